@@ -109,5 +109,5 @@ def _stored_shapes(path: str) -> Dict[str, Tuple[int, ...]]:
 
 def _kind(name: str) -> Optional[str]:
     """Returns a name without the number of its layer, or None if it has none."""
-    found, count = re.subn(r"\.\d+\.", ".N.", name)
-    return found if count else None
+    kind, count = re.subn(r"\.\d+\.", ".N.", name)
+    return kind if count else None

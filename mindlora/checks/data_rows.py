@@ -107,15 +107,15 @@ def _rows_of(data: Optional[Data], first_rows: FirstRows, *columns: str) -> List
 def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mapping[str, Any]) -> Iterator[Finding]:
     key = where.split(" ")[0]
     length = model["seq_length"]
-    found = len(rows[0]["input_ids"])
-    if found not in lengths:
+    width = len(rows[0]["input_ids"])
+    if width not in lengths:
         more = lengths[-1] - length
         convert = f", or convert the data with --seq-length {length}" if more else ""
         yield error(
             key,
-            f"{where}: the rows have {found} tokens, and model_config.seq_length {length} needs "
+            f"{where}: the rows have {width} tokens, and model_config.seq_length {length} needs "
             f"{' or '.join(map(str, lengths))}.",
-            f"Set seq_length: {found - more}{convert}.",
+            f"Set seq_length: {width - more}{convert}.",
         )
     largest = max(int(row["input_ids"].max()) for row in rows)
     vocabulary = model.get("vocab_size")
@@ -189,11 +189,11 @@ def _check_batch(config: Mapping[str, Any], data: Optional[Data], first_rows: Fi
     steps = setting(config, "runner_config.gradient_accumulation_steps")
     if batch not in COUNT or steps not in COUNT or not dataset.get("drop_remainder", True):
         return
-    found = min(_rows_up_to(batch * steps, files), dataset["data_loader"].get("num_samples") or math.inf)
-    if found < batch * steps:
+    available = min(_rows_up_to(batch * steps, files), dataset["data_loader"].get("num_samples") or math.inf)
+    if available < batch * steps:
         yield error(
             "train_dataset",
-            f"train_dataset has {found} rows, and a step needs {batch * steps} (runner_config.batch_size {batch}, "
+            f"train_dataset has {available} rows, and a step needs {batch * steps} (runner_config.batch_size {batch}, "
             f"gradient_accumulation_steps {steps}).",
             "Lower batch_size, or give more data.",
         )
@@ -201,15 +201,15 @@ def _check_batch(config: Mapping[str, Any], data: Optional[Data], first_rows: Fi
 
 def _rows_up_to(enough: int, files: Sequence[str]) -> float:
     """Returns how many rows the files have; once there are enough, the other files, perhaps thousands, stay closed."""
-    found = 0
+    total = 0
     for file in files:
         rows = row_count(file)
         if rows is None:
             return math.inf
-        found += rows
-        if found >= enough:
+        total += rows
+        if total >= enough:
             break
-    return found
+    return total
 
 
 def _padding(rows: List[Row], ignored: int) -> Optional[int]:

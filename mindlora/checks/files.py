@@ -50,8 +50,8 @@ def _check_base(config: Mapping[str, Any], complete: bool) -> Iterator[Finding]:
     key, path = base_of(config)
     if not path:
         if value_at(config, PET) and not config.get("pretrained_model_dir"):
-            found = "No path is set: the base under the adapter has random weights."
-            yield Finding("warning" if complete else "note", key, found, f"Set it, or pass --{key}.")
+            fault = "No path is set: the base under the adapter has random weights."
+            yield Finding("warning" if complete else "note", key, fault, f"Set it, or pass --{key}.")
         return
     missing = list(_check_path(config, key, f"--{key}"))
     yield from missing or _check_form(config, path)

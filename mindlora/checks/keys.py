@@ -142,8 +142,8 @@ def check_run_mode(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error unless MindFormers knows run_mode."""
     run_mode = config.get("run_mode")
     if not isinstance(run_mode, str) or run_mode not in RUN_MODES:
-        known = suggestion(str(run_mode), list(RUN_MODES))
-        yield error("run_mode", f"run_mode is {run_mode!r}, which is not known.{known}")
+        hint = suggestion(str(run_mode), list(RUN_MODES))
+        yield error("run_mode", f"run_mode is {run_mode!r}, which is not known.{hint}")
 
 
 def check_names(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -152,11 +152,11 @@ def check_names(config: Mapping[str, Any]) -> Iterator[Finding]:
     """
     unread = set() if config.get("run_mode") in TRAINING_MODES else set(_TRAINING_NODES)
     unread |= {"moe_config"} if config.get("use_legacy") is False else set()
-    for node, known in CLOSED_NODES.items():
+    for node, allowed in CLOSED_NODES.items():
         names = (value_at(config, node) or {}) if node and node not in unread else ()
         for name in names:
-            if name not in known:
-                yield error(f"{node}.{name}", f"{name!r} is not a key of {node}.{suggestion(str(name), list(known))}")
+            if name not in allowed:
+                yield error(f"{node}.{name}", f"{name!r} is not a key of {node}.{suggestion(str(name), list(allowed))}")
     for node in _TYPED_NODES:
         if node not in unread and value_at(config, node) and not value_at(config, f"{node}.type"):
             yield error(node, f"{node} has no type, so MindFormers does not know what to build.")

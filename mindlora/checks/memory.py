@@ -68,13 +68,13 @@ def _check_optimizer(config) -> Iterator[Finding]:
     if not value_at(config, "optimizer.swap"):
         return
     if value_at(config, "context.device_target") == "CPU":
-        found = "optimizer.swap keeps the optimizer's state on the host: it has no effect on a CPU."
+        fault = "optimizer.swap keeps the optimizer's state on the host: it has no effect on a CPU."
     else:
-        found = (
+        fault = (
             "optimizer.swap moves the optimizer's state to the host. With LoRA that is eight bytes for each element of "
             "A and B, so it saves little and slows each step."
         )
-    yield note("optimizer.swap", found)
+    yield note("optimizer.swap", fault)
 
 
 def _shards(config) -> bool:

@@ -141,11 +141,11 @@ def _cut(config: Mapping[str, Any]) -> Optional[Tuple[str, Any, Any]]:
 
 def _needing_wholes(pet_config: Mapping[str, Any]) -> List[Tuple[str, str]]:
     """Returns (what pet_config has, why it needs whole weights)."""
-    found = []
+    needing = []
     for variant in VARIANTS:
         if pet_config.get(variant.field):
-            found.append((variant.field, variant.unsupported_on[SHARDED]))
+            needing.append((variant.field, variant.unsupported_on[SHARDED]))
     lora_init = pet_config.get("lora_init")
     if initializers.changes_base(lora_init) and not pet_config.get("adapter_path"):
-        found.append((f"lora_init {lora_init}", "A and B are computed from all of it"))
-    return found
+        needing.append((f"lora_init {lora_init}", "A and B are computed from all of it"))
+    return needing

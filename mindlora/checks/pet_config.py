@@ -94,10 +94,10 @@ def _check_pet_type(pet_type: object) -> Optional[Finding]:
         return None
     if pet_type in MINDFORMERS_PET_TYPES:
         return note(f"{PET}.pet_type", f"pet_type {pet_type} is MindFormers' own and was not checked.")
-    known = suggestion(str(pet_type), [*PET_TYPES, *MINDFORMERS_PET_TYPES])
+    hint = suggestion(str(pet_type), [*PET_TYPES, *MINDFORMERS_PET_TYPES])
     return error(
         f"{PET}.pet_type",
-        f"pet_type is {pet_type!r}, which is not known: MindFormers would train the whole network.{known}",
+        f"pet_type is {pet_type!r}, which is not known: MindFormers would train the whole network.{hint}",
     )
 
 

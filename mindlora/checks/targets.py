@@ -48,19 +48,19 @@ def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
 
 def _unknown_model(config: Mapping[str, Any]) -> Finding:
     experts = " with experts" if legacy_experts(config) > 1 else ""
-    found = (
+    text = (
         f"The model is {model_name(config)}{experts}: the doctor does not know its cells, so targets and ranks were "
         "not checked."
     )
-    return note(f"{PET}.target_modules", found)
+    return note(f"{PET}.target_modules", text)
 
 
 def _count_parameters(selection: Selection) -> Finding:
     saved = ", those of modules_to_save included" if selection.saved else ""
-    found = (
+    text = (
         f"LoRA on {len(selection.parts)} cells, {selection.trainable:,} parameters{saved}: {listed(selection.parts)}."
     )
-    return note(f"{PET}.target_modules", found)
+    return note(f"{PET}.target_modules", text)
 
 
 def _check_ranks(cells: List[AdaptableCell], lora: LoraConfig) -> Iterator[Finding]:

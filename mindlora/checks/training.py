@@ -121,8 +121,8 @@ def _check_metrics(config: Mapping[str, Any]) -> Iterator[Finding]:
         if metric == "held_out_loss":
             yield from _check_held_out(config, where, callback)
         elif metric not in _METRICS and not others:
-            known = suggestion(str(metric), _METRICS)
-            yield error(where, f"{where} (LoraCheckpoint): best_metric is {metric!r}, which nothing reports.{known}")
+            hint = suggestion(str(metric), _METRICS)
+            yield error(where, f"{where} (LoraCheckpoint): best_metric is {metric!r}, which nothing reports.{hint}")
 
 
 def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str, Any]) -> Iterator[Finding]:

@@ -68,15 +68,15 @@ def problem(op_type: str) -> Optional[str]:
     if shutil.which("g++") is None:
         return "g++ is not on PATH, and MindSpore needs it to compile its calls to custom operators"
     packages = _packages(opp)
-    found = [package for package in packages if op_type in _operators(package, soc)]
-    if not found and op_type in _operators(PACKAGE, soc):
+    installed = [package for package in packages if op_type in _operators(package, soc)]
+    if not installed and op_type in _operators(PACKAGE, soc):
         return f"the kernels are not registered: `source {PACKAGE}/bin/set_env.bash` before Python starts"
-    if not found:
+    if not installed:
         return (
             f"{op_type} for {soc} is not in {' or '.join(packages) or 'any operator package'}: build the kernels "
             f"with scripts/build_ascend.sh --soc {soc}, then source the set_env.bash that it names"
         )
-    library = os.path.join(found[0], "op_api", "lib", "libcust_opapi.so")
+    library = os.path.join(installed[0], "op_api", "lib", "libcust_opapi.so")
     if not os.path.exists(library):
         return f"{library} is missing: build the kernels again with scripts/build_ascend.sh"
     return None

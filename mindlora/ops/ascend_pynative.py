@@ -29,9 +29,9 @@ def function(op_type: str, library: str) -> Optional[Callable]:
 
 def describe(library: str) -> str:
     """Returns in words how graph mode and PyNative call the kernels, and why."""
-    found = _find(library)
-    if isinstance(found, str):
-        return f"called by ops.Custom, in PyNative too: {found}"
+    entry = _find(library)
+    if isinstance(entry, str):
+        return f"called by ops.Custom, in PyNative too: {entry}"
     return f"called by ops.Custom in graph mode, and in PyNative by AclnnOpRunner, {MODULE}"
 
 

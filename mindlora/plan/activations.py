@@ -75,11 +75,11 @@ def _layers(value: Any, key: str, division: Division, count: int, by_index: bool
             f"recompute_config: {key} is {value!r}: it must be True, False, or a list with the number of layers to "
             f"recompute in each of the {division.pipeline} stages of the pipeline."
         )
-    found: Set[int] = set()
+    recomputed: Set[int] = set()
     for stage, number in enumerate(rows):
-        own = division.layers(count, stage)
-        found |= set(own if number is True else own[: int(number)])
-    return found
+        of_stage = division.layers(count, stage)
+        recomputed |= set(of_stage if number is True else of_stage[: int(number)])
+    return recomputed
 
 
 def _by_stage(value: Any) -> Optional[List[Any]]:
@@ -216,8 +216,8 @@ class Activations:
             return 0
         if layer in recomputation.layers:
             return self.layer_input
-        found = self.tensors(layer)
-        return sum(kept.instead if recomputation.skips(layer, kept.path) else kept.size for kept in found)
+        tensors = self.tensors(layer)
+        return sum(kept.instead if recomputation.skips(layer, kept.path) else kept.size for kept in tensors)
 
     def whole_layer(self, layer: int) -> int:
         """Returns the bytes that a layer keeps if nothing of it is recomputed."""

@@ -75,7 +75,7 @@ def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
     first = shape[0] - attention.cached if attention.latent else None
     group = joined.layout.sizes(shape[0], HeadSizes(None, attention.keys // head_dim, head_dim, first))
     rows = [size * (shape[0] // sum(group)) for size in group] if group else [shape[0] // len(members)] * len(members)
-    return {member: (own, shape[1]) for member, own in zip(members, rows)}
+    return {member: (rows_of_member, shape[1]) for member, rows_of_member in zip(members, rows)}
 
 
 def _joins_parts(run: Run) -> bool:

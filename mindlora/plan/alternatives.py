@@ -49,19 +49,23 @@ def layouts_of(run: Run, counts: Sequence[int]) -> List[Layout]:
 
 
 def _layout(run: Run, count: int) -> Layout:
-    own = run.division
+    current = run.division
     several = count > 1
-    experts = count if own.experts > 1 else 1
+    experts = count if current.experts > 1 else 1
     ways = {
         "data": Division(data=count),
         "optimizer": Division(data=count, sharded=several, optimizer=several, gathers_again=True, experts=experts),
         "model": Division(
-            model=count, sharded=several, sequence=own.sequence, whole_vocabulary=own.whole_vocabulary, experts=experts
+            model=count,
+            sharded=several,
+            sequence=current.sequence,
+            whole_vocabulary=current.whole_vocabulary,
+            experts=experts,
         ),
     }
-    unit = own.model * own.pipeline * own.context
+    unit = current.model * current.pipeline * current.context
     if unit > 1 and count % unit == 0:
-        ways["yaml"] = dataclasses.replace(own, data=count // unit)
+        ways["yaml"] = dataclasses.replace(current, data=count // unit)
     sizes: Dict[str, Optional[int]] = dict.fromkeys(_NAMES)
     notes = []
     for name, division in ways.items():
@@ -163,7 +167,7 @@ def _recomputation(run: Run) -> List[_Change]:
 def _batches(run: Run) -> List[_Change]:
     """Returns smaller batches with as many more micro-batches, so that a step has as many rows as before."""
     size = value_at(run.config, "runner_config.batch_size") or 1
-    found = []
+    changes = []
     factor = 2
     while run.trains and isinstance(size, int) and size % factor == 0:
         steps = run.accumulation * factor
@@ -175,9 +179,9 @@ def _batches(run: Run) -> List[_Change]:
                 keys["runner_wrapper"] = {"type": WRAPPER}
             if value_at(run.config, "train_dataset.drop_remainder") is not True:
                 keys["train_dataset"] = {"drop_remainder": True}
-        found.append(_Change(words, keys))
+        changes.append(_Change(words, keys))
         factor *= 2
-    return found
+    return changes
 
 
 def _quantization(run: Run) -> List[_Change]:

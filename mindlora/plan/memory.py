@@ -91,8 +91,8 @@ def kv_cache_per_token(run: Run) -> int:
 
 
 def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
-    own = _weights_of_stage(run, weights, stage)
-    tensors = _tensors(run, own)
+    of_stage = _weights_of_stage(run, weights, stage)
+    tensors = _tensors(run, of_stage)
     kind, states, is_float32 = optimizer_of(run)
     moments = f"{states} state{'s' * (states > 1)} of {kind}{' in float32' * is_float32}"
     # How MindSpore divides parameters was not compared with anything.
@@ -194,8 +194,8 @@ def _kept(run: Run, activations: Activations, recomputation: Recomputation, stag
 
 
 def _recomputed_layer(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
-    own = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
-    return max((activations.whole_layer(layer) for layer in own), default=0)
+    recomputed = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
+    return max((activations.whole_layer(layer) for layer in recomputed), default=0)
 
 
 def _inference_lines(run: Run) -> List[Line]:

@@ -209,20 +209,20 @@ def _notes(run: Run) -> List[str]:
 
 def _facts(report: PlanReport) -> str:
     share = f", of which {report.trained:,} are trained ({100 * report.trained / report.parameters:.4f} %)"
-    found = [
+    facts = [
         ("run", f"{report.yaml}: {report.mode}, {report.model}"),
         ("parameters", f"{report.parameters:,}{share * (report.schedule is not None)}"),
     ]
     if report.adapter:
-        found.append(("adapter", f"{report.adapter}: {listed(report.adapted)}"))
+        facts.append(("adapter", f"{report.adapter}: {listed(report.adapted)}"))
     if report.adapter_file:
         size = f"{size_text(report.adapter_file)} ({report.adapter_file:,} bytes)"
-        found.append(("adapter file", f"adapter_model.safetensors: {size}, exact"))
+        facts.append(("adapter file", f"adapter_model.safetensors: {size}, exact"))
     if report.batch:
-        found.append(("batch", report.batch))
+        facts.append(("batch", report.batch))
     if report.schedule:
-        found.append(("steps", _steps(report.schedule)))
-    return "\n".join(wrapped(f"{name:<14}", text, WIDTH) for name, text in found)
+        facts.append(("steps", _steps(report.schedule)))
+    return "\n".join(wrapped(f"{name:<14}", text, WIDTH) for name, text in facts)
 
 
 def _steps(schedule: Schedule) -> str:

@@ -104,8 +104,8 @@ class Run:
     @functools.cached_property
     def embedding(self) -> Tuple[str, Tuple[int, ...]]:
         """Path and shape [vocabulary, hidden] of the embedding."""
-        found = {name.rpartition(".")[0]: size.shape for name, size in self.parameters.items()}
-        return next((path, shape) for path, shape in found.items() if names.is_embedding(path))
+        shapes = {name.rpartition(".")[0]: size.shape for name, size in self.parameters.items()}
+        return next((path, shape) for path, shape in shapes.items() if names.is_embedding(path))
 
     @property
     def vocabulary(self) -> int:
@@ -217,8 +217,8 @@ def _architecture(config: Dict[str, Any]) -> Architecture:
             f"moe_config.expert_num is {experts}: the sizes of the experts of {name} are not known, so its run cannot "
             "be planned."
         )
-    known = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
-    raise ConfigError(f"The model is {name!r}, whose sizes are not known.{suggestion(str(name), known)}")
+    types = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
+    raise ConfigError(f"The model is {name!r}, whose sizes are not known.{suggestion(str(name), types)}")
 
 
 def _adapter(config: Dict[str, Any]) -> Optional[LoraConfig]:

@@ -47,12 +47,12 @@ def schedule_of(run: Run) -> Schedule:
 def count_rows(run: Run) -> Tuple[Optional[int], str]:
     """Returns the number of rows of the training data, or None, and where they were counted or why not."""
     keys = ("dataset_files", "dataset_dir")
-    given = next(filter(None, (value_at(run.config, f"train_dataset.data_loader.{key}") for key in keys)), None)
-    if not given:
+    source = next(filter(None, (value_at(run.config, f"train_dataset.data_loader.{key}") for key in keys)), None)
+    if not source:
         return None, "the YAML names no data: pass --train_dataset_dir"
-    files = list(filter(os.path.isfile, mindrecord_files(given)))
+    files = list(filter(os.path.isfile, mindrecord_files(source)))
     if not files:
-        return None, f"{given} holds no MindRecord"
+        return None, f"{source} holds no MindRecord"
     total = 0
     for path in files:
         rows = row_count(path)

@@ -14,11 +14,11 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 def parse_memory(text: str) -> int:
     """Returns the bytes that a text such as 32GB (1000^3) or 29.8GiB (1024^3) means; another one raises ConfigError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if not found or found[2].lower() not in units or not float(found[1]):
+    if not match or match[2].lower() not in units or not float(match[1]):
         raise ConfigError(f"--memory is {text!r}: it must be a number above 0 with a unit, such as 32GB or 29.8GiB.")
-    return int(float(found[1]) * units[found[2].lower()])
+    return int(float(match[1]) * units[match[2].lower()])
 
 
 def gib(size: float) -> str:

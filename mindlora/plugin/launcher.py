@@ -151,13 +151,13 @@ def _override(config, args, rest):
     set_dotted_keys(config, rest)
 
 
-def _options(found: List[str]) -> dict:
+def _options(pairs: List[str]) -> dict:
     """Reads key=value pairs with MindFormers' own action, which reads every True as False."""
     from mindformers.tools.register import ActionDict
 
     namespace = argparse.Namespace()
-    ActionDict(["--options"], "options")(None, namespace, found)
-    for key, value in (pair.split("=", 1) for pair in found):
+    ActionDict(["--options"], "options")(None, namespace, pairs)
+    for key, value in (pair.split("=", 1) for pair in pairs):
         if value.upper() in ("TRUE", "FALSE"):
             namespace.options[key] = value.upper() == "TRUE"
     return namespace.options
@@ -167,8 +167,8 @@ def _resume(config, step_folder):
     """Sets what --resume says in LoraCheckpoint."""
     saving = [callback for callback in config.callbacks or [] if callback.get("type") == "LoraCheckpoint"]
     if config.run_mode not in TRAINING_MODES or not saving:
-        found = f"run_mode is {config.run_mode}" if saving else "callbacks has no LoraCheckpoint"
-        raise ConfigError(f"--resume goes on with a training run that LoraCheckpoint saved, but {found}.")
+        obstacle = f"run_mode is {config.run_mode}" if saving else "callbacks has no LoraCheckpoint"
+        raise ConfigError(f"--resume goes on with a training run that LoraCheckpoint saved, but {obstacle}.")
     saving[0]["resume"] = step_folder
 
 

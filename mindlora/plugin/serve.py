@@ -67,12 +67,12 @@ def build_engine(
     yaml.context.mode = 0
     if (yaml.context.jit_config or {}).get("jit_level") == "O1":
         yaml.context.jit_config["jit_level"] = "O0"
-    found = load_tokenizer(tokenizer or _tokenizer_of(yaml))
+    loaded = load_tokenizer(tokenizer or _tokenizer_of(yaml))
     _build_context(yaml)
     return make_engine(
         model,
         yaml.load_checkpoint,
-        found,
+        loaded,
         registry or AdapterRegistry(),
         settings,
         quantize=bool(pet_config.get("quantize_base")),

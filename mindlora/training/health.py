@@ -60,8 +60,8 @@ class CellHealth:
     @property
     def gradient_norm(self) -> Optional[float]:
         """The norm of the gradients of all parts together, or None if none is known."""
-        known = [part.gradient_norm for part in self.parts.values() if part.gradient_norm is not None]
-        return math.hypot(*known) if known else None
+        norms = [part.gradient_norm for part in self.parts.values() if part.gradient_norm is not None]
+        return math.hypot(*norms) if norms else None
 
     @property
     def gradient_size(self) -> int:
@@ -117,9 +117,9 @@ def summary(report: HealthReport) -> str:
     }
     texts = [f"{len(report.cells)} adapters"]
     for name, values in figures.items():
-        known = [value for value in values if value is not None]
-        if known:
-            texts.append(f"{name} {statistics.median(known):.2g}")
+        numbers = [value for value in values if value is not None]
+        if numbers:
+            texts.append(f"{name} {statistics.median(numbers):.2g}")
     count = len(report.findings)
     return f"{', '.join(texts)} (medians); {count or 'no'} finding{'' if count == 1 else 's'}"
 

@@ -163,7 +163,7 @@ def _root(gram):
 def _all_singular_values(factors):
     """Returns path -> singular values of the product, or None where a factor is not finite."""
     grams: Dict[int, Dict[str, Any]] = {}
-    found = dict.fromkeys(factors)
+    by_path = dict.fromkeys(factors)
     for path, (left, right) in factors.items():
         # One cell at a time, so that its float64 copies stay in the cache.
         left, right = left.astype(np.float64), right.astype(np.float64)
@@ -172,8 +172,8 @@ def _all_singular_values(factors):
             grams.setdefault(len(right), {})[path] = pair
     for same_rank in grams.values():
         stacks = (np.stack(side) for side in zip(*same_rank.values()))
-        found.update(zip(same_rank, singular_values(*stacks)))
-    return found
+        by_path.update(zip(same_rank, singular_values(*stacks)))
+    return by_path
 
 
 def _cell_health(cell: CellValues, values: Optional[np.ndarray]) -> CellHealth:

@@ -164,10 +164,10 @@ def exploding_gradient(situation: Situation) -> Iterator[_Fault]:
 def saturated(situation: Situation) -> Iterator[_Fault]:
     """Steps hardly change a cell although it gets a gradient and others move."""
     updates = {path: _largest_update(cell) for path, cell in situation.report.cells.items()}
-    known = [update for update in updates.values() if update is not None]
-    if not known or not situation.rate_settled:
+    sizes = [update for update in updates.values() if update is not None]
+    if not sizes or not situation.rate_settled:
         return
-    typical = statistics.median(known)
+    typical = statistics.median(sizes)
     for path, update in updates.items():
         cell = situation.report.cells[path]
         norm = cell.gradient_norm

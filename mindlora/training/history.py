@@ -101,10 +101,10 @@ class History:
             name (str): One of STEP_FIELDS, or ``held_out_loss``.
         """
         records = self.held_out if name == "held_out_loss" else self.steps
-        known = [record for record in records if record.get(name) is not None]
-        known.sort(key=lambda record: record["step"])
-        steps = [record["step"] for record in known]
-        values = [record[name] for record in known]
+        measured = [record for record in records if record.get(name) is not None]
+        measured.sort(key=lambda record: record["step"])
+        steps = [record["step"] for record in measured]
+        values = [record[name] for record in measured]
         return np.array(steps, np.int64), np.array(values, np.float64)
 
 

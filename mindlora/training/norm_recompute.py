@@ -82,14 +82,14 @@ def recompute_norm_activation(network: nn.Cell, *probe: Tensor) -> Tuple[str, ..
     """
     before = _output(network, probe) if probe else None
     pairs = list(_pairs(network))
-    found = []
+    norms = []
     replacements = {}
     for path, norm, activation, after in pairs:
-        found.append(path)
+        norms.append(path)
         replacements[id(norm)] = NormActivation(norm, activation)
         replacements[id(activation)] = after(activation)
     _check_not_shared(network, {id(activation): after for _, _, activation, after in pairs})
-    if not found:
+    if not norms:
         raise TargetError(
             "The network has no GroupNorm with a SiLU after it, under diffusers' names or in a SequentialCell, that is "
             "not recomputed already, so there is nothing to recompute."
@@ -99,10 +99,10 @@ def recompute_norm_activation(network: nn.Cell, *probe: Tensor) -> Tuple[str, ..
     if probe and not np.array_equal(before, _output(network, probe)):
         replace_children(network, replaced)
         raise TargetError(
-            f"With {listed(found)} recomputed, the network's output on the probe is another: its blocks do not call "
+            f"With {listed(norms)} recomputed, the network's output on the probe is another: its blocks do not call "
             "SiLU right after GroupNorm as diffusers' do. Nothing was changed: leave the recomputation out."
         )
-    return tuple(found)
+    return tuple(norms)
 
 
 def _pairs(network) -> Iterator[Tuple[str, nn.Cell, nn.Cell, Type[Activated]]]:

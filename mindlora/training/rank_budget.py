@@ -95,7 +95,7 @@ class RankBudget(nn.Cell):
         Returns:
             tuple of Tensor, likewise.
         """
-        found = ()
+        regularized = ()
         total = self.none * 0
         count = 2 * len(self.triplets)
         for place in range(len(self.kinds)):
@@ -110,9 +110,9 @@ class RankBudget(nn.Cell):
                 step = step / ops.maximum(norm, 1e-30)
                 gradient = gradient + (step.T if is_b else step)
                 total = total + norm
-            found += (gradient,)
+            regularized += (gradient,)
         ops.assign(self.distance, total / count)
-        return found
+        return regularized
 
     def construct(self, gradients: Tuple[Tensor, ...]) -> Tensor:
         """Updates the importance after the optimizer's update, and masks what the plan of the step says.
@@ -142,16 +142,16 @@ class RankBudget(nn.Cell):
     def _element_scores(self, number, gradient, learns):
         """Updates the importance of the elements of one part, and returns their scores."""
         place = self.triplets[number // 3][number % 3]
-        known = self.sensitivities[number]
-        unknown = self.uncertainties[number]
+        sensitivity = self.sensitivities[number]
+        uncertainty = self.uncertainties[number]
         beta1 = self.settings.beta1
         beta2 = self.settings.beta2
         importance = ops.abs(self.weights[place].astype(mstype.float32) * gradient.astype(mstype.float32))
-        mean = beta1 * known + (1 - beta1) * importance
-        spread = beta2 * unknown + (1 - beta2) * ops.abs(importance - mean)
-        mean, spread = ops.select(learns, mean, known), ops.select(learns, spread, unknown)
-        ops.assign(known, mean)
-        ops.assign(unknown, spread)
+        mean = beta1 * sensitivity + (1 - beta1) * importance
+        spread = beta2 * uncertainty + (1 - beta2) * ops.abs(importance - mean)
+        mean, spread = ops.select(learns, mean, sensitivity), ops.select(learns, spread, uncertainty)
+        ops.assign(sensitivity, mean)
+        ops.assign(uncertainty, spread)
         return mean * spread
 
 

@@ -114,23 +114,23 @@ def suggest_ranks(history: History, budget: Optional[int] = None) -> RankSuggest
         DataError: The run recorded no gradients, or no singular values.
         ConfigError: The budget is smaller than the number of cells.
     """
-    known, without = _evidence(history)
-    before = sum(cell.rank for cell in known.values())
+    evidence, without = _evidence(history)
+    before = sum(cell.rank for cell in evidence.values())
     budget = before if budget is None else budget
-    if budget < len(known):
+    if budget < len(evidence):
         raise ConfigError(
-            f"--budget is {budget}, and each of the {len(known)} cells of {history.directory} needs a rank of at "
+            f"--budget is {budget}, and each of the {len(evidence)} cells of {history.directory} needs a rank of at "
             "least 1. Give at least that many, or exclude cells in the next run (exclude_modules)."
         )
-    ranks = _allocate(known, budget)
-    usual = Counter(cell.rank for cell in known.values()).most_common(1)[0][0]
+    ranks = _allocate(evidence, budget)
+    usual = Counter(cell.rank for cell in evidence.values()).most_common(1)[0][0]
     return RankSuggestion(
         history.directory,
         budget,
         before,
         sum(ranks.values()),
         max(usual, 1),
-        tuple(_groups(known, ranks)),
+        tuple(_groups(evidence, ranks)),
         tuple(without),
     )
 
@@ -144,16 +144,16 @@ def _evidence(history: History) -> Tuple[Dict[str, CellEvidence], List[str]]:
     sensitivities: Dict[str, List[float]] = {}
     for cells in records:
         for path, cell in cells.items():
-            found = _sensitivity(cell)
-            if found is not None:
-                sensitivities.setdefault(path, []).append(found)
+            sensitivity = _sensitivity(cell)
+            if sensitivity is not None:
+                sensitivities.setdefault(path, []).append(sensitivity)
     if not sensitivities and not any(map(_has_gradients, records)):
         raise DataError(
             f"{history.directory} has no norms of gradients. Set runner_wrapper.record_gradient_norms: True "
             "(mindlora-run does so) and run it again."
         )
     doubled = _has_initial_pairs(history.runs)
-    known = {}
+    evidence = {}
     without = []
     for path, cell in records[-1].items():
         # AdaLoRA may have left a cell without a rank, and then without a spectrum.
@@ -164,13 +164,13 @@ def _evidence(history: History) -> Tuple[Dict[str, CellEvidence], List[str]]:
         rank = cell["rank"] // 2 if doubled else cell["rank"]
         mean = math.fsum(sensitivities[path]) / len(sensitivities[path])
         # What an initialization began with is in the change too, so that more ranks than train can be in use.
-        known[path] = CellEvidence(rank, mean, tuple(spectrum), min(cell["effective_rank"] or 0.0, rank))
-    if not known:
+        evidence[path] = CellEvidence(rank, mean, tuple(spectrum), min(cell["effective_rank"] or 0.0, rank))
+    if not evidence:
         raise DataError(
             f"{history.directory} has no singular values of what its adapters change: VeRA and convolutions with "
             "groups have none. Take a run of LoRA on linear cells."
         )
-    return known, without
+    return evidence, without
 
 
 def _has_gradients(cells: Mapping[str, Any]) -> bool:
@@ -179,12 +179,12 @@ def _has_gradients(cells: Mapping[str, Any]) -> bool:
 
 
 def _sensitivity(cell: Mapping[str, Any]) -> Optional[float]:
-    found = [
+    products = [
         part["norm"] * part["gradient_norm"]
         for name, part in cell["parts"].items()
         if name in _PARTS and part["norm"] is not None and part["gradient_norm"] is not None
     ]
-    return min(found) if found else None
+    return min(products) if products else None
 
 
 def _has_initial_pairs(runs: List[dict]) -> bool:
@@ -195,11 +195,11 @@ def _has_initial_pairs(runs: List[dict]) -> bool:
     return initializers.changes_base(node.get("lora_init")) and not node.get("adapter_path")
 
 
-def _allocate(known: Mapping[str, CellEvidence], budget: int) -> Dict[str, int]:
-    most = _MOST * max(budget / len(known), 1)
-    scores = {path: cell.scores(LADDER[-1]) for path, cell in known.items()}
-    steps = dict.fromkeys(known, 0)
-    left = budget - len(known)
+def _allocate(evidence: Mapping[str, CellEvidence], budget: int) -> Dict[str, int]:
+    most = _MOST * max(budget / len(evidence), 1)
+    scores = {path: cell.scores(LADDER[-1]) for path, cell in evidence.items()}
+    steps = dict.fromkeys(evidence, 0)
+    left = budget - len(evidence)
     while True:
         worth = {}
         for path, step in steps.items():
@@ -214,21 +214,21 @@ def _allocate(known: Mapping[str, CellEvidence], budget: int) -> Dict[str, int]:
         steps[best] += 1
 
 
-def _groups(known: Mapping[str, CellEvidence], ranks: Mapping[str, int]) -> Iterable[RankGroup]:
-    total = math.fsum(cell.sensitivity for cell in known.values()) or 1.0
+def _groups(evidence: Mapping[str, CellEvidence], ranks: Mapping[str, int]) -> Iterable[RankGroup]:
+    total = math.fsum(cell.sensitivity for cell in evidence.values()) or 1.0
     by_rank: Dict[Tuple[str, int], List[str]] = {}
     kinds: Dict[str, List[str]] = {}
-    for path in known:
+    for path in evidence:
         by_rank.setdefault((_kind(path), ranks[path]), []).append(path)
         kinds.setdefault(_kind(path), []).append(path)
     shares = {}
     for key, paths in by_rank.items():
-        shares[key] = math.fsum(known[path].sensitivity for path in paths) / total
+        shares[key] = math.fsum(evidence[path].sensitivity for path in paths) / total
     for (kind, rank), paths in sorted(by_rank.items(), key=lambda item: -shares[item[0]]):
         pattern = re.escape(kind) if paths == kinds[kind] else _pattern(paths)
-        if [path for path in known if pattern_value({pattern: True}, path, False)] != paths:
+        if [path for path in evidence if pattern_value({pattern: True}, path, False)] != paths:
             pattern = "|".join(f"^{re.escape(path)}" for path in paths)
-        yield RankGroup(pattern, tuple(paths), rank, _reason(known, paths, rank, shares[kind, rank]))
+        yield RankGroup(pattern, tuple(paths), rank, _reason(evidence, paths, rank, shares[kind, rank]))
 
 
 def _kind(path: str) -> str:
@@ -247,13 +247,13 @@ def _pattern(paths: List[str]) -> str:
     return rf"{layers[0][1]}\.{numbers}\.{re.escape(layers[0][3])}"
 
 
-def _reason(known: Mapping[str, CellEvidence], paths: List[str], rank: int, share: float) -> str:
-    cells = [known[path] for path in paths]
+def _reason(evidence: Mapping[str, CellEvidence], paths: List[str], rank: int, share: float) -> str:
+    cells = [evidence[path] for path in paths]
     before = math.fsum(cell.rank for cell in cells) / len(cells)
     used = math.fsum(cell.used for cell in cells) / len(cells)
     change = "more than" if rank > before else "less than" if rank < before else "as much as"
     kind = _kind(paths[0])
     return (
-        f"{kind}, {len(cells)} of {len(known)} cells: {share:.0%} of the sensitivity, {used:.1f} of {before:.3g} ranks "
-        f"in use, so rank {rank}, {change} before."
+        f"{kind}, {len(cells)} of {len(evidence)} cells: {share:.0%} of the sensitivity, {used:.1f} of {before:.3g} "
+        f"ranks in use, so rank {rank}, {change} before."
     )

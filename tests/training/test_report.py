@@ -237,7 +237,7 @@ def test_heat_maps_have_a_square_for_each_cell():
     assert len(squares) == len({(square.x, square.y) for square in squares.values()}) == 25
     assert squares["lm_head"].shade == 1 and squares["model.layers.0.attention.wq"].shade == 0
     assert squares["model.layers.1.attention.wv"].shade is None and change.high == "5"
-    assert [path for path, square in squares.items() if square.found] == ["model.layers.0.attention.wq"]
+    assert [path for path, square in squares.items() if square.faulty] == ["model.layers.0.attention.wq"]
     assert [label for _, label in change.columns] == ["other", "0", "1", "2", "3"]
     assert squares["model.layers.3.attention.wk"].title.endswith("0.0035")
     for cell in report["cells"].values():

@@ -51,20 +51,20 @@ class AdapterSlices(Callback):
         rank = get_real_rank()
         file = rank_files.file_of(os.path.join(self.path, f"rank_{rank}"), rank)
         content = rank_files.read(file, lambda name: True)
-        own = {name: p for name, p in parameters.items() if name in layouts} or parameters
-        _check_names(content.tensors, own, file.path)
-        _check_shapes(content.tensors, own, file.path)
+        slices = {name: p for name, p in parameters.items() if name in layouts} or parameters
+        _check_names(content.tensors, slices, file.path)
+        _check_shapes(content.tensors, slices, file.path)
         _check_scale(network, adapter_metadata.parse(content.text, file.path), file.path)
         for name, array in content.tensors.items():
-            value = to_tensor(array).astype(own[name].dtype)
+            value = to_tensor(array).astype(slices[name].dtype)
             # Otherwise MindSpore would cut it once more when it compiles again.
-            own[name].set_data(value, slice_shape=True)
+            slices[name].set_data(value, slice_shape=True)
         logger.info("Slices of an adapter loaded from %s.", file.path)
 
 
-def _check_names(tensors: Dict[str, np.ndarray], own: Dict[str, Parameter], path: str) -> None:
-    lost = sorted(set(own) - set(tensors))
-    extra = sorted(set(tensors) - set(own))
+def _check_names(tensors: Dict[str, np.ndarray], parameters: Dict[str, Parameter], path: str) -> None:
+    lost = sorted(set(parameters) - set(tensors))
+    extra = sorted(set(tensors) - set(parameters))
     if lost:
         raise MissingTensorsError(
             f"{path} lacks {listed(lost)}, which this rank has. Scatter the adapter again, with the strategy of this "
@@ -77,13 +77,14 @@ def _check_names(tensors: Dict[str, np.ndarray], own: Dict[str, Parameter], path
         )
 
 
-def _check_shapes(tensors: Dict[str, np.ndarray], own: Dict[str, Parameter], path: str) -> None:
+def _check_shapes(tensors: Dict[str, np.ndarray], parameters: Dict[str, Parameter], path: str) -> None:
     for name, array in tensors.items():
-        if array.shape != tuple(own[name].shape):
+        if array.shape != tuple(parameters[name].shape):
             raise ShapeMismatchError(
-                f"{path}: {name} is a slice {list(array.shape)}, and this rank's parameter is {list(own[name].shape)}: "
-                "the adapter was cut by another strategy, or, if load_checkpoint is empty, the network is not cut yet. "
-                "Scatter it again with the strategy of this run, or name the whole adapter in adapter_path."
+                f"{path}: {name} is a slice {list(array.shape)}, and this rank's parameter is "
+                f"{list(parameters[name].shape)}: the adapter was cut by another strategy, or, if load_checkpoint is "
+                "empty, the network is not cut yet. Scatter it again with the strategy of this run, or name the whole "
+                "adapter in adapter_path."
             )
 
 

@@ -91,9 +91,9 @@ def _message(ranks: Dict[str, int], orthogonality: float) -> str:
     by_rank: Dict[int, list] = {}
     for path, rank in ranks.items():
         by_rank.setdefault(rank, []).append(path)
-    found = "; ".join(f"{rank} at {listed(by_rank[rank])}" for rank in sorted(by_rank, reverse=True) if rank)
+    cells = "; ".join(f"{rank} at {listed(by_rank[rank])}" for rank in sorted(by_rank, reverse=True) if rank)
     none = f" None at {listed(by_rank[0])}, which an adapter file leaves out." if 0 in by_rank else ""
     return (
-        f"AdaLoRA has allocated {sum(ranks.values())} ranks: {found}.{none} P and Q are {orthogonality:.2g} from "
+        f"AdaLoRA has allocated {sum(ranks.values())} ranks: {cells}.{none} P and Q are {orthogonality:.2g} from "
         "orthogonal (mean Frobenius norm)."
     )

@@ -135,8 +135,8 @@ class RunReport(Callback):
         answers = params.get("training_answers") or []
         for event in events[self.events_written :]:
             self._record(event["step"], event=event["kind"], message=event["message"])
-        for given in answers[self.answers_written :]:
-            self._record(given["step"], answers=given["answers"])
+        for samples in answers[self.answers_written :]:
+            self._record(samples["step"], answers=samples["answers"])
         self.events_written = len(events)
         self.answers_written = len(answers)
 

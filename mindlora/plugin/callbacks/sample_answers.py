@@ -68,14 +68,14 @@ class SampleAnswers(Callback):
                     f"SampleAnswers: the prompt {prompt!r} has {len(row)} tokens with its template, and seq_length is "
                     f"{length}, which leaves no room for an answer. Shorten it."
                 )
-        found = greedy_answers(network, rows, length, self.special.pad, self.special.eos, self.max_tokens)
-        answers = [self.tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in found]
+        token_lists = greedy_answers(network, rows, length, self.special.pad, self.special.eos, self.max_tokens)
+        answers = [self.tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in token_lists]
         for prompt, answer in zip(self.prompts, answers):
             logger.info("step %d: %s -> %s", params.cur_step_num, prompt, answer)
-        given = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(self.prompts, answers)]
+        pairs = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(self.prompts, answers)]
         params["training_answers"] = [
             *(params.get("training_answers") or []),
-            {"step": params.cur_step_num, "answers": given},
+            {"step": params.cur_step_num, "answers": pairs},
         ]
         params.train_network.set_train(True)
 

@@ -31,15 +31,15 @@ class LoadedBase:
             check_base(self.network, self.path, self.on_base_mismatch)
         except BaseMismatchError as error:
             stored = error.stored or {}
-            found = error.found or {}
+            loaded = error.found or {}
             checkpoint = run_configuration().get("load_checkpoint")
-            differing = "shapes" if stored.get("shapes") != found.get("shapes") else "values"
+            differing = "shapes" if stored.get("shapes") != loaded.get("shapes") else "values"
             raise BaseMismatchError(
                 f"adapter_path: {error} Its fingerprint of the base is {stored.get(differing)}, and that of "
-                f"load_checkpoint: {checkpoint} is {found.get(differing)}. If this base is meant, "
+                f"load_checkpoint: {checkpoint} is {loaded.get(differing)}. If this base is meant, "
                 "set pet_config.on_base_mismatch: warn.",
                 stored,
-                found,
+                loaded,
             ) from None
 
     def _shapes(self):

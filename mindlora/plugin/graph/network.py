@@ -49,10 +49,10 @@ def count_tokens_in_loss(train_network: nn.Cell) -> bool:
     return True
 
 
-def _innermost(cell, found):
-    """Returns the first cell that ``found`` accepts, from outside in, or None."""
+def _innermost(cell, accepts):
+    """Returns the first cell that ``accepts`` takes, from outside in, or None."""
     while isinstance(cell, nn.Cell):
-        if found(cell):
+        if accepts(cell):
             return cell
         cell = getattr(cell, "network", None)
     return None

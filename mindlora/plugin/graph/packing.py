@@ -49,13 +49,13 @@ def install_segment_mask(network: nn.Cell, boundary: int) -> None:
             f"The data is packed, and the model is a {_name(network)}: only MindFormers' LlamaForCausalLM can keep the "
             "examples of a row apart. Convert the data without --pack."
         )
-    found = [key for key in _WITHOUT_A_MASK if getattr(network.config, key, False)]
+    settings = [key for key in _WITHOUT_A_MASK if getattr(network.config, key, False)]
     if model.seq_split_num > 1:
-        found.append("parallel_config.seq_split_num")
-    if found:
+        settings.append("parallel_config.seq_split_num")
+    if settings:
         raise ConfigError(
-            f"The data is packed, and the model sets {', '.join(found)}: then no mask can keep the examples of a row "
-            "apart. Switch it off, or convert the data without --pack."
+            f"The data is packed, and the model sets {', '.join(settings)}: then no mask can keep the examples of a "
+            "row apart. Switch it off, or convert the data without --pack."
         )
     model.casual_mask = SegmentMask(model.casual_mask, boundary)
 

@@ -125,8 +125,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         )
         check_number(micro_batches, "micro_batches", COUNT)
         if self.is_mindformers_step:
-            given = {"micro_batches": micro_batches > 1, "gradient_exchange": gradient_exchange != "dense"}
-            _refuse(mode, **given, rank_budget=rank_budget)
+            settings = {"micro_batches": micro_batches > 1, "gradient_exchange": gradient_exchange != "dense"}
+            _refuse(mode, **settings, rank_budget=rank_budget)
         self.rank_budget = _budget(network, self.weights, rank_budget)
         if packed_boundary is not None:
             install_segment_mask(base_of(network), packed_boundary)
@@ -308,9 +308,9 @@ def _budget(network, weights, allocates):
     return RankBudget(network, weights) if allocates else None
 
 
-def _refuse(mode, **given):
-    for name, is_given in given.items():
-        if is_given:
+def _refuse(mode, **settings):
+    for name, is_set in settings.items():
+        if is_set:
             raise ConfigError(
                 f"runner_wrapper has {name}, which works alone and in data parallel (parallel.parallel_mode 0), "
                 f"without dumped norms, and not in this run of parallel_mode {mode!r}. Remove it."

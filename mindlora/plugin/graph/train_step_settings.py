@@ -53,9 +53,9 @@ def prepare_exchange(config: MindFormerConfig) -> None:
     cannot have it.
     """
     wrapper = config.get("runner_wrapper") or {}
-    given = wrapper.get("gradient_exchange")
-    settings = exchange_settings("dense" if given is None else given)
-    if given is not None and wrapper.get("type") != WRAPPER:
+    setting = wrapper.get("gradient_exchange")
+    settings = exchange_settings("dense" if setting is None else setting)
+    if setting is not None and wrapper.get("type") != WRAPPER:
         raise ConfigError(
             f"gradient_exchange is an argument of {WRAPPER}, and runner_wrapper.type is {wrapper.get('type')!r}. Set "
             f"it to {WRAPPER}, or remove gradient_exchange."

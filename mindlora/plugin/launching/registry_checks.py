@@ -60,14 +60,14 @@ def check_classes(config: MindFormerConfig) -> Iterator[Finding]:
 
 
 def _nodes(node: Any) -> List[dict]:
-    return [found for found in (node if isinstance(node, list) else [node]) if isinstance(found, dict)]
+    return [item for item in (node if isinstance(node, list) else [node]) if isinstance(item, dict)]
 
 
 def _class_of(kind: str, node: dict) -> Optional[type]:
     """Returns the class that a node names; None if it is not registered, or the user's own."""
     name = node.get("type")
-    known = name is not None and not node.get("auto_register") and MindFormerRegister.is_exist(kind, name)
-    return MindFormerRegister.get_cls(kind, name) if known else None
+    is_registered = name is not None and not node.get("auto_register") and MindFormerRegister.is_exist(kind, name)
+    return MindFormerRegister.get_cls(kind, name) if is_registered else None
 
 
 def _unknown(where: str, kind: str, node: dict) -> Iterator[Finding]:
@@ -75,8 +75,8 @@ def _unknown(where: str, kind: str, node: dict) -> Iterator[Finding]:
     # A class of the user's own is registered when MindFormers imports the module that auto_register names.
     if name is None or node.get("auto_register") or MindFormerRegister.is_exist(kind, name):
         return
-    known = suggestion(str(name), sorted(_names(kind)))
-    yield error(f"{where}.type", f"{where}.type is {name!r}, which is not registered.{known}")
+    hint = suggestion(str(name), sorted(_names(kind)))
+    yield error(f"{where}.type", f"{where}.type is {name!r}, which is not registered.{hint}")
 
 
 def _names(kind: str) -> List[str]:
@@ -90,8 +90,8 @@ def _missing_rate(config: MindFormerConfig) -> Iterator[Finding]:
     if schedule is None or node.get("learning_rate") is not None or preset or config.run_mode not in TRAINING_MODES:
         return
     if "learning_rate" in _required(schedule):
-        found = f"lr_schedule has no learning_rate, which {node['type']} needs."
-        yield error("lr_schedule", found, "Set it, or a preset in pet_config.")
+        fault = f"lr_schedule has no learning_rate, which {node['type']} needs."
+        yield error("lr_schedule", fault, "Set it, or a preset in pet_config.")
 
 
 def _misspelt(where: str, kind: str, node: dict) -> Iterator[Finding]:
@@ -99,22 +99,22 @@ def _misspelt(where: str, kind: str, node: dict) -> Iterator[Finding]:
     name = node.get("type")
     if named is None:
         return
-    known = _settings(named)
+    arguments = _settings(named)
     for argument in node:
-        if argument not in ("type", *known, *_READ_BY_TRAINER.get(where, ())):
-            near = difflib.get_close_matches(argument, sorted(set(known) - set(node)), n=1, cutoff=_NEAR)
+        if argument not in ("type", *arguments, *_READ_BY_TRAINER.get(where, ())):
+            near = difflib.get_close_matches(argument, sorted(set(arguments) - set(node)), n=1, cutoff=_NEAR)
             if near:
-                found = f"{where} has {argument!r}, which {name} does not know. Did you mean {near[0]!r}?"
-                yield Finding("warning" if where in _LEGACY_KINDS else "error", f"{where}.{argument}", found)
+                fault = f"{where} has {argument!r}, which {name} does not know. Did you mean {near[0]!r}?"
+                yield Finding("warning" if where in _LEGACY_KINDS else "error", f"{where}.{argument}", fault)
 
 
 def _wrong_arguments(where: str, node: dict) -> List[Finding]:
     callback = _class_of(MindFormerModuleType.CALLBACK, node)
     name = node.get("type")
-    known, takes_any = _parameters(callback) if callback else ([], True)
-    unknown = [] if takes_any else [argument for argument in node if argument not in ("type", *known)]
+    arguments, takes_any = _parameters(callback) if callback else ([], True)
+    unknown = [] if takes_any else [argument for argument in node if argument not in ("type", *arguments)]
     return [
-        error(where, f"{where} is {name}, which has no argument {argument!r}.{suggestion(argument, known)}")
+        error(where, f"{where} is {name}, which has no argument {argument!r}.{suggestion(argument, arguments)}")
         for argument in unknown
     ]
 
@@ -138,24 +138,26 @@ def _wrong_values(where: str, node: dict) -> List[Finding]:
 
 def _required(kind: type) -> Sequence[str]:
     """Returns the arguments of a class that have no default."""
-    found = inspect.signature(kind).parameters.values()
-    named = (argument for argument in found if argument.kind is argument.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(kind).parameters.values()
+    named = (argument for argument in parameters if argument.kind is argument.POSITIONAL_OR_KEYWORD)
     return [argument.name for argument in named if argument.default is argument.empty]
 
 
 def _settings(kind: type) -> Set[str]:
     """Returns the names of a class's arguments, and of those that it passes on to the classes that it is made from."""
     try:
-        own = set(inspect.signature(kind).parameters)
+        arguments = set(inspect.signature(kind).parameters)
     except ValueError:
         # A class of C++ does not tell.
-        own = set()
+        arguments = set()
     bases = inspect.getmro(kind) if inspect.isclass(kind) else ()
-    return own.union(*(_parameters(base)[0] for base in bases if inspect.isfunction(vars(base).get("__init__"))))
+    return arguments.union(*(_parameters(base)[0] for base in bases if inspect.isfunction(vars(base).get("__init__"))))
 
 
 def _parameters(kind: type) -> Tuple[List[str], bool]:
     """Returns the names of a class's arguments, and whether it takes any others."""
-    parameters = [found for name, found in inspect.signature(kind.__init__).parameters.items() if name != "self"]
-    takes_any = any(found.kind is found.VAR_KEYWORD for found in parameters)
-    return [found.name for found in parameters if found.kind is not found.VAR_KEYWORD], takes_any
+    parameters = [
+        parameter for name, parameter in inspect.signature(kind.__init__).parameters.items() if name != "self"
+    ]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD], takes_any

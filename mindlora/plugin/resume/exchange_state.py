@@ -49,12 +49,12 @@ def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
     problem = f"{path} does not exist"
     if os.path.isfile(path):
         with safe_open(path, framework="np") as file:
-            found = json.loads(file.metadata()["exchange"])
+            saved = json.loads(file.metadata()["exchange"])
             expected = _identity(exchange)
-            if found == expected:
+            if saved == expected:
                 exchange.unsent().set_data(Tensor(file.get_tensor(_TENSOR)))
                 return
-        problem = f"{path} was written by {_text(found)}, and this run has {_text(expected)}"
+        problem = f"{path} was written by {_text(saved)}, and this run has {_text(expected)}"
     logger.warning("Gradients that were not sent start at zero on rank %d: %s.", get_rank(), problem)
 
 
@@ -80,5 +80,5 @@ def _path(folder, step):
 def _files_of_this_rank(folder: str) -> Dict[int, str]:
     """Returns {step: path}, oldest first."""
     pattern = rf"step_(\d+)\.rank_{get_rank()}\.safetensors"
-    found = ((re.fullmatch(pattern, entry.name), entry.path) for entry in os.scandir(folder))
-    return dict(sorted((int(match.group(1)), path) for match, path in found if match))
+    matches = ((re.fullmatch(pattern, entry.name), entry.path) for entry in os.scandir(folder))
+    return dict(sorted((int(match.group(1)), path) for match, path in matches if match))

@@ -48,11 +48,11 @@ class _Gather(nn.Cell):
 
 def digest(parameters: Sequence[Parameter]) -> np.ndarray:
     """Returns the SHA-256 of the parameters' names and values: int32 [8]."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for parameter in parameters:
-        found.update(parameter.name.encode())
-        found.update(parameter.asnumpy().tobytes())
-    return np.frombuffer(found.digest(), np.int32)
+        sha256.update(parameter.name.encode())
+        sha256.update(parameter.asnumpy().tobytes())
+    return np.frombuffer(sha256.digest(), np.int32)
 
 
 def check_agreement(parameters: Sequence[Parameter], step: int) -> None:

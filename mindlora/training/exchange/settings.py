@@ -55,10 +55,10 @@ def exchange_settings(setting: Union[str, Mapping[str, Any]]) -> ExchangeSetting
         raise ConfigError(
             f"gradient_exchange is {setting!r}, but it must be one of {', '.join(TYPES)}, or a node with a type."
         )
-    known = [field.name for field in fields(ExchangeSettings)]
+    keys = [field.name for field in fields(ExchangeSettings)]
     for key in setting:
-        if key not in known:
-            raise ConfigError(f"gradient_exchange has no key {key!r}; it has {', '.join(known)}.")
+        if key not in keys:
+            raise ConfigError(f"gradient_exchange has no key {key!r}; it has {', '.join(keys)}.")
         if key == "bits" and setting.get("type") != "quantized":
             raise ConfigError(
                 f"gradient_exchange: bits belongs to type quantized, and the type is {setting.get('type')!r}."

@@ -114,10 +114,10 @@ def _losses(histories: Sequence[History], names: Sequence[str], timeline: _Timel
 
 
 def _lines(histories: Sequence[History], names: Sequence[str], field: str) -> List[Line]:
-    found = [history.series(field) for history in histories]
+    series = [history.series(field) for history in histories]
     return [
         Line(name if len(names) > 1 else field.replace("_", " "), number, "line", steps, values)
-        for number, (name, (steps, values)) in enumerate(zip(names, found))
+        for number, (name, (steps, values)) in enumerate(zip(names, series))
         if len(steps)
     ]
 

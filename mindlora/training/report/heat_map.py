@@ -20,14 +20,14 @@ class Square:
     Attributes:
         shade (float or None): From 0, the smallest value on the map, to 1, the largest; None if the value is not known.
         title (str): What the page shows under the mouse.
-        found (bool): Whether a rule found something here.
+        faulty (bool): Whether a rule found something here.
     """
 
     x: float
     y: float
     shade: Optional[float]
     title: str
-    found: bool
+    faulty: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +52,19 @@ class HeatMap:
 
 def draw_health(health: dict) -> List[HeatMap]:
     """Returns a map for each quantity that is known of at least one cell, from HealthReport.to_json()."""
-    found = [finding["path"] for finding in health["findings"] if finding["path"]]
+    faulty = [finding["path"] for finding in health["findings"] if finding["path"]]
     maps = {}
     for title, value_of in _QUANTITIES:
         values = {path: value_of(cell) for path, cell in health["cells"].items()}
-        known = [value for value in values.values() if value is not None]
-        if known:
-            maps[title] = _draw(title, values, min(known), max(known), found)
+        numbers = [value for value in values.values() if value is not None]
+        if numbers:
+            maps[title] = _draw(title, values, min(numbers), max(numbers), faulty)
     if _CHANGE in maps:
         maps.pop(_CHANGE_NORM, None)
     return list(maps.values())
 
 
-def _draw(title: str, values: Dict[str, Optional[float]], low: float, high: float, found: List[str]) -> HeatMap:
+def _draw(title: str, values: Dict[str, Optional[float]], low: float, high: float, faulty: List[str]) -> HeatMap:
     places = {path: _place(path) for path in values}
     layers = sorted({layer for layer, _ in places.values()})
     names = list(dict.fromkeys(name for _, name in places.values()))
@@ -73,14 +73,14 @@ def _draw(title: str, values: Dict[str, Optional[float]], low: float, high: floa
     for path, value in values.items():
         layer, name = places[path]
         shown = "not known" if value is None else f"{value:.4g}"
-        is_found = any(path == place or path.startswith(place + ".") for place in found)
+        is_faulty = any(path == place or path.startswith(place + ".") for place in faulty)
         squares.append(
             Square(
                 LEFT + layers.index(layer) * width,
                 TOP + names.index(name) * ROW,
                 None if value is None else _shade(value, low, high),
                 f"{path}: {shown}",
-                is_found,
+                is_faulty,
             )
         )
     every = math.ceil(26 / width) if len(layers) > 1 else 1
@@ -111,8 +111,8 @@ def _shade(value: float, low: float, high: float) -> float:
 
 
 def _gradient_norm(cell: dict) -> Optional[float]:
-    known = [part["gradient_norm"] for part in cell["parts"].values() if part["gradient_norm"] is not None]
-    return math.hypot(*known) if known else None
+    norms = [part["gradient_norm"] for part in cell["parts"].values() if part["gradient_norm"] is not None]
+    return math.hypot(*norms) if norms else None
 
 
 def _update(cell: dict) -> Optional[float]:

@@ -126,7 +126,7 @@ def _answers(history: History) -> List[Tuple[str, List[Tuple[int, str]]]]:
     for record in sorted(history.answers, key=lambda record: record["step"]):
         for row in record["answers"]:
             answers.setdefault(str(row["prompt"]), []).append((record["step"], str(row["answer"])))
-    return [(prompt, [given[0]] + given[1:][-1:]) for prompt, given in answers.items()]
+    return [(prompt, [versions[0]] + versions[1:][-1:]) for prompt, versions in answers.items()]
 
 
 def summary(history: History) -> List[Tuple[str, str]]:
@@ -188,9 +188,9 @@ def _duration(history: History) -> Optional[str]:
     begins = [run["step"] for run in history.runs] + [float("inf")]
     seconds = 0.0
     for run, begin, end in zip(history.runs, begins, begins[1:]):
-        own = times[(steps > begin) & (steps <= end)]
-        if len(own) and run["run"].get("time") is not None:
-            seconds += own[-1] - run["run"]["time"]
+        stretch = times[(steps > begin) & (steps <= end)]
+        if len(stretch) and run["run"].get("time") is not None:
+            seconds += stretch[-1] - run["run"]["time"]
     minutes = round(seconds) // 60
     hours = round(seconds) // 3600
     if hours:
@@ -199,8 +199,8 @@ def _duration(history: History) -> Optional[str]:
 
 
 def _skipped(history: History) -> Optional[str]:
-    known = [step["skipped"] for step in history.steps if step.get("skipped") is not None]
-    return f"{sum(map(bool, known)):,}" if known else None
+    skipped = [step["skipped"] for step in history.steps if step.get("skipped") is not None]
+    return f"{sum(map(bool, skipped)):,}" if skipped else None
 
 
 def _memory(history: History) -> Optional[str]:
