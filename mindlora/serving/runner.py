@@ -111,15 +111,11 @@ class _WriteAll(nn.Cell):
 
 
 class ModelRunner:
-    """Computes steps of a network with a paged cache and pools of adapters. It is used by one thread.
+    """Computes steps of a network with a paged cache and pools of adapters, of ``dtype``. It is used by one thread.
 
     Two graphs are compiled by warm_up, one for steps of few tokens, such as decoding, and one for many, such as chunks
-    of prompts with decoding beside them; other numbers of requests or tokens compile nothing.
-
-    Args:
-        network (nn.Cell): A network of build_network after add_pools, its weights loaded.
-        cells (dict): What add_pools returned.
-        dtype (numpy.dtype): That of the pools.
+    of prompts with decoding beside them; other numbers of requests or tokens compile nothing. ``cells`` is what
+    add_pools returned for the network, whose weights must have been loaded.
     """
 
     def __init__(self, network: nn.Cell, cells: Dict[str, MultiLoRADense], dtype: np.dtype, settings: EngineSettings):

@@ -65,11 +65,6 @@ class EarlyStop(Rule):
 
     A measurement m improves on the best one b if m < b - min_delta (mode min) or m > b + min_delta (mode max). NaN does
     not improve.
-
-    Attributes:
-        best (float, optional): The best measurement.
-        best_step (int): Its step.
-        waited (int): Measurements since then.
     """
 
     remembered = ("best", "best_step", "waited")

@@ -70,10 +70,8 @@ class HeldOutLoss(PeriodicCallback):
 class HeldOutLossCell(nn.Cell):
     """The sum of a causal language model's cross entropy over the labels that count, and the number of these labels.
 
-    Args:
-        network (nn.Cell): A MindFormers causal language model. In evaluation mode, called with tokens [batch, N] and
-            labels [batch, N], it returns (logits [batch, N, vocabulary], tokens, mask [batch, N]).
-        ignore_token_id (int): Label that does not count.
+    In evaluation mode, called with tokens [batch, N] and labels [batch, N], MindFormers' model returns (logits
+    [batch, N, vocabulary], tokens, mask [batch, N]).
 
     Inputs:
         - **input_ids** (Tensor) - int32 [batch, N + 1].

@@ -157,9 +157,8 @@ def best_value(folder: str, metric: str) -> Optional[float]:
 def restore(folder: str, params: InternalCallbackParam) -> None:
     """Restores a run: adapter, moments, loss scale, optimizer step and MindSpore's step count.
 
-    Raises:
-        ConfigError: The run was complete; it had another number of steps per epoch, or another optimizer, loss scale or
-            network; or the dataset does not start at the saved step.
+    Raises ConfigError if the run was complete, had another number of steps per epoch, another optimizer, loss scale or
+    network, or the dataset does not start at the saved step.
     """
     metadata = read_metadata(folder)
     _check_steps(folder, metadata, params)

@@ -19,8 +19,7 @@ _OPEN = ("/health", "/ready")
 class ApiKeys:
     """The keys in a file, one "name key" a line; empty lines and those that begin with # count for nothing.
 
-    Raises:
-        ConfigError: It cannot be read, holds no key, or a line is not a name and a key, or has one that was there.
+    Raises ConfigError if it cannot be read, holds no key, or a line is not a name and a key, or has one that was there.
     """
 
     def __init__(self, path: str):
