@@ -44,12 +44,8 @@ def stack_pairs(adapter: Adapter) -> None:
     If gate_proj and up_proj share one A in every expert, the stacked pair has their rank; otherwise it has the sum of
     their ranks, A = [A_gate; A_up], and B is block-diagonal. Where scales differ, B is rescaled and rounded.
 
-    Raises:
-        MissingTensorsError: A single expert lacks a pair that others of its layer have, or only one of gate_proj and
-            up_proj has one.
-        RankMismatchError: The experts of a layer have different ranks.
-        ShapeMismatchError: Their cells have different shapes.
-        AdapterError: The adapter is not a plain LoRA.
+    Raises AdapterError if the adapter is not a plain LoRA, a single expert (or one of gate_proj and up_proj) lacks a
+    pair that others of its layer have, or the experts of a layer differ in rank or shape.
     """
     # Path of the experts -> cell -> expert -> path.
     layers: Dict[str, Dict[str, Dict[int, str]]] = {}

@@ -51,10 +51,8 @@ def complete(adapter: Adapter, base: Base) -> None:
     which the base has no weight, or one of another shape, stay as they are: matching refuses them. The adapter's pairs
     are not joined or split yet.
 
-    Raises:
-        LoraError: A weight holds NaN or infinity, or is of a single expert and the base has those stacked.
-        ConfigError: A rank is larger than a side of the weight.
-        ShapeMismatchError, AdapterError: The rows of a joined weight cannot be told apart.
+    Raises LoraError if a weight is not finite, smaller than the rank, or of a single expert where the base has those
+    stacked, and if the rows of a joined weight cannot be told apart.
     """
     name = adapter.initializer
     if name is None:

@@ -29,10 +29,8 @@ def join_pairs(
         kv_heads (int): Number of key-value heads, for w_qkv.
         layout (RowLayout): How the cell orders its rows; None if as its record says.
 
-    Raises:
-        ShapeMismatchError: The members do not make up ``out_channels`` rows, or take inputs of different sizes.
-        AdapterError: kv_heads is needed and missing, or does not divide the rows; a member has no pair, and so lacks
-            the magnitude that the others have; or pairs of this kind cannot be joined.
+    Raises ShapeMismatchError if the members do not make up ``out_channels`` rows or take inputs of different sizes, and
+    AdapterError if kv_heads is needed and missing or wrong, or such pairs cannot be joined.
     """
     _check_can_be_joined(adapter, path)
     layout = layout or names.joined_cell(path).layout

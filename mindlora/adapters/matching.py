@@ -82,19 +82,9 @@ def match(
 ) -> bool:
     """Gives an adapter the paths and the joined cells of a network, and checks that it has what the network needs.
 
-    Args:
-        adapter (Adapter): Its paths are MindFormers' or the network's own; changed in place.
-        strict (bool): With False, missing and unexpected tensors only give a warning, and pairs without a cell are
-            dropped.
-        weight_of (callable): As for ``arrange``.
-
-    Returns:
-        bool, whether pairs were joined or split.
-
-    Raises:
-        UnexpectedTensorsError, MissingTensorsError: Adapter and network hold different tensors.
-        ShapeMismatchError: A tensor does not have the shape that its cell needs.
-        AdapterError, ScaleMismatchError, LoraError: As in ``arrange``.
+    ``adapter``, ``weight_of``, the result and errors are those of ``arrange``. Other errors say that the tensors differ
+    from what the network needs; with ``strict`` False, missing and unexpected tensors only give a warning, and pairs
+    without a cell are dropped.
     """
     rearranged = arrange(adapter, cells.shapes, weight_of)
     cells.check_variant(adapter, source)
@@ -256,12 +246,11 @@ def check_base(
 ) -> None:
     """Compares the base that an adapter was trained on with a network's.
 
-    Args:
-        adapter (Adapter): With the pairs that it was trained with, neither joined nor split.
-        fingerprint (callable): Returns the fingerprint of the weights under the adapter, or None if they have no
-            values yet; called only if the adapter has one.
-        on_base_mismatch (str): One of ON_BASE_MISMATCH; "error" raises BaseMismatchError.
-        exact (bool): Whether a copy in another dtype is another base.
+    ``adapter`` has the pairs that it was trained with, neither joined nor split. ``fingerprint`` is called only if the
+    adapter has one, and returns that of the weights under the adapter, or None if they have no values yet. With
+    ``exact``, a copy in another dtype is another base.
+
+    Raises BaseMismatchError if the bases differ, with on_base_mismatch "error".
     """
     if adapter.fingerprint is None or on_base_mismatch == "ignore":
         return

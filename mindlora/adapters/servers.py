@@ -83,17 +83,10 @@ class ServerReport:
 def check_for_server(
     path: str, server: str, *, alpha: Optional[float] = None, allow_pickle: bool = False
 ) -> ServerReport:
-    """Reports whether a server would take an adapter as it is.
+    """Reports whether a server ("vllm", "vllm-ascend" or "vllm-mindspore") would take an adapter as it is.
 
-    Args:
-        path (str): As for adapter_files.read.
-        server (str): "vllm", "vllm-ascend" or "vllm-mindspore".
-        alpha (float): lora_alpha, if the file does not state it. Default: None.
-        allow_pickle (bool): Whether a .bin may be read. Default: False.
-
-    Raises:
-        ConfigError: The server is not known.
-        AdapterError: There is no usable adapter at ``path``.
+    ``path`` and ``allow_pickle`` are as for adapter_files.read; ``alpha`` is lora_alpha, if the file does not state it.
+    Raises ConfigError if the server is not known, and AdapterError if there is no usable adapter.
     """
     if server not in SERVERS:
         raise ConfigError(f"No rules are known of a server {server!r}.{suggestion(server, list(SERVERS))}")

@@ -22,14 +22,9 @@ from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 class LoftqInitializer:
     """Makes an adapter while a checkpoint is quantized, with one float weight in memory at a time.
 
-    Args:
-        weights (dict): Path -> weight of each linear cell, under MindFormers' names.
-        quantized (list of str): The paths whose weights become 4-bit. Other cells that target_modules selects get a
-            plain initial pair: A is He-uniform, B is zero.
-        config (LoraConfig): With lora_init "loftq" or "loftq_iter_N", and target_modules.
-
-    Attributes:
-        paths (list of str): The cells whose pairs LoftQ initializes.
+    ``weights`` is path -> weight of each linear cell, under MindFormers' names, ``quantized`` the paths whose weights
+    become 4-bit, of which LoftQ initializes those that target_modules selects (``paths``). Other cells that it selects
+    get a plain initial pair: A is He-uniform, B is zero.
 
     Raises LoraError if ``config`` is not one of LoftQ's, or selects nothing, a joined cell or too small a weight.
 

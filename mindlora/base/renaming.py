@@ -24,10 +24,8 @@ class Plan:
         concat (bool): Whether to join w_qkv and w_gate_hidden, for "mindformers"; mcore always joins.
         heads, kv_heads (int): Numbers of attention and of key-value heads; None takes them from base.config.
 
-    Attributes:
-        skipped (list of str): Names of tensors that every model computes for itself.
-
-    Raises CheckpointError if a name or a number of heads is not known, or parts of a joined tensor are missing.
+    ``skipped`` are the tensors that every model computes for itself. Raises CheckpointError if a name or a number of
+    heads is not known, or parts of a joined tensor are missing.
     """
 
     def __init__(self, base: BaseCheckpoint, to: str, concat: bool, heads: Optional[int], kv_heads: Optional[int]):

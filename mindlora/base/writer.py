@@ -85,16 +85,9 @@ def write(
 ) -> List[str]:
     """Writes a checkpoint in the form that the name of ``output`` asks for; an error leaves what was there unchanged.
 
-    Args:
-        output (str): A folder, or a file that ends in .safetensors or .ckpt; a .ckpt is written tensor by tensor.
-        shards (list of Shard): The content of each file in a folder; a single file holds all of them.
-        world (str): "hf", "mindformers" or "mcore".
-        companions (list of str): Files to copy into a folder.
-        config (dict): Content of config.json to write into a folder.
-        progress (callable): Takes the size of each written block and the total size, in bytes.
-
-    Returns:
-        list of str, the written files that hold tensors.
+    A folder gets a file for each shard, copies of ``companions``, and a config.json of ``config``; a single file holds
+    all shards. ``world`` is "hf", "mindformers" or "mcore"; ``progress`` takes the size of each written block and the
+    total size, in bytes. Returns the written files that hold tensors.
     """
     shards = [shard for shard in shards if shard.tensors]
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)

@@ -125,12 +125,8 @@ _TRAINING_NODES = (
 def apply_overrides(config: Dict[str, Any], words: Sequence[str]) -> None:
     """Sets what a command line says in the content of a YAML, in place: first the flags, then the dotted keys.
 
-    Args:
-        config (dict): The content.
-        words (sequence of str): ``--a.b.c VALUE``, ``--a.b.c=VALUE``, or a flag of mindlora-run with its value.
-
-    Raises:
-        ConfigError: The words are not such pairs, a flag cannot take its value, or there is no such key.
+    The words are ``--a.b.c VALUE``, ``--a.b.c=VALUE``, or a flag of mindlora-run with its value. Raises ConfigError if
+    they are not, a flag cannot take its value, or there is no such key.
     """
     pairs = list(split_pairs(words))
     for name, text in pairs:

@@ -176,16 +176,11 @@ def left_out(conversation: Conversation, text: str) -> List[str]:
 
 
 def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
-    """Returns the tokens of a text, of which those inside the spans are learned. No special token is added.
+    """Returns the tokens of a text, special tokens included, of which those inside the spans of characters are learned.
 
-    The text is tokenized as a whole, as at inference. If a token then reaches across the end of a span, such as a new
-    line of the prompt joined with one that the answer begins with, the text is tokenized in two parts there.
-
-    Args:
-        text (str): With its special tokens written out.
-        spans (sequence of (int, int)): Ranges of characters that do not overlap.
-
-    Raises UnusableRow if the tokenizer cannot tokenize the text in parts.
+    The text is tokenized as a whole, as at inference, and no special token is added. If a token then reaches across the
+    end of a span, such as a new line of the prompt joined with one that the answer begins with, the text is tokenized
+    in two parts there. Raises UnusableRow if the tokenizer cannot do that.
     """
     tokens, starts, ends = _tokens_of(tokenizer, text)
     edges = sorted({edge for span in spans for edge in span})

@@ -86,11 +86,8 @@ def read_inputs(
     """Reads all inputs, in their order: files, folders of files, folders of save_to_disk.
 
     If there are several files, each location names its file. ``columns`` has field -> column: none, one mapping for all
-    inputs, or one for each. ``split`` is which split of a saved dataset to read.
-
-    Raises:
-        DataError: An input is missing, empty, damaged or of an unknown kind; a column or a split is missing; or the
-            same input is given twice.
+    inputs, or one for each. ``split`` is which split of a saved dataset to read. Raises DataError if one of these is
+    missing, an input is empty, damaged or of an unknown kind, or the same input is given twice.
     """
     paths = [inputs] if isinstance(inputs, str) else list(inputs)
     _check_inputs(paths, layout, columns)

@@ -41,13 +41,9 @@ TEMPLATES = {
 
 
 def prompt_template(text: str) -> PromptTemplate:
-    """Returns the template with a name in TEMPLATES, or one made from the user's own format string.
+    """Returns the template named "alpaca" or "plain", or one made from the user's own format string.
 
-    Args:
-        text (str): "alpaca", "plain", or a format string with {instruction} and, if rows have inputs, {input}.
-
-    Raises:
-        DataError: The text is neither a name nor a format string with {instruction}, or has other placeholders.
+    That must have {instruction} and, if rows have inputs, {input}; with anything else it raises DataError.
     """
     if text in TEMPLATES:
         return TEMPLATES[text]

@@ -58,9 +58,7 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
     mindspore.load_checkpoint is not used: if a record has more or fewer bytes than its shape needs, it writes past the
     end of its memory or returns values that are not in the file. All of the file is in memory while it is read.
 
-    Raises:
-        TruncatedAdapterError: The file ends before its content does, or is not a MindSpore checkpoint.
-        AdapterFormatError: A tensor is there twice, or has a dtype that is not known.
+    Raises AdapterError if it is cut off or no checkpoint, has a tensor twice or a dtype that is not known.
     """
     records = _records(path, wanted)
     begun = records.pop(_FIRST, None)

@@ -52,11 +52,8 @@ class TensorInfo(NamedTuple):
 class TensorFile:
     """A safetensors file that is open for reading; use it in a ``with`` statement. Several threads may read at once.
 
-    Its tensors are in the order of the bytes; ``metadata`` are the strings in its header.
-
-    Raises:
-        TruncatedAdapterError: The file ends before its content does, or holds more than it declares.
-        AdapterFormatError: It is not a safetensors file, has a tensor twice, or has a dtype that is not known.
+    Its tensors are in the order of the bytes; ``metadata`` are the strings in its header. Raises AdapterError if it is
+    cut off or no safetensors file, or has a tensor twice or a dtype that is not known.
     """
 
     def __init__(self, path: str):

@@ -29,10 +29,7 @@ def read(path: str) -> Dict[str, np.ndarray]:
     function, change any object and allocate any amount of memory. The machine here knows the few instructions that a
     dict of tensors needs, can call three functions of its own, and stops at anything else.
 
-    Raises:
-        AdapterFormatError: The file is not a zip archive of torch.save's, asks for anything but tensors, or does not
-            hold a dict of tensors by name.
-        TruncatedAdapterError: The archive is damaged.
+    Raises AdapterError if it is damaged, no zip archive of torch.save's, or not a dict of tensors by name.
     """
     opened = False
     try:

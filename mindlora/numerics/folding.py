@@ -35,14 +35,9 @@ def fold_and_probe(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Folds B A into some rows of W; compares x W'^T with g (x W^T + (x A^T) B^T) for one row x of random signs.
 
-    Args:
-        weight (array): Rows of W, float32 [rows, in]; overwritten.
-        b (array): The same rows of B times the scale, float32 [rows, r].
-        a (array): A, float32 [r, in].
-        magnitude (array): DoRA's magnitudes of the same rows, float32 [rows]; without them g is 1.
-
-    Returns:
-        tuple of the rows W' in ``dtype``; for each row |difference|, float64 [rows]; and its bound, float64 [rows].
+    ``weight``, float32 [rows, in], is overwritten; ``b``, the same rows of B times the scale, and A are float32. The
+    magnitudes, float32 [rows], are DoRA's; without them g is 1. Returns the rows W' in ``dtype``; for each row
+    |difference|, float64 [rows]; and its bound, float64 [rows].
     """
     signs = _signs(weight.shape[1])
     # A value too large for the dtype becomes infinite, which shows in the difference.

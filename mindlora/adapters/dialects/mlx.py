@@ -85,10 +85,7 @@ def parse_key(key: str) -> Optional[PartKey]:
 def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
     """Turns an adapter's matrices as Adapter has them, and gives it the settings of mlx-lm's configuration.
 
-    Raises:
-        AdapterFormatError: A setting is missing or invalid, or the layers are stacks of experts.
-        RankMismatchError: The tensors have another rank than the configuration says.
-        MissingTensorsError: DoRA was trained, and there are no magnitudes.
+    Raises AdapterError if a setting is missing, invalid or not that of the tensors, or layers are stacks of experts.
     """
     if content.get("fine_tune_type", "lora") not in ("lora", "dora"):
         raise AdapterFormatError(

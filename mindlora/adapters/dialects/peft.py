@@ -100,13 +100,9 @@ class Peft(Dialect):
             reorder_megatron_rows(adapter, path)
 
     def configure(self, adapter: Adapter, config: PeftConfig, file: File) -> None:
-        """Puts the content of adapter_config.json into an adapter, and checks its pairs against it.
+        """Puts the content of adapter_config.json into an adapter, and checks its pairs and saved modules against it.
 
-        Raises:
-            AdapterFormatError: Biases of the base were trained, or the file lacks the rows of trained tokens.
-            MissingTensorsError: A saved module is missing.
-            UnexpectedTensorsError: There are tensors of which the configuration says nothing.
-            RankMismatchError, ShapeMismatchError: A pair does not have the declared rank.
+        Raises AdapterError if a tensor is missing, unexpected or of another rank, or biases of the base were trained.
         """
         source = file.source
         peft_experts.restore(adapter, config, source)

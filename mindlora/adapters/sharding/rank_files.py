@@ -53,16 +53,10 @@ class Content(NamedTuple):
 
 
 def find(folder: str, at: Optional[str] = None) -> Dict[int, RankFile]:
-    """Returns the file of each rank, all of one step.
+    """Returns the file of each rank, all of one step: the newest, or ``at``, epoch and step in it, such as "2_100".
 
-    Args:
-        folder (str): It holds rank_0, rank_1, ..., with files as CheckpointMonitor of MindFormers names them.
-        at (str): Epoch and step in it as the files' names have them, such as "2_100"; None for the newest.
-
-    Raises:
-        AdapterFormatError: There are no such folders or files; the ranks' newest files are of different steps; or a
-            rank has two files of the same step.
-        MissingTensorsError: A rank has no file of this step.
+    ``folder`` holds rank_0, rank_1, ..., with files as CheckpointMonitor of MindFormers names them. Raises AdapterError
+    if it does not, a rank lacks a file of this step or has two, or the ranks' newest files are of different steps.
     """
     if not os.path.isdir(folder):
         raise AdapterFormatError(f"{folder} is not a folder: it must be the one that holds rank_0, rank_1 and so on.")

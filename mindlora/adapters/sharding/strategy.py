@@ -174,10 +174,8 @@ def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
 def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
     """Returns the whole tensor that pieces make up: each element comes from one slice, and copies of it are equal.
 
-    Raises:
-        ShapeMismatchError: The pieces are of wholes of different shapes or dtypes, or overlap.
-        AdapterFormatError: Two pieces of the same part differ.
-        MissingTensorsError: A part of the whole is in none of them.
+    Raises ShapeMismatchError if the pieces are of different wholes or overlap, AdapterFormatError if two of one part
+    differ, and MissingTensorsError if a part is in none of them.
     """
     first = pieces[0]
     for piece in pieces:
