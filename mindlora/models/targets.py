@@ -26,15 +26,15 @@ def select_targets(
     warn: bool = True,
     not_linear: Collection[str] = (),
 ) -> List[str]:
-    """Returns the paths in ``linear_paths`` that get an adapter, in their order.
+    """Returns the paths in ``linear_paths``, those of all cells that can have an adapter, that get one, in their order.
 
     Args:
-        linear_paths (Sequence[str]): Full paths of the linear cells of a network, in order.
-        target_modules, exclude_modules (str or list): As in LoraConfig.
+        target_modules, exclude_modules (str or list): As in LoraConfig, as is layers_to_transform, ``layers``.
         other_cells (dict): Full path -> class name of all other cells, for errors about a name that matches no linear
             cell.
-        layers (int or list of int): layers_to_transform, as in LoraConfig.
         warn (bool): Whether to warn of alternatives of a regex that match nothing.
+        not_linear (collection of str): Those in ``linear_paths`` that are no linear cells: embeddings, convolutions and
+            experts, which "all-linear" leaves out, as PEFT's does.
 
     Raises:
         TargetError: Nothing is selected, no cell of a given layer is selected, an item of a list selects nothing, or
