@@ -52,7 +52,7 @@ def make_kernel(path: str, op: str, inputs: int, writes: bool = False) -> Option
 
 
 class CpuKernel(ops.Custom):
-    """A function of the CPU library with so many ``inputs``, wrapped as a primitive with one output.
+    """A function of the CPU library, wrapped as a primitive with one output.
 
     Shapes and types are inferred in C++, and reg_info leaves the types open: only so do dynamic shapes work. If it
     ``writes`` into an input, MindSpore does not reorder it with reads of that input.

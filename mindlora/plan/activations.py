@@ -288,7 +288,6 @@ class Activations:
         sizes = self.sizes
         element = self.compute
         tokens = sizes.tokens
-        length = self.run.seq_length
         repeated = sizes.queries if sizes.repeats and not self.fuses_attention else sizes.keys
         yield Kept("attention.apply_rotary_emb.add", element * tokens * sizes.queries)
         yield Kept("attention.keys", element * tokens * repeated)
@@ -298,7 +297,7 @@ class Activations:
             # The maximum and the sum of each row of scores, eight times each.
             yield Kept("attention.flash_attention", 2 * 8 * 4 * tokens * sizes.heads)
         else:
-            scores = tokens * length * sizes.heads
+            scores = tokens * self.run.seq_length * sizes.heads
             yield Kept("attention.softmax", scores * self.softmax)
             if self.softmax != element:
                 yield Kept("attention.softmax_cast", scores * element)

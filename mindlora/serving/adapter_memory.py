@@ -170,8 +170,7 @@ class AdapterMemory:
         prepare (callable): Takes a path; returns an object with ``nbytes``, or raises LoraError. Runs in the thread.
         max_bytes (int): Room for what ``prepare`` returns; what is being read comes on top.
         threads (int): How many adapters are read at once.
-        on_ready (callable or None): Called in the thread, with the name, when an adapter has been read or has failed.
-            May be set later.
+        on_ready (callable or None): Called in the thread, with the name of an adapter that was read or has failed.
     """
 
     def __init__(

@@ -96,9 +96,8 @@ class AdapterRegistry:
             restricted (bool): Whether the path must be in the registry's folder, links followed.
             replace (bool): Whether the name may be taken.
 
-        Raises:
-            RequestError: The name is taken, empty or holds control characters, or the path is not allowed or holds
-                nothing.
+        Raises RequestError if the name is taken, empty or holds control characters, or the path is not allowed or holds
+        nothing.
         """
         try:
             _checked_name(name)

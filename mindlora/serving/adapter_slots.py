@@ -133,9 +133,7 @@ class AdapterSlots:
     def pin(self, name: str) -> None:
         """Keeps the adapter in its slot once it has one, whether it is used or not.
 
-        Raises:
-            AdapterNotFoundError: It is not registered.
-            RequestError: No slot would be left for the other adapters.
+        Raises AdapterNotFoundError if it is not registered, or RequestError if no slot would be left for others.
         """
         self.prefetch(name)
         with self._lock:

@@ -47,16 +47,11 @@ def make_engine(
 ) -> Engine:
     """Builds MindFormers' network with its weights, and an engine around it, which start() begins.
 
-    Args:
-        model (mapping): The node ``model`` of a YAML.
-        checkpoint (str): The base's weights: see load_base.
-        tokenizer: As mindlora.data.tokenizers.load_tokenizer returns it.
-        quantize (bool): Whether the checkpoint is quantized (quantize_base: nf4).
-        quantize_exclude (str or list of str): As it was when it was quantized.
-        model_name (str): What callers name the base.
+    ``model`` is that node of a YAML; ``checkpoint`` is as for load_base, ``tokenizer`` as load_tokenizer returns it.
+    ``quantize`` and ``quantize_exclude`` are as when the checkpoint was quantized. Callers name the base by
+    ``model_name``.
 
-    Raises:
-        ConfigError, CheckpointError: The model cannot be built or its weights cannot be loaded.
+    Raises ConfigError or CheckpointError if the model cannot be built or its weights cannot be loaded.
     """
     network = build_network(model, settings)
     if quantize:

@@ -54,9 +54,8 @@ class Dialogue:
     def ask(self, text: str) -> Stream:
         """Asks the next question; ``take`` adds question and answer to the history.
 
-        Raises:
-            RequestError: The question alone has no room in the window, or cannot be used.
-            LoraError: The engine does not take it.
+        Raises RequestError if the question alone has no room in the window or cannot be used, or what Engine.submit
+        does.
         """
         history = self.history if self.can_remember else []
         self.dropped = 0

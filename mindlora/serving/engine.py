@@ -62,16 +62,8 @@ class Engine:
     """Continuous batching of requests to one base with many adapters.
 
     One thread, which start() begins, runs the network. Everything else can be called from any thread; a step of the
-    network is never waited for.
-
-    Args:
-        adapters (AdapterSlots): Those of the scheduler.
-        tokenizer: As mindlora.data.tokenizers.load_tokenizer returns it.
-        ends (frozenset of int): Tokens that end an answer: see mindlora.serving.detokenizer.end_tokens.
-        model_name (str): What callers name the base.
-
-    Attributes:
-        seq_length (int): Tokens of a prompt and its answer together, at most.
+    network is never waited for. ``ends`` are tokens that end an answer (see end_tokens), ``adapters`` those of the
+    scheduler; callers name the base ``model_name``. A prompt and its answer have ``seq_length`` tokens at most.
     """
 
     def __init__(

@@ -89,10 +89,8 @@ def add_pools(network: nn.Cell, cells: Mapping[str, nn.Cell], settings: EngineSe
 class ServedStep(nn.Cell):
     """One step of a MindFormers model over its cache: chunks of prompts with decode tokens beside them, or only these.
 
-    Args:
-        network (nn.Cell): A network of build_network, after add_pools.
-        slots_of_tokens (Parameter or None): The Parameter that all pools share; None for a network without pools.
-        few (bool): Whether it is the graph for few tokens: see takes.
+    The network is one of build_network, after add_pools; ``slots_of_tokens`` is the Parameter that all pools share, or
+    None without pools. ``few`` asks for the graph of few tokens: see takes_few.
 
     Inputs:
         - The arrays of runner.StepInputs, but **tokens** of shape [1, T], or [T, 1] if ``decodes``, and **slots** of
@@ -168,14 +166,10 @@ class ServedStep(nn.Cell):
 
 
 def takes_few(query_lengths: np.ndarray, last: np.ndarray) -> bool:
-    """Tells whether a step is for the graph of few tokens.
+    """Tells whether a step is for the graph of few tokens, by its requests' tokens [B] and its samples [R].
 
     On a CPU these are steps of few tokens, whatever they are: there the linear cells read each weight once (figures:
     ops/multi_lora_linear/README.md). On Ascend they are decode steps, for which MindFormers has a form of its own.
-
-    Args:
-        query_lengths (array): Shape [B]: tokens of each request in the step.
-        last (array): Shape [R]: one for each request that samples.
     """
     tokens = int(query_lengths.sum())
     return len(last) == len(query_lengths) == tokens if decodes_alone(True) else tokens <= FEW_TOKENS

@@ -33,10 +33,7 @@ class Scheduler:
     add() and cancel() while a step is computed.
 
     Args:
-        pool (BlockPool): The blocks of the cache.
-        adapters (AdapterSlots): Loads adapters and gives them slots.
-        max_running (int): Requests in a step, at most.
-        max_tokens_per_step (int): Tokens in a step, at most; not less than max_running.
+        max_tokens_per_step (int): Not less than max_running, the requests in a step.
         max_waiting (int): Requests that wait for the first time, at most.
         seq_length (int): Tokens of a prompt and its answer together, at most.
 

@@ -75,11 +75,7 @@ class GradientNormFactor(Rule):
         min_factor (float): The lowest factor; above 0 and at most 1. Default: 0.05.
         max_factor (float): The highest factor; at least 1. Default: 2.0.
 
-    Attributes:
-        factor (float): f for the next step.
-
-    Raises:
-        ConfigError: An argument is out of range.
+    Raises ConfigError if an argument is out of range.
     """
 
     remembered = ("factor", "at_spike", "norms")

@@ -114,10 +114,7 @@ class PlateauRate(Rule):
         min_lr (float): The lowest rate. Default: 0.0.
         eps (float): A cut by no more than this is not made. Default: 1e-8.
 
-    Raises:
-        ConfigError: An argument is out of range.
-
-    Source: torch.optim.lr_scheduler.ReduceLROnPlateau.
+    Raises ConfigError if an argument is out of range. Source: torch.optim.lr_scheduler.ReduceLROnPlateau.
     """
 
     remembered = ("best", "bad", "cooling")

@@ -103,12 +103,8 @@ def greedy_answers(
     """Returns what a network continues each prompt with, without eos, choosing the likeliest token each time.
 
     The whole window runs for each token, since a network in training has no KV cache: this is for a few short answers.
-
-    Args:
-        network (nn.Cell): A MindFormers causal language model; called with tokens [rows, seq_length] in evaluation
-            mode, it returns (logits [rows, seq_length, vocabulary], ...). It is left in the mode that it was in.
-        prompts (list of list of int): Token ids, fewer than seq_length in each prompt.
-        pad, eos (int): Ids of the padding, and of the token that ends an answer.
+    MindFormers' causal language model, called with tokens [rows, seq_length] in evaluation mode, returns (logits
+    [rows, seq_length, vocabulary], ...); it is left in its mode. Each prompt has fewer than seq_length tokens.
     """
     was_training = network.training
     cell = _LastLogits(network).set_train(False)

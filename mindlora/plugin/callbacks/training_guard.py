@@ -201,11 +201,7 @@ class RunGuard(Rule):
         max_skipped (int): The run goes back after this number of skipped steps in a row; at least 2. Default: 4.
         window (int): Steps that limits are made from; above 16. Default: 32.
 
-    Attributes:
-        skipped (int): Steps skipped in a row.
-
-    Raises:
-        ConfigError: An argument is out of range.
+    Raises ConfigError if an argument is out of range.
     """
 
     remembered = ("losses", "norms", "best", "skipped")

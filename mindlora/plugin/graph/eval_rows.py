@@ -46,18 +46,7 @@ def rows_for_evaluation(
     num_samples: Optional[int] = None,
     **_: Any,
 ) -> ms.dataset.MindDataset:
-    """Returns the first ``length`` elements of each row of MindRecords.
-
-    Args:
-        column_names (list of str): The columns.
-        length (int): Tokens to keep of each row.
-        dataset_dir (str): A MindRecord, or a folder of them. Default: None, dataset_files.
-        dataset_files (list of str): Several MindRecords. Default: None.
-        num_shards, shard_id, shuffle, num_samples: As of MindDataset. Default: None.
-
-    Returns:
-        Dataset.
-    """
+    """Returns a MindDataset with the first ``length`` elements of each row of MindRecords, a folder or files."""
     rows = ms.dataset.MindDataset(
         mindrecord_files(dataset_dir or dataset_files or []),
         columns_list=column_names,

@@ -19,22 +19,11 @@ def _check_width(width, seq_length):
 
 
 class McoreRows(nn.Cell):
-    """Rows of data as MindFormers' mcore models take them.
+    """Rows of data, int32 [batch, N] or [batch, N + 1], as MindFormers' mcore models take them: [batch, N].
 
-    A row of seq_length tokens has labels that belong to it one by one: label i is token i + 1. A row of seq_length + 1
+    A row of N = seq_length tokens has labels that belong to it one by one: label i is token i + 1. A row of N + 1
     tokens is as MindFormers' legacy models take it, and as ``mindlora data`` writes it: label i is token i. Its last
-    token and its first label are dropped.
-
-    Args:
-        seq_length (int): N, as in the model's configuration.
-        data_parallel (int): In how many parts the rows of a batch are on the devices. Default: 1.
-
-    Inputs:
-        - **input_ids** (Tensor) - int32 [batch, N] or [batch, N + 1].
-        - **labels** (Tensor) - The same shape.
-
-    Outputs:
-        (input_ids, labels), int32 [batch, N] each.
+    token and its first label are dropped. The rows of a batch are in ``data_parallel`` parts on the devices.
     """
 
     def __init__(self, seq_length: int, data_parallel: int = 1):
@@ -57,18 +46,9 @@ class McoreLoss(nn.Cell):
     """One loss of the several that an mcore model returns: their sum, which is what MindFormers trains.
 
     They are the language model's, that of multi-token prediction, and auxiliary ones: three in MindFormers 1.8, four
-    in 1.9. Where the model counts tokens, each of the first two is a sum and a number of tokens, and the auxiliary ones
-    have been multiplied by the first of these numbers.
-
-    Args:
-        network (nn.Cell): The model, or a cell around it.
-        counts_tokens (bool): Whether the model returns sums over tokens (calculate_per_token_loss).
-
-    Inputs:
-        - **\\*inputs** (Tensor) - As of the network.
-
-    Outputs:
-        The loss, float32 [1]; if the model counts tokens, (sum, number of tokens).
+    in 1.9. Where the model counts tokens (calculate_per_token_loss), each of the first two is a sum and a number of
+    tokens, and the auxiliary ones have been multiplied by the first of these numbers; then the result is (sum, number
+    of tokens), else the loss, float32 [1].
     """
 
     def __init__(self, network: nn.Cell, counts_tokens: bool):

@@ -24,9 +24,7 @@ from mindlora.save_load import load_lora
 class MindloraModel(LoraModel):
     """MindFormers' wrapper around a base model, with mindlora's adapters instead of MindFormers' own.
 
-    Args:
-        config (PetLoraConfig): The pet_config node.
-        base_model (PreTrainedModel): Any MindFormers model of Linear or nn.Dense cells.
+    The base is any MindFormers model of Linear or nn.Dense cells.
     """
 
     def _check_config(self):
@@ -35,9 +33,8 @@ class MindloraModel(LoraModel):
     def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
         """Puts LoRA on ``base_model``, in place, freezes the rest, and loads adapter_path if there is one.
 
-        Raises:
-            ConfigError: loraplus_lr_ratio is set, which only mindlora-run can carry out.
-            LoraError: As in apply_lora, freeze_base and load_lora.
+        Raises ConfigError if loraplus_lr_ratio is set, which only mindlora-run can carry out, or LoraError as in
+        apply_lora, freeze_base and load_lora.
         """
         config = self.config.pet_config
         self.unchecked = None
@@ -100,11 +97,7 @@ class MindloraModel(LoraModel):
 
 
 class MindloraMcoreModel(MindloraModel):
-    """MindloraModel around one of MindFormers' mcore models.
-
-    Args:
-        config (PetLoraConfig): The pet_config node.
-        base_model (PreTrainedModel): A model of the training graph, of ColumnParallelLinear and RowParallelLinear.
+    """MindloraModel around one of MindFormers' mcore models of the training graph.
 
     Inputs:
         - **input_ids** (Tensor) - int32 [batch, N], or [batch, N + 1] as ``mindlora data`` writes rows (see McoreRows).

@@ -67,11 +67,9 @@ def is_sharded(network: nn.Cell, layouts: Mapping[str, tuple]) -> bool:
 def gather(network: nn.Cell, layouts: Mapping[str, tuple], step: int) -> Dict[str, np.ndarray]:
     """Returns the whole tensors of a sharded adapter, bit for bit, on every rank; all ranks must call this.
 
-    ``step``, which has just ended, must be the same everywhere; ``layouts`` is as in ``is_sharded``.
-
-    Raises:
-        BackendError: It was not recorded how a parameter is cut, or the device has no collective operator.
-        LoraError: The ranks are at different steps, or their slices do not make up a tensor exactly.
+    ``step``, which has just ended, must be the same everywhere; ``layouts`` is as in ``is_sharded``. Raises
+    BackendError if it was not recorded how a parameter is cut, or the device has no collective operator, and LoraError
+    if the ranks are at different steps, or their slices do not make up a tensor exactly.
     """
     parameters = adapter_parameters(network)
     parts = _parts(parameters, layouts)

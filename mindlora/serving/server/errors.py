@@ -20,14 +20,10 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_t
 
 
 class ApiError(ServingError):
-    """An answer other than success.
+    """An answer other than success, with HTTP's ``status``.
 
-    Args:
-        message (str): What was found, where, and what to do.
-        status (int): HTTP's status.
-        code (str): A word for programs, as OpenAI has them.
-        param (str, optional): The field of the request that is wrong.
-        retry_after (int, optional): Seconds after which another try may succeed.
+    ``code`` is a word for programs, as OpenAI has them; ``param`` is the field of the request that is wrong, and after
+    ``retry_after`` seconds another try may succeed.
     """
 
     def __init__(

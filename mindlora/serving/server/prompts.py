@@ -50,9 +50,7 @@ class Prompts:
     def chat(self, messages: Sequence[Message]) -> List[int]:
         """Returns the tokens of a conversation, with the beginning of the assistant's turn.
 
-        Raises:
-            ApiError: 400, the model has no chat template.
-            RequestError: The messages do not fit into it.
+        Raises ApiError, 400, if the model has no chat template, or RequestError if the messages do not fit into it.
         """
         if self._chat is None:
             raise ApiError(f"This model cannot chat. {self._why_not} Or use /v1/completions.", code="no_chat_template")
