@@ -183,4 +183,5 @@ def trainable_summary(network: nn.Cell) -> str:
 def _check_adaptable(cells, config_of):
     refused = refusals(cells, lambda path, cell: kind_of(cell, config_of(path)).check(cell, config_of(path)))
     if refused:
-        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {'; '.join(refused)}")
+        reasons = "; ".join(refused)
+        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")

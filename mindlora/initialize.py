@@ -110,32 +110,33 @@ def base_weights(adapter: Adapter, cells: Dict[str, nn.Cell], source: str) -> Ca
     """
 
     def weight_of(path: str) -> np.ndarray:
-        problem = _unusable(cells[path])
+        problem, advice = _unusable(cells[path])
         if problem:
             raise LoraError(
                 f"{source} was trained with init_lora_weights {adapter.initializer!r}, whose initial pairs follow from "
-                f"the base, and the weight of {path or 'the cell'} {problem}"
+                f"the base, and the weight of {path or 'the cell'} {problem}. {advice}"
             )
         return to_float32(to_array(weight_of_cell(cells[path])))
 
     return weight_of
 
 
-def _unusable(cell) -> str:
-    """Returns why initial pairs cannot be computed from a cell's weight, and what to do; or nothing if they can."""
+def _unusable(cell) -> Tuple[str, str]:
+    """Returns why initial pairs cannot be computed from a cell's weight, and what to do; empty if they can."""
     weight = weight_of_cell(cell)
     if getattr(cell, "initial_pair", None):
-        return "has been changed by initialize_adapters. Load the adapter before."
+        return "has been changed by initialize_adapters", "Load the adapter before."
     if weight is None or weight.has_init:
         return (
-            "has no values yet. Load the base first, or merge the adapter into it (mindlora merge): in a YAML, "
-            "load_checkpoint comes after adapter_path."
+            "has no values yet",
+            "Load the base first, or merge the adapter into it (mindlora merge): in a YAML, load_checkpoint comes "
+            "after adapter_path.",
         )
     if str(weight.dtype).lower() not in ROUNDING:
-        return "is quantized. Merge the adapter into the base in float (mindlora merge), and quantize the result."
+        return "is quantized", "Merge the adapter into the base in float (mindlora merge), and quantize the result."
     if tuple(weight.shape) != channels_of(cell)[::-1]:
-        return "is a part of a sharded one. Merge the adapter into the whole base (mindlora merge)."
-    return ""
+        return "is a part of a sharded one", "Merge the adapter into the whole base (mindlora merge)."
+    return "", ""
 
 
 def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict[str, InitialPair]:

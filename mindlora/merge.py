@@ -129,12 +129,12 @@ def unmerge_lora(network: nn.Cell) -> None:
     """
     cells = [(path, cell) for path, cell in _cells(network) if cell.merged]
     if not cells:
-        raise MergeError("No adapter of the network is merged, so there is nothing to take out of the base.")
+        raise MergeError("No adapter of the network is merged: call unmerge_lora only after merge_lora.")
     changed = [path for path, cell in cells if cell.parts()[cell.variant.zero_part].asnumpy().astype(np.float32).any()]
     if changed:
         logger.warning(
-            "The adapter was changed while it was merged, at %s, by training or by loading. The change is "
-            "lost: unmerge_lora restores the weights before the merge.",
+            "The adapter was changed while it was merged, at %s, by training or by loading. The change is lost, as "
+            "unmerge_lora restores the weights before the merge: call it before training or loading.",
             listed(changed),
         )
     _restore(cells)
@@ -279,7 +279,7 @@ def _output(network, probe) -> np.ndarray:
     first = output[0] if isinstance(output, (tuple, list)) else output
     if not isinstance(first, Tensor):
         raise MergeError(
-            f"The network's first output on the probe is of type {type(first).__name__}: only a Tensor "
+            f"The network's first output on the probe is of type {type(first).__name__}: it must be a Tensor, which "
             "can be compared before and after merging."
         )
     return first.asnumpy().astype(np.float64)  # astype also copies.

@@ -79,7 +79,8 @@ def save_lora(
     bad = [key for key, array in adapter.tensors.items() if not is_finite(array)]
     if bad:
         raise NotFiniteError(
-            f"The network holds LoRA tensors with NaN or infinity, so nothing was saved: {listed_parts(bad)}."
+            f"The network holds LoRA tensors with NaN or infinity, so nothing was saved: {listed_parts(bad)}. Load an "
+            "earlier checkpoint, and lower the learning rate."
         )
     parts.take(adapter, part, "The network")
     adapter_files.write(adapter, str(path), format)
@@ -305,16 +306,18 @@ def _saved_module_parameters(adapter, source, network, cells, strict):
             # The base's own weight of an adapted output head; a network with tied embeddings does not have it.
             if name.rpartition(".")[0] in adapted.union(names.embeddings()):
                 continue
+            reason, advice = _no_place(cells, name, [head for _, head, _ in tied])
             if strict:
                 raise UnexpectedTensorsError(
-                    f"{source} holds {name}, a saved module (modules_to_save), which the network does not have"
-                    f"{_no_place(cells, name, [head for _, head, _ in tied])}"
+                    f"{source} holds {name}, a saved module (modules_to_save), which the network does not "
+                    f"have{reason}. {advice}"
                 )
             logger.warning(
-                "%s holds %s, a saved module (modules_to_save), which the network does not have. Loading the rest, as "
-                "strict is False.",
+                "%s holds %s, a saved module (modules_to_save), which the network does not have%s. Check "
+                "modules_to_save. Loading the rest, as strict is False.",
                 source,
                 name,
+                reason,
             )
         elif tuple(parameter.shape) != array.shape:
             tied_embeddings.check_vocabulary(name, array.shape, tuple(parameter.shape), source)
@@ -327,14 +330,14 @@ def _saved_module_parameters(adapter, source, network, cells, strict):
     return found + [_with_token_rows(parameters, path, *rows, source) for path, rows in adapter.token_rows.items()]
 
 
-def _no_place(cells, name, tied_heads) -> str:
-    """Returns why a network has no such parameter, if that is known, and what to do; the end of a sentence and more."""
+def _no_place(cells, name, tied_heads) -> Tuple[str, str]:
+    """Returns the end of a sentence that says why a network has no such parameter, and what to do."""
     joined = names.joined_path(name.rpartition(".")[0])
     if joined in map(names.to_mindformers, cells):
-        return f": it is a part of {joined} there. Build the model with qkv_concat: False."
+        return f": it is a part of {joined} there", "Build the model with qkv_concat: False."
     if name in tied_heads:
-        return f": its embeddings are tied. {tied_embeddings.WAY_OUT}"
-    return ". Load it into the model it was trained on."
+        return ": its embeddings are tied", tied_embeddings.WAY_OUT
+    return "", "Load it into the model it was trained on."
 
 
 def _with_token_rows(parameters, path, indices, rows, source):

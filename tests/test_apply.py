@@ -213,7 +213,7 @@ def test_applying_twice_is_an_error_and_resets_nothing():
     [
         (
             "query",
-            "target_modules 'query' matches no linear cell. Linear cells of this network: "
+            "target_modules 'query' matches no linear cell. Choose from the network's linear cells: "
             "model.layers.{0..1}.attention.wq, ",
         ),
         (
@@ -254,8 +254,8 @@ def test_all_unsupported_cells_are_listed_and_nothing_is_replaced(mindformers):
         on(network)
     assert str(error.value) == (
         "LoRA cannot be put on 2 of the selected cells. 1: OtherForward has a forward of its own, which LoRADense "
-        "would drop.; 2: Linear keeps its weight as [in_channels, out_channels] (transpose_b False); LoRADense needs "
-        "[out_channels, in_channels]. Add it to exclude_modules."
+        "would drop. Add it to exclude_modules.; 2: Linear keeps its weight as [in_channels, out_channels] "
+        "(transpose_b False); LoRADense needs [out_channels, in_channels]. Add it to exclude_modules."
     )
     assert dict(network.cells_and_names()) == before
     assert on(network, exclude_modules=["1", "2"]).replaced == ("0", "3")

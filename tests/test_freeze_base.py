@@ -85,7 +85,7 @@ def test_a_pattern_without_a_match_is_an_error_that_lists_the_parameters(field):
     with pytest.raises(TargetError) as error:
         freeze_base(network, LoraConfig(**{field: ["0.*", "norm*"]}))
     assert str(error.value) == (
-        f"{field} pattern 'norm*' matches no parameter. Parameters: {{0..1}}.weight, 0.bias, "
+        f"{field} pattern 'norm*' matches no parameter. Choose from {{0..1}}.weight, 0.bias, "
         "0.mindpet_delta_lora_a, 0.mindpet_delta_lora_b."
     )
     assert all(p.requires_grad for p in network.get_parameters())

@@ -132,8 +132,8 @@ def test_training_that_went_unnoticed_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         unmerge_lora(network)
     assert [record.getMessage() for record in caplog.records] == [
-        "The adapter was changed while it was merged, at second, by training or by loading. The change is lost: "
-        "unmerge_lora restores the weights before the merge."
+        "The adapter was changed while it was merged, at second, by training or by loading. The change is lost, as "
+        "unmerge_lora restores the weights before the merge: call it before training or loading."
     ]
     assert snapshot(network) == before
 

@@ -110,7 +110,7 @@ def test_merging_twice_and_unmerging_twice_are_refused():
     network = adapted(Pair())
     for _ in range(2):
         merge_refused(
-            unmerge_lora, network, "No adapter of the network is merged, so there is nothing to take out of the base."
+            unmerge_lora, network, "No adapter of the network is merged: call unmerge_lora only after merge_lora."
         )
         merge_lora(network)
         for call in (merge_lora, merge_and_unload):
@@ -159,7 +159,7 @@ def test_an_output_that_is_no_tensor_and_a_weight_without_values_are_refused(mon
     merge_refused(
         merge_lora,
         network,
-        "The network's first output on the probe is of type int: only a Tensor can be "
+        "The network's first output on the probe is of type int: it must be a Tensor, which can be "
         "compared before and after merging.",
         0,
     )

@@ -175,7 +175,8 @@ def test_nan_is_not_saved_and_the_old_adapter_stays(tmp_path, form, name, param_
     with pytest.raises(NotFiniteError) as error:
         save_lora(source, path, format=form)
     assert str(error.value) == (
-        "The network holds LoRA tensors with NaN or infinity, so nothing was saved: model.layers.1.attention.wk B."
+        "The network holds LoRA tensors with NaN or infinity, so nothing was saved: model.layers.1.attention.wk B. "
+        "Load an earlier checkpoint, and lower the learning rate."
     )
     target = network(param_init_type=param_init_type)
     load_lora(target, path)

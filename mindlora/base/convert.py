@@ -106,7 +106,10 @@ def convert_base(
     """
     started = time.perf_counter()
     if to not in WORLDS or from_ not in (None, *WORLDS):
-        raise CheckpointError(f"Checkpoints are converted between {' and '.join(WORLDS)}, not from {from_} to {to}.")
+        raise CheckpointError(
+            f"from_ is {from_!r} and to is {to!r}: each must be one of {', '.join(map(repr, WORLDS))}; from_ may be "
+            "None."
+        )
     check_checkpoint_output(output, [source], overwrite)
     with BaseCheckpoint(source) as base:
         written = _world_of(base, to)
@@ -154,7 +157,7 @@ def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: b
             f"{base.world}, or another checkpoint."
         )
     if _world_of(base, to) == base.world:
-        raise CheckpointError(f"{base.path} has {WORLDS[to]} names already: there is nothing to convert.")
+        raise CheckpointError(f"{base.path} has {WORLDS[to]} names already: use it as it is.")
     if concat and to == "hf":
         raise CheckpointError(
             "Joined tensors (concat) have no name in Hugging Face's world. Leave concat (--concat) out."
@@ -206,4 +209,6 @@ def _check_tied(base, head):
         or first[:2] != second[:2]
         or any(base.read_rows(embedding, *rows).tobytes() != base.read_rows(head, *rows).tobytes() for rows in blocks)
     ):
-        raise CheckpointError(f"{base.path}: {head} is not {embedding}, so leaving it out (--tied) would lose it.")
+        raise CheckpointError(
+            f"{base.path}: {head} is not {embedding}, so tied would lose it. Leave tied (--tied) out."
+        )

@@ -17,7 +17,6 @@ _KEYS: Dict[str, Tuple[str, Any]] = {
     "eos_token_id": ("eos_token_id", 2),
     "pad_token_id": ("pad_token_id", 0),
 }
-_WORKS = f"only models of {LLAMA.title} are described from a YAML: copy config.json from the original model"
 
 
 def hugging_face_config(tensors: Sequence[Tuple[str, Any, Tuple[int, ...]]], model_config: Mapping) -> Dict[str, Any]:
@@ -30,7 +29,10 @@ def hugging_face_config(tensors: Sequence[Tuple[str, Any, Tuple[int, ...]]], mod
     embedding, gate = "model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight"
     extended = model_config.get("extend_method") not in (None, "None", "none")
     if model_config.get("type", "LlamaConfig") not in LLAMA.model_types or not {embedding, gate} <= shapes.keys():
-        raise CheckpointError(f"No config.json can be made for model_config.type {model_config.get('type')}: {_WORKS}.")
+        raise CheckpointError(
+            f"No config.json can be made for model_config.type {model_config.get('type')}: only models of "
+            f"{LLAMA.title} are described from a YAML. Copy config.json from the original model."
+        )
     if extended:
         raise CheckpointError(
             f"No config.json can be made for extend_method {model_config['extend_method']}: copy config.json from the "

@@ -38,7 +38,7 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
     if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1:
         raise CheckpointError(
             f"{', '.join(parts)} differ in dtype or width, so they cannot be joined: "
-            f"{', '.join(str(list(tensor.shape)) for tensor in tensors)}."
+            f"{', '.join(str(list(tensor.shape)) for tensor in tensors)}. Save the checkpoint again with all alike."
         )
     layout = _cell(joined).layout
     counts = [tensor.shape[0] for tensor in tensors]
@@ -46,9 +46,11 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
     if groups is None and layout.needs_heads:
         _check_heads(joined, kv_heads)
     if groups is None:
+        heads = f" with {kv_heads} key-value heads" if layout.needs_heads else ""
+        advice = "Give the model's --kv-heads." if layout.needs_heads else "Copy the checkpoint again."
         raise CheckpointError(
-            f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} cannot be joined into {joined}"
-            + (f" with {kv_heads} key-value heads." if layout.needs_heads else ".")
+            f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} cannot be joined into {joined}{heads}. "
+            f"{advice}"
         )
     sizes = [count // groups for count in counts]
     unit = sum(sizes)
@@ -96,7 +98,8 @@ def _group_sizes(name: str, cell: JoinedCell, count: int, model: HeadSizes) -> T
         )
     if sizes is None:
         raise CheckpointError(
-            f"{name} has {count} rows, which cannot be split into those of {' and '.join(cell.parts)}."
+            f"{name} has {count} rows, which cannot be split into those of {' and '.join(cell.parts)}. Copy the "
+            "checkpoint again."
         )
     return sizes
 

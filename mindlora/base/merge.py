@@ -254,7 +254,8 @@ class _Merging:
             raise MergeError(
                 f"{name}, row {begin + worst[0]}: the result on a random probe is {difference[worst]:.3g} "
                 f"off, where rounding to {dtype_name(dtype)} explains {bound[worst]:.3g}. The sum is too "
-                "large for the dtype, or the base holds NaN or infinity. Nothing was written."
+                "large for the dtype, or the base holds NaN or infinity. Nothing was written: use a base in a wider "
+                "dtype, or one without NaN."
             )
         # Several threads come here; list.append is atomic.
         self._found[name].append((float(difference[worst]), float(bound[worst])))

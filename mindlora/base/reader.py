@@ -206,10 +206,10 @@ def detect_world(path: str, tensor_names: Iterable[str], architecture: Architect
 
 def _file_names(path: str, weight_map: Optional[Dict[str, str]]) -> List[str]:
     if not os.path.exists(path):
-        raise CheckpointError(f"{path} does not exist.")
+        raise CheckpointError(f"{path} does not exist. Check the path.")
     if not os.path.isdir(path):
         if not path.endswith((".safetensors", ".ckpt")):
-            raise CheckpointError(f"{path} is neither a folder nor a .safetensors or .ckpt file.")
+            raise CheckpointError(f"{path} must be a folder or a .safetensors or .ckpt file.")
         return [os.path.basename(path)]
     if weight_map is not None:
         return sorted(set(weight_map.values()))
@@ -238,7 +238,7 @@ def _read_index(path: str) -> Optional[Dict[str, str]]:
         if not isinstance(file, str) or file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file:
             raise CheckpointError(
                 f"{index} says that {name} is in {file!r}, which is not the name of a file in the same folder. "
-                "Do not use this checkpoint."
+                "Use a checkpoint from a source that you trust."
             )
         if not os.path.isfile(os.path.join(path, file)):
             raise CheckpointError(

@@ -73,8 +73,7 @@ class Plan:
         if unknown:
             raise CheckpointError(
                 f"{self.base.path} holds tensors for which {WORLDS[self._to]} name is not known: {examples(unknown)}. "
-                f"Known parameters are those of {registry.titles()}, without LoRA, quantization and the state of an "
-                "optimizer."
+                f"Give a checkpoint of {registry.titles()}, without LoRA, quantization and the state of an optimizer."
             )
 
     def _made_of(self, name: str) -> List[OutputTensor]:

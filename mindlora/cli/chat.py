@@ -172,7 +172,7 @@ class _Commands:
             near = difflib.get_close_matches(name, self._table, n=1)
             meant = f" Did you mean /{near[0]}?" if near else ""
             raise RequestError(
-                f"There is no command /{name}.{meant} /help lists all; a space before the slash sends it."
+                f"There is no command /{name}.{meant} Type /help for all, or a space before the slash to send it."
             )
         if argument.strip() and not command.argument:
             raise RequestError(f"/{name} takes nothing behind it, and got {argument.strip()!r}.")
@@ -184,7 +184,7 @@ class _Commands:
         if name not in self._engine.adapters.registry:
             near = difflib.get_close_matches(name, self._engine.adapters.registry.names(), n=3)
             meant = f" Did you mean {', '.join(near)}?" if near else ""
-            raise AdapterNotFoundError(f"There is no adapter called {name}.{meant} /adapters lists them.")
+            raise AdapterNotFoundError(f"There is no adapter called {name}.{meant} Type /adapters for a list.")
         self._engine.adapters.memory.load(name)
         self._dialogue.adapter = self._last_adapter = name
         return f"answers come from {name}"
@@ -192,7 +192,7 @@ class _Commands:
     def _base(self, _: str) -> str:
         dialogue = self._dialogue
         if dialogue.adapter is None and self._last_adapter is None:
-            raise RequestError("Answers come from the base already: /adapter NAME chooses an adapter.")
+            raise RequestError("Answers come from the base already: choose an adapter with /adapter NAME.")
         dialogue.adapter = None if dialogue.adapter else self._last_adapter
         return f"answers come from {self.speaker}"
 

@@ -178,7 +178,7 @@ def _named_path(text: str, folder: "AdapterRegistry") -> Tuple[str, Optional[str
     if text and os.path.exists(text):
         stem, ending = os.path.splitext(os.path.basename(os.path.abspath(text)))
         return (stem if ending in (".ckpt", ".safetensors") else stem + ending), text
-    raise ConfigError(f"--adapter {text}: {unknown_adapter(text, folder)}")
+    raise ConfigError(f"--adapter {text}: {unknown_adapter(text, folder)} Give an adapter's path, or NAME=PATH.")
 
 
 def unknown_adapter(name: str, registry: "AdapterRegistry") -> str:
@@ -192,7 +192,7 @@ def unknown_adapter(name: str, registry: "AdapterRegistry") -> str:
 def check_config(arguments: argparse.Namespace) -> None:
     """Raises ConfigError if there is no YAML, which mindlora-run's reader says only after seconds of imports."""
     if not os.path.isfile(arguments.config):
-        raise ConfigError(f"--config {arguments.config} does not exist.")
+        raise ConfigError(f"--config {arguments.config} does not exist. Check the path.")
 
 
 def build(

@@ -56,7 +56,7 @@ def _configs(arguments: argparse.Namespace) -> object:
         return _copy(configurations, arguments.name, arguments.output, arguments.overwrite)
     if arguments.output is not None:
         raise ConfigError(
-            f"--output {arguments.output} needs the NAME of a configuration: mindlora configs lists them."
+            f"--output {arguments.output} needs the NAME of a configuration: choose one from mindlora configs."
         )
     return configurations
 

@@ -15,6 +15,4 @@ def refuse_pointer(path: str, error: Type[LoraError]) -> None:
     with open(path, "rb") as file:
         begin = file.read(len(_BEGIN))
     if begin == _BEGIN:
-        raise error(
-            f"{path} is a pointer of Git LFS, not the file itself. `git lfs pull` in its repository brings the file."
-        )
+        raise error(f"{path} is a pointer of Git LFS, not the file itself. Run `git lfs pull` in its repository.")

@@ -236,7 +236,7 @@ def _nodes_made(config: Dict[str, Any]) -> Tuple[str, ...]:
 def _child(node: Any, name: str, where: str, source: str) -> Any:
     if not isinstance(node, dict) or node.get(name) is None:
         keys = ", ".join(sorted(map(str, node))) if isinstance(node, dict) else "nothing"
-        raise ConfigError(f"{source}: '{name}' is not a key of {where}, which has: {keys}.")
+        raise ConfigError(f"{source}: '{name}' is not a key of {where}, which has: {keys}. Correct the key.")
     return node[name]
 
 
@@ -252,7 +252,7 @@ def _item(items: List[Any], name: str, where: str, source: str) -> Any:
         numbers = [str(number) for number, kind in enumerate(types) if kind == name]
         raise ConfigError(f"{source}: {where} has {name} at {' and '.join(numbers)}: name one by its number.")
     listed = ", ".join(f"{number} {kind}" for number, kind in enumerate(types)) or "nothing"
-    raise ConfigError(f"{source}: '{name}' is not an item of {where}, which has: {listed}.")
+    raise ConfigError(f"{source}: '{name}' is not an item of {where}, which has: {listed}. Choose one of these.")
 
 
 def _flag_value(name: str, text: str) -> Any:

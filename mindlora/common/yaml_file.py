@@ -18,7 +18,7 @@ def read_yaml(path: str) -> dict:
     """
     config = read_merged(path)
     if not isinstance(value_at(config, "model.model_config"), dict):
-        raise ConfigError(f"{path} has no model.model_config: it is not a complete MindFormers YAML.")
+        raise ConfigError(f"{path} has no model.model_config: give a complete MindFormers YAML.")
     return config
 
 
@@ -55,7 +55,7 @@ def read_merged(path: str, above: Tuple[str, ...] = ()) -> Dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}. Correct that line.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} has no keys: it is not a MindFormers YAML.")
+        raise ConfigError(f"{path} has no keys: give a MindFormers YAML.")
     bases = config.pop("base_config", None) or []
     content = {}
     above = (*above, os.path.realpath(path))

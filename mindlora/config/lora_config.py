@@ -141,7 +141,8 @@ class LoraConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
-                raise ConfigError(f"{cls.__name__} has no field '{name}'.{_meant(name, known)}")
+                advice = _meant(name, known)
+                raise ConfigError(f"{cls.__name__} has no field '{name}'.{advice}")
         return super().__new__(cls)
 
     def __post_init__(self):

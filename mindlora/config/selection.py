@@ -155,7 +155,7 @@ def _saved_parameters(network: Description, config: LoraConfig, adapted: Mapping
         matched = [name for name in network.parameters if names.belongs_to(name, module)]
         if not matched:
             raise TargetError(
-                f"modules_to_save names {module!r}, which matches no module. Parameters: {listed(network.parameters)}."
+                f"modules_to_save names {module!r}, which matches no module. Choose from {listed(network.parameters)}."
             )
         both = [path for path, cell in adapted.items() if any(map(cell.holds, matched))]
         if both:
@@ -189,9 +189,8 @@ def _check_supported(adapted: Mapping[str, AdaptableCell], config: LoraConfig) -
         if refusal:
             refused[path] = refusal
     if refused:
-        raise UnsupportedCellError(
-            f"LoRA cannot be put on {len(refused)} of the selected cells. {_with_reasons(refused)}"
-        )
+        reasons = _with_reasons(refused)
+        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")
 
 
 def _quantized_cells(network: Description, config: LoraConfig, saved: List[str]) -> Dict[str, AdaptableCell]:
@@ -239,6 +238,6 @@ def _matched_names(parameters: Collection[str], patterns: Optional[List[str]], f
     for pattern in patterns or ():
         hits = {name for name in parameters if fnmatch.fnmatchcase(name, pattern)}
         if not hits:
-            raise TargetError(f"{field} pattern {pattern!r} matches no parameter. Parameters: {listed(parameters)}.")
+            raise TargetError(f"{field} pattern {pattern!r} matches no parameter. Choose from {listed(parameters)}.")
         matched |= hits
     return matched

@@ -59,7 +59,10 @@ class ChatTemplate:
         try:
             self.tokenizer.get_chat_template(self.source)
         except ValueError as error:  # several templates, and none is the default
-            raise TokenizerError(f"The tokenizer has no chat template that can be used: {error}") from error
+            raise TokenizerError(
+                "The tokenizer has no chat template that can be used: give one with --chat-template FILE. "
+                f"transformers says: {error}"
+            ) from error
         try:
             self.render(Conversation([{"role": "user", "content": "x"}], None))
         except TemplateSyntaxError as error:

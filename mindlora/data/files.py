@@ -192,7 +192,7 @@ def _read_csv(path: str, text: str) -> File:
 def _check_names(path, columns):
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
-        raise DataError(f"{path} has two columns '{twice[0]}'.")
+        raise DataError(f"{path} has two columns '{twice[0]}'. Rename one of them.")
 
 
 def _read_parquet(path: str, content: bytes, columns: Collection[str]) -> File:

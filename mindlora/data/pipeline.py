@@ -178,14 +178,15 @@ def _parse(rows, examples, skipped):
 
 def _check_usable(sources, inputs, skipped, strict):
     problems = "; ".join(describe_skipped(skipped))
+    advice = "Correct these rows."
     if any(problem.startswith("more than ") for problem in skipped):
-        problems += ". Raise seq_length (--seq-length), or let rows be cut (--truncate)."
+        advice = "Raise seq_length (--seq-length), or let rows be cut (--truncate)."
     for source, usable in zip(sources, inputs):
         if not usable:
-            raise DataError(f"{source.path} has no row that can be used. {problems}")
+            raise DataError(f"{source.path} has no row that can be used. {problems}. {advice}")
     if skipped and strict:
         paths = ", ".join(source.path for source in sources)
-        raise DataError(f"{paths} has rows that cannot be used, and strict allows none. {problems}")
+        raise DataError(f"{paths} has rows that cannot be used, and strict allows none. {problems}. {advice}")
 
 
 def _encode(rows, examples, tokenizer, settings, result):

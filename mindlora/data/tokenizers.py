@@ -167,7 +167,7 @@ def fit_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizer
         )
     texts = [text for text in texts if text]
     if not texts:
-        raise TokenizerError("There is no text to train a tokenizer on: train_tokenizer needs one that is not empty.")
+        raise TokenizerError("There is no text to train a tokenizer on: give train_tokenizer one that is not empty.")
     unk, bos, eos, pad = SPECIAL_TOKENS
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -175,7 +175,7 @@ def _array(key: str, tensors: List[_Tensor], path: str) -> np.ndarray:
     shape = tensors[-1].dims
     if name not in _DTYPES:
         raise AdapterFormatError(
-            f"{path}: {key} is stored as {name}, which is not supported. Known: {', '.join(_DTYPES)}."
+            f"{path}: {key} is stored as {name}, which is not supported: save it as one of {', '.join(_DTYPES)}."
         )
     shape = () if shape == (0,) else shape  # MindSpore writes some scalars this way.
     content = b"".join(tensor.content for tensor in tensors)

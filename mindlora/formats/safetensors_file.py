@@ -172,7 +172,8 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in _DTYPES:
             raise AdapterFormatError(
-                f"{path}: {key} is stored as {entry['dtype']}, which is not supported. Known: {', '.join(_DTYPES)}."
+                f"{path}: {key} is stored as {entry['dtype']}, which is not supported: save it as one of "
+                f"{', '.join(_DTYPES)}."
             )
         if len(entry["shape"]) > _MAX_AXES or math.prod(size or 1 for size in entry["shape"]) > _MAX_ELEMENTS:
             # An empty tensor can declare any size along its other axes.

@@ -67,7 +67,7 @@ def read(path: str) -> Stages:
         merged = _MERGED.fullmatch(name)
         own, name = (int(merged[1]), merged[2]) if merged else (stage, name)
         if name in stages.setdefault(own, {}):
-            raise AdapterFormatError(f"{path} has the layout of {name} twice, so it is unclear which one counts.")
+            raise AdapterFormatError(f"{path} has the layout of {name} twice: give the strategy of one run.")
         stages[own][name] = layout
     return stages
 

@@ -145,7 +145,7 @@ class _Machine:
     def _refuse(self, what: str) -> NoReturn:
         raise AdapterFormatError(
             f"{self._path} asks for {what}, which no dict of tensors needs: the file may "
-            "be an attempt to run code. Nothing in it was run."
+            "be an attempt to run code. Nothing in it was run. Ask for a safetensors file instead."
         )
 
     def _storage(self, kind: Any, dtype: Any, key: Any, count: Any) -> np.ndarray:

@@ -49,8 +49,8 @@ def select_targets(
         linear_paths = [path for path in linear_paths if path not in not_linear]
     if not linear_paths:
         raise TargetError(
-            "The network holds no linear cell (nn.Dense, mint.nn.Linear or MindFormers' Linear), so there is nothing "
-            "to put LoRA on."
+            "The network holds no linear cell (nn.Dense, mint.nn.Linear or MindFormers' Linear) to put LoRA on: pass "
+            "one that does."
         )
     excluded = set()
     if exclude_modules is not None:
@@ -159,7 +159,7 @@ def _matching(
             raise TargetError(message)
         # One regex is often written for several models, so an alternative without a match is only a warning.
         if warn:
-            logger.warning("%s The other alternatives match %d cells.", message, len(selected))
+            logger.warning("%s The other alternatives match %d cells: remove this one.", message, len(selected))
     return selected
 
 
@@ -258,7 +258,7 @@ def _near_misses(alternatives: Mapping[str, _Matcher], other_cells: Mapping[str,
 
 
 def _candidates(linear_paths: Sequence[str]) -> str:
-    return f" Linear cells of this network: {listed(linear_paths)}."
+    return f" Choose from the network's linear cells: {listed(linear_paths)}."
 
 
 def pattern_value(pattern: Optional[Mapping[str, Value]], path: str, default: Value) -> Value:

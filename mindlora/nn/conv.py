@@ -42,7 +42,9 @@ class LoRAConv2d(LoRACell):
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         kind = type(cell).__name__
         if not any(type(cell).construct is base.construct for base in cls.base_types()):
-            raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAConv2d would drop.")
+            raise UnsupportedCellError(
+                f"{kind} has a forward of its own, which LoRAConv2d would drop. Add it to exclude_modules."
+            )
         cls._check_form(cell)
         group = cls.groups_of(cell)
         if config.lora_rank % group:

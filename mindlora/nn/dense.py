@@ -121,11 +121,17 @@ class LoRADense(LoRACell):
     def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
         kind = type(cell).__name__
         if isinstance(cell, LoRACell):
-            raise UnsupportedCellError("The cell is a LoRADense already: adapters do not stack.")
+            raise UnsupportedCellError(
+                "The cell is a LoRADense already: adapters do not stack. Use a network without adapters."
+            )
         if not isinstance(cell, plain_linear_types()):
-            raise UnsupportedCellError(f"{kind} is none of nn.Dense, mint.nn.Linear and MindFormers' Linear.")
+            raise UnsupportedCellError(
+                f"{kind} is none of nn.Dense, mint.nn.Linear and MindFormers' Linear: pass one of these."
+            )
         if not any(type(cell).construct is base.construct for base in plain_linear_types()):
-            raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRADense would drop.")
+            raise UnsupportedCellError(
+                f"{kind} has a forward of its own, which LoRADense would drop. Add it to exclude_modules."
+            )
         if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
             raise UnsupportedCellError(
                 f"{kind} holds {cell.expert_num} experts; LoRA on expert weights is not "

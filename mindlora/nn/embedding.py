@@ -46,7 +46,9 @@ class LoRAEmbedding(LoRACell):
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         kind = type(cell).__name__
         if not any(type(cell).construct is base.construct for base in embedding_types()):
-            raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAEmbedding would drop.")
+            raise UnsupportedCellError(
+                f"{kind} has a forward of its own, which LoRAEmbedding would drop. Add it to exclude_modules."
+            )
         if getattr(cell, "use_one_hot", False):
             raise UnsupportedCellError(
                 f"{kind} multiplies one-hot vectors, which LoRAEmbedding does not. Set use_one_hot: False."

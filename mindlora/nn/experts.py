@@ -165,7 +165,9 @@ def check_holder(cell: nn.Cell) -> None:
     """Raises UnsupportedCellError for an FFNGroupedGEMM whose weights cannot be taken out of it."""
     kind = type(cell).__name__
     if type(cell).construct is not sys.modules[FFN_MODULE].FFNGroupedGEMM.construct:
-        raise UnsupportedCellError(f"{kind} has a forward of its own, which the adapter's cell would drop.")
+        raise UnsupportedCellError(
+            f"{kind} has a forward of its own, which the adapter's cell would drop. Add it to exclude_modules."
+        )
     if getattr(cell.config, "enable_expert_relocation", False):
         raise UnsupportedCellError(
             f"{kind} moves experts between devices (enable_expert_relocation), and their adapters would stay behind. "

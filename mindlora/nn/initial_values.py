@@ -61,4 +61,7 @@ def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -
     try:
         return initializer(init, shape, dtype)
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{field} is {init!r}, which is not a MindSpore initializer: {error}") from error
+        raise ConfigError(
+            f"{field} is {init!r}, which is not a MindSpore initializer: use a name such as 'normal', an Initializer, "
+            f"a Tensor or a number. MindSpore says: {error}"
+        ) from error

@@ -203,9 +203,13 @@ def check_parallel(cell: nn.Cell) -> None:
     """Raises UnsupportedCellError, with the reason, for a linear cell of an mcore model that carries no adapter."""
     kind = type(cell).__name__
     if isinstance(cell, LoRACell):
-        raise UnsupportedCellError("The cell has an adapter already: adapters do not stack.")
+        raise UnsupportedCellError(
+            f"{kind} has an adapter already: adapters do not stack. Use a network without adapters."
+        )
     if not any(type(cell).construct is base.construct for base in parallel_linear_types()):
-        raise UnsupportedCellError(f"{kind} has a forward of its own, which the adapter's cell would drop.")
+        raise UnsupportedCellError(
+            f"{kind} has a forward of its own, which the adapter's cell would drop. Add it to exclude_modules."
+        )
     if cell.weight is None:
         raise UnsupportedCellError(TIED_HEAD)
     if not cell.transpose_b:

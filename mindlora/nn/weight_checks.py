@@ -10,13 +10,13 @@ from mindlora.nn.cell import LoRACell
 from mindlora.numerics.dtypes import ROUNDING
 
 
-def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[LoraError], step: str, untie: str) -> None:
+def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[LoraError], step: str, advice: str) -> None:
     """Raises ``error`` if a step would change a weight without values, in an unsupported dtype, or of another cell too.
 
     Args:
         cells (dict): Path -> cell whose weight the step changes.
         step (str): What is about to change the weights, for messages.
-        untie (str): What to do about a weight that another cell shares, as a sentence.
+        advice (str): What to do about a weight that another cell shares, as a sentence.
     """
     empty = [path or "the cell" for path, cell in cells.items() if cell.weight.has_init]
     if empty:
@@ -33,5 +33,5 @@ def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[Lora
             path, owner = owners.get(id(parameter), ("", other))
             if owner is not other:
                 raise error(
-                    f"{path} shares its weight with {other_path} ({name}), which {step} would change too. {untie}"
+                    f"{path} shares its weight with {other_path} ({name}), which {step} would change too. {advice}"
                 )

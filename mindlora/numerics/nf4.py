@@ -92,8 +92,8 @@ def quantize(weight: np.ndarray, name: str = "weight") -> Nf4Array:
     weight = np.asarray(weight)
     if weight.ndim != 2 or weight.dtype not in (np.float16, np.float32, np.float64) or not weight.size:
         raise QuantizationError(
-            f"{name} is {weight.dtype}{list(weight.shape)}: NF4 takes a matrix of float16, float32 "
-            "or float64 that is not empty."
+            f"{name} is {weight.dtype}{list(weight.shape)}: it must be a matrix of float16, float32 or float64 that is "
+            "not empty."
         )
     rows, columns = weight.shape
     blocks = -(-columns // BLOCK)
@@ -105,7 +105,7 @@ def quantize(weight: np.ndarray, name: str = "weight") -> Nf4Array:
         row = int(np.flatnonzero(~np.isfinite(exact).all(axis=1))[0])
         raise QuantizationError(
             f"{name} holds infinity, NaN or numbers that float32 cannot hold, the first in row "
-            f"{row}: it cannot be quantized."
+            f"{row}: leave the cell out (quantize_exclude), or correct the base."
         )
     absmax, scales, offsets = _quantize_absmax(exact)
     back = dequantize_absmax(absmax, scales, offsets)

@@ -127,7 +127,7 @@ def choose(op: str) -> Choice:
         return Choice(op, "composed", f"it has no Ascend kernel, even if {variable} asks for one")
     problem = _ascend_problem(op, device) if path == "ascend" else _cpu_problem(device)
     if forced and problem:
-        raise BackendError(f"{variable} is {forced}, but {problem}.")
+        raise BackendError(f"{variable} is {forced}, but {problem}. Unset it, or set it to composed.")
     if problem:
         return Choice(op, "composed", problem + note)
     asked = f"{variable} asks for it" if forced else ""
@@ -159,7 +159,7 @@ def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Ch
         return choice
     variable, forced = _asked(op)
     if forced:
-        raise BackendError(f"{variable} is {choice.path}, but {problem}.")
+        raise BackendError(f"{variable} is {choice.path}, but {problem}. Unset it, or set it to composed.")
     return Choice(op, "composed", problem)
 
 

@@ -38,7 +38,10 @@ class OperatorCell(nn.Cell):
         self.choice = choose(self.op)
         self.path = self.choice.path
         if self.path == "none":
-            raise BackendError(f"{self.op} cannot run here: {self.choice.reason}.")
+            raise BackendError(
+                f"{self.op} cannot run here: {self.choice.reason}. Use it with device_target CPU and mindlora's "
+                "library."
+            )
         self.kernel = make_kernel(self.path, self.op, self.inputs, self.writes)
 
 

@@ -182,7 +182,10 @@ def read_run(config: Dict[str, Any]) -> Run:
     Raises ConfigError if the model or a setting is not known, or sizes are wrong or cannot be divided as it says.
     """
     if not isinstance(value_at(config, "model.model_config"), dict):
-        raise ConfigError("The YAML, with the values of the command line, has no keys below model.model_config.")
+        raise ConfigError(
+            "The YAML, with the values of the command line, has no keys below model.model_config: give a complete "
+            "MindFormers YAML."
+        )
     refuse(check_shape(config))
     refuse([*check_names(config), *check_settings(config)])
     mode = config["run_mode"]

@@ -112,7 +112,7 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
     """
     args, rest = parse(argv)
     if not os.path.isfile(args.config):
-        raise ConfigError(f"--config {args.config} does not exist.")
+        raise ConfigError(f"--config {args.config} does not exist. Check the path.")
     if args.register_path is not None:
         register_path = os.path.abspath(args.register_path)
         if not os.path.isdir(register_path):
@@ -168,7 +168,10 @@ def _resume(config, step_folder):
     saving = [callback for callback in config.callbacks or [] if callback.get("type") == "LoraCheckpoint"]
     if config.run_mode not in TRAINING_MODES or not saving:
         obstacle = f"run_mode is {config.run_mode}" if saving else "callbacks has no LoraCheckpoint"
-        raise ConfigError(f"--resume goes on with a training run that LoraCheckpoint saved, but {obstacle}.")
+        raise ConfigError(
+            f"--resume goes on with a training run that LoraCheckpoint saved, but {obstacle}. Train with "
+            "LoraCheckpoint, or leave --resume out."
+        )
     saving[0]["resume"] = step_folder
 
 
@@ -208,7 +211,8 @@ def _read_yaml(path, run_mode):
     try:
         return MindFormerConfig(path, **({"run_mode": run_mode} if run_mode else {}))
     except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {_reason(path, run_mode, error)}") from error
+        reason = _reason(path, run_mode, error).rstrip(".")
+        raise ConfigError(f"--config {path} cannot be read: {reason}. Correct the YAML.") from error
 
 
 def _reason(path, run_mode, error):

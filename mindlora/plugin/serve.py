@@ -49,7 +49,7 @@ def build_engine(
     yaml = build_config(["--config", config, "--run_mode", "predict", *overrides])
     model = yaml.model
     if not model or not model.model_config:
-        raise ConfigError("The YAML has no model.model_config.")
+        raise ConfigError("The YAML has no model.model_config: give a complete MindFormers YAML.")
     pet_config = model.model_config.pet_config or {}
     if pet_config:
         expand_pet_type(pet_config)
@@ -88,7 +88,7 @@ def _build_context(yaml: MindFormerConfig) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"The YAML's context cannot be used here: {reason} To serve on a CPU: --device_target CPU."
+            f"The YAML's context cannot be used here: {reason} Set --device_target CPU to serve on a CPU."
         ) from error
 
 

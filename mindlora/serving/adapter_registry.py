@@ -56,7 +56,9 @@ class AdapterRegistry:
             try:
                 self._list(self.folder)
             except OSError as error:
-                raise ConfigError(f"The adapters in {self.folder} cannot be listed: {error}.") from error
+                raise ConfigError(
+                    f"The adapters in {self.folder} cannot be listed: {error}. Correct the folder's permissions."
+                ) from error
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -74,7 +76,8 @@ class AdapterRegistry:
         """Returns an adapter's path, in constant time; raises AdapterNotFoundError if there is none of that name."""
         path = self._paths.get(name)
         if path is None:
-            raise AdapterNotFoundError(f"There is no adapter {shown(name)}.{self._hint(name)}")
+            advice = self._hint(name)
+            raise AdapterNotFoundError(f"There is no adapter {shown(name)}.{advice}")
         return path
 
     def refresh(self) -> None:
@@ -127,12 +130,17 @@ class AdapterRegistry:
     def _allowed(self, path: str) -> str:
         """Returns the real path of what may be registered."""
         if self.folder is None:
-            raise RequestError("Adapters can be loaded at run time from the folder of --adapters, and there is none.")
+            raise RequestError(
+                "Adapters can be loaded at run time from the folder of --adapters, and there is none. Start the server "
+                "with --adapters DIR."
+            )
         root = os.path.realpath(self.folder)
         real = root if "\0" in path else os.path.realpath(os.path.join(root, path))
         # One answer for what is outside and what does not exist, which tells nobody what else is on the disk.
         if real == root or os.path.commonpath((root, real)) != root or not os.path.exists(real):
-            raise RequestError(f"There is no adapter at {shown(path)} in the server's folder of adapters.")
+            raise RequestError(
+                f"There is no adapter at {shown(path)} in the server's folder of adapters. Give a path in it."
+            )
         return real
 
     def _list(self, folder: str) -> None:
@@ -162,11 +170,11 @@ class AdapterRegistry:
         with self._lock:
             forwards, backwards = self._in_order()
         if not forwards:
-            return " None is registered."
+            return " None is registered: ask the base."
         near = _around(forwards, name) + [backward[::-1] for backward in _around(backwards, name[::-1])]
         close = difflib.get_close_matches(name[:200], list(dict.fromkeys(near)), n=3)
         meant = f" Did you mean {' or '.join(map(shown, close))}?" if close else ""
-        return f"{meant} {len(forwards)} are registered; /v1/models lists them."
+        return f"{meant} Choose from the {len(forwards)} that /v1/models lists."
 
 
 def _around(ordered: List[str], name: str) -> List[str]:
@@ -186,5 +194,5 @@ def _checked_name(name: str) -> str:
 
 def _existing(name: str, path: str) -> str:
     if not os.path.exists(path):
-        raise ConfigError(f"The adapter {shown(name)} is said to be at {path}, where there is nothing.")
+        raise ConfigError(f"The adapter {shown(name)} is said to be at {path}, where there is nothing. Check the path.")
     return os.path.abspath(path)

@@ -71,7 +71,9 @@ class TemplatePrompt:
         try:
             text = self._template.render(conversation, prompt=True)
         except Exception as error:  # a template is a program, which fails in its own ways
-            raise RequestError(f"The chat template refuses the messages: {str(error)[:300]}") from error
+            raise RequestError(
+                f"The chat template refuses the messages: correct them. It says: {str(error)[:300]}"
+            ) from error
         return _encode(self._tokenizer, text)
 
     def _find_ends(self):
@@ -121,14 +123,14 @@ def read_messages(messages: Sequence[Any]) -> List[Dict[str, Any]]:
 
 def _message(message, where):
     if not isinstance(message, dict):
-        raise RequestError(f"{where} is not an object with role and content.")
+        raise RequestError(f"{where} must be an object with role and content.")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{where} has the role {role!r}, which is not supported: use {', '.join(_ROLES)}.")
     rest = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
     refused = sorted(rest.keys() & {"tool_calls", "tool_call_id", "function_call", "audio", "refusal"})
     if refused:
-        raise RequestError(f"{where} has {refused[0]}, which is not supported: messages are text alone.")
+        raise RequestError(f"{where} has {refused[0]}, which is not supported: send text alone.")
     return {**rest, "role": _ROLES[role], "content": _text(message.get("content"), where)}
 
 

@@ -92,7 +92,7 @@ class Dialogue:
     def take_back(self) -> str:
         """Removes the last turn from the history and returns its question; raises RequestError if there is none."""
         if not self.history:
-            raise RequestError("Nothing has been asked yet: there is no answer to give once more.")
+            raise RequestError("Nothing has been asked yet: ask something before /again.")
         question = self.history[-2]["content"]
         del self.history[-2:]
         return question

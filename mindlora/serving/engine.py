@@ -100,7 +100,7 @@ class Engine:
         self._thread.start()
         while not self._ready.wait(0.1):
             if not self._thread.is_alive():
-                raise ServingError("The network could not compute its first step: the log says why.")
+                raise ServingError(f"{self.model_name} could not compute its first step: see the log for the reason.")
         self._open = True
         return self
 
@@ -145,7 +145,10 @@ class Engine:
         stream = Stream(request, self._cancel)
         with self._changed:
             if not self.alive:
-                raise ServingError("The engine takes no requests: it is stopping, or has not been started.")
+                raise ServingError(
+                    f"The engine of {self.model_name} takes no requests: it is stopping, or has not been started. "
+                    "Start it, or ask again in a while."
+                )
             self.scheduler.add(request)
             self._answers[request.number] = _Answer(stream, sampler, stopping)
             self._changed.notify_all()

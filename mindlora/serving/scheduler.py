@@ -151,7 +151,7 @@ class Scheduler:
         prompt = len(request.prompt)
         new = request.sampling.max_tokens
         if prompt == 0:
-            raise RequestError("The prompt has no tokens: give it at least one.")
+            raise RequestError(f"The prompt has {prompt} tokens: give it at least one.")
         if new < 1:
             raise RequestError(f"max_tokens is {new}: ask for at least one token.")
         if prompt + new > self.seq_length:

@@ -128,7 +128,10 @@ def read_history(directory: str) -> History:
         kind, record = _record(line, f"{path} line {number}")
         records[kind].append(record)
     if not any(records.values()):
-        raise DataError(f"{path} holds no complete record: the run has not begun, or was killed before its first step.")
+        raise DataError(
+            f"{path} holds no complete record: the run has not begun, or was killed before its first step. Run it "
+            "again."
+        )
     return History(directory, *(records[kind] for kind in KINDS))
 
 

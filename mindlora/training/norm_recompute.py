@@ -92,7 +92,7 @@ def recompute_norm_activation(network: nn.Cell, *probe: Tensor) -> Tuple[str, ..
     if not norms:
         raise TargetError(
             "The network has no GroupNorm with a SiLU after it, under diffusers' names or in a SequentialCell, that is "
-            "not recomputed already, so there is nothing to recompute."
+            "not recomputed already. Leave recompute_norm_activation out."
         )
     replaced: Dict[int, nn.Cell] = {id(new): _replaced(new) for new in replacements.values()}
     replace_children(network, replacements)

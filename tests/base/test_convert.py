@@ -209,7 +209,7 @@ def test_a_head_that_is_missing_or_is_not_the_embedding(tmp_path):
     save_base(tmp_path / "own", llama())
     with pytest.raises(CheckpointError, match="lacks lm_head.weight, and its config.json"):
         convert_base(str(tmp_path / "lost"), str(tmp_path / "out"), None, "mindformers")
-    with pytest.raises(CheckpointError, match="is not model.embed_tokens.weight, so leaving it out"):
+    with pytest.raises(CheckpointError, match="is not model.embed_tokens.weight, so tied would lose it"):
         convert_base(str(tmp_path / "own"), str(tmp_path / "out"), None, "mindformers", tied=True)
     source = {
         **llama(),
@@ -228,9 +228,9 @@ def test_a_head_that_is_missing_or_is_not_the_embedding(tmp_path):
     "from_, to, concat, said",
     [
         ("mindformers", "hf", False, "has Hugging Face's names, not MindFormers'"),
-        (None, "hf", False, "already: there is nothing to convert"),
-        (None, "peft", False, "between hf and mindformers"),
-        ("peft", "hf", False, "between hf and mindformers"),
+        (None, "hf", False, "already: use it as it is"),
+        (None, "peft", False, "each must be one of 'hf', 'mindformers', 'mcore'"),
+        ("peft", "hf", False, "each must be one of 'hf', 'mindformers', 'mcore'"),
     ],
 )
 def test_wrong_worlds(tmp_path, from_, to, concat, said):

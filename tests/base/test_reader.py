@@ -191,7 +191,7 @@ def test_paths_without_a_checkpoint(tmp_path):
     (tmp_path / "pytorch_model.bin").write_text("")
     for path, said in (
         (tmp_path / "absent", "does not exist"),
-        (tmp_path / "pytorch_model.bin", "is neither a folder"),
+        (tmp_path / "pytorch_model.bin", "must be a folder"),
         (tmp_path, "holds no .safetensors file. It holds: pytorch_model.bin"),
     ):
         with pytest.raises(CheckpointError, match=said):

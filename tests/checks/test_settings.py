@@ -59,7 +59,8 @@ def test_a_yaml_without_faults(write):
             "error",
             f"{PET}.target_modules",
             "target_modules '.*query' matches no "
-            "linear cell. Linear cells of this network: model.tok_embeddings, model.layers.{0..1}.attention.wq, ",
+            "linear cell. Choose from the network's linear cells: model.tok_embeddings, "
+            "model.layers.{0..1}.attention.wq, ",
         ),
         (
             {f"{PET}.target_modules": ["wq", "wz"]},

@@ -37,7 +37,7 @@ def test_adapters_are_switched_and_compared(chat):
 def test_without_an_adapter_the_base_answers(chat):
     code, answers, told = chat("hi", "/base", "/adapter pirate", "hi", "/base", "hi", "/base", "hi")
     assert answers == ["hi", "Arr, hi", "hi", "Arr, hi"]
-    assert told[0] == "error: Answers come from the base already: /adapter NAME chooses an adapter."
+    assert told[0] == "error: Answers come from the base already: choose an adapter with /adapter NAME."
 
 
 def test_what_is_wrong_is_said_and_the_chat_goes_on(chat):
@@ -56,9 +56,10 @@ def test_what_is_wrong_is_said_and_the_chat_goes_on(chat):
     )
     assert (code, answers) == (0, ["hi"])
     assert told == [
-        "error: Nothing has been asked yet: there is no answer to give once more.",
-        "error: There is no command /bsae. Did you mean /base? /help lists all; a space before the slash sends it.",
-        "error: There is no adapter called pirat. Did you mean pirate? /adapters lists them.",
+        "error: Nothing has been asked yet: ask something before /again.",
+        "error: There is no command /bsae. Did you mean /base? Type /help for all, or a space before the slash to send "
+        "it.",
+        "error: There is no adapter called pirat. Did you mean pirate? Type /adapters for a list.",
         "error: broken holds no tensors: copy the adapter again.",
         "error: /seed takes a whole number, and got 'x'.",
         "error: temperature is -1.0: it must be a number of at least 0.",
@@ -75,7 +76,7 @@ def test_a_step_that_fails_costs_one_answer(run):
     assert ran.code == 0 and ran.out == "\n"
     assert ran.err[-2:] == [
         "error: The network could not compute a step: out of memory",
-        "error: Nothing has been asked yet: there is no answer to give once more.",
+        "error: Nothing has been asked yet: ask something before /again.",
     ]
 
 

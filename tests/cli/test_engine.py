@@ -33,15 +33,16 @@ def test_an_adapter_is_called_like_its_folder_or_as_it_is_named(tmp_path):
 def test_an_adapter_that_is_nowhere_is_an_error_with_near_names(tmp_path):
     write_adapter(tmp_path, "adapters/pirate")
     os.chdir(tmp_path)
+    advice = "Give an adapter's path, or NAME=PATH."
     for words, message in (
-        (["--adapter", "pirat"], "--adapter pirat: there is no such file or folder."),
+        (["--adapter", "pirat"], f"--adapter pirat: there is no such file or folder. {advice}"),
         (
             ["--adapters", "adapters", "--adapter", "pirat"],
             "--adapter pirat: there is no such file or folder, and no adapter of that name in "
-            f"{tmp_path / 'adapters'}. Did you mean 'pirate'?",
+            f"{tmp_path / 'adapters'}. Did you mean 'pirate'? {advice}",
         ),
-        (["--adapter", "x=pirat"], "The adapter 'x' is said to be at pirat, where there is nothing."),
-        (["--adapter", ""], "--adapter : there is no such file or folder."),
+        (["--adapter", "x=pirat"], "The adapter 'x' is said to be at pirat, where there is nothing. Check the path."),
+        (["--adapter", ""], f"--adapter : there is no such file or folder. {advice}"),
         (
             ["--adapter", "adapters/pirate", "--adapter", "pirate=adapters/pirate"],
             "--adapter pirate=adapters/pirate: pirate was given before. Write NAME=PATH with another name.",

@@ -167,4 +167,4 @@ def test_an_adapter_that_cannot_be_used_is_an_error_before_anything_is_compiled(
 
 def test_a_yaml_that_does_not_exist_is_said_before_the_imports(capsys):
     assert cli.main(["generate", "--config", "nowhere.yaml", "--prompt", "x"]) == 1
-    assert capsys.readouterr().err == "mindlora: error: --config nowhere.yaml does not exist.\n"
+    assert capsys.readouterr().err == "mindlora: error: --config nowhere.yaml does not exist. Check the path.\n"

@@ -23,5 +23,7 @@ def test_every_reader_says_so(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(POINTER)
     read, error = READERS[name]
-    with pytest.raises(error, match="is a pointer of Git LFS, not the file itself. `git lfs pull` in its repository"):
+    with pytest.raises(
+        error, match="is a pointer of Git LFS, not the file itself. Run `git lfs pull` in its repository"
+    ):
         read(str(path))

@@ -159,7 +159,7 @@ def test_the_last_turn_may_think():
     "template, message",
     [
         (None, r"no chat template: give one with --chat-template FILE"),
-        ({"rag": CHATML}, "no chat template that can be used: This model has multiple chat templates"),
+        ({"rag": CHATML}, "give one with --chat-template FILE.* says: This model has multiple chat templates"),
         ("{% for message in messages %}\n{% endif %}", "not valid at line 2"),
         ("{{ messages | unknown }}", "not valid at line 1"),
     ],

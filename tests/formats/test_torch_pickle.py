@@ -169,7 +169,8 @@ def test_nothing_is_run(tmp_path, function, name, nested, protocol):
     # If the call is nested deeply, an instruction of the list around it is refused first.
     refused(
         tmp_path / "a.bin",
-        ", which no dict of tensors needs: the file may be an attempt to run code. Nothing in it was run.",
+        ", which no dict of tensors needs: the file may be an attempt to run code. Nothing in it was run. Ask for a "
+        "safetensors file instead.",
     )
     assert not marker.exists()
     if not nested and protocol > 1:

@@ -29,7 +29,7 @@ JOINED = [
     "lm_head",
 ]
 CANDIDATES = (
-    " Linear cells of this network: model.layers.{0..2}.attention.wq, model.layers.{0..2}.attention.wk, "
+    " Choose from the network's linear cells: model.layers.{0..2}.attention.wq, model.layers.{0..2}.attention.wk, "
     "model.layers.{0..2}.attention.wv, model.layers.{0..2}.attention.wo, "
     "model.layers.{0..2}.feed_forward.w1, model.layers.{0..2}.feed_forward.w2, "
     "model.layers.{0..2}.feed_forward.w3, lm_head."
@@ -125,7 +125,7 @@ def test_no_match_is_an_error_that_lists_the_candidates(target_modules):
 
 def test_a_long_list_of_candidates_is_shortened():
     message = refusal([f"model.layers.{i}.attention.wq" for i in range(32)] + ["lm_head"], "query")
-    assert message.endswith("Linear cells of this network: model.layers.{0..31}.attention.wq, lm_head.")
+    assert message.endswith("Choose from the network's linear cells: model.layers.{0..31}.attention.wq, lm_head.")
 
 
 def test_an_item_of_a_list_that_matches_nothing_is_an_error_that_names_it():
@@ -141,7 +141,7 @@ def test_an_alternative_of_a_regex_that_matches_nothing_is_a_warning(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "target_modules '.*wq|.*query|.*(wk|key)': '.*query' matches no linear cell."
         + CANDIDATES
-        + " The other alternatives match 6 cells."
+        + " The other alternatives match 6 cells: remove this one."
     ]
 
 
@@ -173,7 +173,7 @@ def test_a_regex_whose_pieces_are_no_regexes_is_not_split(pattern):
     ],
 )
 def test_a_match_of_another_kind_of_cell_is_named(target_modules, said):
-    assert f"matches no linear cell. {said} Linear cells of this network: " in refusal(
+    assert f"matches no linear cell. {said} Choose from the network's linear cells: " in refusal(
         LLAMA, target_modules, None, OTHERS
     )
 
@@ -187,15 +187,15 @@ def test_excluding_everything_is_an_error():
 
 def test_a_network_without_linear_cells_is_an_error():
     assert refusal([], "wq") == (
-        "The network holds no linear cell (nn.Dense, mint.nn.Linear or MindFormers' Linear), so there is nothing "
-        "to put LoRA on."
+        "The network holds no linear cell (nn.Dense, mint.nn.Linear or MindFormers' Linear) to put LoRA on: pass "
+        "one that does."
     )
 
 
 def test_all_linear_of_a_network_with_only_an_output_head_is_an_error():
     assert refusal(["lm_head"], "all-linear") == (
         "target_modules 'all-linear' leaves output heads out, and the network has no other linear cell. "
-        "Linear cells of this network: lm_head."
+        "Choose from the network's linear cells: lm_head."
     )
 
 

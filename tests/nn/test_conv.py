@@ -250,7 +250,11 @@ def sharded():
             "0: Conv2d has data_format NCHW and dilation (2, 2): LoRA supports NCHW "
             "convolutions without dilation, as PEFT does. Add it to exclude_modules.",
         ),
-        (lambda: Own(IN, OUT, 3), {}, "0: Own has a forward of its own, which LoRAConv2d would drop."),
+        (
+            lambda: Own(IN, OUT, 3),
+            {},
+            "0: Own has a forward of its own, which LoRAConv2d would drop. Add it to exclude_modules.",
+        ),
         (
             sharded,
             {},

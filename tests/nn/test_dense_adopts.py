@@ -26,14 +26,17 @@ class OtherName(nn.Dense):
 
 
 REFUSED = {
-    "conv": (lambda linear: nn.Conv2d(3, 4, 3), "Conv2d is none of nn.Dense, mint.nn.Linear and MindFormers' Linear."),
+    "conv": (
+        lambda linear: nn.Conv2d(3, 4, 3),
+        "Conv2d is none of nn.Dense, mint.nn.Linear and MindFormers' Linear: pass one of these.",
+    ),
     "LoRADense": (
         lambda linear: LoRADense(IN, OUT, RANK, ALPHA),
-        "The cell is a LoRADense already: adapters do not stack.",
+        "The cell is a LoRADense already: adapters do not stack. Use a network without adapters.",
     ),
     "own forward": (
         lambda linear: OtherForward(IN, OUT),
-        "OtherForward has a forward of its own, which LoRADense would drop.",
+        "OtherForward has a forward of its own, which LoRADense would drop. Add it to exclude_modules.",
     ),
     "transpose_b": (
         lambda linear: linear(IN, OUT, transpose_b=False),

@@ -233,7 +233,11 @@ def sharded():
             {},
             "0: Embedding multiplies one-hot vectors, which LoRAEmbedding does not. Set use_one_hot: False.",
         ),
-        (lambda: Own(ROWS, DIM), {}, "0: Own has a forward of its own, which LoRAEmbedding would drop."),
+        (
+            lambda: Own(ROWS, DIM),
+            {},
+            "0: Own has a forward of its own, which LoRAEmbedding would drop. Add it to exclude_modules.",
+        ),
         (
             sharded,
             {},

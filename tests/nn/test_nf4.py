@@ -269,7 +269,11 @@ def test_cells_that_cannot_be_quantized(mindformers):
     nan = dense()
     nan.weight.set_data(Tensor(np.full((OUT, IN), np.nan, np.float32)))
     for cell, error, message in (
-        (nn.ReLU(), UnsupportedCellError, "ReLU is none of nn.Dense, mint.nn.Linear and MindFormers' Linear."),
+        (
+            nn.ReLU(),
+            UnsupportedCellError,
+            "ReLU is none of nn.Dense, mint.nn.Linear and MindFormers' Linear: pass one of these.",
+        ),
         (Own(IN, OUT), UnsupportedCellError, "Own has a forward of its own"),
         (linear(IN, OUT, expert_num=2), UnsupportedCellError, "Linear holds 2 experts"),
         (linear(IN, OUT, transpose_b=False), UnsupportedCellError, "keeps its weight as [in_channels, out"),

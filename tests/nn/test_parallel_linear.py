@@ -290,7 +290,8 @@ def test_cells_that_cannot_carry_an_adapter_are_refused():
         IN, OUT, transformer_config(), lambda shape: Tensor(normal(*shape, seed=1)), bias=False, skip_bias_add=True
     )
     assert refused(theirs) == (
-        "ColumnParallelLinearWithLoRA has a forward of its own, which the adapter's cell would drop."
+        "ColumnParallelLinearWithLoRA has a forward of its own, which the adapter's cell would drop. Add it to "
+        "exclude_modules."
     )
     quantized = NF4ParallelLinear.from_dense(parallel_cell())
     assert "use_dora is not supported on quantized weights" in refused(quantized, use_dora=True)

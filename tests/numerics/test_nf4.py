@@ -191,5 +191,5 @@ def test_numbers_that_float32_cannot_hold_are_refused():
     ],
 )
 def test_only_matrices_of_floating_point_numbers_are_quantized(weight, what):
-    with pytest.raises(QuantizationError, match=f"w is {what}: NF4 takes a matrix of float16, float32 or float64"):
+    with pytest.raises(QuantizationError, match=f"w is {what}: it must be a matrix of float16, float32 or float64"):
         quantize(weight, "w")

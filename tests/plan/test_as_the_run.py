@@ -109,5 +109,5 @@ def train(build, pet):
 
 def words_of(error):
     """Returns an error's text without what only one of the two knows: other cells' classes, the order of cells."""
-    text = re.split(r" '[^']+' does match | Linear cells of this network: | Parameters: ", str(error))[0]
+    text = re.split(r" '[^']+' does match | Choose from ", str(error))[0]
     return " ".join(sorted(re.split(r"[ ,.;]+", text)))

@@ -56,11 +56,16 @@ def test_a_name_is_never_a_path(folder, name):
 
 def test_an_unknown_name_gets_near_ones(folder):
     registry = AdapterRegistry(str(folder))
-    words = "There is no adapter 'maths'. Did you mean 'math'? 2 are registered; /v1/models lists them."
+    words = "There is no adapter 'maths'. Did you mean 'math'? Choose from the 2 that /v1/models lists."
     refused(AdapterNotFoundError, words, registry.path, "maths")
-    words = "There is no adapter 'zzz'. 2 are registered; /v1/models lists them."
+    words = "There is no adapter 'zzz'. Choose from the 2 that /v1/models lists."
     refused(AdapterNotFoundError, words, registry.path, "zzz")
-    refused(AdapterNotFoundError, "There is no adapter 'math'. None is registered.", AdapterRegistry().path, "math")
+    refused(
+        AdapterNotFoundError,
+        "There is no adapter 'math'. None is registered: ask the base.",
+        AdapterRegistry().path,
+        "math",
+    )
     refused(AdapterNotFoundError, part(f"There is no adapter '{'x' * 190}"), registry.path, "x" * 100_000)
 
 
@@ -203,7 +208,10 @@ def test_what_is_no_folder_of_adapters_is_refused(folder, tmp_path):
     refused(ConfigError, part("is not a folder: name one whose subfolders"), AdapterRegistry, str(folder / "README.md"))
     (tmp_path / "adapter_config.json").write_text("{}")
     refused(ConfigError, part("is an adapter, not a folder of adapters"), AdapterRegistry, str(tmp_path))
-    words = f"The adapter 'a' is said to be at {tmp_path / 'gone'}, where there is nothing."
+    words = f"The adapter 'a' is said to be at {tmp_path / 'gone'}, where there is nothing. Check the path."
     refused(ConfigError, words, AdapterRegistry, None, {"a": str(tmp_path / "gone")})
-    words = "Adapters can be loaded at run time from the folder of --adapters, and there is none."
+    words = (
+        "Adapters can be loaded at run time from the folder of --adapters, and there is none. Start the "
+        "server with --adapters DIR."
+    )
     refused(RequestError, words, AdapterRegistry().register, "a", str(folder))

@@ -264,7 +264,7 @@ def test_an_error_ends_a_request_with_its_reason():
 @pytest.mark.parametrize(
     "prompt, new, message",
     [
-        (0, 1, "The prompt has no tokens: give it at least one."),
+        (0, 1, "The prompt has 0 tokens: give it at least one."),
         (1, 0, "max_tokens is 0: ask for at least one token."),
         (20, 13, "The prompt's 20 tokens and max_tokens, 13, are 33 together, and a sequence has at most 32: shorten "
                  "the prompt or lower max_tokens."),

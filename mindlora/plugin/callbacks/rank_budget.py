@@ -68,7 +68,7 @@ class RankBudget(Callback):
             left = sum(_budget(run_context.original_args()).ranks().values())
             logger.warning(
                 "AdaLoRA: the run ended at step %d, before the last allocation at step %d. Its adapter has %d ranks "
-                "in all instead of %d.",
+                "in all instead of %d. Resume the run to its end.",
                 step,
                 self.schedule.last_allocation,
                 left,

@@ -65,7 +65,8 @@ class RunReport(Callback):
         self.history = HistoryWriter(self.directory, self.step_before)
         if self.history.moved:
             logger.warning(
-                "%s held %d records of an earlier run after step %d; they are now in %s.",
+                "%s held %d records of an earlier run after step %d; they are now in %s. Delete that file once nobody "
+                "needs it.",
                 self.history.path,
                 self.history.moved,
                 self.step_before,

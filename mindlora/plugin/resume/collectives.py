@@ -73,5 +73,7 @@ def _run(name: str, operator: Callable, content: np.ndarray) -> np.ndarray:
     try:
         return operator()(Tensor(content)).asnumpy()
     except (RuntimeError, TypeError, ValueError) as error:
-        first = (str(error).strip() or repr(error)).splitlines()[0]
-        raise BackendError(f"{name} of {content.dtype} cannot run on this device or in this mode: {first}") from error
+        first = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".!")
+        raise BackendError(
+            f"{name} of {content.dtype} cannot run on this device or in this mode: {first}. Use another device or mode."
+        ) from error

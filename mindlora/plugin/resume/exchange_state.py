@@ -55,7 +55,12 @@ def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
                 exchange.unsent().set_data(Tensor(file.get_tensor(_TENSOR)))
                 return
         problem = f"{path} was written by {_text(saved)}, and this run has {_text(expected)}"
-    logger.warning("Gradients that were not sent start at zero on rank %d: %s.", get_rank(), problem)
+    logger.warning(
+        "Gradients that were not sent start at zero on rank %d: %s. Resume with the files and the settings of the run "
+        "to go on exactly.",
+        get_rank(),
+        problem,
+    )
 
 
 def _compressing(train_network: nn.Cell) -> Optional[Exchange]:

@@ -146,7 +146,10 @@ def _shared_table(parts: Mapping[str, Slice], arrays: Mapping[str, np.ndarray], 
     ranks = [json.loads(text) for text in collectives.share(json.dumps([step, slices]).encode())]
     steps = [step_of_rank for step_of_rank, _ in ranks]
     if len(set(steps)) > 1:
-        raise LoraError(f"The ranks are at different steps, {listed(map(str, steps))}, so their slices are not joined.")
+        raise LoraError(
+            f"The ranks are at different steps, {listed(map(str, steps))}, so their slices are not joined. Resume all "
+            "ranks from one step."
+        )
     table: Dict[str, List[_Entry]] = {}
     for rank, (_, slices_of_rank) in enumerate(ranks):
         for name, (*part, dtype, checksum) in slices_of_rank.items():
@@ -169,7 +172,7 @@ def _gathered(name: str, entries: List[_Entry], array: Any) -> np.ndarray:
     if wrong:
         raise LoraError(
             f"{name} arrived from rank {listed(map(str, wrong))} with other values than it has there: copies of one "
-            "slice differ, or the exchange failed. Nothing was saved."
+            "slice differ, or the exchange failed. Nothing was saved. Resume from the step that was saved last."
         )
     return join(name, pieces)
 

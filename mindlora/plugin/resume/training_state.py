@@ -179,7 +179,11 @@ def restore(folder: str, params: InternalCallbackParam) -> None:
         if name in states:
             callback.restore_training_state(states[name])
         else:
-            logger.warning("%s has no state of %s, which starts anew.", folder, name)
+            logger.warning(
+                "%s has no state of %s, which starts anew. Resume with the callbacks of the run to go on exactly.",
+                folder,
+                name,
+            )
 
 
 def _check_steps(folder, metadata, params):

@@ -27,7 +27,9 @@ class ApiKeys:
             with open(path, encoding="utf-8") as file:
                 lines = file.read().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error
+            raise ConfigError(
+                f"--api-key-file {path} cannot be read: {error}. Correct the path, its permissions or its encoding."
+            ) from error
         self._digests: Dict[str, bytes] = {}
         for number, line in enumerate(lines, 1):
             words = line.split()
@@ -38,10 +40,12 @@ class ApiKeys:
             name = words[0]
             digest = _digest(words[1].encode())
             if name in self._digests or digest in self._digests.values():
-                raise ConfigError(f"--api-key-file {path}, line {number} repeats a name or a key that is above it.")
+                raise ConfigError(
+                    f"--api-key-file {path}, line {number} repeats a name or a key that is above it. Remove the line."
+                )
             self._digests[name] = digest
         if not self._digests:
-            raise ConfigError(f"--api-key-file {path} holds no key.")
+            raise ConfigError(f"--api-key-file {path} holds no key: write a name, a space and its key in each line.")
 
     def name_of(self, key: bytes) -> Optional[str]:
         """Returns the name of a key, or None for one that is not in the file; takes equally long for every key."""
@@ -168,7 +172,11 @@ class BodyLimit:
 
     def _check(self, size):
         if size > self._max_bytes:
-            raise ApiError(f"The body is larger than {self._max_bytes} bytes, the limit.", 413, "body_too_large")
+            raise ApiError(
+                f"The body is larger than {self._max_bytes} bytes, the limit. Send a shorter one.",
+                413,
+                "body_too_large",
+            )
 
 
 def client_gone() -> ApiError:

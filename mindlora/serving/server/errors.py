@@ -76,7 +76,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(str(error), 400, "adapter_refused", "model")
     if isinstance(error, LoraError):
         return ApiError(str(error), 500, "engine_error")
-    logger.error("A request failed.", exc_info=error)
+    logger.error("A request failed with %s: see the lines below.", type(error).__name__, exc_info=error)
     return ApiError("The server failed at this request; its log says why.", 500, "internal_error")
 
 

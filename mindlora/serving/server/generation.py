@@ -183,7 +183,7 @@ class Call:
             raise as_api_error(piece.error)
         if piece.finish_reason == "cancelled":
             raise ApiError(
-                "The server was told to stop before the answer was complete: ask again in a while.",
+                f"The server was told to stop before the answer was complete: ask again in {_SOON} seconds.",
                 503,
                 "shutting_down",
                 retry_after=_SOON,
@@ -219,11 +219,14 @@ def _since(request: Optional[Any], moment: str) -> Optional[float]:
 def check_ready(context: Context) -> None:
     """Raises ApiError, 503, if the server does not take requests."""
     if context.draining:
-        raise ApiError("The server is shutting down: ask again in a while.", 503, "shutting_down", retry_after=_SOON)
+        message = f"The server is shutting down: ask again in {_SOON} seconds."
+        raise ApiError(message, 503, "shutting_down", retry_after=_SOON)
     if context.starting:
-        raise ApiError("The server is starting: ask again in a while.", 503, "starting", retry_after=_SOON)
+        message = f"The server is starting: ask again in {_SOON} seconds."
+        raise ApiError(message, 503, "starting", retry_after=_SOON)
     if not context.engine.alive:
-        raise ApiError("The engine's thread has ended: the log says why. Start the server again.", 503, "not_ready")
+        message = f"The engine of {context.engine.model_name} has ended: see the server's log, and start it again."
+        raise ApiError(message, 503, "not_ready")
 
 
 def _out_of_time(seconds: float) -> ApiError:
@@ -355,7 +358,7 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
     if record.choices > context.settings.max_choices:
         raise ApiError(
             f"{record.choices} answers are asked for (prompts times n), and this server gives "
-            f"{context.settings.max_choices} at most.",
+            f"{context.settings.max_choices} at most. Ask for fewer.",
             param="n",
         )
     return context

@@ -53,7 +53,7 @@ class Prompts:
         Raises ApiError, 400, if the model has no chat template, or RequestError if the messages do not fit into it.
         """
         if self._chat is None:
-            raise ApiError(f"This model cannot chat. {self._why_not} Or use /v1/completions.", code="no_chat_template")
+            raise ApiError(f"This model cannot chat: use /v1/completions. {self._why_not}", code="no_chat_template")
         return self._chat.tokens([message.for_template() for message in messages])
 
     def room(self, tokens: Sequence[int], asked: Optional[int], default: Optional[int]) -> int:
@@ -67,16 +67,16 @@ class Prompts:
         most = self._settings.max_prompt_tokens
         answer = self._settings.max_output_tokens
         if not count:
-            raise ApiError("The prompt has no tokens.", param="prompt")
+            raise ApiError(f"The prompt has {count} tokens: send at least one.", param="prompt")
         if most is not None and count > most:
-            raise _too_long(f"The prompt has {count} tokens, and this server takes {most} at most.")
+            raise _too_long(f"The prompt has {count} tokens, and this server takes {most} at most: shorten it.")
         if asked is not None and answer is not None and asked > answer:
             raise ApiError(f"max_tokens is {asked}, and this server allows {answer} at most.", param="max_tokens")
         left = self._seq_length - count
         if left < (asked or 1):
             raise _too_long(
                 f"The model takes {self._seq_length} tokens, prompt and answer together: the prompt has {count}, and "
-                f"max_tokens is {asked or 1}."
+                f"max_tokens is {asked or 1}. Shorten the prompt, or lower max_tokens."
             )
         return asked or min(value for value in (left, answer, default) if value is not None)
 

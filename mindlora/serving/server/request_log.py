@@ -72,7 +72,7 @@ class RequestLog:
         try:
             self._file.write(record.line() + "\n")
         except OSError as error:
-            logger.error("The request log cannot be written: %s", error)
+            logger.error("The request log cannot be written: %s. Make room on its disk.", error)
 
 
 class Recorder:

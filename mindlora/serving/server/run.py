@@ -120,7 +120,10 @@ def _bind(settings: ServerSettings) -> socket.socket:
         made.bind(address)
         made.listen(2048)
     except OSError as error:
-        raise ConfigError(f"The server cannot listen on {settings.host}, port {settings.port}: {error}") from error
+        raise ConfigError(
+            f"The server cannot listen on {settings.host}, port {settings.port}: {error}. Choose another --host or "
+            "--port."
+        ) from error
     made.setblocking(False)
     return made
 

@@ -53,7 +53,9 @@ class _Asked(BaseModel):
                         f"{path} is not supported by this server: leave it out.", code="unsupported_field", param=path
                     )
             elif where or name not in _NOTES:
-                raise ApiError(f"{path} is not a field of this request.", code="unknown_field", param=path)
+                raise ApiError(
+                    f"{path} is not a field of this request: leave it out.", code="unknown_field", param=path
+                )
 
 
 class StreamOptions(_Asked):

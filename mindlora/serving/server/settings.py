@@ -74,7 +74,7 @@ class ServerSettings:
             check_number(getattr(self, name), name, _SECONDS)
         check_number(self.grace, "grace", Range("a number of seconds, 0 or more", lambda value: value >= 0))
         if self.api_key_file and self.no_auth:
-            raise ConfigError("--api-key-file and --no-auth were both given: keys are asked for, or they are not.")
+            raise ConfigError("--api-key-file and --no-auth were both given: leave one of them out.")
         if not (self.api_key_file or self.no_auth or is_local(self.host)):
             raise ConfigError(
                 f"--host {self.host} lets other machines in, and no key is asked for: give --api-key-file FILE, or "

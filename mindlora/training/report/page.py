@@ -53,8 +53,8 @@ def render(histories: Sequence[History]) -> str:
         import jinja2
     except ImportError as error:
         raise ConfigError(
-            "The report needs Jinja2, which is not installed. Run pip install 'mindlora[report]' and "
-            "then mindlora report."
+            "report.html needs Jinja2, which is not installed. Run pip install 'mindlora[report]', and then mindlora "
+            "report."
         ) from error
     names = run_names([history.directory for history in histories])
     environment = jinja2.Environment(

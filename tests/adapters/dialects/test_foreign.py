@@ -85,7 +85,7 @@ def test_a_pointer_of_git_lfs_says_what_it_is(tmp_path, place):
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123\n"
     with open(os.path.join(path, place), "wb") as file:
         file.write(pointer)
-    assert "is a pointer of Git LFS, not the file itself. `git lfs pull`" in refused(os.path.join(path, place))
+    assert "is a pointer of Git LFS, not the file itself. Run `git lfs pull`" in refused(os.path.join(path, place))
     if place.startswith("adapter_model"):
         assert "is a pointer of Git LFS" in refused(path)
 

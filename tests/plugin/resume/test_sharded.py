@@ -237,5 +237,8 @@ def test_an_operator_that_the_device_lacks_is_named(monkeypatch):
         raise TypeError("Select CPU operator[AllGather] fail!\nand more")
 
     monkeypatch.setattr(collectives.ops, "AllGather", lacking)
-    message = "AllGather of int32 cannot run on this device or in this mode: Select CPU operator[AllGather] fail!"
+    message = (
+        "AllGather of int32 cannot run on this device or in this mode: Select CPU operator[AllGather] fail. Use "
+        "another device or mode."
+    )
     refused(BackendError, message, collectives.all_gather, np.zeros(3, np.uint8))
