@@ -3,7 +3,7 @@
 from typing import Any, Iterator, List, Mapping, Optional
 
 from mindlora.checks.finding import Finding, error
-from mindlora.checks.keys import setting
+from mindlora.checks.keys import named_items, setting
 from mindlora.common.fields import COUNT
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
@@ -29,9 +29,9 @@ def accumulates_here(config: Mapping[str, Any]) -> bool:
 
 def callbacks_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple]:
     """Yields (where it is in the YAML, the node) of each callback of one type."""
-    for number, callback in enumerate(config.get("callbacks") or []):
+    for name, callback in named_items(config.get("callbacks")):
         if callback.get("type") == kind:
-            yield f"callbacks.{number}", callback
+            yield f"callbacks.{name}", callback
 
 
 def check_training(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -107,7 +107,7 @@ def _check_saving(config: Mapping[str, Any]) -> Iterator[Finding]:
         if not value_at(config, PET):
             yield error(
                 where,
-                f"{where} is LoraCheckpoint, which saves adapters, and model_config has no pet_config.",
+                f"{where} saves adapters, and model_config has no pet_config.",
                 "Add pet_config, or save with CheckpointMonitor.",
             )
 
@@ -122,7 +122,7 @@ def _check_metrics(config: Mapping[str, Any]) -> Iterator[Finding]:
             yield from _check_held_out(config, where, callback)
         elif metric not in _METRICS and not others:
             hint = suggestion(str(metric), _METRICS)
-            yield error(where, f"{where} (LoraCheckpoint): best_metric is {metric!r}, which nothing reports.{hint}")
+            yield error(where, f"{where}: best_metric is {metric!r}, which nothing reports.{hint}")
 
 
 def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str, Any]) -> Iterator[Finding]:
@@ -130,8 +130,7 @@ def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str
     if not measuring:
         yield error(
             where,
-            f"{where} (LoraCheckpoint): best_metric is held_out_loss, and callbacks has no HeldOutLoss, which measures "
-            "it.",
+            f"{where}: best_metric is held_out_loss, and callbacks has no HeldOutLoss, which measures it.",
             "Add it.",
         )
         return
@@ -140,7 +139,7 @@ def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str
     if saved in COUNT and measured in COUNT and saved % measured:
         yield error(
             where,
-            f"{where} (LoraCheckpoint): save_steps is {saved}, and HeldOutLoss measures every {measured} steps, so at "
+            f"{where}: save_steps is {saved}, and HeldOutLoss measures every {measured} steps, so at "
             "some saves there is no held_out_loss.",
             f"Set save_steps to a multiple of every_steps, such as {measured}.",
         )
