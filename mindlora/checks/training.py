@@ -8,12 +8,17 @@ from mindlora.common.fields import COUNT
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
+from mindlora.config.exchange import exchange_settings
 from mindlora.config.variants.adalora import ADALORA
+from mindlora.errors import ConfigError
 
 WRAPPER = "LoraTrainOneStepCell"
 DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
 # Alone and in data parallel, MindFormers sets gradient_accumulation_steps to 1; in the other modes it accumulates.
 _ALONE = (*DATA_PARALLEL, "STAND_ALONE", "stand_alone")
+EXCHANGE = "runner_wrapper.gradient_exchange"
+# Where one of these is above 1, no rank holds the whole adapter.
+_SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
 _METRICS = ["held_out_loss", "loss"]
 
 
@@ -25,6 +30,18 @@ def train_step(config: Mapping[str, Any]) -> Optional[str]:
 def accumulates_here(config: Mapping[str, Any]) -> bool:
     """Returns whether a run is alone or data parallel, where mindlora's train step accumulates gradients."""
     return not config.get("use_parallel") or setting(config, "parallel.parallel_mode") in _ALONE
+
+
+def split_by(config: Mapping[str, Any]) -> Optional[str]:
+    """Returns in words what keeps each rank of a parallel run from holding the whole adapter, or None."""
+    for key in _SPLITS:
+        parts = setting(config, f"parallel_config.{key}")
+        if parts > 1:
+            return f"parallel_config.{key} is {parts}"
+    if value_at(config, "parallel.enable_parallel_optimizer"):
+        return "parallel.enable_parallel_optimizer is True"
+    mode = setting(config, "parallel.parallel_mode")
+    return None if mode in DATA_PARALLEL else f"parallel.parallel_mode is {mode!r}"
 
 
 def callbacks_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple]:
@@ -39,6 +56,7 @@ def check_training(config: Mapping[str, Any]) -> Iterator[Finding]:
     if config.get("run_mode") not in TRAINING_MODES:
         return
     yield from _check_accumulation(config)
+    yield from _check_exchange(config)
     yield from _check_adalora(config)
     if value_at(config, f"{PET}.loraplus_lr_ratio") is not None and config.get("grouped_lr_schedule"):
         yield error(
@@ -70,6 +88,31 @@ def _check_accumulation(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"{key} is {steps}, and train_dataset.drop_remainder is not True: the last batch of the data could not be "
             "split into micro-batches.",
             "Set it to True.",
+        )
+
+
+def _check_exchange(config: Mapping[str, Any]) -> Iterator[Finding]:
+    exchange = value_at(config, EXCHANGE)
+    if exchange is None:
+        return
+    try:
+        kind = exchange_settings(exchange).type
+    except ConfigError as refusal:
+        yield error(EXCHANGE, str(refusal))
+        return
+    split = split_by(config) if config.get("use_parallel") else None
+    if train_step(config) != WRAPPER:
+        yield error(
+            EXCHANGE,
+            f"gradient_exchange is an argument of {WRAPPER}, and runner_wrapper.type is {train_step(config)!r}.",
+            f"Set it to {WRAPPER}, or remove gradient_exchange.",
+        )
+    elif split and kind != "dense":
+        yield error(
+            EXCHANGE,
+            f"gradient_exchange is {kind}, and {split}: gradients are compressed only between ranks that each hold the "
+            "whole adapter (parallel_mode 0).",
+            "Use dense, or data parallelism alone.",
         )
 
 
