@@ -182,6 +182,14 @@ def test_a_yaml_without_faults(write):
             EXCHANGE,
             "gradient_exchange is quantized, and parallel.parallel_mode is 1: gradients",
         ),
+        (
+            {"use_parallel": True, "parallel.parallel_mode": 1, f"{PET}.use_dora": True},
+            "error",
+            f"{PET}.target_modules",
+            "LoRA cannot be put on 4 of the selected cells. model.layers.{0..1}.attention.wq, "
+            "model.layers.{0..1}.attention.wv: use_dora is not supported on sharded cells: the norm of a row of W + "
+            "scale B A needs all of the row. Leave use_dora out, or train in data parallel (parallel_mode: 0).",
+        ),
         ({f"{PET}.lora_init": "pisa"}, "error", f"{PET}.lora_init", "lora_init is 'pisa', which is not known."),
         ({f"{PET}.adapter_path": "none"}, "error", f"{PET}.adapter_path", "none does not exist"),
         ({DATA: "none.mindrecord"}, "error", DATA, "none.mindrecord does not exist"),

@@ -25,7 +25,11 @@ SHARDED = "sharded cells"
 # Sharded cells whose weight is cut; sharding by tokens leaves it whole.
 CUT = "sharded weights"
 # What to do besides changing the setting; for the other bases it is _EXCLUDE.
-_WAYS_OUT = {QUANTIZED: "leave quantize_base out", SHARDED: "set model_parallel: 1", CUT: "set model_parallel: 1"}
+_WAYS_OUT = {
+    QUANTIZED: "leave quantize_base out",
+    SHARDED: "train in data parallel (parallel_mode: 0)",
+    CUT: "set model_parallel: 1",
+}
 _EXCLUDE = "add the cell to exclude_modules"
 
 
