@@ -159,7 +159,7 @@ def _arrange_experts(adapter: Adapter, shapes: Mapping[str, CellShape], network_
         return rearranged
     rearranged = any(map(expert_pairs.is_single, network_paths)) and bool(expert_pairs.stacked_paths(adapter))
     if rearranged:
-        expert_pairs.split_pairs(adapter)
+        expert_pairs.unstack_pairs(adapter)
     return rearranged
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
-from mindlora.errors import AdapterError, MergeError, ScaleMismatchError
+from mindlora.errors import AdapterError, ScaleMismatchError
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
 from tests.conftest import ROOT
