@@ -155,7 +155,7 @@ def test_a_cell_that_is_not_sharded_gives_no_strategies(mindformers, semi_auto_p
 
 def with_strategies_of_ones(linear):
     """Returns a linear cell as those of MindFormers' ChatGLM, which has strategies however it runs."""
-    cell = linear(IN, OUT)
+    cell = linear(IN, OUT, compute_dtype=ms.float32)
     cell.shard(((1, 1), (1, 1)), ((1, 1), (1,)))
     return cell
 
@@ -164,14 +164,14 @@ def test_strategies_of_ones_divide_nothing_on_one_device(mindformers):
     linear = mindformers.modules.layers.Linear
     x, cell = normal(3, IN), with_strategies_of_ones(linear)
     weight, bias = cell.weight.asnumpy(), cell.bias.asnumpy()
-    assert_close(DoRADense.from_dense(cell, CONFIG)(Tensor(x)), x @ weight.T + bias)
+    assert_close(DoRADense.from_dense(cell, LoraConfig(use_dora=True))(Tensor(x)), x @ weight.T + bias)
     assert NF4Dense.from_dense(with_strategies_of_ones(linear))(Tensor(x)).shape == (3, OUT)
 
 
 def test_strategies_of_ones_count_where_mindspore_divides_the_graph(mindformers, semi_auto_parallel):
     for kind in (DoRADense.from_dense, lambda cell, _: NF4Dense.from_dense(cell)):
         with pytest.raises(UnsupportedCellError, match="sharded"):
-            kind(with_strategies_of_ones(mindformers.modules.layers.Linear), CONFIG)
+            kind(with_strategies_of_ones(mindformers.modules.layers.Linear), LoraConfig(use_dora=True))
 
 
 def test_a_cell_that_is_sharded_by_layouts_is_refused(mindformers, semi_auto_parallel):
