@@ -7,8 +7,8 @@ from typing import Callable, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
-from mindlora.adapters import tied_embeddings
 from mindlora.adapters import files as adapter_files
+from mindlora.adapters import tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.matching import CellShape, arrange

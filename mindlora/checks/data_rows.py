@@ -55,8 +55,7 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
             folder = callback.get("dataset_dir")
             if folder and os.path.isdir(folder) and not mindrecord_files(folder):
                 yield error(
-                    where,
-                    f"{where}: dataset_dir is {folder}, a folder with no file in it that ends in .mindrecord.",
+                    where, f"{where}: dataset_dir is {folder}, a folder with no file in it that ends in .mindrecord."
                 )
     for where, rows, lengths in _sets(config, first_rows):
         if rows:

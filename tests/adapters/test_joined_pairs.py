@@ -289,8 +289,8 @@ def test_heads_that_do_not_divide_the_rows_to_split(kv_heads, head_dim):
         joined_pairs.split_pairs(own, QKV, kv_heads, head_dim)
     assert str(error.value) == (
         f"{QKV} joins {', '.join(PARTS)} in {TOTAL} rows, which do not match "
-        f"{kv_heads or 'an unknown number of'} key-value heads of {f'size {head_dim}' if head_dim else 'unknown size'}. "
-        "Give the model's n_kv_heads (--kv-heads) and head size."
+        f"{kv_heads or 'an unknown number of'} key-value heads of {f'size {head_dim}' if head_dim else 'unknown size'}."
+        " Give the model's n_kv_heads (--kv-heads) and head size."
     )
     assert own.paths == [QKV]
 

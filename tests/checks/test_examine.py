@@ -51,8 +51,8 @@ MISTAKES = {
     "schedule": (["--lr_schedule.type", "CosinWithWarmUpLR"], "Did you mean 'CosineWithWarmUpLR'"),
     "length": ([f"{MODEL}seq_length", "8"], "the rows have 17 tokens, and model_config.seq_length 8 needs 9"),
     "vocabulary": ([f"{MODEL}vocab_size", "32"], "and model_config.vocab_size is 32: the data was converted with"),
-    "held-out file": (["--callbacks", HELD_OUT % "nowhere.mindrecord"], "callbacks.HeldOutLoss: dataset_dir is nowhere.mind"),
-    "held-out rows": (["--callbacks", HELD_OUT % "{data}/short.mindrecord"], "callbacks.HeldOutLoss: the rows have 9 tokens"),
+    "held-out file": (["--callbacks", HELD_OUT % "nowhere.mindrecord"], "HeldOutLoss: dataset_dir is nowhere.mind"),
+    "held-out rows": (["--callbacks", HELD_OUT % "{data}/short.mindrecord"], "HeldOutLoss: the rows have 9 tokens"),
     "metric": (["--callbacks.LoraCheckpoint.best_metric", "held_out_loss"], "and callbacks has no HeldOutLoss"),
     "intervals": (
         [
@@ -86,7 +86,7 @@ MISTAKES = {
     "columns": (["--train_dataset.input_columns", '["tokens", "labels"]'], "names tokens, and "),
     "too few rows": (["--batch_size", "5"], "train_dataset has 4 rows, and a step needs 5"),
     "accumulation": (["--gradient_accumulation_steps", "2"], "a step needs 8 (runner_config.batch_size 4, gradient"),
-    "LoraCheckpoint without LoRA": ([f"{MODEL}pet_config", "null"], "callbacks.LoraCheckpoint saves adapters, and model_config has no"),
+    "LoraCheckpoint without LoRA": ([f"{MODEL}pet_config", "null"], "LoraCheckpoint saves adapters, and model_"),
     "padding": (
         ["--train_dataset_dir", "{data}/padded.mindrecord", f"{MODEL}pad_token_id", "3"],
         "and model_config.pad_token_id is 3. Set it to ",

@@ -8,6 +8,7 @@ from mindlora.config.exchange import exchange_settings
 from mindlora.config.variants.adalora import ADALORA
 from mindlora.plugin.log import logger
 
+
 def set_micro_batches(config: MindFormerConfig) -> None:
     """Turns K = gradient_accumulation_steps into batches of K batch_size rows and K micro-batches in the train step.
 
