@@ -139,7 +139,8 @@ def _joined_rows(stacks: List[Pair], path: str) -> Pair:
     ((other_a, other_b),) = others
     if other_a.shape[2] != a.shape[2]:
         raise ShapeMismatchError(
-            f"gate_proj and up_proj take inputs of different sizes, so they cannot make up {path}."
+            f"gate_proj and up_proj take inputs of different sizes, so they cannot make up {path}. Load the adapter "
+            "into the model it was trained on."
         )
     if a.tobytes() == other_a.tobytes():
         return a, np.concatenate([b, other_b], axis=1)

@@ -54,9 +54,10 @@ def exchange_settings(setting: Union[str, Mapping[str, Any]]) -> ExchangeSetting
     keys = [field.name for field in fields(ExchangeSettings)]
     for key in setting:
         if key not in keys:
-            raise ConfigError(f"gradient_exchange has no key {key!r}; it has {', '.join(keys)}.")
+            raise ConfigError(f"gradient_exchange has no key {key!r}: use {', '.join(keys)}.")
         if key == "bits" and setting.get("type") != "quantized":
             raise ConfigError(
-                f"gradient_exchange: bits belongs to type quantized, and the type is {setting.get('type')!r}."
+                f"gradient_exchange: bits belongs to type quantized, and the type is {setting.get('type')!r}. Leave "
+                "bits out."
             )
     return ExchangeSettings(**setting)

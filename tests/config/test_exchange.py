@@ -17,7 +17,7 @@ def test_a_name_or_a_node():
     [
         ("topk", "is of type 'topk', but it must be one of dense, float16, quantized."),
         (0.05, "is 0.05, but it must be one of dense, float16, quantized, or a node with a type."),
-        ({"type": "quantized", "ratio": 0.1}, "has no key 'ratio'; it has type, local_size"),
+        ({"type": "quantized", "ratio": 0.1}, "has no key 'ratio': use type, local_size"),
         ({"type": "float16", "bits": 4}, ": bits belongs to type quantized, and the type is 'float16'."),
         ({"bits": 4}, ": bits belongs to type quantized, and the type is None."),
         ({"type": "quantized", "bits": 5}, ": bits is 5, but it must be 4, 6 or 8."),
