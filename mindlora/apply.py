@@ -11,7 +11,6 @@ from mindspore.common import dtype as mstype
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.config.selection import freeze, select
-from mindlora.config.variants.registry import PARAMETERS
 from mindlora.errors import LoraError, UnsupportedCellError
 from mindlora.nn.description import describe
 from mindlora.nn.nf4 import parameter_count
@@ -104,7 +103,7 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
             shared[kind] = kind.shared_parameters([cells[other] for other in cells if kinds[other] is kind], config)
         adapted = kind.from_cell(cell, config, shared[kind])
         for part, parameter in adapted.parts().items():
-            parameter.name = f"{path}.{PARAMETERS[part]}"
+            parameter.name = f"{path}.{adapted.parameter_names[part]}"
         replacements[id(cell)] = adapted
     replacements.update(holders_with(network, [(cell, replacements[id(cell)]) for cell in cells.values()]))
     replace_children(network, replacements)

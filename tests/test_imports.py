@@ -33,7 +33,7 @@ FLOORS = (
 )
 FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
 # The rooms of plugin/, lowest first.
-ROOMS = ("graph", "resume", "callbacks", "launching")
+ROOMS = ("graph", "resume", "callbacks", "pynative", "launching")
 # They work only on files.
 WITHOUT_MINDSPORE = (
     "errors",

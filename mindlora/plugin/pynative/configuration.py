@@ -1,0 +1,150 @@
+"""What a YAML of the PyNative Trainer says of adapters: MindFormers' lora_config, and what pet_config adds to it."""
+
+import re
+from typing import Any, Dict, List, Mapping, Sequence
+
+from mindspore import nn
+from mindspore.common.initializer import Normal
+
+from mindlora.checks.pet_config import PetLoraConfig
+from mindlora.common.mindformers_version import require_mindformers
+from mindlora.common.text import listed
+from mindlora.config.variants.registry import VARIANTS
+from mindlora.errors import ConfigError, UnsupportedCellError
+from mindlora.numerics import initializers
+
+require_mindformers("2.0")
+from mindformers.pynative.config.config import LoraConfig as MindFormersLoraConfig  # noqa: E402
+from mindformers.pynative.layers.linear import Linear  # noqa: E402
+from mindformers.pynative.transformers.moe.experts import GroupedMLP  # noqa: E402
+
+# What both nodes say. MindFormers reads lora_config alone, and writes it beside the checkpoints of adapters.
+_SHARED = ("lora_rank", "lora_alpha", "lora_dropout")
+_INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
+_HERE = "under MindFormers' PyNative Trainer"
+_IN_GRAPH_MODE = "Remove it, or train in graph mode."
+# Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
+_NOT_YET = (
+    *(variant.field for variant in VARIANTS),
+    "quantize_base",
+    "target_parameters",
+    "modules_to_save",
+    "freeze_include",
+    "freeze_exclude",
+    "adapter_path",
+    "loraplus_lr_ratio",
+    "neftune_alpha",
+)
+
+
+def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pet_config: Mapping) -> PetLoraConfig:
+    """Returns the configuration of the adapters of ``model``, which has none yet.
+
+    What pet_config does not say is taken from lora_config; target_modules then are the paths of cells.
+
+    Args:
+        model (nn.Cell): A PyNative model, or one of its pipeline stages.
+        lora_config (LoraConfig): MindFormers' node.
+        pet_config (Mapping): mindlora's node; it may be empty.
+
+    Raises:
+        ConfigError: A key is wrong, the nodes contradict each other, or a key is for graph mode alone.
+        UnsupportedCellError: lora_config selects routed experts.
+    """
+    given = {key: value for key, value in pet_config.items() if value is not None}
+    if "preset" not in given:
+        for name in _SHARED:
+            given.setdefault(name, getattr(lora_config, name))
+    if "preset" not in given:
+        given.setdefault("target_modules", selected_paths(model, lora_config))
+    _fill_initial_values(given, lora_config)
+    given.setdefault("param_init_type", _dtype_of_parameters(model))
+    config = PetLoraConfig.from_pet_config(given)
+    _check_supported(config)
+    for name in _SHARED:
+        if getattr(config, name) != getattr(lora_config, name):
+            raise ConfigError(
+                f"pet_config.{name} is {getattr(config, name)!r} and lora_config.{name} is "
+                f"{getattr(lora_config, name)!r}: MindFormers saves lora_config with the adapter. Write the same into "
+                "both, or remove it from pet_config."
+            )
+    return config
+
+
+def check_same_cells(paths: Sequence[str], theirs: Sequence[str]) -> None:
+    """Raises ConfigError unless the cells that pet_config has selected are those that lora_config selects (theirs)."""
+    for extra, others, more, fewer in (
+        (paths, theirs, "pet_config", "lora_config"),
+        (theirs, paths, "lora_config", "pet_config"),
+    ):
+        missing = [path for path in extra if path not in others]
+        if missing:
+            raise ConfigError(
+                f"pet_config and lora_config select different cells: {more} selects {listed(missing)}, and {fewer} "
+                "does not. Remove target_modules and the like from pet_config, or make them agree."
+            )
+
+
+def selected_paths(model: nn.Cell, lora_config: MindFormersLoraConfig) -> List[str]:
+    """Returns the paths of the cells that MindFormers' lora_config selects: its regexes are searched for in a path.
+
+    What exclude_layers finds in the path of a cell, or of one that holds it, excludes the cell.
+
+    Raises UnsupportedCellError if there are routed experts among them.
+    """
+    target = re.compile(lora_config.target_modules)
+    exclude = re.compile(lora_config.exclude_layers) if lora_config.exclude_layers else None
+    paths, experts = [], []
+    for path, cell in model.cells_and_names():
+        found = isinstance(cell, (Linear, GroupedMLP)) and target.search(path)
+        if found and not (exclude and any(map(exclude.search, _holders(path)))):
+            (experts if isinstance(cell, GroupedMLP) else paths).append(path)
+    if experts:
+        raise UnsupportedCellError(
+            f"lora_config.target_modules {lora_config.target_modules!r} selects the routed experts {listed(experts)}, "
+            f"which take no adapter of mindlora's {_HERE}. Add them to lora_config.exclude_layers, or train in graph "
+            "mode."
+        )
+    return paths
+
+
+def _holders(path: str) -> List[str]:
+    """Returns a path and those of the cells around it."""
+    parts = path.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def _fill_initial_values(given: Dict[str, Any], lora_config: MindFormersLoraConfig) -> None:
+    """Takes the deviations of lora_config, unless pet_config says how A and B begin."""
+    fields = type(lora_config).__dataclass_fields__
+    named = [name for name in _INITIAL if name in given]
+    for name in ("lora_a_std", "lora_b_std"):
+        if named and getattr(lora_config, name) != fields[name].default:
+            raise ConfigError(
+                f"pet_config.{named[0]} is {given[named[0]]!r} and lora_config.{name} is {getattr(lora_config, name)}: "
+                "both set the initial values. Remove one of them."
+            )
+    if not named:
+        given["lora_a_init"] = Normal(lora_config.lora_a_std)
+        given["lora_b_init"] = Normal(lora_config.lora_b_std) if lora_config.lora_b_std > 0 else "zeros"
+
+
+def _dtype_of_parameters(model: nn.Cell) -> str:
+    """Returns the dtype of the base's linear cells: sharding puts parameters of one dtype together."""
+    linear = next(cell for _, cell in model.cells_and_names() if isinstance(cell, Linear))
+    return str(linear.params_dtype).lower()
+
+
+def _check_supported(config: PetLoraConfig) -> None:
+    fields = type(config).__dataclass_fields__
+    for name in _NOT_YET:
+        if getattr(config, name) != fields[name].default:
+            raise ConfigError(
+                f"pet_config.{name} is {getattr(config, name)!r}, which mindlora does not carry out {_HERE}. "
+                f"{_IN_GRAPH_MODE}"
+            )
+    if initializers.changes_base(config.lora_init):
+        raise ConfigError(
+            f"pet_config.lora_init is {config.lora_init!r}, which changes the base, and mindlora does not do that "
+            f"{_HERE}. {_IN_GRAPH_MODE}"
+        )

@@ -1,0 +1,172 @@
+"""Makes MindFormers' PyNative Trainer build, freeze, load and train mindlora's LoRA where a YAML has lora_config.
+
+The Trainer finds what does this by names in MindFormers' modules. ``register`` gives these names to what is here, which
+takes the same arguments.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from typing import Any, Callable, Mapping, NamedTuple, Sequence, Tuple
+
+from mindspore import Parameter, nn
+
+from mindlora.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.common.mindformers_version import release
+from mindlora.common.text import listed
+from mindlora.errors import InstallationError, LoraError
+from mindlora.nn.tree import lora_cells
+from mindlora.plugin.log import logger
+from mindlora.plugin.pynative import configuration
+from mindlora.plugin.pynative.checkpoints import check_loaded, check_paths
+
+KNOWN_RELEASES = ((2, 0), (2, 1))
+
+
+def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cell:
+    """Puts mindlora's adapters on a model that has no values yet, in place, as lora_config and pet_config say.
+
+    Args:
+        model (nn.Cell): The model, or one of its pipeline stages.
+        config (LoraConfig): MindFormers' node lora_config.
+        strict (bool): Whether a model without a cell to adapt is an error; of a stage it is not. Default: True.
+
+    Returns:
+        nn.Cell, the model.
+
+    Raises:
+        LoraError: As in adapter_configuration, check_same_cells, check_paths and apply_lora.
+    """
+    settings = _trainer_of_this_model().config
+    check_paths(settings.checkpoint)
+    # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
+    model.config._mf_lora_config = config
+    theirs = configuration.selected_paths(model, config)
+    if theirs or strict:
+        pet_config = getattr(settings, "pet_config", None)
+        given = pet_config.to_dict() if pet_config is not None else {}
+        report = apply_lora(model, configuration.adapter_configuration(model, config, given))
+        configuration.check_same_cells(report.replaced, theirs)
+    return model
+
+
+def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
+    """Freezes all but the adapters; returns how many parameters train, and how many do not."""
+    if any(lora_cells(model)):
+        freeze_base(model)
+        logger.info("LoRA by mindlora:\n%s", trainable_summary(model))
+    else:
+        # A stage of a pipeline.
+        for parameter in model.get_parameters():
+            parameter.requires_grad = False
+    trains = [parameter.requires_grad for parameter in model.get_parameters()]
+    return sum(trains), len(trains) - sum(trains)
+
+
+def with_all_gradients(gradient_norm: Callable) -> Callable:
+    """Returns MindFormers' function that collects the gradients for the optimizer, which then refuses a missing one.
+
+    MindFormers leaves such a parameter out, and its optimizer would give each later parameter the gradient of the next.
+    """
+
+    @functools.wraps(gradient_norm)
+    def collect(parameters: Sequence[Parameter], *arguments: Any, **keywords: Any) -> Any:
+        missing = [
+            parameter.name
+            for parameter in parameters
+            if parameter.grad is None and getattr(parameter, "main_grad", None) is None
+        ]
+        if missing:
+            raise LoraError(
+                f"The loss has no gradient for {listed(missing)}, which train: the model does not use these cells. "
+                "Remove them from target_modules."
+            )
+        return gradient_norm(parameters, *arguments, **keywords)
+
+    return collect
+
+
+def strictly(load_param_into_net: Callable) -> Callable:
+    """Returns MindSpore's function that loads a checkpoint, as MindFormers calls it, which then checks it first."""
+
+    @functools.wraps(load_param_into_net)
+    def load(net: nn.Cell, parameter_dict: Mapping[str, Parameter], *arguments: Any, **keywords: Any) -> Any:
+        check_loaded(net, parameter_dict)
+        return load_param_into_net(net, parameter_dict, *arguments, **keywords)
+
+    return load
+
+
+_TRAINER = "mindformers.pynative.trainer.trainer"
+_BUILDING = ("model", "config", "strict")
+
+
+class _Replaced(NamedTuple):
+    """A name in a module of MindFormers, and what gets it.
+
+    Attributes:
+        arguments (tuple of str): What MindFormers calls it with.
+        made (callable): Takes what has the name, and returns what gets it.
+    """
+
+    module: str
+    name: str
+    arguments: Tuple[str, ...]
+    made: Callable[[Callable], Callable]
+
+
+_REPLACED = (
+    _Replaced("mindformers.pynative.trainer.utils", "build_lora_model", _BUILDING, lambda _: build_lora_model),
+    _Replaced(
+        "mindformers.pynative.base_models.gpt.parallelize", "build_lora_model", _BUILDING, lambda _: build_lora_model
+    ),
+    _Replaced(_TRAINER, "freeze_base_params", ("model",), lambda _: freeze_base_params),
+    _Replaced(
+        _TRAINER, "_calculate_global_grad_norm", ("parameters", "enable_parallel", "max_norm"), with_all_gradients
+    ),
+    _Replaced("mindformers.checkpoint.checkpoint", "load_param_into_net", ("net", "parameter_dict"), strictly),
+)
+
+
+@functools.lru_cache(maxsize=None)
+def register() -> None:
+    """Gives MindFormers' names to the functions above; what comes after the first call does nothing.
+
+    Raises:
+        InstallationError: mindlora does not know the PyNative Trainer of the MindFormers that is installed.
+    """
+    version = importlib.metadata.version("mindformers")
+    if release(version) not in KNOWN_RELEASES:
+        raise InstallationError(
+            f"MindFormers {version} is installed, and mindlora knows the PyNative Trainer of 2.0 and 2.1 alone. "
+            "Install one of these."
+        )
+    modules = [importlib.import_module(replaced.module) for replaced in _REPLACED]
+    for replaced, module in zip(_REPLACED, modules):
+        before = getattr(module, replaced.name, None)
+        arguments = tuple(inspect.signature(before).parameters) if before is not None else ()
+        if not set(replaced.arguments) <= set(arguments):
+            raise InstallationError(
+                f"{replaced.name} of {replaced.module} takes ({', '.join(arguments)}) in MindFormers {version}, and "
+                f"mindlora knows it with ({', '.join(replaced.arguments)}). Install MindFormers as it was published."
+            )
+    for replaced, module in zip(_REPLACED, modules):
+        setattr(module, replaced.name, replaced.made(getattr(module, replaced.name)))
+
+
+def _trainer_of_this_model() -> Any:
+    """Returns the Trainer that is building a model now.
+
+    MindFormers passes lora_config alone, and under its own launcher this module is imported only after the Trainer has
+    read its YAML: the Trainer is to be found among the calls that are going on.
+    """
+    kind = importlib.import_module(_TRAINER).Trainer
+    frame = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kind):
+            return caller
+        frame = frame.f_back
+    raise LoraError("build_lora_model works while MindFormers' Trainer builds its model: call apply_lora instead.")

@@ -1,0 +1,32 @@
+"""mindlora's adapters under MindFormers' PyNative Trainer, beside MindFormers' own LoRA."""
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.support import pynative_runs
+from tests.support.pynative_runs import only_with_pynative_trainer
+
+pytestmark = only_with_pynative_trainer
+BRIDGE = f"{ROOT}/mindlora/plugin/register_path"
+FILLED = [{"type": "FillWeights"}]
+
+
+@pytest.mark.parametrize("model", pynative_runs.MODELS)
+def test_losses_are_those_of_mindformers_lora(model, tmp_path):
+    data = tmp_path / "rows.mindrecord"
+    pynative_runs.write_data(data)
+    config = pynative_runs.tiny_config(model, data, steps=20, callbacks=FILLED)
+
+    theirs = pynative_runs.launch(config, tmp_path / "theirs")
+    bridged = {**config, "model": {**config["model"], "auto_register": "pynative_bridge.Adapters"}}
+    ours = pynative_runs.launch(bridged, tmp_path / "ours", "--register_path", BRIDGE)
+
+    assert (theirs.returncode, ours.returncode) == (0, 0), theirs.stderr[-2000:] + ours.stderr[-2000:]
+    assert "LoRA by mindlora" in ours.stdout + ours.stderr and "LoRA by mindlora" not in theirs.stdout + theirs.stderr
+    expected, found = (pynative_runs.losses(tmp_path / name) for name in ("theirs", "ours"))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    expected, found = (pynative_runs.trained(tmp_path / name) for name in ("theirs", "ours"))
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)

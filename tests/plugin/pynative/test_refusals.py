@@ -1,0 +1,74 @@
+"""What mindlora takes and refuses under MindFormers' PyNative Trainer. One process tries it all: imports are slow."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import pynative_runs
+from tests.support.pynative_runs import LORA, only_with_pynative_trainer
+
+pytestmark = only_with_pynative_trainer
+
+# Name -> changed top-level nodes, and what the message says.
+CASES = {
+    "unknown_key": ({"pet_config": {"lora_rnak": 4}}, "unknown key 'lora_rnak'. Did you mean 'lora_rank'?"),
+    "two_ranks": ({"pet_config": {"lora_rank": 8}}, "pet_config.lora_rank is 8 and lora_config.lora_rank is 4"),
+    "other_cells": (
+        {"pet_config": {"target_modules": ".*linear_qkv"}},
+        "lora_config selects model.decoder.layers.{0..1}.self_attention.linear_proj",
+    ),
+    "two_beginnings": (
+        {"pet_config": {"lora_init": "gaussian"}, "lora_config": {**LORA, "lora_b_std": 0.1}},
+        "pet_config.lora_init is 'gaussian' and lora_config.lora_b_std is 0.1: both set the initial values",
+    ),
+    "dora": ({"pet_config": {"use_dora": True}}, "pet_config.use_dora is True"),
+    "nf4": ({"pet_config": {"quantize_base": "nf4"}}, "pet_config.quantize_base is 'nf4'"),
+    "pissa": ({"pet_config": {"lora_init": "pissa"}}, "pet_config.lora_init is 'pissa', which changes the base"),
+    "no_checkpoint": (
+        {"checkpoint": {"enable_save": False, "load_path": "/nowhere"}},
+        "checkpoint.load_path /nowhere does not exist, and MindFormers would train on random weights",
+    ),
+    "experts": (
+        {"model": pynative_runs.DEEPSEEK_V3, "lora_config": {**LORA, "target_modules": "linear_fc2|experts"}},
+        "selects the routed experts model.decoder.layers.1.mlp.experts",
+    ),
+    "scales_and_ranks": (
+        {"pet_config": {"lora_rank": 4, "use_rslora": True, "rank_pattern": {".*linear_proj": 2}}},
+        None,
+    ),
+    "beginnings": ({"pet_config": {"lora_init": "orthogonal", "freeze_lora_a": True}}, None),
+    "dropout": ({"lora_config": {**LORA, "lora_dropout": 0.5}}, None),
+    "preset": (
+        {"pet_config": {"preset": "large_dataset", "target_modules": "all-linear"}},
+        "pet_config.lora_rank is 16 and lora_config.lora_rank is 4",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory):
+    """Name -> what refused the case, or None."""
+    folder = tmp_path_factory.mktemp("refusals")
+    data, given, found = (folder / name for name in ("rows.mindrecord", "given.json", "found.json"))
+    pynative_runs.write_data(data, rows=4)
+    configs = [{**pynative_runs.tiny_config("qwen3", data, 1), **changes} for changes, _ in CASES.values()]
+    given.write_text(json.dumps(configs), encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.pynative_refusals", given, found],
+        cwd=folder,
+        env=pynative_runs.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return dict(zip(CASES, json.loads(found.read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_by_name(messages, name):
+    expected = CASES[name][1]
+    assert (messages[name] is None) == (expected is None), messages[name]
+    assert expected is None or expected in messages[name]

@@ -1,0 +1,34 @@
+"""Makes MindFormers' PyNative Trainer with mindlora for each configuration of a JSON file; prints what refused it.
+
+The arguments are the file, a list of YAML contents, and where to write the list of messages, null where there was none.
+"""
+
+import json
+import sys
+
+from tests.support import pynative_cpu
+
+
+def main():
+    """Tries each configuration, with mindlora registered."""
+    pynative_cpu.install()
+    from mindformers.pynative.trainer import Trainer
+
+    from mindlora.errors import LoraError
+    from mindlora.plugin.pynative import hooks  # noqa: F401
+
+    messages = []
+    with open(sys.argv[1], encoding="utf-8") as file:
+        configs = json.load(file)
+    for config in configs:
+        try:
+            Trainer(config).train()
+            messages.append(None)
+        except LoraError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    with open(sys.argv[2], "w", encoding="utf-8") as file:
+        json.dump(messages, file)
+
+
+if __name__ == "__main__":
+    main()
