@@ -185,7 +185,10 @@ def subtract_initial_pairs(network: nn.Cell, adapter: Adapter, pairs: Dict[str, 
             cell.lora_init = None
             plain.append(path)
     if plain:
-        logger.warning("lora_init is not carried out at %s, where a plain adapter was loaded.", listed(plain))
+        logger.warning(
+            "lora_init is not carried out at %s, where a plain adapter was loaded. Leave it out for such an adapter.",
+            listed(plain),
+        )
 
 
 def _split_initial_pair(adapter, path) -> InitialPair:

@@ -135,7 +135,7 @@ def test_an_alpha_below_one_warns_and_points_at_the_caller():
         LoraConfig(lora_rank=8, lora_alpha=1e-4)
     assert [str(warning.message) for warning in caught] == [
         "lora_alpha is 0.0001, which looks like a learning rate: the scale lora_alpha / lora_rank becomes 1.25e-05. "
-        "Usual values are 8 to 64; the learning rate belongs in lr_schedule."
+        "Use a value such as 8 to 64, and set the learning rate in lr_schedule."
     ]
     assert caught[0].filename == __file__
 

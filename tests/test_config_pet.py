@@ -133,6 +133,14 @@ def test_keys_beside_a_preset_override_it():
     assert (config.lora_rank, config.lora_alpha, config.lora_dropout) == (4, 64, 0.0)
 
 
+@pytest.mark.parametrize("field", ["use_vera", "use_miss"])
+def test_the_alpha_of_a_preset_is_not_for_a_variant_without_a_scale(field):
+    config = LoraConfig.from_pet_config({**PET, "preset": "small_dataset", field: True})
+    assert (config.lora_rank, config.lora_alpha, config.lora_dropout, config.scale) == (8, 8, 0.2, 1.0)
+    with pytest.raises(ConfigError, match=f"{field} is True and lora_alpha is 32: .* Leave lora_alpha out."):
+        LoraConfig.from_pet_config({**PET, "preset": "small_dataset", field: True, "lora_alpha": 32})
+
+
 def test_an_unknown_preset_is_refused():
     with pytest.raises(ConfigError) as error:
         LoraConfig.from_pet_config({**PET, "preset": "small_datset"})

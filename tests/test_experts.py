@@ -156,7 +156,7 @@ def test_pairs_of_single_experts_are_loaded_into_the_stacked_weights(tmp_path):
     network = adapted()
     save_lora(network, str(tmp_path / "stacked"))
     adapter = adapter_files.read(str(tmp_path / "stacked"))
-    expert_pairs.split_pairs(adapter)
+    expert_pairs.unstack_pairs(adapter)
     # PEFT's older adapters may have one; it matters for training alone.
     adapter.selection, adapter.dropout = {}, 0.1
     adapter_files.write(adapter, str(tmp_path / "single"))

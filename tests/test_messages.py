@@ -19,10 +19,10 @@ ADVISERS = ("suggestion", "_candidates")
 NAMES = re.compile(r"…|\w_\w|--\w|\w\.\w|[a-z][A-Z]|[A-Z]{2}|(?<!\w)/[a-z]")
 # It says what to do in the imperative, at the beginning of a clause, or what the thing must be.
 IMPERATIVES = """
-    add apply ask begin build call cast change check choose combine compute convert copy correct delete export free fuse
-    give install join keep launch leave let load lower make merge move name narrow pass pick pip point put quantize
-    quote raise read remove rename repeat replace resume run save say scatter see send serve set shard shorten split
-    start store switch take tokenize train try turn type unset update use wait write
+    adapt add apply ask begin build call cast change check choose combine compute convert copy correct delete exclude
+    export free fuse give install join keep launch leave let load lower make merge move name narrow pass pick pip plan
+    point put quantize quote raise read remove rename repeat replace resume run save say scatter see send serve set
+    shard shorten split start store switch take tokenize train try turn type unset update use wait write
 """
 BEGINS = r"(^|[.:;,(?] )((?i:and|or|so|then) )?|(?<=\w) (and|or|then) |… (?=[A-Z])"
 ADVICE = re.compile(rf"({BEGINS})(?i:{'|'.join(IMPERATIVES.split())})\b|\bmust\b")
@@ -68,7 +68,7 @@ def has_advice(text):
 
 def is_sentence(text):
     """Tells a whole message from a part of one, such as the reason why a row was left out."""
-    return (text[:1].isupper() or text[:1] in "…-") and text.rstrip().endswith((".", ")", "…"))
+    return bool(re.match(r"[A-Z…-]|\w+[_.]\w", text)) and text.rstrip().endswith((".", ")", "…"))
 
 
 def messages():

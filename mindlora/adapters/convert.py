@@ -159,7 +159,7 @@ def _arrange_experts(adapter: Adapter, experts: Optional[str], form: Dialect) ->
     if experts == "stacked" or experts is None and form.stacks_experts:
         expert_pairs.stack_pairs(adapter)
     elif experts == "single":
-        expert_pairs.split_pairs(adapter)
+        expert_pairs.unstack_pairs(adapter)
 
 
 def check_free(source: str, output: str, overwrite: bool) -> None:

@@ -72,7 +72,7 @@ def stack_pairs(adapter: Adapter) -> None:
             _stack(adapter, names.to_mindformers(f"{holder}.{weight}"), paths, len(members))
 
 
-def split_pairs(adapter: Adapter) -> None:
+def unstack_pairs(adapter: Adapter) -> None:
     """Replaces stacked pairs in ``adapter`` by pairs of single experts: the reverse of stack_pairs.
 
     If gate_proj and up_proj use one half of the rank each, in every expert, each gets its half; otherwise both have the
@@ -139,7 +139,8 @@ def _joined_rows(stacks: List[Pair], path: str) -> Pair:
     ((other_a, other_b),) = others
     if other_a.shape[2] != a.shape[2]:
         raise ShapeMismatchError(
-            f"gate_proj and up_proj take inputs of different sizes, so they cannot make up {path}."
+            f"gate_proj and up_proj take inputs of different sizes, so they cannot make up {path}. Load the adapter "
+            "into the model it was trained on."
         )
     if a.tobytes() == other_a.tobytes():
         return a, np.concatenate([b, other_b], axis=1)

@@ -99,8 +99,9 @@ def split_pairs(
     if group is None:
         raise AdapterError(
             f"{path} joins {', '.join(members)} in {len(b)} rows, which do not match "
-            f"{f'{heads} heads and ' if heads else ''}{kv_heads} key-value heads of size {head_dim}. Give the model's "
-            "n_kv_heads and head size."
+            f"{f'{heads} heads and ' if heads else ''}{kv_heads or 'an unknown number of'} key-value heads of "
+            f"{f'size {head_dim}' if head_dim else 'unknown size'}. Give the model's n_kv_heads (--kv-heads) and head "
+            "size."
         )
     blocks = dict(zip(members, split_rows(b, group)))
     by_row = {
@@ -172,7 +173,8 @@ def _groups(path: str, layout: RowLayout, rows: Sequence[int], kv_heads: Optiona
     if groups is None:
         raise AdapterError(
             f"{path} orders its rows by key-value head, but {kv_heads or 'an unknown number of'} "
-            f"heads do not divide the {', '.join(map(str, rows))} rows of q, k, v evenly. Give the model's n_kv_heads."
+            f"heads do not divide the {', '.join(map(str, rows))} rows of q, k, v evenly. Give the model's "
+            "n_kv_heads (--kv-heads)."
         )
     return groups
 

@@ -123,7 +123,9 @@ def arrange(
         parts = names.joined_parts(path)
         if parts and set(parts) <= set(network_paths):
             cell = shapes[network_paths[parts[0]]]
-            joined_pairs.split_pairs(adapter, path, cell.kv_heads, cell.head_dim, cell.out_channels)
+            rows = [shapes[network_paths[part]].out_channels or 0 for part in parts]
+            head_dim = cell.head_dim or names.joined_cell(path).layout.head_dim(rows, cell.kv_heads)
+            joined_pairs.split_pairs(adapter, path, cell.kv_heads, head_dim, cell.out_channels)
             rearranged = True
     rename(adapter, network_paths)
     for path in adapter.paths:
@@ -157,7 +159,7 @@ def _arrange_experts(adapter: Adapter, shapes: Mapping[str, CellShape], network_
         return rearranged
     rearranged = any(map(expert_pairs.is_single, network_paths)) and bool(expert_pairs.stacked_paths(adapter))
     if rearranged:
-        expert_pairs.split_pairs(adapter)
+        expert_pairs.unstack_pairs(adapter)
     return rearranged
 
 

@@ -7,10 +7,11 @@ from typing import Callable, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
-from mindlora.adapters import expert_pairs, initial_pairs, joined_pairs, tied_embeddings
 from mindlora.adapters import files as adapter_files
+from mindlora.adapters import tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.dialects.peft_config import Extras
+from mindlora.adapters.matching import CellShape, arrange
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
 from mindlora.common.text import examples
@@ -158,14 +159,8 @@ class _Merging:
         self._own = {_under_mindformers(name, base): name for name in base.tensors}
         adapter.saved_modules = {names.parameter_in_adapters(own): each for own, each in adapter.saved_modules.items()}
         heads = kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads")
-        paths = {name[: -len(".weight")] for name in self._own if name.endswith(".weight")}
-        initial_pairs.complete(adapter, initial_pairs.Base(paths, self._base_weight, lambda path: (heads, None)))
-        if any(map(expert_pairs.is_single, (name.rpartition(".")[0] for name in self._own))):
-            expert_pairs.split_pairs(adapter)
-        elif base.world == MCORE:
-            expert_pairs.stack_pairs(adapter)
+        arrange(adapter, self._cell_shapes(heads), self._base_weight)
         self._head = base.architecture.head_weight("mindformers")
-        self._match_joined(heads)
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
         self._saved_modules = {self._own[name]: array for name, array in adapter.saved_modules.items()}
@@ -287,22 +282,16 @@ class _Merging:
         own = self._own[f"{path}.weight"]
         return to_float32(self.base.read_rows(own, 0, self.base.tensors[own].shape[0]))
 
-    def _match_joined(self, kv_heads):
-        """Joins or splits the adapter's pairs so that each is for a tensor of the base."""
-        paths = set(self.adapter.paths)
-        for name in list(self._own):
-            path = name.rpartition(".")[0]
-            if name.endswith(".weight") and path not in paths and paths.intersection(names.joined_parts(path)):
-                _need_heads(path, kv_heads)
-                joined_pairs.join_pairs(self.adapter, path, self._shape(name)[0], kv_heads)
-        for path in paths:
-            parts = [f"{part}.weight" for part in names.joined_parts(path)]
-            if parts and f"{path}.weight" not in self._own and all(part in self._own for part in parts):
-                _need_heads(path, kv_heads)
-                layout = names.joined_cell(path).layout
-                rows = [self._shape(part)[0] for part in parts]
-                head_dim = layout.head_dim(rows, kv_heads)
-                joined_pairs.split_pairs(self.adapter, path, kv_heads, head_dim, rows[0])
+    def _cell_shapes(self, kv_heads: Optional[int]) -> Dict[str, CellShape]:
+        """Returns what matching needs to know about the base's cells, by their paths under MindFormers' names."""
+        shapes = {}
+        for name, own in self._own.items():
+            shape = self.base.tensors[own].shape
+            experts = names.is_expert_weight(name)
+            if experts or name.endswith(".weight"):
+                path = name.removesuffix(".weight")
+                shapes[path] = CellShape(shape[-1], shape[0], kv_heads, name=path, experts=experts)
+        return shapes
 
     def _check_names(self):
         tied = self._is_tied()
@@ -337,7 +326,6 @@ class _Merging:
     def _check_pair(self, name, path):
         adapter = self.adapter
         adapter.scale(path)
-        adapter.narrow(path, self.base.tensors[name].shape[-1])
         if adapter.layout(path) is EMBEDDING and adapter.row_norms(path) is not None:
             raise MergeError(
                 f"{self.source} is a DoRA adapter of {path}, an embedding, whose magnitude is of the columns of "
@@ -383,9 +371,6 @@ class _Merging:
                 "weights. Merge into the original checkpoint and quantize the result."
             )
 
-    def _shape(self, name):
-        return self.base.tensors[self._own[name]].shape
-
 
 def _under_mindformers(name, base) -> str:
     if base.world == LEGACY:
@@ -398,14 +383,6 @@ def _under_mindformers(name, base) -> str:
     if not found and names.parameter_in_adapters(name) != name:
         return names.parameter_in_adapters(name)
     return found or f"{names.to_mindformers(path)}.{leaf}"
-
-
-def _need_heads(path, kv_heads):
-    if names.joined_cell(path).layout.needs_heads and not kv_heads:
-        raise MergeError(
-            f"{path} orders its rows by key-value head, and the number of heads is not known. Give "
-            "--kv-heads: n_kv_heads of the model."
-        )
 
 
 def _grown_tables(adapter: Adapter, shapes: Mapping[str, Shape], source: str) -> Dict[str, Shape]:

@@ -55,9 +55,7 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
             folder = callback.get("dataset_dir")
             if folder and os.path.isdir(folder) and not mindrecord_files(folder):
                 yield error(
-                    where,
-                    f"{where} (HeldOutLoss): dataset_dir is {folder}, a folder with no file in it that ends in "
-                    ".mindrecord.",
+                    where, f"{where}: dataset_dir is {folder}, a folder with no file in it that ends in .mindrecord."
                 )
     for where, rows, lengths in _sets(config, first_rows):
         if rows:
@@ -77,7 +75,7 @@ def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[st
     for where, callback in callbacks_of(config, "HeldOutLoss") if training else ():
         held_out = callback.get("dataset_dir")
         if held_out and os.path.exists(held_out):
-            yield f"{where} (HeldOutLoss)", _rows_of(held_out, first_rows), lengths
+            yield where, _rows_of(held_out, first_rows), lengths
 
 
 def _lengths(config: Mapping[str, Any]) -> Sequence[int]:

@@ -1,7 +1,7 @@
 """The keys of a MindFormers YAML that mindlora reads: one table of what each may hold, and what a YAML has instead."""
 
 import re
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from mindlora.checks.finding import Finding, error
 from mindlora.common.fields import COUNT, INDEX, NOT_NEGATIVE, POSITIVE, SHARE, Range
@@ -112,6 +112,18 @@ def setting(config: Mapping[str, Any], key: str) -> Any:
     return KEYS[key].default if value is None else value
 
 
+def named_items(items: Optional[List[Any]]) -> Iterator[Tuple[str, Any]]:
+    """Yields (what a message calls it, the item) of a list: its type, or its number if it has none.
+
+    Numbers of callbacks are not always those of the file, because MindFormers adds one before the others.
+    """
+    types = [item.get("type") if isinstance(item, Mapping) else None for item in items or []]
+    for number, (kind, item) in enumerate(zip(types, items or [])):
+        count = types.count(kind)
+        which = f" ({types[: number + 1].count(kind)} of {count})" if count > 1 else ""
+        yield f"{kind}{which}" if isinstance(kind, str) else str(number), item
+
+
 def check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error for each node, list or path that is of another kind."""
     for key, rule in KEYS.items():
@@ -191,15 +203,15 @@ def _check_list(key: str, items: Any) -> Iterator[Finding]:
     if not isinstance(items, list):
         yield error(key, f"{key} is {shown(items)}, but it must be a list: a line '- type: ...' for each item.")
         return
-    for number, item in enumerate(items):
-        where = f"{key}.{number}"
+    for name, item in named_items(items):
+        where = f"{key}.{name}"
         if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
             yield error(
                 where, f"{where} is {shown(item)}, which has no type: write '- type: ...' and its settings below it."
             )
             continue
-        for name in _CALLBACK_PATHS:
-            yield from _check_value(f"{where} ({item['type']}): {name}", item.get(name), _PATH)
+        for path in _CALLBACK_PATHS:
+            yield from _check_value(f"{where}: {path}", item.get(path), _PATH)
 
 
 def _check_texts(node: Any, key: str = "") -> Iterator[Finding]:

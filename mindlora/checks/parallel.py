@@ -103,7 +103,7 @@ def check_sharded(config: Mapping[str, Any]) -> Iterator[Finding]:
             "and use_parallel is False.",
             "Name the adapter itself.",
         )
-    cut = _cut(config)
+    cut = cut_by(config)
     if cut is None or config.get("run_mode") not in TRAINING_MODES:
         return
     key, value, whole = cut
@@ -126,7 +126,7 @@ def check_sharded(config: Mapping[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _cut(config: Mapping[str, Any]) -> Optional[Tuple[str, Any, Any]]:
+def cut_by(config: Mapping[str, Any]) -> Optional[Tuple[str, Any, Any]]:
     """Returns (key, its value, the value that cuts nothing) of the first key that cuts weights; None if none does."""
     if not config.get("use_parallel"):
         return None

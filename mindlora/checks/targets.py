@@ -7,11 +7,13 @@ from typing import Any, Iterator, List, Mapping
 from mindlora.checks.finding import Finding, error, note, warning
 from mindlora.checks.mcore import model_config_of
 from mindlora.checks.model import architecture_of, legacy_experts, model_name, network_of
+from mindlora.checks.parallel import cut_by, is_sharded
 from mindlora.common.text import listed
 from mindlora.common.yaml_file import PET
 from mindlora.config import LoraConfig
 from mindlora.config.description import AdaptableCell
 from mindlora.config.selection import Selection, select
+from mindlora.config.variants.variant import SHARDED
 from mindlora.config.weights import weights_of
 from mindlora.errors import ConfigError, LoraError
 from mindlora.models import targets
@@ -28,6 +30,8 @@ def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
         return [_unknown_model(config)]
     try:
         network = network_of(architecture, model_config_of(config))
+        if is_sharded(config) and cut_by(config) is None:
+            network = network.sharded(SHARDED)
     except ConfigError as refusal:
         return [error("model.model_config", str(refusal))]
     with _warnings_of(targets.logger) as messages:

@@ -3,17 +3,22 @@
 from typing import Any, Iterator, List, Mapping, Optional
 
 from mindlora.checks.finding import Finding, error
-from mindlora.checks.keys import setting
+from mindlora.checks.keys import named_items, setting
 from mindlora.common.fields import COUNT
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
+from mindlora.config.exchange import exchange_settings
 from mindlora.config.variants.adalora import ADALORA
+from mindlora.errors import ConfigError
 
 WRAPPER = "LoraTrainOneStepCell"
 DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
 # Alone and in data parallel, MindFormers sets gradient_accumulation_steps to 1; in the other modes it accumulates.
 _ALONE = (*DATA_PARALLEL, "STAND_ALONE", "stand_alone")
+EXCHANGE = "runner_wrapper.gradient_exchange"
+# Where one of these is above 1, no rank holds the whole adapter.
+_SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
 _METRICS = ["held_out_loss", "loss"]
 
 
@@ -27,11 +32,23 @@ def accumulates_here(config: Mapping[str, Any]) -> bool:
     return not config.get("use_parallel") or setting(config, "parallel.parallel_mode") in _ALONE
 
 
+def split_by(config: Mapping[str, Any]) -> Optional[str]:
+    """Returns in words what keeps each rank of a parallel run from holding the whole adapter, or None."""
+    for key in _SPLITS:
+        parts = setting(config, f"parallel_config.{key}")
+        if parts > 1:
+            return f"parallel_config.{key} is {parts}"
+    if value_at(config, "parallel.enable_parallel_optimizer"):
+        return "parallel.enable_parallel_optimizer is True"
+    mode = setting(config, "parallel.parallel_mode")
+    return None if mode in DATA_PARALLEL else f"parallel.parallel_mode is {mode!r}"
+
+
 def callbacks_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple]:
     """Yields (where it is in the YAML, the node) of each callback of one type."""
-    for number, callback in enumerate(config.get("callbacks") or []):
+    for name, callback in named_items(config.get("callbacks")):
         if callback.get("type") == kind:
-            yield f"callbacks.{number}", callback
+            yield f"callbacks.{name}", callback
 
 
 def check_training(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -39,6 +56,7 @@ def check_training(config: Mapping[str, Any]) -> Iterator[Finding]:
     if config.get("run_mode") not in TRAINING_MODES:
         return
     yield from _check_accumulation(config)
+    yield from _check_exchange(config)
     yield from _check_adalora(config)
     if value_at(config, f"{PET}.loraplus_lr_ratio") is not None and config.get("grouped_lr_schedule"):
         yield error(
@@ -70,6 +88,31 @@ def _check_accumulation(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"{key} is {steps}, and train_dataset.drop_remainder is not True: the last batch of the data could not be "
             "split into micro-batches.",
             "Set it to True.",
+        )
+
+
+def _check_exchange(config: Mapping[str, Any]) -> Iterator[Finding]:
+    exchange = value_at(config, EXCHANGE)
+    if exchange is None:
+        return
+    try:
+        kind = exchange_settings(exchange).type
+    except ConfigError as refusal:
+        yield error(EXCHANGE, str(refusal))
+        return
+    split = split_by(config) if config.get("use_parallel") else None
+    if train_step(config) != WRAPPER:
+        yield error(
+            EXCHANGE,
+            f"gradient_exchange is an argument of {WRAPPER}, and runner_wrapper.type is {train_step(config)!r}.",
+            f"Set it to {WRAPPER}, or remove gradient_exchange.",
+        )
+    elif split and kind != "dense":
+        yield error(
+            EXCHANGE,
+            f"gradient_exchange is {kind}, and {split}: gradients are compressed only between ranks that each hold the "
+            "whole adapter (parallel_mode 0).",
+            "Use dense, or data parallelism alone.",
         )
 
 
@@ -107,7 +150,7 @@ def _check_saving(config: Mapping[str, Any]) -> Iterator[Finding]:
         if not value_at(config, PET):
             yield error(
                 where,
-                f"{where} is LoraCheckpoint, which saves adapters, and model_config has no pet_config.",
+                f"{where} saves adapters, and model_config has no pet_config.",
                 "Add pet_config, or save with CheckpointMonitor.",
             )
 
@@ -122,7 +165,7 @@ def _check_metrics(config: Mapping[str, Any]) -> Iterator[Finding]:
             yield from _check_held_out(config, where, callback)
         elif metric not in _METRICS and not others:
             hint = suggestion(str(metric), _METRICS)
-            yield error(where, f"{where} (LoraCheckpoint): best_metric is {metric!r}, which nothing reports.{hint}")
+            yield error(where, f"{where}: best_metric is {metric!r}, which nothing reports.{hint}")
 
 
 def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str, Any]) -> Iterator[Finding]:
@@ -130,8 +173,7 @@ def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str
     if not measuring:
         yield error(
             where,
-            f"{where} (LoraCheckpoint): best_metric is held_out_loss, and callbacks has no HeldOutLoss, which measures "
-            "it.",
+            f"{where}: best_metric is held_out_loss, and callbacks has no HeldOutLoss, which measures it.",
             "Add it.",
         )
         return
@@ -140,7 +182,7 @@ def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str
     if saved in COUNT and measured in COUNT and saved % measured:
         yield error(
             where,
-            f"{where} (LoraCheckpoint): save_steps is {saved}, and HeldOutLoss measures every {measured} steps, so at "
+            f"{where}: save_steps is {saved}, and HeldOutLoss measures every {measured} steps, so at "
             "some saves there is no held_out_loss.",
             f"Set save_steps to a multiple of every_steps, such as {measured}.",
         )

@@ -13,8 +13,8 @@ OLDEST = "1.8"
 def require_mindformers(oldest: str = OLDEST) -> None:
     """Raises InstallationError unless MindFormers is installed, not older than ``oldest``, and can be imported.
 
-    A module that imports what the oldest MindFormers lacks calls this first, with the version that brought it:
-    tests/plugin/test_mindformers_imports.py holds modules to it.
+    Before a module imports what the oldest MindFormers lacks, it calls this with the version that brought it, or the
+    __init__.py of its package does. tests/plugin/test_mindformers_imports.py holds all modules to that.
     """
     version = mindformers_version()
     if version is None:

@@ -1,7 +1,7 @@
 """Values of a YAML from the command line: --a.b.c VALUE, and the flags of mindlora-run that set a key."""
 
 import json
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import shown, suggestion
@@ -128,24 +128,26 @@ def apply_overrides(config: Dict[str, Any], words: Sequence[str]) -> None:
     The words are ``--a.b.c VALUE``, ``--a.b.c=VALUE``, or a flag of mindlora-run with its value. Raises ConfigError if
     they are not, a flag cannot take its value, or there is no such key.
     """
-    pairs = list(split_pairs(words))
-    for name, text in pairs:
-        if name == "run_mode":
-            config["run_mode"] = text
-        elif name in FLAGS:
-            set_key(config, FLAGS[name].key, _flag_value(name, text), f"--{name}", create=True)
+    pairs = list(keys_and_texts(words))
+    config.update({name: text for name, text in pairs if name == "run_mode"})
+    set_flags(config, {name: _flag_value(name, text) for name, text in pairs if name in FLAGS})
+    set_keys(config, [(key, text) for key, text in pairs if key not in (*FLAGS, "run_mode")])
+
+
+def set_flags(config: Dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Sets the keys of flags in the content of a YAML, in place; those that ``values`` lacks or has as None stay."""
+    for name, flag in FLAGS.items():
+        if values.get(name) is not None:
+            set_key(config, flag.key, values[name], f"--{name}", create=True)
+
+
+def set_keys(config: Dict[str, Any], pairs: Iterable[Tuple[str, str]]) -> None:
+    """Sets (dotted key, text of the value) in the content of a YAML, in place."""
     for key, text in pairs:
-        if key not in FLAGS and key != "run_mode":
-            set_key(config, key, read_value(text), f"--{key}")
-
-
-def set_dotted_keys(config: Dict[str, Any], words: Sequence[str]) -> None:
-    """Sets the keys of ``--a.b.c VALUE`` in the content of a YAML, in place; as apply_overrides, without the flags."""
-    for key, text in split_pairs(words):
         set_key(config, key, read_value(text), f"--{key}")
 
 
-def split_pairs(words: Sequence[str]) -> Iterator[Tuple[str, str]]:
+def keys_and_texts(words: Sequence[str]) -> Iterator[Tuple[str, str]]:
     """Yields (dotted key or flag, text) from ``--a.b.c VALUE`` and ``--a.b.c=VALUE``."""
     rest = list(words)
     while rest:

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Dict, Mapping, NamedTuple, Tuple
 
-from mindlora.config.variants.variant import SHARDED
 from mindlora.models.architecture import LEGACY, MCORE, Architecture, ParameterSize
 from mindlora.numerics.pair_layouts import EMBEDDING, EXPERTS, LINEAR, PairLayout
 
@@ -99,8 +98,6 @@ def describe_model(architecture: Architecture, model_config: dict) -> Descriptio
         cells[embedding] = AdaptableCell(EMBEDDING, parameters[legacy_table].shape, embedding)
     for path, shape in architecture.linear_sizes(model_config).items():
         cell = AdaptableCell(LINEAR, shape, path)
-        if architecture.always_sharded:
-            cell = cell.sharded(SHARDED)
         if mcore and cell.weight not in parameters:
             cell = cell._replace(refusal=TIED_HEAD)
         cells[holder + path] = cell

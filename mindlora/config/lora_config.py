@@ -152,7 +152,7 @@ class LoraConfig:
         if self.lora_alpha < 1:
             warnings.warn(
                 f"lora_alpha is {self.lora_alpha}, which looks like a learning rate: the scale lora_alpha / lora_rank "
-                f"becomes {self.scale:g}. Usual values are 8 to 64; the learning rate belongs in lr_schedule.",
+                f"becomes {self.scale:g}. Use a value such as 8 to 64, and set the learning rate in lr_schedule.",
                 stacklevel=3,
             )
         for field in ("target_modules", "exclude_modules", "quantize_exclude"):
@@ -283,7 +283,8 @@ class LoraConfig:
         known = fields + ["pet_type", "preset", "exclude_layers"]
         for key in given:
             if key not in fields:
-                raise ConfigError(f"pet_config has an unknown key '{key}'.{_meant(key, known)}")
+                advice = _meant(key, known)
+                raise ConfigError(f"pet_config has an unknown key '{key}'.{advice}")
         if "target_modules" not in given and "target_parameters" not in given:
             raise ConfigError(
                 "pet_config has no target_modules: name the linear cells that get an adapter, "

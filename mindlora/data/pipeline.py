@@ -84,7 +84,7 @@ def _check_arguments(output_path: str, tokenizer: Any, settings: Settings) -> No
     if not isinstance(settings.seed, int) or settings.seed < 0:
         raise DataError(f"seed is {settings.seed!r}: it must be a whole number of at least 0.")
     if settings.actual_seq_len and not settings.pack:
-        raise DataError("actual_seq_len is set and pack is not: it says where the examples of a packed row end.")
+        raise DataError("actual_seq_len says where the examples of a packed row end: set pack too (--pack).")
     if isinstance(settings.stats, str):
         check_histogram(settings.stats)
     check_mindrecord_output(output_path, settings.overwrite)

@@ -249,7 +249,7 @@ class Vocabulary:
                     "with --input, or write its texts to a .txt file."
                 )
             if not os.path.isfile(path):
-                raise DataError(f"train_texts: there is no file {path}.")
+                raise DataError(f"train_texts: there is no file {path}. Check the path.")
         check_tokenizer_output(self.tokenizer, overwrite)
 
     def load(self, texts: Iterable[str], chat_template: Optional[str] = None) -> Tuple[Any, List[str]]:

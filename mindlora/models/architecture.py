@@ -123,7 +123,6 @@ class Architecture:
             Default: heads with keys and values of their own.
         cache_blocks (int): num_blocks of the KV cache where a YAML does not say. Default: 512.
         caches_in_training (bool): Whether MindFormers' model holds its KV cache while it trains, too. Default: False.
-        always_sharded (bool): Whether MindFormers' model shards its linear cells even on one device. Default: False.
         takes_shifted_labels (bool): Whether the model takes each label for the token at its own place, so that the data
             holds labels shifted by one. Default: False.
         unsupported (callable): model_config of a YAML -> why adapters cannot be put on that form of the model and what
@@ -154,7 +153,6 @@ class Architecture:
     attention: Callable[[Mapping[str, Any], Mapping[str, Tuple[int, int]]], Attention] = attention_by_heads
     cache_blocks: int = 512
     caches_in_training: bool = False
-    always_sharded: bool = False
     takes_shifted_labels: bool = False
     unsupported: Callable[[dict], Optional[str]] = _takes_all
     hugging_face_types: Tuple[str, ...] = ()

@@ -106,7 +106,6 @@ GLM2 = Architecture(
     hugging_face_types=("chatglm",),
     hub_names=r"chatglm[23]-",
     layers=Names("transformer.encoder.layers", "transformer.encoder.layers"),
-    always_sharded=True,
     roles={
         "query_key_value": "w_qkv",
         "dense": "wo",

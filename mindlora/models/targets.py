@@ -80,7 +80,7 @@ def select_parameters(
     if unmatched:
         raise TargetError(
             f"target_parameters names {', '.join(map(repr, unmatched))}, which matches no stacked weight of experts. "
-            f"Such weights of this network: {listed(paths) or 'none'}. Linear cells belong in target_modules."
+            f"Such weights of this network: {listed(paths) or 'none'}. Name linear cells in target_modules."
         )
     is_target = _any_of(matchers.values())
     # Some of exclude_modules may be for other cells, so it need not match anything.
@@ -88,7 +88,7 @@ def select_parameters(
     chosen = [path for path in paths if is_target(path) and not is_excluded(path)]
     if not chosen:
         raise TargetError(
-            f"exclude_modules {exclude_modules!r} excludes all that target_parameters selects. Exclude fewer of them."
+            f"exclude_modules {exclude_modules!r} excludes all that target_parameters selects. Leave some of them out."
         )
     return chosen if layers is None else _in_layers(chosen, layers)
 
@@ -117,7 +117,7 @@ def _in_layers(paths: List[str], layers: Union[int, Sequence[int]]) -> List[str]
     if unused:
         raise TargetError(
             f"layers_to_transform names {', '.join(map(str, unused))}, where target_modules selects "
-            f"nothing. It selects: {listed(paths)}."
+            f"nothing. Choose layers of its cells: {listed(paths)}."
         )
     return [path for path in paths if numbers[path] in chosen_layers]
 

@@ -11,7 +11,7 @@ from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_values
-from mindlora.nn.linear_form import adopt_form, channels_of, is_sharded, linear_form
+from mindlora.nn.linear_form import adopt_form, channels_of, is_sharded, linear_form, strategy_of
 from mindlora.nn.low_rank import pick_low_rank
 
 
@@ -153,7 +153,7 @@ class LoRADense(LoRACell):
                 f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
                 "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False)."
             )
-        strategy = getattr(matmul, "in_strategy", None)
+        strategy = strategy_of(matmul)
         if config and strategy:
             refuse_unsupported(config, SHARDED, *([CUT] if max(strategy[1]) > 1 else []))
 
@@ -166,8 +166,7 @@ class LoRADense(LoRACell):
 
         self._add_adapter(config)
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
-        strategy = getattr(form.matmul, "in_strategy", None)
-        self.choice, self.low_rank, self.decode = self._pick_low_rank(strategy)
+        self.choice, self.low_rank, self.decode = self._pick_low_rank(strategy_of(form.matmul))
         # Last, so that the training mode reaches the low-rank path.
         carry_settings(cell, self)
 

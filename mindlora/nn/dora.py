@@ -61,8 +61,8 @@ class DoRADense(LoRADense):
 
     def _adopt(self, cell, config):
         super()._adopt(cell, config)
-        dtype = getattr(mstype, config.param_init_type)
-        self._add_parts({"magnitude": initializer(Constant(float("nan")), [self.out_channels], dtype)})
+        dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(self, self.lora_rank)
+        self._add_parts({"magnitude": initializer(Constant(float("nan")), list(shapes["magnitude"]), dtype)})
         self.add, self.mul, self.div, self.sqrt = ops.Add(), ops.Mul(), ops.RealDiv(), ops.Sqrt()
         self.times_transposed, self.row_sum = ops.MatMul(transpose_b=True), ops.ReduceSum()
         self.is_nan, self.select, self.stop_gradient = ops.IsNan(), ops.Select(), ops.StopGradient()

@@ -1,11 +1,15 @@
 """What the kinds of linear cells have in common: sizes, dtype and operators, under one set of names."""
 
+import itertools
 import sys
 from types import ModuleType
 from typing import Any, NamedTuple, Optional, Tuple
 
+import mindspore
 from mindspore import mint, nn, ops
 from mindspore.common import dtype as mstype
+
+from mindlora.common.run_modes import SHARDING_MODES
 
 _PARALLEL_LAYERS = "mindformers.parallel_core.training_graph.tensor_parallel.layers"
 _PYNATIVE_LINEAR = "mindformers.pynative.layers.linear"
@@ -60,7 +64,18 @@ def channels_of(cell: nn.Cell) -> Tuple[Optional[int], Optional[int]]:
 def is_sharded(cell: nn.Cell) -> bool:
     """Returns whether a linear cell has been told how to divide its product between devices."""
     operators = [getattr(cell, name, None) for name in ("matmul", "dense", "morphed_forward")]
-    return any(getattr(op, name, None) is not None for op in operators for name in ("in_strategy", "in_layout"))
+    return any(strategy_of(op) or getattr(op, "in_layout", None) is not None for op in operators)
+
+
+def strategy_of(op: Any) -> Optional[Tuple[Tuple[int, ...], ...]]:
+    """Returns how an operator divides its inputs between devices; None if it does not.
+
+    MindFormers gives some models strategies of ones on a single device too, where MindSpore reads none.
+    """
+    strategy = getattr(op, "in_strategy", None)
+    parts = max(itertools.chain.from_iterable(strategy or ()), default=1)
+    mode = mindspore.get_auto_parallel_context("parallel_mode").upper()
+    return strategy if parts > 1 or mode in SHARDING_MODES else None
 
 
 def linear_form(cell: nn.Cell) -> LinearForm:

@@ -108,7 +108,7 @@ class _Parallel(LoRACell):
     def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
         check_parallel(cell)
         if config and is_sharded(cell):
-            refuse_unsupported(config, SHARDED, CUT)
+            refuse_unsupported(config, SHARDED, *([CUT] if (cell.config.tensor_model_parallel_size or 1) > 1 else []))
 
     def construct(self, x: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Parameter]]:
         # The network passes a weight only to a cell without one of its own, which check refuses.

@@ -10,12 +10,8 @@ from mindspore.common.initializer import Constant, initializer
 from mindlora.config import LoraConfig
 from mindlora.config.variants.vera import VERA
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.linear_form import channels_of
 from mindlora.nn.low_rank import composed_low_rank
 from mindlora.numerics.vera_projection import projection
-
-# MindFormers recognizes the adapter's parameters by mindpet_delta_lora in their names.
-VERA_A, VERA_B = "mindpet_delta_lora_vera_a", "mindpet_delta_lora_vera_b"
 
 
 class VeRADense(LoRADense):
@@ -47,24 +43,21 @@ class VeRADense(LoRADense):
 
     @classmethod
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
-        a, b = projection(
-            config.projection_prng_key,
-            config.lora_rank,
-            max(channels_of(cell)[0] for cell in cells),
-            max(channels_of(cell)[1] for cell in cells),
-        )
+        shapes = VERA.shared_shapes([cls.weight_shape(cell) for cell in cells], config.lora_rank)
+        (_, in_channels), (out_channels, _) = shapes.values()
+        arrays = projection(config.projection_prng_key, config.lora_rank, in_channels, out_channels)
         dtype = getattr(mstype, config.param_init_type)
         return tuple(
-            Parameter(Tensor(array, dtype), name=name, requires_grad=False)
-            for name, array in ((VERA_A, a), (VERA_B, b))
+            Parameter(Tensor(array, dtype), name=part.parameter, requires_grad=False)
+            for part, array in zip(VERA.shared_parts.values(), arrays)
         )
 
     def _add_adapter(self, config):
         self.projection_key = config.projection_prng_key
         self.slice, self.mul = ops.Slice(), ops.Mul()
-        dtype = getattr(mstype, config.param_init_type)
-        initial = {"lambda_d": (self.lora_rank, config.d_initial), "lambda_b": (self.out_channels, 0)}
-        self._add_parts({part: initializer(Constant(value), [size], dtype) for part, (size, value) in initial.items()})
+        dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(self, self.lora_rank)
+        initial = {"lambda_d": Constant(config.d_initial), "lambda_b": "zeros"}
+        self._add_parts({part: initializer(init, list(shapes[part]), dtype) for part, init in initial.items()})
 
     def _join(self, shared):
         self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = shared

@@ -218,7 +218,7 @@ def _architecture(config: Dict[str, Any]) -> Architecture:
     if experts > 1:
         raise ConfigError(
             f"moe_config.expert_num is {experts}: the sizes of the experts of {name} are not known, so its run cannot "
-            "be planned."
+            "be planned. Use a model without experts, or an mcore model with them."
         )
     types = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
     raise ConfigError(f"The model is {name!r}, whose sizes are not known.{suggestion(str(name), types)}")
@@ -228,7 +228,5 @@ def _adapter(config: Dict[str, Any]) -> Optional[LoraConfig]:
     lora = check_pet_config(config)[0]
     if lora is None and value_at(config, PET):
         pet_type = value_at(config, f"{PET}.pet_type")
-        raise ConfigError(
-            f"pet_type is {pet_type!r}, which is MindFormers' own: only a run with pet_type lora is planned."
-        )
+        raise ConfigError(f"pet_type is {pet_type!r}, which is MindFormers' own: set pet_type: lora to plan the run.")
     return None if lora is None else lora.for_network()

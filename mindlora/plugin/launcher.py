@@ -21,7 +21,7 @@ from mindlora.checks.finding import refuse
 from mindlora.checks.keys import check_names, check_run_mode, check_shape
 from mindlora.common.interrupts import Interrupts
 from mindlora.common.mindformers_version import require_mindformers
-from mindlora.common.overrides import FLAGS, set_dotted_keys, set_key
+from mindlora.common.overrides import keys_and_texts, set_flags, set_keys
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import read_merged
 from mindlora.errors import ConfigError, LoraError, RunStopped
@@ -138,17 +138,14 @@ def _override(config, args, rest):
     """Sets what the command line says: --options, then the flags, then ``--a.b.c value``."""
     if args.options is not None:
         config.merge_from_dict(_options(args.options))
-    for name, flag in FLAGS.items():
-        value = getattr(args, name)
-        if value is not None:
-            set_key(config, flag.key, value, f"--{name}", create=True)
+    set_flags(config, vars(args))
     if args.num_samples is not None:
         for dataset in (config.train_dataset, config.eval_dataset):
             if dataset and dataset.data_loader:
                 dataset.data_loader.num_samples = args.num_samples
     if args.strategy_load_checkpoint is not None:
         config.parallel.strategy_ckpt_load_file = _strategy_file(args.strategy_load_checkpoint)
-    set_dotted_keys(config, rest)
+    set_keys(config, keys_and_texts(rest))
 
 
 def _options(pairs: List[str]) -> dict:

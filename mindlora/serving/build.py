@@ -94,7 +94,7 @@ def load_base(network: nn.Cell, path: str) -> None:
             "--load_checkpoint."
         )
     if not os.path.exists(path):
-        raise ConfigError(f"load_checkpoint: {path} does not exist (--load_checkpoint).")
+        raise ConfigError(f"load_checkpoint: {path} does not exist. Correct the path (--load_checkpoint).")
     with BaseCheckpoint(path) as base:
         tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
         parameters = {p.name: p for p in network.get_parameters() if not p.name.endswith(_OWN)}

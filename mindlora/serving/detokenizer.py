@@ -107,7 +107,8 @@ def end_tokens(tokenizer: Any, configured: Union[int, Sequence[int], None] = Non
     for token in configured:
         if token not in special and 0 <= token < size:
             logger.warning(
-                "eos_token_id %s of the configuration is the text %r of the tokenizer: answers do not end with it.",
+                "eos_token_id %s of the configuration is the text %r of the tokenizer: answers do not end with it. "
+                "Correct eos_token_id.",
                 token,
                 tokenizer.convert_ids_to_tokens(token),
             )

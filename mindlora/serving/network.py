@@ -54,7 +54,7 @@ def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell
     ):
         raise ConfigError(
             f"model.model_config.type is {config.get('type')}: its attention has no paged cache that mindlora can "
-            "drive. MindFormers' LlamaConfig can be served."
+            "drive. Use one with MindFormers' LlamaConfig."
         )
     if ms.get_context("device_target") == "CPU":
         use_cpu_operators(network)

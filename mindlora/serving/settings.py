@@ -42,7 +42,7 @@ class EngineSettings:
             least = 0 if field.name == "num_blocks" else 1
             check_number(getattr(self, field.name), field.name, whole_numbers(least))
         if self.max_rank > 256:
-            raise ConfigError(f"max_rank is {self.max_rank}: the operator takes 1 to 256.")
+            raise ConfigError(f"max_rank is {self.max_rank}: it must be 1 to 256.")
         if self.max_tokens_per_step < self.max_running:
             raise ConfigError(
                 f"max_tokens_per_step is {self.max_tokens_per_step} and max_running {self.max_running}: a step must be "

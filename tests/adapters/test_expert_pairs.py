@@ -77,7 +77,7 @@ def test_stacking_and_splitting_keep_every_change_and_every_bit(shared, rank, us
     assert (single.rank(f"{HOLDER}.weight1"), single.rank(f"{HOLDER}.weight2")) == (rank, RANK)
     single.check_pairs("It")
     assert_same_changes(changes(single), expected)
-    expert_pairs.split_pairs(single)
+    expert_pairs.unstack_pairs(single)
     before = of_single_experts(shared, use_rslora=use_rslora)
     single.tensors = {key: single.tensors[key] for key in before.tensors}
     single.alphas = {path: round(alpha, 12) for path, alpha in single.alphas.items()}
@@ -88,7 +88,7 @@ def test_stacking_and_splitting_keep_every_change_and_every_bit(shared, rank, us
 def test_a_pair_that_was_trained_stacked_comes_back_bit_for_bit(rank):
     adapter = of_stacked_experts(rank=rank)
     expected = changes(adapter)
-    expert_pairs.split_pairs(adapter)
+    expert_pairs.unstack_pairs(adapter)
     assert_same_changes(changes(adapter), expected)
     expert_pairs.stack_pairs(adapter)
     same_bits(adapter, of_stacked_experts(rank=rank))
@@ -99,7 +99,7 @@ def test_a_pair_that_has_not_been_trained_comes_back_too():
     for either in (adapter, before):
         for path in either.paths:
             either.tensors[path, "B"] *= 0
-    expert_pairs.split_pairs(adapter)
+    expert_pairs.unstack_pairs(adapter)
     expert_pairs.stack_pairs(adapter)
     same_bits(adapter, before)
 

@@ -276,7 +276,7 @@ def test_heads_that_do_not_divide_the_rows_to_join(kv_heads):
         joined_pairs.join_pairs(own, QKV, TOTAL, kv_heads)
     assert str(error.value) == (
         f"{QKV} orders its rows by key-value head, but {kv_heads or 'an unknown number of'} heads do not divide the "
-        "12, 6, 6 rows of q, k, v evenly. Give the model's n_kv_heads."
+        "12, 6, 6 rows of q, k, v evenly. Give the model's n_kv_heads (--kv-heads)."
     )
     assert own.paths == PARTS
 
@@ -288,8 +288,9 @@ def test_heads_that_do_not_divide_the_rows_to_split(kv_heads, head_dim):
     with pytest.raises(AdapterError) as error:
         joined_pairs.split_pairs(own, QKV, kv_heads, head_dim)
     assert str(error.value) == (
-        f"{QKV} joins {', '.join(PARTS)} in {TOTAL} rows, which do not match {kv_heads} key-value "
-        f"heads of size {head_dim}. Give the model's n_kv_heads and head size."
+        f"{QKV} joins {', '.join(PARTS)} in {TOTAL} rows, which do not match "
+        f"{kv_heads or 'an unknown number of'} key-value heads of {f'size {head_dim}' if head_dim else 'unknown size'}."
+        " Give the model's n_kv_heads (--kv-heads) and head size."
     )
     assert own.paths == [QKV]
 

@@ -134,7 +134,7 @@ def test_experts_that_do_not_belong_together_are_refused():
     with pytest.raises(ShapeMismatchError, match=r"\[experts, out, in\] is \[2, 8, 11\] in one and \[3, 8, 11\]"):
         combine_adapters([make(), other], [1.0, 1.0], "cat")
     single = make()
-    expert_pairs.split_pairs(single)
+    expert_pairs.unstack_pairs(single)
     for order in ([make(), single], [single, make()]):
         for adapter in order:
             adapter.tensors["wo", "A"], adapter.tensors["wo", "B"] = np.ones((2, 2, 2), np.float32)

@@ -67,7 +67,7 @@ def test_each_expert_gets_its_own_product(tmp_path, monkeypatch, weights, form, 
     monkeypatch.setattr(writer, "_BLOCK", 100)
     found, base = adapter(), saved(tmp_path / "base", form(weights))
     if single:
-        expert_pairs.split_pairs(found)
+        expert_pairs.unstack_pairs(found)
     adapter_files.write(found, str(tmp_path / "adapter"))
     merge_checkpoint(str(base), str(tmp_path / "adapter"), str(tmp_path / "merged"))
     changed = {}

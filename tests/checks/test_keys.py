@@ -32,7 +32,7 @@ SHAPES = {
     "a name where an item should be": ("callbacks.3", "LoraCheckpoint", "callbacks.3 is 'LoraCheckpoint', which has"),
     "an empty item": ("callbacks.0", None, "callbacks.0 is None, which has no type"),
     "a number as a path": ("load_checkpoint", 5, "load_checkpoint is 5, but it must be a path"),
-    "a number as a path of a callback": ("callbacks.3.directory", 5, "callbacks.3 (LoraCheckpoint): directory is 5"),
+    "a number as a path of a callback": ("callbacks.3.directory", 5, "callbacks.LoraCheckpoint: directory is 5"),
     "data that are a number": ("train_dataset.data_loader.dataset_dir", 5, "dataset_dir is 5, but it must be a path"),
 }
 

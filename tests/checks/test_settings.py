@@ -9,6 +9,9 @@ from mindlora.doctor.examination import check_yaml
 from mindlora.models import targets
 from tests.support.doctor_findings import DATA, finding_at, severities_and_keys
 
+EXCHANGE = "runner_wrapper.gradient_exchange"
+QUANTIZED = {EXCHANGE: {"type": "quantized"}, "use_parallel": True, "parallel.parallel_mode": 0}
+
 
 def test_a_yaml_without_faults(write):
     findings = check_yaml(write())
@@ -152,6 +155,40 @@ def test_a_yaml_without_faults(write):
             "error",
             f"{PET}.loraplus_lr_ratio",
             "loraplus_lr_ratio is 4 and use_vera is True: LoRA+ speeds up B, which VeRA does not train.",
+        ),
+        ({EXCHANGE: "topk"}, "error", EXCHANGE, "gradient_exchange is of type 'topk', but it must be one of dense, "),
+        ({EXCHANGE: {"bits": 4}}, "error", EXCHANGE, "gradient_exchange: bits belongs to type quantized, and the type"),
+        (
+            {EXCHANGE: "float16", "runner_wrapper.type": "MFTrainOneStepCell"},
+            "error",
+            EXCHANGE,
+            "gradient_exchange is an argument of LoraTrainOneStepCell, and runner_wrapper.type is 'MFTrainOneStepCell'",
+        ),
+        (
+            {**QUANTIZED, "parallel_config.pipeline_stage": 2},
+            "error",
+            EXCHANGE,
+            "gradient_exchange is quantized, and parallel_config.pipeline_stage is 2: gradients are compressed only",
+        ),
+        (
+            {**QUANTIZED, "parallel.enable_parallel_optimizer": True},
+            "error",
+            EXCHANGE,
+            "gradient_exchange is quantized, and parallel.enable_parallel_optimizer is True: gradients",
+        ),
+        (
+            {**QUANTIZED, "parallel.parallel_mode": 1},
+            "error",
+            EXCHANGE,
+            "gradient_exchange is quantized, and parallel.parallel_mode is 1: gradients",
+        ),
+        (
+            {"use_parallel": True, "parallel.parallel_mode": 1, f"{PET}.use_dora": True},
+            "error",
+            f"{PET}.target_modules",
+            "LoRA cannot be put on 4 of the selected cells. model.layers.{0..1}.attention.wq, "
+            "model.layers.{0..1}.attention.wv: use_dora is not supported on sharded cells: the norm of a row of W + "
+            "scale B A needs all of the row. Leave use_dora out, or train in data parallel (parallel_mode: 0).",
         ),
         ({f"{PET}.lora_init": "pisa"}, "error", f"{PET}.lora_init", "lora_init is 'pisa', which is not known."),
         ({f"{PET}.adapter_path": "none"}, "error", f"{PET}.adapter_path", "none does not exist"),

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from mindlora.common.overrides import apply_overrides, read_value, set_key, split_overrides, split_pairs
+from mindlora.common.overrides import apply_overrides, keys_and_texts, read_value, set_key, split_overrides
 from mindlora.errors import ConfigError
 
 CONFIG = {
@@ -98,4 +98,4 @@ def test_keys_of_the_yaml_are_told_from_misspelled_options():
     words = ["--a.b", "1", "--typo", "x", "--c.d=2", "3", "--e.f", "-4", "--device_id", "1", "--load_ckpt_format", "x"]
     overrides = ["--a.b", "1", "--c.d=2", "--e.f", "-4", "--device_id", "1", "--load_ckpt_format", "x"]
     assert split_overrides(words) == (overrides, ["--typo", "x", "3"])
-    assert list(split_pairs(overrides))[:2] == [("a.b", "1"), ("c.d", "2")]
+    assert list(keys_and_texts(overrides))[:2] == [("a.b", "1"), ("c.d", "2")]

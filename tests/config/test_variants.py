@@ -100,7 +100,8 @@ def test_other_settings_that_a_base_does_not_support(fields, base, refused):
 def test_a_refusal_ends_with_the_ways_out():
     config = LoraConfig(use_dora=True)
     assert DORA.refusal(config, EMBEDDINGS).endswith("Leave use_dora out, or add the cell to exclude_modules.")
-    assert DORA.refusal(config, SHARDED).endswith("Leave use_dora out, or set model_parallel: 1.")
+    assert DORA.refusal(config, SHARDED).endswith("Leave use_dora out, or train in data parallel (parallel_mode: 0).")
+    assert LORA.refusal(LoraConfig(lora_init="pissa"), CUT).endswith("Leave lora_init out, or set model_parallel: 1.")
     assert DORA.refusal(config, QUANTIZED).endswith("Leave use_dora out, or leave quantize_base out.")
 
 

@@ -1,4 +1,4 @@
-"""gradient_exchange in a YAML: two processes train with quantized, and resume it; what it refuses."""
+"""gradient_exchange in a YAML: two processes train with quantized, and resume it."""
 
 import json
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mindlora.errors import ConfigError
 from tests.support.ranks import run_ranks
 from tests.support.runs import LORA_YAML, SIZES, read_yaml, write_rows, write_yaml
 
@@ -75,26 +74,6 @@ def test_every_step_is_recorded_with_its_bytes(runs):
     assert len(counts) == STEPS
     assert len(set(counts)) == 1
     assert f"sends {counts[0]:,} bytes per step" in logs[0]
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"parallel_config": {"model_parallel": 2}}, "parallel_config.model_parallel is 2"),
-        ({"parallel_config": {"pipeline_stage": 2}}, "parallel_config.pipeline_stage is 2"),
-        ({"parallel": {"enable_parallel_optimizer": True}}, "parallel.enable_parallel_optimizer is True"),
-        ({"parallel": {"parallel_mode": 1}}, "parallel.parallel_mode is 1"),
-    ],
-)
-def test_a_split_adapter_is_refused_by_name(mindformers, changes, message):
-    with pytest.raises(ConfigError, match=f"^gradient_exchange is quantized, and {message}: gradients are compressed"):
-        prepared(use_parallel=True, **changes)
-
-
-def test_another_train_step_is_refused(mindformers):
-    wrapper = {"type": "MFTrainOneStepCell", "gradient_exchange": "float16"}
-    with pytest.raises(ConfigError, match="^gradient_exchange is an argument of LoraTrainOneStepCell, and .*'MFTrain"):
-        prepared(runner_wrapper=wrapper)
 
 
 def test_ranks_are_compared_in_data_parallel_alone(mindformers):

@@ -287,7 +287,8 @@ def test_a_layer_without_a_target_is_named():
     with pytest.raises(TargetError) as error:
         select_targets(paths, ["wq", "lm_head"], layers=[1, 2, 7])
     assert str(error.value) == (
-        "layers_to_transform names 2, 7, where target_modules selects nothing. It selects: "
+        "layers_to_transform names 2, 7, where target_modules selects nothing. Choose layers of its "
+        "cells: "
         "model.layers.{0..1}.attention.wq, lm_head."
     )
 

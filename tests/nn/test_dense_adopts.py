@@ -7,7 +7,9 @@ from mindspore import Tensor, nn, ops
 
 from mindlora import LoraConfig, LoRADense
 from mindlora.errors import UnsupportedCellError
+from mindlora.nn.dora import DoRADense
 from mindlora.nn.linear_form import linear_form
+from mindlora.nn.nf4 import NF4Dense
 from tests.support.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, oracle
 from tests.support.networks import assert_close, gradients, normal
 
@@ -149,6 +151,27 @@ def test_a_cell_that_is_not_sharded_gives_no_strategies(mindformers, semi_auto_p
     cells = [cell for _, cell in lora.low_rank.cells_and_names()]
     operators = [value for cell in cells for value in vars(cell).values() if isinstance(value, ops.Primitive)]
     assert operators and not any(hasattr(operator, "in_strategy") for operator in operators)
+
+
+def with_strategies_of_ones(linear):
+    """Returns a linear cell as those of MindFormers' ChatGLM, which has strategies however it runs."""
+    cell = linear(IN, OUT, compute_dtype=ms.float32)
+    cell.shard(((1, 1), (1, 1)), ((1, 1), (1,)))
+    return cell
+
+
+def test_strategies_of_ones_divide_nothing_on_one_device(mindformers):
+    linear = mindformers.modules.layers.Linear
+    x, cell = normal(3, IN), with_strategies_of_ones(linear)
+    weight, bias = cell.weight.asnumpy(), cell.bias.asnumpy()
+    assert_close(DoRADense.from_dense(cell, LoraConfig(use_dora=True))(Tensor(x)), x @ weight.T + bias)
+    assert NF4Dense.from_dense(with_strategies_of_ones(linear))(Tensor(x)).shape == (3, OUT)
+
+
+def test_strategies_of_ones_count_where_mindspore_divides_the_graph(mindformers, semi_auto_parallel):
+    for kind in (DoRADense.from_dense, lambda cell, _: NF4Dense.from_dense(cell)):
+        with pytest.raises(UnsupportedCellError, match="sharded"):
+            kind(with_strategies_of_ones(mindformers.modules.layers.Linear), LoraConfig(use_dora=True))
 
 
 def test_a_cell_that_is_sharded_by_layouts_is_refused(mindformers, semi_auto_parallel):

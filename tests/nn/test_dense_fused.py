@@ -38,7 +38,7 @@ def test_any_number_of_tokens_in_one_graph(mode, monkeypatch, library):
 @IN_GRAPH_MODE
 def test_what_fused_operators_cannot_take_is_composed_and_forced_is_refused(mode, monkeypatch, library):
     many, sharded = nn.Dense(300, 300), nn.Dense(IN, OUT)
-    sharded.matmul.shard(((1, 1), (1, 1)))
+    sharded.matmul.in_strategy = ((1, 1), (2, 1))
     cells = [
         (many, LoraConfig(lora_rank=257, lora_alpha=1), "rank is 257, and the fused operators take 1 to 256"),
         (sharded, CONFIG, "the cell has a shard strategy"),

@@ -310,7 +310,7 @@ def test_a_sharded_cell_is_refused(mindformers):
         DoRADense.from_dense(linear, CONFIG)
     assert str(error.value) == (
         "use_dora is not supported on sharded cells: the norm of a row of W + scale B A needs all of the row. "
-        "Leave use_dora out, or set model_parallel: 1."
+        "Leave use_dora out, or train in data parallel (parallel_mode: 0)."
     )
 
 

@@ -265,7 +265,7 @@ class Own(nn.Dense):
 def test_cells_that_cannot_be_quantized(mindformers):
     linear = mindformers.modules.layers.Linear
     sharded = linear(IN, OUT)
-    sharded.matmul.shard(((1, 1), (1, 1)))
+    sharded.matmul.in_strategy = ((1, 1), (2, 1))
     nan = dense()
     nan.weight.set_data(Tensor(np.full((OUT, IN), np.nan, np.float32)))
     for cell, error, message in (

@@ -306,7 +306,8 @@ def test_what_needs_whole_weights_is_refused_on_sharded_cells(keys, on_eight_dev
     (field,) = keys
     message = refused(parallel_cell(config=on_eight_devices), **keys)
     assert message.startswith(field) and " is not supported on sharded " in message
-    assert message.endswith(f"Leave {field} out, or set model_parallel: 1.")
+    way_out = "set model_parallel: 1" if field == "lora_init" else "train in data parallel (parallel_mode: 0)"
+    assert message.endswith(f"Leave {field} out, or {way_out}.")
 
 
 def test_a_sharded_cell_is_not_quantized(on_eight_devices):

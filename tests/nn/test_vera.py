@@ -9,7 +9,7 @@ from mindlora import LoraConfig, apply_lora, freeze_base, trainable_summary
 from mindlora.errors import UnsupportedCellError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.nn.tree import lora_cells
-from mindlora.nn.vera import VERA_A, VERA_B, VeRADense
+from mindlora.nn.vera import VeRADense
 from mindlora.numerics.vera_projection import projection
 from tests.support.networks import (
     TinyModel,
@@ -29,6 +29,7 @@ IN, OUT, RANK = 7, 5, 3
 CONFIG = LoraConfig(lora_rank=RANK, use_vera=True, target_modules=["wq", "wk", "w2"])
 # Cells of [6, 6], [4, 6] and [6, 9], twice.
 NAMES = ("lambda_d", "lambda_b")
+VERA_A, VERA_B = "mindpet_delta_lora_vera_a", "mindpet_delta_lora_vera_b"
 
 
 @pytest.fixture(params=["dense", "dense with relu", "linear with silu"])

@@ -12,17 +12,27 @@ from tests.conftest import ROOT
 GUARD = "require_mindformers"
 
 
-def imports_of_mindformers(source):
+def imports_of_mindformers(source, package_guards=()):
     """Yields (module, name, oldest MindFormers for which it is asked) of each import in a module's source.
 
-    The oldest one is that of the guards above the import in its own function, or at the top of the module.
+    The oldest one is that of the guards above the import in its own function, at the top of the module, or in the
+    __init__.py of its package.
     """
-    yield from _imports_in(ast.parse(source), OLDEST)
+    yield from _imports_in(ast.parse(source), max([OLDEST, *package_guards], key=release))
+
+
+def guards(source):
+    """Returns the version of each guard at the top of a module."""
+    return [node.args[0].value for node in _own_nodes(ast.parse(source)) if _is_guard(node)]
+
+
+def _is_guard(node):
+    return isinstance(node, ast.Call) and getattr(node.func, "id", None) == GUARD and bool(node.args)
 
 
 def _imports_in(scope, oldest):
     for node in _own_nodes(scope):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == GUARD and node.args:
+        if _is_guard(node):
             oldest = max(oldest, node.args[0].value, key=release)
         elif isinstance(node, ast.ImportFrom) and not node.level and _is_of_mindformers(node.module):
             yield from ((node.module, alias.name, oldest) for alias in node.names)
@@ -58,16 +68,24 @@ def is_missing(module, name):
     return is_missing(f"{module}.{name}", None)
 
 
-def sources():
-    for folder, _, names in os.walk(os.path.join(ROOT, "mindlora")):
-        for path in sorted(os.path.join(folder, name) for name in names if name.endswith(".py")):
-            with open(path, encoding="utf-8") as file:
-                yield os.path.relpath(path, ROOT), file.read()
+def imports_in(folder):
+    """Yields (file, module, name, oldest) of each import of MindFormers below a folder."""
+    for parent, _, names in os.walk(folder):
+        sources = {name: read(parent, name) for name in sorted(names) if name.endswith(".py")}
+        package_guards = guards(sources.get("__init__.py", ""))
+        for name, source in sources.items():
+            path = os.path.relpath(os.path.join(parent, name), folder)
+            yield from ((path, *imported) for imported in imports_of_mindformers(source, package_guards))
+
+
+def read(*path):
+    with open(os.path.join(*path), encoding="utf-8") as file:
+        return file.read()
 
 
 def test_this_mindformers_has_what_is_imported_of_it():
     version = mindformers_version()
-    found = [(path, *imported) for path, source in sources() for imported in imports_of_mindformers(source)]
+    found = list(imports_in(os.path.join(ROOT, "mindlora")))
     assert len(found) > 40  # The check did look at the right folder.
     wanted = [(path, module, name) for path, module, name, oldest in found if release(oldest) <= release(version)]
     missing = [(path, module, name) for path, module, name in wanted if is_missing(module, name)]
@@ -90,6 +108,15 @@ def test_this_mindformers_has_what_is_imported_of_it():
 )
 def test_what_counts_as_an_import(source, imported):
     assert list(imports_of_mindformers(source)) == imported
+
+
+def test_the_guard_of_a_package_counts_for_its_modules(tmp_path):
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "__init__.py").write_text("require_mindformers('2.0')\n")
+    (tmp_path / "newer" / "a.py").write_text("import mindformers.b\n")
+    (tmp_path / "c.py").write_text("import mindformers.d\n")
+    found = [(name, oldest) for _, name, _, oldest in imports_in(tmp_path)]
+    assert sorted(found) == [("mindformers.b", "2.0"), ("mindformers.d", OLDEST)]
 
 
 def test_what_is_missing():

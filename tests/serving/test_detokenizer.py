@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
-from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mindlora.data import tokenizers
 from mindlora.serving.detokenizer import Detokenizer, TextDecoder

@@ -159,5 +159,6 @@ def test_an_end_token_of_the_configuration_that_is_text_is_not_one(caplog):
         assert end_tokens(tokenizer, [70, 2, 10**6]) == {2}
     token = tokenizer.convert_ids_to_tokens(70)
     assert [record.getMessage() for record in caplog.records] == [
-        f"eos_token_id 70 of the configuration is the text {token!r} of the tokenizer: answers do not end with it."
+        f"eos_token_id 70 of the configuration is the text {token!r} of the tokenizer: answers do not end with it. "
+        "Correct eos_token_id."
     ]

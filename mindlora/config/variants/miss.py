@@ -4,7 +4,7 @@ from typing import Mapping
 
 import numpy as np
 
-from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Settings, Variant
+from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Variant
 from mindlora.numerics.dtypes import from_float32
 from mindlora.numerics.pair_layouts import Pair
 
@@ -23,16 +23,13 @@ class MiSS(Variant):
         *("use_rslora", "freeze_lora_a", "rank_pattern", "alpha_pattern"),
         *("lora_init", "lora_a_init", "lora_b_init"),
     )
+    no_scale = "MiSS has no scale"
     own_pair = False
     parts = (Part("block", "mindpet_delta_lora_miss_block", ".miss_block", size="out, r", turned=True),)
     zero_part = "block"
     tensors = "MiSS blocks"
     report = "yes: a block for each cell; below, the norms are those of one shard of the inputs"
     cannot_combine = "blocks of different ranks divide the inputs into different shards"
-
-    def check_settings(self, config: Settings) -> None:
-        """Sets the scale to 1."""
-        self.fix_scale(config, "MiSS has no scale")
 
     def pair_of_parts(self, parts: Mapping[str, np.ndarray]) -> Pair:
         """Returns A for one shard, which is the identity, and the block as B."""

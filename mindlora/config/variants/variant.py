@@ -25,7 +25,11 @@ SHARDED = "sharded cells"
 # Sharded cells whose weight is cut; sharding by tokens leaves it whole.
 CUT = "sharded weights"
 # What to do besides changing the setting; for the other bases it is _EXCLUDE.
-_WAYS_OUT = {QUANTIZED: "leave quantize_base out", SHARDED: "set model_parallel: 1", CUT: "set model_parallel: 1"}
+_WAYS_OUT = {
+    QUANTIZED: "leave quantize_base out",
+    SHARDED: "train in data parallel (parallel_mode: 0)",
+    CUT: "set model_parallel: 1",
+}
 _EXCLUDE = "add the cell to exclude_modules"
 
 
@@ -75,6 +79,7 @@ class Variant:
         unsupported_on (mapping): Base (EMBEDDINGS, SHARDED, ...) -> why the variant cannot be put on it.
         excludes (tuple of str): Fields of LoraConfig that the variant does not have.
         defaults (mapping): Field of LoraConfig that only this variant has -> its default.
+        no_scale (str): Why the scale is 1, and lora_alpha is not for the user to set; empty for a variant with a scale.
         bounded_rank (bool): Whether a rank above the sides of a weight is of no use.
         parts (tuple of Part): What each cell has besides A and B.
         own_pair (bool): Whether each cell has an A and a B of its own, which train. Otherwise they are shared, or
@@ -97,6 +102,7 @@ class Variant:
     unsupported_on: Mapping[str, str] = {}
     excludes: Tuple[str, ...] = ()
     defaults: Mapping[str, Any] = {}
+    no_scale = ""
     bounded_rank = True
     parts: Tuple[Part, ...] = ()
     own_pair = True
@@ -126,6 +132,8 @@ class Variant:
         settle_dependents(config, self.field, self.defaults)
         if getattr(config, self.field):
             refuse_fields(config, self.field, self.excludes, self.name)
+            if self.no_scale:
+                self._fix_scale(config)
             self.check_settings(config)
 
     def check_settings(self, config: Settings) -> None:
@@ -133,13 +141,12 @@ class Variant:
 
     def preset(self, fields: Mapping[str, Any]) -> Dict[str, Any]:
         """Returns the fields of a preset as this variant has them."""
-        return dict(fields)
+        return {field: value for field, value in fields.items() if field != "lora_alpha" or not self.no_scale}
 
-    def fix_scale(self, config: Settings, reason: str) -> None:
-        """Sets the scale to 1, for a variant without one; if lora_alpha is set, raises ConfigError with ``reason``."""
+    def _fix_scale(self, config: Settings) -> None:
         if config.lora_alpha not in (type(config).lora_alpha, config.lora_rank):
             raise ConfigError(
-                f"{self.field} is True and lora_alpha is {config.lora_alpha!r}: {reason}. Leave lora_alpha out."
+                f"{self.field} is True and lora_alpha is {config.lora_alpha!r}: {self.no_scale}. Leave lora_alpha out."
             )
         config.lora_alpha = config.lora_rank
 

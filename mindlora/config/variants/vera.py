@@ -36,6 +36,7 @@ class VeRA(Variant):
         Part("lambda_d", "mindpet_delta_lora_lambda_d", ".vera_lambda_d", size="r"),
         Part("lambda_b", "mindpet_delta_lora_lambda_b", ".vera_lambda_b", size="out"),
     )
+    no_scale = "VeRA's trained vectors are its scale"
     own_pair = False
     shared_parts = {
         "A": Part("shared A", "mindpet_delta_lora_vera_a", "base_model.vera_A"),
@@ -51,8 +52,7 @@ class VeRA(Variant):
     cannot_combine = "its cells share A and B, which are as wide as the widest cell"
 
     def check_settings(self, config: Settings) -> None:
-        """Checks d_initial and the seed, and sets the scale to 1."""
-        self.fix_scale(config, "VeRA's trained vectors are its scale")
+        """Checks d_initial and the seed."""
         check_number(config.d_initial, "d_initial", _D_INITIAL)
         check_number(config.projection_prng_key, "projection_prng_key", _PRNG_KEY)
 

@@ -91,12 +91,12 @@ class LoraCheckpoint(Callback):
             if any(cell.dropout_rate > 0 for _, cell in lora_cells(params.train_network)):
                 logger.warning(
                     "lora_dropout is above 0: the resumed run drops other elements than an uninterrupted run would, "
-                    "so its losses differ a little from now on."
+                    "so its losses differ a little from now on. Set lora_dropout: 0.0 if a run must resume exactly."
                 )
             if any(isinstance(cell, NoisyEmbedding) for _, cell in params.train_network.cells_and_names()):
                 logger.warning(
                     "neftune_alpha is set: the resumed run adds other noise than an uninterrupted run would, so its "
-                    "losses differ a little from now on."
+                    "losses differ a little from now on. Leave neftune_alpha out if a run must resume exactly."
                 )
         else:
             initialize_adapters(base_of(params.train_network))

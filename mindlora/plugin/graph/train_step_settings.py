@@ -2,14 +2,11 @@
 
 from mindformers.tools.register import MindFormerConfig
 
-from mindlora.checks.training import DATA_PARALLEL, WRAPPER, accumulates_here, callbacks_of, train_step
+from mindlora.checks.training import EXCHANGE, WRAPPER, accumulates_here, callbacks_of, split_by, train_step
+from mindlora.common.yaml_file import value_at
+from mindlora.config.exchange import exchange_settings
 from mindlora.config.variants.adalora import ADALORA
-from mindlora.errors import ConfigError
 from mindlora.plugin.log import logger
-from mindlora.training.exchange import exchange_settings
-
-# Where one of these is above 1, no rank holds the whole adapter.
-_SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
 
 
 def set_micro_batches(config: MindFormerConfig) -> None:
@@ -47,34 +44,10 @@ def prepare_budget(config: MindFormerConfig) -> None:
 
 
 def prepare_exchange(config: MindFormerConfig) -> None:
-    """Checks ``gradient_exchange`` of a training run, and has data-parallel ranks compare their adapters.
-
-    The YAML's callbacks get ExchangeCheck if it is due. Raises ConfigError if a setting is wrong, or the parallel mode
-    cannot have it.
-    """
-    wrapper = config.get("runner_wrapper") or {}
-    setting = wrapper.get("gradient_exchange")
-    settings = exchange_settings("dense" if setting is None else setting)
-    if setting is not None and wrapper.get("type") != WRAPPER:
-        raise ConfigError(
-            f"gradient_exchange is an argument of {WRAPPER}, and runner_wrapper.type is {wrapper.get('type')!r}. Set "
-            f"it to {WRAPPER}, or remove gradient_exchange."
-        )
-    if not config.get("use_parallel"):
-        return
-    parallel = config.get("parallel") or {}
-    split = config.get("parallel_config") or {}
-    problems = [f"parallel_config.{key} is {split[key]}" for key in _SPLITS if (split.get(key) or 1) > 1]
-    if parallel.get("enable_parallel_optimizer"):
-        problems.append("parallel.enable_parallel_optimizer is True")
-    if parallel.get("parallel_mode", 0) not in DATA_PARALLEL:
-        problems.append(f"parallel.parallel_mode is {parallel['parallel_mode']!r}")
-    if problems and settings.type != "dense":
-        raise ConfigError(
-            f"gradient_exchange is {settings.type}, and {problems[0]}: gradients are compressed only between ranks "
-            "that each hold the whole adapter (parallel_mode 0). Use dense, or data parallelism alone."
-        )
-    if not problems and settings.check_every and wrapper.get("type") == WRAPPER:
+    """Has data-parallel ranks compare their adapters: the YAML, which must have no mistakes, gets ExchangeCheck."""
+    settings = exchange_settings(value_at(config, EXCHANGE) or "dense")
+    whole = config.get("use_parallel") and not split_by(config)
+    if whole and settings.check_every and train_step(config) == WRAPPER:
         check = MindFormerConfig(type="ExchangeCheck", check_every=settings.check_every)
         config.callbacks = [*(config.callbacks or []), check]
 

@@ -6,6 +6,7 @@ import tempfile
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.checks.files import base_of
+from mindlora.checks.keys import named_items
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.errors import ConfigError
 
@@ -55,9 +56,9 @@ def _check_device(config):
 def _check_output(config):
     """Makes the folders that the run writes to, lest it ends at its first save, with all that it has learned."""
     folders = {"output_dir": config.output_dir or "output"}
-    for number, callback in enumerate((config.callbacks or []) if config.run_mode in TRAINING_MODES else ()):
+    for name, callback in named_items(config.callbacks if config.run_mode in TRAINING_MODES else None):
         if callback.get("directory"):
-            folders[f"callbacks.{number} ({callback['type']}): directory"] = callback["directory"]
+            folders[f"callbacks.{name}: directory"] = callback["directory"]
     for key, folder in folders.items():
         try:
             os.makedirs(os.path.expanduser(folder), exist_ok=True)

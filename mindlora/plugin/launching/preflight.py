@@ -61,7 +61,7 @@ def refuse_missing_files(config: MindFormerConfig) -> None:
 def fill(config: MindFormerConfig) -> None:
     """Fills in what follows from a YAML without mistakes, in place.
 
-    Raises ConfigError if the exchange of gradients, packed data or the checkpoint to resume from does not suit the run.
+    Raises ConfigError if packed data or the checkpoint to resume from does not suit the run.
     """
     fill_base(config)
     pet_config = config.model.model_config.pet_config or {}

@@ -7,6 +7,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Set, Tuple
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
 from mindlora.checks.finding import Finding, error
+from mindlora.checks.keys import named_items
 from mindlora.checks.mcore import is_mcore
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
@@ -53,8 +54,8 @@ def check_classes(config: MindFormerConfig) -> Iterator[Finding]:
             yield from _unknown(key, kind, node)
             yield from _misspelt(key, kind, node)
     yield from _missing_rate(config)
-    for number, callback in enumerate((config.callbacks or []) if training else ()):
-        where = f"callbacks.{number}"
+    for name, callback in named_items(config.callbacks if training else None):
+        where = f"callbacks.{name}"
         yield from _unknown(where, MindFormerModuleType.CALLBACK, callback)
         yield from _wrong_arguments(where, callback) or _wrong_values(where, callback)
 
@@ -110,29 +111,26 @@ def _misspelt(where: str, kind: str, node: dict) -> Iterator[Finding]:
 
 def _wrong_arguments(where: str, node: dict) -> List[Finding]:
     callback = _class_of(MindFormerModuleType.CALLBACK, node)
-    name = node.get("type")
     arguments, takes_any = _parameters(callback) if callback else ([], True)
     unknown = [] if takes_any else [argument for argument in node if argument not in ("type", *arguments)]
     return [
-        error(where, f"{where} is {name}, which has no argument {argument!r}.{suggestion(argument, arguments)}")
-        for argument in unknown
+        error(where, f"{where} has no argument {argument!r}.{suggestion(argument, arguments)}") for argument in unknown
     ]
 
 
 def _wrong_values(where: str, node: dict) -> List[Finding]:
     """Builds a callback of mindlora's, which checks its settings and does nothing else."""
     callback = _class_of(MindFormerModuleType.CALLBACK, node)
-    name = node.get("type")
     if callback is None or not callback.__module__.startswith("mindlora."):
         return []
     missing = [argument for argument in _required(callback) if argument not in node]
     if missing:
-        return [error(where, f"{where} is {name}, which needs {' and '.join(missing)}.")]
+        return [error(where, f"{where} needs {' and '.join(missing)}.")]
     try:
         if len(node) > 1:
             callback(**{argument: value for argument, value in node.items() if argument != "type"})
     except (LoraError, TypeError) as refusal:
-        return [error(where, f"{where} ({name}): {refusal}")]
+        return [error(where, f"{where}: {refusal}")]
     return []
 
 

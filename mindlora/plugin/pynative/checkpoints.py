@@ -27,8 +27,8 @@ def check_paths(checkpoint: Any) -> None:
             )
     if not any(given.values()):
         logger.warning(
-            "checkpoint.load_path is not set: the adapters are trained on random weights, and are of use for a test "
-            "alone."
+            "checkpoint.load_path is not set: the adapters are trained on random weights. Set it to the folder of the "
+            "base, unless this is a test."
         )
 
 

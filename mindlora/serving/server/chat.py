@@ -87,6 +87,6 @@ def _check_messages(body: schemas.ChatRequest) -> None:
         for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             part.check_extra(f"messages.{number}.content.{place}.")
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError("top_logprobs is only for logprobs: true.", param="top_logprobs")
+        raise ApiError("top_logprobs is only for logprobs: true. Set it too.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise ApiError("max_tokens and max_completion_tokens differ: give one of them.", param="max_tokens")

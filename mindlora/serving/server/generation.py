@@ -354,7 +354,7 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
     if body.stream_options is not None:
         body.stream_options.check_extra("stream_options.")
         if not body.stream:
-            raise ApiError("stream_options is only for stream: true.", param="stream_options")
+            raise ApiError("stream_options is only for stream: true. Set it too.", param="stream_options")
     if record.choices > context.settings.max_choices:
         raise ApiError(
             f"{record.choices} answers are asked for (prompts times n), and this server gives "

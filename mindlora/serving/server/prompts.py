@@ -71,7 +71,7 @@ class Prompts:
         if most is not None and count > most:
             raise _too_long(f"The prompt has {count} tokens, and this server takes {most} at most: shorten it.")
         if asked is not None and answer is not None and asked > answer:
-            raise ApiError(f"max_tokens is {asked}, and this server allows {answer} at most.", param="max_tokens")
+            raise ApiError(f"max_tokens is {asked}; it must be at most {answer} on this server.", param="max_tokens")
         left = self._seq_length - count
         if left < (asked or 1):
             raise _too_long(
