@@ -17,14 +17,12 @@ template <>
 struct CubeType<half> {
     static constexpr QuantMode_t kFromFloat = QuantMode_t::F322F16;
     static constexpr uint16_t kOne = 0x3C00;
-    static constexpr uint16_t kNan = 0x7E00;
 };
 
 template <>
 struct CubeType<bfloat16_t> {
     static constexpr QuantMode_t kFromFloat = QuantMode_t::F322BF16;
     static constexpr uint16_t kOne = 0x3F80;
-    static constexpr uint16_t kNan = 0x7FC0;
 };
 
 template <>

@@ -7,9 +7,6 @@
 
 namespace mindlora {
 
-// The matrix by which y0 is multiplied on its way to y.
-enum class PrefillConstant : uint32_t { kIdentity, kNan };
-
 // kColumns: B is stored as [r, N], not as [N, r].
 template <typename T, bool kColumns>
 class PrefillCube {
@@ -26,7 +23,7 @@ public:
         pipe.InitBuffer(left_, 2, tile * sizeof(T));
         pipe.InitBuffer(low_, 1, low * sizeof(T));
         pipe.InitBuffer(right_, 2, rank * split.step * sizeof(T));
-        pipe.InitBuffer(constants_, kConstantsSize * sizeof(T));
+        pipe.InitBuffer(identity_, kFractalSize * sizeof(T));
         pipe.InitBuffer(sum_, 2, (low < tile ? tile : low) * sizeof(float));
     }
 
@@ -42,18 +39,18 @@ public:
 
     __aicore__ inline void FreeWeight(AscendC::LocalTensor<T>& weight) { weight_.FreeTensor(weight); }
 
-    // They stay in L0B and in no queue: of the eight event ids from M to MTE1, TPipe keeps three and the other buffers
-    // take five. What is multiplied by them is loaded later, so waiting for that includes waiting for them.
-    __aicore__ inline AscendC::LocalTensor<T> LoadConstants(const AscendC::GlobalTensor<T>& src)
+    // It stays in L0B and in no queue: of the eight event ids from M to MTE1, TPipe keeps three and the other buffers
+    // take five. What is multiplied by it is loaded later, so waiting for that includes waiting for it.
+    __aicore__ inline AscendC::LocalTensor<T> LoadIdentity(const AscendC::GlobalTensor<T>& src)
     {
         AscendC::LocalTensor<T> in = stages_.template AllocTensor<T>();
-        AscendC::DataCopy(in, src, kConstantsSize);
+        AscendC::DataCopy(in, src, kFractalSize);
         stages_.EnQue(in);
         in = stages_.template DeQue<T>();
-        const AscendC::LocalTensor<T> constants = constants_.template Get<T>();
-        LoadFractals(constants, in, kConstantsSize);
+        const AscendC::LocalTensor<T> identity = identity_.template Get<T>();
+        LoadFractals(identity, in, kFractalSize);
         stages_.FreeTensor(in);
-        return constants;
+        return identity;
     }
 
     // partial = x A^T over a slice of K.
@@ -85,7 +82,7 @@ public:
 
     // y = y0 + low B^T over a slice of N.
     __aicore__ inline void Expand(const Window<T>& y, const Window<T>& y0, const Window<T>& lowRows,
-        const AscendC::LocalTensor<T>& b, const AscendC::LocalTensor<T>& constants, const TileRows& rows, uint32_t rank,
+        const AscendC::LocalTensor<T>& b, const AscendC::LocalTensor<T>& identity, const TileRows& rows, uint32_t rank,
         uint32_t width)
     {
         AscendC::LocalTensor<T> low = LoadLow(lowRows, rows, rank);
@@ -104,26 +101,11 @@ public:
             Multiply(sum, low, right, rows.count, columns, rank, false);
             right_.FreeTensor(right);
             AscendC::PipeBarrier<PIPE_M>();
-            MultiplyY0(sum, left, constants, rows.count, columns, true);
+            MultiplyY0(sum, left, identity, rows.count, columns, true);
             left_.FreeTensor(left);
             Store(y.From(column), sum, rows, columns);
         }
         low_.FreeTensor(low);
-    }
-
-    // y = y0, or NaN.
-    __aicore__ inline void Pass(const Window<T>& y, const Window<T>& y0, const AscendC::LocalTensor<T>& constants,
-        PrefillConstant constant, const TileRows& rows, uint32_t width)
-    {
-        const uint32_t at = static_cast<uint32_t>(constant) * kFractalSize;
-        for (uint32_t column = 0; column < width; column += split_.step) {
-            const uint32_t columns = Least(split_.step, width - column);
-            AscendC::LocalTensor<T> left = LoadY0(y0.From(column), rows, columns);
-            AscendC::LocalTensor<float> sum = sum_.template AllocTensor<float>();
-            MultiplyY0(sum, left, constants[at], rows.count, columns, false);
-            left_.FreeTensor(left);
-            Store(y.From(column), sum, rows, columns);
-        }
     }
 
 private:
@@ -163,11 +145,11 @@ private:
 
     // Multiplied by the identity, y0 is added to the same sum as low B^T. That is exact, so y is rounded once.
     __aicore__ inline void MultiplyY0(const AscendC::LocalTensor<float>& sum, const AscendC::LocalTensor<T>& y0,
-        const AscendC::LocalTensor<T>& constant, uint32_t rows, uint32_t columns, bool add)
+        const AscendC::LocalTensor<T>& identity, uint32_t rows, uint32_t columns, bool add)
     {
         for (uint32_t column = 0; column < columns; column += kFractalSide) {
             const uint32_t at = column * RoundToFractal(rows);
-            Multiply(sum[at], y0[at], constant, rows, Least(kFractalSide, columns - column), kFractalSide, add);
+            Multiply(sum[at], y0[at], identity, rows, Least(kFractalSide, columns - column), kFractalSide, add);
         }
     }
 
@@ -188,7 +170,7 @@ private:
     AscendC::TQue<AscendC::TPosition::A2, 1> left_;
     AscendC::TQue<AscendC::TPosition::A2, 1> low_;
     AscendC::TQue<AscendC::TPosition::B2, 1> right_;
-    AscendC::TBuf<AscendC::TPosition::B2> constants_;
+    AscendC::TBuf<AscendC::TPosition::B2> identity_;
     AscendC::TQue<AscendC::TPosition::CO1, 1> sum_;
 };
 

@@ -5,8 +5,6 @@
 
 namespace mindlora {
 
-constexpr uint32_t kConstantsSize = 2 * kFractalSize;  // see WriteConstants
-
 template <typename T>
 struct PrefillExchange {
     __aicore__ inline PrefillExchange(uint32_t tokens, uint32_t rank, uint32_t slices, GM_ADDR workspace)
@@ -15,19 +13,19 @@ struct PrefillExchange {
         const GM_ADDR lowBegin = workspace + uint64_t{stride} * slices * sizeof(float);
         partials.SetGlobalBuffer((__gm__ float*)workspace);
         low.SetGlobalBuffer((__gm__ T*)lowBegin);
-        constants.SetGlobalBuffer((__gm__ T*)(lowBegin + stride * sizeof(T)));
+        constant.SetGlobalBuffer((__gm__ T*)(lowBegin + stride * sizeof(T)));
     }
 
     uint32_t size;                          // of low
     uint32_t stride;                        // from one slice's partial sums to the next one's
     AscendC::GlobalTensor<float> partials;  // [slices][tokens, rank]
     AscendC::GlobalTensor<T> low;           // [tokens, rank]
-    AscendC::GlobalTensor<T> constants;     // two fractals
+    AscendC::GlobalTensor<T> constant;      // a fractal
 };
 
-// An identity and a fractal of NaN, for the cube cores, which cannot make them.
+// An identity, for the cube cores, which cannot make it.
 template <typename T, typename Queue>
-__aicore__ inline void WriteConstants(Queue& queue, const PrefillExchange<T>& exchange)
+__aicore__ inline void WriteIdentity(Queue& queue, const PrefillExchange<T>& exchange)
 {
     constexpr uint32_t kHalf = kFractalSize / 2;  // the numbers of one vector instruction
     AscendC::LocalTensor<uint16_t> bits = queue.template AllocTensor<uint16_t>();
@@ -40,10 +38,9 @@ __aicore__ inline void WriteConstants(Queue& queue, const PrefillExchange<T>& ex
         }
         AscendC::Duplicate<uint16_t>(bits[part * kHalf], CubeType<T>::kOne, diagonal, 1, 1, 8);
     }
-    AscendC::Duplicate<uint16_t>(bits[kFractalSize], CubeType<T>::kNan, kFractalSize);
     queue.EnQue(bits);
     bits = queue.template DeQue<uint16_t>();
-    AscendC::DataCopy(exchange.constants, bits.template ReinterpretCast<T>(), kConstantsSize);
+    AscendC::DataCopy(exchange.constant, bits.template ReinterpretCast<T>(), kFractalSize);
     queue.FreeTensor(bits);
 }
 

@@ -10,13 +10,12 @@
 namespace mindlora {
 namespace prefill {
 
-constexpr uint64_t kSide = 16;        // of a fractal
-constexpr uint64_t kElement = 2;      // bytes
-constexpr uint64_t kLeastTokens = 2;  // one is bound by bytes on the vector cores too
-constexpr uint64_t kFractal = kSide * kSide * kElement;
-constexpr uint64_t kConstants = 2;       // fractals that stay in L0B
-constexpr uint64_t kMostStride = 65535;  // between rows that become fractals while they are read
-constexpr uint64_t kMostLow = 1u << 28;  // strides between partial sums are 32-bit numbers of bytes
+constexpr uint64_t kSide = 16;                           // of a fractal
+constexpr uint64_t kElement = 2;                         // bytes
+constexpr uint64_t kLeastTokens = 2;                     // one is bound by bytes on the vector cores too
+constexpr uint64_t kFractal = kSide * kSide * kElement;  // of the identity, which stays in L0B
+constexpr uint64_t kMostStride = 65535;                  // between rows that become fractals while they are read
+constexpr uint64_t kMostLow = 1u << 28;                  // strides between partial sums are 32-bit numbers of bytes
 
 // Parts of `rows` tokens by `width` of K or N.
 struct Split {
@@ -40,11 +39,11 @@ inline Load ShrinkLoad(const Split& split, uint64_t tokens, uint64_t rank)
         CeilDiv(rows, kSide) * CeilDiv(rank, kSide) * CeilDiv(split.width, kSide)};
 }
 
-// y0 is multiplied by one of the constants.
+// y0 is multiplied by an identity.
 inline Load ExpandLoad(const Split& split, uint64_t tokens, uint64_t rank)
 {
     const uint64_t rows = std::min(split.rows, tokens);
-    return {kElement * ((2 * rows + rank) * split.width + rows * rank) + kConstants * kFractal,
+    return {kElement * ((2 * rows + rank) * split.width + rows * rank) + kFractal,
         CeilDiv(rows, kSide) * (CeilDiv(rank, kSide) + 1) * CeilDiv(split.width, kSide)};
 }
 
@@ -92,9 +91,9 @@ Split Choose(const std::vector<Split>& splits, uint64_t cores, uint64_t allowed,
 // The widths of tiles: fills in tiling.step, and returns the most of a slice of A or B.
 inline uint64_t PlanTiles(uint64_t rank, const Platform& chip, PrefillTiling& tiling)
 {
-    // Two tiles of x or y0 fill half of L0A, two of A or B what the constants leave of L0B.
+    // Two tiles of x or y0 fill half of L0A, two of A or B what the identity leaves of L0B.
     tiling.step = RoundDown(std::min(chip.l0a / 4 / kElement / kPrefillTileRows,
-                                (chip.l0b - kConstants * kFractal) / 2 / kElement / RoundUp(rank, kSide)),
+                                (chip.l0b - kFractal) / 2 / kElement / RoundUp(rank, kSide)),
         kSide);
     // The rest of L1 is for a slice of A or B.
     const uint64_t tiles = kElement * kPrefillTileRows * (kPrefillStages * tiling.step + RoundUp(rank, kSide));
@@ -139,7 +138,7 @@ uint64_t PlanPrefill(
     tiling.reduceTile = RoundDown(chip.unifiedBuffer / 4 / sizeof(float) / shrink.slices, kSide);
     plan.blocks = std::min(cores, std::max(shrink.parts, expand.parts));
     plan.kind = KernelKind::kCubeAndVector;
-    plan.workspace = RoundUp(tokens * rank, kSide) * (sizeof(float) * shrink.slices + kElement) + kConstants * kFractal;
+    plan.workspace = RoundUp(tokens * rank, kSide) * (sizeof(float) * shrink.slices + kElement) + kFractal;
     return shrinkTime + expandTime;
 }
 

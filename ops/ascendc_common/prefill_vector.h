@@ -13,7 +13,7 @@ public:
         AscendC::TPipe& pipe, const PrefillTiling& split, const PrefillExchange<T>& exchange)
         : exchange_(exchange), sums_(pipe, exchange, split.shrinkSlices, split.reduceTile)
     {
-        pipe.InitBuffer(constants_, 1, kConstantsSize * sizeof(T));
+        pipe.InitBuffer(identity_, 1, kFractalSize * sizeof(T));
     }
 
     // This core's part of `count`, which is dealt out in multiples of `unit`.
@@ -22,10 +22,10 @@ public:
         return Share(count, unit, AscendC::GetBlockNum() * AscendC::GetSubBlockNum(), AscendC::GetBlockIdx());
     }
 
-    __aicore__ inline void WriteConstantsOnce()
+    __aicore__ inline void WriteIdentityOnce()
     {
         if (AscendC::GetBlockIdx() == 0) {
-            WriteConstants(constants_, exchange_);
+            WriteIdentity(identity_, exchange_);
         }
     }
 
@@ -35,7 +35,7 @@ public:
 private:
     const PrefillExchange<T>& exchange_;
     PartialSums<T> sums_;
-    AscendC::TQue<AscendC::TPosition::VECOUT, 1> constants_;
+    AscendC::TQue<AscendC::TPosition::VECOUT, 1> identity_;
 };
 
 }  // namespace mindlora

@@ -197,23 +197,42 @@ def test_a_shape_that_the_host_refuses_is_a_failed_case_with_canns_code(run, bui
     assert "mindlora lora_delta (ascend): K is 37 in one input and 5 in another.\n" in result.stderr
 
 
-def test_a_row_of_more_bytes_than_a_stride_can_say_is_refused(place):
-    """The host asks for no memory, so that the shapes can be as large as this."""
+@pytest.fixture
+def answer(place):
+    """Returns what an operator's host says of tensors (shape, dtype's number). It needs no memory for them."""
     acl = ctypes.CDLL(str(place / "cann/lib64/libascendcl.so"), ctypes.RTLD_GLOBAL)
     opapi = ctypes.CDLL(str(place / "package/op_api/lib/libcust_opapi.so"))
     acl.aclCreateTensor.restype = ctypes.c_void_p
 
-    def answer(k, n):
-        shapes = ((1, n), (1, k), (1, k), (n, 1), (1,), (1, n))
-        made = [
-            ctypes.c_void_p(acl.aclCreateTensor((ctypes.c_int64 * len(s))(*s), len(s), 0, None, 0, 2, None, 0, None))
-            for s in shapes
-        ]
+    def made(shape, dtype):
+        sizes = (ctypes.c_int64 * len(shape))(*shape)
+        return ctypes.c_void_p(acl.aclCreateTensor(sizes, len(shape), dtype, None, 0, 2, None, 0, None))
+
+    def ask(op_type, *tensors):
         size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-        return opapi.aclnnLoraDeltaGetWorkspaceSize(*made, ctypes.byref(size), ctypes.byref(executor))
+        function = opapi[f"aclnn{op_type}GetWorkspaceSize"]
+        return function(*[made(*tensor) for tensor in tensors], ctypes.byref(size), ctypes.byref(executor))
+
+    return ask
+
+
+def test_a_row_of_more_bytes_than_a_stride_can_say_is_refused(answer):
+    def code(k, n):
+        return answer("LoraDelta", *((shape, 0) for shape in ((1, n), (1, k), (1, k), (n, 1), (1,), (1, n))))
 
     most = 2**30 - 1  # of 4 bytes each
-    assert [answer(k, n) for k, n in ((most, 16), (16, most), (most + 1, 16), (16, most + 1))] == [0, 0, 561002, 561002]
+    assert [code(k, n) for k, n in ((most, 16), (16, most), (most + 1, 16), (16, most + 1))] == [0, 0, 561002, 561002]
+
+
+def test_more_slots_than_the_table_of_a_core_has_room_for_are_refused(answer):
+    float32, int32 = 0, 3
+
+    def code(slots):
+        rows, numbers = ((1, 4), float32), (((slots,), int32), ((slots,), float32), ((1,), int32))
+        return answer("MultiLoraDelta", rows, rows, ((slots, 1, 8), float32), *numbers, rows)
+
+    # With 8,638 it runs: test_as_many_slots_as_the_table_has_room_for.
+    assert [code(slots) for slots in (8638, 8639, 8648)] == [0, 561002, 561002]
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,14 @@ def test_slots_that_do_not_exist_give_nan(run, reference, dtype):
     assert_near(reference, dtype, y[~bad], good)
 
 
-def test_rows_without_an_adapter_are_y0(run):
-    inputs = case("bfloat16", np.where(np.arange(150) % 3 == 0, -1, 5))
-    y, _ = run("bfloat16", inputs)
-    assert np.array_equal(y, inputs[0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", (54, 9000))
+def test_rows_without_an_adapter_are_y0(run, dtype, n):
+    """To the last bit, NaN, infinity and -0 too: no product is made of them."""
+    inputs = case(dtype, np.where(np.arange(150) % 3 == 0, -1, 5), k=20, n=n)
+    inputs[0][::3, [0, 17, 30, n - 1]] = store([np.nan, -np.inf, -0.0, np.inf], dtype)
+    y, _ = run(dtype, inputs)
+    assert np.array_equal(y.view(np.uint16), inputs[0].view(np.uint16))
 
 
 def test_same_bits_whatever_the_other_rows(run):

@@ -88,6 +88,7 @@ VECTOR_RULES = [
     ("gather_beyond", r"Gather: src reads bytes \[280, 284\) of VECCALC TBuf 0, which has 256", {}),
     ("gather_unwritten", r"Gather: src reads byte 28 of VECCALC TBuf 1, which was never written", {}),
     ("gather_offsets_unwritten", r"Gather: srcOffset reads byte 32 of VECCALC TBuf 2, which was never written", {}),
+    ("gather_from_a_short_source", r"Gather: src has 256 bytes, and CANN's CPU debugging wants 288 for 2 repeats", {}),
     ("gather_in_place", r"Gather: src and dst overlap", {}),
     ("gather_onto_offsets", r"Gather: srcOffset and dst overlap", {}),
     ("gather_address", r"Gather: dst starts at address 272 of UB, which is not a multiple of 32 bytes", {}),
@@ -258,6 +259,15 @@ def test_the_product_without_a_break(libraries):
 def test_a_broken_product_is_refused(libraries, refused, broken):
     with pytest.raises(refused, match=CUBE_BREAKS[broken - 1]):
         run_cube(libraries, "product", broken)
+
+
+def test_nan_into_a_product_is_refused(libraries, refused):
+    for spoiled, message in (("a", "fm has NaN in row 3, column 1,"), ("b", "filter has NaN in row 1, column 3,")):
+        a, b, c = np.ones((32, 32), "f2"), np.ones((32, 32), "f2"), np.zeros((32, 32), "f4")
+        {"a": a, "b": b}[spoiled][3, 1] = np.nan
+        with pytest.raises(refused, match=f"Mmad: {message} which may end in an error of execution"):
+            gm = [("a", a, "in"), ("b", b, "in"), ("c", c, "out")]
+            libraries["cube_rules"].run("product", gm, struct.pack("<i", 0), kernel_type="AIC_ONLY")
 
 
 def test_large_products_need_no_barrier(libraries):

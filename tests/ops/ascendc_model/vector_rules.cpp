@@ -132,6 +132,12 @@ RULE(gather_offsets_unwritten)
     Gathered g(env, 4);
     Gather(g.target, g.source, g.offsets, 0, env.bad ? 9 : 8);
 }
+RULE(gather_from_a_short_source)
+{
+    const auto offsets = env.Fresh<uint32_t>(128);
+    Duplicate(offsets, uint32_t{0}, 128);
+    Gather(env.Fresh<float>(128), env.Ones(env.bad ? 64 : 72), offsets, 0, 128);
+}
 RULE(gather_in_place)
 {
     Gathered g(env, 4);

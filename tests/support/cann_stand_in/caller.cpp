@@ -2,11 +2,13 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
 #include "register/op_def_registry.h"
+#include "tiling/platform/platform_ascendc.h"
 
 struct aclOpExecutor {
     stand_in::Kernel kernel;
@@ -29,6 +31,7 @@ using Run = uint64_t (*)(
     const char*, const Buffer*, uint32_t, const void*, uint64_t, uint32_t, int32_t, int32_t, uint64_t, char*, uint64_t);
 
 constexpr int kInput = 0, kInOut = 1, kOutput = 2;
+constexpr int kVectorAlone = 0;  // of the simulator's kernel types: its cores do not wait for each other
 
 size_t BytesOf(aclDataType type) { return type == ACL_UINT8 ? 1 : type == ACL_FLOAT16 || type == ACL_BF16 ? 2 : 4; }
 
@@ -50,6 +53,12 @@ std::vector<size_t> OutputsOf(const ops::OpDef& definition)
         found.push_back(i < definition.inputs.size() ? i : next++);
     }
     return found;
+}
+
+aclnnStatus Refuse(const char* reason)
+{
+    StandInMessage(reason);
+    return 561000;
 }
 
 // Whether one of the definition's columns of dtypes fits all tensors.
@@ -98,6 +107,22 @@ bool OutputsFit(const ops::OpDef& definition, const std::vector<const aclTensor*
     return true;
 }
 
+// What is written in place must not be a copy; all else must be contiguous, since the kernels know no strides.
+bool WrittenWhereItIs(const ops::OpDef& definition)
+{
+    const std::vector<size_t> outputs = OutputsOf(definition);
+    for (size_t i = 0; i < definition.inputs.size(); ++i) {
+        const bool written = std::find(outputs.begin(), outputs.end(), i) != outputs.end();
+        if (definition.inputs[i].contiguous == written) return false;
+    }
+    return true;
+}
+
+int TypeOf(const Kernel& kernel, uint64_t key)
+{
+    return kernel.types.size() == 1 ? kernel.types[0] : kernel.types.at(key);
+}
+
 // The simulator's library for the dtype of the call; tests put them into a folder.
 void* Library(const Kernel& kernel, aclDataType type)
 {
@@ -141,9 +166,15 @@ aclnnStatus Prepare(
     const ops::OpDef& definition = *ops::Registry().at(kernel.opType);
     if (!TypesFit(definition, tensors)) return 161002;
     if (!OutputsFit(definition, tensors)) return 561001;
+    if (!WrittenWhereItIs(definition)) {
+        return Refuse("an input must be contiguous, and only one that is written in place must not be declared so");
+    }
     auto made = new aclOpExecutor{kernel, &definition, tensors};
     Describe(made->context, definition, tensors);
     if (definition.core.tile(&made->context) != ge::GRAPH_SUCCESS) return 561002;
+    if (TypeOf(kernel, made->context.key) != kVectorAlone && !made->context.allCoresAtOnce) {
+        return Refuse("cores that wait for each other need batch mode, in which all start together");
+    }
     *workspace = made->context.workspace;
     *executor = made;
     return 0;
@@ -168,15 +199,18 @@ aclnnStatus Launch(void* workspace, uint64_t bytes, aclOpExecutor* executor)
     for (size_t i = 0; i < outputs.size(); ++i) {
         add(outputs[i].name, places[i], places[i] < inputs.size() ? kInOut : kOutput);
     }
+    // The kernel's part of the workspace, behind CANN's.
+    if (bytes < platform_ascendc::kSystemWorkspace) return Refuse("the workspace has no room for CANN's own");
     std::vector<char> none(32);
-    buffers.push_back({"workspace", bytes > 0 ? workspace : none.data(), bytes > 0 ? bytes : none.size(), kOutput});
+    const uint64_t rest = bytes - platform_ascendc::kSystemWorkspace;
+    char* const behind = static_cast<char*>(workspace) + platform_ascendc::kSystemWorkspace;
+    buffers.push_back({"workspace", rest > 0 ? behind : none.data(), rest > 0 ? rest : none.size(), kOutput});
     void* library = Library(kernel, element);
     if (library == nullptr) return 561003;
     std::vector<char> report(1 << 22);
-    const int type = kernel.types.size() == 1 ? kernel.types[0] : kernel.types.at(context.key);
     reinterpret_cast<Run>(dlsym(library, "ascendc_model_run"))(kernel.name, buffers.data(),
         static_cast<uint32_t>(buffers.size()), context.tiling.GetData(), context.tiling.GetDataSize(), context.blocks,
-        type, 1, context.key, report.data(), report.size());
+        TypeOf(kernel, context.key), 1, context.key, report.data(), report.size());
     const std::string text = report.data();
     if (text.find("\"ok\": true") == std::string::npos) {
         StandInMessage(text.substr(0, 500).c_str());

@@ -91,6 +91,17 @@ std::vector<float> Unpack(const LocalRef& ref, uint64_t rows, uint64_t columns, 
     return values;
 }
 
+// Documents of CANN's development branch: NaN in an operand of Mmad may end in an error of execution.
+inline void RefuseNan(const char* operand, const std::vector<float>& values, uint64_t columns)
+{
+    for (uint64_t at = 0; at < values.size(); ++at) {
+        if (std::isnan(values[at])) {
+            Refuse("Mmad", operand, " has NaN in row ", at / columns, ", column ", at % columns,
+                ", which may end in an error of execution");
+        }
+    }
+}
+
 }  // namespace ascendc_model
 
 namespace AscendC {
@@ -163,6 +174,8 @@ void Mmad(
     const auto left = Unpack<U>(fm.Ref(), m, k, atA);
     const auto right = Unpack<U>(
         filter.Ref(), k, n, [&](uint64_t row, uint64_t col) { return b.At(row / 16, col / 16, col % 16, row % 16); });
+    RefuseNan("fm", left, k);
+    RefuseNan("filter", right, n);
     std::vector<float> sums(n);
     for (uint64_t row = 0; row < m; ++row) {
         const auto atC = [&](uint64_t col) { return c.At(col / 16, row / 16, row % 16, col % 16); };

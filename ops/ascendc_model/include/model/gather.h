@@ -34,6 +34,13 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
         Refuse("Gather", "srcBaseAddr is ", srcBaseAddr, ", which is not a multiple of the element's ", sizeof(T),
             " bytes");
     }
+    // Not documented; so much does CANN's own CPU debugging ask of src, whatever the offsets are.
+    const uint64_t repeats = (uint64_t{count} * sizeof(T) + kRepeatBytes - 1) / kRepeatBytes;
+    const uint64_t wanted = std::min(kRepeatBytes, uint64_t{count} * sizeof(T)) + (repeats - 1) * kDataBlock;
+    if (from.bytes < wanted) {
+        Refuse("Gather", "src has ", from.bytes, " bytes, and CANN's CPU debugging wants ", wanted, " for ", repeats,
+            " repeats");
+    }
     vector.Read(offsets, "srcOffset", offsets.begin, offsetsEnd);
     std::vector<T> elements(count);
     for (uint32_t i = 0; i < count; ++i) {

@@ -28,7 +28,7 @@ __aicore__ inline void LoraDeltaPrefill(GM_ADDR y0, GM_ADDR x, GM_ADDR a, GM_ADD
             AscendC::GlobalTensor<float> scaleGm;
             scaleGm.SetGlobalBuffer((__gm__ float*)scale, 1);
             PrefillVector<T> vector(pipe, sizes.prefill, exchange);
-            vector.WriteConstantsOnce();
+            vector.WriteIdentityOnce();
             AscendC::SyncAll<false>();
             vector.Reduce(vector.Mine(exchange.size, kFractalSide), scaleGm.GetValue(0));
             AscendC::SyncAll<false>();

@@ -48,7 +48,7 @@ public:
         const uint32_t out = sizes_.outFeatures;
         const uint32_t slices = split_.expandSlices;
         const uint32_t parts = Ceil(sizes_.tokens, split_.expandRows) * slices;
-        const AscendC::LocalTensor<T> constants = cube_.LoadConstants(exchange_.constants);
+        const AscendC::LocalTensor<T> identity = cube_.LoadIdentity(exchange_.constant);
         for (uint32_t part = AscendC::GetBlockIdx(); part < parts; part += AscendC::GetBlockNum()) {
             const uint32_t begin = part % slices * split_.expandWidth;
             const uint32_t width = Least(split_.expandWidth, out - begin);
@@ -59,7 +59,7 @@ public:
                 rows_.SetAll(Least(kPrefillTileRows, lastRow - row));
                 const uint64_t at = uint64_t{row} * out + begin;
                 cube_.Expand({yGm[at], out}, {y0Gm[at], out}, {exchange_.low[uint64_t{row} * rank], rank}, weight,
-                    constants, rows_, rank, width);
+                    identity, rows_, rank, width);
             }
             cube_.FreeWeight(weight);
         }

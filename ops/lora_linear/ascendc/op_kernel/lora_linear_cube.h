@@ -112,7 +112,7 @@ private:
     __aicore__ inline void AddBias(const AscendC::LocalTensor<float>& sum, const Range& rows)
     {
         AscendC::LocalTensor<T> in = leftIn_.template AllocTensor<T>();
-        AscendC::DataCopy(in, exchange_.constants, kFractalSize);
+        AscendC::DataCopy(in, exchange_.constant, kFractalSize);
         AscendC::LocalTensor<T> ones = ToL0(left_, leftIn_, in, kFractalSize);
         AscendC::LocalTensor<T> bias = weightsIn_.template AllocTensor<T>();
         LoadRows(bias, bias_[rows.begin], 1, rows.Size(), rows.Size(), kFractalSide);

@@ -32,7 +32,7 @@ __aicore__ inline void LoraLinearVector(
     const auto cores = static_cast<uint32_t>(AscendC::GetBlockNum() * AscendC::GetSubBlockNum());
     PartialSums<T> sums(pipe, exchange, sizes.cube.shrinkSlices, sizes.cube.reduceTile);
     if (sizes.hasBias != 0 && core == 0) {
-        WriteOnes(pipe, exchange.constants);
+        WriteOnes(pipe, exchange.constant);
     }
     // Each waits for the cube core of its block, then for the other vector cores, and so for all cube cores.
     AscendC::CrossCoreWaitFlag(kPartialsWritten);

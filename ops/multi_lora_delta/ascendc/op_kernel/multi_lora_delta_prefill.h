@@ -5,6 +5,7 @@
 
 #include "ascendc_common/prefill_vector.h"
 #include "multi_lora_delta_prefill_cube.h"
+#include "multi_lora_delta_prefill_pass.h"
 
 namespace mindlora {
 
@@ -42,10 +43,11 @@ __aicore__ inline void MultiLoraDeltaPrefill(GM_ADDR y0, GM_ADDR x, GM_ADDR pool
         }
         if ASCEND_IS_AIV {
             PrefillVector<T> vector(pipe, sizes.prefill, exchange);
-            vector.WriteConstantsOnce();
+            vector.WriteIdentityOnce();
             AscendC::SyncAll<false>();
             ReduceByRow(vector, sizes, adapters, scales);
             AscendC::SyncAll<false>();
+            PrefillPass<T>(pipe, sizes, adapters).Run(vector.Mine(sizes.tokens, 1), y0, y);
         }
     }
 }

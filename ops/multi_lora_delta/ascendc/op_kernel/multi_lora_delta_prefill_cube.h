@@ -45,6 +45,7 @@ public:
         }
     }
 
+    // Rows without an adapter are the vector cores'.
     __aicore__ inline void Expand(GM_ADDR y0, GM_ADDR y)
     {
         AscendC::GlobalTensor<T> y0Gm, yGm;
@@ -52,7 +53,7 @@ public:
         yGm.SetGlobalBuffer((__gm__ T*)y);
         const uint32_t slices = split_.expandSlices;
         const uint32_t parts = Ceil(sizes_.tokens, split_.expandRows) * slices;
-        const AscendC::LocalTensor<T> constants = cube_.LoadConstants(exchange_.constants);
+        const AscendC::LocalTensor<T> identity = cube_.LoadIdentity(exchange_.constant);
         for (uint32_t part = AscendC::GetBlockIdx(); part < parts; part += AscendC::GetBlockNum()) {
             const uint32_t begin = part % slices * split_.expandWidth;
             const uint32_t width = Least(split_.expandWidth, sizes_.out - begin);
@@ -68,10 +69,7 @@ public:
                 for (uint64_t done = 0; adapters_.Next(row, count, done, rows_, slot);) {
                     if (slot >= 0) {
                         Load(slot, sizes_.in + begin, width);
-                        cube_.Expand(to, from, low, weight_, constants, rows_, adapters_.RankOf(slot), width);
-                    } else {
-                        cube_.Pass(to, from, constants,
-                            slot == Adapters::kNone ? PrefillConstant::kIdentity : PrefillConstant::kNan, rows_, width);
+                        cube_.Expand(to, from, low, weight_, identity, rows_, adapters_.RankOf(slot), width);
                     }
                 }
             }

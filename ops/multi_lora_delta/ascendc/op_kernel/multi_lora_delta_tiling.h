@@ -20,6 +20,8 @@ constexpr uint32_t kDecodeBuffers = 9;  // tiles of float32 in UB
 constexpr uint32_t kDecodeTables = 7;   // numbers that a core keeps for a token,
 constexpr uint32_t kDecodeKeys = 2;     // and besides one for each slot (multi_lora_delta_segments.h)
 
+constexpr uint32_t kPassTile = 4096;  // prefill: the most columns of a row that move without a product at a time
+
 struct MultiLoraDeltaTiling {
     uint32_t tokens;
     uint32_t slots;

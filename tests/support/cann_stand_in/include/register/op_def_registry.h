@@ -110,6 +110,7 @@ enum Option { REQUIRED };
 struct OpParamDef {
     std::string name;
     std::vector<ge::DataType> types;
+    bool contiguous = false;  // CANN copies a tensor that is not
     OpParamDef& ParamType(Option) { return *this; }
     OpParamDef& DataType(const std::vector<ge::DataType>& given)
     {
@@ -118,7 +119,11 @@ struct OpParamDef {
     }
     OpParamDef& Format(const std::vector<ge::Format>&) { return *this; }
     OpParamDef& UnknownShapeFormat(const std::vector<ge::Format>&) { return *this; }
-    OpParamDef& AutoContiguous() { return *this; }
+    OpParamDef& AutoContiguous()
+    {
+        contiguous = true;
+        return *this;
+    }
 };
 
 struct OpAICoreConfig {
