@@ -148,7 +148,10 @@ def selection_of(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
     split_joined; ``cells`` is adapter path -> cell with an adapter.
     """
     plain = {
-        path.rpartition(".")[2] for path, cell in cells_and_weights(network) if isinstance(cell, adaptable_types())
+        path.rpartition(".")[2]
+        for path, cell in cells_and_weights(network)
+        # A cell with an adapter can be of the class that it replaced.
+        if isinstance(cell, adaptable_types()) and not isinstance(cell, LoRACell)
     }
     present = set(adapter.paths)
     # A pair of a joined cell need not have a share for each of its parts.

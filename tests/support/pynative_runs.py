@@ -9,10 +9,13 @@ import sys
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
+from mindlora.base.convert import convert_base
 from mindlora.data.mindrecord import write_mindrecord
+from mindlora.numerics.dtypes import to_float32
 from tests.conftest import ROOT
-from tests.support import tiny_runs
+from tests.support import mcore_checkpoints, tiny_runs
 from tests.support.mcore_networks import TINY
 
 # A CPU's GatherD takes no -100 in the labels, so the label that does not count is a token that no row has.
@@ -53,6 +56,8 @@ DEEPSEEK_V3 = {
     "num_nextn_predict_layers": 0,
 }
 
+BRIDGE = os.path.join(ROOT, "mindlora", "plugin", "register_path")
+BASE_FILE = "checkpoint-model-0000000-0000001.safetensors"
 MODELS = {"qwen3": QWEN3, "deepseek_v3": DEEPSEEK_V3}
 
 # All linear cells of a layer: for fewer of them, MindFormers 2.0 adapts siblings too that its regex does not match.
@@ -79,6 +84,23 @@ def write_data(path, rows=24, seed=0):
     write_mindrecord(({"input_ids": ids, "labels": row} for ids, row in pairs), str(path), overwrite=True)
 
 
+def write_base(folder, source):
+    """Writes a base for the Qwen3 above: as Hugging Face has it into ``source``, for the Trainer into ``folder``."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, key in (("HIDDEN", "hidden_size"), ("INNER", "intermediate_size"), ("VOCAB", "vocab_size")):
+            patch.setattr(mcore_checkpoints, name, QWEN3[key])
+        tensors = mcore_checkpoints.qwen3(QWEN3["num_hidden_layers"])
+    tensors = {name: 0.2 * to_float32(array) + ("norm" in name) for name, array in tensors.items()}
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen3", **mcore_checkpoints.CONFIG}), "utf-8")
+    folder.mkdir()
+    # MindFormers takes model.safetensors for Hugging Face's names.
+    convert_base(str(source), str(folder / BASE_FILE), None, "mcore")
+    common = {"epoch_num": 0, "step_num": 0, "global_step": 0, "loss_scale": 1.0, "global_batch_size": 4}
+    (folder / "common.json").write_text(json.dumps(common), encoding="utf-8")
+
+
 def tiny_config(model, data, steps, **changes):
     """Returns the content of a YAML that trains MindFormers' LoRA on a small model, and saves nothing.
 
@@ -101,6 +123,12 @@ def tiny_config(model, data, steps, **changes):
     }
     config.update(changes)
     return config
+
+
+def bridged(model, data, steps, **changes):
+    """Returns tiny_config's content with the line that loads mindlora, for a run with ``--register_path BRIDGE``."""
+    config = tiny_config(model, data, steps, **changes)
+    return {**config, "model": {**config["model"], "auto_register": "pynative_bridge.Adapters"}}
 
 
 def launch(config, output, *flags, module="tests.support.pynative_launcher"):

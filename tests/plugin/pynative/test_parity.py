@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT
 from tests.support import pynative_runs
-from tests.support.pynative_runs import only_with_pynative_trainer
+from tests.support.pynative_runs import BRIDGE, only_with_pynative_trainer
 
 pytestmark = only_with_pynative_trainer
-BRIDGE = f"{ROOT}/mindlora/plugin/register_path"
 FILLED = [{"type": "FillWeights"}]
 
 
@@ -19,7 +17,7 @@ def test_losses_are_those_of_mindformers_lora(model, tmp_path):
     config = pynative_runs.tiny_config(model, data, steps=20, callbacks=FILLED)
 
     theirs = pynative_runs.launch(config, tmp_path / "theirs")
-    bridged = {**config, "model": {**config["model"], "auto_register": "pynative_bridge.Adapters"}}
+    bridged = pynative_runs.bridged(model, data, steps=20, callbacks=FILLED)
     ours = pynative_runs.launch(bridged, tmp_path / "ours", "--register_path", BRIDGE)
 
     assert (theirs.returncode, ours.returncode) == (0, 0), theirs.stderr[-2000:] + ours.stderr[-2000:]
