@@ -42,6 +42,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     config = None
     try:
         with _interrupts(lambda: _say_how_to_go_on(config, began)):
+            if _trains_with_pynative(argv):
+                return 0
             config = build_config(argv)
             quiet = sys.stdout.isatty() and "--verbose" not in (sys.argv if argv is None else argv)
             with _screen(config) if quiet and config.run_mode in TRAINING_MODES else contextlib.nullcontext():
@@ -67,6 +69,21 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         _say_how_to_go_on(config, began)
         raise
     return 0
+
+
+def _trains_with_pynative(argv) -> bool:
+    """Trains with MindFormers' PyNative Trainer, if the YAML is one of its own."""
+    from mindlora.plugin.launching import pynative_run
+
+    try:
+        args, rest = parse(argv)
+    except ConfigError:
+        return False  # build_config says what is wrong with the flags.
+    if not pynative_run.is_for_pynative(args.config):
+        return False
+    _use_register_path(args.register_path)
+    pynative_run.train(args, rest)
+    return True
 
 
 def run(config: "MindFormerConfig") -> None:
@@ -113,13 +130,7 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
     args, rest = parse(argv)
     if not os.path.isfile(args.config):
         raise ConfigError(f"--config {args.config} does not exist. Check the path.")
-    if args.register_path is not None:
-        register_path = os.path.abspath(args.register_path)
-        if not os.path.isdir(register_path):
-            raise ConfigError(f"--register_path {args.register_path} is not a folder. Try: $(mindlora plugin-path)")
-        os.environ["REGISTER_PATH"] = register_path
-        if register_path not in sys.path:
-            sys.path.append(register_path)
+    _use_register_path(args.register_path)
     require_mindformers()
     config = _read_yaml(args.config, args.run_mode)
     _override(config, args, rest)
@@ -132,6 +143,18 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
     if args.random_base:
         config.random_base = True
     return config
+
+
+def _use_register_path(folder):
+    """Has MindFormers find in a folder what auto_register names; None is no folder."""
+    if folder is None:
+        return
+    register_path = os.path.abspath(folder)
+    if not os.path.isdir(register_path):
+        raise ConfigError(f"--register_path {folder} is not a folder. Try: $(mindlora plugin-path)")
+    os.environ["REGISTER_PATH"] = register_path
+    if register_path not in sys.path:
+        sys.path.append(register_path)
 
 
 def _override(config, args, rest):

@@ -1,4 +1,4 @@
-"""LoraCheckpoint under the PyNative Trainer: saves the adapter while training, for PEFT and whoever reads its folders."""
+"""LoraCheckpoint under the PyNative Trainer: saves the adapter while training, as PEFT reads it."""
 
 import os
 from typing import Any, Optional, Sequence
@@ -57,7 +57,11 @@ class LoraCheckpoint(TrainerCallback):
             )
         aside = training_state.set_aside(self.directory, state.global_step)
         if aside:
-            logger.warning("%s held saves of an earlier run; they have been moved to %s.", self.directory, aside)
+            logger.warning(
+                "%s held saves of an earlier run; they have been moved to %s. Delete them once nobody needs them.",
+                self.directory,
+                aside,
+            )
 
     def on_step_end(self, args: Any, state: Any, model: Sequence[nn.Cell] = (), **kwargs: Any) -> None:
         """Saves if it is due."""

@@ -1,0 +1,19 @@
+"""mindlora-run on a CPU, with the stand-ins of pynative_cpu and the callbacks of pynative_launcher."""
+
+import sys
+
+from tests.support import pynative_cpu
+
+
+def main() -> int:
+    """Runs the command line that mindlora-run would."""
+    pynative_cpu.install()
+    from mindlora.plugin import launcher
+    from tests.support.pynative_launcher import register_callbacks
+
+    register_callbacks()
+    return launcher.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
