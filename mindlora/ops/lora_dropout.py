@@ -3,10 +3,11 @@
 from typing import Tuple
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
+from mindlora.ops.cell_with_bprop import CellWithBprop
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
 from mindlora.ops.products import Products
 
@@ -75,7 +76,7 @@ class LoraDropout(OperatorCell):
         return self.construct(dout, seed, rate), ops.zeros_like(seed), ops.zeros_like(rate)
 
 
-class LoraDeltaWithDropout(nn.Cell):
+class LoraDeltaWithDropout(CellWithBprop):
     r"""y = y0 + ((dropout(x) A^T) * scale) B^T, with gradients for y0, x, A, B and scale.
 
     Only the seed is kept for the backward, not the mask or the dropped x. The gradients are LoraDelta's, with

@@ -4,7 +4,7 @@ import functools
 from typing import Optional, Sequence, Type
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import ops
 from mindspore.common import dtype as mstype
 from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.primitive import constexpr
@@ -12,9 +12,10 @@ from mindspore.ops.primitive import constexpr
 from mindlora.errors import BackendError
 from mindlora.ops import ascend
 from mindlora.ops.backend import ASCEND_OP_TYPES, DTYPES, LIBRARY, OP_TYPES, choose
+from mindlora.ops.cell_with_bprop import CellWithBprop
 
 
-class OperatorCell(nn.Cell):
+class OperatorCell(CellWithBprop):
     """Base of the cells that compute one operator.
 
     Attributes:

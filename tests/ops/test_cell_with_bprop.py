@@ -1,0 +1,126 @@
+"""Cells with a gradient of their own give it to Tensor.backward() too, bit by bit as to value_and_grad."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+
+import mindlora.nn.registry  # noqa: F401
+from mindlora.errors import BackendError
+from mindlora.nn.nf4_experts import DecodedWeight
+from mindlora.ops import (
+    LoraDelta,
+    LoraLinear,
+    LoraLinearWithBias,
+    MultiLoraDelta,
+    Nf4Linear,
+    Nf4LinearWithBias,
+    quantize,
+)
+from mindlora.ops.cell_with_bprop import CellWithBprop
+from mindlora.ops.lora_dropout import LoraDeltaWithDropout, LoraDropout
+from tests.support.backward import backward_gradients
+from tests.support.native import normal
+from tests.support.pooled_adapters import pooled, popularity
+
+TOKENS, K, N, R = 5, 70, 9, 3
+SCALE = np.float32([0.5])
+SEED, RATE = np.int32([7]), np.float32([0.3])
+
+
+def floats(*shapes):
+    """Returns normal values of each shape."""
+    return [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def packed_linear():
+    """Returns x and the four tensors of a weight in 4 bits."""
+    weight = quantize(normal(N, K, seed=3))
+    return [normal(TOKENS, K), weight.codes, weight.absmax, weight.scales, weight.offsets]
+
+
+def delta_inputs():
+    """Returns y0, x, A, B and the scale of lora_delta."""
+    return [*floats((TOKENS, N), (TOKENS, K), (R, K), (N, R)), SCALE]
+
+
+def linear_inputs():
+    """Returns x, W, A, B and the scale of lora_linear."""
+    return [*floats((TOKENS, K), (N, K), (R, K), (N, R)), SCALE]
+
+
+# How each cell is made, and its inputs.
+CELLS = {
+    "lora_delta": (LoraDelta, delta_inputs),
+    "lora_dropout": (LoraDropout, lambda: [normal(TOKENS, K), SEED, RATE]),
+    "lora_delta_with_dropout": (LoraDeltaWithDropout, lambda: [*delta_inputs(), SEED, RATE]),
+    "lora_linear": (LoraLinear, linear_inputs),
+    "lora_linear_with_bias": (LoraLinearWithBias, lambda: [*linear_inputs(), normal(N, seed=9)]),
+    "nf4_linear": (Nf4Linear, packed_linear),
+    "nf4_linear_with_bias": (Nf4LinearWithBias, lambda: [*packed_linear(), normal(N, seed=9)]),
+    "decoded_weight": (lambda: DecodedWeight(3, K, ms.float32), packed_linear),
+}
+
+
+@pytest.fixture(autouse=True)
+def _pynative(pynative_mode):
+    """Tensor.backward() is PyNative's."""
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_backward_gives_what_value_and_grad_gives_bit_by_bit(path, name):
+    make, arrays = CELLS[name]
+    cell = make()
+    inputs = [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(arrays())]
+    dout = Tensor(normal(*cell(*inputs).shape, seed=8))
+
+    gradients = backward_gradients(cell, inputs, dout)
+
+    expected = ms.grad(lambda *values: (cell(*values) * dout).sum(), tuple(range(len(inputs))))(*inputs)
+    for i, parameter in enumerate(inputs):
+        if parameter.dtype == ms.float32:
+            np.testing.assert_array_equal(gradients[i], expected[i].asnumpy(), err_msg=parameter.name)
+    assert gradients[0].any() or name == "decoded_weight"
+
+
+def test_backward_reaches_what_is_before_the_cell(path):
+    # The cell's inputs are results here, and its result goes on.
+    delta, scale = LoraDelta(), Tensor(SCALE)
+    arrays = floats((TOKENS, N), (TOKENS, K), (R, K), (N, R))
+    inputs = [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(arrays)]
+
+    def loss(y0, x, a, b):
+        return (ops.tanh(delta(ops.tanh(y0), ops.tanh(x), a, b, scale)) ** 2).sum()
+
+    gradients = backward_gradients(loss, inputs, Tensor(1.0))
+
+    for gradient, expected in zip(gradients, ms.grad(loss, (0, 1, 2, 3))(*inputs)):
+        np.testing.assert_array_equal(gradient, expected.asnumpy())
+
+
+def test_a_frozen_input_gets_no_gradient(path):
+    inputs = [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(packed_linear())]
+    for parameter in inputs[1:]:
+        parameter.requires_grad = False
+
+    x_gradient, *others = backward_gradients(Nf4Linear(), inputs, Tensor(normal(TOKENS, N)))
+
+    assert x_gradient.any() and others == [None] * 4
+
+
+def test_backward_is_refused_where_there_is_no_gradient(path):
+    arrays = [*floats((TOKENS, N), (TOKENS, K)), *pooled(K + N), popularity("uniform", TOKENS)]
+    inputs = [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(arrays)]
+    with pytest.raises(BackendError, match="multi_lora_delta has no gradient"):
+        backward_gradients(MultiLoraDelta(), inputs, Tensor(normal(TOKENS, N)))
+
+
+def test_every_cell_with_a_bprop_is_one_of_them():
+    left, with_bprop = [nn.Cell], set()
+    while left:
+        kind = left.pop()
+        left.extend(kind.__subclasses__())
+        if kind.__module__.startswith("mindlora.") and "bprop" in vars(kind):
+            with_bprop.add(kind)
+    assert {DecodedWeight, LoraDropout, MultiLoraDelta} < with_bprop
+    assert {kind for kind in with_bprop if not issubclass(kind, CellWithBprop)} == set()
