@@ -7,7 +7,6 @@ from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence,
 from mindlora.adapters import expert_pairs, joined_pairs, parts
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects import mcore
 from mindlora.adapters.dialects.dialect import Dialect
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.dialects.registry import FORMS
@@ -85,14 +84,15 @@ def convert_adapter(
     """Writes the adapter at ``source`` in another form, with every value the same bit for bit.
 
     The exceptions are pairs of different scales that share one afterwards, in a joined pair (``concatenate``) or in
-    forms "slora" and "mcore": their B are rescaled and rounded to their dtype. In form "mcore", which has one rank for
-    all cells, pairs of a smaller rank get zeros, which are taken off again when the file is read. A convolution in
+    forms "slora", "mcore" and "pynative": their B are rescaled and rounded to their dtype. "pynative" also rescales B
+    where lora_alpha is not a whole number. In forms "mcore" and "pynative", which have one rank for all cells, pairs of a smaller rank get zeros, which are taken off again when the file is read. A convolution in
     three matrices (kohya's lora_mid) becomes one in two.
 
     Args:
         source (str): Any form that adapter_files.read takes.
         output (str): Where to write.
-        to (str): "peft", "mindformers", "ckpt", "slora", "mcore", "diffusers" or "kohya", as in adapter_files.write.
+        to (str): "peft", "mindformers", "ckpt", "slora", "mcore", "pynative", "diffusers" or "kohya", as in
+            adapter_files.write.
         lora_alpha (float): For a source that does not state it. Default: None.
         heads (Heads): Needed if w_qkv is split (for "peft") or joined, unless the adapter's base is a folder here with
             its config.json. Default: nothing known.
@@ -108,7 +108,7 @@ def convert_adapter(
             takes it from the base's folder, its name or the adapter's cells; a Llama, if none of them tells.
         experts (str): "stacked" for one pair for each of the two weights in which a layer's routed experts are stacked,
             "single" for pairs of each expert by itself. Default: None, as they are in ``source``; stacked for
-            "mindformers" and "ckpt", which have no others.
+            "mindformers", "ckpt" and "pynative", which have no others.
 
     Returns:
         ConvertAdapterReport.
@@ -133,13 +133,13 @@ def convert_adapter(
     base = _known_base(adapter, architecture)
     _check_form(base, form)
     heads = _completed(heads, base.config)
+    _arrange_experts(adapter, experts, form)
     if concatenate:
         if form.world == HF:
             raise AdapterError("PEFT has no joined modules: leave concatenate (--concat) out for format 'peft'.")
         _join_all(adapter, heads, adapter.paths)
     else:
         adapter = with_cells_of(adapter, to, heads)
-    _arrange_experts(adapter, experts, form)
     adapter_files.write(adapter, output, to)
     return ConvertAdapterReport(
         source,
@@ -247,8 +247,7 @@ def with_cells_of(adapter: Adapter, to: str, heads: Heads) -> Adapter:
         split_all(adapter, heads)
     elif world == MCORE:
         _join_all(adapter, heads, adapter.paths)
-        return mcore.one_rank(adapter)
-    return adapter
+    return FORMS[to].prepared(adapter)
 
 
 def split_all(adapter: Adapter, heads: Heads) -> None:

@@ -10,15 +10,15 @@ from tqdm import tqdm
 
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters import parts
-from mindlora.adapters.adapter import ALPHA, Adapter
-from mindlora.adapters.dialects import diffusers, foreign, mindformers, mlx, peft, peft_config
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.dialects import diffusers, foreign, mindformers, mlx, peft, peft_config, pynative
 from mindlora.adapters.dialects.dialect import File
 from mindlora.adapters.dialects.peft_config import NO_EXTRAS, Extras
 from mindlora.adapters.dialects.registry import DIALECTS, FORMS, WEIGHTS, dialect_of
 from mindlora.common import atomic
-from mindlora.common.text import listed, shown, suggestion
+from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, AdapterFormatError, LoraError
-from mindlora.formats import ckpt_file, torch_pickle
+from mindlora.formats import ckpt_file, step_folder, torch_pickle
 from mindlora.formats.safetensors_file import TensorFile
 
 
@@ -28,7 +28,8 @@ def read(
     """Reads an adapter in any known form; tensors of the base and of the optimizer are ignored.
 
     Args:
-        path (str): A folder of PEFT, of diffusers, of mlx-lm, of MindFormers' slora or of MindFormers 2; or a
+        path (str): A folder of PEFT, of diffusers, of mlx-lm or of MindFormers' slora; the folder of a step of
+            MindFormers 2's PyNative trainer, or the one in which it saves all steps, for the last of them; or a
             .safetensors, .ckpt or .bin file of these or of kohya.
         allow_pickle (bool): Whether a .bin may be read. It is a pickle; only tensors are taken from it and nothing in
             it is run. Default: False.
@@ -52,12 +53,10 @@ def read(
     atomic.finish_interrupted_swap(path)
     if not os.path.exists(path):
         raise AdapterFormatError(f"{path} does not exist. Check the path.")
-    weights = _weights_in(path) if os.path.isdir(path) else path
-    if not os.path.isfile(weights):
-        raise AdapterFormatError(
-            f"{weights} is not a file but a folder, a device, or a broken link. Copy the file itself there."
-        )
-    foreign.refuse_file(weights)
+    folder = step_folder.last_step(path)
+    weights = _weights_in(folder) if os.path.isdir(folder) else path
+    if weights != folder or not os.path.isdir(folder):
+        _check_file(weights)
     # Read before the weights: they are small, and may already rule these out.
     settings = _settings_beside(weights, path, extras)
     with _opened(weights, allow_pickle) as file:
@@ -101,12 +100,13 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
 
     Args:
         adapter (Adapter): With complete pairs and a known lora_alpha.
-        path (str): A folder for "peft", "slora" and "diffusers", a file that ends in .safetensors for "mindformers",
+        path (str): A folder for "peft", "slora", "pynative" and "diffusers", a file that ends in .safetensors for "mindformers",
             "mcore" and "kohya" and in .ckpt for "ckpt".
         to (str): "peft" for adapter_config.json and adapter_model.safetensors, "mindformers" and "ckpt" for
             MindFormers' own names, "slora" for the folder from which MindFormers serves an adapter, "mcore" for what
-            MindFormers' own LoRA on an mcore model reads (see dialects/mcore.py), "diffusers" for
-            pytorch_lora_weights.safetensors and "kohya" for one file, both of Stable Diffusion. Default: "peft".
+            MindFormers' own LoRA on an mcore model reads (see dialects/mcore.py), "pynative" for the folder that its
+            PyNative trainer loads, "diffusers" for pytorch_lora_weights.safetensors and "kohya" for one file, both of
+            Stable Diffusion. Default: "peft".
 
     Raises:
         LoraError: ``to`` is unknown or does not suit ``path``, ``path`` is a folder that holds more than an adapter, or
@@ -176,13 +176,22 @@ def _check_folder_output(path: str, to: str) -> None:
         )
 
 
+def _check_file(path: str) -> None:
+    if not os.path.isfile(path):
+        raise AdapterFormatError(
+            f"{path} is not a file but a folder, a device, or a broken link. Copy the file itself there."
+        )
+    foreign.refuse_file(path)
+    step_folder.refuse_part(path)
+
+
 def _weights_in(folder: str) -> str:
-    """Returns the file with the tensors in an adapter folder."""
+    """Returns the file with the tensors in an adapter folder, or the folder if several hold them."""
     names = sorted(os.listdir(folder))
     for dialect in DIALECTS:
         weights = dialect.weights_in(folder, names)
         if weights is not None:
-            return os.path.join(folder, weights)
+            return os.path.join(folder, weights) if weights else folder
     foreign.refuse_folder(folder, names, WEIGHTS)
 
 
@@ -190,20 +199,22 @@ def _settings_beside(weights: str, path: str, extras: Extras) -> Dict[str, Any]:
     """Returns the fields of File that another file beside the weights gives, if that is the adapter's."""
     folder, name = os.path.split(weights)
     config = os.path.join(folder, peft.CONFIG_FILE)
-    manifest = os.path.join(folder, mindformers.MANIFEST)
+    if os.path.isdir(weights) or step_folder.is_step([name]) or os.path.lexists(os.path.join(folder, pynative.MANIFEST)):
+        return {}
     if name in diffusers.Diffusers.weights or mlx.config_beside(weights):
         return {}
     if not os.path.isdir(path) and not (name.startswith("adapter_model.") and os.path.exists(config)):
         return {}
-    if os.path.exists(manifest):
-        return {"lora_alpha": _manifest_alpha(manifest)}
     return {"config": peft_config.read(config, extras)}
 
 
 @contextlib.contextmanager
 def _opened(path: str, allow_pickle: bool) -> Iterator[File]:
     """Yields a file of tensors, from which they can be read."""
-    if path.endswith(".safetensors"):
+    if os.path.isdir(path):
+        with step_folder.StepFolder(path) as step:
+            yield File(path, list(step.tensors), step.read, {})
+    elif path.endswith(".safetensors"):
         with TensorFile(path) as file:
             metadata = adapter_metadata.parse(file.metadata.get(adapter_metadata.KEY, ""), path)
             yield File(path, list(file.tensors), file.read, metadata, file.metadata)
@@ -227,11 +238,3 @@ def _opened(path: str, allow_pickle: bool) -> Iterator[File]:
         yield File(path, list(arrays), arrays.__getitem__, {})
     else:
         raise AdapterFormatError(f"{path} must be an adapter folder or a .safetensors, .ckpt or .bin file.")
-
-
-def _manifest_alpha(path: str) -> float:
-    lora_config = peft_config.json_object(path).get("lora_config")
-    alpha: Any = lora_config.get("lora_alpha") if isinstance(lora_config, dict) else None
-    if alpha not in ALPHA:
-        raise AdapterFormatError(f"{path}: lora_config.lora_alpha is {shown(alpha)}; it must be a number above 0.")
-    return float(alpha)

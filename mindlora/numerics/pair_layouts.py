@@ -52,6 +52,20 @@ class PairLayout:
         """Returns (outputs, inputs) of the weight, or of each of its experts; a kernel counts as inputs."""
         return b[0], math.prod(a[1:])
 
+    def with_rank(self, half: str, array: np.ndarray, rank: int) -> np.ndarray:
+        """Returns A or B with its first ``rank`` ranks, or with zeros up to that many."""
+        axis = self.rank_axes["AB".index(half)]
+        by_rank = np.moveaxis(array, axis, 0)[:rank]
+        missing = np.zeros_like(by_rank, shape=(rank - len(by_rank), *by_rank.shape[1:]))
+        return np.ascontiguousarray(np.moveaxis(np.concatenate([by_rank, missing]), 0, axis))
+
+    def used_rank(self, a: np.ndarray, b: np.ndarray) -> int:
+        """Returns the rank up to the last one that is not zero in A or in B; the whole rank if all are zero."""
+        rank = self.rank(a.shape)
+        by_rank = [np.moveaxis(to_float32(x), axis, 0).reshape(rank, -1) for x, axis in zip((a, b), self.rank_axes)]
+        used = by_rank[0].any(axis=1) | by_rank[1].any(axis=1)
+        return 1 + int(max(np.flatnonzero(used), default=rank - 1))
+
     def has_product(self, a: Shape, b: Shape) -> bool:
         """Tells whether B A is defined for A and B of these shapes."""
         return self.rank(a) == b[self.rank_axes[1]]
@@ -215,11 +229,9 @@ def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
     return layout_of(a.shape, embeds).factors(a, b)
 
 
-def unstack_experts(stack: np.ndarray) -> Optional[List[np.ndarray]]:
-    """Returns the transposed matrices of a stack [experts, rows, columns], or None for any other shape."""
-    if stack.ndim != 3 or 0 in stack.shape:
-        return None
-    return list(stack.swapaxes(1, 2))
+def transposed_experts(stack: np.ndarray) -> Optional[np.ndarray]:
+    """Returns a stack of matrices with each of them transposed, or None for an array that is no stack."""
+    return np.ascontiguousarray(stack.swapaxes(1, 2)) if stack.ndim == EXPERTS.dims else None
 
 
 def flatten_experts(half: str, stack: np.ndarray) -> np.ndarray:

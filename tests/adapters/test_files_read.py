@@ -74,14 +74,6 @@ def test_mindformers_2_s_folder_with_its_manifest(tmp_path):
         with pytest.raises(AdapterFormatError) as error:
             adapter_files.read(str(path))
         assert str(error.value) == f"{manifest}: lora_config.lora_alpha is {shown}; it must be a number above 0."
-    (path / "model-1.safetensors").write_bytes(b"")
-    with pytest.raises(AdapterFormatError) as error:
-        adapter_files.read(str(path))
-    assert str(error.value) == (
-        f"{path} holds mindformers_adapter_config.json with 2 .safetensors files: "
-        "model-0.safetensors, model-1.safetensors. Name the folder of one step, with the "
-        "adapter in one file."
-    )
 
 
 def test_a_bin_is_read_only_where_it_is_allowed(tmp_path):
@@ -99,25 +91,6 @@ def test_a_bin_is_read_only_where_it_is_allowed(tmp_path):
         )
         adapter.selection = {"target_modules": ["q_proj", "k_proj"]}
         assert_same(adapter_files.read(str(name), allow_pickle=True), adapter)
-
-
-def test_experts_of_mindformers_2_become_pairs_of_single_experts(tmp_path):
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(3, 4, 2)).astype(np.float32), rng.normal(size=(3, 2, 10)).astype(np.float32)
-    holder = "decoder.layers.1.mlp.experts.weight1_lora_"
-    (tmp_path / "a.safetensors").write_bytes(safetensors(*header_of({holder + "a": a, holder + "b": b})))
-    found = adapter_files.read(str(tmp_path / "a.safetensors"))
-    assert len(found.paths) == 6
-    found.set_alpha(4)
-    x = rng.normal(size=(5, 4)).astype(np.float32)
-    for expert in range(3):
-        rows = [x @ found.delta(f"model.layers.1.mlp.experts.{expert}.{part}").T for part in ("gate_proj", "up_proj")]
-        np.testing.assert_allclose(
-            np.concatenate(rows, axis=1), 4 / 2 * (x @ a[expert] @ b[expert]), rtol=1e-4, atol=1e-5
-        )
-    # PEFT has modules for them.
-    adapter_files.write(found, str(tmp_path / "peft"))
-    assert adapter_files.read(str(tmp_path / "peft")).paths == sorted(found.paths)
 
 
 def test_tensors_of_the_base_and_of_the_optimizer_are_ignored(tmp_path):

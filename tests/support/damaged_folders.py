@@ -104,7 +104,7 @@ add(
     FORMAT,
     f"holds no {WEIGHTS}. It holds: {CONFIG}, model.safetensors.",
 )
-add("a folder with two candidates", changed(two_candidates), FORMAT, "with 2 .safetensors files: a.safetensors, b.")
+add("a folder with two candidates", changed(two_candidates), FORMAT, "both in a.safetensors and in b.")
 add("nothing there", lambda path: str(path / "absent"), FORMAT, "absent does not exist.")
 add("a file in a path of folders", changed(lambda path: path / CONFIG / "adapter"), FORMAT, "adapter does not exist.")
 add("another kind of file", changed(lambda path: path / CONFIG), FORMAT, CONFIG, "must be an adapter folder or a")

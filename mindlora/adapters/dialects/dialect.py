@@ -35,7 +35,6 @@ class File:
         source (str): The adapter for messages: the file, or the folder that it is in.
         extras (Extras): What of PEFT's the caller can take besides plain pairs.
         config (PeftConfig): The adapter_config.json beside it.
-        lora_alpha (float): lora_alpha as another file beside it says.
     """
 
     path: str
@@ -47,7 +46,6 @@ class File:
     wanted: parts.Wanted = parts.ALL
     extras: Extras = NO_EXTRAS
     config: Optional[PeftConfig] = None
-    lora_alpha: Optional[float] = None
 
     def __post_init__(self) -> None:
         self.source = self.source or self.path
@@ -97,8 +95,15 @@ class Dialect(abc.ABC):
         """
         raise NotImplementedError(f"{self.name} is only read.")
 
+    def prepared(self, adapter: Adapter) -> Adapter:
+        """Returns an adapter as the form holds it, where that has room for fewer ranks or scales than adapters have."""
+        return adapter
+
     def weights_in(self, folder: str, names: List[str]) -> Optional[str]:
-        """Returns which of the files in a folder holds the tensors, or None if it is no folder of this form."""
+        """Returns which of the files in a folder holds the tensors, or None if it is no folder of this form.
+
+        "" stands for the folder itself, if several files hold them.
+        """
         return next((name for name in self.weights if name in names), None)
 
     def is_embedding(self, key: str, path: str) -> bool:
@@ -176,8 +181,6 @@ class Dialect(abc.ABC):
                     f"{file.source} holds rows of {listed(adapter.token_rows)}, and which rows they are is in the "
                     "adapter_config.json beside it: give the folder of both."
                 )
-            if file.lora_alpha is not None:
-                adapter.set_alpha(file.lora_alpha)
             return
         adapter.use_rslora = config.use_rslora
         adapter.dropout = config.dropout

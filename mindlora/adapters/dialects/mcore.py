@@ -4,9 +4,7 @@ The pairs have zeros up to the largest rank, so that BA stays the same. mindlora
 """
 
 import dataclasses
-from typing import Dict
-
-import numpy as np
+from typing import Dict, Iterable, NoReturn
 
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
@@ -15,7 +13,7 @@ from mindlora.adapters.dialects.mindformers import MCORE, MindFormers, tensor_ke
 from mindlora.common.text import listed
 from mindlora.errors import AdapterError
 from mindlora.models import architecture, names, registry
-from mindlora.numerics.dtypes import scaled, to_float32
+from mindlora.numerics.dtypes import scaled
 
 
 class Mcore(MindFormers):
@@ -35,15 +33,21 @@ class Mcore(MindFormers):
             without_zeros(adapter)
         return adapter
 
+    def prepared(self, adapter: Adapter) -> Adapter:
+        return one_rank(adapter)
+
     def write(self, adapter: Adapter, path: str) -> None:
         self.refuse_single_experts(adapter)
-        adapter = one_rank(adapter)
-        paths = _paths(adapter)
+        adapter = self.prepared(adapter)
+        paths = mcore_paths(adapter)
+        unknown = [path for path in paths if names.is_expert_weight(path)]
+        if unknown:
+            refuse_cells(unknown)
         tensors = {tensor_key(paths[cell], part, MCORE): array for (cell, part), array in adapter.tensors.items()}
         write_file(path, tensors, adapter_metadata.header(adapter))
 
 
-def _paths(adapter: Adapter) -> Dict[str, str]:
+def mcore_paths(adapter: Adapter) -> Dict[str, str]:
     """Returns path -> path in mcore; raises AdapterError for what MindFormers' own LoRA does not know."""
     variant = adapter.variant
     if not variant.is_plain:
@@ -62,14 +66,20 @@ def _paths(adapter: Adapter) -> Dict[str, str]:
     unknown = []
     for path in adapter.paths:
         renamed[path] = record.rename_path(path, architecture.LEGACY, architecture.MCORE) or names.to_mcore(path)
-        if path in adapter.embeddings or renamed[path] == path or not names.is_linear(path):
+        adaptable = names.is_linear(path) or names.is_expert_weight(path)
+        if path in adapter.embeddings or renamed[path] == path or not adaptable:
             unknown.append(path)
     if unknown:
-        raise AdapterError(
-            f"MindFormers' mcore models put no LoRA on cells such as {listed(unknown)}. Write format 'peft', which "
-            "mindlora loads."
-        )
+        refuse_cells(unknown)
     return renamed
+
+
+def refuse_cells(paths: Iterable[str]) -> NoReturn:
+    """Raises AdapterError for pairs of cells that MindFormers' own LoRA does not adapt."""
+    raise AdapterError(
+        f"MindFormers' mcore models put no LoRA on cells such as {listed(paths)}. Write format 'peft', which "
+        "mindlora loads."
+    )
 
 
 def one_rank(adapter: Adapter) -> Adapter:
@@ -79,12 +89,10 @@ def one_rank(adapter: Adapter) -> Adapter:
     rank = adapter.rank(largest)
     scale = adapter.scale(largest)
     for path in adapter.paths:
-        a = adapter.tensors[path, "A"]
-        b = adapter.tensors[path, "B"]
-        b = scaled(b, adapter.scale(path) / scale)
-        missing = rank - adapter.rank(path)
-        tensors[path, "A"] = np.pad(a, ((0, missing), (0, 0)))
-        tensors[path, "B"] = np.pad(b, ((0, 0), (0, missing)))
+        layout = adapter.layout(path)
+        b = scaled(adapter.tensors[path, "B"], adapter.scale(path) / scale)
+        tensors[path, "A"] = layout.with_rank("A", adapter.tensors[path, "A"], rank)
+        tensors[path, "B"] = layout.with_rank("B", b, rank)
     alphas = dict.fromkeys(adapter.paths, scale * rank)
     return dataclasses.replace(adapter, tensors=tensors, alphas=alphas, use_rslora=False)
 
@@ -92,11 +100,10 @@ def one_rank(adapter: Adapter) -> Adapter:
 def without_zeros(adapter: Adapter) -> None:
     """Takes off what one_rank added: ranks at the end that are zero in A and in B. Such a rank can never train."""
     for path in adapter.paths:
-        a = adapter.tensors[path, "A"]
-        b = adapter.tensors[path, "B"]
-        used = to_float32(a).any(axis=1) | to_float32(b).any(axis=0)
-        rank = 1 + int(max(np.flatnonzero(used), default=len(a) - 1))
-        if rank < len(a):
-            adapter.alphas[path] *= rank / len(a)
-            adapter.tensors[path, "A"] = a[:rank].copy()
-            adapter.tensors[path, "B"] = b[:, :rank].copy()
+        layout = adapter.layout(path)
+        size = adapter.rank(path)
+        rank = layout.used_rank(adapter.tensors[path, "A"], adapter.tensors[path, "B"])
+        if rank < size:
+            adapter.alphas[path] *= rank / size
+            for half in "AB":
+                adapter.tensors[path, half] = layout.with_rank(half, adapter.tensors[path, half], rank)

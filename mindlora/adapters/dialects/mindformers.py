@@ -3,8 +3,6 @@
 import re
 from typing import Dict, Iterable, List, NamedTuple, Optional
 
-import numpy as np
-
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects.dialect import Dialect, File, Keys, listed_keys, write_file
@@ -12,13 +10,9 @@ from mindlora.adapters.expert_pairs import single_paths
 from mindlora.common.text import listed
 from mindlora.config.variants.registry import PARTS, SHARED_PARTS
 from mindlora.config.variants.variant import PartKey
-from mindlora.errors import AdapterError, AdapterFormatError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.errors import AdapterError, AdapterFormatError, UnexpectedTensorsError
 from mindlora.formats import ckpt_file
 from mindlora.models import architecture, names
-from mindlora.numerics.pair_layouts import unstack_experts
-
-# MindFormers 2's, beside the adapter's safetensors.
-MANIFEST = "mindformers_adapter_config.json"
 
 
 class KeyNames(NamedTuple):
@@ -92,9 +86,6 @@ class MindFormers(Dialect):
         saved_modules = {name: name for name in file.metadata.get("whole", ()) if name in file.keys}
         return Keys(part_keys, saved_modules)
 
-    def parts_of(self, key: str, part_key: PartKey, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
-        return split_experts(key, array) or {part_key: array}
-
     def refuse_single_experts(self, adapter: Adapter) -> None:
         """Raises AdapterError if an adapter has pairs of single experts, which MindFormers' forms have no names for."""
         experts = single_paths(adapter)
@@ -126,24 +117,6 @@ class MindPet(MindFormers):
             write_file(path, tensors, adapter_metadata.header(adapter))
 
 
-class PyNative(MindFormers):
-    """MindFormers 2's folder of one step, in which a manifest lies beside the adapter."""
-
-    def __init__(self) -> None:
-        super().__init__(PYNATIVE)
-
-    def weights_in(self, folder: str, names: List[str]) -> Optional[str]:
-        if MANIFEST not in names:
-            return None
-        weights = [name for name in names if name.endswith(".safetensors") and "-opt-" not in name]
-        if len(weights) != 1:
-            raise AdapterFormatError(
-                f"{folder} holds {MANIFEST} with {len(weights)} .safetensors files: {', '.join(weights) or 'none'}. "
-                "Name the folder of one step, with the adapter in one file."
-            )
-        return weights[0]
-
-
 def tensor_key(path: str, part: str, key_names: KeyNames = MINDPET) -> str:
     """Returns the key of a part of the cell at ``path``."""
     ending = next(ending for ending, name in key_names.endings.items() if name == part)
@@ -161,19 +134,15 @@ def parse_key(key: str, key_names: KeyNames = MINDPET) -> Optional[PartKey]:
 
 def sort(keys: Iterable[str], key_names: KeyNames) -> Dict[str, PartKey]:
     """Returns key -> (path, part) of the LoRA tensors among ``keys``; together, they tell which mcore model it is."""
-    stacks: Dict[str, PartKey] = {}
     parts: Dict[str, PartKey] = {}
     for key in keys:
-        stack = parse_expert_key(key)
-        part_key = _parse(key, key_names)
-        if stack:
-            stacks[key] = stack
-        elif part_key:
+        part_key = parse_expert_key(key) or _parse(key, key_names)
+        if part_key:
             parts[key] = part_key
-    if key_names.mcore:
-        canonical = names.canonical(path for path, _ in parts.values())
-        parts = {key: (names.mcore_to_mindformers(canonical[path]), part) for key, (path, part) in parts.items()}
-    return {**stacks, **parts}
+    if not key_names.mcore:
+        return parts
+    canonical = names.canonical(path for path, _ in parts.values())
+    return {key: (names.mcore_to_mindformers(canonical[path]), part) for key, (path, part) in parts.items()}
 
 
 def _parse(key: str, key_names: KeyNames) -> Optional[PartKey]:
@@ -216,35 +185,3 @@ def parse_expert_key(key: str) -> Optional[PartKey]:
     if match is None or is_optimizer_key(key):
         return None
     return f"{match[1]}.weight{match[2]}", match[3].upper()
-
-
-def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
-    """Returns the single experts' matrices of a stacked tensor of MindFormers 2, or {} for any other key.
-
-    A is [experts, in, r] and B [experts, r, out], the transposes of a dense pair's. In the result weight2 is
-    down_proj; weight1 has the rows of gate_proj before those of up_proj, and the two share A.
-
-    Raises ShapeMismatchError if the tensor is not a stack of matrices, or B of weight1 has an odd number of outputs.
-    """
-    match = _EXPERTS.match(key)
-    if not match:
-        return {}
-    holder = re.sub(r"^decoder\.", "model.", match[1])
-    half = match[3].upper()
-    matrices = unstack_experts(array)
-    if matrices is None or match[2] + half == "1B" and len(matrices[0]) % 2:
-        raise ShapeMismatchError(
-            f"{key} is {list(array.shape)}: A of all experts must be [experts, in, r] and B [experts, r, "
-            "out], where out of weight1 is twice that of gate_proj."
-        )
-    pairs = {}
-    for expert, matrix in enumerate(matrices):
-        if match[2] == "2":
-            parts = {"down_proj": matrix}
-        elif half == "A":
-            parts = {"gate_proj": matrix, "up_proj": matrix}
-        else:
-            parts = dict(zip(("gate_proj", "up_proj"), np.split(matrix, 2)))
-        for part, rows in parts.items():
-            pairs[f"{holder}.{expert}.{part}", half] = np.ascontiguousarray(rows)
-    return pairs

@@ -2,7 +2,7 @@
 
 from typing import Dict, Tuple
 
-from mindlora.adapters.dialects import diffusers, foreign, kohya, mcore, mindformers, mlx, peft, slora
+from mindlora.adapters.dialects import diffusers, foreign, kohya, mcore, mindformers, mlx, peft, pynative, slora
 from mindlora.adapters.dialects.dialect import Dialect, File
 
 # A file is in the first of them that matches.
@@ -15,7 +15,7 @@ DIALECTS: Tuple[Dialect, ...] = (
     mindformers.MindPet("ckpt", ".ckpt"),
     mindformers.MindFormers(mindformers.TK_DELTA),
     mcore.Mcore(),
-    mindformers.PyNative(),
+    pynative.PyNative(),
     slora.Slora(),
 )
 # What users can have written -> its form.

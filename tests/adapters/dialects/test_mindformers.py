@@ -1,13 +1,11 @@
 """MindFormers' own names of LoRA tensors, in checkpoints with and without the rest of the training state."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mindlora.adapters.dialects import mindformers
 from mindlora.adapters.dialects.mindformers import MCORE, MINDPET, PYNATIVE, SLORA, TK_DELTA
-from mindlora.errors import ShapeMismatchError
 
 LAYER = "decoder.layers.3."
 # MindFormers' mcore cell -> its path in MindFormers' Llama.
@@ -139,54 +137,6 @@ def test_the_form_of_a_file_follows_from_its_keys(keys, dialect):
     assert mindformers.detect(keys) is dialect
 
 
-# Experts --------------------------------------------------------------------------------------------------------
-
-EXPERTS, IN, RANK, HIDDEN = 3, 4, 2, 5
-KEY = "decoder.layers.7.mlp.experts.weight{}_lora_{}"
-
-
-def stacks(weight, seed=0):
-    """A and B of all experts as MindFormers 2 stores them for its grouped matmul."""
-    rng = np.random.default_rng(seed)
-    inner, out = (IN, 2 * HIDDEN) if weight == 1 else (HIDDEN, IN)
-    return (
-        rng.normal(size=(EXPERTS, inner, RANK)).astype(np.float32),
-        rng.normal(size=(EXPERTS, RANK, out)).astype(np.float32),
-    )
-
-
-def test_experts_are_split_into_what_the_grouped_matmul_computes():
-    x = np.random.default_rng(1).normal(size=(EXPERTS, 6, IN))
-    h = np.random.default_rng(2).normal(size=(EXPERTS, 6, HIDDEN))
-    pairs = {}
-    for weight in (1, 2):
-        for half, stack in zip("ab", stacks(weight)):
-            pairs.update(mindformers.split_experts(KEY.format(weight, half), stack))
-    assert set(pairs) == {
-        (f"model.layers.7.mlp.experts.{expert}.{part}", half)
-        for expert in range(EXPERTS)
-        for part in ("gate_proj", "up_proj", "down_proj")
-        for half in "AB"
-    }
-    assert all(array.flags.c_contiguous for array in pairs.values())
-    for weight, inputs, parts in ((1, x, ("gate_proj", "up_proj")), (2, h, ("down_proj",))):
-        a, b = stacks(weight)
-        # One group of tokens for each expert: (x[e] @ a[e]) @ b[e], with gate's columns before up's.
-        grouped = np.einsum("etr,ero->eto", np.einsum("eti,eir->etr", inputs, a), b)
-        for expert in range(EXPERTS):
-            own = [
-                (
-                    pairs[f"model.layers.7.mlp.experts.{expert}.{part}", "A"],
-                    pairs[f"model.layers.7.mlp.experts.{expert}.{part}", "B"],
-                )
-                for part in parts
-            ]
-            assert all(pair_a.shape == (RANK, a.shape[1]) for pair_a, _ in own)
-            assert all(pair_b.shape == (b.shape[2] // len(parts), RANK) for _, pair_b in own)
-            rows = np.concatenate([inputs[expert] @ pair_a.T @ pair_b.T for pair_a, pair_b in own], axis=1)
-            np.testing.assert_allclose(rows, grouped[expert], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "key",
     [
@@ -199,24 +149,3 @@ def test_experts_are_split_into_what_the_grouped_matmul_computes():
 )
 def test_other_tensors_are_no_experts(key):
     assert mindformers.parse_expert_key(key) is None
-    assert mindformers.split_experts(key, np.zeros((3, 4, 2), np.float32)) == {}
-
-
-@pytest.mark.parametrize(
-    "weight, half, shape",
-    [
-        (1, "a", (4, 2)),
-        (1, "b", (3, 2, 5)),
-        (2, "b", (3, 2, 0)),
-        (1, "a", (0, 4, 2)),
-        (2, "a", (1, 3, 4, 2)),
-        (2, "b", ()),
-    ],
-)
-def test_stacks_of_another_shape_are_refused(weight, half, shape):
-    with pytest.raises(ShapeMismatchError) as error:
-        mindformers.split_experts(KEY.format(weight, half), np.zeros(shape, np.float32))
-    assert str(error.value) == (
-        f"{KEY.format(weight, half)} is {list(shape)}: A of all experts must be [experts, in, r] and B "
-        "[experts, r, out], where out of weight1 is twice that of gate_proj."
-    )

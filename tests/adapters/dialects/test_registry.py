@@ -57,7 +57,7 @@ def test_users_can_choose_it(tmp_path, with_another, capsys):
 
 def test_no_two_forms_have_one_name():
     assert len(registry.FORMS) == sum(bool(dialect.form) for dialect in registry.DIALECTS)
-    assert set(registry.FORMS) == {"peft", "mindformers", "ckpt", "slora", "mcore", "diffusers", "kohya"}
+    assert set(registry.FORMS) == {"peft", "mindformers", "ckpt", "slora", "mcore", "pynative", "diffusers", "kohya"}
 
 
 def test_a_form_that_is_only_read_is_not_offered(tmp_path, capsys):

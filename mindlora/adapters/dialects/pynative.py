@@ -1,0 +1,183 @@
+"""The folders of MindFormers 2's PyNative trainer: joined names, one rank and one scale, and a manifest.
+
+A folder is that of one step. The manifest beside the tensors is MindFormers 2.1's and states the settings of the
+adapter; without it, lora_alpha is not known. A and B of experts are stored as [experts, in, r] and [experts, r, out].
+"""
+
+import dataclasses
+import itertools
+import os
+import re
+from typing import Any, Dict, Iterable, List, Optional
+
+import numpy as np
+
+from mindlora.adapters import metadata as adapter_metadata
+from mindlora.adapters.adapter import ALPHA, Adapter
+from mindlora.adapters.dialects import mcore, peft_config
+from mindlora.adapters.dialects.dialect import File
+from mindlora.adapters.dialects.mindformers import PYNATIVE, MindFormers, parse_expert_key, tensor_key
+from mindlora.common import atomic
+from mindlora.common.json_files import write_json
+from mindlora.common.text import shown
+from mindlora.config.variants.variant import PartKey
+from mindlora.errors import AdapterFormatError, RankMismatchError, ShapeMismatchError
+from mindlora.formats import step_folder
+from mindlora.formats.safetensors_file import write_arrays
+from mindlora.models import architecture
+from mindlora.numerics.dtypes import scaled
+from mindlora.numerics.pair_layouts import transposed_experts
+
+MANIFEST = "mindformers_adapter_config.json"
+WEIGHTS_FILE = step_folder.file_name(0, 1)
+# What the trainer reads beside a checkpoint: the progress of a run that has not begun.
+COMMON = {"epoch_num": 1, "step_num": 0, "global_step": 0, "loss_scale": 1.0, "global_batch_size": 1}
+
+
+class PyNative(MindFormers):
+    """The folder of one step."""
+
+    form = "pynative"
+    world = architecture.MCORE
+    stacks_experts = True
+    weights = (WEIGHTS_FILE,)
+
+    def __init__(self) -> None:
+        super().__init__(PYNATIVE)
+
+    def weights_in(self, folder: str, names: List[str]) -> Optional[str]:
+        files = step_folder.model_files(names)
+        if not files or not (MANIFEST in names or step_folder.is_step(names)):
+            return None
+        whole = len(files) == 1 and step_folder.METADATA not in names and step_folder.is_whole(files[0])
+        return files[0] if whole else ""
+
+    def parts_of(self, key: str, part_key: PartKey, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
+        if not parse_expert_key(key):
+            return {part_key: array}
+        turned = transposed_experts(array)
+        if turned is None:
+            raise ShapeMismatchError(
+                f"{key} is {list(array.shape)}: A of all experts must be [experts, in, r] and B [experts, r, out]. "
+                "Save the adapter again."
+            )
+        return {part_key: turned}
+
+    def read(self, file: File) -> Adapter:
+        adapter = super().read(file)
+        # Only mindlora adds zeros, and its files state lora_alpha.
+        if file.metadata.get("alphas"):
+            mcore.without_zeros(adapter)
+        return adapter
+
+    def complete(self, adapter: Adapter, file: File) -> None:
+        folder = file.path if os.path.isdir(file.path) else os.path.dirname(file.path)
+        manifest = os.path.join(folder, MANIFEST)
+        if os.path.lexists(manifest):
+            adapter.check_pairs(file.source)
+            _take_settings(adapter, manifest, file)
+
+    def prepared(self, adapter: Adapter) -> Adapter:
+        return _whole_alpha(mcore.one_rank(adapter))
+
+    def write(self, adapter: Adapter, path: str) -> None:
+        self.refuse_single_experts(adapter)
+        adapter = self.prepared(adapter)
+        paths = mcore.mcore_paths(adapter)
+        tensors: Dict[str, Optional[np.ndarray]] = {}
+        for (cell, half), array in adapter.tensors.items():
+            if adapter.layout(cell).stacked:
+                tensors[f"{paths[cell]}_lora_{half.lower()}"] = transposed_experts(array)
+            else:
+                tensors[tensor_key(paths[cell], half, PYNATIVE)] = array
+        with atomic.replace_folder(path) as folder:
+            write_arrays(os.path.join(folder, WEIGHTS_FILE), tensors, adapter_metadata.header(adapter))
+            write_json(os.path.join(folder, step_folder.COMMON), COMMON)
+            write_json(os.path.join(folder, MANIFEST), _manifest(adapter, paths.values()))
+
+
+def target_regex(paths: Iterable[str]) -> str:
+    """Returns a target_modules of lora_config that selects exactly the cells at these paths of parameters.
+
+    The trainer searches it in the path of each cell, which begins with "model.".
+    """
+    # Cells of a layer -> the layers that have exactly these.
+    cells_of: Dict[str, List[str]] = {}
+    alone = []
+    for path in paths:
+        path = re.sub(r"\.weight[12]$", "", path)
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", path)
+        if match is None:
+            alone.append(re.escape(path))
+        elif match[2] not in cells_of.setdefault(match[1], []):
+            cells_of[match[1]].append(match[2])
+    layers_with: Dict[str, List[str]] = {}
+    for layer, cells in cells_of.items():
+        layers_with.setdefault("|".join(map(re.escape, sorted(cells))), []).append(layer)
+    groups = [rf"decoder\.layers\.({'|'.join(layers)})\.({cells})" for cells, layers in layers_with.items()]
+    return rf"^model\.({'|'.join(itertools.chain(groups, dict.fromkeys(alone)))})$"
+
+
+def _whole_alpha(adapter: Adapter) -> Adapter:
+    """Returns an adapter of one rank and scale with a whole number as lora_alpha, for which B is rescaled."""
+    alpha = next(iter(adapter.alphas.values()))
+    whole = max(1, round(alpha))
+    if whole == alpha:
+        return adapter
+    tensors = {key: scaled(array, alpha / whole) if key[1] == "B" else array for key, array in adapter.tensors.items()}
+    return dataclasses.replace(adapter, tensors=tensors, alphas=dict.fromkeys(adapter.paths, float(whole)))
+
+
+def _manifest(adapter: Adapter, paths: Iterable[str]) -> Dict[str, Any]:
+    """Returns the manifest of an adapter of one rank and scale, with which MindFormers 2.1 loads it onto its base."""
+    return {
+        "format": "mindformers_pynative_lora_adapter_v1",
+        "base_load_path": adapter.base_model or "",
+        # MindFormers' fingerprint is of the files of a base, which are not known here: it then warns and goes on.
+        "base_fingerprint": None,
+        "lora_config": {
+            "target_modules": target_regex(paths),
+            "exclude_layers": None,
+            "lora_rank": adapter.rank(adapter.paths[0]),
+            "lora_alpha": int(next(iter(adapter.alphas.values()))),
+            "lora_dropout": float(adapter.dropout),
+            "lora_a_std": 0.01,
+            "lora_b_std": 0.0,
+        },
+        "global_step": 0,
+        "consumed_samples": 0,
+    }
+
+
+def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:
+    """Gives an adapter the settings in its manifest, whose rank must be that of the tensors.
+
+    Raises:
+        AdapterFormatError: lora_alpha is no number above 0, or is another one than mindlora's metadata says.
+        RankMismatchError: lora_rank is not the rank of the tensors.
+    """
+    content = peft_config.json_object(manifest)
+    settings = content.get("lora_config")
+    settings = settings if isinstance(settings, dict) else {}
+    alpha = settings.get("lora_alpha")
+    if alpha not in ALPHA:
+        raise AdapterFormatError(f"{manifest}: lora_config.lora_alpha is {shown(alpha)}; it must be a number above 0.")
+    other = [value for value in file.metadata.get("alphas", {}).values() if value != alpha]
+    if other:
+        raise AdapterFormatError(
+            f"{manifest}: lora_config.lora_alpha is {shown(alpha)}, and {file.path} says {other[0]:g}. Restore the one "
+            "that was changed."
+        )
+    rank = settings.get("lora_rank")
+    for path in adapter.paths:
+        if rank is not None and rank != adapter.rank(path):
+            raise RankMismatchError(
+                f"{manifest}: lora_config.lora_rank is {shown(rank)}, and {path} has rank {adapter.rank(path)}. Give "
+                "the manifest that was saved with these tensors."
+            )
+    adapter.alphas = dict.fromkeys(adapter.paths, float(alpha))
+    dropout = settings.get("lora_dropout", 0.0)
+    if dropout in peft_config.DROPOUT:
+        adapter.dropout = float(dropout)
+    base = content.get("base_load_path")
+    adapter.base_model = base if isinstance(base, str) and base else None
