@@ -10,7 +10,7 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects.dialect import Dialect
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.dialects.registry import FORMS
-from mindlora.adapters.matching import rename
+from mindlora.adapters.matching import rename, rename_for
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import suggestion
 from mindlora.errors import AdapterError, LoraError
@@ -132,6 +132,8 @@ def convert_adapter(
         rename(adapter, names.canonical(adapter.paths))
     base = _known_base(adapter, architecture)
     _check_form(base, form)
+    if base.architecture and not base.architecture.legacy:
+        rename_for(adapter, base.architecture)
     heads = _completed(heads, base.config)
     _arrange_experts(adapter, experts, form)
     if concatenate:

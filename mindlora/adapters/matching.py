@@ -18,6 +18,7 @@ from mindlora.errors import (
     UnexpectedTensorsError,
 )
 from mindlora.models import names
+from mindlora.models.architecture import LEGACY, MCORE, Architecture
 from mindlora.models.joined_rows import RowLayout
 from mindlora.models.targets import select_targets
 from mindlora.numerics.pair_layouts import LINEAR, Shape
@@ -279,6 +280,12 @@ def check_base(
             raise BaseMismatchError(message, adapter.fingerprint, base)
         # The caller of load_lora.
         warnings.warn(message, stacklevel=4)
+
+
+def rename_for(adapter: Adapter, record: Architecture) -> None:
+    """Gives pairs the paths that ``record`` has for their cells: several mcore models call a cell linear_qkv."""
+    paths = {path: record.rename_path(names.to_mcore(path), MCORE, LEGACY) or path for path in adapter.paths}
+    rename(adapter, paths)
 
 
 def rename(adapter: Adapter, new_paths: Mapping[str, str]) -> None:

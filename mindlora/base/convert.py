@@ -7,14 +7,17 @@ import dataclasses
 import time
 from typing import Callable, List, Mapping, Optional, Tuple
 
+from mindlora.base import pynative
 from mindlora.base.hf_config import hugging_face_config
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.renaming import Plan, tensor_of
-from mindlora.base.writer import OutputTensor, check_checkpoint_output, is_file_name, write
+from mindlora.base.writer import PYNATIVE, OutputTensor, check_checkpoint_output, is_file_name, write
 from mindlora.common.text import examples
 from mindlora.errors import CheckpointError
+from mindlora.models import names
 from mindlora.models.architecture import HF, LEGACY, MCORE
 
+TARGETS = (*WORLDS, PYNATIVE)
 _NO_CONFIG = (
     "There is no config.json, which transformers and vLLM need: name the model's YAML (--config run.yaml), or copy it "
     "from the original model."
@@ -86,7 +89,8 @@ def convert_base(
         output (str): A folder, which gets the source's division into files, or a .safetensors or .ckpt file.
         from_ (str): "hf", "mindformers" or "mcore", which is checked against the names; None detects it from them.
         to (str): "hf", "mindformers" or "mcore". Of a model that MindFormers has as an mcore model alone, such as
-            Qwen3, "mindformers" means "mcore".
+            Qwen3, "mindformers" means "mcore". "pynative" writes the folder that the PyNative trainer of MindFormers 2
+            loads, for Qwen3, Qwen3-MoE and DeepSeek-V3.
         concat (bool): Whether to join w_qkv and w_gate_hidden, for "mindformers". Default: False.
         tied (bool): Whether to leave lm_head.weight out because it is the embedding. Default: False.
         heads, kv_heads (int): Numbers of attention and of key-value heads, for qkv_concat. Default: None, which takes
@@ -105,27 +109,33 @@ def convert_base(
         TruncatedAdapterError, AdapterFormatError: A file of the source is damaged.
     """
     started = time.perf_counter()
-    if to not in WORLDS or from_ not in (None, *WORLDS):
+    if to not in TARGETS or from_ not in (None, *WORLDS):
         raise CheckpointError(
-            f"from_ is {from_!r} and to is {to!r}: each must be one of {', '.join(map(repr, WORLDS))}; from_ may be "
-            "None."
+            f"from_ is {from_!r} and to is {to!r}: to must be one of {', '.join(map(repr, TARGETS))}, and from_ "
+            f"None or one of {', '.join(map(repr, WORLDS))}."
         )
     check_checkpoint_output(output, [source], overwrite)
     with BaseCheckpoint(source) as base:
         written = _world_of(base, to)
         _check_worlds(base, from_, to, concat)
+        if to == PYNATIVE:
+            _check_trainer(base, output)
         plan = Plan(base, written, concat, heads, kv_heads)
         notes = [*base.left_out, *_settle_head(base, plan, written, tied)]
         tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
         companions = []
         config = None
-        if to == "hf" and not is_file_name(output):
+        if to in (HF, PYNATIVE) and not is_file_name(output):
             companions = base.companions()
+        if to == HF and not is_file_name(output):
             if not base.config and model_config is not None:
                 config = hugging_face_config([tensor[:3] for tensor in tensors], model_config)
             elif not base.config:
                 notes.append(_NO_CONFIG)
-        files = write(output, plan.shards, written, companions, config, progress)
+        shards = plan.shards
+        if to == PYNATIVE:
+            shards = pynative.shards(shards, {t.name: t.unit for t in tensors if names.is_expert_weight(t.name)})
+        files = write(output, shards, PYNATIVE if to == PYNATIVE else written, companions, config, progress)
     return ConvertBaseReport(
         str(source),
         str(output),
@@ -165,8 +175,18 @@ def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: b
 
 
 def _world_of(base: BaseCheckpoint, to: str) -> str:
-    """Returns ``to``, or "mcore" for MindFormers' names of a model that it has as an mcore model alone."""
-    return MCORE if to == LEGACY and not base.architecture.legacy else to
+    """Returns whose names the form ``to`` has; "mindformers" means "mcore" of a model that is an mcore model alone."""
+    return MCORE if to == PYNATIVE or to == LEGACY and not base.architecture.legacy else to
+
+
+def _check_trainer(base: BaseCheckpoint, output: str) -> None:
+    if base.architecture.legacy or not base.architecture.trains:
+        raise CheckpointError(
+            f"MindFormers' PyNative trainer has no {base.architecture.title}, which {base.path} is. Use --to mindformers "
+            "and train with its graph mode."
+        )
+    if is_file_name(output):
+        raise CheckpointError(f"The output {output} is a file, and MindFormers' trainer loads a folder. Give a folder.")
 
 
 def _settle_head(base, plan, to, tied) -> List[str]:

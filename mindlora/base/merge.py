@@ -11,9 +11,10 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters import tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.dialects.peft_config import Extras
-from mindlora.adapters.matching import CellShape, arrange
+from mindlora.adapters.matching import CellShape, arrange, rename_for
+from mindlora.base import pynative
 from mindlora.base.reader import WORLDS, BaseCheckpoint
-from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
+from mindlora.base.writer import PYNATIVE, OutputTensor, Shard, check_checkpoint_output, write
 from mindlora.common.text import examples
 from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
@@ -124,7 +125,10 @@ def merge_checkpoint(
             for file, found in source.names_by_file.items()
         ]
         config = {**source.config, **merging.changed_config} if merging.changed_config and source.config else None
-        files = write(output, shards, source.world, source.companions(), config, progress)
+        if source.is_pynative:
+            shards = pynative.shards(shards, source.expert_heights)
+        written = PYNATIVE if source.is_step else source.world
+        files = write(output, shards, written, source.companions(), config, progress)
     count = len(content.paths)
     # An adapted module whose own weight is in the adapter too counts as merged, once.
     tables = {merging.weight_name(path, True) for path in content.token_rows}.union(content.saved_modules)
@@ -159,6 +163,8 @@ class _Merging:
         self._own = {_under_mindformers(name, base): name for name in base.tensors}
         adapter.saved_modules = {names.parameter_in_adapters(own): each for own, each in adapter.saved_modules.items()}
         heads = kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads")
+        if base.world == MCORE:
+            rename_for(adapter, base.architecture)
         arrange(adapter, self._cell_shapes(heads), self._base_weight)
         self._head = base.architecture.head_weight("mindformers")
         self._check_names()

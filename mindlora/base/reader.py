@@ -10,12 +10,13 @@ from typing import Container, Dict, Iterable, List, Optional, Union
 
 import numpy as np
 
+from mindlora.base import mcore_view
 from mindlora.common import atomic
 from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import examples
 from mindlora.errors import CheckpointError
-from mindlora.formats import ckpt_file
+from mindlora.formats import ckpt_file, step_folder
 from mindlora.formats.safetensors_file import TensorFile, TensorInfo
 from mindlora.models import names, registry
 from mindlora.models.architecture import HF, LEGACY, MCORE, Architecture
@@ -30,6 +31,8 @@ _RUN_STATE = (
     *("loss_scale", "scale_sense", "last_overflow_iterator_step"),
     *("beta1_power", "beta2_power", "learning_rate", "weight_decay"),
 )
+# How the names of an adapter's tensors end that MindFormers 2 saves with the base.
+_ADAPTER_ENDINGS = (".lora_a", ".lora_b", "_lora_a", "_lora_b")
 # The files of a model's folder that transformers and MindFormers need besides the tensors.
 COMPANIONS = (
     CONFIG,
@@ -53,7 +56,8 @@ class BaseCheckpoint:
 
     Args:
         path (str): A folder with model.safetensors.index.json and its shards, a folder of .safetensors files without an
-            index, a .safetensors file, or a .ckpt file, which is held in memory.
+            index, a .safetensors file, or a .ckpt file, which is held in memory; or the folder of a step of MindFormers
+            2's PyNative trainer, or that of all its steps, for the last one.
 
     Attributes:
         files (dict): Name of a file -> the open file, in the order of the names.
@@ -61,6 +65,11 @@ class BaseCheckpoint:
         world (str): Whose names the tensors have: "hf", "mindformers" or "mcore".
         architecture (Architecture): The record that knows their names.
         config (dict): Content of the config.json beside the tensors; empty if there is none.
+        is_step (bool): Whether it is a step that MindFormers 2's PyNative trainer saved.
+        is_pynative (bool): Whether its tensors are named and shaped as that trainer has them; here they are as mcore has
+            them (see mindlora.base.mcore_view).
+        expert_heights (dict): Name of an expert weight of such a checkpoint -> rows of each expert.
+        adapter_tensors (list of str): The adapter's tensors in such a step. They are in no other attribute.
         training_state (list of str): Tensors that are not the model's: the state of an optimizer and of a run, which
             MindFormers' CheckpointMonitor saves with the model. They are in no other attribute.
 
@@ -70,20 +79,29 @@ class BaseCheckpoint:
     def __init__(self, path: str):
         self.path = os.path.abspath(path)
         atomic.finish_interrupted_swap(self.path)
+        self.path = step_folder.last_step(self.path)
         self.folder = self.path if os.path.isdir(self.path) else os.path.dirname(self.path)
-        self.files: Dict[str, Union[TensorFile, CkptFile]] = {}
+        self.files: Dict[str, OpenFile] = {}
+        self.expert_heights: Dict[str, int] = {}
+        self.adapter_tensors: List[str] = []
         self._file_of: Dict[str, str] = {}
         with contextlib.ExitStack() as stack:
             weight_map = _read_index(self.path)
-            for name in _file_names(self.path, weight_map):
-                file = _open(os.path.join(self.folder, name))
-                stack.enter_context(file)
-                self.files[name] = file
+            file_names = _file_names(self.path, weight_map)
+            self.is_step = step_folder.is_step(file_names) or step_folder.METADATA in file_names
+            self.is_pynative = self.is_step
+            for name in file_names:
+                # metadata.json stands for the files of all ranks, which it joins.
+                of_ranks = name == step_folder.METADATA
+                file = step_folder.StepFolder(self.folder) if of_ranks else _open(os.path.join(self.folder, name))
+                self.files[name] = stack.enter_context(self._as_mcore(file))
                 self._add(name)
             if weight_map is not None:
                 self._check_index(weight_map)
             self.training_state = [name for name in self._file_of if _is_training_state(name, self._file_of)]
-            for name in self.training_state:
+            if self.is_step:
+                self.adapter_tensors = [name for name in self._file_of if name.endswith(_ADAPTER_ENDINGS)]
+            for name in (*self.training_state, *self.adapter_tensors):
                 del self._file_of[name]
             self.architecture = names.architecture_of(self.tensors)
             self.world = detect_world(self.path, self.tensors, self.architecture)
@@ -105,10 +123,14 @@ class BaseCheckpoint:
     @property
     def left_out(self) -> List[str]:
         """A note about training_state for reports, or nothing."""
-        state = self.training_state
-        return (
-            [f"Left out, as training's and not the model's: {len(state)} tensors: {examples(state)}."] if state else []
-        )
+        notes = []
+        if self.training_state:
+            state = self.training_state
+            notes.append(f"Left out, as training's and not the model's: {len(state)} tensors: {examples(state)}.")
+        if self.adapter_tensors:
+            tensors = self.adapter_tensors
+            notes.append(f"Left out of the base, as an adapter's: {len(tensors)} tensors: {examples(tensors)}.")
+        return notes
 
     @property
     def names_by_file(self) -> Dict[str, List[str]]:
@@ -126,6 +148,15 @@ class BaseCheckpoint:
         """Returns the paths of the configuration and the tokenizer in the same folder."""
         paths = (os.path.join(self.folder, name) for name in COMPANIONS)
         return [path for path in paths if os.path.isfile(path)]
+
+    def _as_mcore(self, file: "OpenFile") -> "OpenFile":
+        """Returns a file of MindFormers 2's PyNative trainer with mcore's names, any other file as it is."""
+        if isinstance(file, CkptFile) or not mcore_view.has_its_names(file):
+            return file
+        self.is_pynative = True
+        view = mcore_view.McoreView(file)
+        self.expert_heights.update({name: height for name, (_, height, _) in view.experts.items()})
+        return view
 
     def _add(self, file):
         twice = [name for name in self.files[file].tensors if name in self._file_of]
@@ -175,6 +206,9 @@ class CkptFile:
         return (array[begin:end] if array.shape else array).copy()
 
 
+OpenFile = Union[TensorFile, CkptFile, step_folder.StepFolder, mcore_view.McoreView]
+
+
 def _is_training_state(name: str, present: Container[str]) -> bool:
     """Tells whether a tensor is an optimizer's, called as its parameter after a prefix, or a run's."""
     return name in _RUN_STATE or name.partition(".")[2] in present
@@ -213,7 +247,11 @@ def _file_names(path: str, weight_map: Optional[Dict[str, str]]) -> List[str]:
         return [os.path.basename(path)]
     if weight_map is not None:
         return sorted(set(weight_map.values()))
-    found = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+    entries = sorted(os.listdir(path))
+    found = [name for name in entries if name.endswith(".safetensors")]
+    if step_folder.is_step(entries):
+        found = [step_folder.METADATA] if step_folder.METADATA in entries else step_folder.model_files(entries)
+        step_folder.check_all_there(path, found)
     if not found:
         raise CheckpointError(
             f"{path} holds no .safetensors file. It holds: "

@@ -16,9 +16,11 @@ from mindlora.base.reader import CONFIG, INDEX
 from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.errors import CheckpointError
-from mindlora.formats import ckpt_file
+from mindlora.formats import ckpt_file, step_folder
 from mindlora.formats.safetensors_file import layout
 
+# MindFormers 2's PyNative trainer: mcore's names, but for base.pynative's, in the folder of a step.
+PYNATIVE = "pynative"
 # Bytes of a block, so that it fits into a core's cache with what it is computed from.
 _BLOCK = 2**20
 
@@ -86,8 +88,9 @@ def write(
     """Writes a checkpoint in the form that the name of ``output`` asks for; an error leaves what was there unchanged.
 
     A folder gets a file for each shard, copies of ``companions``, and a config.json of ``config``; a single file holds
-    all shards. ``world`` is "hf", "mindformers" or "mcore"; ``progress`` takes the size of each written block and the
-    total size, in bytes. Returns the written files that hold tensors.
+    all shards. ``world`` is "hf", "mindformers", "mcore", or "pynative" for the folder of a step of MindFormers 2's
+    PyNative trainer; ``progress`` takes the size of each written block and the total size, in bytes. Returns the
+    written files that hold tensors.
     """
     shards = [shard for shard in shards if shard.tensors]
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
@@ -121,9 +124,13 @@ def _write_folder(folder, shards, world, tick) -> List[str]:
         f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
         for number in range(1, count + 1)
     ]
+    if world == PYNATIVE:
+        # The trainer takes a model.safetensors, and a folder with an index, for Hugging Face's.
+        files = [step_folder.file_name(number, count) for number in range(count)]
+        write_json(os.path.join(folder, step_folder.COMMON), step_folder.NEW_RUN)
     for file, shard in zip(files, shards):
         _write_shard(os.path.join(folder, file), shard, world, tick)
-    if count > 1:
+    if count > 1 and world != PYNATIVE:
         weight_map = {tensor.name: file for file, shard in zip(files, shards) for tensor in shard.tensors}
         size = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
         write_json(os.path.join(folder, INDEX), {"metadata": {"total_size": size}, "weight_map": weight_map})

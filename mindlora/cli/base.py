@@ -21,9 +21,9 @@ def _convert_options(parser):
     parser.add_argument(
         "--to",
         required=True,
-        choices=("hf", "mindformers", "mcore"),
+        choices=("hf", "mindformers", "mcore", "pynative"),
         help="whose parameter names OUT gets; of a model that MindFormers has as an mcore model alone (Qwen3, "
-        "DeepSeek-V3), mindformers means mcore",
+        "DeepSeek-V3), mindformers means mcore; pynative is the folder that MindFormers 2's PyNative trainer loads",
     )
     parser.add_argument(
         "--concat", action="store_true", help="join q, k, v and gate, up, for a model with qkv_concat: True"

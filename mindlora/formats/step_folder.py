@@ -22,6 +22,8 @@ from mindlora.formats.safetensors_file import TensorFile, TensorInfo
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
 METADATA = "metadata.json"
+# What is in COMMON before a run has begun; the trainer reads it beside every checkpoint.
+NEW_RUN = {"epoch_num": 1, "step_num": 0, "global_step": 0, "loss_scale": 1.0, "global_batch_size": 1}
 _STEP = "iteration_"
 _FILE = re.compile(r"(?:.+-)?(?P<kind>model|opt)-(?P<rank>\d{7})-(?P<ranks>\d{7})\.safetensors")
 _MAX_TRACKER = 64
@@ -123,7 +125,7 @@ class StepFolder:
                 self._parts = _parts_in_metadata(self.path)
                 self._open({part.file for parts in self._parts.values() for part in parts}, stack)
             else:
-                _check_all_there(self.path, model_files(names))
+                check_all_there(self.path, model_files(names))
                 self._open(model_files(names), stack)
                 self._parts = self._whole_tensors()
             self.tensors = {key: self._joined(key, parts) for key, parts in self._parts.items()}
@@ -200,7 +202,7 @@ def _is_model(match: Any) -> bool:
     return match is not None and match["kind"] == "model"
 
 
-def _check_all_there(folder: str, names: List[str]) -> None:
+def check_all_there(folder: str, names: List[str]) -> None:
     """Checks that no file of the model is missing, as far as their names tell."""
     matches = [match for match in map(_FILE.fullmatch, names) if match]
     expected = {file_number for match in matches for file_number in range(int(match["ranks"]))}

@@ -16,7 +16,7 @@ EXPERTS = (
 )
 ROUTER = Names("mlp.gate", "mlp.router", "mlp.router")
 # What a router counts while it trains.
-COUNTS = ("mlp.router.expert_load", "mlp.router.fi_accu")
+COUNTS = ("mlp.router.expert_load", "mlp.router.fi_accu", "mlp.tokens_per_expert")
 _SIZES = GroupedSizes(_DEFAULTS, head_norms=HEAD_NORMS, has_experts=True)
 
 QWEN3_MOE = dataclasses.replace(

@@ -64,9 +64,14 @@ MODELS = {"qwen3": QWEN3, "deepseek_v3": DEEPSEEK_V3}
 LORA = {"target_modules": "self_attention.linear|mlp.*linear", "lora_rank": 4, "lora_alpha": 8}
 
 
+def trainer_version():
+    """Returns the first two numbers of the installed MindFormers' version."""
+    return tuple(map(int, importlib.metadata.version("mindformers").split(".")[:2]))
+
+
 def has_pynative_trainer():
     """Whether the MindFormers that is installed has the Trainer: from 2.0 on."""
-    return int(importlib.metadata.version("mindformers").partition(".")[0]) >= 2
+    return trainer_version() >= (2, 0)
 
 
 only_with_pynative_trainer = pytest.mark.skipif(

@@ -132,7 +132,7 @@ def parse_key(key: str, key_names: KeyNames = MINDPET) -> Optional[PartKey]:
     return names.mcore_to_mindformers(path), part
 
 
-def sort(keys: Iterable[str], key_names: KeyNames) -> Dict[str, PartKey]:
+def sort(keys: List[str], key_names: KeyNames) -> Dict[str, PartKey]:
     """Returns key -> (path, part) of the LoRA tensors among ``keys``; together, they tell which mcore model it is."""
     parts: Dict[str, PartKey] = {}
     for key in keys:
@@ -141,7 +141,9 @@ def sort(keys: Iterable[str], key_names: KeyNames) -> Dict[str, PartKey]:
             parts[key] = part_key
     if not key_names.mcore:
         return parts
-    canonical = names.canonical(path for path, _ in parts.values())
+    # A checkpoint with the base in it has cells that tell more.
+    others = [key.removesuffix(".weight") for key in keys if key.endswith(".weight")]
+    canonical = names.canonical((path for path, _ in parts.values()), others)
     return {key: (names.mcore_to_mindformers(canonical[path]), part) for key, (path, part) in parts.items()}
 
 

@@ -30,8 +30,6 @@ from mindlora.numerics.pair_layouts import transposed_experts
 
 MANIFEST = "mindformers_adapter_config.json"
 WEIGHTS_FILE = step_folder.file_name(0, 1)
-# What the trainer reads beside a checkpoint: the progress of a run that has not begun.
-COMMON = {"epoch_num": 1, "step_num": 0, "global_step": 0, "loss_scale": 1.0, "global_batch_size": 1}
 
 
 class PyNative(MindFormers):
@@ -92,7 +90,7 @@ class PyNative(MindFormers):
                 tensors[tensor_key(paths[cell], half, PYNATIVE)] = array
         with atomic.replace_folder(path) as folder:
             write_arrays(os.path.join(folder, WEIGHTS_FILE), tensors, adapter_metadata.header(adapter))
-            write_json(os.path.join(folder, step_folder.COMMON), COMMON)
+            write_json(os.path.join(folder, step_folder.COMMON), step_folder.NEW_RUN)
             write_json(os.path.join(folder, MANIFEST), _manifest(adapter, paths.values()))
 
 
@@ -165,8 +163,8 @@ def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:
     other = [value for value in file.metadata.get("alphas", {}).values() if value != alpha]
     if other:
         raise AdapterFormatError(
-            f"{manifest}: lora_config.lora_alpha is {shown(alpha)}, and {file.path} says {other[0]:g}. Restore the one "
-            "that was changed."
+            f"{manifest}: lora_config.lora_alpha is {shown(alpha)}, and {file.path} says {other[0]:g}. Set "
+            "the one that was changed back to the other."
         )
     rank = settings.get("lora_rank")
     for path in adapter.paths:

@@ -307,7 +307,7 @@ def test_a_manifest_that_was_changed_afterwards_is_noticed(tmp_path):
     convert_adapter(_written(adapter_of(DENSE), tmp_path), str(tmp_path / "pn"), "pynative")
     path = tmp_path / "pn" / MANIFEST
     path.write_text(path.read_text().replace('"lora_alpha": 12', '"lora_alpha": 24'))
-    with pytest.raises(AdapterFormatError, match="lora_config.lora_alpha is 24, and .* says 12. Restore the one"):
+    with pytest.raises(AdapterFormatError, match="lora_config.lora_alpha is 24, and .* says 12. Set the one"):
         adapter_files.read(str(tmp_path / "pn"))
 
 
