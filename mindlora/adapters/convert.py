@@ -84,9 +84,10 @@ def convert_adapter(
     """Writes the adapter at ``source`` in another form, with every value the same bit for bit.
 
     The exceptions are pairs of different scales that share one afterwards, in a joined pair (``concatenate``) or in
-    forms "slora", "mcore" and "pynative": their B are rescaled and rounded to their dtype. "pynative" also rescales B
-    where lora_alpha is not a whole number. In forms "mcore" and "pynative", which have one rank for all cells, pairs of a smaller rank get zeros, which are taken off again when the file is read. A convolution in
-    three matrices (kohya's lora_mid) becomes one in two.
+    forms "slora", "mcore" and "pynative": their B are rescaled and rounded to their dtype. So they are for "pynative",
+    which takes a whole number, where lora_alpha is none. In "mcore" and "pynative", which have one rank for all cells,
+    pairs of a smaller rank get zeros, which are taken off again when the file is read. A convolution in three matrices
+    (kohya's lora_mid) becomes one in two.
 
     Args:
         source (str): Any form that adapter_files.read takes.

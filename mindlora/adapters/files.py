@@ -100,8 +100,8 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
 
     Args:
         adapter (Adapter): With complete pairs and a known lora_alpha.
-        path (str): A folder for "peft", "slora", "pynative" and "diffusers", a file that ends in .safetensors for "mindformers",
-            "mcore" and "kohya" and in .ckpt for "ckpt".
+        path (str): A folder for "peft", "slora", "pynative" and "diffusers", a file that ends in .safetensors for
+            "mindformers", "mcore" and "kohya" and in .ckpt for "ckpt".
         to (str): "peft" for adapter_config.json and adapter_model.safetensors, "mindformers" and "ckpt" for
             MindFormers' own names, "slora" for the folder from which MindFormers serves an adapter, "mcore" for what
             MindFormers' own LoRA on an mcore model reads (see dialects/mcore.py), "pynative" for the folder that its
@@ -199,7 +199,11 @@ def _settings_beside(weights: str, path: str, extras: Extras) -> Dict[str, Any]:
     """Returns the fields of File that another file beside the weights gives, if that is the adapter's."""
     folder, name = os.path.split(weights)
     config = os.path.join(folder, peft.CONFIG_FILE)
-    if os.path.isdir(weights) or step_folder.is_step([name]) or os.path.lexists(os.path.join(folder, pynative.MANIFEST)):
+    if (
+        os.path.isdir(weights)
+        or step_folder.is_step([name])
+        or os.path.lexists(os.path.join(folder, pynative.MANIFEST))
+    ):
         return {}
     if name in diffusers.Diffusers.weights or mlx.config_beside(weights):
         return {}

@@ -182,8 +182,8 @@ def _world_of(base: BaseCheckpoint, to: str) -> str:
 def _check_trainer(base: BaseCheckpoint, output: str) -> None:
     if base.architecture.legacy or not base.architecture.trains:
         raise CheckpointError(
-            f"MindFormers' PyNative trainer has no {base.architecture.title}, which {base.path} is. Use --to mindformers "
-            "and train with its graph mode."
+            f"MindFormers' PyNative trainer has no {base.architecture.title}, which {base.path} is. Use --to "
+            "mindformers and train with its graph mode."
         )
     if is_file_name(output):
         raise CheckpointError(f"The output {output} is a file, and MindFormers' trainer loads a folder. Give a folder.")

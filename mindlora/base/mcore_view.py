@@ -1,7 +1,7 @@
 """What MindFormers 2's PyNative trainer saves, read with mcore's names and shapes, from which it has two differences.
 
-The weights of a layer's experts have three axes, [experts, in, out], and mcore's two, [experts * in, out]. The bias of a
-router is beside it and not in it.
+The weights of a layer's experts have three axes, [experts, in, out], and mcore's two, [experts * in, out]. The bias of
+a router is beside it and not in it.
 """
 
 import math

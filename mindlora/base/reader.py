@@ -66,8 +66,8 @@ class BaseCheckpoint:
         architecture (Architecture): The record that knows their names.
         config (dict): Content of the config.json beside the tensors; empty if there is none.
         is_step (bool): Whether it is a step that MindFormers 2's PyNative trainer saved.
-        is_pynative (bool): Whether its tensors are named and shaped as that trainer has them; here they are as mcore has
-            them (see mindlora.base.mcore_view).
+        is_pynative (bool): Whether its tensors are named and shaped as that trainer has them; here they are as mcore
+            has them (see mindlora.base.mcore_view).
         expert_heights (dict): Name of an expert weight of such a checkpoint -> rows of each expert.
         adapter_tensors (list of str): The adapter's tensors in such a step. They are in no other attribute.
         training_state (list of str): Tensors that are not the model's: the state of an optimizer and of a run, which
@@ -94,7 +94,8 @@ class BaseCheckpoint:
                 # metadata.json stands for the files of all ranks, which it joins.
                 of_ranks = name == step_folder.METADATA
                 file = step_folder.StepFolder(self.folder) if of_ranks else _open(os.path.join(self.folder, name))
-                self.files[name] = stack.enter_context(self._as_mcore(file))
+                self.files[name] = self._as_mcore(file)
+                stack.enter_context(self.files[name])
                 self._add(name)
             if weight_map is not None:
                 self._check_index(weight_map)
@@ -151,7 +152,7 @@ class BaseCheckpoint:
 
     def _as_mcore(self, file: "OpenFile") -> "OpenFile":
         """Returns a file of MindFormers 2's PyNative trainer with mcore's names, any other file as it is."""
-        if isinstance(file, CkptFile) or not mcore_view.has_its_names(file):
+        if not isinstance(file, (TensorFile, step_folder.StepFolder)) or not mcore_view.has_its_names(file):
             return file
         self.is_pynative = True
         view = mcore_view.McoreView(file)

@@ -229,9 +229,14 @@ def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
     return layout_of(a.shape, embeds).factors(a, b)
 
 
-def transposed_experts(stack: np.ndarray) -> Optional[np.ndarray]:
-    """Returns a stack of matrices with each of them transposed, or None for an array that is no stack."""
-    return np.ascontiguousarray(stack.swapaxes(1, 2)) if stack.ndim == EXPERTS.dims else None
+def is_expert_stack(array: np.ndarray) -> bool:
+    """Tells whether an array is a stack of matrices, as experts have them."""
+    return array.ndim == EXPERTS.dims
+
+
+def transposed_experts(stack: np.ndarray) -> np.ndarray:
+    """Returns a stack of matrices with each of them transposed."""
+    return np.ascontiguousarray(stack.swapaxes(1, 2))
 
 
 def flatten_experts(half: str, stack: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The forms of LoRA in MindFormers' own files: a table of key endings for each, and the same functions for all."""
 
 import re
-from typing import Dict, Iterable, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional
 
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter

@@ -26,7 +26,7 @@ from mindlora.formats import step_folder
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.models import architecture
 from mindlora.numerics.dtypes import scaled
-from mindlora.numerics.pair_layouts import transposed_experts
+from mindlora.numerics.pair_layouts import is_expert_stack, transposed_experts
 
 MANIFEST = "mindformers_adapter_config.json"
 WEIGHTS_FILE = step_folder.file_name(0, 1)
@@ -53,13 +53,12 @@ class PyNative(MindFormers):
     def parts_of(self, key: str, part_key: PartKey, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
         if not parse_expert_key(key):
             return {part_key: array}
-        turned = transposed_experts(array)
-        if turned is None:
+        if not is_expert_stack(array):
             raise ShapeMismatchError(
                 f"{key} is {list(array.shape)}: A of all experts must be [experts, in, r] and B [experts, r, out]. "
                 "Save the adapter again."
             )
-        return {part_key: turned}
+        return {part_key: transposed_experts(array)}
 
     def read(self, file: File) -> Adapter:
         adapter = super().read(file)
@@ -82,7 +81,7 @@ class PyNative(MindFormers):
         self.refuse_single_experts(adapter)
         adapter = self.prepared(adapter)
         paths = mcore.mcore_paths(adapter)
-        tensors: Dict[str, Optional[np.ndarray]] = {}
+        tensors = {}
         for (cell, half), array in adapter.tensors.items():
             if adapter.layout(cell).stacked:
                 tensors[f"{paths[cell]}_lora_{half.lower()}"] = transposed_experts(array)
@@ -157,7 +156,7 @@ def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:
     content = peft_config.json_object(manifest)
     settings = content.get("lora_config")
     settings = settings if isinstance(settings, dict) else {}
-    alpha = settings.get("lora_alpha")
+    alpha: Any = settings.get("lora_alpha")
     if alpha not in ALPHA:
         raise AdapterFormatError(f"{manifest}: lora_config.lora_alpha is {shown(alpha)}; it must be a number above 0.")
     other = [value for value in file.metadata.get("alphas", {}).values() if value != alpha]

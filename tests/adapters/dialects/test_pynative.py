@@ -61,7 +61,9 @@ def stacks(layer=0, rank=RANK):
 
 def adapter_of(cells, layers=(0, 1), rank=RANK, dtype=np.float32, **fields):
     adapter = Adapter({}, **fields)
-    for number, (path, (rows, columns)) in enumerate((c.format(layer), s) for layer in layers for c, s in cells.items()):
+    for number, (path, (rows, columns)) in enumerate(
+        (c.format(layer), s) for layer in layers for c, s in cells.items()
+    ):
         adapter.tensors[path, "A"] = values(rank, columns, seed=number, dtype=dtype)
         adapter.tensors[path, "B"] = values(rows, rank, seed=number, dtype=dtype)
         adapter.alphas[path] = 6.0
@@ -114,7 +116,9 @@ def test_without_a_manifest_lora_alpha_is_asked_for(tmp_path):
 
 def test_base_and_optimizer_in_the_same_folder_are_left_out(tmp_path):
     tensors = {**pairs(QKV.format(0)), QKV.format(0) + ".weight": values(24, HIDDEN)}
-    assert adapter_files.read(write_step(tmp_path / "step", tensors, **LORA)).paths == ["model.layers.0.attention.w_qkv"]
+    assert adapter_files.read(write_step(tmp_path / "step", tensors, **LORA)).paths == [
+        "model.layers.0.attention.w_qkv"
+    ]
 
 
 def test_experts_are_stacked_pairs_that_do_what_the_grouped_matmul_does(tmp_path):
@@ -212,7 +216,9 @@ def test_metadata_that_does_not_say_enough_is_refused(sharded, change, message):
 
 def test_a_part_that_its_file_has_otherwise_is_refused(sharded):
     write_arrays(os.path.join(sharded[0], rank_file(2, 4)), {B: values(5, RANK)})
-    with pytest.raises(AdapterFormatError, match=r"says that '.*' is in .* as \[.*\], and the file (has it as|lacks it)"):
+    with pytest.raises(
+        AdapterFormatError, match=r"says that '.*' is in .* as \[.*\], and the file (has it as|lacks it)"
+    ):
         adapter_files.read(sharded[0])
 
 
@@ -242,7 +248,9 @@ def test_from_peft_and_back_every_bit_is_there_again(tmp_path, dtype):
 
 def test_experts_from_peft_and_back(tmp_path):
     rng_of = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
-    singles = {f"model.layers.{{}}.mlp.experts.{e}.{name}": size for e in range(EXPERTS) for name, size in rng_of.items()}
+    singles = {
+        f"model.layers.{{}}.mlp.experts.{e}.{name}": size for e in range(EXPERTS) for name, size in rng_of.items()
+    }
     adapter = adapter_of({**CELLS, **singles}, base_model="Qwen/Qwen3-30B-A3B")
     adapter_files.write(adapter, str(tmp_path / "peft"))
     convert_adapter(str(tmp_path / "peft"), str(tmp_path / "pn"), "pynative", heads=HEADS)
