@@ -10,8 +10,10 @@ from typing import Any, Dict, Iterator, List, Sequence
 from mindlora.checks.examine import check_contents, check_run
 from mindlora.checks.files import check_files
 from mindlora.checks.finding import Finding, error, errors, worst_first
+from mindlora.checks.pynative import Version, check_pynative, is_pynative
 from mindlora.checks.keys import check_names, check_shape
-from mindlora.common.yaml_file import read_yaml
+from mindlora.common.mindformers_version import mindformers_version, release
+from mindlora.common.yaml_file import read_merged, read_yaml
 from mindlora.doctor.machine import check_import, examine_machine, is_installed
 from mindlora.doctor.operators import examine_operators
 from mindlora.doctor.report import DoctorReport, YamlReport
@@ -32,6 +34,9 @@ def examine(yaml_paths: Sequence[str] = ()) -> DoctorReport:
 def check_yaml(path: str) -> List[Finding]:
     """Returns what is wrong in a complete MindFormers YAML, or good to know, errors first."""
     try:
+        config = read_merged(path)
+        if is_pynative(config):
+            return worst_first(check_pynative(config, _trainer_version()))
         config = read_yaml(path)
     except ConfigError as refusal:
         return [error("", str(refusal))]
@@ -40,6 +45,12 @@ def check_yaml(path: str) -> List[Finding]:
         findings += check_files(config)
         findings += find_further(path, config, right=not errors(findings))
     return worst_first(findings)
+
+
+def _trainer_version() -> Version:
+    """Returns the first two numbers of the version of MindFormers if that has the PyNative trainer, else None."""
+    version = release(mindformers_version() or "0")
+    return version if version >= (2, 0) else None
 
 
 def find_further(path: str, config: Dict[str, Any], right: bool) -> List[Finding]:

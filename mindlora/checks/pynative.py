@@ -1,0 +1,153 @@
+"""The YAML of MindFormers 2's PyNative trainer (run_mindformer.py --mode 1): what the trainer does not say of it.
+
+Its nodes are other ones than in graph mode: lora_config at the top, and a model without model_config.
+"""
+
+import itertools
+import re
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+from mindlora.adapters.adapter import ALPHA
+from mindlora.checks.finding import Finding, error, errors, note, warning
+from mindlora.checks.pynative_cells import adaptable_cells, architecture_of, select
+from mindlora.checks.pynative_checkpoint import check_checkpoint
+from mindlora.common.fields import COUNT
+from mindlora.common.text import examples, shown, suggestion
+
+# The first two numbers of MindFormers' version.
+Version = Optional[Tuple[int, int]]
+LORA_KEYS = (
+    *("target_modules", "exclude_layers", "lora_rank", "lora_alpha", "lora_dropout"),
+    *("lora_a_std", "lora_b_std"),
+)
+_NEW_KEYS = ("save_trainable_only", "base_load_path", "reshard_worker_num")
+# lora_config.lora_rank and lora_alpha where a YAML says nothing.
+DEFAULT_RANK, DEFAULT_ALPHA = 8, 16
+
+
+def is_pynative(config: Mapping[str, Any]) -> bool:
+    """Tells whether a YAML is the PyNative trainer's, and not the one of graph mode."""
+    model = config.get("model")
+    typed = isinstance(model, Mapping) and "model_config" not in model and "arch" not in model
+    return "lora_config" in config or "training" in config and typed
+
+
+def check_pynative(config: Mapping[str, Any], version: Version = None) -> List[Finding]:
+    """Returns what is wrong in a YAML of the PyNative trainer, or good to know.
+
+    Args:
+        config (mapping): The content of the YAML.
+        version (tuple of int): Of the MindFormers that will run it, (2, 0) for instance. Default: None, not known.
+    """
+    misshapen = list(_check_shape(config))
+    if misshapen:
+        return misshapen
+    findings = list(_check_checkpoint_keys(config, version))
+    lora = config.get("lora_config")
+    if lora is None:
+        return findings
+    findings += _check_lora(lora)
+    if errors(findings):
+        return findings
+    selected: Optional[List[str]] = None
+    paths = _cells_of(config)
+    if paths:
+        findings += _check_targets(lora, paths, version)
+        selection = select(paths, lora["target_modules"], lora.get("exclude_layers"))
+        selected = selection.cells if version != (2, 0) else [*selection.cells, *selection.leaked]
+    findings += _check_decay(config)
+    return [*findings, *check_checkpoint(config, selected, version)]
+
+
+def _check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
+    for key in ("model", "checkpoint", "optimizer", "lora_config"):
+        if config.get(key) is not None and not isinstance(config[key], Mapping):
+            yield error(key, f"{key} is {shown(config[key])}; it must be a mapping of keys to values.")
+
+
+def _check_lora(lora: Mapping[str, Any]) -> Iterator[Finding]:
+    for key in lora:
+        if key not in LORA_KEYS:
+            found = f"lora_config.{key} is not known to the trainer, which ends with an error."
+            yield error(f"lora_config.{key}", found, f"Remove it.{suggestion(str(key), list(LORA_KEYS))}")
+    if lora.get("lora_rank", DEFAULT_RANK) not in COUNT:
+        found = f"lora_rank is {shown(lora['lora_rank'])}; it must be {COUNT.words}."
+        yield error("lora_config.lora_rank", found)
+    alpha = lora.get("lora_alpha", DEFAULT_ALPHA)
+    if alpha not in ALPHA or not isinstance(alpha, int):
+        yield error(
+            "lora_config.lora_alpha",
+            f"lora_alpha is {shown(alpha)}; the trainer takes a whole number above 0, and it must be one.",
+        )
+    for key in ("target_modules", "exclude_layers"):
+        yield from _check_pattern(lora.get(key), key)
+
+
+def _check_pattern(pattern: Any, key: str) -> Iterator[Finding]:
+    if pattern is None and key == "exclude_layers":
+        return
+    if not isinstance(pattern, str) or not pattern.strip():
+        found = f"{key} is {shown(pattern)}; it must be one regular expression."
+        yield error(f"lora_config.{key}", found, "Join several names with |, such as linear_qkv$|linear_proj$.")
+        return
+    try:
+        re.compile(pattern)
+    except re.error as problem:
+        yield error(f"lora_config.{key}", f"{key} {pattern!r} is no regular expression: {problem}.", "Correct it.")
+
+
+def _cells_of(config: Mapping[str, Any]) -> List[str]:
+    """Returns the paths of the cells that can get LoRA; none if the model or its sizes are not known."""
+    model = config.get("model") or {}
+    architecture = architecture_of(model)
+    if architecture is None:
+        return []
+    try:
+        return adaptable_cells(architecture, model)
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError):
+        return []
+
+
+def _check_targets(lora: Mapping[str, Any], paths: List[str], version: Version) -> Iterator[Finding]:
+    key = "lora_config.target_modules"
+    target, exclude = lora["target_modules"], lora.get("exclude_layers")
+    cells, leaked = select(paths, target, exclude)
+    if not cells:
+        begins = " Paths begin with model.decoder, so ^decoder matches none." if target.startswith("^") else ""
+        known = examples(f"model.{path}" for path in paths)
+        yield error(key, f"target_modules {target!r} matches no cell.{begins}", f"Name some of {known}.")
+    if exclude and not any(re.search(exclude, f"model.{path}") for path in paths):
+        yield warning("lora_config.exclude_layers", f"exclude_layers {exclude!r} matches no cell.", "Correct it.")
+    if leaked and version in (None, (2, 0)):
+        yield warning(
+            key,
+            f"MindFormers 2.0 adapts {examples(leaked)} too: it looks for the siblings after a cell that matches under "
+            "that cell's path.",
+            "End each name in target_modules with $, such as linear_fc1$, or use MindFormers 2.1.",
+        )
+    experts = [path for path in cells if path.endswith(".experts")]
+    if experts and version == (2, 0):
+        found = f"MindFormers 2.0 puts no LoRA on routed experts: {examples(experts)} get none."
+        yield warning(key, found, "Use MindFormers 2.1, or leave them out.")
+
+
+def _check_decay(config: Mapping[str, Any]) -> Iterator[Finding]:
+    optimizer: Dict[str, Any] = dict(config.get("optimizer") or {})
+    decay = optimizer.get("weight_decay", 0.01)
+    rules = optimizer.get("weight_decay_exclude") or []
+    rules = [rules] if isinstance(rules, str) else rules
+    if decay and not any("lora" in str(rule) for rule in rules):
+        yield note(
+            "optimizer.weight_decay",
+            f"weight_decay {decay} pulls A and B to zero too"
+            f"{'' if 'weight_decay' in optimizer else ' (the default of the trainer)'}.",
+            "Set weight_decay: 0.0, or weight_decay_exclude: ['lora_a', 'lora_b'], if that is not meant.",
+        )
+
+
+def _check_checkpoint_keys(config: Mapping[str, Any], version: Version) -> Iterator[Finding]:
+    checkpoint = config.get("checkpoint") or {}
+    for key in itertools.compress(_NEW_KEYS, (key in checkpoint for key in _NEW_KEYS)):
+        if version == (2, 0):
+            found = f"checkpoint.{key} is a key of MindFormers 2.1, and 2.0 ends with an error."
+            yield error(f"checkpoint.{key}", found, "Remove it, or use MindFormers 2.1.")

@@ -1,0 +1,168 @@
+"""What a run of MindFormers 2's PyNative trainer loads: whether it is there, and belongs to the model and the adapter."""
+
+import math
+import os
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+
+from mindlora.adapters.dialects import peft_config
+from mindlora.adapters.dialects.pynative import MANIFEST
+from mindlora.base.mcore_view import BIAS, MCORE_BIAS, with_end
+from mindlora.checks.finding import Finding, error, note, warning
+from mindlora.checks.pynative_cells import architecture_of
+from mindlora.common.text import examples, shown
+from mindlora.errors import LoraError
+from mindlora.formats import step_folder
+
+_LOAD = "checkpoint.load_path"
+_BASE = "checkpoint.base_load_path"
+_A_ENDINGS = (".lora_a", "_lora_a")
+
+# Name of a tensor -> its shape.
+Shapes = Dict[str, Tuple[int, ...]]
+
+
+def check_checkpoint(
+    config: Mapping[str, Any], selected: Optional[List[str]], version: Optional[Tuple[int, int]]
+) -> Iterator[Finding]:
+    """Yields what is wrong with load_path and base_load_path of a YAML with a lora_config.
+
+    Args:
+        config (mapping): The content of the YAML.
+        selected (list of str): Paths of the cells that get LoRA; None if the model is not known.
+        version (tuple of int): Of MindFormers; None if it is not known.
+    """
+    checkpoint = config.get("checkpoint") or {}
+    paths = {key: str(checkpoint.get(key.rpartition(".")[2]) or "") for key in (_LOAD, _BASE)}
+    if checkpoint.get("save_trainable_only") and not paths[_BASE]:
+        found = "save_trainable_only saves an adapter without its base, and base_load_path must say which one that is."
+        yield error(_BASE, found)
+    if not any(paths.values()):
+        unset = ", and MindFormers 2.0 leaves the weights under LoRA as the memory was" if version == (2, 0) else ""
+        yield warning(_LOAD, f"No checkpoint is loaded: the base under LoRA is random{unset}.", f"Set {_LOAD}.")
+        return
+    absent = [key for key, path in paths.items() if path and not (os.path.exists(path) and _is_filled(path))]
+    for key in absent:
+        found = f"{paths[key]} is empty or not there, and the run would go on with random weights."
+        yield error(key, found, "Correct the path.")
+    if absent:
+        return
+    try:
+        yield from _check_contents(config, checkpoint, paths, selected)
+    except LoraError as refusal:
+        yield error(_LOAD, str(refusal))
+
+
+def _is_filled(path: str) -> bool:
+    return not os.path.isdir(path) or bool(os.listdir(path))
+
+
+def _check_contents(
+    config: Mapping[str, Any], checkpoint: Mapping[str, Any], paths: Dict[str, str], selected: Optional[List[str]]
+) -> Iterator[Finding]:
+    stored: Shapes = {}
+    for key, path in paths.items():
+        if not path:
+            continue
+        if not os.path.isdir(path):
+            yield error(key, f"{path} is a file, and the trainer loads a folder.", "Name the folder that it is in.")
+            return
+        folder = step_folder.last_step(path)
+        if any(name.endswith(("model.safetensors", "model.safetensors.index.json")) for name in os.listdir(folder)):
+            yield warning(
+                key,
+                f"{folder} is in Hugging Face's form, of which the trainer loads no Qwen3 and no DeepSeek-V3.",
+                f"Convert it: mindlora convert-base {folder} base --to pynative",
+            )
+            return
+        with step_folder.StepFolder(folder) as step:
+            stored |= {with_end(name, BIAS, MCORE_BIAS): info.shape for name, info in step.tensors.items()}
+    if paths[_LOAD]:
+        folder = step_folder.last_step(paths[_LOAD])
+        yield from _check_step(checkpoint, folder, paths[_BASE])
+        yield from _check_adapter(config["lora_config"], stored, selected, folder)
+    yield from _check_base(config.get("model") or {}, stored)
+
+
+def _check_step(checkpoint: Mapping[str, Any], folder: str, base: str) -> Iterator[Finding]:
+    """Yields what the trainer needs besides the tensors of load_path."""
+    names = os.listdir(folder)
+    if step_folder.COMMON not in names:
+        found = f"{folder} has no {step_folder.COMMON}, which the trainer reads beside a checkpoint."
+        yield error(_LOAD, found, "Copy the folder again, or write it with mindlora convert-base --to pynative.")
+    if not checkpoint.get("no_load_optim") and not any("opt-" in name for name in names):
+        found = f"{folder} has no state of the optimizer, which a resumed run loads."
+        yield error("checkpoint.no_load_optim", found, "Set checkpoint.no_load_optim: True to begin with its weights.")
+    if MANIFEST in names and not base:
+        found = f"{folder} is an adapter without its base, which base_load_path must name."
+        yield error(_BASE, found, "MindFormers 2.0 has no such key: copy the adapter into the folder of its base.")
+
+
+def _check_adapter(
+    lora: Mapping[str, Any], stored: Shapes, selected: Optional[List[str]], folder: str
+) -> Iterator[Finding]:
+    """Yields how the adapter in a checkpoint differs from the one that the YAML describes."""
+    ranks: Dict[str, int] = {}
+    for name, shape in stored.items():
+        if name.endswith(_A_ENDINGS):
+            path = name[: -len("_lora_a")]
+            ranks[path.removesuffix(".weight1").removesuffix(".weight2")] = shape[0 if len(shape) == 2 else -1]
+    if not ranks:
+        return
+    rank = lora.get("lora_rank", 8)
+    others = sorted({found for found in ranks.values() if found != rank})
+    if others:
+        found = f"{folder} holds an adapter of rank {', '.join(map(str, others))}, and lora_rank is {rank}."
+        yield error("lora_config.lora_rank", found, f"Set lora_rank: {others[0]}.")
+    yield from _check_alpha(lora, folder)
+    if selected is not None:
+        yield from _check_same_cells(set(ranks), set(selected), folder)
+
+
+def _check_alpha(lora: Mapping[str, Any], folder: str) -> Iterator[Finding]:
+    alpha = lora.get("lora_alpha", 16)
+    manifest = os.path.join(folder, MANIFEST)
+    if not os.path.isfile(manifest):
+        found = f"{folder} does not say with which lora_alpha its adapter was trained; this run takes {alpha}."
+        yield note("lora_config.lora_alpha", found, "Check that it is the same.")
+        return
+    settings = peft_config.json_object(manifest).get("lora_config")
+    trained = settings.get("lora_alpha") if isinstance(settings, dict) else None
+    if trained != alpha:
+        yield warning(
+            "lora_config.lora_alpha",
+            f"The adapter in {folder} was trained with lora_alpha {shown(trained)}, and lora_alpha is {alpha}: all its "
+            "updates change with it.",
+            f"Set lora_alpha: {trained}.",
+        )
+
+
+def _check_same_cells(stored: Set[str], selected: Set[str], folder: str) -> Iterator[Finding]:
+    key = "lora_config.target_modules"
+    new, lost = sorted(selected - stored), sorted(stored - selected)
+    if new:
+        found = f"{folder} has no A and B for {examples(new)}, which begin anew."
+        yield warning(key, found, "Take the target_modules that the adapter was trained with, unless that is meant.")
+    if lost:
+        found = f"{folder} holds A and B for {examples(lost)}, which target_modules does not select: they are left out."
+        yield warning(key, found, "Take the target_modules that the adapter was trained with.")
+
+
+def _check_base(model: Mapping[str, Any], stored: Shapes) -> Iterator[Finding]:
+    """Yields which weights of the model the checkpoints lack or have in another shape."""
+    architecture = architecture_of(model)
+    if architecture is None:
+        return
+    try:
+        sizes = architecture.parameter_sizes(dict(model))
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError):
+        return
+    missing = [name for name in sizes if name not in stored]
+    if missing:
+        found = f"The checkpoint lacks {examples(missing)}: these weights would be random."
+        yield error(_LOAD, found, "Name the base of this model, or correct the sizes in model.")
+    for name, size in sizes.items():
+        # The weights of experts have an axis more in the trainer's files.
+        if name in stored and math.prod(stored[name]) != math.prod(size.shape):
+            found = f"The checkpoint has {name} of shape {list(stored[name])}, and the model has it of {list(size.shape)}."
+            yield error(_LOAD, found, "Correct the sizes in model.")
+            return
