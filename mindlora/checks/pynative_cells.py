@@ -1,4 +1,4 @@
-"""Which cells MindFormers 2's PyNative trainer puts LoRA on: its search for target_modules, and the fault that 2.0 has."""
+"""Which cells the PyNative trainer puts LoRA on: its search for target_modules, and what MindFormers 2.0 adds to it."""
 
 import re
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional

@@ -1,4 +1,4 @@
-"""What a run of MindFormers 2's PyNative trainer loads: whether it is there, and belongs to the model and the adapter."""
+"""What a run of the PyNative trainer loads: whether it is there, and belongs to the model and the adapter."""
 
 import math
 import os
@@ -163,6 +163,8 @@ def _check_base(model: Mapping[str, Any], stored: Shapes) -> Iterator[Finding]:
     for name, size in sizes.items():
         # The weights of experts have an axis more in the trainer's files.
         if name in stored and math.prod(stored[name]) != math.prod(size.shape):
-            found = f"The checkpoint has {name} of shape {list(stored[name])}, and the model has it of {list(size.shape)}."
+            found = (
+                f"The checkpoint has {name} of shape {list(stored[name])}, and the model has it of {list(size.shape)}."
+            )
             yield error(_LOAD, found, "Correct the sizes in model.")
             return

@@ -45,7 +45,9 @@ def config_of(checkpoint=None, model=None, **lora):
 
 
 def found_in(config, version=(2, 1)):
-    return [(finding.severity, finding.key.rpartition(".")[2], str(finding)) for finding in check_pynative(config, version)]
+    return [
+        (finding.severity, finding.key.rpartition(".")[2], str(finding)) for finding in check_pynative(config, version)
+    ]
 
 
 def the_one(config, version=(2, 1)):
@@ -186,7 +188,9 @@ def test_mindformers_2_0_adapts_no_routed_experts(base):
 def test_of_a_model_that_is_not_known_the_cells_are_not_judged(base):
     model = {"model_type": "deepseek_v4", "architectures": "DeepseekV4ForCausalLM"}
     assert the_one(config_of(loading(base), model, target_modules="wq"))[:2] == ("note", "lora_alpha")
-    assert the_one(config_of({"load_path": str(base[1])}, {"hidden_size": "x"}, target_modules="wq"))[1] == "no_load_optim"
+    assert (
+        the_one(config_of({"load_path": str(base[1])}, {"hidden_size": "x"}, target_modules="wq"))[1] == "no_load_optim"
+    )
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
