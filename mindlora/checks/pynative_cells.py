@@ -27,8 +27,9 @@ class Selection(NamedTuple):
 
 def architecture_of(model: Mapping[str, Any]) -> Optional[Architecture]:
     """Returns the record of the model that the node ``model`` of a YAML describes, or None if it is not known."""
-    name = model.get("architectures")
-    found = registry.by_model_type(name[0] if isinstance(name, list) and name else name)
+    classes = model.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else classes
+    found = registry.by_model_type(str(name))
     found = found or registry.by_hugging_face_type(str(model.get("model_type")))
     return found if found and not found.legacy else None
 
