@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mindlora.adapters.adapter import ALPHA
 from mindlora.checks.finding import Finding, error, errors, note, warning
-from mindlora.checks.pynative_cells import adaptable_cells, architecture_of, select
+from mindlora.checks.pynative_cells import adaptable_cells, network_of, select
 from mindlora.checks.pynative_checkpoint import check_checkpoint
 from mindlora.common.fields import COUNT
 from mindlora.common.text import examples, shown, suggestion
@@ -50,13 +50,15 @@ def check_pynative(config: Mapping[str, Any], version: Version = None) -> List[F
     if errors(findings):
         return findings
     selected: Optional[List[str]] = None
-    paths = _cells_of(config)
-    if paths:
+    network = network_of(config.get("model") or {})
+    if network:
+        paths = adaptable_cells(network)
         findings += _check_targets(lora, paths, version)
         selection = select(paths, lora["target_modules"], lora.get("exclude_layers"))
-        selected = selection.cells if version != (2, 0) else [*selection.cells, *selection.leaked]
+        cells = selection.in_2_0 if version == (2, 0) else selection.cells
+        selected = cells or None
     findings += _check_decay(config)
-    return [*findings, *check_checkpoint(config, selected, version)]
+    return [*findings, *check_checkpoint(config, network, selected, version)]
 
 
 def _check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -96,22 +98,10 @@ def _check_pattern(pattern: Any, key: str) -> Iterator[Finding]:
         yield error(f"lora_config.{key}", f"{key} {pattern!r} is no regular expression: {problem}.", "Correct it.")
 
 
-def _cells_of(config: Mapping[str, Any]) -> List[str]:
-    """Returns the paths of the cells that can get LoRA; none if the model or its sizes are not known."""
-    model = config.get("model") or {}
-    architecture = architecture_of(model)
-    if architecture is None:
-        return []
-    try:
-        return adaptable_cells(architecture, model)
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError):
-        return []
-
-
 def _check_targets(lora: Mapping[str, Any], paths: List[str], version: Version) -> Iterator[Finding]:
     key = "lora_config.target_modules"
     target, exclude = lora["target_modules"], lora.get("exclude_layers")
-    cells, leaked = select(paths, target, exclude)
+    cells, leaked, missed = select(paths, target, exclude)
     if not cells:
         begins = " Paths begin with model.decoder, so ^decoder matches none." if target.startswith("^") else ""
         known = examples(f"model.{path}" for path in paths)
@@ -125,7 +115,15 @@ def _check_targets(lora: Mapping[str, Any], paths: List[str], version: Version) 
             "that cell's path.",
             "End each name in target_modules with $, such as linear_fc1$, or use MindFormers 2.1.",
         )
-    experts = [path for path in cells if path.endswith(".experts")]
+    siblings = [path for path in missed if not path.endswith(".experts")]
+    if siblings and version in (None, (2, 0)):
+        yield warning(
+            key,
+            f"MindFormers 2.0 leaves {examples(siblings)} out: it looks for the siblings after a cell that matches under "
+            "that cell's path, where the pattern does not hold.",
+            "Name the cells without what comes before them, such as linear_qkv$, or use MindFormers 2.1.",
+        )
+    experts = [path for path in missed if path.endswith(".experts")]
     if experts and version == (2, 0):
         found = f"MindFormers 2.0 puts no LoRA on routed experts: {examples(experts)} get none."
         yield warning(key, found, "Use MindFormers 2.1, or leave them out.")

@@ -3,6 +3,9 @@
 import re
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
+from mindlora.checks.model import network_of as described
+from mindlora.config.description import Description
+from mindlora.errors import ConfigError
 from mindlora.models import registry
 from mindlora.models.architecture import Architecture
 
@@ -19,10 +22,17 @@ class Selection(NamedTuple):
         cells (list of str): Those that target_modules selects.
         leaked (list of str): Those that MindFormers 2.0 adapts besides. Once a cell matches, it looks for the siblings
             that come after under the path of that cell, in which the pattern then is.
+        missed (list of str): Those that MindFormers 2.0 does not adapt: the pattern holds for their own path alone.
     """
 
     cells: List[str]
     leaked: List[str]
+    missed: List[str]
+
+    @property
+    def in_2_0(self) -> List[str]:
+        """The cells that MindFormers 2.0 adapts."""
+        return [path for path in (*self.cells, *self.leaked) if path not in self.missed]
 
 
 def architecture_of(model: Mapping[str, Any]) -> Optional[Architecture]:
@@ -34,16 +44,19 @@ def architecture_of(model: Mapping[str, Any]) -> Optional[Architecture]:
     return found if found and not found.legacy else None
 
 
-def adaptable_cells(architecture: Architecture, model: Mapping[str, Any]) -> List[str]:
-    """Returns the paths of the linear cells and of the experts of a model, in the order in which they are built.
+def network_of(model: Mapping[str, Any]) -> Optional[Description]:
+    """Returns the description of that model, or None if it is not known, or its sizes cannot be worked out."""
+    architecture = architecture_of(model)
+    try:
+        return described(architecture, dict(model)) if architecture else None
+    except ConfigError:
+        return None
 
-    Raises:
-        TypeError, ValueError, ZeroDivisionError: The sizes in ``model`` cannot be worked out.
-    """
-    paths = list(architecture.linear_sizes(dict(model)))
-    holders = [name.rpartition(".")[0] for name in architecture.parameter_sizes(dict(model))]
-    paths += [path for path in dict.fromkeys(holders) if path.endswith(_EXPERTS)]
-    return sorted(paths, key=_place_in_parent)
+
+def adaptable_cells(network: Description) -> List[str]:
+    """Returns the paths of the linear cells and of the experts of a model, in the order in which they are built."""
+    paths = [re.sub(r"\.weight[12]$", "", path.removeprefix(_HOLDER)) for path in network.cells]
+    return sorted(dict.fromkeys(paths), key=_place_in_parent)
 
 
 def select(paths: Iterable[str], target: str, exclude: Optional[str] = None) -> Selection:
@@ -60,10 +73,11 @@ def select(paths: Iterable[str], target: str, exclude: Optional[str] = None) -> 
         for part in (_HOLDER + path).split("."):
             node = node.setdefault(part, {})
     searches = [_Search(re.compile(target), re.compile(exclude) if exclude else None, leaks) for leaks in (False, True)]
-    right, wrong = (search.cells(tree) for search in searches)
-    # In MindFormers 2.0, experts are no cells that it can adapt.
-    leaked = [path for path in wrong if path not in right and not path.endswith(_EXPERTS)]
-    return Selection([path[len(_HOLDER) :] for path in right], [path[len(_HOLDER) :] for path in leaked])
+    right, in_2_0 = ([path.removeprefix(_HOLDER) for path in search.cells(tree)] for search in searches)
+    # MindFormers 2.0 puts no LoRA on experts.
+    leaked = [path for path in in_2_0 if path not in right and not path.endswith(_EXPERTS)]
+    missed = [path for path in right if path not in in_2_0 or path.endswith(_EXPERTS)]
+    return Selection(right, leaked, missed)
 
 
 class _Search(NamedTuple):

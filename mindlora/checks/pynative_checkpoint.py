@@ -8,8 +8,8 @@ from mindlora.adapters.dialects import peft_config
 from mindlora.adapters.dialects.pynative import MANIFEST
 from mindlora.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.checks.finding import Finding, error, note, warning
-from mindlora.checks.pynative_cells import architecture_of
 from mindlora.common.text import examples, shown
+from mindlora.config.description import Description
 from mindlora.errors import LoraError
 from mindlora.formats import step_folder
 
@@ -22,13 +22,17 @@ Shapes = Dict[str, Tuple[int, ...]]
 
 
 def check_checkpoint(
-    config: Mapping[str, Any], selected: Optional[List[str]], version: Optional[Tuple[int, int]]
+    config: Mapping[str, Any],
+    network: Optional[Description],
+    selected: Optional[List[str]],
+    version: Optional[Tuple[int, int]],
 ) -> Iterator[Finding]:
     """Yields what is wrong with load_path and base_load_path of a YAML with a lora_config.
 
     Args:
         config (mapping): The content of the YAML.
-        selected (list of str): Paths of the cells that get LoRA; None if the model is not known.
+        network (Description): Its model; None if it is not known.
+        selected (list of str): Paths of the cells that get LoRA; None if they are not known.
         version (tuple of int): Of MindFormers; None if it is not known.
     """
     checkpoint = config.get("checkpoint") or {}
@@ -47,7 +51,19 @@ def check_checkpoint(
     if absent:
         return
     try:
-        yield from _check_contents(config, checkpoint, paths, selected)
+        of_another_form = [finding for key, path in paths.items() if path for finding in _check_form(key, path)]
+        if of_another_form:
+            yield from of_another_form
+            return
+        stored: Shapes = {}
+        for key, path in paths.items():
+            stored |= _shapes_at(path) if path else {}
+        if paths[_LOAD]:
+            folder = step_folder.last_step(paths[_LOAD])
+            yield from _check_step(checkpoint, folder, paths[_BASE])
+            yield from _check_adapter(config["lora_config"], stored, selected, folder)
+        if network:
+            yield from _check_base(network, stored)
     except LoraError as refusal:
         yield error(_LOAD, str(refusal))
 
@@ -56,31 +72,23 @@ def _is_filled(path: str) -> bool:
     return not os.path.isdir(path) or bool(os.listdir(path))
 
 
-def _check_contents(
-    config: Mapping[str, Any], checkpoint: Mapping[str, Any], paths: Dict[str, str], selected: Optional[List[str]]
-) -> Iterator[Finding]:
-    stored: Shapes = {}
-    for key, path in paths.items():
-        if not path:
-            continue
-        if not os.path.isdir(path):
-            yield error(key, f"{path} is a file, and the trainer loads a folder.", "Name the folder that it is in.")
-            return
-        folder = step_folder.last_step(path)
-        if any(name.endswith(("model.safetensors", "model.safetensors.index.json")) for name in os.listdir(folder)):
-            yield warning(
-                key,
-                f"{folder} is in Hugging Face's form, of which the trainer loads no Qwen3 and no DeepSeek-V3.",
-                f"Convert it: mindlora convert-base {folder} base --to pynative",
-            )
-            return
-        with step_folder.StepFolder(folder) as step:
-            stored |= {with_end(name, BIAS, MCORE_BIAS): info.shape for name, info in step.tensors.items()}
-    if paths[_LOAD]:
-        folder = step_folder.last_step(paths[_LOAD])
-        yield from _check_step(checkpoint, folder, paths[_BASE])
-        yield from _check_adapter(config["lora_config"], stored, selected, folder)
-    yield from _check_base(config.get("model") or {}, stored)
+def _check_form(key: str, path: str) -> Iterator[Finding]:
+    if not os.path.isdir(path):
+        yield error(key, f"{path} is a file, and the trainer loads a folder.", "Name the folder that it is in.")
+        return
+    folder = step_folder.last_step(path)
+    if any(name.endswith(("model.safetensors", "model.safetensors.index.json")) for name in os.listdir(folder)):
+        yield warning(
+            key,
+            f"{folder} is in Hugging Face's form, of which the trainer loads no Qwen3 and no DeepSeek-V3.",
+            f"Convert it: mindlora convert-base {folder} base --to pynative",
+        )
+
+
+def _shapes_at(path: str) -> Shapes:
+    """Returns the shapes of the model's tensors in a checkpoint, under mcore's names."""
+    with step_folder.StepFolder(step_folder.last_step(path)) as step:
+        return {with_end(name, BIAS, MCORE_BIAS): info.shape for name, info in step.tensors.items()}
 
 
 def _check_step(checkpoint: Mapping[str, Any], folder: str, base: str) -> Iterator[Finding]:
@@ -147,24 +155,16 @@ def _check_same_cells(stored: Set[str], selected: Set[str], folder: str) -> Iter
         yield warning(key, found, "Take the target_modules that the adapter was trained with.")
 
 
-def _check_base(model: Mapping[str, Any], stored: Shapes) -> Iterator[Finding]:
+def _check_base(network: Description, stored: Shapes) -> Iterator[Finding]:
     """Yields which weights of the model the checkpoints lack or have in another shape."""
-    architecture = architecture_of(model)
-    if architecture is None:
-        return
-    try:
-        sizes = architecture.parameter_sizes(dict(model))
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError):
-        return
-    missing = [name for name in sizes if name not in stored]
+    missing = [name for name in network.parameters if name not in stored]
     if missing:
         found = f"The checkpoint lacks {examples(missing)}: these weights would be random."
         yield error(_LOAD, found, "Name the base of this model, or correct the sizes in model.")
-    for name, size in sizes.items():
+    for name, size in network.parameters.items():
         # The weights of experts have an axis more in the trainer's files.
         if name in stored and math.prod(stored[name]) != math.prod(size.shape):
-            found = (
-                f"The checkpoint has {name} of shape {list(stored[name])}, and the model has it of {list(size.shape)}."
-            )
+            shapes = f"{list(stored[name])}, and the model has it of {list(size.shape)}"
+            found = f"The checkpoint has {name} of shape {shapes}."
             yield error(_LOAD, found, "Correct the sizes in model.")
             return

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import yaml
 
+from mindlora.adapters.dialects.pynative import target_regex
 from mindlora.checks.pynative import check_pynative, is_pynative
-from mindlora.checks.pynative_cells import adaptable_cells, architecture_of, select
+from mindlora.checks.pynative_cells import adaptable_cells, network_of, select
 from mindlora.doctor import examination
 from tests.support.step_folders import MANIFEST, write_step
 
@@ -58,8 +59,8 @@ def the_one(config, version=(2, 1)):
 @pytest.fixture
 def base(tmp_path):
     """A step of one rank with all weights of the model and an adapter as LORA says, and no optimizer's state."""
-    model = architecture_of(MODEL)
-    tensors = {name: np.zeros(size.shape, np.float32) for name, size in model.parameter_sizes(MODEL).items()}
+    sizes = network_of(MODEL).parameters
+    tensors = {name: np.zeros(size.shape, np.float32) for name, size in sizes.items()}
     for layer in range(2):
         path = f"decoder.layers.{layer}.self_attention.linear_proj"
         tensors |= {f"{path}.lora_a": np.ones((2, 8), np.float32), f"{path}.lora_b": np.ones((8, 2), np.float32)}
@@ -95,7 +96,7 @@ def test_the_doctor_reads_it(tmp_path, base):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config_of(loading(base), target_modules="^decoder")))
     findings = examination.check_yaml(str(path))
-    assert [finding.severity for finding in findings] == ["error"]
+    assert [finding.severity for finding in findings] == ["error", "note"]
     assert "Paths begin with model.decoder, so ^decoder matches none" in str(findings[0])
 
 
@@ -144,8 +145,7 @@ def test_weight_decay_on_a_and_b(base):
 
 
 def selected(target, exclude=None, **model):
-    sizes = {**MODEL, **model}
-    return select(adaptable_cells(architecture_of(sizes), sizes), target, exclude)
+    return select(adaptable_cells(network_of({**MODEL, **model})), target, exclude)
 
 
 def test_cells_are_searched_as_the_trainer_does():
@@ -168,7 +168,7 @@ def test_cells_are_searched_as_the_trainer_does():
         ("linear_fc1$", []),
         ("linear_fc2", []),
         (r"^model\..*linear_fc1", []),
-        ("linear_proj", [f"{layer}.self_attention.linear_{cell}" for layer in (0, 1) for cell in ("qb", "qkv", "kvb")]),
+        ("linear_proj", ["0.self_attention.linear_qb", "1.self_attention.linear_qb"]),
         ("linear_qkv", ["0.self_attention.linear_kvb", "1.self_attention.linear_kvb"]),
     ],
 )
@@ -178,6 +178,22 @@ def test_what_mindformers_2_0_adapts_besides(target, leaked, base):
     findings = found_in(config_of(loading(base), target_modules=target), (2, 0))
     assert any("2.0 adapts" in text for _, _, text in findings) == bool(leaked)
     assert not any("2.0 adapts" in text for _, _, text in found_in(config_of({"load_path": str(base[1])}), (2, 1)))
+
+
+def test_what_mindformers_2_0_leaves_out(base):
+    target = r"^model\.decoder\.layers\.\d\.self_attention\.(linear_proj|linear_qkv|linear_qb)$"
+    # linear_qb comes after linear_proj and is missed, so linear_qkv is searched under linear_proj too.
+    missed = [f"decoder.layers.{layer}.self_attention.linear_{cell}" for layer in (0, 1) for cell in ("qb", "qkv")]
+    assert selected(target).missed == missed
+    findings = found_in(config_of(loading(base), target_modules=target), (2, 0))
+    assert any(f"2.0 leaves {ATTENTION}linear_qb, {ATTENTION}linear_qkv out" in text for _, _, text in findings)
+
+
+def test_what_mindlora_writes_selects_the_same_in_both():
+    cells = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.shared_experts.linear_fc1"]
+    cells = [f"decoder.layers.{n}.self_attention.linear_{cell}" for n in (0, 1) for cell in ("proj", "qkv")] + cells
+    found = selected(target_regex(cells))
+    assert sorted(found.cells) == sorted(found.in_2_0) == sorted(cells)
 
 
 def test_mindformers_2_0_adapts_no_routed_experts(base):

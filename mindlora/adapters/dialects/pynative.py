@@ -96,23 +96,26 @@ class PyNative(MindFormers):
 def target_regex(paths: Iterable[str]) -> str:
     """Returns a target_modules of lora_config that selects exactly the cells at these paths of parameters.
 
-    The trainer searches it in the path of each cell, which begins with "model.".
+    The trainer searches it in the path of each cell, which begins with "model.". Once a cell matches, MindFormers 2.0
+    looks for its later siblings under that cell's path, without "model.", so both forms of a path match.
     """
-    # Cells of a layer -> the layers that have exactly these.
+    # Layer -> its cells, and then cells -> the layers that have exactly these.
     cells_of: Dict[str, List[str]] = {}
     alone = []
     for path in paths:
         path = re.sub(r"\.weight[12]$", "", path)
-        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", path)
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.(\w+)", path)
         if match is None:
             alone.append(re.escape(path))
-        elif match[2] not in cells_of.setdefault(match[1], []):
-            cells_of[match[1]].append(match[2])
+            continue
+        cell = rf"{re.escape(match[2])}\.(linear_\w+\.)?{match[3]}"
+        if cell not in cells_of.setdefault(match[1], []):
+            cells_of[match[1]].append(cell)
     layers_with: Dict[str, List[str]] = {}
     for layer, cells in cells_of.items():
-        layers_with.setdefault("|".join(map(re.escape, sorted(cells))), []).append(layer)
+        layers_with.setdefault("|".join(sorted(cells)), []).append(layer)
     groups = [rf"decoder\.layers\.({'|'.join(layers)})\.({cells})" for cells, layers in layers_with.items()]
-    return rf"^model\.({'|'.join(itertools.chain(groups, dict.fromkeys(alone)))})$"
+    return rf"^(model\.)?({'|'.join(itertools.chain(groups, dict.fromkeys(alone)))})$"
 
 
 def _whole_alpha(adapter: Adapter) -> Adapter:
