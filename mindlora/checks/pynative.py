@@ -119,8 +119,8 @@ def _check_targets(lora: Mapping[str, Any], paths: List[str], version: Version) 
     if siblings and version in (None, (2, 0)):
         yield warning(
             key,
-            f"MindFormers 2.0 leaves {examples(siblings)} out: it looks for the siblings after a cell that matches under "
-            "that cell's path, where the pattern does not hold.",
+            f"MindFormers 2.0 leaves {examples(siblings)} out: it looks for the siblings after a cell that matches "
+            "under that cell's path, where the pattern does not hold.",
             "Name the cells without what comes before them, such as linear_qkv$, or use MindFormers 2.1.",
         )
     experts = [path for path in missed if path.endswith(".experts")]

@@ -51,13 +51,15 @@ def check_checkpoint(
     if absent:
         return
     try:
-        of_another_form = [finding for key, path in paths.items() if path for finding in _check_form(key, path)]
+        of_another_form: List[Finding] = []
+        for key in filter(paths.get, paths):
+            of_another_form += _check_form(key, paths[key])
         if of_another_form:
             yield from of_another_form
             return
         stored: Shapes = {}
-        for key, path in paths.items():
-            stored |= _shapes_at(path) if path else {}
+        for path in filter(None, paths.values()):
+            stored |= _shapes_at(path)
         if paths[_LOAD]:
             folder = step_folder.last_step(paths[_LOAD])
             yield from _check_step(checkpoint, folder, paths[_BASE])
