@@ -21,6 +21,8 @@ LORA_KEYS = (
     *("lora_a_std", "lora_b_std"),
 )
 _NEW_KEYS = ("save_trainable_only", "base_load_path", "reshard_worker_num")
+# What auto_register names to load mindlora.
+_BRIDGE = "pynative_bridge."
 # lora_config.lora_rank and lora_alpha where a YAML says nothing.
 DEFAULT_RANK, DEFAULT_ALPHA = 8, 16
 
@@ -51,11 +53,14 @@ def check_pynative(config: Mapping[str, Any], version: Version = None) -> List[F
         return findings
     selected: Optional[List[str]] = None
     network = network_of(config.get("model") or {})
+    # mindlora puts its cells where lora_config says, and MindFormers 2.0 then adapts nothing besides.
+    with_mindlora = _BRIDGE in str((config.get("model") or {}).get("auto_register"))
+    searched_by = (2, 1) if with_mindlora else version
     if network:
         paths = adaptable_cells(network)
-        findings += _check_targets(lora, paths, version)
+        findings += _check_targets(lora, paths, searched_by)
         selection = select(paths, lora["target_modules"], lora.get("exclude_layers"))
-        cells = selection.in_2_0 if version == (2, 0) else selection.cells
+        cells = selection.in_2_0 if searched_by == (2, 0) else selection.cells
         selected = cells or None
     findings += _check_decay(config)
     return [*findings, *check_checkpoint(config, network, selected, version)]

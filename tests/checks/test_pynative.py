@@ -187,6 +187,9 @@ def test_what_mindformers_2_0_leaves_out(base):
     assert selected(target).missed == missed
     findings = found_in(config_of(loading(base), target_modules=target), (2, 0))
     assert any(f"2.0 leaves {ATTENTION}linear_qb, {ATTENTION}linear_qkv out" in text for _, _, text in findings)
+    bridge = {"auto_register": "pynative_bridge.Adapters"}
+    with_mindlora = found_in(config_of({"load_path": str(base[1])}, bridge, target_modules=target), (2, 0))
+    assert not any("2.0 leaves" in text for _, _, text in with_mindlora)
 
 
 def test_what_mindlora_writes_selects_the_same_in_both():
