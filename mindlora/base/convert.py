@@ -166,8 +166,12 @@ def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: b
             f"{base.path} has {WORLDS[base.world]} names, not {WORLDS[str(from_)]}. Give --from "
             f"{base.world}, or another checkpoint."
         )
+    if to == PYNATIVE and base.world == MCORE and not base.is_step:
+        raise CheckpointError(
+            f"{base.path} has mcore's names and shapes, from which the PyNative trainer's differ. Convert it --to hf first."
+        )
     if _world_of(base, to) == base.world:
-        raise CheckpointError(f"{base.path} has {WORLDS[to]} names already: use it as it is.")
+        raise CheckpointError(f"{base.path} has {WORLDS[base.world]} names already: use it as it is.")
     if concat and to == "hf":
         raise CheckpointError(
             "Joined tensors (concat) have no name in Hugging Face's world. Leave concat (--concat) out."
