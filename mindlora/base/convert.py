@@ -168,7 +168,8 @@ def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: b
         )
     if to == PYNATIVE and base.world == MCORE and not base.is_step:
         raise CheckpointError(
-            f"{base.path} has mcore's names and shapes, from which the PyNative trainer's differ. Convert it --to hf first."
+            f"{base.path} has mcore's names and shapes, from which the PyNative trainer's differ. Convert it --to hf "
+            "first."
         )
     if _world_of(base, to) == base.world:
         raise CheckpointError(f"{base.path} has {WORLDS[base.world]} names already: use it as it is.")
