@@ -229,8 +229,8 @@ def test_a_head_that_is_missing_or_is_not_the_embedding(tmp_path):
     [
         ("mindformers", "hf", False, "has Hugging Face's names, not MindFormers'"),
         (None, "hf", False, "already: use it as it is"),
-        (None, "peft", False, "each must be one of 'hf', 'mindformers', 'mcore'"),
-        ("peft", "hf", False, "each must be one of 'hf', 'mindformers', 'mcore'"),
+        (None, "peft", False, "one of 'hf', 'mindformers', 'mcore'"),
+        ("peft", "hf", False, "one of 'hf', 'mindformers', 'mcore'"),
     ],
 )
 def test_wrong_worlds(tmp_path, from_, to, concat, said):
