@@ -72,8 +72,9 @@ def select(paths: Iterable[str], target: str, exclude: Optional[str] = None) -> 
         node = tree
         for part in (_HOLDER + path).split("."):
             node = node.setdefault(part, {})
-    searches = [_Search(re.compile(target), re.compile(exclude) if exclude else None, leaks) for leaks in (False, True)]
-    right, in_2_0 = ([path.removeprefix(_HOLDER) for path in search.cells(tree)] for search in searches)
+    search = _Search(re.compile(target), re.compile(exclude) if exclude else None, leaks=False)
+    right = [path.removeprefix(_HOLDER) for path in search.cells(tree)]
+    in_2_0 = [path.removeprefix(_HOLDER) for path in search._replace(leaks=True).cells(tree)]
     # MindFormers 2.0 puts no LoRA on experts.
     leaked = [path for path in in_2_0 if path not in right and not path.endswith(_EXPERTS)]
     missed = [path for path in right if path not in in_2_0 or path.endswith(_EXPERTS)]

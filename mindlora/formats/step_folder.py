@@ -193,7 +193,9 @@ class StepFolder:
             dtypes.add(info.dtype)
         if len(dtypes) > 1:
             raise AdapterFormatError(f"{self.path} holds parts of {shown(key)} in several dtypes. Save it again.")
-        shape = tuple(max(part.offset[axis] + part.shape[axis] for part in parts) for axis in range(len(part.shape)))
+        # The last part of the grid ends where the whole tensor does.
+        corner = max(parts, key=lambda part: part.offset)
+        shape = tuple(map(sum, zip(corner.offset, corner.shape)))
         dtype = dtypes.pop()
         return TensorInfo(dtype, shape, 0, math.prod(shape) * dtype.itemsize)
 
@@ -251,17 +253,18 @@ def _parts_of(key: str, entry: Dict[str, Any], storage: Dict[str, Any]) -> List[
 
 def _check_covered(key: str, whole: Tuple[int, ...], parts: List[_Part], path: str) -> None:
     """Checks that the parts, laid out as a grid, are the whole tensor and that none of them overlap."""
-    axes: List[List[Tuple[int, int]]] = []
-    for axis in range(len(whole)):
-        ranges: Set[Tuple[int, int]] = {(part.offset[axis], part.offset[axis] + part.shape[axis]) for part in parts}
-        axes.append(sorted(ranges))
-    ends = [[0, *(end for _, end in ranges)] for ranges in axes]
-    begins = [[*(begin for begin, _ in ranges), size] for ranges, size in zip(axes, whole)]
-    grid = set(itertools.product(*([begin for begin, _ in ranges] for ranges in axes)))
+    complete = True
+    begins: List[Set[int]] = []
+    for axis, size in enumerate(whole):
+        ranges = sorted({(part.offset[axis], part.offset[axis] + part.shape[axis]) for part in parts})
+        begins.append({begin for begin, _ in ranges})
+        # Each range begins where the one before it ends, and the last ends where the tensor does.
+        complete = complete and [begin for begin, _ in ranges] + [size] == [0] + [end for _, end in ranges]
     same_axes = all(len(part.shape) == len(part.offset) == len(whole) for part in parts)
-    if not same_axes or ends != begins or sorted(part.offset for part in parts) != sorted(grid):
+    offsets = sorted(part.offset for part in parts)
+    if not complete or not same_axes or offsets != sorted(itertools.product(*begins)):
+        first = ", ".join(f"{list(part.shape)} at {list(part.offset)}" for part in parts[:4])
         raise AdapterFormatError(
-            f"{path} does not say enough of {shown(key)}: the whole is {list(whole)}, and the parts are "
-            f"{', '.join(f'{list(part.shape)} at {list(part.offset)}' for part in parts[:4])}"
+            f"{path} does not say enough of {shown(key)}: the whole is {list(whole)}, and the parts are {first}"
             f"{', ...' if len(parts) > 4 else ''}. Copy the folder again, with the files of all ranks."
         )
