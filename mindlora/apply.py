@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections import Counter
 from typing import Callable, Dict, List, Optional, Tuple
 
 import numpy as np
@@ -109,6 +110,10 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
     replace_children(network, replacements)
     renew_recomputed_parameters(network)
     logger.info("LoRA put on %d cells: %s.", len(cells), listed(cells))
+    # Some kinds of cells have one path only, and no choice.
+    choices = Counter(made.choice for made in replacements.values() if hasattr(made, "choice"))
+    for choice, count in choices.items():
+        logger.info("Path of lora_delta for %d cells: %s, %s.", count, choice.path, choice.reason)
 
 
 def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:

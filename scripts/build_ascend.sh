@@ -13,6 +13,10 @@ SOCS="ascend910b,ascend910_93"
 INSTALL_PATH=$ROOT/mindlora/ops/lib/ascend
 KERNEL_OPTIONS=
 OLDEST=8.3
+# What CANN's installation guide and its own packages (te) ask of python3, as pip calls it, by the module that it brings.
+CANN_PACKAGES="attrs=attr cython=Cython numpy=numpy decorator=decorator sympy=sympy cffi=cffi pyyaml=yaml \
+pathlib2=pathlib2 psutil=psutil protobuf=google.protobuf scipy=scipy requests=requests absl-py=absl \
+cloudpickle=cloudpickle ml-dtypes=ml_dtypes tornado=tornado jinja2=jinja2"
 # shellcheck source=scripts/cann.sh
 source "$ROOT/scripts/cann.sh"
 
@@ -64,6 +68,25 @@ add_stub_libraries() {
     [ ! -d "$stubs" ] || export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$stubs"
 }
 
+# Prints the names of CANN_PACKAGES that python3 lacks; not all versions of CANN need all of them. CANN's compiler runs
+# on the python3 of PATH, which is often MindSpore's and not the one for which CANN was installed.
+missing_packages() {
+    # shellcheck disable=SC2086
+    python3 - $CANN_PACKAGES <<'END' || true
+import importlib.util
+import sys
+
+def missing(module):
+    try:
+        return importlib.util.find_spec(module) is None
+    except ImportError:
+        return True
+
+pairs = [word.split("=") for word in sys.argv[1:]]
+print(*(name for name, module in pairs if missing(module)))
+END
+}
+
 # PyNative's own way to the kernels, a module for the MindSpore of python3. Without it ops.Custom serves PyNative too.
 build_pynative_module() {
     if ! python3 -c 'import importlib.util as util, sys; sys.exit(util.find_spec("mindspore") is None)'; then
@@ -92,13 +115,20 @@ command -v cmake > /dev/null || fail "cmake was not found: install it (3.16 or n
 mkdir -p "$INSTALL_PATH" && [ -w "$INSTALL_PATH" ] ||
     fail "$INSTALL_PATH cannot be written to: name another folder with --install-path."
 
+missing=$(missing_packages)
+advice="what CANN printed above says why."
+if [ -n "$missing" ]; then
+    advice="$advice CANN's compiler runs on $(command -v python3), which lacks packages that CANN's installation guide"
+    advice="$advice names: python3 -m pip install $missing"
+    echo "note: python3 lacks $missing, which CANN's compiler may need"
+fi
 rm -rf "$BUILD"
 cmake -S "$ROOT/ops" -B "$BUILD" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DASCEND_COMPUTE_UNIT="${SOCS//,/;}" \
-    -DMINDLORA_KERNEL_OPTIONS="${KERNEL_OPTIONS// /;}"
-cmake --build "$BUILD" --target binary package -j"$(nproc)"
+    -DMINDLORA_KERNEL_OPTIONS="${KERNEL_OPTIONS// /;}" || fail "the build was not configured: $advice"
+cmake --build "$BUILD" --target binary package -j"$(nproc)" || fail "the build failed: $advice"
 
 package=$(find "$BUILD" -maxdepth 1 -name 'custom_opp_*.run' | head -n 1)
-[ -n "$package" ] || fail "the build made no package (custom_opp_*.run in $BUILD): what CANN printed above says why."
+[ -n "$package" ] || fail "the build made no package (custom_opp_*.run in $BUILD): $advice"
 INSTALL_PATH=$(cd "$INSTALL_PATH" && pwd)
 bash "$package" --quiet --install-path="$INSTALL_PATH"
 
@@ -110,5 +140,5 @@ Built for ${SOCS//,/ and } and installed in $vendor. None of it has run on an NP
     bash scripts/check_aclnn.sh          calls every kernel through CANN alone, on an NPU
     source $vendor/bin/set_env.bash      before each Python that uses it
     mindlora doctor                      says which operators are taken from it
-    MINDLORA_BACKEND=ascend python -m pytest tests/ops
+    pip install -e '.[test]' && MINDLORA_BACKEND=ascend python -m pytest tests/ops      in a checkout
 END

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by build_ascend.sh and check_aclnn.sh: finds the CANN toolkit.
+# Sourced by build_ascend.sh, check_aclnn.sh and verify_npu.sh: finds the CANN toolkit and Python.
 
 fail() {
     echo "error: $*" >&2
@@ -27,4 +27,22 @@ find_cann() {
         done
         export ASCEND_HOME_PATH=${ASCEND_HOME_PATH:-$CANN}
     fi
+}
+
+# Sets PYTHON to the one that it names, or to python or python3 of PATH: the first that has MindSpore, else the first
+# that is new enough. A host may have python3 alone, or a python that is Python 2.
+find_python() {
+    local program usable="" programs=(python python3)
+    if [ -n "${PYTHON:-}" ]; then programs=("$PYTHON"); fi
+    for program in "${programs[@]}"; do
+        "$program" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2> /dev/null || continue
+        usable=${usable:-$program}
+        if "$program" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("mindspore") is None)'; then
+            PYTHON=$program
+            return
+        fi
+    done
+    [ -n "$usable" ] || fail "no Python 3.9 or newer was found (tried: ${programs[*]}). Put the one with MindSpore on PATH," \
+        "or name it in PYTHON."
+    PYTHON=$usable
 }

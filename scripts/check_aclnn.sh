@@ -7,7 +7,7 @@
 #   bash scripts/check_aclnn.sh --build-only --small     programs and few files, for CANN's tools: docs/ascend_tools.md
 #   --device N, --timeout SECONDS (of one call, 60; -1 for none), --acl FILE (for aclInit)   go to the programs
 #   --package FOLDER   the operator package, if it is neither on ASCEND_CUSTOM_OPP_PATH nor where build_ascend.sh puts it
-# Programs and files are in build/aclnn_check. It takes the python that PATH finds first, or that PYTHON names.
+# Programs and files are in build/aclnn_check. It takes the python or python3 of PATH, or what PYTHON names.
 set -eu
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -71,11 +71,12 @@ if [ ${#OPERATORS[@]} -eq 0 ]; then
     for program in "$ROOT"/ops/*/ascendc/check.cpp; do OPERATORS+=("$(basename "${program%/ascendc/check.cpp}")"); done
 fi
 
+find_python
 find_cann 8.3
 find_package
 rm -rf "$BUILD"
 mkdir -p "$BUILD"
-"${PYTHON:-python}" "$ROOT/ops/ascendc_check/golden.py" "$BUILD/golden" "${OPERATORS[@]}" ${SMALL[@]+"${SMALL[@]}"}
+"$PYTHON" "$ROOT/ops/ascendc_check/golden.py" "$BUILD/golden" "${OPERATORS[@]}" ${SMALL[@]+"${SMALL[@]}"}
 build "${OPERATORS[@]}"
 if [ -n "$BUILD_ONLY" ]; then
     echo "The programs are in $BUILD. Before they run: export ASCEND_CUSTOM_OPP_PATH=$ASCEND_CUSTOM_OPP_PATH" \

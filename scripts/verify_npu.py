@@ -5,7 +5,6 @@ The exit code is 0 if everything that could run holds, 1 if something does not, 
 
 import argparse
 import dataclasses
-import glob
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import tempfile
 import time
 from typing import Dict, Iterator, List
 
+from verify_npu_devices import VISIBLE, find_npus
 from verify_npu_page import page
 from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome
 from verify_npu_steps import STEPS, Place
@@ -57,7 +57,10 @@ def main() -> int:
         for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH"):
             if os.environ.get(variable):
                 places[os.environ[variable]] = f"<{variable}>"
-        place = Place(given, work, environment, Cleaner(places))
+        npus = find_npus(environment)
+        if npus.free:
+            environment[VISIBLE] = ",".join(npus.free)
+        place = Place(given, work, environment, Cleaner(places), npus)
         try:
             for name in given.only or STEPS:
                 for outcome in run_step(name, place):
@@ -109,7 +112,7 @@ def machine(place: Place) -> Dict[str, str]:
         "MindFormers": version("mindformers"),
         "processor": os.uname().machine,
         "device": place.given.device,
-        "NPUs": str(len(glob.glob("/dev/davinci[0-9]*"))),
+        "NPUs": str(place.npus),
         "shapes": "few (--quick)" if place.given.quick else "all",
     }
 

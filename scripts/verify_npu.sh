@@ -5,8 +5,14 @@
 #   bash scripts/verify_npu.sh --quick              few shapes
 #   bash scripts/verify_npu.sh --only build operators --soc ascend910b
 #   bash scripts/verify_npu.sh --device CPU         the same comparisons on a CPU, to try the script itself
-# It takes the python that PATH finds first, or that PYTHON names. MINDLORA_CANN_FOLDERS: where CANN may be otherwise.
+# It needs a Python with MindSpore and MindFormers, as `pip install .` brings them, or this checkout beside them. It takes
+# python or python3 of PATH, or what PYTHON names; and the NPUs that npu-smi shows without a process, or those that
+# ASCEND_RT_VISIBLE_DEVICES names. MINDLORA_CANN_FOLDERS: where CANN may be otherwise.
 set -eu
+
+SCRIPTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=scripts/cann.sh
+source "$SCRIPTS/cann.sh"
 
 if [ -z "${ASCEND_OPP_PATH:-}" ]; then
     for folder in "${ASCEND_HOME_PATH:-}" ${MINDLORA_CANN_FOLDERS-/usr/local/Ascend/cann \
@@ -15,4 +21,5 @@ if [ -z "${ASCEND_OPP_PATH:-}" ]; then
         if [ -n "$folder" ] && [ -f "$folder/set_env.sh" ]; then set +eu; source "$folder/set_env.sh"; set -eu; break; fi
     done
 fi
-exec "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/verify_npu.py" "$@"
+find_python
+exec "$PYTHON" "$SCRIPTS/verify_npu.py" "$@"

@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
+from mindlora.numerics.dtypes import from_float32, named_dtype, to_float32
 from mindlora.ops import (
     LoraDelta,
     LoraLinear,
@@ -19,8 +20,6 @@ from mindlora.ops import (
     Nf4LinearWithBias,
     quantize,
 )
-from tests.support.native import normal, tensor, values
-from tests.support.pooled_adapters import popularity
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SCALE = 0.75
@@ -170,16 +169,28 @@ def multi_lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
         held = [tensor(pool, dtype), Tensor(ranks), Tensor(scales)]
         for tokens in sizes.tokens:
             y0, x = normal(tokens, n, seed=1, dtype=dtype), normal(tokens, k, seed=2, dtype=dtype)
-            kinds = {kind: popularity(kind, tokens, len(ranks)) for kind in ("distinct", "zipf", "skipped", "none")}
-            kinds["empty"] = np.full(tokens, len(sizes.ranks), np.int32)
-            if kernel:
-                kinds["beyond the pool"] = np.where(np.arange(tokens) == 0, len(ranks), 0).astype(np.int32)
-            for kind, indices in kinds.items():
+            for kind, indices in users(tokens, len(ranks), len(sizes.ranks), kernel).items():
                 wanted = [beyond_is_nan(oracle.multi_lora_delta, y0, x, pool, ranks, scales, indices)]
                 inputs = [tensor(y0, dtype), tensor(x, dtype), *held, Tensor(indices)]
                 # Rows without an adapter must come back as they are.
                 terms = 0 if kind in ("none", "empty") else 1 + 64 * k**0.5
                 yield Case(f"{tokens} tokens, {k} to {n}, adapters: {kind}", called(cell, inputs), wanted, terms)
+
+
+def users(tokens: int, slots: int, empty: int, kernel: bool) -> Dict[str, np.ndarray]:
+    """Returns which slot each token uses, in several ways; a kernel alone takes one beyond the pool."""
+    rng = np.random.default_rng(tokens)
+    drawn, none = rng.integers(0, slots, tokens), -1 - rng.integers(0, 9, tokens)
+    ways = {
+        "distinct": np.arange(tokens) % slots,
+        "zipf": np.minimum(rng.zipf(1.5, tokens) - 1, slots - 1),
+        "skipped": np.where(rng.random(tokens) < 0.5, none, drawn),
+        "none": np.full(tokens, -1),
+        "empty": np.full(tokens, empty),
+    }
+    if kernel:
+        ways["beyond the pool"] = np.where(np.arange(tokens) == 0, slots, 0)
+    return {way: indices.astype(np.int32) for way, indices in ways.items()}
 
 
 def beyond_is_nan(oracle: Callable, y0, x, pool, ranks, scales, indices) -> np.ndarray:
@@ -244,6 +255,22 @@ def nf4_linear(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
                 x[3, 20] = np.nan
                 run = called(plain, [tensor(x, dtype), *held])
                 yield Case(f"nan in one number of x, {title}", run, [x.astype(np.float64) @ weight.T], terms)
+
+
+def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
+    """Returns normal values that the dtype can hold, as float32."""
+    drawn = np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+    return to_float32(from_float32(drawn, named_dtype(dtype)))
+
+
+def tensor(array: np.ndarray, dtype: str) -> Tensor:
+    """Returns a Tensor of a dtype by name."""
+    return Tensor(np.asarray(array), getattr(ms, dtype))
+
+
+def values(result: Tensor) -> np.ndarray:
+    """Returns a Tensor as float32; NumPy has no bfloat16."""
+    return ms.ops.cast(result, ms.float32).asnumpy()
 
 
 def shape_title(tokens: int, k: int, n: int, rank: int) -> str:

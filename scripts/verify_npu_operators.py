@@ -52,7 +52,7 @@ def main() -> int:
 
 def run_cases(given: argparse.Namespace, mode: str, result: Dict[str, Any]) -> None:
     """Runs the cases in one mode and adds to the result. An exception counts as a failure of its case."""
-    from scripts.verify_npu_cases import CASES, QUICK, Sizes
+    from verify_npu_cases import CASES, QUICK, Sizes
 
     for case in CASES[given.operator](given.dtype, QUICK if given.quick else Sizes(), given.device == "Ascend"):
         title = f"{mode}: {case.title}"
@@ -77,8 +77,9 @@ def compare(case: Any, found: List[Any], dtype: str) -> "tuple[float, Optional[s
     """
     import numpy as np
 
-    from tests.support.native import ROUNDING
+    from mindlora.numerics.dtypes import ROUNDING
 
+    rounding = ROUNDING[dtype][0]
     worst = 0.0
     for number, (actual, wanted) in enumerate(zip(found, case.wanted)):
         if actual.shape != wanted.shape:
@@ -87,8 +88,8 @@ def compare(case: Any, found: List[Any], dtype: str) -> "tuple[float, Optional[s
         if case.gradient:
             allowed = np.full(wanted.shape, GRADIENTS[dtype] * max(1.0, np.abs(wanted).max(initial=0)))
         else:
-            sums = 4e-7 + (0 if dtype == "float32" else ROUNDING[dtype])
-            allowed = 1.01 * ROUNDING[dtype] * np.abs(wanted) + sums * max(1.0, case.terms)
+            sums = 4e-7 + (0 if dtype == "float32" else rounding)
+            allowed = 1.01 * rounding * np.abs(wanted) + sums * max(1.0, case.terms)
         if case.terms == 0:
             allowed = np.zeros(wanted.shape)
         with np.errstate(invalid="ignore"):

@@ -14,7 +14,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HELD, FAILED, NOT_RUN = "holds", "does not hold", "not run"
 # A path with at least two parts, of which the last is kept. Those of the system say where CANN and the driver are.
-_PATH = re.compile(r"(?<![\w<>./])(?!/usr/)(?:/[\w.+@~-]+)+/([\w.+@~-]+)")
+_PATH = re.compile(r"(?<![\w<>./])(?!/usr/|/dev/)(?:/[\w.+@~-]+)+/([\w.+@~-]+)")
 # Four numbers with dots, but no version of five; and as IPv6 and network cards have it, with colons.
 _ADDRESS = re.compile(
     r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\w)|(?<![\w:.])(?:[0-9a-fA-F]{1,4}::?){4,7}[0-9a-fA-F]{1,4}(?![\w:])"

@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import statistics
@@ -14,12 +15,15 @@ import subprocess
 import sys
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from verify_npu_devices import VISIBLE, Npus, free_port
 from verify_npu_operators import DTYPES, OPERATORS
 from verify_npu_page import KERNELS, switch
 from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome, run
 
 # Last lines of build_ascend.sh where the machine lacks what it needs.
 CANNOT_BUILD = ("no CANN toolkit was found", "the kernels need", "cmake was not found")
+# Of mindlora/ops/build.py.
+CANNOT_COMPILE = ("No C++ compiler was found",)
 # Of check_aclnn.sh.
 CANNOT_CHECK = (
     "no CANN toolkit was found",
@@ -28,7 +32,12 @@ CANNOT_CHECK = (
     "aclrtSetDevice returned",
 )
 # Where there are no kernels: no failure of its own unless the build said that it made them.
-NO_KERNELS = ("MINDLORA_BACKEND is ascend, but", "no operator package of mindlora was found")
+NO_PACKAGE = ("no operator package of mindlora was found",)
+NO_KERNELS = ("MINDLORA_BACKEND is ascend, but", "MINDLORA_BACKEND is cpu, but")
+# What MindSpore and CANN say in a worker's log where other processes have taken the memory of an NPU.
+NO_MEMORY = ("Out of Memory", "Memory not enough", "EL0004")
+BUILD = os.path.join(ROOT, "mindlora", "ops", "build.py")
+LIBRARY = os.path.join(ROOT, "mindlora", "ops", "lib", "libmindlora_cpu.so")
 # Prints nothing if the device computes, else why not.
 PROBE = """
 import sys
@@ -54,6 +63,7 @@ class Place:
         work (str): A folder that is removed at the end.
         environment (dict): Of all commands; the build adds its package to it.
         clean (Cleaner): What every text in the report goes through.
+        npus (Npus): The NPUs of this machine.
         tuned (str or None): The folder of the quickstart, once it ran.
         built (bool): Whether the build said that it made the kernels.
     """
@@ -62,6 +72,7 @@ class Place:
     work: str
     environment: Dict[str, str]
     clean: Cleaner
+    npus: Npus
     tuned: Optional[str] = None
     built: bool = False
     device_problem: Optional[str] = None
@@ -71,8 +82,15 @@ class Place:
         """Runs a command; see verify_npu_run.run."""
         return run(name, command, self.given.output, self.clean, self.environment, limit, cannot)
 
+    def log(self, outcome: Outcome) -> str:
+        """Returns the text of an outcome's log."""
+        with open(os.path.join(self.given.output, outcome.log), encoding="utf-8") as file:
+            return file.read()
+
     def problem(self) -> Optional[str]:
         """Returns why nothing can be computed on the device, or None. The device is asked once."""
+        if self.given.device == "Ascend" and self.npus.problem():
+            return self.npus.problem()
         if not self.probed:
             command = [sys.executable, "-c", PROBE, self.given.device]
             try:
@@ -80,15 +98,20 @@ class Place:
                     command, env=self.environment, capture_output=True, text=True, timeout=PROBE_LIMIT, check=False
                 )
                 lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
-                self.device_problem = self.clean(lines[-1].rstrip(".")) if tried.returncode else None
+                said = f"MindSpore cannot compute on {self.given.device}: {lines[-1].rstrip('.')}"
+                self.device_problem = self.clean(said) if tried.returncode else None
             except subprocess.TimeoutExpired:
-                self.device_problem = f"1 + 1 did not end within {PROBE_LIMIT} s; is another process on it?"
+                self.device_problem = f"1 + 1 did not end within {PROBE_LIMIT} s on {self.given.device}"
             self.probed = True
         return self.device_problem
 
     def no_kernels(self) -> Sequence[str]:
-        """Returns the last lines that mean that there are no kernels to be tried."""
-        return () if self.built else NO_KERNELS
+        """Returns the last lines that mean that MindSpore has no kernels to try, unless those that it needs were built.
+
+        On an NPU too it needs the CPU library, which infers shapes.
+        """
+        made = self.built or self.given.device == "CPU"
+        return () if made and os.path.exists(LIBRARY) else NO_KERNELS
 
     def python(self, script: str, *arguments: str) -> List[str]:
         """Returns the command that runs a program of scripts/."""
@@ -104,7 +127,7 @@ def on_device(step: Callable[[Place], Iterator[Outcome]], name: str) -> Callable
 
     def guarded(place: Place) -> Iterator[Outcome]:
         if place.problem():
-            yield Outcome(name, NOT_RUN, f"MindSpore finds no {place.given.device}: {place.problem()}")
+            yield Outcome(name, NOT_RUN, place.problem() or "")
         else:
             yield from step(place)
 
@@ -115,18 +138,25 @@ def doctor(place: Place) -> Iterator[Outcome]:
     """mindlora doctor: versions, CANN, and the path of each operator."""
     outcome = place.run("doctor", [sys.executable, "-m", "mindlora.cli", "doctor"], limit=600)
     if outcome.state == HELD:
-        with open(os.path.join(place.given.output, outcome.log), encoding="utf-8") as file:
-            found = re.findall(r"^(CANN|driver) +(\S+(?: \S+)*)", file.read(), re.MULTILINE)
+        found = re.findall(r"^(CANN|driver) +(\S+(?: \S+)*)", place.log(outcome), re.MULTILINE)
         versions = ", ".join(" ".join(item) for item in found)
         outcome.line = f"no errors; {versions}; the log names all versions and the path of each operator"
+    yield outcome
+
+
+def library(place: Place) -> Iterator[Outcome]:
+    """The CPU library, which infers shapes on an NPU too: pip builds it, a checkout alone has none."""
+    if runpy.run_path(BUILD)["is_current"]():
+        outcome = Outcome("library", HELD, "the CPU library is there, and no source is newer")
+    else:
+        outcome = place.run("library", [sys.executable, BUILD], cannot=CANNOT_COMPILE)
     yield outcome
 
 
 def build(place: Place) -> Iterator[Outcome]:
     """build_ascend.sh, into the folder where mindlora looks; the steps after it use the package."""
     if place.given.device == "CPU":
-        command = [sys.executable, "-m", "mindlora.ops.build"]
-        yield place.run("build", command)
+        yield Outcome("build", NOT_RUN, "the kernels are for NPUs only")
         return
     command = ["bash", os.path.join(ROOT, "scripts", "build_ascend.sh")]
     command += ["--soc", place.given.soc] if place.given.soc else []
@@ -140,13 +170,40 @@ def build(place: Place) -> Iterator[Outcome]:
     yield outcome
 
 
+def doctor_after(place: Place) -> Iterator[Outcome]:
+    """mindlora doctor once more: where the kernels were built and an NPU is there, it must name them as the path."""
+    name = "doctor-after"
+    if not place.built:
+        yield Outcome(name, NOT_RUN, "there is no new build, so it would say the same as before")
+        return
+    outcome = place.run(name, [sys.executable, "-m", "mindlora.cli", "doctor"], limit=600)
+    if outcome.state == HELD:
+        judge_paths(outcome, operator_paths(place.log(outcome)), place.npus.seen > 0)
+    yield outcome
+
+
+def operator_paths(text: str) -> Dict[str, Tuple[str, str]]:
+    """Returns {operator: (path, the first line of why)} from what the doctor printed, of those that have a kernel."""
+    rows = re.findall(rf"^({'|'.join(KERNELS)}) +(ascend|cpu|composed|none) +(.*)$", text, re.MULTILINE)
+    return {op: (path, reason) for op, path, reason in rows}
+
+
+def judge_paths(outcome: Outcome, paths: Dict[str, Tuple[str, str]], on_npu: bool) -> None:
+    """Puts the path of each operator into an outcome, which holds if all are the kernels or there is no NPU."""
+    outcome.line = ", ".join(f"{op}: {path}" for op, (path, _) in paths.items()) or "the log names no operator"
+    others = [f"{op} is {path}: {reason}" for op, (path, reason) in paths.items() if path != "ascend"]
+    if on_npu and (others or not paths):
+        outcome.state = FAILED
+        outcome.line = f"the kernels are built, and {others[0] if others else outcome.line}"
+
+
 def aclnn(place: Place) -> Iterator[Outcome]:
     """check_aclnn.sh: every kernel against its reference, called by CANN alone, before MindSpore is involved."""
     if place.given.device == "CPU":
         yield Outcome("aclnn", NOT_RUN, "CANN calls kernels on an NPU only")
         return
     command = ["bash", os.path.join(ROOT, "scripts", "check_aclnn.sh"), *["--small"] * place.given.quick]
-    outcome = place.run("aclnn", command, cannot=(*CANNOT_CHECK, *place.no_kernels()))
+    outcome = place.run("aclnn", command, cannot=CANNOT_CHECK if place.built else (*CANNOT_CHECK, *NO_PACKAGE))
     if outcome.state == HELD:
         outcome.line = "called by CANN alone, every kernel gives what its reference gives"
     yield outcome
@@ -183,6 +240,7 @@ def fine_tune(place: Place) -> Iterator[Outcome]:
     outcome = place.run(name, [sys.executable, *training(place, tuned)])
     if outcome.state == HELD:
         compare_losses(outcome, losses(os.path.join(folder, "lora")), losses(tuned))
+        name_paths(outcome, place.log(outcome), place.built)
     yield outcome
 
 
@@ -215,25 +273,41 @@ def compare_losses(outcome: Outcome, expected: List[float], found: List[float]) 
     )
 
 
+def name_paths(outcome: Outcome, log: str, built: bool) -> None:
+    """Adds to an outcome which path of lora_delta the run took; kernels that were built must have been taken."""
+    picked = re.findall(r"Path of lora_delta for (\d+) cells: (\w+), (.*)", log)
+    outcome.figures["paths"] = {path: int(cells) for cells, path, _ in picked}
+    shown = " and ".join(f"{path} on {cells} cells" for cells, path, _ in picked)
+    outcome.line += f"; path of lora_delta: {shown or 'not in the log'}"
+    if built and set(outcome.figures["paths"]) != {"ascend"}:
+        outcome.state = FAILED
+        outcome.line += "".join(f"; the kernels are built, and not taken: {why}" for _, path, why in picked[:1])
+
+
 def two_devices(place: Place) -> Iterator[Outcome]:
     """The tiny fine-tune on two NPUs under msrun, each with half of the data."""
-    name, devices = "two-devices", len(glob.glob("/dev/davinci[0-9]*"))
-    if place.given.device == "CPU" or devices < 2:
-        yield Outcome(name, NOT_RUN, f"it needs two NPUs, and {devices or 'none'} can be seen")
+    name, free = "two-devices", place.npus.free
+    if place.given.device == "CPU" or free is None or len(free) < 2:
+        advice = f"; name two in {VISIBLE}" if free is None and place.npus.seen > 1 else ""
+        yield Outcome(name, NOT_RUN, f"it needs two free NPUs; here: {place.npus}{advice}")
         return
     if not place.tuned:
         yield Outcome(name, NOT_RUN, "it needs the data and the base of the step fine-tune")
         return
     order = shlex.join([*training(place, os.path.join(place.work, "both")), "--use_parallel", "True"])
     logs = os.path.join(place.work, "msrun")
-    command = ["bash", os.path.join(ROOT, "scripts", "msrun_launcher.sh"), order, "2", "8118", logs, "True", "600"]
-    outcome = place.run(name, command)
-    outcome.line = "both workers ended well" if outcome.state == HELD else outcome.line
+    command = ["bash", os.path.join(ROOT, "scripts", "msrun_launcher.sh"), order, "2", free_port(), logs, "True", "600"]
+    visible = {**place.environment, VISIBLE: ",".join(free[:2])}
+    outcome = run(name, command, place.given.output, place.clean, visible, HOUR)
+    if outcome.state == HELD:
+        outcome.line = f"both workers ended well, on NPUs {' and '.join(free[:2])}"
     for path in sorted(glob.glob(os.path.join(logs, "*.log"))):
         with open(path, encoding="utf-8", errors="replace") as file:
             text = place.clean(file.read())
         with open(os.path.join(place.given.output, "logs", f"msrun_{os.path.basename(path)}"), "w") as log:
             log.write(text)
+        if outcome.state == FAILED and any(words in text for words in NO_MEMORY):
+            outcome.state, outcome.line = NOT_RUN, "an NPU has too little memory left; the logs msrun_... have more"
     yield outcome
 
 
@@ -295,7 +369,9 @@ def read_json(path: str) -> Dict[str, Any]:
 
 STEPS: Dict[str, Callable[[Place], Iterator[Outcome]]] = {
     "doctor": doctor,
+    "library": library,
     "build": build,
+    "doctor-after": doctor_after,
     "aclnn": aclnn,
     "operators": on_device(operators, "operators"),
     "fine-tune": on_device(fine_tune, "fine-tune"),

@@ -65,7 +65,7 @@ def test_without_cann_each_step_says_why_it_does_not_run_and_the_next_one_follow
     assert set(states(folder).values()) == {"not run"} and len(states(folder)) == 5
     page = (folder / "report.md").read_text()
     assert "Nothing could run here. Not run: build, aclnn, operators, bench, msprof." in page
-    assert "no CANN toolkit was found" in page and "MindSpore finds no Ascend" in page
+    assert "no CANN toolkit was found" in page and "| no NPU: there is no /dev/davinci0 |" in page
     for op in ("lora_delta", "lora_linear", "nf4_linear", "multi_lora_delta", "multi_lora_slot_write"):
         assert f"MINDLORA_BACKEND_{op.upper()}=composed" in page
     for text in (page, (folder / "report.json").read_text(), (folder / "logs/build.log").read_text()):
@@ -274,6 +274,130 @@ def test_the_switches_are_those_that_mindlora_reads():
         op: kernel for op, kernel in backend.ASCEND_OP_TYPES.items() if kernel
     }
     assert all(switch(op) == f"{backend.switch(op)}=composed" for op in KERNELS)
+
+
+NPU_SMI = """
+| 0     Ascend910           | OK            | 91.0        36                0    / 0             |
+| 0     0                   | 0000:9D:00.0  | 0           0    / 0          3401 / 65536         |
++===========================+===============+====================================================+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+"""
+IDLE = "| No running processes found in NPU {}                                                            |\n"
+BUSY = "| {}       {}                 | 1333928       |                          | 37709                   |\n"
+
+
+@pytest.mark.parametrize(
+    "rows, seen, free",
+    [
+        ([IDLE.format(0), BUSY.format(1, 0), IDLE.format(2), IDLE.format(3)], 4, ["0", "2", "3"]),
+        # Two chips on each, as on Atlas A3.
+        ([BUSY.format(0, 1), BUSY.format(0, 1), IDLE.format(1)], 4, ["0", "2", "3"]),
+        # In a container that has some of them, CANN counts from 0.
+        ([IDLE.format(4), BUSY.format(6, 0)], 2, ["0"]),
+        ([BUSY.format(0, 0), BUSY.format(1, 0)], 2, []),
+        ([IDLE.format(0), IDLE.format(1)], 3, None),
+        ([], 8, None),
+    ],
+)
+def test_npus_without_a_process_are_free(rows, seen, free):
+    from verify_npu_devices import free_npus
+
+    assert free_npus(NPU_SMI + "".join(rows), seen) == free
+
+
+def place_with(tmp_path, npus):
+    from verify_npu_run import Cleaner
+    from verify_npu_steps import Place
+
+    (tmp_path / "logs").mkdir()
+    given = argparse.Namespace(device="Ascend", output=str(tmp_path), quick=True)
+    return Place(given, str(tmp_path), dict(os.environ), Cleaner({}), npus, tuned=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "seen, free, line",
+    [
+        (0, None, "it needs two free NPUs; here: none"),
+        (2, ["1"], "it needs two free NPUs; here: 2, free: 1 (npu-smi)"),
+        (8, None, "; name two in ASCEND_RT_VISIBLE_DEVICES"),
+    ],
+)
+def test_two_devices_without_two_free_npus_is_not_run(tmp_path, seen, free, line):
+    from verify_npu_devices import Npus
+    from verify_npu_steps import two_devices
+
+    (outcome,) = two_devices(place_with(tmp_path, Npus(seen, free, "npu-smi")))
+    assert outcome.state == "not run" and outcome.line.endswith(line)
+
+
+@pytest.mark.parametrize(
+    "script, log, state, line",
+    [
+        ("exit 0", "", "holds", "both workers ended well, on NPUs 3 and 5"),
+        ("echo broken; exit 1", "Error", "does not hold", "exit code 1; last line: broken"),
+        ("exit 1", "Out of Memory!!! Request memory size: 1", "not run", "an NPU has too little memory left"),
+    ],
+)
+def test_two_devices_takes_free_npus_and_a_free_port(tmp_path, monkeypatch, script, log, state, line):
+    import verify_npu_steps
+    from verify_npu_devices import Npus
+
+    (tmp_path / "checkout/scripts").mkdir(parents=True)
+    launcher = tmp_path / "checkout/scripts/msrun_launcher.sh"
+    launcher.write_text(f'echo "$ASCEND_RT_VISIBLE_DEVICES $2 $3" > {tmp_path}/called; {script}\n')
+    monkeypatch.setattr(verify_npu_steps, "ROOT", str(tmp_path / "checkout"))
+    for name in ("cache_1/dialogues.mindrecord", "cache_1/base.ckpt", "msrun/worker_0.log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(log)
+    (outcome,) = verify_npu_steps.two_devices(place_with(tmp_path, Npus(8, ["3", "5", "6"], "npu-smi")))
+    assert outcome.state == state and outcome.line.startswith(line)
+    devices, workers, port = (tmp_path / "called").read_text().split()
+    assert (devices, workers) == ("3,5", "2") and port != "8118"
+
+
+def test_the_doctor_after_the_build_must_name_the_kernels():
+    from verify_npu_run import FAILED, HELD, Outcome
+    from verify_npu_steps import judge_paths, operator_paths
+
+    text = "LoRADense   ascend    x\nlora_delta  ascend    LoraDelta in Ascend C\nnf4_linear  {}  why\n"
+    for path, on_npu, state in (("ascend  ", True, HELD), ("composed", True, FAILED), ("composed", False, HELD)):
+        outcome = Outcome("doctor-after", HELD, "")
+        judge_paths(outcome, operator_paths(text.format(path)), on_npu)
+        assert outcome.state == state, (path, outcome.line)
+    assert outcome.line == "lora_delta: ascend, nf4_linear: composed"
+
+
+def test_the_fine_tune_names_its_path_and_must_take_kernels_that_were_built():
+    from verify_npu_run import FAILED, HELD, Outcome
+    from verify_npu_steps import name_paths
+
+    log = "2026-01-01 INFO - Path of lora_delta for 14 cells: {}, the kernels are not registered.\n"
+    for path, built, state in (("ascend", True, HELD), ("composed", True, FAILED), ("composed", False, HELD)):
+        outcome = Outcome("fine-tune", HELD, "loss from 5 to 3")
+        name_paths(outcome, log.format(path), built)
+        assert outcome.state == state
+        assert outcome.line.startswith(f"loss from 5 to 3; path of lora_delta: {path} on 14 cells")
+
+
+def test_python3_alone_is_enough_and_an_old_python_is_passed_over(tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "python").write_text("#!/bin/sh\nexit 1\n")
+    (folder / "python").chmod(0o755)
+    (folder / "python3").symlink_to(sys.executable)
+    command = f'set -eu; source {ROOT}/scripts/cann.sh; find_python; echo "$PYTHON"'
+
+    def find(**variables):
+        return subprocess.run(
+            [shutil.which("bash"), "-c", command], env=variables, capture_output=True, text=True, check=False
+        )
+
+    assert find(PATH=str(folder)).stdout == "python3\n"
+    (folder / "python3").unlink()
+    result = find(PATH=str(folder))
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: no Python 3.9 or newer was found (tried: python python3).")
 
 
 def test_losses_on_the_device_are_those_on_a_cpu_or_it_does_not_hold():

@@ -4,6 +4,7 @@ The stand-in (tests/support/cann_stand_in.py) runs the operators' own host sides
 """
 
 import ctypes
+import json
 import os
 import pathlib
 import shutil
@@ -15,6 +16,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support import cann_stand_in
+from tests.support.bare_python import bare_environment
 
 # One dtype each, of which the other tests have compiled the kernel; of nf4_dequantize all, for a run of the script.
 DTYPES = {
@@ -332,3 +334,21 @@ def test_without_the_npus_driver_the_script_builds_and_says_what_is_missing(plac
     assert last.startswith(
         "error: the programs need libascend_hal.so, which the NPU's driver brings: there is none here."
     )
+
+
+def test_verify_npu_calls_them_where_no_test_package_is(place, tmp_path):
+    """In a checkout with one operator, whose kernel is there for all dtypes."""
+    root = tmp_path / "checkout"
+    shutil.copytree(os.path.join(ROOT, "scripts"), root / "scripts")
+    (root / "mindlora").mkdir()
+    shutil.copy(os.path.join(ROOT, "mindlora/__init__.py"), root / "mindlora")
+    (root / "ops").mkdir()
+    for name in ("ascendc_check", "ascendc_common", "ascendc_model", "nf4_dequantize", "nf4_linear"):
+        (root / "ops" / name).symlink_to(os.path.join(ROOT, "ops", name))
+    command = ["bash", str(root / "scripts/verify_npu.sh"), "--quick", "--only", "aclnn"]
+    command += ["--output", str(tmp_path / "out")]
+    (tmp_path / "bare").mkdir()
+    variables = {**environment(place), "PYTHONPATH": bare_environment(str(tmp_path / "bare"))["PYTHONPATH"]}
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    (step,) = json.loads((tmp_path / "out/report.json").read_text())["steps"]
+    assert step["state"] == "holds", result.stdout + result.stderr

@@ -1,0 +1,82 @@
+"""The NPUs of scripts/verify_npu.py: how many there are, and which of them no other process uses; and a free port."""
+
+import dataclasses
+import glob
+import re
+import shutil
+import socket
+import subprocess
+from typing import List, Mapping, Optional
+
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+_BUSY = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*\d+\s*\|", re.MULTILINE)
+_IDLE = re.compile(r"No running processes found in NPU (\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Npus:
+    """The NPUs of this machine.
+
+    Attributes:
+        seen (int): How many there are.
+        free (list of str or None): The numbers of those that may be used; None if that is not known.
+        why (str): Where that is from, or why it is not known.
+    """
+
+    seen: int
+    free: Optional[List[str]]
+    why: str
+
+    def __str__(self):
+        if not self.seen:
+            return "none"
+        free = "which are free is not known" if self.free is None else f"free: {', '.join(self.free) or 'none'}"
+        return f"{self.seen}, {free} ({self.why})"
+
+    def problem(self) -> Optional[str]:
+        """Returns why there is no NPU to run on, or None."""
+        if not self.seen:
+            return "no NPU: there is no /dev/davinci0"
+        if self.free == []:
+            return (
+                f"no free NPU: {self.why} shows a process on each of {self.seen}; {VISIBLE} may name one all the same"
+            )
+        return None
+
+
+def find_npus(environment: Mapping[str, str]) -> Npus:
+    """Returns the NPUs, and those that ASCEND_RT_VISIBLE_DEVICES names or on which npu-smi shows no process."""
+    seen = len(glob.glob("/dev/davinci[0-9]*"))
+    if environment.get(VISIBLE):
+        return Npus(seen, environment[VISIBLE].split(","), f"named by {VISIBLE}")
+    program = shutil.which("npu-smi", path=f"{environment.get('PATH', '')}:/usr/local/sbin:/usr/local/bin")
+    if not seen or program is None:
+        return Npus(seen, None, "npu-smi was not found")
+    try:
+        shown = subprocess.run([program, "info"], capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return Npus(seen, None, "npu-smi info did not end")
+    free = free_npus(shown.stdout, seen)
+    return Npus(
+        seen, free, "npu-smi" if free is not None else "npu-smi info has no table of processes that can be read"
+    )
+
+
+def free_npus(shown: str, seen: int) -> Optional[List[str]]:
+    """Returns the numbers of the NPUs without a process, or None if the text of npu-smi info does not tell.
+
+    It names an NPU and a chip of it; CANN counts all chips in that order.
+    """
+    busy = {(int(npu), int(chip)) for npu, chip in _BUSY.findall(shown)}
+    npus = sorted({int(npu) for npu in _IDLE.findall(shown)} | {npu for npu, _ in busy})
+    if not npus or seen % len(npus):
+        return None
+    chips = [(npu, chip) for npu in npus for chip in range(seen // len(npus))]
+    return [str(number) for number, chip in enumerate(chips) if chip not in busy]
+
+
+def free_port() -> str:
+    """Returns a port of this machine that nothing listens on."""
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return str(opened.getsockname()[1])
