@@ -17,7 +17,7 @@ from mindlora.common.text import listed
 from mindlora.errors import BaseMismatchError, LoraError, RankMismatchError
 from mindlora.nn.base_fingerprint import base_fingerprint
 from mindlora.nn.cell import LoRACell
-from mindlora.nn.linear_form import channels_of
+from mindlora.nn.linear_base import channels_of
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells
 from mindlora.nn.tree import weight_of as weight_of_cell

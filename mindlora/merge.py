@@ -11,6 +11,7 @@ from mindspore import Tensor, nn
 from mindlora.common.text import listed
 from mindlora.errors import LoraError, MergeError
 from mindlora.nn.cell import LoRACell
+from mindlora.nn.quantized import in_float, sample
 from mindlora.nn.routed_experts import plain_holders
 from mindlora.nn.tree import lora_cells, replace_children
 from mindlora.nn.weight_checks import check_weights
@@ -165,14 +166,14 @@ def merge_and_unload(network: nn.Cell, *probe: Tensor) -> MergeReport:
             "one into. Use merge_lora, or put it into a network."
         )
     quantized = [cell for _, cell in _cells(network) if cell.quantization]
-    in_float = {id(cell): cell.in_float() for cell in quantized}
-    replace_children(network, in_float)
+    replacements = {id(cell): in_float(cell) for cell in quantized}
+    replace_children(network, replacements)
     try:
         report = merge_lora(network, *probe)
     except BaseException:
-        replace_children(network, {id(in_float[id(cell)]): cell for cell in quantized})
+        replace_children(network, {id(replacements[id(cell)]): cell for cell in quantized})
         for cell in quantized:
-            cell.drop_float()
+            cell.base_cell.drop_float()
         raise
     cells = [cell for _, cell in _cells(network)]
     for cell in cells:
@@ -221,7 +222,7 @@ def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
     """
     errors, changes = [], []
     for index in np.unique(np.linspace(0, len(cells) - 1, min(_SAMPLED_CELLS, len(cells))).round().astype(int)):
-        before, change = cells[index].sample(_SAMPLED_ROWS)
+        before, change = sample(cells[index], _SAMPLED_ROWS)
         merged = before + change
         errors.append((dequantize(quantize(merged)) - merged).reshape(-1))
         changes.append(change.reshape(-1))

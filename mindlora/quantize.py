@@ -12,9 +12,8 @@ from mindlora.config import LoraConfig, Patterns
 from mindlora.errors import LoraError, QuantizationError, UnsupportedCellError
 from mindlora.models.targets import select_quantized
 from mindlora.nn.cell import LoRACell
-from mindlora.nn.dense import plain_linear_types
 from mindlora.nn.experts import ExpertWeight
-from mindlora.nn.linear_form import parallel_linear_types
+from mindlora.nn.linear_base import parallel_linear_types, plain_linear_types
 from mindlora.nn.nf4 import NF4Dense, as_float32
 from mindlora.nn.nf4_experts import NF4ExpertWeight
 from mindlora.nn.registry import nf4_type_of

@@ -9,7 +9,6 @@ from mindspore.common.initializer import Normal, initializer
 
 from mindlora.config.variants.adalora import ADALORA
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.low_rank import composed_low_rank
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import from_float32, to_float32
 
@@ -48,24 +47,20 @@ class AdaLoRADense(LoRADense):
     """
 
     variant = ADALORA
+    not_fused = "AdaLoRA scales between the two products, each row by its own"
 
-    def _describe(self, cell, config):
-        super()._describe(cell, config)
+    def _add_adapter(self, config, shared):
         self.scale = self.lora_alpha / (self.lora_rank + _EPSILON)
         self.budget_settings = config.budget_settings
-
-    def _add_adapter(self, config):
-        dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(self, self.lora_rank)
+        dtype = getattr(mstype, config.param_init_type)
+        shapes = self.part_shapes(self, self.lora_rank)
         initial = {"A": Normal(_DEVIATION), "B": Normal(_DEVIATION), "lambda": "zeros"}
         self._add_parts({part: initializer(init, list(shapes[part]), dtype) for part, init in initial.items()})
 
-    def _pick_low_rank(self, strategy):
-        return composed_low_rank(self.dropout_rate, "AdaLoRA scales between the two products, each row by its own")
-
-    def _factors(self):
-        # Not super()._factors(): in graph mode it would be this one again in a class with a further base.
-        a, b = self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
-        return a, b, self.cast(self.mindpet_delta_lora_lambda, mstype.float32) * self.scale
+    def _adapted(self, x):
+        a, b = self._cast_pair()
+        scale = self.cast(self.mindpet_delta_lora_lambda, mstype.float32) * self.scale
+        return self.low_rank.add_to(self._base(x), x, a, b, scale)
 
     def pair(self) -> Tuple[np.ndarray, np.ndarray]:
         a, b, weights = self._arrays()

@@ -13,15 +13,10 @@ from mindlora.nn.tree import lora_cells, weight_of
 def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optional[dict]:
     """Returns the fingerprint of the weights under a network's adapters, as they were before initialize_adapters.
 
-    Args:
-        network (nn.Cell): A network with adapters.
-        left_out (container of str): Paths of cells whose adapters a file leaves out. Default: (), none.
-
-    Returns:
-        dict with "shapes", a hash of the paths and shapes of all adapted weights, and "values", a hash of up to 1024
-        elements of each of up to 8 weights (of the codes, if weights are quantized); of weights in float their "dtype"
-        and hashes of the same elements rounded to "float16" and "bfloat16"; and, if they are quantized, "quantization",
-        which is "nf4" or "loftq". None while MindSpore has not allocated the weights yet.
+    It has "shapes", a hash of the paths and shapes of all adapted weights but those at the paths ``left_out``, and
+    "values", a hash of up to 1024 elements of each of up to 8 weights (of the codes, if weights are quantized); of
+    weights in float their "dtype" and hashes of the same elements rounded to "float16" and "bfloat16"; of quantized
+    ones "quantization", "nf4" or "loftq". It is None while MindSpore has not allocated the weights yet.
     """
     cells = dict(lora_cells(network))
     for cell in cells.values():
@@ -63,7 +58,8 @@ def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Opti
 
 def _described(shapes, samples, forms):
     """Returns a fingerprint, and in it how the weights are quantized, if they are."""
-    fingerprint, kinds = fingerprint_from(shapes, samples), forms - {None}
+    fingerprint = fingerprint_from(shapes, samples)
+    kinds = forms - {None}
     if kinds:
         fingerprint["quantization"] = "loftq" if "loftq" in kinds else kinds.pop()
     return fingerprint

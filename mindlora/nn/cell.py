@@ -1,6 +1,6 @@
 """LoRACell: what every cell with an adapter has in common."""
 
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -9,32 +9,33 @@ from mindlora.config import LoraConfig
 from mindlora.config.variants.registry import LORA, PARAMETERS
 from mindlora.config.variants.variant import Variant
 from mindlora.errors import MergeError, UnsupportedCellError
+from mindlora.nn.initial_values import initial_values
 from mindlora.nn.tensors import to_array
 from mindlora.numerics import initializers
 from mindlora.numerics.pair_layouts import LINEAR, PairLayout
+
+# The name of a cell's weight: in most cells, in MindFormers' embeddings, in MindSpore's embeddings.
+WEIGHTS = ("weight", "embedding_weight", "embedding_table")
 
 
 class LoRACell(nn.Cell):
     """Base of the cells that replace a cell of the base model and add an adapter to it.
 
-    How a cell is made, and what a subclass says of itself::
+    A subclass says what it replaces (base_types, check, weight_shape) and which adapter it is (variant, layout), and
+    has three hooks, in the order in which they are called::
 
-        kind_of(cell, config)         base_types, variant: what it replaces, and for which configuration
-          from_cell(cell, config)
-            check                     refuses cells that it cannot replace, and settings that they do not support
-            _adopt                    takes over weight, bias and operators
-              _describe               takes over what all kinds have in common
-              _add_adapter            adds the parameters, of the shapes of variant, layout and weight_shape
-              _pick_low_rank          of linear cells: the operators of the low-rank path
-            _join                     takes over what all cells share
+        kind_of(cell, config)                 picks the class by base_types and variant
+          from_cell(cell, config)             check, then settings of the configuration
+            1  _adopt(cell, config)           takes over weight, bias and operators of the base
+            2  _add_adapter(config, shared)   adds A and B, or the parts of another variant, and the operators for them
+        construct(x)                          linear cells share one
+            3  _adapted(x)                    the equation, from a base (linear_base) and a low-rank path (low_rank)
 
     Attributes:
         weight (Parameter): The base's weight.
         lora_rank, lora_alpha, use_rslora, scale, dropout_rate: As in LoraConfig.
         variant (Variant): The variant of LoRA that it computes.
         layout (PairLayout): What A and B look like on it.
-        parameter_names (mapping): Part -> name of its parameter.
-        quantization (str or None): How W is quantized: "nf4", "loftq", or None for a weight in float.
         lora_init (str or None): As in LoraConfig; None once a loaded adapter has replaced the initial one.
         initial_pair (InitialPair or None): The initial A and B whose product was subtracted from the base (see
             initialize_adapters); None if nothing was subtracted.
@@ -46,8 +47,6 @@ class LoRACell(nn.Cell):
 
     variant: Variant = LORA
     layout: PairLayout = LINEAR
-    parameter_names: Mapping[str, str] = PARAMETERS
-    quantization = None
     initial_pair = None
     projection_key = 0
     before_merge = None
@@ -83,9 +82,23 @@ class LoRACell(nn.Cell):
         cls.check(cell, config)
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
-        self._adopt(cell, config)
-        self._join(cls.shared_parameters([cell], config) if shared is None else shared)
+        self._replace(cell, config, shared)
         return self
+
+    def _replace(self, cell, config, shared=None):
+        # The tuple hides it from MindSpore, which would name and save the parameters of a child cell a second time.
+        self._adopted = (cell,)
+        self.lora_rank = config.lora_rank
+        self.lora_alpha = config.lora_alpha
+        self.use_rslora = config.use_rslora
+        self.scale = config.scale
+        self.dropout_rate = float(config.lora_dropout)
+        self.lora_init = config.lora_init
+        self.freeze_lora_a = config.freeze_lora_a
+        self._adopt(cell, config)
+        self._add_adapter(config, self.shared_parameters([cell], config) if shared is None else shared)
+        # Last, so that the training mode reaches the low-rank path.
+        carry_settings(cell, self)
 
     @classmethod
     def base_types(cls) -> Tuple[type, ...]:
@@ -110,10 +123,10 @@ class LoRACell(nn.Cell):
         """Returns the shape of a cell's weight as ``layout`` takes it; the cell is as for part_shapes."""
         raise NotImplementedError
 
-    @classmethod
-    def groups_of(cls, cell: nn.Cell) -> int:
+    @staticmethod
+    def groups_of(cell: nn.Cell) -> int:
         """Returns the number of groups of a convolution, and 1 of any other cell."""
-        return 1
+        return getattr(cell, "group", getattr(cell, "groups", 1))
 
     @classmethod
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
@@ -123,28 +136,32 @@ class LoRACell(nn.Cell):
     def _adopt(self, cell, config):
         raise NotImplementedError
 
+    def _add_adapter(self, config, shared):
+        shapes = self.part_shapes(self.base_cell, self.lora_rank)
+        a, b = initial_values(config, shapes["A"], shapes["B"])
+        self._add_parts({"A": a, "B": b})
+
     def _add_parts(self, values):
         """Adds parameters of the adapter: part -> initial value."""
         trained = self.variant.trained_parts(self)
         for part, value in values.items():
-            name = self.parameter_names[part]
+            name = PARAMETERS[part]
             setattr(self, name, Parameter(value, name=name, requires_grad=part in trained))
 
-    def _join(self, shared):
-        """Takes over the parameters that ``shared_parameters`` created."""
+    @property
+    def quantization(self) -> Optional[str]:
+        """How W is quantized: "nf4", "loftq" if together with the initial A and B, or None for a weight in float."""
+        form = getattr(self.base_cell, "quantization", None)
+        return "loftq" if form and initializers.is_loftq(self.lora_init) else form
 
-    def _describe(self, cell, config):
-        """Takes over what all kinds of cells have in common."""
-        # The tuple hides it from MindSpore, which would name and save the parameters of a child cell a second time.
-        self._adopted = (cell,)
-        self.lora_rank, self.lora_alpha, self.use_rslora = config.lora_rank, config.lora_alpha, config.use_rslora
-        self.scale = config.scale
-        self.dropout_rate = float(config.lora_dropout)
-        self.lora_init, self.freeze_lora_a = config.lora_init, config.freeze_lora_a
+    @property
+    def base_cell(self) -> nn.Cell:
+        """The cell that this one replaced."""
+        return self._adopted[0]
 
     def parts(self) -> Dict[str, Parameter]:
         """Returns this cell's own parameters of the adapter, by part (see PARAMETERS)."""
-        return {part: getattr(self, name) for part, name in self.parameter_names.items() if hasattr(self, name)}
+        return {part: getattr(self, name) for part, name in PARAMETERS.items() if hasattr(self, name)}
 
     def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
         """Returns the parts as a file holds them, in their stored dtypes; empty if the adapter has no rank left.
@@ -203,13 +220,12 @@ class LoRACell(nn.Cell):
 
     def plain_cell(self) -> nn.Cell:
         """Returns the cell that this one replaced, with this one's weight, bias and settings."""
-        (cell,) = self._adopted
-        self._give_back(cell)
+        cell = self.base_cell
+        for name in (*WEIGHTS, "bias"):
+            if hasattr(cell, name):
+                setattr(cell, name, self.bias if name == "bias" else self.weight)
         carry_settings(self, cell)
         return cell
-
-    def _give_back(self, cell):
-        cell.weight, cell.bias = self.weight, self.bias
 
     def add_flags(self, **flags: Any) -> nn.Cell:
         """Sets flags as nn.Cell does. A network's set_train calls this on its cells, instead of their set_train.

@@ -1,18 +1,13 @@
 """LoRADense: a frozen linear cell with a trainable low-rank path beside it."""
 
-import sys
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Tuple, Type
 
-from mindspore import Tensor, mint, nn, ops
-from mindspore.common import dtype as mstype
+from mindspore import Tensor, nn, ops
 
 from mindlora.config import LoraConfig
-from mindlora.config.variants.variant import CUT, SHARDED
-from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
-from mindlora.nn.initial_values import initial_values
-from mindlora.nn.linear_form import adopt_form, channels_of, is_sharded, linear_form, strategy_of
-from mindlora.nn.low_rank import pick_low_rank
+from mindlora.nn.cell import LoRACell, refuse_unsupported
+from mindlora.nn.linear_base import LinearBase, adopt_linear, adopt_weight, channels_of
+from mindlora.nn.low_rank import composed_low_rank
 
 
 class LoRADense(LoRACell):
@@ -59,6 +54,10 @@ class LoRADense(LoRACell):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
+    base_kind: Type[LinearBase] = LinearBase
+    # Why the fused operators do not support a variant; None if they do.
+    not_fused: Optional[str] = None
+
     def __init__(
         self,
         in_channels: int,
@@ -89,7 +88,7 @@ class LoRADense(LoRACell):
             use_rslora=use_rslora,
             freeze_lora_a=freeze_lora_a,
         )
-        self._adopt(nn.Dense(in_channels, out_channels, **dense), config)
+        self._replace(nn.Dense(in_channels, out_channels, **dense), config)
 
     @classmethod
     def from_dense(cls, cell: nn.Cell, config: LoraConfig) -> "LoRADense":
@@ -110,116 +109,63 @@ class LoRADense(LoRACell):
 
     @classmethod
     def base_types(cls) -> Tuple[type, ...]:
-        return plain_linear_types()
+        return cls.base_kind.types()
+
+    @classmethod
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
+        cls.base_kind.check(cell)
+        refuse_unsupported(config, *cls.base_kind.traits(cell))
 
     @classmethod
     def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
         in_channels, out_channels = channels_of(cell)
         return out_channels, in_channels
 
-    @classmethod
-    def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
-        kind = type(cell).__name__
-        if isinstance(cell, LoRACell):
-            raise UnsupportedCellError(
-                "The cell is a LoRADense already: adapters do not stack. Use a network without adapters."
-            )
-        if not isinstance(cell, plain_linear_types()):
-            raise UnsupportedCellError(
-                f"{kind} is none of nn.Dense, mint.nn.Linear and MindFormers' Linear: pass one of these."
-            )
-        if not any(type(cell).construct is base.construct for base in plain_linear_types()):
-            raise UnsupportedCellError(
-                f"{kind} has a forward of its own, which LoRADense would drop. Add it to exclude_modules."
-            )
-        if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
-            raise UnsupportedCellError(
-                f"{kind} holds {cell.expert_num} experts; LoRA on expert weights is not "
-                "supported. Add it to exclude_modules."
-            )
-        if not getattr(cell, "transpose_b", True):
-            raise UnsupportedCellError(
-                f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "
-                "LoRADense needs [out_channels, in_channels]. Add it to exclude_modules."
-            )
-        if isinstance(cell, mint.nn.Linear) and is_sharded(cell):
-            raise UnsupportedCellError(
-                f"{kind} of mindspore.mint is sharded, and LoRA's strategies are derived from those of nn.Dense "
-                "and MindFormers' Linear alone. Add it to exclude_modules."
-            )
-        matmul = linear_form(cell).matmul
-        if getattr(matmul, "in_layout", None) is not None:
-            raise UnsupportedCellError(
-                f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
-                "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False)."
-            )
-        strategy = strategy_of(matmul)
-        if config and strategy:
-            refuse_unsupported(config, SHARDED, *([CUT] if max(strategy[1]) > 1 else []))
-
     def _adopt(self, cell, config):
-        """Takes over what the forward of ``cell`` uses, and adds A and B."""
-        self._describe(cell, config)
-        form = adopt_form(self, cell)
-        self.weight, self.bias, self.matmul = cell.weight, cell.bias, form.matmul
-        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else form.dtype
-
-        self._add_adapter(config)
-        self.cast, self.reshape = ops.Cast(), ops.Reshape()
-        self.choice, self.low_rank, self.decode = self._pick_low_rank(strategy_of(form.matmul))
-        # Last, so that the training mode reaches the low-rank path.
-        carry_settings(cell, self)
-
-    def _add_adapter(self, config):
-        a, b = initial_values(config, [self.lora_rank, self.in_channels], [self.out_channels, self.lora_rank])
-        self._add_parts({"A": a, "B": b})
-
-    def _pick_low_rank(self, strategy):
-        return pick_low_rank(self.lora_rank, self.dtype, self.dropout_rate, self.has_bias, strategy)
+        adopt_linear(self, cell, self.base_kind.of(cell, config.compute_dtype))
+        adopt_weight(self, cell)
+        self.cast = ops.Cast()
+        if self.not_fused:
+            picks = composed_low_rank(self.dropout_rate, self.not_fused)
+        else:
+            picks = self.base.pick_low_rank(self.lora_rank, self.dropout_rate)
+        self.choice, self.low_rank, self.decode = picks
 
     def construct(self, x: Tensor) -> Tensor:
-        out_shape, input_dtype = x.shape[:-1] + (self.out_channels,), x.dtype
-        x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
-        y = self._adapted(x)
+        return self._forward(x)
+
+    def _forward(self, x):
+        y = self._adapted(self.base.tokens(x))
         if self.activation_flag:
             y = self.activation(y)
-        return self.cast(self.reshape(y, out_shape), input_dtype)
-
-    def _factors(self):
-        """What the low-rank path multiplies by: A, B and the scale."""
-        a, b = self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
-        return a, b, self.scale
+        return self.base.like(y, x)
 
     def _adapted(self, x):
         """x W^T + bias + ((dropout(x) A^T) * scale) B^T."""
-        a, b, scale = self._factors()
+        a, b = self._cast_pair()
         if self.decode is not None and self.decode.takes(x):
-            return self.decode.linear(x, self.cast(self.weight, self.dtype), self._cast_bias(), a, b, scale)
-        return self.low_rank.add_to(self._base(x), x, a, b, scale)
+            bias = self.cast(self.bias, self.dtype) if self.has_bias else None
+            return self.decode.linear(x, self.cast(self.weight, self.dtype), bias, a, b, self.scale)
+        return self.low_rank.add_to(self._base(x), x, a, b, self.scale)
 
     def _base(self, x):
         """x W^T + bias."""
-        return self._with_bias(self._base_product(x))
+        return self.base.linear(x, self._weight(), self.bias)
 
-    def _base_product(self, x):
-        """x W^T."""
-        return self.matmul(x, self.cast(self.weight, self.dtype))
+    def _weight(self):
+        """What x is multiplied by: W in the dtype of the products, or the tensors of a quantized W."""
+        if self.packed:
+            return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+        return (self.cast(self.weight, self.dtype),)
 
-    def _with_bias(self, y):
-        return self.bias_add(y, self._cast_bias()) if self.has_bias else y
-
-    def _cast_bias(self):
-        return self.cast(self.bias, self.dtype) if self.has_bias else None
+    def _cast_pair(self):
+        """A and B in the dtype of the products."""
+        return self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
 
     def extend_repr(self) -> str:
+        quantization = f", quantization={self.quantization}" if self.quantization else ""
         return (
             f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
             f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, lora_dropout={self.dropout_rate}, "
-            f"compute_dtype={self.dtype}"
+            f"compute_dtype={self.dtype}{quantization}"
         )
-
-
-def plain_linear_types() -> Tuple[type, ...]:
-    """Returns the classes of plain linear cells: nn.Dense, mint.nn.Linear, and MindFormers' Linear if imported."""
-    layers = sys.modules.get("mindformers.modules.layers")
-    return (nn.Dense, mint.nn.Linear, layers.Linear) if layers else (nn.Dense, mint.nn.Linear)

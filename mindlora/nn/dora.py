@@ -8,11 +8,9 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
 from mindlora.config.variants.dora import DORA
-from mindlora.config.variants.registry import PARAMETERS
 from mindlora.errors import LoraError
 from mindlora.nn.cell import fill
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.low_rank import composed_low_rank
 
 # How many rows of W, evenly spread, are compared to tell whether W has changed since the magnitude was initialized.
 _SAMPLED_ROWS = 4
@@ -58,36 +56,39 @@ class DoRADense(LoRADense):
     _initial = None
 
     variant = DORA
+    not_fused = "DoRA scales what the fused operators add to y"
 
-    def _adopt(self, cell, config):
-        super()._adopt(cell, config)
-        dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(self, self.lora_rank)
-        self._add_parts({"magnitude": initializer(Constant(float("nan")), list(shapes["magnitude"]), dtype)})
-        self.add, self.mul, self.div, self.sqrt = ops.Add(), ops.Mul(), ops.RealDiv(), ops.Sqrt()
-        self.times_transposed, self.row_sum = ops.MatMul(transpose_b=True), ops.ReduceSum()
-        self.is_nan, self.select, self.stop_gradient = ops.IsNan(), ops.Select(), ops.StopGradient()
+    def _add_adapter(self, config, shared):
+        super()._add_adapter(config, shared)
+        dtype = getattr(mstype, config.param_init_type)
+        shape = self.part_shapes(self, self.lora_rank)["magnitude"]
+        self._add_parts({"magnitude": initializer(Constant(float("nan")), list(shape), dtype)})
+        self.add = ops.Add()
+        self.mul = ops.Mul()
+        self.div = ops.RealDiv()
+        self.sqrt = ops.Sqrt()
+        self.times_transposed = ops.MatMul(transpose_b=True)
+        self.row_sum = ops.ReduceSum()
+        self.is_nan = ops.IsNan()
+        self.select = ops.Select()
+        self.stop_gradient = ops.StopGradient()
         self.ones = Tensor(np.ones(self.out_channels, np.float32))
-        if self.training:
-            self.prepare()
-
-    def _pick_low_rank(self, strategy):
-        return composed_low_rank(self.dropout_rate, "DoRA scales what the fused operators add to y")
 
     def _adapted(self, x):
         """g (x W^T + ((x A^T) * scale) B^T) + bias; with dropout in training, the equation that the class gives."""
-        a, b, scale = self._factors()
-        weight = self.cast(self.weight, self.dtype)
-        gain = self.cast(self._gain(weight, a, b), self.dtype)
+        a, b = self._cast_pair()
+        weight = self._weight()
+        gain = self.cast(self._gain(weight[0], a, b), self.dtype)
         if self.dropout_rate > 0 and self.training:
             dropped = self.low_rank.drop(x)
-            plain = self.matmul(dropped, weight)
-            scaled = self.mul(gain, self.low_rank.add_without_dropout(plain, dropped, a, b, scale))
-            return self._with_bias(self.add(self.matmul(x, weight), scaled - plain))
-        y = self.low_rank.add_without_dropout(self.matmul(x, weight), x, a, b, scale)
-        return self._with_bias(self.mul(gain, y))
+            plain = self.base.product(dropped, weight)
+            scaled = self.mul(gain, self.low_rank.add_without_dropout(plain, dropped, a, b, self.scale))
+            return self.base.with_bias(self.add(self.base.product(x, weight), scaled - plain), self.bias)
+        y = self.low_rank.add_without_dropout(self.base.product(x, weight), x, a, b, self.scale)
+        return self.base.with_bias(self.mul(gain, y), self.bias)
 
     def _gain(self, weight, a, b):
-        """Returns m / ||W + scale B A||, float32 [out], with the norm as a constant in the backward."""
+        """m / ||W + scale B A||, float32 [out], with the norm as a constant in the backward."""
         magnitude = self.cast(self.mindpet_delta_lora_magnitude, mstype.float32)
         gain = self.div(magnitude, self._norm(self.stop_gradient(weight), self.stop_gradient(a), self.stop_gradient(b)))
         # In training, a magnitude that was never initialized must not go unnoticed.
@@ -96,7 +97,8 @@ class DoRADense(LoRADense):
     def _norm(self, weight, a, b):
         scale = self.scale
         on_a = self.cast(self.times_transposed(weight, a), mstype.float32)
-        a, b = self.cast(a, mstype.float32), self.cast(b, mstype.float32)
+        a = self.cast(a, mstype.float32)
+        b = self.cast(b, mstype.float32)
         # Not from `weight`, whose squares could overflow float16.
         weight = self.stop_gradient(self.cast(self.weight, mstype.float32))
         on_b = self.times_transposed(b, self.times_transposed(a, a))
@@ -116,7 +118,8 @@ class DoRADense(LoRADense):
         if not np.isnan(values).all():
             if self._initial is None:
                 return
-            same, trained = np.array_equal(self._sample(), self._initial[1]), (values != self._initial[0]).any()
+            same = np.array_equal(self._sample(), self._initial[1])
+            trained = (values != self._initial[0]).any()
             if trained and not same and not self.weight.requires_grad:
                 raise LoraError(
                     f"The weight of {self.adapter_path or 'the cell'} was loaded after its DoRA magnitude "
@@ -126,14 +129,11 @@ class DoRADense(LoRADense):
                 self._initial = None
             if trained or same:
                 return
-        norms = row_norms(
-            _array(self.weight), *map(_array, (self.mindpet_delta_lora_a, self.mindpet_delta_lora_b)), self.scale
-        )
+        norms = row_norms(*map(_array, (self.weight, *self.lora_parameters()[:2])), self.scale)
         if not norms.all():
             raise LoraError(
-                f"The weight of {self.adapter_path or 'the cell'} has {np.count_nonzero(norms == 0)} rows "
-                "of zeros, which have no direction, so DoRA is not defined there. Add it to "
-                "exclude_modules, or train plain LoRA."
+                f"The weight of {self.adapter_path or 'the cell'} has {np.count_nonzero(norms == 0)} rows of zeros, "
+                "which have no direction, so DoRA is not defined there. Add it to exclude_modules, or train plain LoRA."
             )
         magnitude.set_data(Tensor(norms, magnitude.dtype))
         self._initial = _array(magnitude), self._sample()
@@ -152,7 +152,7 @@ class DoRADense(LoRADense):
 
     def add_flags(self, **flags: Any) -> nn.Cell:
         super().add_flags(**flags)
-        if flags.get("training") and hasattr(self, PARAMETERS["magnitude"]):
+        if flags.get("training"):
             self.prepare()
         return self
 

@@ -10,7 +10,7 @@ from mindspore.common.initializer import Normal
 from mindlora.config import LoraConfig
 from mindlora.config.description import SHARDED_EMBEDDING
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
+from mindlora.nn.cell import LoRACell, refuse_unsupported
 from mindlora.nn.initial_values import initial_value
 from mindlora.nn.tree import weight_of
 from mindlora.numerics.pair_layouts import EMBEDDING
@@ -62,23 +62,29 @@ class LoRAEmbedding(LoRACell):
         return weight_of(cell).shape
 
     def _adopt(self, cell, config):
-        self._describe(cell, config)
         self.weight = weight_of(cell)
         # An output head that shares the table reads it under its own name.
         setattr(self, _table_name(cell), self.weight)
         self.in_channels, self.out_channels = self.weight.shape
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else self.weight.dtype
         self.flattens = getattr(cell, "rmsnorm_compute_2d", False)
-        dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(cell, self.lora_rank)
-        a_init, b_init = config.lora_a_init, config.lora_b_init
+        self.gather = ops.Gather()
+        self.cast = ops.Cast()
+        self.reshape = ops.Reshape()
+        self.transpose = ops.Transpose()
+        self.lora_b_matmul = ops.MatMul(transpose_b=True)
+
+    def _add_adapter(self, config, shared):
+        dtype = getattr(mstype, config.param_init_type)
+        shapes = self.part_shapes(self.base_cell, self.lora_rank)
+        a_init = config.lora_a_init
+        b_init = config.lora_b_init
         if a_init is None and b_init is None:
-            a_init, b_init = "zeros", Normal(1.0)
+            a_init = "zeros"
+            b_init = Normal(1.0)
         a = initial_value(a_init, list(shapes["A"]), dtype, "lora_a_init")
         b = initial_value(b_init, list(shapes["B"]), dtype, "lora_b_init")
         self._add_parts({"A": a, "B": b})
-        self.gather, self.cast, self.reshape = ops.Gather(), ops.Cast(), ops.Reshape()
-        self.transpose, self.lora_b_matmul = ops.Transpose(), ops.MatMul(transpose_b=True)
-        carry_settings(cell, self)
 
     def construct(self, ids: Tensor) -> Tensor:
         if self.flattens:
@@ -88,9 +94,6 @@ class LoRAEmbedding(LoRACell):
         low_rank = self.gather(a, self.reshape(ids, (-1,)), 0) * self.cast(self.scale, self.dtype)
         update = self.lora_b_matmul(low_rank, self.cast(self.mindpet_delta_lora_b, self.dtype))
         return y + self.cast(self.reshape(update, y.shape), y.dtype)
-
-    def _give_back(self, cell):
-        setattr(cell, _table_name(cell), self.weight)
 
     def extend_repr(self) -> str:
         return (

@@ -5,7 +5,7 @@ adapted, saved and merged like any other; mindlora.nn.routed_experts computes wh
 """
 
 import sys
-from typing import Tuple
+from typing import Optional, Tuple
 
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -13,8 +13,8 @@ from mindspore.ops.auto_generate import GroupedMatmul
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
-from mindlora.nn.initial_values import initial_values
+from mindlora.nn.cell import LoRACell, refuse_unsupported
+from mindlora.nn.linear_base import adopt_weight
 from mindlora.numerics.pair_layouts import EXPERTS
 
 FFN_MODULE = "mindformers.parallel_core.training_graph.transformer.moe.ffn"
@@ -27,11 +27,6 @@ class ExpertWeight(nn.Cell):
     Args:
         holder (nn.Cell): MindFormers' FFNGroupedGEMM, whose weight it shares.
         leaf (str): "weight1" (gate_proj and up_proj) or "weight2" (down_proj).
-
-    Attributes:
-        experts, in_channels, out_channels (int): Number of experts, and the sizes of each W_e [in, out].
-        leaf (str): As above.
-        dtype (mindspore.dtype): The dtype of the products.
 
     Weights:
         weight [experts * in_channels, out_channels].
@@ -49,8 +44,10 @@ class ExpertWeight(nn.Cell):
         super().__init__()
         # The tuple hides it from MindSpore, as in LoRACell.
         self._holder = (holder,)
-        self.leaf, self.weight = leaf, getattr(holder, leaf)
-        self.experts, self.out_channels = holder.num_local_experts, self.weight.shape[1]
+        self.leaf = leaf
+        self.weight = getattr(holder, leaf)
+        self.experts = holder.num_local_experts
+        self.out_channels = self.weight.shape[1]
         self.in_channels = self.weight.shape[0] // self.experts
         self.dtype = holder.compute_dtype
         self.product = GroupedProduct(self.in_channels, self.out_channels)
@@ -66,26 +63,27 @@ class ExpertWeight(nn.Cell):
         weight = self.cast(self.weight, self.dtype)
         return weight, weight, weight
 
+    def decoder(self, dtype: mstype.Type) -> Optional[nn.Cell]:
+        """Returns what decodes the weight into a dtype; None for a weight in float."""
+        return None
+
     def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
         return self.product(x, weight, groups)
 
 
 class GroupedProduct(nn.Cell):
-    """x_e W_e for the tokens x_e of each expert, by the operator that MindFormers uses.
-
-    Args:
-        in_channels (int): Size of the last axis of x.
-        out_channels (int): Size of the last axis of the result.
-    """
+    """x_e W_e for the tokens x_e of each expert, by the operator that MindFormers uses."""
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
         self.shape = (-1, in_channels, out_channels)
-        self.reshape, self.grouped_matmul = ops.Reshape(), GroupedMatmul(split_item=3, group_type=0)
+        self.reshape = ops.Reshape()
+        self.grouped_matmul = GroupedMatmul(split_item=3, group_type=0)
         self.cast = ops.Cast()
 
     def construct(self, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
-        x, weight = self.cast(x, weight.dtype), self.reshape(weight, self.shape)
+        x = self.cast(x, weight.dtype)
+        weight = self.reshape(weight, self.shape)
         return self.grouped_matmul([x], [weight], None, None, None, None, None, groups)[0]
 
 
@@ -122,42 +120,37 @@ class LoRAExpertWeight(LoRACell):
         return cell.experts, cell.out_channels, cell.in_channels
 
     def _adopt(self, cell, config):
-        self._describe(cell, config)
-        self.leaf, self.weight, self.experts = cell.leaf, cell.weight, cell.experts
+        adopt_weight(self, cell)
+        self.leaf = cell.leaf
+        self.experts = cell.experts
         self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else cell.dtype
-        shapes = self.part_shapes(cell, self.lora_rank)
-        a, b = initial_values(config, shapes["A"], shapes["B"])
-        self._add_parts({"A": a, "B": b})
+        self.decode = cell.decoder(self.dtype)
         self.product = cell.product
         self.a_product = GroupedProduct(self.in_channels, self.lora_rank)
         self.b_product = GroupedProduct(self.lora_rank, self.out_channels)
-        self.cast, self.transpose = ops.Cast(), ops.Transpose()
-        carry_settings(cell, self)
+        self.cast = ops.Cast()
+        self.transpose = ops.Transpose()
 
     def operands(self, after: Tensor) -> Operands:
         """Returns what construct multiplies by once ``after`` is computed: W, A and B."""
-        return (
-            self.float_weight(after),
-            self.cast(self.mindpet_delta_lora_a, self.dtype),
-            self.cast(self.mindpet_delta_lora_b, self.dtype),
-        )
-
-    def float_weight(self, after: Tensor) -> Tensor:
-        """Returns W in the dtype of the products."""
-        return self.cast(self.weight, self.dtype)
+        a = self.cast(self.mindpet_delta_lora_a, self.dtype)
+        b = self.cast(self.mindpet_delta_lora_b, self.dtype)
+        if self.packed:
+            weight = self.decode(after, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
+        else:
+            weight = self.cast(self.weight, self.dtype)
+        return weight, a, b
 
     def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
         low_rank = self.a_product(x, self.transpose(a, (0, 2, 1)), groups) * self.cast(self.scale, self.dtype)
         return self.product(x, weight, groups) + self.b_product(low_rank, self.transpose(b, (0, 2, 1)), groups)
 
-    def _give_back(self, cell):
-        """The cell that was replaced still has the weight."""
-
     def extend_repr(self) -> str:
+        quantization = f", quantization={self.quantization}" if self.quantization else ""
         return (
             f"experts={self.experts}, in_channels={self.in_channels}, out_channels={self.out_channels}, "
-            f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}"
+            f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}{quantization}"
         )
 
 

@@ -14,23 +14,16 @@ from mindlora.numerics import initializers
 
 
 def initial_values(config: LoraConfig, a_shape: Sequence[int], b_shape: Sequence[int]) -> Tuple[Tensor, Tensor]:
-    """Returns the initial values of A and B.
+    """Returns the initial values of A and B, of dtype param_init_type.
 
     For an initializer that changes the base, these are the default values, because the weight that it needs is loaded
     later; initialize_adapters then applies it.
 
-    Args:
-        config (LoraConfig): lora_init, lora_a_init, lora_b_init and param_init_type.
-        a_shape (sequence of int): [r, in_channels], or the shape of a convolution's A.
-        b_shape (sequence of int): [out_channels, r], or the shape of a convolution's B.
-
-    Returns:
-        (A, B), Tensors of dtype param_init_type.
-
     Raises:
         ConfigError: lora_a_init or lora_b_init is not an initializer, or a Tensor of another shape.
     """
-    a, b = config.lora_a_init, config.lora_b_init
+    a = config.lora_a_init
+    b = config.lora_b_init
     dtype = getattr(mstype, config.param_init_type)
     if config.lora_init == "gaussian":
         a = Normal(1 / config.lora_rank)
@@ -44,12 +37,7 @@ def initial_values(config: LoraConfig, a_shape: Sequence[int], b_shape: Sequence
 def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -> Tensor:
     """Returns the initial value of A or B, which stays unallocated while MindSpore delays initialization.
 
-    Args:
-        init (str, Initializer, Tensor, number or None): None is kaiming_uniform for A, zeros for B.
-        field (str): lora_a_init or lora_b_init.
-
-    Raises:
-        ConfigError: ``init`` is not an initializer, or a Tensor of another shape.
+    ``init`` is None for the default of ``field``: kaiming_uniform for lora_a_init, zeros for lora_b_init.
     """
     if init is None:
         init = "kaiming_uniform" if field == "lora_a_init" else "zeros"

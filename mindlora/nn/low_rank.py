@@ -21,33 +21,30 @@ from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
 # (scripts/bench.py ops); estimated on Ascend by the bytes moved (scripts/report_ascend.py), with the least for MatMul.
 _ONE_PASS_TOKENS = {"cpu": 64, "ascend": 8}
 
+# How the base's product is sharded: ((tokens, in), (out, in)).
 Strategy = Tuple[Tuple[int, int], Tuple[int, int]]
 # One number; with VeRA, one for each row of A.
 Scale = Union[float, Tensor]
 
 
 class ComposedLowRank(nn.Cell):
-    """y + ((dropout(x) A^T) * scale) B^T in MindSpore's own operators: on any device, sharded or not.
-
-    Args:
-        dropout_rate (float): Probability of dropping an element of x in training, by nn.Dropout. Default: 0.0.
-        strategy (tuple): ((tokens, in), (out, in)), how the base's product is sharded. Default: None, not at all.
-    """
+    """y + ((dropout(x) A^T) * scale) B^T in MindSpore's own operators: on any device, sharded as the base is or not."""
 
     def __init__(self, dropout_rate: float = 0.0, strategy: Optional[Strategy] = None):
         super().__init__()
-        self.drops = dropout_rate > 0
-        if self.drops:
-            self.dropout = nn.Dropout(p=dropout_rate)
-        self.a_matmul, self.b_matmul = ops.MatMul(transpose_b=True), ops.MatMul(transpose_b=True)
-        self.mul, self.sum, self.cast = ops.Mul(), ops.Add(), ops.Cast()
+        self.dropout = nn.Dropout(p=dropout_rate) if dropout_rate > 0 else None
+        self.a_matmul = ops.MatMul(transpose_b=True)
+        self.b_matmul = ops.MatMul(transpose_b=True)
+        self.mul = ops.Mul()
+        self.sum = ops.Add()
+        self.cast = ops.Cast()
         if strategy is not None:
             self._shard(strategy)
 
     def _shard(self, base_strategy):
         (tokens, in_parts), (out_parts, _) = base_strategy
         # A is split as W is along `in`, B as W is along `out`; the rank is never split.
-        if self.drops:
+        if self.dropout is not None:
             self.dropout.dropout.shard(((tokens, in_parts),))
         self.a_matmul.shard(((tokens, in_parts), (1, in_parts)))
         self.mul.shard(((tokens, 1), ()))
@@ -63,7 +60,7 @@ class ComposedLowRank(nn.Cell):
 
     def drop(self, x: Tensor) -> Tensor:
         """dropout(x) in training, else x."""
-        return self.dropout(x) if self.drops and self.training else x
+        return self.dropout(x) if self.dropout is not None and self.training else x
 
     def add_without_dropout(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """y + ((x A^T) * scale) B^T."""
@@ -76,14 +73,13 @@ class FusedLowRank(nn.Cell):
 
     def __init__(self, dropout_rate: float = 0.0):
         super().__init__()
-        self.drops = dropout_rate > 0
-        if self.drops:
-            self.dropout = nn.Dropout(p=dropout_rate)
-        self.lora_delta, self.cast = LoraDelta(), ops.Cast()
+        self.dropout = nn.Dropout(p=dropout_rate) if dropout_rate > 0 else None
+        self.lora_delta = LoraDelta()
+        self.cast = ops.Cast()
 
     def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """y + ((dropout(x) A^T) * scale) B^T."""
-        if self.drops and self.training:
+        if self.dropout is not None and self.training:
             x = self.dropout(x)
         return self.lora_delta(y, x, a, b, self.cast(scale, mstype.float32))
 
@@ -96,7 +92,9 @@ class SeededDropoutLowRank(nn.Cell):
 
     def __init__(self, dropout_rate: float):
         super().__init__()
-        self.draw_seed, self.lora_delta, self.cast = SeedDraw(), LoraDeltaWithDropout(), ops.Cast()
+        self.draw_seed = SeedDraw()
+        self.lora_delta = LoraDeltaWithDropout()
+        self.cast = ops.Cast()
         self.rate = Tensor([dropout_rate], mstype.float32)
 
     def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
@@ -109,7 +107,8 @@ class LowRankByMode(nn.Cell):
 
     def __init__(self, in_training: nn.Cell, at_inference: nn.Cell):
         super().__init__()
-        self.in_training, self.at_inference = in_training, at_inference
+        self.in_training = in_training
+        self.at_inference = at_inference
 
     def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """y + ((dropout(x) A^T) * scale) B^T."""
@@ -119,16 +118,13 @@ class LowRankByMode(nn.Cell):
 
 
 class OnePass(nn.Cell):
-    """x W^T + bias + ((x A^T) * scale) B^T by the operator lora_linear, for a decode step or a short prompt.
-
-    Args:
-        has_bias (bool): Whether the base adds a bias.
-        most_tokens (int): The most tokens for which one pass over W is the fastest way.
-    """
+    """x W^T + bias + ((x A^T) * scale) B^T by the operator lora_linear, for a decode step or a short prompt."""
 
     def __init__(self, has_bias: bool, most_tokens: int):
         super().__init__()
-        self.has_bias, self.most_tokens, self.cast = has_bias, most_tokens, ops.Cast()
+        self.has_bias = has_bias
+        self.most_tokens = most_tokens
+        self.cast = ops.Cast()
         self.lora_linear = LoraLinearWithBias() if has_bias else LoraLinear()
 
     def takes(self, x: Tensor) -> bool:
@@ -136,11 +132,7 @@ class OnePass(nn.Cell):
         return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= self.most_tokens
 
     def linear(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], a: Tensor, b: Tensor, scale: Scale) -> Tensor:
-        """x W^T + bias + ((x A^T) * scale) B^T as [tokens, out].
-
-        x is [tokens, in], W [out, in], A [r, in], B [out, r] and bias [out], all of one dtype; scale is one number. No
-        bias is None.
-        """
+        """x W^T + bias + ((x A^T) * scale) B^T as [tokens, out], all of one dtype; ``bias`` may be None."""
         scale = self.cast(scale, mstype.float32)
         if self.has_bias:
             return self.lora_linear(x, weight, a, b, scale, bias)
@@ -148,18 +140,11 @@ class OnePass(nn.Cell):
 
 
 class LowRankPicks(NamedTuple):
-    """What pick_low_rank picked for a cell.
+    """What pick_low_rank picked for a cell."""
 
-    Attributes:
-        choice (Choice): The path of lora_delta, and why.
-        low_rank (nn.Cell): What adds the low-rank product: one of the classes above with a method add_to.
-        decode (OnePass or None): What computes the whole cell for few tokens, base and low-rank path; None if
-            they use low_rank too.
-    """
-
-    choice: Choice
-    low_rank: nn.Cell
-    decode: Optional[OnePass]
+    choice: Choice  # the path of lora_delta, and why
+    low_rank: nn.Cell  # one of the classes above with a method add_to
+    decode: Optional[OnePass]  # computes the whole cell for few tokens; None if they use low_rank too
 
 
 def pick_low_rank(
@@ -168,7 +153,7 @@ def pick_low_rank(
     """Picks the operators of a cell's low-rank path, from the device, the mode, and what was built.
 
     A fused operator is picked where it is faster: in training on a CPU it never is, except for dropout. ``dtype`` is
-    that of the cell's products, ``strategy`` is ((tokens, in), (out, in)), or None if the base's product is whole.
+    that of the cell's products; ``strategy`` is None if the base's product is whole.
 
     Raises:
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.

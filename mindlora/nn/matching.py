@@ -16,7 +16,7 @@ from mindlora.models import names
 from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowLayout
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
-from mindlora.nn.linear_form import channels_of
+from mindlora.nn.linear_base import channels_of
 from mindlora.nn.registry import adaptable_linear_types, adaptable_types, kind_of
 from mindlora.nn.routed_experts import cells_and_weights
 from mindlora.numerics.pair_layouts import Shape
@@ -111,7 +111,9 @@ def check_rank_and_scale(adapter: Adapter, cells: Dict[str, LoRACell], source: s
 
 def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellShape]:
     """Returns what matching needs to know about cells that have an adapter or can take one, by adapter path."""
-    rows, linear, own = _rows(network), adaptable_linear_types(), _own_names(network, cells)
+    rows = _rows(network)
+    linear = adaptable_linear_types()
+    own = _own_names(network, cells)
     return {
         path: CellShape(
             *channels_of(cell),
@@ -129,7 +131,8 @@ def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
 
     ``adapter`` is changed in place; ``cells`` is adapter path -> cell.
     """
-    rows, own = _rows(network), _own_names(network, cells)
+    rows = _rows(network)
+    own = _own_names(network, cells)
     rename(adapter, own)
     for path, name in own.items():
         if (name, "B") in adapter.tensors and names.joined_parts(name) and not names.in_hugging_face(name):

@@ -9,7 +9,6 @@ from mindspore.common.initializer import initializer
 
 from mindlora.config.variants.miss import MISS
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.low_rank import composed_low_rank
 
 
 class MiSSDense(LoRADense):
@@ -35,17 +34,19 @@ class MiSSDense(LoRADense):
     """
 
     variant = MISS
+    not_fused = "MiSS adds up shards of x and multiplies them by no A"
 
-    def _add_adapter(self, config):
+    def _add_adapter(self, config, shared):
         shape = self.part_shapes(self, self.lora_rank)["block"]
         self._add_parts({"block": initializer("zeros", list(shape), getattr(mstype, config.param_init_type))})
         missing = -self.in_channels % self.lora_rank
-        self.is_filled, self.shards = missing == 0, (self.in_channels + missing) // self.lora_rank
+        self.is_filled = missing == 0
+        self.shards = (self.in_channels + missing) // self.lora_rank
         self.fill = ops.Pad(((0, 0), (0, missing)))
-        self.sum_shards, self.expand, self.add = ops.ReduceSum(), ops.MatMul(transpose_b=True), ops.Add()
-
-    def _pick_low_rank(self, strategy):
-        return composed_low_rank(self.dropout_rate, "MiSS adds up shards of x and multiplies them by no A")
+        self.reshape = ops.Reshape()
+        self.sum_shards = ops.ReduceSum()
+        self.expand = ops.MatMul(transpose_b=True)
+        self.add = ops.Add()
 
     def _adapted(self, x):
         """x W^T + bias + (sum of the shards of dropout(x)) D^T."""

@@ -7,10 +7,9 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
 
 from mindlora.nn.cell import carry_settings
-from mindlora.nn.dense import plain_linear_types
-from mindlora.nn.linear_form import adopt_form
+from mindlora.nn.linear_base import LinearBase, adopt_linear, adopt_weight, plain_linear_types
 from mindlora.nn.nf4 import NF4Dense
-from mindlora.numerics.nf4 import TENSOR_NAMES
+from mindlora.nn.qlora import Nf4Base
 from mindlora.ops.multi_lora_delta import MultiLoraDelta
 from mindlora.ops.multi_lora_linear import MultiLoraLinear, MultiLoraLinearWithBias
 
@@ -51,20 +50,21 @@ class MultiLoRADense(nn.Cell):
             prefix (str): The prefix of its parameters, without the last dot.
             slots (int): How many adapters the pool holds at once.
             max_rank (int): The largest rank of an adapter.
-            slots_of_tokens (Parameter): Shape [at least the tokens of any call], int32: the slot of each token, -1 for
-                the base. All cells of a network share it.
-
-        Returns:
-            MultiLoRADense.
+            slots_of_tokens (Parameter): int32 [at least the tokens of any call], the slot of each token, -1 for the
+                base. All cells of a network share it.
 
         Raises:
             UnsupportedCellError: The cell is of another kind, sharded, or holds experts.
         """
-        if not isinstance(cell, NF4Dense):
+        base_kind = Nf4Base if isinstance(cell, NF4Dense) else LinearBase
+        if base_kind is LinearBase:
             NF4Dense.check(cell)
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
-        self._adopt(cell)
+        adopt_linear(self, cell, base_kind(cell))
+        adopt_weight(self, cell)
+        self.quantization = getattr(cell, "quantization", None)
+        self.cast = ops.Cast()
         width = self.in_channels + self.out_channels
         self.lora_pool = _pool("lora_pool", prefix, (slots, max_rank, width), self.dtype)
         self.lora_ranks = _pool("lora_ranks", prefix, (slots,), mstype.int32)
@@ -81,16 +81,6 @@ class MultiLoRADense(nn.Cell):
         """Returns the classes of the cells that this one replaces."""
         return (*plain_linear_types(), NF4Dense)
 
-    def _adopt(self, cell):
-        form = adopt_form(self, cell)
-        self.dtype = form.dtype
-        self.weight, self.bias, self.matmul = cell.weight, cell.bias, form.matmul
-        self.quantization = getattr(cell, "quantization", None)
-        if self.quantization:
-            for name in TENSOR_NAMES.values():
-                setattr(self, name, getattr(cell, name))
-        self.cast, self.reshape = ops.Cast(), ops.Reshape()
-
     def construct(self, x: Tensor) -> Tensor:
         return self.with_slots(x, self.slots_of_tokens, self.few)
 
@@ -101,7 +91,7 @@ class MultiLoRADense(nn.Cell):
         """
         input_dtype = x.dtype
         x = self.cast(x, self.dtype)
-        y = self._one_pass(x, slots) if few and not self.quantization else self._two_passes(x, slots)
+        y = self._one_pass(x, slots) if few and not self.packed else self._two_passes(x, slots)
         # The low-rank product is inside the activation, as in the cell that trained.
         if self.activation_flag:
             y = self.activation(y)
@@ -110,22 +100,17 @@ class MultiLoRADense(nn.Cell):
     def _one_pass(self, x, slots):
         """For few tokens: base and adapters in one operator."""
         weight = self.cast(self.weight, self.dtype)
-        if self.has_bias:
-            bias = self.cast(self.bias, self.dtype)
-            return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias)
-        return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots)
+        bias = (self.cast(self.bias, self.dtype),) if self.has_bias else ()
+        return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots, *bias)
 
     def _two_passes(self, x, slots):
         """For many tokens: the base's own product, then the adapters'."""
-        y = self._base_product(self.reshape(x, (-1, self.in_channels)))
-        if self.has_bias:
-            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        if self.packed:
+            weight = self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+        else:
+            weight = (self.cast(self.weight, self.dtype),)
+        y = self.base.linear(self.base.tokens(x), weight, self.bias)
         return self.delta(y, x, self.lora_pool, self.lora_ranks, self.lora_scales, slots)
-
-    def _base_product(self, x):
-        if self.quantization:
-            return self.matmul(x, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
-        return self.matmul(x, self.cast(self.weight, self.dtype))
 
     def extend_repr(self) -> str:
         return (

@@ -1,18 +1,17 @@
 """NF4Dense: a frozen linear cell whose weight is 4-bit NormalFloat."""
 
 import math
-from typing import Dict, Optional, Tuple
+from typing import Dict, Optional, Tuple, Type
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
 from mindlora.config.description import NOT_QUANTIZED_SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
-from mindlora.nn.dense import LoRADense
-from mindlora.nn.linear_form import adopt_form, is_sharded
+from mindlora.nn.linear_base import LinearBase, adopt_linear, is_sharded
 from mindlora.numerics.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize, layout, quantize, tensor_name
 from mindlora.ops.nf4_linear import Nf4Linear
 
@@ -43,6 +42,7 @@ class NF4Dense(nn.Cell):
     """
 
     quantization = "nf4"
+    base_kind: Type[LinearBase] = LinearBase
 
     @classmethod
     def from_dense(cls, cell: nn.Cell, prefix: str = "", array: Optional[Nf4Array] = None) -> "NF4Dense":
@@ -73,37 +73,30 @@ class NF4Dense(nn.Cell):
     @classmethod
     def check(cls, cell: nn.Cell) -> None:
         """Raises UnsupportedCellError, with the reason, for a cell that cannot be quantized."""
-        cls.check_plain(cell)
+        cls.base_kind.check(cell)
         if is_sharded(cell):
             raise UnsupportedCellError(NOT_QUANTIZED_SHARDED)
 
-    @classmethod
-    def check_plain(cls, cell: nn.Cell) -> None:
-        """Raises UnsupportedCellError for a cell that the plain cell's adapter could not replace either."""
-        LoRADense.check(cell, None)
-
     def _adopt(self, cell, prefix, array):
-        form = adopt_form(self, cell)
-        self.weight_dtype, self.dtype = cell.weight.dtype, form.dtype
+        adopt_linear(self, cell, self.base_kind(cell, matmul=Nf4Linear()))
+        self.weight_dtype = cell.weight.dtype
         for name, parameter in packed_parameters(cell.weight, f"{prefix}weight", prefix[:-1], array).items():
             setattr(self, name, parameter)
-        self.bias, self.matmul = cell.bias, Nf4Linear()
-        self.cast, self.reshape = ops.Cast(), ops.Reshape()
+        self.bias = cell.bias
         carry_settings(cell, self)
         # The tuple hides it from MindSpore. It must lose its weight, which would otherwise stay in memory.
         self._emptied = (cell,)
         del cell.weight
 
     def construct(self, x: Tensor) -> Tensor:
-        out_shape = x.shape[:-1] + (self.out_channels,)
-        input_dtype = x.dtype
-        x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
-        y = self.matmul(x, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
-        if self.has_bias:
-            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        return self._forward(x)
+
+    def _forward(self, x):
+        weight = self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+        y = self.base.linear(self.base.tokens(x), weight, self.bias)
         if self.activation_flag:
             y = self.activation(y)
-        return self.cast(self.reshape(y, out_shape), input_dtype)
+        return self.base.like(y, x)
 
     @property
     def emptied_cell(self) -> nn.Cell:
@@ -118,6 +111,10 @@ class NF4Dense(nn.Cell):
         carry_settings(self, cell)
         return cell
 
+    def drop_float(self) -> None:
+        """Undoes plain_cell: frees the weight in float."""
+        del self.emptied_cell.weight
+
     def extend_repr(self) -> str:
         return (
             f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
@@ -128,13 +125,10 @@ class NF4Dense(nn.Cell):
 def packed_parameters(
     weight: Parameter, name: str, path: str, array: Optional[Nf4Array] = None
 ) -> Dict[str, Parameter]:
-    """Returns the frozen parameters that take the place of a weight, by the attribute that they are of a cell.
+    """Returns the frozen parameters that take the place of a weight of this name, by the attribute that they are.
 
-    Args:
-        weight (Parameter): A matrix in float. While it has no values, the result is NaN until it is loaded.
-        name (str): Its name.
-        path (str): The path of its cell, for errors; "" for a cell outside of a network.
-        array (Nf4Array): The quantized weight. Default: None, quantize(weight).
+    They are ``array``, by default quantize(weight); NaN until they are loaded if the weight has no values yet. ``path``
+    is that of the cell, for errors; empty for a cell outside of a network.
     """
     if array is None and not weight.has_init:
         array = quantize(as_float32(weight), f"The weight of {path or 'the cell'}")

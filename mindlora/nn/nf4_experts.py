@@ -10,33 +10,25 @@ from mindlora.config.description import NOT_QUANTIZED_SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight, Operands, check_holder
-from mindlora.nn.linear_form import is_sharded
-from mindlora.nn.nf4 import first_rows, nf4_array, packed_parameters
-from mindlora.nn.qlora import OnNF4
-from mindlora.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize
+from mindlora.nn.linear_base import is_sharded
+from mindlora.nn.nf4 import nf4_array, packed_parameters
+from mindlora.numerics.nf4 import Nf4Array, dequantize
 from mindlora.ops.nf4_linear import Nf4Linear
 
 
 class DecodedWeight(Nf4Linear):
-    """W = absmax' * TABLE[codes], decoded again in the backward, so that a training step does not keep it.
+    """W = absmax' * TABLE[codes] as [experts, rows, columns], decoded again in the backward, which does not keep it.
 
-    Args:
-        rows, columns (int): Shape of each expert's matrix.
-        dtype (mindspore.dtype): The dtype of the result.
-
-    Inputs:
-        - **after** (Tensor) - W is decoded only once this is computed; any shape.
-        - **codes**, **absmax**, **scales**, **offsets** (Tensor) - As in Nf4Linear, which describes paths and memory.
-
-    Outputs:
-        Tensor [experts, rows, columns]. Nothing gets a gradient.
+    W is decoded only once ``after``, of any shape, is computed. The other inputs are as in Nf4Linear, which describes
+    paths and memory. Nothing gets a gradient.
     """
 
     def __init__(self, rows: int, columns: int, dtype: ms.Type):
         super().__init__()
         self.shape = (-1, rows, columns)
         self.like = Tensor(np.zeros((1, columns), np.float32), dtype)
-        self.reshape, self.zeros_like = ops.Reshape(), ops.ZerosLike()
+        self.reshape = ops.Reshape()
+        self.zeros_like = ops.ZerosLike()
         # With its output, which a call of recompute would leave out.
         self._recompute(True, True)
 
@@ -46,13 +38,8 @@ class DecodedWeight(Nf4Linear):
     def bprop(
         self, after: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor, out: Tensor, dout: Tensor
     ) -> Tuple[Tensor, ...]:
-        return (
-            self.zeros_like(after),
-            self.zeros_like(codes),
-            self.zeros_like(absmax),
-            self.zeros_like(scales),
-            self.zeros_like(offsets),
-        )
+        zeros = self.zeros_like
+        return zeros(after), zeros(codes), zeros(absmax), zeros(scales), zeros(offsets)
 
 
 class NF4ExpertWeight(ExpertWeight):
@@ -67,7 +54,7 @@ class NF4ExpertWeight(ExpertWeight):
         Their names begin with that of the float weight, which the codes keep: mlp.experts.weight1,
         mlp.experts.weight1_absmax.
 
-    Attributes, inputs and outputs are those of ExpertWeight; quantization is "nf4".
+    Inputs and outputs are those of ExpertWeight.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
@@ -90,13 +77,17 @@ class NF4ExpertWeight(ExpertWeight):
         cls.check(cell)
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
-        self._holder, self.leaf, self.weight_dtype = (cell.holder,), cell.leaf, cell.weight.dtype
-        self.experts, self.in_channels, self.out_channels = cell.experts, cell.in_channels, cell.out_channels
-        self.dtype, self.product, self.cast = cell.dtype, cell.product, cell.cast
+        self._holder = (cell.holder,)
+        self.leaf = cell.leaf
+        self.weight_dtype = cell.weight.dtype
+        self.experts = cell.experts
+        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
+        self.dtype = cell.dtype
+        self.product = cell.product
         name = prefix or cell.weight.name
         for attribute, parameter in packed_parameters(cell.weight, name, name, array).items():
             setattr(self, attribute, parameter)
-        self.decode = DecodedWeight(self.in_channels, self.out_channels, self.dtype)
+        self.decode = self.decoder(self.dtype)
         carry_settings(cell, self)
         del cell.weight
         delattr(cell.holder, cell.leaf)
@@ -114,6 +105,13 @@ class NF4ExpertWeight(ExpertWeight):
         weight = self.decode(after, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
         return weight, weight, weight
 
+    def decoder(self, dtype: ms.Type) -> DecodedWeight:
+        return DecodedWeight(self.in_channels, self.out_channels, dtype)
+
+    def drop_float(self) -> None:
+        """Undoes plain_cell: frees the weight in float."""
+        delattr(self.holder, self.leaf)
+
     def plain_cell(self) -> ExpertWeight:
         """Returns the weight in float again, in FFNGroupedGEMM too."""
         weight = Tensor(dequantize(nf4_array(self)), self.weight_dtype)
@@ -121,7 +119,7 @@ class NF4ExpertWeight(ExpertWeight):
         return ExpertWeight(self.holder, self.leaf)
 
 
-class QLoRAExpertWeight(OnNF4, LoRAExpertWeight):
+class QLoRAExpertWeight(LoRAExpertWeight):
     """LoRAExpertWeight on the weight of an NF4ExpertWeight: y_e = x_e W_e + ((x_e A_e^T) * scale) B_e^T.
 
     Weights:
@@ -130,34 +128,6 @@ class QLoRAExpertWeight(OnNF4, LoRAExpertWeight):
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
 
-    float_kind = LoRAExpertWeight
-
     @classmethod
     def base_types(cls) -> Tuple[type, ...]:
         return (NF4ExpertWeight,)
-
-    def _adopt(self, cell, config):
-        super()._adopt(cell, config)
-        for name in TENSOR_NAMES.values():
-            setattr(self, name, getattr(cell, name))
-        self.decode = DecodedWeight(self.in_channels, self.out_channels, self.dtype)
-
-    def float_weight(self, after: Tensor) -> Tensor:
-        """Returns W, decoded once ``after`` is computed."""
-        return self.decode(after, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
-
-    def drop_float(self) -> None:
-        """Undoes in_float: frees the float copy of W."""
-        (quantized,) = self._adopted
-        delattr(quantized.holder, quantized.leaf)
-
-    def sample(self, rows: int) -> Tuple[np.ndarray, np.ndarray]:
-        """Returns the first ``rows`` rows of W and of what the adapter adds to them, float32 [rows, out] each."""
-        weight = first_rows(self, rows)
-        a, b = (parameter.asnumpy().astype(np.float32) for parameter in self.lora_parameters())
-        experts = -(-len(weight) // self.in_channels)
-        change = np.float32(self.scale) * np.einsum("eri,eor->eio", a[:experts], b[:experts])
-        return weight, change.reshape(-1, self.out_channels)[: len(weight)]
-
-    def extend_repr(self) -> str:
-        return f"{super().extend_repr()}, quantization={self.quantization}"

@@ -33,7 +33,8 @@ class NoisyEmbedding(nn.Cell):
 
     def __init__(self, embedding: nn.Cell, alpha: float):
         super().__init__(auto_prefix=False)
-        self.embedding, self.alpha = embedding, float(alpha)
+        self.embedding = embedding
+        self.alpha = float(alpha)
         # With two zeros, MindSpore picks a seed that differs from run to run. A recomputed forward adds the same noise.
         self.uniform = ops.UniformReal(ms.get_seed() or 0, 1).recompute(False)
         self.cast = ops.Cast()
@@ -48,15 +49,7 @@ class NoisyEmbedding(nn.Cell):
 
 
 def add_embedding_noise(network: nn.Cell, alpha: float) -> None:
-    """Puts NoisyEmbedding around the embedding of ``network``.
-
-    Args:
-        network (nn.Cell): A network with one embedding of tokens, changed in place.
-        alpha (float): As in NoisyEmbedding.
-
-    Raises:
-        UnsupportedCellError: The network has no embedding or several of them.
-    """
+    """Puts NoisyEmbedding around the embedding of ``network``, which must have exactly one."""
     kinds = (LoRAEmbedding, *embedding_types())
     found: Dict[str, nn.Cell] = {path: cell for path, cell in network.cells_and_names() if isinstance(cell, kinds)}
     if len(found) != 1:

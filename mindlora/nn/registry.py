@@ -12,7 +12,7 @@ from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
 from mindlora.nn.embedding import LoRAEmbedding
 from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
-from mindlora.nn.linear_form import parallel_linear_types
+from mindlora.nn.linear_base import parallel_linear_types
 from mindlora.nn.mint_conv import LoRAMintConv2d
 from mindlora.nn.miss import MiSSDense
 from mindlora.nn.nf4 import NF4Dense

@@ -1,14 +1,14 @@
 """What MindFormers' FFNGroupedGEMM computes, with adapters on its experts' weights or with 4-bit ones."""
 
 import sys
-from typing import Dict, Iterable, Iterator, Mapping, Optional, Tuple
+from typing import Dict, Iterable, Iterator, Mapping, Tuple
 
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.ops.operations import Morph
 
 from mindlora.nn.cell import LoRACell, carry_settings
 from mindlora.nn.experts import FFN_MODULE, ExpertWeight
-from mindlora.nn.linear_form import is_sharded
+from mindlora.nn.linear_base import is_sharded
 
 _LEAVES = ("weight1", "weight2")
 
@@ -21,8 +21,7 @@ class RoutedExperts(nn.Cell):
 
     Args:
         cell (nn.Cell): The FFNGroupedGEMM to replace.
-        weights (mapping): "weight1" and "weight2" -> the cell of each: ExpertWeight or LoRAExpertWeight, or those
-            on a 4-bit weight.
+        weights (mapping): "weight1" and "weight2" -> the cell of each.
 
     Inputs:
         - **tokens** (Tensor) - Shape [devices, tokens, hidden].
@@ -38,14 +37,17 @@ class RoutedExperts(nn.Cell):
         self._adopted = (cell,)
         # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
         self._cells.update(weights)
-        self.token_dispatcher, self.swiglu = cell.token_dispatcher, cell.swiglu
+        self.token_dispatcher = cell.token_dispatcher
+        self.swiglu = cell.swiglu
         self.num_tokens_per_expert = cell.num_tokens_per_expert
-        self.hidden_size, self.inner_size = cell.hidden_size, cell.moe_ffn_hidden_size
+        self.hidden_size = cell.hidden_size
+        self.inner_size = cell.moe_ffn_hidden_size
         self.slices = cell.moe_token_dispatcher_type == "alltoall_deredundency"
         if self.slices:
             self.stride_slice = cell.stride_slice
-        self.cast, self.reshape = ops.Cast(), ops.Reshape()
-        self.morphed_forward = Morph(self.forward_func, _of_tokens, _of_tokens)
+        self.cast = ops.Cast()
+        self.reshape = ops.Reshape()
+        self.morphed_forward = Morph(self._forward, _of_tokens, _of_tokens)
         self.morphed_forward.add_prim_attr("self_define_shard", True)
         if is_sharded(cell):
             self._shard()
@@ -66,7 +68,8 @@ class RoutedExperts(nn.Cell):
         )
 
     def construct(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
-        shape, dtype = tokens.shape, tokens.dtype
+        shape = tokens.shape
+        dtype = tokens.dtype
         if self.slices:
             tokens = self.stride_slice(tokens, (0, 0, 0), shape, (1, 1, 1))
         tokens = self.cast(tokens, self.weight1.dtype)
@@ -77,19 +80,7 @@ class RoutedExperts(nn.Cell):
             y = self.stride_slice(y, (0, 0, 0), shape, (1, 1, 1))
         return self.cast(y, dtype)
 
-    def forward_func(
-        self,
-        tokens: Tensor,
-        probs: Tensor,
-        routing_map: Tensor,
-        w1: Tensor,
-        a1: Tensor,
-        b1: Tensor,
-        w2: Tensor,
-        a2: Tensor,
-        b2: Tensor,
-        num_tokens_per_expert: Optional[Parameter] = None,
-    ) -> Tensor:
+    def _forward(self, tokens, probs, routing_map, w1, a1, b1, w2, a2, b2, num_tokens_per_expert=None):
         """What the Morph runs: a Morph takes each tensor as an input of its own, and no Parameter besides them."""
         x, groups, context = self.token_dispatcher.token_permutation(tokens, probs, routing_map, num_tokens_per_expert)
         x = self.weight1(self.reshape(x, (-1, self.hidden_size)), w1, a1, b1, groups)
@@ -122,13 +113,9 @@ def cells_and_weights(network: nn.Cell) -> Iterator[Tuple[str, nn.Cell]]:
 
 
 def holders_with(network: nn.Cell, replaced: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cell]:
-    """Returns id of FFNGroupedGEMM -> the RoutedExperts to put in its place.
+    """Returns id of FFNGroupedGEMM -> the RoutedExperts to put in its place, for pairs (base cell, its replacement).
 
     Weights that are in a RoutedExperts already are cells of the network and need none.
-
-    Args:
-        network (nn.Cell): The network.
-        replaced (iterable): (base cell, the cell that replaces it), of all kinds.
     """
     present = {id(cell) for _, cell in network.cells_and_names()}
     holders: Dict[int, nn.Cell] = {}

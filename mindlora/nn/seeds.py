@@ -9,11 +9,7 @@ _numbers = itertools.count(1)
 
 
 class SeedDraw(nn.Cell):
-    """Draws a new seed at each call, in a sequence that mindspore.set_seed fixes.
-
-    Outputs:
-        Tensor [1], int32.
-    """
+    """Draws a new seed, int32 [1], at each call, in a sequence that mindspore.set_seed fixes."""
 
     def __init__(self):
         super().__init__()
@@ -21,7 +17,8 @@ class SeedDraw(nn.Cell):
         seed = ms.get_seed()
         # If the backward recomputes the forward, it must use the same seed.
         self.draw = ops.UniformInt(*((0, 0) if seed is None else (seed, next(_numbers)))).recompute(False)
-        self.least, self.end = Tensor(0, ms.int32), Tensor(2**31 - 1, ms.int32)
+        self.least = Tensor(0, ms.int32)
+        self.end = Tensor(2**31 - 1, ms.int32)
 
     def construct(self) -> Tensor:
         return self.draw((1,), self.least, self.end)

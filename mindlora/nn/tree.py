@@ -5,10 +5,7 @@ from typing import Callable, Dict, Iterator, List, Tuple
 from mindspore import Parameter, nn
 
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell
-
-# The name of a cell's weight: in most cells, in MindFormers' embeddings, in MindSpore's embeddings.
-WEIGHTS = ("weight", "embedding_weight", "embedding_table")
+from mindlora.nn.cell import WEIGHTS, LoRACell
 
 
 def weight_of(cell: nn.Cell) -> Parameter:

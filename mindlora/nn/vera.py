@@ -10,7 +10,6 @@ from mindspore.common.initializer import Constant, initializer
 from mindlora.config import LoraConfig
 from mindlora.config.variants.vera import VERA
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.low_rank import composed_low_rank
 from mindlora.numerics.vera_projection import projection
 
 
@@ -40,6 +39,7 @@ class VeRADense(LoRADense):
     """
 
     variant = VERA
+    not_fused = "VeRA scales between and after the two products"
 
     @classmethod
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
@@ -52,18 +52,16 @@ class VeRADense(LoRADense):
             for part, array in zip(VERA.shared_parts.values(), arrays)
         )
 
-    def _add_adapter(self, config):
+    def _add_adapter(self, config, shared):
+        self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = shared
         self.projection_key = config.projection_prng_key
-        self.slice, self.mul = ops.Slice(), ops.Mul()
-        dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(self, self.lora_rank)
+        self.slice = ops.Slice()
+        self.mul = ops.Mul()
+        self.reshape = ops.Reshape()
+        dtype = getattr(mstype, config.param_init_type)
+        shapes = self.part_shapes(self, self.lora_rank)
         initial = {"lambda_d": Constant(config.d_initial), "lambda_b": "zeros"}
         self._add_parts({part: initializer(init, list(shapes[part]), dtype) for part, init in initial.items()})
-
-    def _join(self, shared):
-        self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = shared
-
-    def _pick_low_rank(self, strategy):
-        return composed_low_rank(self.dropout_rate, "VeRA scales between and after the two products")
 
     def shared_parts(self) -> Dict[str, Parameter]:
         return {"A": self.mindpet_delta_lora_vera_a, "B": self.mindpet_delta_lora_vera_b}
@@ -85,17 +83,15 @@ class VeRADense(LoRADense):
             values[:rows, :columns] = array
             shared.set_data(Tensor(values, shared.dtype))
 
-    def _factors(self):
+    def _adapted(self, x):
         # Cast first: a CPU cannot slice every dtype that A and B can be stored in.
         a = self.cast(self.mindpet_delta_lora_vera_a, self.dtype)
         b = self.cast(self.mindpet_delta_lora_vera_b, self.dtype)
         # lambda_b scales the rows of B, not y, so that nothing of the size of y is kept for the backward.
         lambda_b = self.reshape(self.cast(self.mindpet_delta_lora_lambda_b, self.dtype), (-1, 1))
-        return (
-            self._first(a, self.lora_rank, self.in_channels),
-            self.mul(lambda_b, self._first(b, self.out_channels, self.lora_rank)),
-            self.mindpet_delta_lora_lambda_d,
-        )
+        a = self._first(a, self.lora_rank, self.in_channels)
+        b = self.mul(lambda_b, self._first(b, self.out_channels, self.lora_rank))
+        return self.low_rank.add_to(self._base(x), x, a, b, self.mindpet_delta_lora_lambda_d)
 
     def _first(self, matrix, rows, columns):
         """The first rows and columns of a matrix, without a slice if those are all of it."""

@@ -13,10 +13,7 @@ from mindlora.numerics.dtypes import ROUNDING
 def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[LoraError], step: str, advice: str) -> None:
     """Raises ``error`` if a step would change a weight without values, in an unsupported dtype, or of another cell too.
 
-    Args:
-        cells (dict): Path -> cell whose weight the step changes.
-        step (str): What is about to change the weights, for messages.
-        advice (str): What to do about a weight that another cell shares, as a sentence.
+    ``cells`` is path -> cell whose weight changes; ``advice`` says what to do about a weight that another cell shares.
     """
     empty = [path or "the cell" for path, cell in cells.items() if cell.weight.has_init]
     if empty:

@@ -7,7 +7,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 import numpy as np
 
 from mindlora.nn.cell import LoRACell
-from mindlora.nn.nf4 import matrix_shape
+from mindlora.nn.nf4 import first_rows, matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
 from mindlora.numerics.pair_layouts import EMBEDDING, has_product, layout_of
@@ -87,7 +87,7 @@ def float_parts(cell: LoRACell, trained: bool = False) -> Dict[str, np.ndarray]:
 def weight_norm(cell: LoRACell) -> Optional[float]:
     """Returns |W| of the base, estimated from at most 256 rows: the first ones of a quantized W, or evenly spread."""
     if cell.quantization:
-        rows = cell.sample(_SAMPLED_ROWS)[0]
+        rows = first_rows(cell, _SAMPLED_ROWS)
         count = matrix_shape(cell)[0]
     else:
         weight = to_array(cell.weight)

@@ -33,7 +33,7 @@ def test_the_configurations_of_the_project_have_no_faults(path, mindformers):
     ],
 )
 def test_cells_and_sizes_are_those_that_mindformers_builds(make_llama, keys):
-    from mindlora.nn.dense import plain_linear_types
+    from mindlora.nn.linear_base import plain_linear_types
 
     network = make_llama(**keys)
     built = {

@@ -87,7 +87,7 @@ def test_groups(mode):
         ],
         axis=1,
     )
-    base = lora.conv2d(x, lora.weight).asnumpy()
+    base = lora.base.conv2d(x, lora.weight).asnumpy()
     assert_close(lora(x), base + update)
 
 

@@ -72,7 +72,7 @@ def test_groups(pynative_mode):
     x = Tensor(normal(2, IN, 5, 5))
     a, b = lora.lora_parameters()
     assert a.shape == (4, IN, 3, 2) and b.shape == (OUT, 2, 1, 1)
-    low = lora.conv2d(x, a, None, (1, 1), (0, 0), (1, 1), 1).asnumpy()
+    low = lora.base.conv2d(x, a, None, (1, 1), (0, 0), (1, 1), 1).asnumpy()
     update = np.concatenate(
         [
             np.einsum("or,nrhw->nohw", as_array(b)[:3, :, 0, 0], low[:, :2]),

@@ -15,6 +15,7 @@ from mindlora import LoraConfig, LoRADense
 from mindlora.errors import QuantizationError, UnsupportedCellError
 from mindlora.nn.nf4 import NF4Dense, nf4_array
 from mindlora.nn.qlora import QLoRADense
+from mindlora.nn.quantized import in_float, sample
 from mindlora.numerics.nf4 import TENSOR_NAMES, dequantize, quantize
 from tests.conftest import ROOT
 from tests.support.networks import (
@@ -223,11 +224,11 @@ def test_back_in_float_it_is_the_dequantized_cell(plain):
     lora = adapted(cell)
     x = normal(3, IN)
     expected = lora(Tensor(x)).asnumpy()
-    back = lora.in_float()
+    back = in_float(lora)
     assert type(back) is LoRADense and back.lora_parameters() == lora.lora_parameters()
     np.testing.assert_array_equal(back.weight.asnumpy(), dequantize(nf4_array(lora)))
     assert_close(back(Tensor(x)), expected.astype(np.float64))
-    lora.drop_float()
+    lora.base_cell.drop_float()
     assert not hasattr(cell, "weight")
 
 
@@ -236,7 +237,7 @@ def test_back_in_float_all_is_as_it_was():
     config = LoraConfig(lora_rank=4, lora_alpha=6, use_rslora=True, freeze_lora_a=True, lora_dropout=0.25)
     lora = adapted(cell.set_train(), config)
     lora.recompute()
-    back = lora.in_float()
+    back = in_float(lora)
     assert back.weight.dtype == back.dtype == ms.float16 and not back.weight.requires_grad
     assert (back.scale, back.freeze_lora_a, back.dropout_rate) == (3, True, 0.25)
     assert back.training and "recompute" in back.get_scope()
@@ -248,7 +249,7 @@ def test_the_first_rows_of_a_weight_and_of_its_change(rows):
     cell = nn.Dense(IN, 300, has_bias=False)
     randomize(cell.get_parameters(), seed=1)
     lora = adapted(cell)
-    weight, change = lora.sample(rows)
+    weight, change = sample(lora, rows)
     np.testing.assert_array_equal(weight, dequantize(nf4_array(lora))[:rows])
     a, b = (as_array(p) for p in lora.lora_parameters())
     assert_close(change, (SCALE * b @ a)[:rows])

@@ -10,7 +10,7 @@ from mindlora.errors import UnsupportedCellError
 from mindlora.nn import parallel_linear
 from mindlora.nn.dora import row_norms
 from mindlora.nn.nf4 import nf4_array
-from mindlora.nn.parallel_linear import NF4ParallelLinear, ParallelLowRank
+from mindlora.nn.parallel_linear import NF4ParallelLinear, ParallelLowRank, ShardedBase
 from mindlora.nn.registry import kind_of
 from mindlora.numerics.nf4 import dequantize
 from tests.support.networks import assert_close, normal, randomize
@@ -127,7 +127,7 @@ def test_the_base_keeps_its_parameters_its_operators_and_its_values():
     before = cell.weight.asnumpy().copy(), cell.bias.asnumpy().copy()
     lora = adapted(cell)
     assert lora.weight is cell.weight and lora.bias is cell.bias
-    assert lora.morphed_forward is cell.morphed_forward and lora.matmul is cell.matmul
+    assert lora.base.matmul is cell.matmul
     assert [p.name for p in lora.get_parameters()] == ["weight", "bias", "mindpet_delta_lora_a", "mindpet_delta_lora_b"]
     assert all(np.array_equal(now.asnumpy(), then) for now, then in zip((lora.weight, lora.bias), before))
     assert lora.plain_cell() is cell
@@ -239,7 +239,8 @@ def test_a_and_b_are_sharded_as_in_mindformers_own_lora(kind, on_eight_devices):
     lora = adapted(parallel_cell(kind, on_eight_devices), lora_dropout=0.1)
     of_a, of_b, of_sum = SHARDED[kind]
     path = lora.low_rank
-    assert lora.sharded and isinstance(path, ParallelLowRank) and lora.choice.path == "composed"
+    assert isinstance(lora.base, ShardedBase) and lora.base.morphed_forward is lora.base_cell.morphed_forward
+    assert isinstance(path, ParallelLowRank) and lora.choice.path == "composed"
     assert layouts(path.a_product) == of_a and layouts(path.b_product) == of_b
     assert layouts(path.sum) == [of_sum] * 2
     assert layouts(path.dropout.dropout) == of_a[:1]

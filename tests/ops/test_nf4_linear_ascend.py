@@ -138,7 +138,7 @@ def test_a_cell_of_a_network_takes_it(mode):
     weight = normal(9, 70)
     dense = nn.Dense(70, 9, weight_init=Tensor(weight))
     cell = NF4Dense.from_dense(dense)
-    assert cell.matmul.choice.path == "ascend"
+    assert cell.base.matmul.choice.path == "ascend"
     x = normal(2, 3, 70, seed=5)
     plain = cell.plain_cell()
     np.testing.assert_allclose(cell(Tensor(x)).asnumpy(), plain(Tensor(x)).asnumpy(), rtol=1e-4, atol=1e-4)
