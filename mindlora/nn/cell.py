@@ -73,9 +73,6 @@ class LoRACell(nn.Cell):
             shared (tuple of Parameter): What ``shared_parameters`` returned for all cells of the network. Default:
                 None, to use what it returns for just this cell.
 
-        Returns:
-            LoRACell.
-
         Raises:
             UnsupportedCellError: The cell cannot carry this adapter.
         """
@@ -245,6 +242,15 @@ def fill(parameter: Parameter, value: float) -> None:
     """Sets every element of a parameter to the same value."""
     # from_numpy shares the array, whereas Tensor would copy it.
     parameter.set_data(Tensor.from_numpy(np.full_like(parameter.asnumpy(), value)))
+
+
+def refuse_own_forward(cell: nn.Cell, types: Tuple[type, ...], replacement: str) -> None:
+    """Raises UnsupportedCellError if a cell computes something else than the classes that can be replaced."""
+    if not any(type(cell).construct is base.construct for base in types):
+        kind = type(cell).__name__
+        raise UnsupportedCellError(
+            f"{kind} has a forward of its own, which {replacement} would drop. Add it to exclude_modules."
+        )
 
 
 def refuse_unsupported(config: LoraConfig, *bases: str) -> None:

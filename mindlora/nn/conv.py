@@ -7,7 +7,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, refuse_unsupported
+from mindlora.nn.cell import LoRACell, refuse_own_forward, refuse_unsupported
 from mindlora.numerics.pair_layouts import CONVOLUTION
 
 
@@ -86,10 +86,7 @@ class LoRAConv2d(LoRACell):
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         kind = type(cell).__name__
-        if not any(type(cell).construct is base.construct for base in cls.base_types()):
-            raise UnsupportedCellError(
-                f"{kind} has a forward of its own, which LoRAConv2d would drop. Add it to exclude_modules."
-            )
+        refuse_own_forward(cell, cls.base_types(), "LoRAConv2d")
         cls.base_kind.check(cell)
         group = cls.groups_of(cell)
         if config.lora_rank % group:

@@ -98,9 +98,6 @@ class LoRADense(LoRACell):
             cell (nn.Dense, mint.nn.Linear or mindformers.modules.layers.Linear): The cell to replace.
             config (LoraConfig): Rank, scale, dropout, initializers and dtypes.
 
-        Returns:
-            LoRADense.
-
         Raises:
             UnsupportedCellError: The cell is of another kind, holds experts, keeps its weight as
                 [in_channels, out_channels], or is sharded by Layouts.

@@ -10,7 +10,7 @@ from mindspore.common.initializer import Normal
 from mindlora.config import LoraConfig
 from mindlora.config.description import SHARDED_EMBEDDING
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, refuse_unsupported
+from mindlora.nn.cell import LoRACell, refuse_own_forward, refuse_unsupported
 from mindlora.nn.initial_values import initial_value
 from mindlora.nn.tree import weight_of
 from mindlora.numerics.pair_layouts import EMBEDDING
@@ -45,10 +45,7 @@ class LoRAEmbedding(LoRACell):
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         kind = type(cell).__name__
-        if not any(type(cell).construct is base.construct for base in embedding_types()):
-            raise UnsupportedCellError(
-                f"{kind} has a forward of its own, which LoRAEmbedding would drop. Add it to exclude_modules."
-            )
+        refuse_own_forward(cell, embedding_types(), "LoRAEmbedding")
         if getattr(cell, "use_one_hot", False):
             raise UnsupportedCellError(
                 f"{kind} multiplies one-hot vectors, which LoRAEmbedding does not. Set use_one_hot: False."

@@ -13,7 +13,7 @@ from mindspore.ops.auto_generate import GroupedMatmul
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, refuse_unsupported
+from mindlora.nn.cell import LoRACell, refuse_own_forward, refuse_unsupported
 from mindlora.nn.linear_base import adopt_weight
 from mindlora.numerics.pair_layouts import EXPERTS
 
@@ -24,9 +24,8 @@ Operands = Tuple[Tensor, Tensor, Tensor]
 class ExpertWeight(nn.Cell):
     """One stacked weight of a layer's experts: y_e = x_e W_e for the tokens x_e of each expert.
 
-    Args:
-        holder (nn.Cell): MindFormers' FFNGroupedGEMM, whose weight it shares.
-        leaf (str): "weight1" (gate_proj and up_proj) or "weight2" (down_proj).
+    It shares the weight of its ``holder``, MindFormers' FFNGroupedGEMM; ``leaf`` is "weight1" (gate_proj and up_proj)
+    or "weight2" (down_proj).
 
     Weights:
         weight [experts * in_channels, out_channels].
@@ -157,10 +156,7 @@ class LoRAExpertWeight(LoRACell):
 def check_holder(cell: nn.Cell) -> None:
     """Raises UnsupportedCellError for an FFNGroupedGEMM whose weights cannot be taken out of it."""
     kind = type(cell).__name__
-    if type(cell).construct is not sys.modules[FFN_MODULE].FFNGroupedGEMM.construct:
-        raise UnsupportedCellError(
-            f"{kind} has a forward of its own, which the adapter's cell would drop. Add it to exclude_modules."
-        )
+    refuse_own_forward(cell, (sys.modules[FFN_MODULE].FFNGroupedGEMM,), "the adapter's cell")
     if getattr(cell.config, "enable_expert_relocation", False):
         raise UnsupportedCellError(
             f"{kind} moves experts between devices (enable_expert_relocation), and their adapters would stay behind. "

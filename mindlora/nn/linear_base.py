@@ -16,7 +16,7 @@ from mindspore.common import dtype as mstype
 from mindlora.common.run_modes import SHARDING_MODES
 from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell
+from mindlora.nn.cell import LoRACell, refuse_own_forward
 from mindlora.nn.low_rank import LowRankPicks, pick_low_rank
 from mindlora.numerics.nf4 import TENSOR_NAMES
 
@@ -66,10 +66,7 @@ class LinearBase(nn.Cell):
             raise UnsupportedCellError(
                 f"{kind} is none of nn.Dense, mint.nn.Linear and MindFormers' Linear: pass one of these."
             )
-        if not any(type(cell).construct is base.construct for base in plain_linear_types()):
-            raise UnsupportedCellError(
-                f"{kind} has a forward of its own, which LoRADense would drop. Add it to exclude_modules."
-            )
+        refuse_own_forward(cell, plain_linear_types(), "LoRADense")
         if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
             raise UnsupportedCellError(
                 f"{kind} holds {cell.expert_num} experts; LoRA on expert weights is not "

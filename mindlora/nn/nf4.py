@@ -57,9 +57,6 @@ class NF4Dense(nn.Cell):
                 network.
             array (Nf4Array): The quantized weight. Default: None, quantize(weight).
 
-        Returns:
-            NF4Dense.
-
         Raises:
             UnsupportedCellError: The cell is of another kind, sharded, or holds experts.
             QuantizationError: The weight holds infinity or NaN.

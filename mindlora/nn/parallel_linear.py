@@ -15,7 +15,7 @@ from mindspore.ops import functional
 from mindlora.config.description import TIED_HEAD
 from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell
+from mindlora.nn.cell import LoRACell, refuse_own_forward
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.linear_base import LinearBase, is_sharded, parallel_layers, parallel_linear_types
 from mindlora.nn.low_rank import LowRankPicks, Scale
@@ -103,10 +103,7 @@ class ParallelBase(LinearBase):
             raise UnsupportedCellError(
                 f"{kind} has an adapter already: adapters do not stack. Use a network without adapters."
             )
-        if not any(type(cell).construct is base.construct for base in parallel_linear_types()):
-            raise UnsupportedCellError(
-                f"{kind} has a forward of its own, which the adapter's cell would drop. Add it to exclude_modules."
-            )
+        refuse_own_forward(cell, parallel_linear_types(), "the adapter's cell")
         if cell.weight is None:
             raise UnsupportedCellError(TIED_HEAD)
         if not cell.transpose_b:

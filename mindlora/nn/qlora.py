@@ -47,11 +47,7 @@ class QLoRADense(LoRADense):
     Weights:
         As in NF4Dense, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b [out_channels, r].
 
-    Inputs:
-        - **x** (Tensor) - Shape [..., in_channels].
-
-    Outputs:
-        Tensor of shape [..., out_channels] and of the dtype of x.
+    Inputs and outputs are those of LoRADense.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """

@@ -19,10 +19,6 @@ class RoutedExperts(nn.Cell):
     y = sum over the experts e of a token of p_e swiglu(x W1_e) W2_e. The tokens are sent to the experts' devices and
     back by MindFormers' own dispatcher.
 
-    Args:
-        cell (nn.Cell): The FFNGroupedGEMM to replace.
-        weights (mapping): "weight1" and "weight2" -> the cell of each.
-
     Inputs:
         - **tokens** (Tensor) - Shape [devices, tokens, hidden].
         - **probs** (Tensor) - Shape [devices, tokens, experts of a token].
