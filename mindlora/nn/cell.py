@@ -1,6 +1,6 @@
 """LoRACell: what every cell with an adapter has in common."""
 
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -36,6 +36,7 @@ class LoRACell(nn.Cell):
         lora_rank, lora_alpha, use_rslora, scale, dropout_rate: As in LoraConfig.
         variant (Variant): The variant of LoRA that it computes.
         layout (PairLayout): What A and B look like on it.
+        parameter_names (mapping): Part -> name of its parameter.
         lora_init (str or None): As in LoraConfig; None once a loaded adapter has replaced the initial one.
         initial_pair (InitialPair or None): The initial A and B whose product was subtracted from the base (see
             initialize_adapters); None if nothing was subtracted.
@@ -47,6 +48,7 @@ class LoRACell(nn.Cell):
 
     variant: Variant = LORA
     layout: PairLayout = LINEAR
+    parameter_names: Mapping[str, str] = PARAMETERS
     initial_pair = None
     projection_key = 0
     before_merge = None
@@ -142,7 +144,7 @@ class LoRACell(nn.Cell):
         """Adds parameters of the adapter: part -> initial value."""
         trained = self.variant.trained_parts(self)
         for part, value in values.items():
-            name = PARAMETERS[part]
+            name = self.parameter_names[part]
             setattr(self, name, Parameter(value, name=name, requires_grad=part in trained))
 
     @property
@@ -158,7 +160,7 @@ class LoRACell(nn.Cell):
 
     def parts(self) -> Dict[str, Parameter]:
         """Returns this cell's own parameters of the adapter, by part (see PARAMETERS)."""
-        return {part: getattr(self, name) for part, name in PARAMETERS.items() if hasattr(self, name)}
+        return {part: getattr(self, name) for part, name in self.parameter_names.items() if hasattr(self, name)}
 
     def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
         """Returns the parts as a file holds them, in their stored dtypes; empty if the adapter has no rank left.

@@ -20,6 +20,7 @@ from mindlora.nn.cell import LoRACell, refuse_own_forward
 from mindlora.nn.low_rank import LowRankPicks, pick_low_rank
 from mindlora.numerics.nf4 import TENSOR_NAMES
 
+_PYNATIVE_LINEAR = "mindformers.pynative.layers.linear"
 _PARALLEL_LAYERS = "mindformers.parallel_core.training_graph.tensor_parallel.layers"
 # What kinds of linear cells call their sizes.
 _CHANNELS = (("in_channels", "out_channels"), ("input_size", "output_size"), ("in_features", "out_features"))
@@ -162,6 +163,12 @@ def parallel_linear_types() -> Tuple[type, ...]:
     """Returns the classes of linear cells of MindFormers' mcore models, if they are imported."""
     layers = parallel_layers()
     return (layers.ColumnParallelLinear, layers.RowParallelLinear) if layers else ()
+
+
+def pynative_linear_types() -> Tuple[type, ...]:
+    """Returns the class of linear cells of MindFormers' PyNative models, if it is imported."""
+    module = sys.modules.get(_PYNATIVE_LINEAR)
+    return (module.Linear,) if module else ()
 
 
 def channels_of(cell: nn.Cell) -> Tuple[Optional[int], Optional[int]]:

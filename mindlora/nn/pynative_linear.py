@@ -18,10 +18,10 @@ from mindlora.config import LoraConfig
 from mindlora.config.description import TIED_HEAD
 from mindlora.config.variants.registry import LORA
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, carry_settings
+from mindlora.nn.cell import LoRACell, refuse_own_forward
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.initial_values import initial_values
-from mindlora.nn.linear_form import pynative_linear_types
+from mindlora.nn.linear_base import pynative_linear_types
 from mindlora.ops.backend import Choice
 
 # What MindFormers' Linear keeps, and its forward and the plans by which it is sharded read.
@@ -85,10 +85,7 @@ class LoRAPyNativeLinear(LoRADense):
             raise UnsupportedCellError(
                 f"{kind} has an adapter already: adapters do not stack. Use a network without adapters."
             )
-        if not any(type(cell).construct is base.construct for base in pynative_linear_types()):
-            raise UnsupportedCellError(
-                f"{kind} has a forward of its own, which the adapter's cell would drop. Add it to exclude_modules."
-            )
+        refuse_own_forward(cell, pynative_linear_types(), "the adapter's cell")
         if cell.weight is None:
             raise UnsupportedCellError(TIED_HEAD)
         if config and config.variant is not LORA:
@@ -98,21 +95,17 @@ class LoRAPyNativeLinear(LoRADense):
             )
 
     def _adopt(self, cell, config):
-        self._describe(cell, config)
         for name in _OF_LINEAR:
             setattr(self, name, getattr(cell, name))
         self.in_channels, self.out_channels = cell.input_size, cell.output_size
         self.dtype = getattr(ms, config.compute_dtype) if config.compute_dtype else cell.compute_dtype
-        self.activation_flag, self.activation = False, None
         self.choice = Choice("lora_delta", "composed", "PyNative computes the gradients of MindSpore's operators alone")
         self.dropout = nn.Dropout(p=self.dropout_rate) if self.dropout_rate > 0 else None
         self.config = config
-        self._add_adapter(config)
-        carry_settings(cell, self)
 
-    def _add_adapter(self, config):
+    def _add_adapter(self, config, shared):
         if not self.weight.is_meta:
-            super()._add_adapter(config)
+            LoRACell._add_adapter(self, config, shared)
             return
         dtype = getattr(ms, config.param_init_type)
         shapes = self.part_shapes(self, config.lora_rank)
