@@ -155,6 +155,6 @@ def test_refused_cells(make, message):
 
 def test_sharded_cells_are_refused():
     cell = nn.Dense(IN, OUT)
-    cell.matmul.shard(((1, 1), (1, 1)))
+    cell.matmul.shard(((2, 1), (1, 1)))
     with pytest.raises(UnsupportedCellError, match="is sharded"):
         pooled(cell, False)
