@@ -237,17 +237,22 @@ def _parts_in_metadata(folder: str) -> Dict[str, List[_Part]]:
 
 
 def _parts_of(key: str, entry: Dict[str, Any], storage: Dict[str, Any]) -> List[_Part]:
-    """Returns the parts of a tensor; of one that several ranks hold alike, the first rank's."""
+    """Returns the parts of a tensor; of one that several ranks hold alike, the first rank's.
+
+    What metadata.json calls an offset is the number of the part, counted along the last axis first.
+    """
+    counts = tuple(map(int, entry["axis_fragmentations"]))
     parts = []
     for chunk in entry["chunk"]:
-        offset = tuple(map(int, chunk["global_offset"]))
+        (number,) = map(int, chunk["global_offset"])
         shape = tuple(map(int, chunk["local_shape"]))
-        name = storage[str((key, offset))][0]["file_name"]
+        name = storage[str((key, (number,)))][0]["file_name"]
         # Whoever wrote the file must not choose which files outside the folder are read.
         if name != os.path.basename(name) or not _FILE.fullmatch(name):
             raise ValueError(f"{shown(name)} is not the name of a file that it writes")
-        # The offset is (0,) for a whole tensor of any shape.
-        parts.append(_Part(name, offset if any(offset) else (0,) * len(shape), shape))
+        place = np.unravel_index(number, counts) if counts else ()
+        offset = tuple(int(index) * size for index, size in zip(place, shape))
+        parts.append(_Part(name, offset, shape))
     return parts
 
 

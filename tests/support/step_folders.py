@@ -38,16 +38,19 @@ def write_ranks(folder, tensors, cuts, ranks, **lora_config):
         counts = cuts.get(key, (1,) * array.ndim)
         chunks = []
         for rank, place in enumerate(itertools.product(*map(range, counts))):
+            # What MindFormers calls an offset is the number of the part.
+            number = (rank,)
             sizes = [size // count for size, count in zip(array.shape, counts)]
             offset = tuple(number * size for number, size in zip(place, sizes))
             part = array[tuple(slice(begin, begin + size) for begin, size in zip(offset, sizes))]
             holders = [rank] if key in cuts else list(range(ranks))
             for holder in holders:
                 files[holder][key] = np.ascontiguousarray(part)
-            chunks.append({"global_offset": offset, "local_shape": sizes})
-            storage[str((key, offset))] = [{"file_name": rank_file(holder, ranks)} for holder in holders]
-        entries[key] = {"global_shape": array.shape, "chunk": chunks, "properties": {"dtype": "Float32"}}
-    entries["adam_m.x"] = {"global_shape": [2], "chunk": [{"global_offset": [0], "local_shape": [2]}]}
+            chunks.append({"global_offset": number, "local_shape": sizes})
+            storage[str((key, number))] = [{"file_name": rank_file(holder, ranks)} for holder in holders]
+        entries[key] = {"global_shape": array.shape, "axis_fragmentations": counts, "chunk": chunks}
+    chunk = {"global_offset": [0], "local_shape": [2]}
+    entries["adam_m.x"] = {"global_shape": [2], "axis_fragmentations": [1], "chunk": [chunk]}
     storage[str(("adam_m.x", (0,)))] = [{"file_name": rank_file(0, ranks, "opt")}]
     for rank, arrays in enumerate(files):
         write_arrays(str(folder / rank_file(rank, ranks)), arrays)

@@ -188,7 +188,7 @@ def changed_metadata(folder, change):
 
 
 B = QKV.format(0) + ".lora_b"
-FIRST = str((B, (0, 0)))
+FIRST = str((B, (0,)))
 
 
 @pytest.mark.parametrize(
@@ -197,13 +197,16 @@ FIRST = str((B, (0, 0)))
         (lambda entries, files: entries[B]["chunk"].pop(), "does not say enough of .*linear_qkv.lora_b"),
         (lambda entries, files: entries[B]["chunk"].append(entries[B]["chunk"][0]), "does not say enough"),
         (lambda entries, files: entries[B].update(global_shape=[30, RANK]), "the whole is \\[30, 2\\]"),
+        (lambda entries, files: entries[B].update(axis_fragmentations=[2, 2]), "does not say enough"),
+        (lambda entries, files: entries[B].update(axis_fragmentations=[2, 1]), "is not as MindFormers writes it"),
+        (lambda entries, files: entries[B]["chunk"][0].update(global_offset=[0, 0]), "is not as MindFormers writes"),
         (lambda entries, files: entries[B].pop("chunk"), "is not as MindFormers writes it \\(KeyError"),
         (lambda entries, files: files.pop(FIRST), "is not as MindFormers writes it \\(KeyError"),
         (lambda entries, files: files[FIRST][0].update(file_name="../x"), "is not the name of a file"),
         (lambda entries, files: files[FIRST][0].update(file_name=rank_file(9, 4)), "is missing, and metadata.json"),
         (lambda entries, files: files[FIRST][0].update(file_name=rank_file(0, 4, "x-model")), "is missing"),
         (
-            lambda entries, files: entries.update(b=entries[B]) or files.update({str(("b", (0, 0))): files[FIRST]}),
+            lambda entries, files: entries.update(b=entries[B]) or files.update({str(("b", (0,))): files[FIRST]}),
             "is not as MindFormers writes it",
         ),
     ],

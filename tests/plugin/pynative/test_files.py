@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from mindlora.adapters.convert import Heads, convert_adapter
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
 from mindlora.formats.safetensors_file import TensorFile
+from mindlora.formats.step_folder import StepFolder
+from tests.conftest import ROOT
 from tests.support import pynative_runs
 from tests.support.pynative_runs import only_with_pynative_trainer
 from tests.support.step_folders import MANIFEST, ONE_RANK
@@ -130,3 +134,17 @@ def test_a_run_of_2_1_that_saves_the_adapter_alone_states_its_alpha(files, base)
     )
     # It was saved with its base elsewhere, whose names it lacks: the base tells which model it is.
     merge_checkpoint(str(base), str(files.folder / "alone_saved"), str(files.folder / "alone_merged"))
+
+
+def test_eight_ranks_as_mindformers_divides_them_are_joined(tmp_path):
+    folder = tmp_path / "ranks"
+    command = [sys.executable, "-m", "tests.support.pynative_ranks", str(folder)]
+    run = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    with np.load(f"{folder}.npz") as whole, StepFolder(str(folder)) as step:
+        assert set(step.tensors) == set(whole)
+        for key in whole:
+            np.testing.assert_array_equal(step.read(key), whole[key], err_msg=key)
+    assert len(adapter_files.read(str(folder)).paths) == 4
