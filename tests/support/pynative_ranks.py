@@ -1,4 +1,4 @@
-"""Writes the folder of a step of eight ranks: MindFormers' own code says what each rank holds, and writes metadata.json.
+"""Writes the folder of a step of eight ranks; MindFormers' own code says what each holds, and writes metadata.json.
 
 A program, since it replaces operators (pynative_cpu): python -m tests.support.pynative_ranks FOLDER writes the folder,
 and FOLDER.npz with the whole tensors.
