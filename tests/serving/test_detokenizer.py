@@ -164,7 +164,8 @@ def test_spaces_before_punctuation_stay():
     tokenizer = tokenizers.fit_tokenizer(["a , b . don 't , c ."] * 5, 300)
     tokenizer.clean_up_tokenization_spaces = True
     tokens = tokenizers.encode(tokenizer, "a , b . don 't")
-    assert tokenizer.convert_tokens_to_ids("Ġ,") in tokens and tokenizer.decode(tokens) != "a , b . don 't"
+    # transformers 4 would take the space away, 5 does not.
+    assert tokenizer.convert_tokens_to_ids("Ġ,") in tokens
     given, rest = pieces(tokenizer, [tokenizer.bos_token_id], tokens)
     assert "".join(given) + rest == "a , b . don 't"
 

@@ -230,7 +230,10 @@ def test_nan_is_refused(tmp_path):
     assert content.count(tensor) == 1
     with open(source, "wb") as file:
         file.write(content.replace(tensor, np.float32(np.nan).tobytes() + tensor[4:]))
-    message = f"{source} holds tensors with NaN or infinity: {path_of('wq')} A."
+    message = (
+        f"{source} holds tensors with NaN or infinity: {path_of('wq')} A. "
+        "Use a checkpoint from before training diverged."
+    )
     refused(NotFiniteError, message, prepare, source, layout())
 
 
