@@ -1,14 +1,17 @@
 """A base that is loaded, LoraCheckpoint's PEFT folders, and a run that goes on, under MindFormers' PyNative Trainer."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from mindspore import Tensor
+from mindspore.dataset import MindDataset
 from safetensors.numpy import load_file
 
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
-from tests.support import pynative_runs
+from tests.support import mcore_cpu, mcore_networks, pynative_runs
 from tests.support.pynative_runs import BRIDGE, LORA, only_with_pynative_trainer
 
 pytestmark = only_with_pynative_trainer
@@ -42,6 +45,48 @@ def test_a_resumed_run_is_the_rest_of_the_whole_one(runs):
     whole, resumed = (pynative_runs.losses(runs / name) for name in ("whole", "resumed"))
     assert resumed == whole[2:] and len(whole) == STEPS
     whole, resumed = (pynative_runs.trained(runs / name) for name in ("whole", "resumed"))
+    assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_the_base_means_what_it_means_in_graph_mode(runs, graph_mode, mindformers, monkeypatch):
+    """Both models order the rows of joined cells alike: with B zero, the first loss is the base's."""
+    mcore_cpu.install(monkeypatch.setattr)
+    data = MindDataset(str(runs / "rows.mindrecord"), shuffle=False).batch(4)
+    batch = next(data.create_dict_iterator())
+    network = mcore_networks.tiny_qwen3(
+        num_hidden_layers=pynative_runs.QWEN3["num_hidden_layers"],
+        pad_token_id=pynative_runs.QWEN3["pad_token_id"],
+        ignore_token_id=pynative_runs.IGNORED,
+    )
+    for name, array in load_file(runs / "base" / pynative_runs.BASE_FILE).items():
+        network.parameters_dict()[name].set_data(Tensor(array))
+    network.set_train()
+
+    loss = mcore_networks.Loss(network)(batch["input_ids"], batch["labels"])
+
+    np.testing.assert_allclose(pynative_runs.losses(runs / "whole")[0], loss.asnumpy()[0], rtol=1e-4)
+
+
+def test_deepseek_goes_on_too(tmp_path):
+    """Without a base: what random numbers have made of one is in MindFormers' checkpoint."""
+    pynative_runs.write_data(tmp_path / "rows.mindrecord", rows=16)
+    saved = {"enable_save": True, "save_path": str(tmp_path / "saved"), "save_interleaved_steps": 2}
+    config = pynative_runs.bridged("deepseek_v3", tmp_path / "rows.mindrecord", STEPS)
+    for name, checkpoint in (("whole", saved), ("resumed", {"enable_save": False, "load_path": saved["save_path"]})):
+        saving = {"type": "LoraCheckpoint", "save_steps": STEPS, "directory": str(tmp_path / f"{name}_adapters")}
+        changes = {"checkpoint": checkpoint, "callbacks": [saving]}
+        run = pynative_runs.launch({**config, **changes}, tmp_path / name, "--register_path", BRIDGE)
+        assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+        if name == "whole":
+            # MindFormers goes on from the newest one.
+            shutil.rmtree(tmp_path / "saved" / "iteration_00000004")
+            (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2", encoding="utf-8")
+
+    whole, resumed = (pynative_runs.losses(tmp_path / name) for name in ("whole", "resumed"))
+    assert resumed == whole[2:] and len(whole) == STEPS
+    folders = [tmp_path / f"{name}_adapters" / f"step_{STEPS}" for name in ("whole", "resumed")]
+    whole, resumed = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert any("q_a_proj" in name for name in whole) and any("shared_experts" in name for name in whole)
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
 
 
