@@ -22,7 +22,7 @@ LORA_KEYS = (
 )
 _NEW_KEYS = ("save_trainable_only", "base_load_path", "reshard_worker_num")
 # What auto_register names to load mindlora.
-_BRIDGE = "pynative_bridge."
+BRIDGE = "pynative_bridge.Adapters"
 # lora_config.lora_rank and lora_alpha where a YAML says nothing.
 DEFAULT_RANK, DEFAULT_ALPHA = 8, 16
 
@@ -54,7 +54,7 @@ def check_pynative(config: Mapping[str, Any], version: Version = None) -> List[F
     selected: Optional[List[str]] = None
     network = network_of(config.get("model") or {})
     # mindlora puts its cells where lora_config says, and MindFormers 2.0 then adapts nothing besides.
-    with_mindlora = _BRIDGE in str((config.get("model") or {}).get("auto_register"))
+    with_mindlora = (config.get("model") or {}).get("auto_register") == BRIDGE
     searched_by = (2, 1) if with_mindlora else version
     if network:
         paths = adaptable_cells(network)

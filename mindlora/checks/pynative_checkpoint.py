@@ -63,7 +63,7 @@ def check_checkpoint(
         if paths[_LOAD]:
             folder = step_folder.last_step(paths[_LOAD])
             yield from _check_step(checkpoint, folder, paths[_BASE])
-            yield from _check_adapter(config["lora_config"], stored, selected, folder)
+            yield from _check_adapter(config, stored, selected, folder)
         if network:
             yield from _check_base(network, stored)
     except LoraError as refusal:
@@ -108,9 +108,10 @@ def _check_step(checkpoint: Mapping[str, Any], folder: str, base: str) -> Iterat
 
 
 def _check_adapter(
-    lora: Mapping[str, Any], stored: Shapes, selected: Optional[List[str]], folder: str
+    config: Mapping[str, Any], stored: Shapes, selected: Optional[List[str]], folder: str
 ) -> Iterator[Finding]:
     """Yields how the adapter in a checkpoint differs from the one that the YAML describes."""
+    lora = config["lora_config"]
     ranks: Dict[str, int] = {}
     for name, shape in stored.items():
         if name.endswith(_A_ENDINGS):
@@ -120,7 +121,7 @@ def _check_adapter(
         return
     rank = lora.get("lora_rank", 8)
     others = sorted({found for found in ranks.values() if found != rank})
-    if others:
+    if others and not (config.get("pet_config") or {}).get("rank_pattern"):
         found = f"{folder} holds an adapter of rank {', '.join(map(str, others))}, and lora_rank is {rank}."
         yield error("lora_config.lora_rank", found, f"Set lora_rank: {others[0]}.")
     yield from _check_alpha(lora, folder)

@@ -4,24 +4,21 @@ import argparse
 import os
 from typing import Any, Dict, List, Mapping
 
+from mindlora.checks.pynative import is_pynative
 from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.overrides import keys_and_texts, read_value, set_key
 from mindlora.common.yaml_file import read_merged
 from mindlora.errors import ConfigError
 
-# What tells its YAMLs from those of graph mode: nodes that each has and the other has not.
-_OF_PYNATIVE = ("training", "lora_config", "lr_scheduler")
-_OF_GRAPH_MODE = ("runner_config", "runner_wrapper", "trainer", "lr_schedule")
 _READ = ("config", "mode", "register_path", "verbose")
 
 
 def is_for_pynative(path: str) -> bool:
     """Tells whether a file is a YAML of the PyNative Trainer."""
     try:
-        content = read_merged(path)
+        return is_pynative(read_merged(path))
     except ConfigError:
         return False  # The launcher says what is wrong with the file.
-    return any(key in content for key in _OF_PYNATIVE) and not any(key in content for key in _OF_GRAPH_MODE)
 
 
 def train(args: argparse.Namespace, rest: List[str]) -> None:

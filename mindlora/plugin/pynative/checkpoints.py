@@ -1,35 +1,13 @@
-"""Checkpoints that MindFormers' PyNative Trainer loads: whether they are there, and whether they are complete.
+"""Whether a checkpoint that MindFormers' PyNative Trainer loads is complete: MindFormers only logs what it lacks."""
 
-MindFormers goes on without them, on random weights, and says so in its log.
-"""
-
-import os
 from typing import Any, List, Mapping
 
 from mindspore import nn
 
 from mindlora.common.text import listed
-from mindlora.errors import CheckpointError, ConfigError
+from mindlora.errors import CheckpointError
 from mindlora.models import names
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin.log import logger
-
-
-def check_paths(checkpoint: Any) -> None:
-    """Raises ConfigError if a folder that MindFormers' node checkpoint names to load from is not there, or empty."""
-    given = {key: getattr(checkpoint, key, "") for key in ("load_path", "base_load_path")}
-    for key, path in given.items():
-        if path and not (os.path.isfile(path) or os.path.isdir(path) and os.listdir(path)):
-            found = "is an empty folder" if os.path.isdir(path) else "does not exist"
-            raise ConfigError(
-                f"checkpoint.{key} {path} {found}, and MindFormers would train on random weights. Name the folder of a "
-                "checkpoint."
-            )
-    if not any(given.values()):
-        logger.warning(
-            "checkpoint.load_path is not set: the adapters are trained on random weights. Set it to the folder of the "
-            "base, unless this is a test."
-        )
 
 
 def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:

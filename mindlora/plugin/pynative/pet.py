@@ -9,18 +9,20 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from typing import Any, Callable, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Sequence, Tuple
 
 from mindspore import Parameter, nn
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.checks.finding import refuse
+from mindlora.checks.pynative import BRIDGE, check_pynative
 from mindlora.common.mindformers_version import release
 from mindlora.common.text import listed
 from mindlora.errors import InstallationError, LoraError
 from mindlora.nn.tree import lora_cells
 from mindlora.plugin.log import logger
 from mindlora.plugin.pynative import configuration
-from mindlora.plugin.pynative.checkpoints import check_loaded, check_paths
+from mindlora.plugin.pynative.checkpoints import check_loaded
 
 KNOWN_RELEASES = ((2, 0), (2, 1))
 
@@ -37,10 +39,11 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         nn.Cell, the model.
 
     Raises:
-        LoraError: As in adapter_configuration, check_same_cells, check_paths and apply_lora.
+        ConfigMistakes: As mindlora doctor finds them in the YAML.
+        LoraError: As in adapter_configuration, check_same_cells and apply_lora.
     """
     settings = _trainer_of_this_model().config
-    check_paths(settings.checkpoint)
+    _check_yaml(settings.to_dict())
     # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
     model.config._mf_lora_config = config
     theirs = configuration.selected_paths(model, config)
@@ -154,6 +157,17 @@ def register() -> None:
             )
     for replaced, module in zip(_REPLACED, modules):
         setattr(module, replaced.name, replaced.made(getattr(module, replaced.name)))
+
+
+def _check_yaml(config: Dict[str, Any]) -> None:
+    """Raises ConfigMistakes if the YAML, or what it loads, is wrong; what is good to know goes to the log."""
+    # mindlora-run needs no such line, and by it the checks know that mindlora is there.
+    config["model"]["auto_register"] = BRIDGE
+    findings = check_pynative(config, release(importlib.metadata.version("mindformers")))
+    for finding in findings:
+        if finding.severity == "warning":
+            logger.warning(str(finding))
+    refuse(findings)
 
 
 def _trainer_of_this_model() -> Any:

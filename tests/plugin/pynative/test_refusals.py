@@ -28,7 +28,7 @@ CASES = {
     "pissa": ({"pet_config": {"lora_init": "pissa"}}, "pet_config.lora_init is 'pissa', which changes the base"),
     "no_checkpoint": (
         {"checkpoint": {"enable_save": False, "load_path": "/nowhere"}},
-        "checkpoint.load_path /nowhere does not exist, and MindFormers would train on random weights",
+        "checkpoint.load_path: /nowhere is empty or not there, and the run would go on with random weights",
     ),
     "experts": (
         {"model": pynative_runs.DEEPSEEK_V3, "lora_config": {**LORA, "target_modules": "linear_fc2|experts"}},
