@@ -6,23 +6,26 @@ own by reset_parameter.
 """
 
 import functools
+import operator
 import sys
 from types import MappingProxyType
-from typing import Any, Optional, Tuple, Type
+from typing import Any, Dict, Optional, Tuple, Type
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
 from mindlora.config.description import TIED_HEAD
-from mindlora.config.variants.registry import LORA
+from mindlora.config.variants.registry import PARAMETERS
+from mindlora.config.variants.variant import SHARDED
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, refuse_own_forward
+from mindlora.nn.cell import LoRACell, refuse_own_forward, refuse_unsupported
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.initial_values import initial_values
-from mindlora.nn.linear_base import pynative_linear_types
-from mindlora.ops.backend import Choice
+from mindlora.nn.dora import DoRADense
+from mindlora.nn.linear_base import LinearBase, pynative_linear_types
+from mindlora.nn.low_rank import LowRankPicks, composed_low_rank
+from mindlora.nn.miss import MiSSDense
 
 # What MindFormers' Linear keeps, and its forward and the plans by which it is sharded read.
 _OF_LINEAR = (
@@ -43,7 +46,96 @@ _OF_LINEAR = (
 )
 
 
-class LoRAPyNativeLinear(LoRADense):
+class PyNativeBase(LinearBase):
+    """The base of MindFormers' Linear, which computes as other linear cells do where it is whole."""
+
+    @staticmethod
+    def types() -> Tuple[type, ...]:
+        return pynative_linear_types()
+
+    @classmethod
+    def check(cls, cell: nn.Cell) -> None:
+        if isinstance(cell, LoRACell):
+            raise UnsupportedCellError(
+                f"{type(cell).__name__} has an adapter already: adapters do not stack. Use a network without adapters."
+            )
+        refuse_own_forward(cell, pynative_linear_types(), "the adapter's cell")
+        if cell.weight is None:
+            raise UnsupportedCellError(TIED_HEAD)
+
+    @classmethod
+    def traits(cls, cell: nn.Cell) -> Tuple[str, ...]:
+        # MindFormers shards later, if at all.
+        return ()
+
+    @staticmethod
+    def operators(cell: nn.Cell) -> Tuple[Any, Any, mstype.Type]:
+        return ops.MatMul(transpose_b=True), ops.Add() if cell.has_bias else None, cell.compute_dtype
+
+    def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
+        return composed_low_rank(dropout_rate, "a cell that may be sharded takes MindSpore's operators alone")
+
+
+class _OnPyNativeLinear(LoRADense):
+    """What the adapters on MindFormers' Linear have in common; it comes before the class of the adapter.
+
+    The names of all parts end as those that MindFormers takes for an adapter's.
+    """
+
+    base_kind = PyNativeBase
+
+    @classmethod
+    def from_cell(
+        cls, cell: nn.Cell, config: LoraConfig, shared: Optional[Tuple[Parameter, ...]] = None
+    ) -> "_OnPyNativeLinear":
+        cls.check(cell, config)
+        return super(_OnPyNativeLinear, _on(cls, *pynative_linear_types())).from_cell(cell, config, shared)
+
+    @classmethod
+    def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
+        cls.base_kind.check(cell)
+        if config and config.variant is not cls.variant:
+            raise UnsupportedCellError(
+                f"{config.variant.field} is True, and MindFormers' PyNative models take plain LoRA, DoRA and MiSS "
+                "alone. Remove it, or train in graph mode."
+            )
+
+    def _adopt(self, cell, config):
+        super()._adopt(cell, config)
+        for name in _OF_LINEAR:
+            setattr(self, name, getattr(cell, name))
+        self.config = config
+
+    def _add_adapter(self, config, shared):
+        if not self.weight.is_meta:
+            super()._add_adapter(config, shared)
+            return
+        dtype = getattr(ms, config.param_init_type)
+        shapes = self.part_shapes(self, config.lora_rank)
+        with ms.DeviceCtx("meta"):
+            self._add_parts({part: mint.empty(shapes[part], dtype=dtype) for part in self.parameter_names})
+
+    def _add_parts(self, values):
+        there = self.parts()
+        super()._add_parts({part: value for part, value in values.items() if part not in there})
+        for part in values.keys() & there.keys():
+            _set(there[part], values[part])
+
+    def reset_parameter(self) -> None:
+        """Sets all parameters to their initial values, where MindFormers has made room for them."""
+        self.reset_linear()
+        super()._add_adapter(self.config, ())
+
+    def linear(self, input_: Tensor, weight: Optional[Tensor]) -> Tensor:
+        """x W^T + bias, by MindFormers' Linear."""
+        raise NotImplementedError
+
+    def reset_linear(self) -> None:
+        """Sets W and bias to their initial values, by MindFormers' Linear."""
+        raise NotImplementedError
+
+
+class LoRAPyNativeLinear(_OnPyNativeLinear):
     r"""A linear cell of a PyNative model with a low-rank update: y = x W^T + bias + ((dropout(x) A^T) * scale) B^T.
 
     The first two terms are MindFormers' own forward. The low-rank path is made of MindSpore's operators, of which
@@ -67,84 +159,71 @@ class LoRAPyNativeLinear(LoRADense):
     lora_a: Parameter
     lora_b: Parameter
 
-    @classmethod
-    def from_cell(
-        cls, cell: nn.Cell, config: LoraConfig, shared: Optional[Tuple[Parameter, ...]] = None
-    ) -> "LoRAPyNativeLinear":
-        cls.check(cell, config)
-        return super(LoRAPyNativeLinear, _on(cls, *pynative_linear_types())).from_cell(cell, config, shared)
-
-    @classmethod
-    def base_types(cls) -> Tuple[type, ...]:
-        return pynative_linear_types()
-
-    @classmethod
-    def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
-        kind = type(cell).__name__
-        if isinstance(cell, LoRACell):
-            raise UnsupportedCellError(
-                f"{kind} has an adapter already: adapters do not stack. Use a network without adapters."
-            )
-        refuse_own_forward(cell, pynative_linear_types(), "the adapter's cell")
-        if cell.weight is None:
-            raise UnsupportedCellError(TIED_HEAD)
-        if config and config.variant is not LORA:
-            raise UnsupportedCellError(
-                f"{config.variant.field} is True, and MindFormers' PyNative models take plain LoRA alone. Remove it, "
-                "or train in graph mode."
-            )
-
-    def _adopt(self, cell, config):
-        for name in _OF_LINEAR:
-            setattr(self, name, getattr(cell, name))
-        self.in_channels, self.out_channels = cell.input_size, cell.output_size
-        self.dtype = getattr(ms, config.compute_dtype) if config.compute_dtype else cell.compute_dtype
-        self.choice = Choice("lora_delta", "composed", "PyNative computes the gradients of MindSpore's operators alone")
-        self.dropout = nn.Dropout(p=self.dropout_rate) if self.dropout_rate > 0 else None
-        self.config = config
-
-    def _add_adapter(self, config, shared):
-        if not self.weight.is_meta:
-            LoRACell._add_adapter(self, config, shared)
-            return
-        dtype = getattr(ms, config.param_init_type)
-        shapes = self.part_shapes(self, config.lora_rank)
-        with ms.DeviceCtx("meta"):
-            self._add_parts({part: mint.empty(shape, dtype=dtype) for part, shape in shapes.items()})
-
-    def reset_parameter(self) -> None:
-        """Sets all parameters to their initial values, where MindFormers has made room for them."""
-        self.reset_linear()
-        a, b = initial_values(self.config, list(self.lora_a.shape), list(self.lora_b.shape))
-        _set(self.lora_a, a)
-        _set(self.lora_b, b)
-
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
         # Both are slices where the cell is sharded, as MindFormers' forward takes its weight.
         a, b = (self.cast(_local(parameter), self.dtype) for parameter in (self.lora_a, self.lora_b))
-        x = self.cast(input_, self.dtype)
-        if self.dropout is not None and self.training:
-            x = self.dropout(x)
+        x = self.low_rank.drop(self.cast(input_, self.dtype))
         low_rank = mint.matmul(x, mint.transpose(a, 1, 0)) * self.scale
         delta = mint.matmul(low_rank, mint.transpose(b, 1, 0))
         return self.linear(input_, weight) + self.cast(delta, input_.dtype)
 
-    def pair(self) -> Tuple[np.ndarray, np.ndarray]:
-        return self.lora_a.asnumpy().copy(), self.lora_b.asnumpy().copy()
 
-    def linear(self, input_: Tensor, weight: Optional[Tensor]) -> Tensor:
-        """x W^T + bias, by MindFormers' Linear."""
-        raise NotImplementedError
+class _WholePyNativeLinear(_OnPyNativeLinear):
+    """A variant of LoRA on MindFormers' Linear: it computes as on other linear cells, and cannot be sharded."""
 
-    def reset_linear(self) -> None:
-        """Sets W and bias to their initial values, by MindFormers' Linear."""
-        raise NotImplementedError
+    def prepare(self) -> None:
+        if not self.weight.is_meta:
+            super().prepare()
+
+    def reset_parameter(self) -> None:
+        if _is_sharded(self.weight):
+            refuse_unsupported(self.config, SHARDED)
+        super().reset_parameter()
+
+    def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        # The model passes a weight only to a cell without one of its own, which check refuses.
+        return super().construct(input_)
+
+
+class DoRAPyNativeLinear(_WholePyNativeLinear, DoRADense):
+    """DoRADense for MindFormers' Linear. The magnitude is initialized when training begins, if no checkpoint had it.
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], lora_a [r, in_channels], lora_b [out_channels, r],
+        magnitude_lora_b [out_channels].
+
+    Inputs and outputs are those of LoRAPyNativeLinear.
+
+    Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
+    """
+
+    parameter_names = MappingProxyType({"A": "lora_a", "B": "lora_b", "magnitude": "magnitude_lora_b"})
+
+
+class MiSSPyNativeLinear(_WholePyNativeLinear, MiSSDense):
+    """MiSSDense for MindFormers' Linear.
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], miss_block_lora_b [out_channels, r].
+
+    Inputs and outputs are those of LoRAPyNativeLinear.
+
+    Source: Kang et al., MiSS: Revisiting the Trade-off in LoRA with an Efficient Shard-Sharing Structure, 2025.
+    """
+
+    parameter_names = MappingProxyType({"block": "miss_block_lora_b"})
 
 
 @functools.lru_cache(maxsize=None)
-def _on(kind: Type[LoRAPyNativeLinear], linear: type) -> Type[LoRAPyNativeLinear]:
-    """Returns the class that is both, whose forward and reset of the base are MindFormers'."""
-    members = {
+def _on(kind: Type[_OnPyNativeLinear], linear: type) -> Type[_OnPyNativeLinear]:
+    """Returns the class that is both, whose forward and reset of the base are MindFormers'.
+
+    Its parts have the names of other cells too, by which the class of the adapter reads them.
+    """
+    members: Dict[str, Any] = {
+        PARAMETERS[part]: property(operator.attrgetter(name)) for part, name in kind.parameter_names.items()
+    }
+    members |= {
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,
         "linear": linear.construct,

@@ -18,7 +18,7 @@ from mindlora.nn.miss import MiSSDense
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
 from mindlora.nn.parallel_linear import LoRAParallelLinear, NF4ParallelLinear, QLoRAParallelLinear, on_parallel_linear
-from mindlora.nn.pynative_linear import LoRAPyNativeLinear
+from mindlora.nn.pynative_linear import DoRAPyNativeLinear, LoRAPyNativeLinear, MiSSPyNativeLinear
 from mindlora.nn.qlora import QLoRADense
 from mindlora.nn.vera import VeRADense
 
@@ -29,6 +29,8 @@ KINDS = (
     *map(on_parallel_linear, LINEAR_VARIANTS),
     LoRAParallelLinear,  # linear cells of MindFormers' mcore models
     QLoRAParallelLinear,  # NF4ParallelLinear
+    DoRAPyNativeLinear,
+    MiSSPyNativeLinear,
     LoRAPyNativeLinear,  # linear cells of MindFormers' PyNative models
     *LINEAR_VARIANTS,
     LoRADense,  # nn.Dense and MindFormers' Linear

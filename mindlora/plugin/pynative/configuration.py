@@ -9,7 +9,9 @@ from mindspore.common.initializer import Normal
 from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.text import listed
-from mindlora.config.variants.registry import VARIANTS
+from mindlora.config.variants.dora import DORA
+from mindlora.config.variants.miss import MISS
+from mindlora.config.variants.registry import LORA, VARIANTS
 from mindlora.errors import ConfigError, UnsupportedCellError
 from mindlora.numerics import initializers
 
@@ -25,7 +27,7 @@ _HERE = "under MindFormers' PyNative Trainer"
 _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 # Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
 _NOT_YET = (
-    *(variant.field for variant in VARIANTS),
+    *(variant.field for variant in VARIANTS if variant not in (DORA, MISS)),
     "quantize_base",
     "target_parameters",
     "modules_to_save",
@@ -52,16 +54,19 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
         UnsupportedCellError: lora_config selects routed experts.
     """
     given = {key: value for key, value in pet_config.items() if value is not None}
+    variant = next((variant for variant in VARIANTS if given.get(variant.field)), LORA)
+    shared = [name for name in _SHARED if not (name == "lora_alpha" and variant.no_scale)]
     if "preset" not in given:
-        for name in _SHARED:
+        for name in shared:
             given.setdefault(name, getattr(lora_config, name))
     if "preset" not in given:
         given.setdefault("target_modules", selected_paths(model, lora_config))
-    _fill_initial_values(given, lora_config)
-    given.setdefault("param_init_type", _dtype_of_parameters(model))
+    if "lora_a_init" not in variant.excludes:
+        _fill_initial_values(given, lora_config)
+    given.setdefault("param_init_type", "float32" if variant is DORA else _dtype_of_parameters(model))
     config = PetLoraConfig.from_pet_config(given)
     _check_supported(config)
-    for name in _SHARED:
+    for name in shared:
         if getattr(config, name) != getattr(lora_config, name):
             raise ConfigError(
                 f"pet_config.{name} is {getattr(config, name)!r} and lora_config.{name} is "
@@ -143,6 +148,11 @@ def _check_supported(config: PetLoraConfig) -> None:
                 f"pet_config.{name} is {getattr(config, name)!r}, which mindlora does not carry out {_HERE}. "
                 f"{_IN_GRAPH_MODE}"
             )
+    if config.variant is DORA and config.param_init_type != "float32":
+        raise ConfigError(
+            f"pet_config.param_init_type is {config.param_init_type!r} with DoRA, whose magnitude begins as norms of "
+            "the loaded base, while MindFormers' optimizer keeps a float32 copy from before. Set it to float32."
+        )
     if initializers.changes_base(config.lora_init):
         raise ConfigError(
             f"pet_config.lora_init is {config.lora_init!r}, which changes the base, and mindlora does not do that "

@@ -23,7 +23,11 @@ CASES = {
         {"pet_config": {"lora_init": "gaussian"}, "lora_config": {**LORA, "lora_b_std": 0.1}},
         "pet_config.lora_init is 'gaussian' and lora_config.lora_b_std is 0.1: both set the initial values",
     ),
-    "dora": ({"pet_config": {"use_dora": True}}, "pet_config.use_dora is True"),
+    "vera": ({"pet_config": {"use_vera": True}}, "pet_config.use_vera is True"),
+    "dora_in_16_bits": (
+        {"pet_config": {"use_dora": True, "param_init_type": "bfloat16"}},
+        "pet_config.param_init_type is 'bfloat16' with DoRA",
+    ),
     "nf4": ({"pet_config": {"quantize_base": "nf4"}}, "pet_config.quantize_base is 'nf4'"),
     "pissa": ({"pet_config": {"lora_init": "pissa"}}, "pet_config.lora_init is 'pissa', which changes the base"),
     "no_checkpoint": (

@@ -1,0 +1,40 @@
+"""Adapters on the Linear of MindFormers' PyNative models give what they give on nn.Dense, by Tensor.backward()."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support import pynative_runs
+from tests.support.pynative_variants import VARIANTS
+
+pytestmark = pynative_runs.only_with_pynative_trainer
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """What tests.support.pynative_variants writes: variant/cell/what -> array."""
+    path = tmp_path_factory.mktemp("cells") / "computed.npz"
+    command = [sys.executable, "-m", "tests.support.pynative_variants", str(path)]
+    run = subprocess.run(
+        command, cwd=path.parent, env=pynative_runs.environment(), capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_outputs_and_gradients_are_those_on_nn_dense(computed, variant):
+    results = {key: array for key, array in computed.items() if key.startswith(f"{variant}/linear/")}
+    assert f"{variant}/linear/x" in results and len(results) >= 3
+    for key, array in results.items():
+        expected = computed[key.replace("/linear/", "/dense/")]
+        np.testing.assert_allclose(array, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max(), err_msg=key)
+
+
+def test_mindformers_takes_every_part_for_an_adapters(computed):
+    endings = (".lora_a", ".lora_b", "_lora_a", "_lora_b")
+    names = [str(name) for key, name in computed.items() if "/linear_name/" in key]
+    assert len(names) == 10 and all(f".{name}".endswith(endings) for name in names)

@@ -1,0 +1,76 @@
+"""DoRA and MiSS under MindFormers' PyNative Trainer, beside plain LoRA from the same base."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support import pynative_runs
+from tests.support.pynative_runs import BRIDGE, only_with_pynative_trainer
+
+pytestmark = only_with_pynative_trainer
+STEPS = 4
+PROJECTION = "decoder.layers.1.self_attention.linear_proj"
+RUNS = {
+    "lora": {"lora_rank": 4},
+    "dora": {"use_dora": True},
+    "miss": {"use_miss": True},
+    "dora_resumed": {"use_dora": True},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with the bases hf and base, and the RUNS: four steps each, the resumed one the last two of DoRA's."""
+    folder = tmp_path_factory.mktemp("variants")
+    pynative_runs.write_data(folder / "rows.mindrecord", rows=16)
+    pynative_runs.write_base(folder / "base", folder / "hf")
+    for name, pet_config in RUNS.items():
+        path = folder / "base" if name != "dora_resumed" else folder / "dora_saved" / "iteration_00000002"
+        checkpoint = {"load_path": str(path), "no_load_optim": name != "dora_resumed"}
+        saved = {"enable_save": True, "save_path": str(folder / f"{name}_saved"), "save_interleaved_steps": 2}
+        config = pynative_runs.bridged("qwen3", folder / "rows.mindrecord", STEPS)
+        config["checkpoint"] = {**saved, **checkpoint}
+        config["callbacks"] = [{"type": "LoraCheckpoint", "save_steps": 2, "directory": str(folder / f"{name}_peft")}]
+        run = pynative_runs.launch({**config, "pet_config": pet_config}, folder / name, "--register_path", BRIDGE)
+        assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", ["dora", "miss"])
+def test_it_begins_as_the_base_and_learns(runs, name):
+    losses, plain = (pynative_runs.losses(runs / run) for run in (name, "lora"))
+    np.testing.assert_allclose(losses[0], plain[0], rtol=1e-6)
+    assert losses[-1] < losses[0] and losses[1:] != plain[1:]
+
+
+def test_a_magnitude_begins_as_the_norms_of_the_base_and_trains(runs):
+    base = load_file(runs / "base" / pynative_runs.BASE_FILE)
+    trained = pynative_runs.trained(runs / "dora")
+    magnitude = trained[f"{PROJECTION}.magnitude_lora_b"]
+    norms = np.linalg.norm(base[f"{PROJECTION}.weight"], axis=1)
+    # AdamW moves each number by at most the learning rate in a step, 0.01.
+    assert 1e-3 < np.abs(magnitude - norms).max() < 0.011 * STEPS
+
+
+def test_a_resumed_run_goes_on_with_its_magnitudes(runs):
+    whole, resumed = (pynative_runs.losses(runs / name) for name in ("dora", "dora_resumed"))
+    assert resumed == whole[2:]
+    whole, resumed = (pynative_runs.trained(runs / name) for name in ("dora", "dora_resumed"))
+    assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    "name, setting, part", [("dora", "use_dora", "magnitude_lora_b"), ("miss", "peft_type", "miss_block_lora_b")]
+)
+def test_a_folder_for_peft_is_the_variant(runs, name, setting, part):
+    folder = runs / f"{name}_peft" / f"step_{STEPS}"
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    assert settings[setting] in (True, "MISS")
+    tensor = load_file(folder / "adapter_model.safetensors")
+    values = pynative_runs.trained(runs / name)[f"{PROJECTION}.{part}"]
+    assert any(
+        value.size == values.size and np.array_equal(np.sort(value.ravel()), np.sort(values.ravel()))
+        for value in tensor.values()
+    )

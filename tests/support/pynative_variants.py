@@ -1,0 +1,89 @@
+"""The cells of variants on the Linear of MindFormers' PyNative models, beside those on nn.Dense; writes what they give.
+
+The argument is where to write an archive of arrays: variant, which cell, and what. Both cells have the same values. The
+first is made without values, as MindFormers makes models, and differentiated by Tensor.backward(); the second by
+value_and_grad.
+"""
+
+import sys
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, nn
+
+from tests.support import pynative_cpu
+from tests.support.backward import backward_gradients
+
+IN, OUT, RANK = 10, 7, 3
+# Name -> fields of the configuration.
+VARIANTS = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "freeze_a": {"freeze_lora_a": True},
+    "dora": {"use_dora": True},
+    "miss": {"use_miss": True, "lora_alpha": RANK},
+}
+
+
+def made_without_values(config):
+    """Returns a cell as MindFormers' Trainer makes it: without values, in place of a Linear, then materialized."""
+    from mindformers.pynative.layers.linear import Linear
+
+    from mindlora.nn.registry import kind_of
+
+    with ms.DeviceCtx("meta"):
+        linear = Linear(IN, OUT, compute_dtype="float32", bias=True)
+    cell = kind_of(linear, config).from_cell(linear, config)
+    assert isinstance(cell, Linear) and all(parameter.is_meta for parameter in cell.get_parameters())
+    cell.to_empty(device="CPU")
+    cell.reset_parameter()
+    return cell
+
+
+def fill(cell):
+    """Gives a cell values that depend on its parts alone."""
+    arrays = {"weight": cell.weight, "bias": cell.bias, **cell.parts()}
+    for index, name in enumerate(sorted(arrays)):
+        values = np.random.default_rng(index).standard_normal(arrays[name].shape)
+        arrays[name].set_data(Tensor(values, ms.float32))
+    for parameter in (cell.weight, cell.bias):
+        parameter.requires_grad = False
+
+
+def differentiated(cell, x, dout, by_backward):
+    """Returns the output, and the gradients of x and of what trains, by part."""
+    parts = {part: parameter for part, parameter in cell.parts().items() if parameter.requires_grad}
+    output = cell(x).asnumpy()
+    if by_backward:
+        x = ms.Parameter(x, name="x")
+        gradients = backward_gradients(lambda x, *_: cell(x), [x, *parts.values()], dout)
+    else:
+        _, (dx, others) = ms.value_and_grad(lambda x: mint.sum(cell(x) * dout), 0, list(parts.values()))(x)
+        gradients = [gradient.asnumpy() for gradient in (dx, *others)]
+    return {"output": output, **dict(zip(("x", *parts), gradients))}
+
+
+def main():
+    """Computes with both cells of each variant."""
+    pynative_cpu.install()
+    from mindlora.config import LoraConfig
+    from mindlora.nn.registry import kind_of
+
+    rng = np.random.default_rng(1)
+    x, dout = (Tensor(rng.standard_normal((2, 4, size)), ms.float32) for size in (IN, OUT))
+    found = {}
+    for name, fields in VARIANTS.items():
+        config = LoraConfig(**{"lora_rank": RANK, "lora_alpha": 6, **fields})
+        dense = nn.Dense(IN, OUT)
+        cells = {"linear": made_without_values(config), "dense": kind_of(dense, config).from_cell(dense, config)}
+        for where, cell in cells.items():
+            fill(cell)
+            cell.set_train(True)
+            results = differentiated(cell, x, dout, by_backward=where == "linear")
+            found.update({f"{name}/{where}/{key}": array for key, array in results.items()})
+            found.update({f"{name}/{where}_name/{part}": value.name for part, value in cell.parts().items()})
+    np.savez(sys.argv[1], **found)
+
+
+if __name__ == "__main__":
+    main()
