@@ -15,6 +15,7 @@ import tempfile
 import time
 from typing import Dict, Iterator, List
 
+from verify_npu_choices import choices, section
 from verify_npu_devices import VISIBLE, find_npus
 from verify_npu_page import page
 from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome
@@ -26,6 +27,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["Ascend", "CPU"], default="Ascend", help="default: Ascend")
     parser.add_argument("--soc", help="for build_ascend.sh: ascend910b or ascend910_93. Default: both")
+    parser.add_argument("--name", help="what the report calls this machine. Default: its NPU")
     parser.add_argument("--quick", action="store_true", help="few shapes")
     parser.add_argument("--only", nargs="+", choices=list(STEPS), metavar="STEP", help=f"of {', '.join(STEPS)}")
     parser.add_argument(
@@ -94,8 +96,11 @@ def write(place: Place, outcomes: List[Outcome]) -> None:
     """Writes report.json and report.md anew, so that they are there whatever happens later."""
     head, folder = machine(place), place.given.output
     states = {state: sum(outcome.state == state for outcome in outcomes) for state in (HELD, FAILED, NOT_RUN)}
-    report = {"machine": head, "states": states, "steps": [dataclasses.asdict(outcome) for outcome in outcomes]}
-    for name, text in (("report.json", json.dumps(report, indent=2)), ("report.md", page(head, outcomes))):
+    chosen = choices(outcomes, place.given.device)
+    report = {"machine": head, "states": states, "choices": chosen}
+    report["steps"] = [dataclasses.asdict(outcome) for outcome in outcomes]
+    shown = "\n".join([page(head, outcomes).rstrip("\n"), *section(chosen), ""])
+    for name, text in (("report.json", json.dumps(report, indent=2)), ("report.md", shown)):
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
             file.write(place.clean(text))
 
@@ -107,6 +112,7 @@ def machine(place: Place) -> Dict[str, str]:
     with open(os.path.join(ROOT, "mindlora", "__init__.py"), encoding="utf-8") as file:
         own = re.search(r'__version__ = "(.+?)"', file.read())
     return {
+        "name": place.given.name or place.npus.kind or "a machine without an NPU",
         "mindlora": own[1] if own else "unknown",
         "MindSpore": version("mindspore"),
         "MindFormers": version("mindformers"),

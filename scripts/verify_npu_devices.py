@@ -1,5 +1,6 @@
 """The NPUs of scripts/verify_npu.py: how many there are, and which of them no other process uses; and a free port."""
 
+import contextlib
 import dataclasses
 import glob
 import re
@@ -10,6 +11,7 @@ from typing import List, Mapping, Optional
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 _BUSY = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*\d+\s*\|", re.MULTILINE)
+_KIND = re.compile(r"^\|\s*\d+\s+(\w*\d\w*)\s*\|\s*[A-Z]\w+\s*\|", re.MULTILINE)
 _IDLE = re.compile(r"No running processes found in NPU (\d+)")
 
 
@@ -21,11 +23,13 @@ class Npus:
         seen (int): How many there are.
         free (list of str or None): The numbers of those that may be used; None if that is not known.
         why (str): Where that is from, or why it is not known.
+        kind (str): As npu-smi calls them, such as 910B3; "" if that is not known.
     """
 
     seen: int
     free: Optional[List[str]]
     why: str
+    kind: str = ""
 
     def __str__(self):
         if not self.seen:
@@ -47,19 +51,18 @@ class Npus:
 def find_npus(environment: Mapping[str, str]) -> Npus:
     """Returns the NPUs, and those that ASCEND_RT_VISIBLE_DEVICES names or on which npu-smi shows no process."""
     seen = len(glob.glob("/dev/davinci[0-9]*"))
-    if environment.get(VISIBLE):
-        return Npus(seen, environment[VISIBLE].split(","), f"named by {VISIBLE}")
     program = shutil.which("npu-smi", path=f"{environment.get('PATH', '')}:/usr/local/sbin:/usr/local/bin")
-    if not seen or program is None:
-        return Npus(seen, None, "npu-smi was not found")
-    try:
-        shown = subprocess.run([program, "info"], capture_output=True, text=True, timeout=120, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return Npus(seen, None, "npu-smi info did not end")
-    free = free_npus(shown.stdout, seen)
-    return Npus(
-        seen, free, "npu-smi" if free is not None else "npu-smi info has no table of processes that can be read"
-    )
+    shown = ""
+    if seen and program:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run([program, "info"], capture_output=True, text=True, timeout=120, check=False)
+            shown = done.stdout
+    named = _KIND.search(shown)
+    kind = named[1] if named else ""
+    if environment.get(VISIBLE):
+        return Npus(seen, environment[VISIBLE].split(","), f"named by {VISIBLE}", kind)
+    free = free_npus(shown, seen)
+    return Npus(seen, free, "npu-smi" if free is not None else "npu-smi info shows no table of processes", kind)
 
 
 def free_npus(shown: str, seen: int) -> Optional[List[str]]:

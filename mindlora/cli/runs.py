@@ -102,6 +102,11 @@ def _doctor_options(parser):
     parser.add_argument(
         "yamls", nargs="*", metavar="YAML", help="complete MindFormers YAMLs, checked without building the network"
     )
+    parser.add_argument(
+        "--adopt",
+        metavar="REPORT",
+        help="first keep what scripts/verify_npu.sh measured on an NPU, here or elsewhere: its report.json or folder",
+    )
     add_command(parser, _doctor)
 
 
@@ -111,6 +116,8 @@ def _doctor(arguments: argparse.Namespace) -> "DoctorReport":
     with warnings.catch_warnings():
         # Other packages warn while MindFormers is imported; mindlora's own warnings are in the report.
         warnings.simplefilter("ignore")
+        if arguments.adopt is not None:
+            doctor.adopt_choices(arguments.adopt)
         return doctor.examine(arguments.yamls)
 
 

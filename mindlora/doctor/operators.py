@@ -5,7 +5,7 @@ from typing import Iterator, List, Tuple
 
 from mindlora.checks.finding import Finding
 from mindlora.doctor.report import Item
-from mindlora.errors import BackendError
+from mindlora.errors import BackendError, ConfigError, InstallationError
 
 # What LoRADense does with the operators of each path (see mindlora.nn.dense).
 _LORA_DENSE = {
@@ -24,17 +24,41 @@ def examine_operators() -> Tuple[List[Item], List[Finding]]:
     """
     try:
         # Imports MindSpore, which takes seconds.
-        from mindlora.ops import backend_report
+        from mindlora.ops import backend_report, measured
 
+        adopted = measured.read_adopted()
         with _graph_mode():
             choices = backend_report().choices
     except BackendError as error:
         return [], [Finding("error", "MINDLORA_BACKEND", str(error))]
+    except ConfigError as error:
+        return [], [Finding("error", "", str(error))]
     except ImportError as error:
         return [], [Finding("error", "", f"MindSpore cannot be imported: {error}.", "Reinstall it.")]
     (path,) = (choice.path for choice in choices if choice.op == "lora_delta")
     items = [Item(choice.op, choice.path, choice.reason) for choice in choices]
-    return [Item("LoRADense", path, _LORA_DENSE[path]), *items], []
+    measurements = [] if adopted is None else [_describe(adopted, measured.measured() is not None)]
+    return [Item("LoRADense", path, _LORA_DENSE[path]), *items, *measurements], []
+
+
+def _describe(adopted, used) -> Item:
+    """Returns the item of choices that were adopted."""
+    from mindlora.ops.measured import FILE
+
+    use = "on an NPU" if used else f"not used: they are of mindlora {adopted.mindlora}"
+    return Item("measured", adopted.machine, f"{adopted}; {use} ({FILE}; remove it to have mindlora choose)")
+
+
+def adopt_choices(path: str) -> None:
+    """Keeps the measured choices of a report of scripts/verify_npu.sh, a path, for this installation.
+
+    Raises InstallationError without MindSpore, and ConfigError if it is no such report.
+    """
+    try:
+        from mindlora.ops import measured
+    except ImportError as error:
+        raise InstallationError(f"--adopt needs MindSpore, which cannot be imported: {error}. Install it.") from error
+    measured.adopt(path)
 
 
 @contextlib.contextmanager

@@ -16,9 +16,11 @@ from mindlora.ops.backend import Choice, choose_for_cell
 from mindlora.ops.lora_delta import LoraDelta
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
+from mindlora.ops.measured import measured
 
 # Up to this many tokens, one pass over W beats MatMul and lora_delta. Measured on a CPU, with AVX-512 and with AVX2
-# (scripts/bench.py ops); estimated on Ascend by the bytes moved (scripts/report_ascend.py), with the least for MatMul.
+# (scripts/bench.py ops); estimated on Ascend by the bytes moved (scripts/report_ascend.py), with the least for MatMul,
+# where no measured choice was adopted.
 _ONE_PASS_TOKENS = {"cpu": 64, "ascend": 8}
 
 # How the base's product is sharded: ((tokens, in), (out, in)).
@@ -159,7 +161,7 @@ def pick_low_rank(
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.
     """
     choice = choose_for_cell("lora_delta", rank, dtype, sharded=strategy is not None)
-    decode = None if choice.path == "composed" else OnePass(has_bias, _ONE_PASS_TOKENS[choice.path])
+    decode = None if choice.path == "composed" else OnePass(has_bias, _one_pass_tokens(choice.path))
     if choice.path == "ascend":
         return LowRankPicks(choice, FusedLowRank(dropout_rate), decode)
     if strategy is not None or get_context("device_target") != "CPU":
@@ -170,6 +172,14 @@ def pick_low_rank(
     if in_training is at_inference:
         return LowRankPicks(choice, composed, decode)
     return LowRankPicks(choice, LowRankByMode(in_training, at_inference), decode)
+
+
+def _one_pass_tokens(path):
+    """Returns the most tokens for which one pass over W is the fastest way on a path of lora_linear."""
+    adopted = measured() if path == "ascend" else None
+    if adopted is None or adopted.one_pass_tokens is None:
+        return _ONE_PASS_TOKENS[path]
+    return adopted.one_pass_tokens
 
 
 def composed_low_rank(dropout_rate: float, reason: str) -> LowRankPicks:

@@ -20,6 +20,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.errors import BackendError
 from mindlora.ops import ascend, ascend_pynative
+from mindlora.ops.measured import measured
 
 # The operators and their names in the CPU library.
 OP_TYPES = {
@@ -132,6 +133,9 @@ def choose(op: str) -> Choice:
         return Choice(op, "composed", problem + note)
     asked = f"{variable} asks for it" if forced else ""
     if path == "ascend":
+        adopted = None if forced else measured()
+        if adopted and op in adopted.composed:
+            return Choice(op, "composed", f"as measured on {adopted.machine}: {adopted.composed[op]}")
         why = asked or f"{ASCEND_OP_TYPES[op]} in Ascend C, from the operator package that CANN finds"
         return Choice(op, path, f"{why}; {ascend_pynative.describe(LIBRARY)}")
     if forced:

@@ -400,6 +400,70 @@ def test_python3_alone_is_enough_and_an_old_python_is_passed_over(tmp_path):
     assert result.stderr.startswith("error: no Python 3.9 or newer was found (tried: python python3).")
 
 
+def compared(op, dtype, state):
+    from verify_npu_run import Outcome
+
+    return Outcome(f"{op} {dtype}", state, "", figures={"operator": op, "dtype": dtype})
+
+
+def bench_table(tokens, one_pass, two_steps):
+    from verify_npu_choices import ONE_PASS, TWO_STEPS
+
+    seconds = {side: {"wall": {"median": value}} for side, value in ((ONE_PASS, one_pass), (TWO_STEPS, two_steps))}
+    return {"title": f"forward, 4 layers 2048 x 2048, rank 16, {tokens} tokens", "seconds": seconds}
+
+
+def test_a_kernel_that_does_not_hold_is_a_choice():
+    from verify_npu_choices import choices, section
+    from verify_npu_run import FAILED, HELD, NOT_RUN
+
+    outcomes = [compared("lora_delta", "float32", HELD), compared("lora_delta", "float16", FAILED)]
+    chosen = choices(outcomes, "Ascend")
+    assert chosen == {"composed": {"lora_delta": "the kernel does not hold in float16"}, "one_pass_tokens": None}
+    assert "- lora_delta: MindSpore's own operators, because the kernel does not hold in float16" in section(chosen)
+    assert choices(outcomes, "CPU") is None and section(None) == []
+    assert choices([compared("lora_delta", "float16", NOT_RUN)], "Ascend") is None
+
+
+@pytest.mark.parametrize(
+    "tables, most",
+    [
+        ([(1, 1, 2), (4, 1, 2), (8, 3, 2), (16, 1, 2)], 4),
+        ([(1, 1, 2), (1, 3, 2)], 0),  # of two widths
+        ([(1, 1, 2), (4, 1, 2)], 4),
+        ([], None),
+    ],
+)
+def test_the_border_of_one_pass_is_where_it_is_no_longer_faster(tables, most):
+    from verify_npu_choices import choices
+    from verify_npu_run import HELD, Outcome
+
+    others = [{"title": "switching", "seconds": {}}]
+    bench = Outcome("bench", HELD, "", figures={"tables": [bench_table(*table) for table in tables] + others})
+    assert choices([compared("lora_linear", "float16", HELD), bench], "Ascend")["one_pass_tokens"] == most
+
+
+def test_the_doctor_adopts_what_a_page_measured(verify, tmp_path, monkeypatch, capsys):
+    """On a machine without an NPU there is nothing to adopt; what a page with choices says, doctor shows."""
+    from verify_npu_choices import choices
+    from verify_npu_run import FAILED
+
+    from mindlora import cli
+    from mindlora.ops import measured
+
+    monkeypatch.setattr(measured, "FILE", str(tmp_path / "kept/measured.json"))
+    _, folder = verify("--only", "msprof", "--name", "rack 7")
+    assert cli.main(["doctor", "--adopt", str(folder)]) == 1
+    assert "compared no operator on an NPU" in capsys.readouterr().err
+    report = json.loads((folder / "report.json").read_text())
+    report["choices"] = choices([compared("nf4_linear", "float16", FAILED)], "Ascend")
+    (folder / "report.json").write_text(json.dumps(report))
+    assert cli.main(["doctor", "--adopt", str(folder), "--json"]) == 0
+    (item,) = [item for item in json.loads(capsys.readouterr().out)["machine"] if item["name"] == "measured"]
+    assert item["value"] == "rack 7"
+    assert item["detail"].startswith("nf4_linear composed, because the kernel does not hold in float16; on an NPU (")
+
+
 def test_losses_on_the_device_are_those_on_a_cpu_or_it_does_not_hold():
     from verify_npu_run import FAILED, HELD, Outcome
     from verify_npu_steps import compare_losses
