@@ -151,7 +151,7 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
         BaseMismatchError: The initial pair that was subtracted from the base is not the adapter's.
         LoraError: An initial pair cannot be subtracted from a weight.
     """
-    cells, found = dict(lora_cells(network)), {}
+    cells, pairs = dict(lora_cells(network)), {}
     for path in adapter.paths:
         cell, rank = cells[path], adapter.rank(path)
         if adapter.initialization and rank == 2 * cell.lora_rank:
@@ -161,17 +161,17 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
                     f"and is saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or "
                     f"lora_rank to {rank} and lora_alpha to {adapter.alphas[path]:g}."
                 )
-            found[path] = _split_initial_pair(adapter, path)
+            pairs[path] = _split_initial_pair(adapter, path)
         built = cell.initial_pair and _content(cell.initial_pair)
-        if built and built != (path in found and _content(found[path])):
+        if built and built != (path in pairs and _content(pairs[path])):
             raise BaseMismatchError(
                 f"{source} holds a different initial pair for {path or 'the cell'} than initialize_adapters has "
                 "subtracted from the base. Load it into a network on which initialize_adapters was not called."
             )
         if built:
-            del found[path]
-    _check_weights(network, {path: cells[path] for path in found})
-    return found
+            del pairs[path]
+    _check_weights(network, {path: cells[path] for path in pairs})
+    return pairs
 
 
 def subtract_initial_pairs(network: nn.Cell, adapter: Adapter, pairs: Dict[str, InitialPair]) -> None:
@@ -220,6 +220,6 @@ def _check_weights(network, cells):
                 "Set lora_init: kaiming."
             )
     for name in dict.fromkeys(cell.lora_init for cell in cells.values()):
-        own = {path: cell for path, cell in cells.items() if cell.lora_init == name}
+        cells_of_initializer = {path: cell for path, cell in cells.items() if cell.lora_init == name}
         step = f"initialization by lora_init {name!r}"
-        check_weights(network, own, LoraError, step, "Add it to exclude_modules.")
+        check_weights(network, cells_of_initializer, LoraError, step, "Add it to exclude_modules.")

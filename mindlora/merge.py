@@ -248,7 +248,7 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
     cell.silence()
     stored = cell.weight.asnumpy().reshape(weight.shape)
     probes = [probe_weight(*matrices, cell.scale, gains) for *matrices, (_, gains) in zip(weight, stored, b, a, folded)]
-    difference, bound = (np.concatenate(found, axis=1) for found in zip(*probes))
+    difference, bound = (np.concatenate(blocks, axis=1) for blocks in zip(*probes))
     if not np.isfinite(bound).all():
         raise MergeError(
             f"{path}: W, A or B holds NaN or infinity, so nothing was merged. Load the base or the adapter again."

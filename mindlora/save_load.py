@@ -140,8 +140,8 @@ def _saved_tensors(cells):
     if not any(saved.values()):
         # AdaLoRA before its first step: all of it adds nothing yet.
         saved = {path: cell.saved_parts(keep_zeros=True) for path, cell in cells.items()}
-    tensors = {(path, part): array for path, own in saved.items() for part, array in own.items()}
-    return tensors, [path for path, own in saved.items() if not own]
+    tensors = {(path, part): array for path, parts in saved.items() for part, array in parts.items()}
+    return tensors, [path for path, parts in saved.items() if not parts]
 
 
 def load_lora(
@@ -193,9 +193,9 @@ def load_lora(
 
 def _read(network, path, allow_pickle=False, part=None):
     """Reads an adapter under the paths of a network."""
-    own, extras = _cell_paths(network), Extras(initial_pairs=True, token_rows=True)
-    adapter = adapter_files.read(path, allow_pickle, parts.Wanted(part, own), extras)
-    parts.for_network(adapter, own, path)
+    cell_paths, extras = _cell_paths(network), Extras(initial_pairs=True, token_rows=True)
+    adapter = adapter_files.read(path, allow_pickle, parts.Wanted(part, cell_paths), extras)
+    parts.for_network(adapter, cell_paths, path)
     return adapter
 
 
@@ -360,14 +360,14 @@ def _with_token_rows(parameters, path, indices, rows, source):
 
 def _tied_tables(network) -> List[Tuple[str, str, Parameter]]:
     """Returns (embedding, head, table), under MindFormers' names, for output heads whose weight is an embedding's."""
-    heads, tables, found = names.output_heads(), names.embeddings(), []
+    heads, tables, tied = names.output_heads(), names.embeddings(), []
     for path, cell in network.cells_and_names():
         weight = getattr(cell, "weight", None)
         head = names.to_mindformers(path)
         if head in heads and isinstance(weight, Parameter):
             embedding = names.parameter_to_mindformers(weight.name) or weight.name
-            found += [(embedding, f"{head}.weight", weight)] if embedding.rpartition(".")[0] in tables else []
-    return found
+            tied += [(embedding, f"{head}.weight", weight)] if embedding.rpartition(".")[0] in tables else []
+    return tied
 
 
 def _check_not_merged(network):

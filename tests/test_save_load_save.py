@@ -110,7 +110,7 @@ def test_mindspore_loads_a_ckpt_into_the_network(saved_ckpt):
             "safetensors",
             "adapter",
             "format is 'safetensors', which is not known. "
-            "Known: ckpt, diffusers, kohya, mcore, mindformers, peft, slora.",
+            "Known: ckpt, diffusers, kohya, mcore, mindformers, peft, pynative, slora.",
         ),
         ("ckpt", "adapter", "path is 'adapter': format 'ckpt' writes a file that ends in .ckpt."),
         ("mindformers", "adapter", "path is 'adapter': format 'mindformers' writes a file that ends in .safetensors."),

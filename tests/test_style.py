@@ -10,9 +10,6 @@ from tests.conftest import ROOT
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 MAX_LINES = 43  # Of code in a function's body: without its signature, docstring, comments and blank lines.
 
-# Modules that still have a comprehension within a comprehension. Whoever works on one takes it off the list.
-STILL_NESTED = {"doctor/report.py"}
-
 
 def modules():
     """Yields (path below mindlora/, source) of each module."""
@@ -55,14 +52,8 @@ def long_functions(source):
 
 
 def test_no_comprehension_within_a_comprehension():
-    lines = {path: nested_comprehensions(source) for path, source in modules() if path not in STILL_NESTED}
+    lines = {path: nested_comprehensions(source) for path, source in modules()}
     assert not {path: at for path, at in lines.items() if at}
-
-
-def test_the_lists_shrink():
-    """A module that has none any more, or that is gone, is taken off the list."""
-    sources = dict(modules())
-    assert [path for path in sorted(STILL_NESTED) if not nested_comprehensions(sources.get(path, ""))] == []
 
 
 def test_no_long_function():

@@ -167,7 +167,7 @@ class Adapter:
 
         Raises MissingTensorsError if VeRA's vectors lack A or B, ShapeMismatchError if B lacks rows of a cell.
         """
-        found = {half: self.tensors.pop(key) for half, key in SHARED.items() if key in self.tensors}
+        tensors = {half: self.tensors.pop(key) for half, key in SHARED.items() if key in self.tensors}
         variant = self.variant
         if variant.own_pair:
             return
@@ -178,7 +178,7 @@ class Adapter:
                 self.tensors[path, "A"], self.tensors[path, "B"] = variant.pair_of_parts(self.parts(path))
                 self.alphas[path] = float(self.rank(path))
             return
-        lost = [half for half in variant.shared_parts if half not in found]
+        lost = [half for half in variant.shared_parts if half not in tensors]
         if lost:
             raise MissingTensorsError(
                 f"{source} holds {variant.name}'s vectors but lacks {' and '.join(lost)} of the shared "
@@ -186,14 +186,14 @@ class Adapter:
             )
         for path in cells:
             rows = len(self.tensors[path, by_row])
-            if rows > len(found["B"]):
+            if rows > len(tensors["B"]):
                 raise ShapeMismatchError(
                     f"{source}: {by_row} of {path} has {rows} elements, and the shared B is "
-                    f"{list(found['B'].shape)}: it has too few rows. Save the adapter again, with its own projection."
+                    f"{list(tensors['B'].shape)}: it has too few rows. Save the adapter again, with its own projection."
                 )
-            self.tensors[path, "A"] = found["A"]
-            self.tensors[path, "B"] = found["B"][:rows]
-            self.alphas[path] = float(len(found["A"]))
+            self.tensors[path, "A"] = tensors["A"]
+            self.tensors[path, "B"] = tensors["B"][:rows]
+            self.alphas[path] = float(len(tensors["A"]))
 
     def delta(self, path: str) -> np.ndarray:
         """Returns scale B A as it is added to the weight of the cell at ``path``: float32, in the weight's shape.
@@ -236,21 +236,21 @@ class Adapter:
                 "Copy or save the adapter again."
             )
         self._check_variant(source)
-        found: Dict[Problem, List[str]] = {}
+        names_by_problem: Dict[Problem, List[str]] = {}
         for path in self.paths:
             a, b = (self.tensors[path, half].shape for half in "AB")
             problem = self._shape_problem(path, (declared or {}).get(path))
             if problem:
-                found.setdefault(problem, []).append(f"{path} (A {list(a)}, B {list(b)})")
-        for (error, problem_text), cells in found.items():
+                names_by_problem.setdefault(problem, []).append(f"{path} (A {list(a)}, B {list(b)})")
+        for (error, problem_text), cells in names_by_problem.items():
             advice = _ADVICE[error]
             raise error(f"{source}: {problem_text}, at {listed(cells)}. {advice}")
 
     def _check_variant(self, source: str) -> None:
         """Checks that all cells have the parts of one variant."""
         paths = self.paths
-        found = {part for _, part in self.tensors}
-        variants = [variant for variant in STORED if variant.has_any(found)]
+        parts = {part for _, part in self.tensors}
+        variants = [variant for variant in STORED if variant.has_any(parts)]
         for part in [part.name for variant in variants for part in variant.parts]:
             lacking = [(path, "") for path in paths if (path, part) not in self.tensors]
             if lacking:
@@ -272,8 +272,8 @@ class Adapter:
             return AdapterFormatError, f"{variant.name} on a convolution is not supported"
         for part in variant.parts:
             if not problem and parts[part.name] != part.shape(parts["A"][0], parts["B"][0]):
-                found = list(parts[part.name])
-                problem = ShapeMismatchError, f"the {part.name} is {found} and must be [{part.size}]"
+                shape = list(parts[part.name])
+                problem = ShapeMismatchError, f"the {part.name} is {shape} and must be [{part.size}]"
         return problem
 
     def check_finite(self, source: str) -> None:

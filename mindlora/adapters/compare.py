@@ -87,7 +87,7 @@ class DiffReport:
                 ("second", self.second),
                 ("equal", "yes" if self.equal else "no"),
                 *((name, f"{first} | {second}") for name, (first, second) in self.settings.items()),
-                *((name, ", ".join(found)) for name, found in lists.items() if found),
+                *((name, ", ".join(paths)) for name, paths in lists.items() if paths),
                 ("cells", f"{len(self.cells)} in both, {len(self.cells) - len(unequal)} of them equal bit for bit"),
             ]
         )

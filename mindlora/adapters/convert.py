@@ -194,23 +194,23 @@ def _known_base(adapter: Adapter, architecture: Optional[str] = None) -> _KnownB
     """Returns what is known about the model under ``adapter``, or under the model_type that the user names."""
     config = _config_of(adapter.base_model)
     if architecture is not None:
-        found = registry.by_hugging_face_type(architecture)
-        if found is None:
-            known = registry.hugging_face_types()
+        record = registry.by_hugging_face_type(architecture)
+        if record is None:
+            model_types = registry.hugging_face_types()
             raise AdapterError(
-                f"architecture is {architecture!r}, which is not known: {', '.join(known)} are."
-                f"{suggestion(architecture, list(known))}"
+                f"architecture is {architecture!r}, which is not known: {', '.join(model_types)} are."
+                f"{suggestion(architecture, list(model_types))}"
             )
-        return _KnownBase(found, f"architecture is {architecture}", config)
+        return _KnownBase(record, f"architecture is {architecture}", config)
     model_type = str(config.get("model_type"))
-    found = registry.by_hugging_face_type(model_type)
-    if found:
-        return _KnownBase(found, f"{adapter.base_model}/config.json says {model_type}", config)
-    found = registry.by_hub_name(adapter.base_model or "")
-    if found:
-        return _KnownBase(found, f"its base is called {adapter.base_model}", config)
-    found = names.architecture_of_cells(adapter.paths)
-    return _KnownBase(found, f"it has the cells of {found.title}" if found else "", config)
+    record = registry.by_hugging_face_type(model_type)
+    if record:
+        return _KnownBase(record, f"{adapter.base_model}/config.json says {model_type}", config)
+    record = registry.by_hub_name(adapter.base_model or "")
+    if record:
+        return _KnownBase(record, f"its base is called {adapter.base_model}", config)
+    record = names.architecture_of_cells(adapter.paths)
+    return _KnownBase(record, f"it has the cells of {record.title}" if record else "", config)
 
 
 def _config_of(base_model: Optional[str]) -> Dict[str, Any]:

@@ -63,29 +63,29 @@ def _digits(value):
     return value.hexdigest()[:16]
 
 
-def forms_that_differ(stored: dict, found: dict) -> Optional[Tuple[str, str]]:
+def forms_that_differ(stored: dict, current: dict) -> Optional[Tuple[str, str]]:
     """Returns how the two bases are quantized ("float": not at all) if their values cannot be compared, or None.
 
-    ``stored`` is the adapter's fingerprint and ``found`` that of the base at hand. LoftQ changes the base itself, so an
+    ``stored`` is the adapter's fingerprint and ``current`` that of this base. LoftQ changes the base itself, so an
     adapter trained on LoftQ's base suits no other base; then values are compared.
     """
-    forms = stored.get("quantization", "float"), found.get("quantization", "float")
+    forms = stored.get("quantization", "float"), current.get("quantization", "float")
     return None if forms[0] == forms[1] or "loftq" in forms else forms
 
 
-def base_difference(stored: dict, found: dict, exact: bool = False) -> str:
+def base_difference(stored: dict, current: dict, exact: bool = False) -> str:
     """Returns in words how two fingerprints differ, or "" if they agree.
 
     With ``exact``, a copy in another dtype is another base.
     """
-    if stored.get("shapes") != found["shapes"]:
+    if stored.get("shapes") != current["shapes"]:
         return "the adapted weights have other paths or shapes"
-    if stored.get("values") == found["values"] or (not exact and _are_copies(stored, found)):
+    if stored.get("values") == current["values"] or (not exact and _are_copies(stored, current)):
         return ""
     return "the adapted weights have other values (another checkpoint, or another dtype)"
 
 
-def _are_copies(stored, found):
+def _are_copies(stored, current):
     """Whether the two are one base in two dtypes: equal once the other one is rounded as the narrower one was."""
-    dtypes = {stored.get("dtype"), found.get("dtype")}
-    return None not in dtypes and len(dtypes) == 2 and any(stored.get(name) == found.get(name) for name in _ROUNDED)
+    dtypes = {stored.get("dtype"), current.get("dtype")}
+    return None not in dtypes and len(dtypes) == 2 and any(stored.get(name) == current.get(name) for name in _ROUNDED)

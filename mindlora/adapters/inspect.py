@@ -260,5 +260,5 @@ def _warnings(adapter: Adapter, cells: Sequence[CellNorms]) -> Iterator[str]:
 
 
 def _size(path: str) -> int:
-    files = [os.path.join(folder, name) for folder, _, found in os.walk(path) for name in found]
+    files = [os.path.join(folder, name) for folder, _, file_names in os.walk(path) for name in file_names]
     return sum(map(os.path.getsize, files or [path]))

@@ -47,7 +47,7 @@ def join_pairs(
             "into the model it was trained on."
         )
     columns = _columns(adapter, present, blocks_a, scale)
-    rank = max(own.stop for own in columns.values())
+    rank = max(ranks.stop for ranks in columns.values())
     blocks = {part: _blocks_by_row(adapter, path, rows, part) for part in adapter.variant.row_parts}
     for member in members:
         block = np.zeros((rows[member], rank), adapter.tensors[present[0], "B"].dtype)
@@ -62,8 +62,8 @@ def join_pairs(
     for member in present:
         adapter.remove(member)
     adapter.tensors[path, "A"] = np.concatenate(blocks_a)[:rank]
-    for part, found in blocks.items():
-        adapter.tensors[path, part] = join_rows(found, groups)
+    for part, arrays in blocks.items():
+        adapter.tensors[path, part] = join_rows(arrays, groups)
     adapter.alphas[path] = alpha
 
 
@@ -111,9 +111,9 @@ def split_pairs(
     columns = adapter.variant.own_pair and _own_columns(blocks) or {member: slice(0, len(a)) for member in members}
     alpha = adapter.alphas.get(path)
     adapter.remove(path)
-    for member, own in columns.items():
-        adapter.tensors[member, "A"] = np.ascontiguousarray(a[own])
-        adapter.tensors[member, "B"] = np.ascontiguousarray(blocks[member][:, own])
+    for member, ranks in columns.items():
+        adapter.tensors[member, "A"] = np.ascontiguousarray(a[ranks])
+        adapter.tensors[member, "B"] = np.ascontiguousarray(blocks[member][:, ranks])
         for part, split in by_row.items():
             adapter.tensors[member, part] = np.ascontiguousarray(split[member])
         if alpha is not None:
@@ -215,13 +215,13 @@ def _columns(adapter: Adapter, present: List[str], blocks_a: List[np.ndarray], s
 
 def _own_columns(blocks: Dict[str, np.ndarray]) -> Dict[str, slice]:
     """Returns the columns of B that each member has to itself, or {} if members share columns or leave some out."""
-    own = {}
+    columns = {}
     begin = 0
     for member, block in blocks.items():
         used = np.flatnonzero((to_float32(block) != 0).any(axis=0))
         if used.size:
             if used[0] != begin or used[-1] != begin + used.size - 1:
                 return {}
-            own[member] = slice(begin, begin + used.size)
+            columns[member] = slice(begin, begin + used.size)
             begin += used.size
-    return own if begin == block.shape[1] else {}
+    return columns if begin == block.shape[1] else {}

@@ -75,9 +75,9 @@ def parse(text: str, path: str) -> Dict[str, Any]:
         )
     metadata = {field: value for field, value in content.items() if field in _FIELDS and value is not None}
     for field, value in metadata.items():
-        is_valid, wanted = _FIELDS[field]
+        is_valid, requirement = _FIELDS[field]
         if not is_valid(value):
-            raise AdapterFormatError(f"{source} is damaged: {field} is {shown(value)}; it must be {wanted}.")
+            raise AdapterFormatError(f"{source} is damaged: {field} is {shown(value)}; it must be {requirement}.")
     metadata["selection"] = peft_config.selection(metadata.get("selection", {}), source)
     return metadata
 

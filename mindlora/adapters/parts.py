@@ -51,11 +51,11 @@ def check_part(part: Optional[str]) -> None:
         raise LoraError(f"part is {part!r}, which is none of {', '.join(PARTS)}.{suggestion(part, list(PARTS))}")
 
 
-def check_holds(part: Optional[str], found: Iterable[str], source: str) -> None:
+def check_holds(part: Optional[str], held: Iterable[str], source: str) -> None:
     """Raises AdapterError if ``part`` is not among the parts that were found in a file; None is always there."""
-    if part is not None and part not in found:
+    if part is not None and part not in held:
         raise AdapterError(
-            f"{source} holds nothing of the part {part}: it holds {', '.join(sorted(found))}. Choose a part that it "
+            f"{source} holds nothing of the part {part}: it holds {', '.join(sorted(held))}. Choose a part that it "
             "holds."
         )
 
@@ -68,18 +68,18 @@ def split(path: str) -> Tuple[Optional[str], str]:
 
 def found_in(paths: Iterable[str]) -> List[str]:
     """Returns the parts that any of the paths begins with, in the order of PARTS."""
-    found = {split(path)[0] for path in paths}
-    return [part for part in PARTS if part in found]
+    present = {split(path)[0] for path in paths}
+    return [part for part in PARTS if part in present]
 
 
 def reports(adapter: Adapter) -> Tuple[PartReport, ...]:
     """Returns what an adapter holds of each part; nothing if its paths have no parts."""
-    found = []
+    part_reports = []
     for part in found_in(adapter.paths):
         paths = [path for path in adapter.paths if split(path)[0] == part]
         convolutions = sum(adapter.layout(path) is CONVOLUTION for path in paths)
-        found.append(PartReport(part, len(paths), convolutions, tuple(sorted(set(map(adapter.rank, paths))))))
-    return tuple(found)
+        part_reports.append(PartReport(part, len(paths), convolutions, tuple(sorted(set(map(adapter.rank, paths))))))
+    return tuple(part_reports)
 
 
 def read_paths(file: Optional[str]) -> Tuple[str, ...]:
@@ -105,11 +105,11 @@ def take(adapter: Adapter, part: Optional[str], source: str) -> None:
     """
     if part is None:
         return
-    found = found_in(adapter.paths)
-    if not found:
+    present = found_in(adapter.paths)
+    if not present:
         rename(adapter, {path: f"{part}.{path}" for path in adapter.paths})
     else:
-        check_holds(part, found, source)
+        check_holds(part, present, source)
     for path in adapter.paths:
         if split(path)[0] != part:
             adapter.remove(path)
@@ -117,11 +117,11 @@ def take(adapter: Adapter, part: Optional[str], source: str) -> None:
 
 def of_one_model(adapter: Adapter, source: str) -> None:
     """Takes the part's name off the paths of an adapter; raises AdapterError if it has several parts."""
-    found = found_in(adapter.paths)
-    if len(found) > 1:
+    present = found_in(adapter.paths)
+    if len(present) > 1:
         raise AdapterError(
-            f"{source} holds {' and '.join(found)}, which are networks of their own. Choose one with part (--part "
-            f"{found[0]})."
+            f"{source} holds {' and '.join(present)}, which are networks of their own. Choose one with part (--part "
+            f"{present[0]})."
         )
     rename(adapter, {path: split(path)[1] for path in adapter.paths})
 
@@ -131,20 +131,20 @@ def for_network(adapter: Adapter, paths: Iterable[str], source: str) -> None:
 
     Raises AdapterError if the adapter has several parts, and the network is one of them.
     """
-    own = list(paths)
-    found = found_in(adapter.paths)
-    if not found:
+    network_paths = list(paths)
+    present = found_in(adapter.paths)
+    if not present:
         return
-    if not set(found) <= set(found_in(own)):
+    if not set(present) <= set(found_in(network_paths)):
         of_one_model(adapter, source)
     # Newer versions of transformers leave this level of CLIP out.
-    if not any(_CLIP in path for path in own):
+    if not any(_CLIP in path for path in network_paths):
         rename(adapter, {path: path.replace(_CLIP, "", 1) for path in adapter.paths})
 
 
 def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:
     """Returns (path, part, path in the part) of each pair; raises AdapterError if some path is of no known part."""
-    found = []
+    cells_of_parts = []
     unknown = []
     for path in adapter.paths:
         # A text encoder's q_proj may have been renamed like a Llama's.
@@ -153,13 +153,13 @@ def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:
         if part is None:
             unknown.append(path)
         else:
-            found.append((path, part, canonical(part, rest)))
+            cells_of_parts.append((path, part, canonical(part, rest)))
     if unknown:
         raise AdapterError(
             f"Format {form!r} is for Stable Diffusion, and these cells are neither a UNet's nor a text encoder's under "
             f"diffusers' names: {listed(unknown)}. Say which part they are with part (--part), or write another format."
         )
-    return found
+    return cells_of_parts
 
 
 def canonical(part: str, path: str) -> str:

@@ -179,16 +179,16 @@ def _scale_problems(adapter: Adapter, config: dict) -> Iterator[str]:
 
 def _notes(adapter: Adapter) -> List[str]:
     rank = max(map(adapter.rank, adapter.paths))
-    found = []
+    notes = []
     needed = next((allowed for allowed in _MAX_RANKS if allowed >= rank), None)
     if needed is not None and needed > 16:
-        found.append(
+        notes.append(
             f"Its rank is {rank}, and the default limit is 16: start the server with --max-lora-rank {needed}."
         )
     ends = sorted({names.to_hugging_face(path).rpartition(".")[2] for path in adapter.paths})
-    found.append(f"The model must serve modules of these names: {', '.join(ends)}.")
+    notes.append(f"The model must serve modules of these names: {', '.join(ends)}.")
     embeddings = [path for path in adapter.paths if path in adapter.embeddings]
     if embeddings:
         shown = ", ".join(collapse_numbers(embeddings))
-        found.append(f"It adapts the embedding ({shown}): its vocabulary must be the served model's.")
-    return found
+        notes.append(f"It adapts the embedding ({shown}): its vocabulary must be the served model's.")
+    return notes

@@ -70,10 +70,10 @@ def spectra(adapter: Adapter) -> List[CellSpectrum]:
     return [_spectrum(adapter, path) for path in adapter.paths]
 
 
-def spectrum_table(found: Iterable[CellSpectrum]) -> str:
+def spectrum_table(spectra: Iterable[CellSpectrum]) -> str:
     """Returns spectra as a table: a line for each cell, with the largest singular values."""
     rows = []
-    for cell in found:
+    for cell in spectra:
         values = cell.singular_values
         ranks = cell.ranks
         largest = "-" if values is None else " ".join(map(number, values[:_SHOWN]))

@@ -31,8 +31,8 @@ def settle(
     embedding = _saved(adapter, names.embeddings())
     head = _saved(adapter, names.output_heads())
     if embedding is None:
-        own = adapter.saved_modules[head] if head and head.rpartition(".")[0] in adapter.paths else None
-        if own is not None and table is not None and not _is_table(own, table()):
+        head_weight = adapter.saved_modules[head] if head and head.rpartition(".")[0] in adapter.paths else None
+        if head_weight is not None and table is not None and not _is_table(head_weight, table()):
             raise error(
                 f"{source} holds {head}, the weight that the adapter of the output head is for, and {base} has another "
                 f"one, the embedding's table: its embeddings are tied. {WAY_OUT}"
@@ -53,11 +53,11 @@ def settle(
         )
 
 
-def _is_table(own: np.ndarray, table: np.ndarray) -> bool:
+def _is_table(weight: np.ndarray, table: np.ndarray) -> bool:
     """Tells whether a weight is the table, as far as rounding lets it be; matching sees to the shapes."""
-    own = to_float32(own)
+    weight = to_float32(weight)
     table = to_float32(table)
-    return own.shape != table.shape or bool(np.abs(own - table).max() <= _ROUNDED * np.abs(table).max())
+    return weight.shape != table.shape or bool(np.abs(weight - table).max() <= _ROUNDED * np.abs(table).max())
 
 
 def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:
@@ -87,8 +87,8 @@ def add_head(adapter: Adapter, embedding: str, head: str) -> None:
 
 
 def _saved(adapter: Adapter, paths: Iterable[str]) -> Optional[str]:
-    own = set(paths)
-    return next((name for name in adapter.saved_modules if name.rpartition(".")[0] in own), None)
+    adapted = set(paths)
+    return next((name for name in adapter.saved_modules if name.rpartition(".")[0] in adapted), None)
 
 
 def _is_untied(adapter: Adapter, embedding: str) -> bool:

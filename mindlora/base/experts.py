@@ -39,14 +39,14 @@ class ExpertTensor(NamedTuple):
 def expert_tensor(base: BaseCheckpoint, name: str) -> Optional[ExpertTensor]:
     """Returns what the tensor ``name`` of ``base`` is, or None if it is not of routed experts."""
     stacks = base.architecture.experts
-    found = _SINGLE.match(name) if base.world == HF else None
-    if found:
-        stack = next((stack for stack in stacks if found[3] in stack.parts), None)
-        return stack and ExpertTensor(stack, found[1], int(found[2]), found[3])
+    match = _SINGLE.match(name) if base.world == HF else None
+    if match:
+        stack = next((stack for stack in stacks if match[3] in stack.parts), None)
+        return stack and ExpertTensor(stack, match[1], int(match[2]), match[3])
     holder, _, leaf = name.rpartition(".")
     whole = next((stack for stack in stacks if stack.names.leaves.under(base.world) == leaf), None)
-    known = whole and ("." + name).endswith("." + whole.names.under(base.world))
-    return ExpertTensor(whole, holder, None, "") if whole and known else None
+    is_expert = whole and ("." + name).endswith("." + whole.names.under(base.world))
+    return ExpertTensor(whole, holder, None, "") if whole and is_expert else None
 
 
 def to_mcore(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List[OutputTensor]:

@@ -40,18 +40,18 @@ def hugging_face_config(tensors: Sequence[Tuple[str, Any, Tuple[int, ...]]], mod
         )
     layers = {name.split(".")[2] for name in shapes if name.startswith("model.layers.")}
     has_bias = "model.layers.0.self_attn.q_proj.bias" in shapes
-    found = {
+    values = {
         "vocab_size": shapes[embedding][0],
         "hidden_size": shapes[embedding][1],
         "intermediate_size": shapes[gate][0],
         "num_hidden_layers": len(layers),
     }
-    _compare(found, model_config)
+    _compare(values, model_config)
     kind = "Qwen2" if has_bias else "Llama"
     config: Dict[str, Any] = {
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),
-        **found,
+        **values,
         **{theirs: model_config.get(ours, default) for theirs, (ours, default) in _KEYS.items()},
         "hidden_act": "silu",
         "tie_word_embeddings": "lm_head.weight" not in shapes,
@@ -63,9 +63,9 @@ def hugging_face_config(tensors: Sequence[Tuple[str, Any, Tuple[int, ...]]], mod
     return config
 
 
-def _compare(found: Mapping, model_config: Mapping) -> None:
+def _compare(values: Mapping, model_config: Mapping) -> None:
     ours = {"num_hidden_layers": "num_layers"}
-    for key, value in found.items():
+    for key, value in values.items():
         stated = model_config.get(ours.get(key, key))
         if stated is not None and stated != value:
             raise CheckpointError(

@@ -59,15 +59,15 @@ class LoftqInitializer:
 
     def quantize(self, path: str, name: str) -> Nf4Array:
         """Returns the 4-bit weight of the cell at ``path`` and stores its A and B; errors call the weight ``name``."""
-        own = self._config.for_cell(path)
+        config = self._config.for_cell(path)
         weight = _in_float(self._weights[path])
         array, a, b = initializers.loftq(
             weight,
-            own.lora_rank,
+            config.lora_rank,
             lambda rest: quantize(rest, name),
             dequantize,
-            initializers.loftq_iterations(str(own.lora_init)),
-            own.scale,
+            initializers.loftq_iterations(str(config.lora_init)),
+            config.scale,
         )
         self._keep(path, a, b, array.codes)
         return array

@@ -121,8 +121,8 @@ def merge_checkpoint(
     with BaseCheckpoint(base) as source:
         merging = _Merging(source, content, str(adapter), kv_heads)
         shards = [
-            Shard(list(map(merging.tensor, found)), source.files[file].metadata)
-            for file, found in source.names_by_file.items()
+            Shard(list(map(merging.tensor, tensor_names)), source.files[file].metadata)
+            for file, tensor_names in source.names_by_file.items()
         ]
         config = {**source.config, **merging.changed_config} if merging.changed_config and source.config else None
         if source.is_pynative:
@@ -161,7 +161,9 @@ class _Merging:
         self.source = source
         # MindFormers' name of a tensor, as in the adapter -> the base's own name.
         self._own = {_under_mindformers(name, base): name for name in base.tensors}
-        adapter.saved_modules = {names.parameter_in_adapters(own): each for own, each in adapter.saved_modules.items()}
+        adapter.saved_modules = {
+            names.parameter_in_adapters(base_name): each for base_name, each in adapter.saved_modules.items()
+        }
         heads = kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads")
         if base.world == MCORE:
             rename_for(adapter, base.architecture)
@@ -174,7 +176,7 @@ class _Merging:
             self._own[self.weight_name(path, True)]: (path, rows) for path, rows in adapter.token_rows.items()
         }
         self._check_dtypes()
-        shapes = {name: base.tensors[own].shape for name, own in self._own.items()}
+        shapes = {name: base.tensors[base_name].shape for name, base_name in self._own.items()}
         self._grown = {self._own[name]: shape for name, shape in _grown_tables(adapter, shapes, source).items()}
         for name, path in self._pairs.items():
             _check_not_transposed(path, name, shapes)
@@ -224,8 +226,8 @@ class _Merging:
 
     def worst(self) -> Tuple[str, Tuple[float, float]]:
         """Returns the tensor with the largest difference on its probe, and (difference, bound)."""
-        found = {name: max(pairs) for name, pairs in self._found.items() if pairs}
-        return max(found.items(), key=lambda item: item[1], default=("", (0.0, 0.0)))
+        errors = {name: max(pairs) for name, pairs in self._found.items() if pairs}
+        return max(errors.items(), key=lambda item: item[1], default=("", (0.0, 0.0)))
 
     def _factors_of(self, path):
         """Returns the matrices whose product is added to a weight: one pair, or one for the rows of each expert."""
@@ -246,8 +248,8 @@ class _Merging:
             last = min(end, (index + 1) * height)
             norms = None if magnitude is None else to_float32(magnitude[first:last])
             block = weight[first - begin : last - begin].reshape(last - first, -1)
-            own = left[index, first - index * height : last - index * height]
-            parts.append(fold_and_probe(block, own, right[index], dtype, norms))
+            expert_weight = left[index, first - index * height : last - index * height]
+            parts.append(fold_and_probe(block, expert_weight, right[index], dtype, norms))
         rows, difference, bound = (part[0] if len(part) == 1 else np.concatenate(part) for part in zip(*parts))
         rows = rows.reshape(weight.shape)
         worst, explained = worst_of(difference, bound)
@@ -285,14 +287,14 @@ class _Merging:
         return table
 
     def _base_weight(self, path):
-        own = self._own[f"{path}.weight"]
-        return to_float32(self.base.read_rows(own, 0, self.base.tensors[own].shape[0]))
+        base_name = self._own[f"{path}.weight"]
+        return to_float32(self.base.read_rows(base_name, 0, self.base.tensors[base_name].shape[0]))
 
     def _cell_shapes(self, kv_heads: Optional[int]) -> Dict[str, CellShape]:
         """Returns what matching needs to know about the base's cells, by their paths under MindFormers' names."""
         shapes = {}
-        for name, own in self._own.items():
-            shape = self.base.tensors[own].shape
+        for name, base_name in self._own.items():
+            shape = self.base.tensors[base_name].shape
             experts = names.is_expert_weight(name)
             if experts or name.endswith(".weight"):
                 path = name.removesuffix(".weight")
@@ -303,8 +305,8 @@ class _Merging:
         tied = self._is_tied()
         if tied:
             tied_embeddings.settle(self.adapter, self.source, self.base.path, MergeError)
-        wanted = [self.weight_name(path) for path in self.adapter.paths] + list(self.adapter.saved_modules)
-        wanted += [self.weight_name(path, True) for path in self.adapter.token_rows]
+        expected = [self.weight_name(path) for path in self.adapter.paths] + list(self.adapter.saved_modules)
+        expected += [self.weight_name(path, True) for path in self.adapter.token_rows]
         embeddings = [path for path in self.adapter.paths if path in self.adapter.embeddings]
         if embeddings and self.base.config.get("tie_word_embeddings") is True:
             raise MergeError(
@@ -312,13 +314,13 @@ class _Merging:
                 "so the output head would change too. Save the base with lm_head.weight and "
                 "tie_word_embeddings: false first."
             )
-        if self._head in wanted and tied:
+        if self._head in expected and tied:
             raise MergeError(
                 f"{self.source} changes lm_head, and {self.base.path} has no output head of its own: its "
                 "embeddings are tied, so a change of the head would change the input embedding too. Save "
                 "the base with lm_head.weight and tie_word_embeddings: false first."
             )
-        absent = [name for name in wanted if name not in self._own]
+        absent = [name for name in expected if name not in self._own]
         if absent:
             raise UnexpectedTensorsError(
                 f"{self.source} is for {examples(absent)} (MindFormers' names), which {self.base.path} does not hold. "
@@ -383,12 +385,12 @@ def _under_mindformers(name, base) -> str:
         return name
     path, _, leaf = name.rpartition(".")
     # The record of the base first: two mcore models have a cell called linear_qkv.
-    found = base.architecture.rename_parameter(name, base.world, LEGACY) or names.parameter_to_mindformers(name)
+    renamed = base.architecture.rename_parameter(name, base.world, LEGACY) or names.parameter_to_mindformers(name)
     if base.world == MCORE and names.to_mindformers(name) != name:
         return names.to_mindformers(name)  # A stacked weight of experts, which adapters know as a cell.
-    if not found and names.parameter_in_adapters(name) != name:
+    if not renamed and names.parameter_in_adapters(name) != name:
         return names.parameter_in_adapters(name)
-    return found or f"{names.to_mindformers(path)}.{leaf}"
+    return renamed or f"{names.to_mindformers(path)}.{leaf}"
 
 
 def _grown_tables(adapter: Adapter, shapes: Mapping[str, Shape], source: str) -> Dict[str, Shape]:

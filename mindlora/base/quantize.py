@@ -154,14 +154,14 @@ def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) ->
     ``exclude`` is the run's quantize_exclude. Only the file's header is read.
     """
     with TensorFile(path) as file:
-        found = quantized_paths(file.tensors)
-        if not found:
+        quantized = quantized_paths(file.tensors)
+        if not quantized:
             raise CheckpointError(
                 f"{path} is not quantized, and quantize_base is nf4. Quantize it once: "
                 f"mindlora quantize-base {path} base-nf4.safetensors"
             )
-        wanted = select_quantized(_paths(file.tensors), exclude)
-    differ = sorted(set(found) ^ set(wanted))
+        selected = select_quantized(_paths(file.tensors), exclude)
+    differ = sorted(set(quantized) ^ set(selected))
     if differ:
         raise CheckpointError(
             f"{path} was quantized with another quantize_exclude: the file and this run differ at "

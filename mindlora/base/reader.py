@@ -225,18 +225,18 @@ def detect_world(path: str, tensor_names: Iterable[str], architecture: Architect
         worlds = names.worlds_of(name, architecture)
         if len(worlds) == 1:
             kinds[worlds[0]].append(name)
-    found = {world: known for world, known in kinds.items() if known}
-    if len(found) > 1:
-        listed = " and of ".join(f"{_OWNERS[world]} ({examples(known)})" for world, known in found.items())
+    examples_by_world = {world: known for world, known in kinds.items() if known}
+    if len(examples_by_world) > 1:
+        listed = " and of ".join(f"{_OWNERS[world]} ({examples(known)})" for world, known in examples_by_world.items())
         raise CheckpointError(f"{path} holds names of {listed}. Give a checkpoint of only one model.")
-    if not found:
+    if not examples_by_world:
         raise CheckpointError(
             f"{path} holds no parameter of a known model ({registry.titles()}), neither under Hugging Face's name "
             "(model.layers.0.self_attn.q_proj.weight) nor under MindFormers' (model.layers.0.attention.wq.weight, or "
             "decoder.layers.0.self_attention.linear_qkv.weight in mcore). "
             f"It holds: {examples(tensor_names) or 'nothing'}. Give a checkpoint of one of these models."
         )
-    return next(iter(found))
+    return next(iter(examples_by_world))
 
 
 def _file_names(path: str, weight_map: Optional[Dict[str, str]]) -> List[str]:
@@ -249,17 +249,17 @@ def _file_names(path: str, weight_map: Optional[Dict[str, str]]) -> List[str]:
     if weight_map is not None:
         return sorted(set(weight_map.values()))
     entries = sorted(os.listdir(path))
-    found = [name for name in entries if name.endswith(".safetensors")]
+    file_names = [name for name in entries if name.endswith(".safetensors")]
     if step_folder.is_step(entries):
-        found = [step_folder.METADATA] if step_folder.METADATA in entries else step_folder.model_files(entries)
-        step_folder.check_all_there(path, found)
-    if not found:
+        file_names = [step_folder.METADATA] if step_folder.METADATA in entries else step_folder.model_files(entries)
+        step_folder.check_all_there(path, file_names)
+    if not file_names:
         raise CheckpointError(
             f"{path} holds no .safetensors file. It holds: "
             f"{', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}. For a .ckpt, give the path of the file; "
             "save a pytorch_model.bin again with transformers' save_pretrained."
         )
-    return found
+    return file_names
 
 
 def _read_index(path: str) -> Optional[Dict[str, str]]:

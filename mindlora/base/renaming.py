@@ -52,13 +52,13 @@ class Plan:
 
     def _renamed(self, name: str, source: str, target: str) -> Optional[str]:
         """Returns a name in another world, by the record of the checkpoint first."""
-        found = self.base.architecture.rename_parameter(name, source, target)
+        renamed = self.base.architecture.rename_parameter(name, source, target)
         by_world = {
             HF: names.parameter_to_hugging_face,
             LEGACY: names.parameter_to_mindformers,
             MCORE: names.parameter_to_mcore,
         }
-        return found or by_world[target](name)
+        return renamed or by_world[target](name)
 
     def _check_known(self) -> None:
         unknown = [
@@ -137,5 +137,5 @@ def tensor_of(base: BaseCheckpoint, name: str) -> OutputTensor:
 
 def _latent_rows(base: BaseCheckpoint) -> Optional[int]:
     """Returns the rows of DeepSeek's q_a_proj, which are the columns of linear_qb, or None for another model."""
-    found = (info.shape[1] for name, info in base.tensors.items() if name.endswith(".linear_qb.weight"))
-    return next(found, None)
+    sizes = (info.shape[1] for name, info in base.tensors.items() if name.endswith(".linear_qb.weight"))
+    return next(sizes, None)

@@ -70,8 +70,8 @@ def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) ->
     if not overwrite:
         raise CheckpointError(f"{output} exists. Give another output, or --overwrite to replace it.")
     if os.path.isdir(path) == is_file_name(output):
-        found, written = ("folder", "file") if os.path.isdir(path) else ("file", "folder")
-        raise CheckpointError(f"{output} is a {found}, but the output must be a {written}. Give another output.")
+        existing, written = ("folder", "file") if os.path.isdir(path) else ("file", "folder")
+        raise CheckpointError(f"{output} is a {existing}, but the output must be a {written}. Give another output.")
     # Replacing a folder removes all files in it.
     if os.path.isdir(path) and os.listdir(path) and not any(name.endswith(".safetensors") for name in os.listdir(path)):
         raise CheckpointError(f"{output} holds no checkpoint, so --overwrite does not replace it. Give another output.")

@@ -224,10 +224,10 @@ def set_key(config: Dict[str, Any], key: str, value: Any, source: str, create: b
     parent = ".".join(parents)
     if not isinstance(node, dict):
         raise ConfigError(f"{source}: {parent} is {shown(node)} and has no keys. Name a node that has.")
-    known = {*node, *CLOSED_NODES.get(parent, ())}
-    if parent in CLOSED_NODES and not create and leaf not in known:
+    keys = {*node, *CLOSED_NODES.get(parent, ())}
+    if parent in CLOSED_NODES and not create and leaf not in keys:
         where = parent or "the YAML"
-        raise ConfigError(f"{source}: '{leaf}' is not a key of {where}.{suggestion(leaf, sorted(known))}")
+        raise ConfigError(f"{source}: '{leaf}' is not a key of {where}.{suggestion(leaf, sorted(keys))}")
     node[leaf] = value
 
 

@@ -138,10 +138,10 @@ class LoraConfig:
 
     def __new__(cls, *_: object, **fields: object) -> "LoraConfig":
         """Raises ConfigError for a field that there is not, with the one that was meant."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
-            if name not in known:
-                advice = _meant(name, known)
+            if name not in names:
+                advice = _meant(name, names)
                 raise ConfigError(f"{cls.__name__} has no field '{name}'.{advice}")
         return super().__new__(cls)
 
@@ -262,30 +262,30 @@ class LoraConfig:
             ConfigError: pet_type is neither of these, a key or a preset is unknown, target_modules is missing, or a
                 field is out of range.
         """
-        given = {key: value for key, value in dict(pet_config).items() if value is not None}
-        expand_pet_type(given)
-        check_pet_type(given.pop("pet_type", "lora"))
-        preset = given.pop("preset", None)
+        settings = {key: value for key, value in dict(pet_config).items() if value is not None}
+        expand_pet_type(settings)
+        check_pet_type(settings.pop("pet_type", "lora"))
+        preset = settings.pop("preset", None)
         if preset is not None:
             fields_of_preset = preset_fields(preset)
             for variant in registry.VARIANTS:
-                if given.get(variant.field):
+                if settings.get(variant.field):
                     fields_of_preset = variant.preset(fields_of_preset)
-            given = {**fields_of_preset, **given}
-        if "exclude_layers" in given:
-            if "exclude_modules" in given:
+            settings = {**fields_of_preset, **settings}
+        if "exclude_layers" in settings:
+            if "exclude_modules" in settings:
                 raise ConfigError(
                     "pet_config has both exclude_layers and exclude_modules: keep exclude_modules, "
                     "exclude_layers is its older name."
                 )
-            given["exclude_modules"] = given.pop("exclude_layers")
+            settings["exclude_modules"] = settings.pop("exclude_layers")
         fields = [field.name for field in dataclasses.fields(cls)]
-        known = fields + ["pet_type", "preset", "exclude_layers"]
-        for key in given:
+        keys = fields + ["pet_type", "preset", "exclude_layers"]
+        for key in settings:
             if key not in fields:
-                advice = _meant(key, known)
+                advice = _meant(key, keys)
                 raise ConfigError(f"pet_config has an unknown key '{key}'.{advice}")
-        if "target_modules" not in given and "target_parameters" not in given:
+        if "target_modules" not in settings and "target_parameters" not in settings:
             raise ConfigError(
                 "pet_config has no target_modules: name the linear cells that get an adapter, "
                 "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'."
@@ -300,9 +300,9 @@ class LoraConfig:
             "layers_to_transform",
             "quantize_exclude",
         ):
-            if isinstance(given.get(key), tuple):
-                given[key] = list(given[key])
-        return cls(**given)
+            if isinstance(settings.get(key), tuple):
+                settings[key] = list(settings[key])
+        return cls(**settings)
 
     def to_dict(self) -> dict:
         """Returns the fields as plain values, fit for YAML or JSON if the initializers are given by name."""

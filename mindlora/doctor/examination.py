@@ -76,8 +76,8 @@ def find_further(path: str, config: Dict[str, Any], right: bool) -> List[Finding
             return [*findings, error("", str(refusal))]
         except Exception as failure:
             # MindFormers' readers raise exceptions of many kinds, and mindlora-run would fail with the same one.
-            found = f"mindlora-run would fail on this YAML: {type(failure).__name__}: {failure}"
-            return list(check_names(config)) or [error("", found)]
+            problem = f"mindlora-run would fail on this YAML: {type(failure).__name__}: {failure}"
+            return list(check_names(config)) or [error("", problem)]
 
 
 @contextlib.contextmanager

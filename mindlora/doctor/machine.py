@@ -84,8 +84,8 @@ def _package(name) -> Item:
 def _check_pair(mindspore, mindformers) -> Iterator[Finding]:
     """Yields a finding unless the two versions were tested together."""
     pairs = " or ".join(f"MindSpore {first} with MindFormers {second}" for first, second in TESTED_PAIRS)
-    found = {"MindSpore": mindspore, "MindFormers": mindformers}
-    missing = [name for name, version in found.items() if version == NOT_INSTALLED]
+    versions = {"MindSpore": mindspore, "MindFormers": mindformers}
+    missing = [name for name, version in versions.items() if version == NOT_INSTALLED]
     if missing:
         verb = "are" if len(missing) > 1 else "is"
         text = f"{' and '.join(missing)} {verb} not installed, so nothing can be trained here."
@@ -139,10 +139,10 @@ def _version_in(path) -> Optional[str]:
     """Returns the text after ``version=``; of version.cfg's ``[package version:CANN version]``, the second part."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            found = _VERSION_LINE.search(file.read())
+            version_line = _VERSION_LINE.search(file.read())
     except OSError:
         return None
-    return found[1].rpartition(":")[2] if found else None
+    return version_line[1].rpartition(":")[2] if version_line else None
 
 
 def _driver() -> Item:

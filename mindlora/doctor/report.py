@@ -1,5 +1,6 @@
 """What ``mindlora doctor`` prints: items of the machine, findings, and one section for each YAML."""
 
+import collections
 import dataclasses
 from typing import Tuple
 
@@ -28,8 +29,8 @@ class YamlReport:
     findings: Tuple[Finding, ...]
 
     def __str__(self):
-        counts = [(severity, sum(finding.severity == severity for finding in self.findings)) for severity in SEVERITIES]
-        summary = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts if count]
+        counts = collections.Counter(finding.severity for finding in self.findings)
+        summary = [f"{counts[name]} {name}{'s' * (counts[name] > 1)}" for name in SEVERITIES if counts[name]]
         return "\n".join([f"{self.path}: {', '.join(summary) or 'no findings'}", *map(_lines, self.findings)])
 
 
@@ -44,11 +45,12 @@ class DoctorReport:
     @property
     def exit_code(self) -> int:
         """1 if the machine or a YAML has an error, else 0."""
-        found = [*self.findings, *(finding for report in self.yamls for finding in report.findings)]
-        return int(any(finding.severity == "error" for finding in found))
+        findings = [*self.findings, *(finding for report in self.yamls for finding in report.findings)]
+        return int(any(finding.severity == "error" for finding in findings))
 
     def __str__(self):
-        name, value = (max(len(getattr(item, field)) for item in self.machine) for field in ("name", "value"))
+        name = max(len(item.name) for item in self.machine)
+        value = max(len(item.value) for item in self.machine)
         items = [wrapped(f"{item.name:<{name}}  {item.value:<{value}}  ", item.detail) for item in self.machine]
         return "\n".join([*items, *map(_lines, self.findings), *(f"\n{report}" for report in self.yamls)])
 

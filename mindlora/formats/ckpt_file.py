@@ -81,12 +81,12 @@ def shapes(path: str) -> Dict[str, Tuple[int, ...]]:
 
 
 def _shapes(content: memoryview) -> Dict[str, Tuple[int, ...]]:
-    found = {}
+    shapes = {}
     for field in protobuf.fields(content):
         if field.field == _VALUE:
             name, tensor = _parsed(field.content)
-            found[name] = tensor.dims
-    return found
+            shapes[name] = tensor.dims
+    return shapes
 
 
 def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
@@ -158,16 +158,16 @@ def _parsed(value: memoryview) -> Tuple[str, _Tensor]:
     """Returns the name and the tensor of one Checkpoint.Value."""
     parts = {part.field: part.content for part in protobuf.fields(value) if part.wire_type == protobuf.CONTENT}
     dims = []
-    found = {}
+    values = {}
     for part in protobuf.fields(parts.get(_TENSOR, memoryview(b""))):
         if part.field == _DIMS and part.wire_type == protobuf.NUMBER:
             # An int64: the upper half of the range is negative.
             dims.append(part.value - 2**64 if part.value >= 2**63 else part.value)
         elif part.wire_type == protobuf.CONTENT:
-            found[part.field] = part.content
-    if _TAG not in parts or not {_TYPE, _CONTENT} <= found.keys():
+            values[part.field] = part.content
+    if _TAG not in parts or not {_TYPE, _CONTENT} <= values.keys():
         raise ValueError("a record lacks its name, its dtype or its content")
-    return str(parts[_TAG], "utf-8"), _Tensor(tuple(dims), str(found[_TYPE], "utf-8"), found[_CONTENT])
+    return str(parts[_TAG], "utf-8"), _Tensor(tuple(dims), str(values[_TYPE], "utf-8"), values[_CONTENT])
 
 
 def _array(key: str, tensors: List[_Tensor], path: str) -> np.ndarray:

@@ -65,10 +65,10 @@ def read(path: str) -> Stages:
     stages: Stages = {}
     for name, layout in layouts:
         merged = _MERGED.fullmatch(name)
-        own, name = (int(merged[1]), merged[2]) if merged else (stage, name)
-        if name in stages.setdefault(own, {}):
+        stage_of_layout, name = (int(merged[1]), merged[2]) if merged else (stage, name)
+        if name in stages.setdefault(stage_of_layout, {}):
             raise AdapterFormatError(f"{path} has the layout of {name} twice: give the strategy of one run.")
-        stages[own][name] = layout
+        stages[stage_of_layout][name] = layout
     return stages
 
 
@@ -179,8 +179,8 @@ def _axes(dims: List[int]) -> Tuple[int, ...]:
 
 
 def _messages(message: memoryview, number: int) -> List[memoryview]:
-    found = protobuf.fields(message)
-    return [field.content for field in found if field.field == number and field.wire_type == protobuf.CONTENT]
+    messages = protobuf.fields(message)
+    return [field.content for field in messages if field.field == number and field.wire_type == protobuf.CONTENT]
 
 
 def _number(message: memoryview, number: int) -> int:

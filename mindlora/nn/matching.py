@@ -113,12 +113,12 @@ def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellSh
     """Returns what matching needs to know about cells that have an adapter or can take one, by adapter path."""
     rows = _rows(network)
     linear = adaptable_linear_types()
-    own = _own_names(network, cells)
+    names_in_file = _own_names(network, cells)
     return {
         path: CellShape(
             *channels_of(cell),
             **rows.get(id(cell), _NO_ROWS)._asdict(),
-            name=own[path],
+            name=names_in_file[path],
             linear=isinstance(cell, linear),
             experts=isinstance(cell, (ExpertWeight, LoRAExpertWeight)),
         )
@@ -132,9 +132,9 @@ def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
     ``adapter`` is changed in place; ``cells`` is adapter path -> cell.
     """
     rows = _rows(network)
-    own = _own_names(network, cells)
-    rename(adapter, own)
-    for path, name in own.items():
+    names_in_file = _own_names(network, cells)
+    rename(adapter, names_in_file)
+    for path, name in names_in_file.items():
         if (name, "B") in adapter.tensors and names.joined_parts(name) and not names.in_hugging_face(name):
             joined_pairs.split_pairs(adapter, name, *rows[id(cells[path])])
     for joined in filter(None, dict.fromkeys(map(names.joined_path, adapter.paths))):

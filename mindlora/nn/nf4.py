@@ -129,15 +129,15 @@ def packed_parameters(
     """
     if array is None and not weight.has_init:
         array = quantize(as_float32(weight), f"The weight of {path or 'the cell'}")
-    found = {}
+    packed = {}
     for field, (shape, dtype) in layout(*weight.shape).items():
         if array is None:
             unset, dtype = (np.nan, mstype.float32) if dtype == np.float32 else (0, mstype.uint8)
             value = initializer(Constant(unset), list(shape), dtype)
         else:
             value = Tensor.from_numpy(getattr(array, field))
-        found[TENSOR_NAMES[field]] = Parameter(value, name=tensor_name(name, field), requires_grad=False)
-    return found
+        packed[TENSOR_NAMES[field]] = Parameter(value, name=tensor_name(name, field), requires_grad=False)
+    return packed
 
 
 def matrix_shape(cell: nn.Cell) -> Tuple[int, int]:

@@ -51,11 +51,11 @@ class NoisyEmbedding(nn.Cell):
 def add_embedding_noise(network: nn.Cell, alpha: float) -> None:
     """Puts NoisyEmbedding around the embedding of ``network``, which must have exactly one."""
     kinds = (LoRAEmbedding, *embedding_types())
-    found: Dict[str, nn.Cell] = {path: cell for path, cell in network.cells_and_names() if isinstance(cell, kinds)}
-    if len(found) != 1:
+    embeddings: Dict[str, nn.Cell] = {path: cell for path, cell in network.cells_and_names() if isinstance(cell, kinds)}
+    if len(embeddings) != 1:
         raise UnsupportedCellError(
             f"neftune_alpha adds noise to the one embedding of a network, but {type(network).__name__} has "
-            f"{len(found)}: {', '.join(found) or 'none'}. Remove neftune_alpha."
+            f"{len(embeddings)}: {', '.join(embeddings) or 'none'}. Remove neftune_alpha."
         )
-    (cell,) = found.values()
+    (cell,) = embeddings.values()
     replace_children(network, {id(cell): NoisyEmbedding(cell, alpha)})

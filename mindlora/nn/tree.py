@@ -29,13 +29,13 @@ def adapter_path(cell: nn.Cell, path: str) -> str:
 
 def refusals(cells: Dict[str, nn.Cell], check: Callable[[str, nn.Cell], None]) -> List[str]:
     """Returns "path: reason" for each cell, by path, for which ``check`` raises UnsupportedCellError."""
-    found = []
+    reasons = []
     for path, cell in cells.items():
         try:
             check(path, cell)
         except UnsupportedCellError as error:
-            found.append(f"{path}: {error}")
-    return found
+            reasons.append(f"{path}: {error}")
+    return reasons
 
 
 def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None:

@@ -70,9 +70,9 @@ def fold_weight(
     for rows in _blocks(weight):
         sizes = None if magnitude is None else magnitude[rows].astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            merged[rows], _, found = _fold(weight[rows].astype(np.float32), b[rows], a, weight.dtype, sizes)
-        if found is not None:
-            gains[rows] = found
+            merged[rows], _, probes = _fold(weight[rows].astype(np.float32), b[rows], a, weight.dtype, sizes)
+        if probes is not None:
+            gains[rows] = probes
     return merged, gains
 
 

@@ -186,8 +186,8 @@ def token_rows_key(path: str) -> str:
 
 def parse_token_rows_key(key: str) -> Optional[str]:
     """Returns the path of the embedding (MindFormers' name) whose trained rows a key is of, or None for any other."""
-    known = key.startswith(PREFIX) and key.endswith(_TOKEN_ROWS)
-    return names.to_mindformers(key[len(PREFIX) : -len(_TOKEN_ROWS)]) if known else None
+    is_token_rows = key.startswith(PREFIX) and key.endswith(_TOKEN_ROWS)
+    return names.to_mindformers(key[len(PREFIX) : -len(_TOKEN_ROWS)]) if is_token_rows else None
 
 
 def parse_saved_module_key(key: str) -> Optional[str]:

@@ -258,8 +258,8 @@ def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
 def _exact_initializer(content: dict) -> Optional[str]:
     """Returns the initializer whose initial pairs are the same whenever they are computed, or None."""
     initializer = content.get("init_lora_weights")
-    found = initializer.lower() if isinstance(initializer, str) else None
-    return found if found in _EXACT_INITIALIZERS else None
+    exact = initializer.lower() if isinstance(initializer, str) else None
+    return exact if exact in _EXACT_INITIALIZERS else None
 
 
 def _way_out(initializer: str) -> str:
@@ -325,19 +325,19 @@ def _names(value: Any, field: str, path: str) -> List[str]:
 
 def selection(content: dict, path: str) -> dict:
     """Returns the fields of ``content`` that select modules, as they are, once their values have been checked."""
-    found = {field: content[field] for field in _SELECTING if content.get(field) is not None}
+    selected = {field: content[field] for field in _SELECTING if content.get(field) is not None}
     for field in ("target_modules", "target_parameters", "exclude_modules", "layers_pattern"):
-        value = found.get(field)
+        value = selected.get(field)
         if isinstance(value, str) and field != "target_parameters":
             _check_regex(value, value, field, path)
         elif value is not None:
             _names(value, field, path)
-    layers = found.get("layers_to_transform", [])
+    layers = selected.get("layers_to_transform", [])
     if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers])):
         raise AdapterFormatError(
             f"{path}: layers_to_transform is {shown(layers)}; it must be a layer number or a list of them."
         )
-    return found
+    return selected
 
 
 def _text(value: Any, path: str) -> Optional[str]:

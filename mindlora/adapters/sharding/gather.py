@@ -87,23 +87,23 @@ def gather_adapter(
     """
     check_free(checkpoint, output, overwrite)
     adapter_files.check_adapter_output(output, to)
-    found = rank_files.find(checkpoint, at)
-    known = read_strategy(strategy or _strategy_beside(checkpoint))
-    rank_files.check_ranks(found, known.ranks, checkpoint, known.source)
-    contents = {rank: rank_files.read(file, _wanted(file, settings)) for rank, file in found.items()}
+    files = rank_files.find(checkpoint, at)
+    strategy_of_base = read_strategy(strategy or _strategy_beside(checkpoint))
+    rank_files.check_ranks(files, strategy_of_base.ranks, checkpoint, strategy_of_base.source)
+    contents = {rank: rank_files.read(file, _wanted(file, settings)) for rank, file in files.items()}
     rank_files.check_steps(contents)
-    tensors = _joined(contents, known, checkpoint)
+    tensors = _joined(contents, strategy_of_base, checkpoint)
     adapter = adapter_files.adapter_of_tensors(tensors, _metadata(contents, tensors), checkpoint)
     settings.complete(adapter, checkpoint)
     if FORMS[to].world in (HF, MCORE):
-        rename(adapter, names.canonical(adapter.paths, among=known.cells()))
+        rename(adapter, names.canonical(adapter.paths, among=strategy_of_base.cells()))
     adapter = with_cells_of(adapter, to, settings.heads)
     adapter_files.write(adapter, output, to)
     return GatherReport(
         checkpoint,
-        found[0].at,
-        known.ranks,
-        len(known.stages),
+        files[0].at,
+        strategy_of_base.ranks,
+        len(strategy_of_base.stages),
         output,
         to,
         len(adapter.paths),
@@ -144,10 +144,10 @@ def _joined(contents: Dict[int, Content], strategy: Strategy, checkpoint: str) -
     pieces: Dict[str, List[Piece]] = {}
     for rank, content in contents.items():
         strategy.check_knows(list(content.tensors), content.path)
-        own = strategy.layouts(rank)
+        layouts = strategy.layouts(rank)
         for name, array in content.tensors.items():
             # In a pipeline, a rank may hold untrained parameters of other stages too.
-            if name in own:
+            if name in layouts:
                 piece = Piece(content.path, strategy.slice_of(name, rank, array.shape), array)
                 pieces.setdefault(name, []).append(piece)
     lost = sorted(name for name in strategy.names() if mindformers.is_adapter_key(name) and name not in pieces)
@@ -156,7 +156,7 @@ def _joined(contents: Dict[int, Content], strategy: Strategy, checkpoint: str) -
             f"{checkpoint} lacks {listed(lost)}, which the strategy in {strategy.source} has: no rank of the stage "
             "saved it. Copy the files again, or give the strategy that this run saved."
         )
-    return {name: join(name, found) for name, found in pieces.items()}
+    return {name: join(name, parts) for name, parts in pieces.items()}
 
 
 def _metadata(contents: Dict[int, Content], tensors: Dict[str, np.ndarray]) -> Dict[str, Any]:

@@ -66,28 +66,28 @@ def find(folder: str, at: Optional[str] = None) -> Dict[int, RankFile]:
             f"{folder} holds no folder rank_0: it must be the folder checkpoint or checkpoint_trainable of a run, with "
             "one folder for each rank."
         )
-    found = {rank: file_of(os.path.join(folder, ranks[rank]), rank, at) for rank in sorted(ranks)}
-    first = found[min(found)]
-    for rank, file in found.items():
+    files = {rank: file_of(os.path.join(folder, ranks[rank]), rank, at) for rank in sorted(ranks)}
+    first = files[min(files)]
+    for rank, file in files.items():
         if file.at != first.at:
             raise AdapterFormatError(
-                f"{folder} holds different steps: the newest of rank {min(found)} is {first.at}, that of rank {rank} "
+                f"{folder} holds different steps: the newest of rank {min(files)} is {first.at}, that of rank {rank} "
                 f"is {file.at}. Give one that all ranks have (--step)."
             )
-    return found
+    return files
 
 
-def check_ranks(found: Dict[int, RankFile], expected: int, folder: str, source: str) -> None:
+def check_ranks(files: Dict[int, RankFile], expected: int, folder: str, source: str) -> None:
     """Raises MissingTensorsError or AdapterFormatError unless exactly ranks 0 to ``expected`` - 1 are there."""
-    missing = sorted(set(range(expected)) - set(found))
+    missing = sorted(set(range(expected)) - set(files))
     if missing:
         raise MissingTensorsError(
             f"{folder} lacks rank {', '.join(map(str, missing))}: the strategy in {source} is one of {expected} ranks, "
-            f"and here are {len(found)}. Copy the folders of all ranks, or give the strategy that this run saved."
+            f"and here are {len(files)}. Copy the folders of all ranks, or give the strategy that this run saved."
         )
-    if len(found) > expected:
+    if len(files) > expected:
         raise AdapterFormatError(
-            f"{folder} has folders of {len(found)} ranks, but the strategy in {source} is one of {expected}: it is the "
+            f"{folder} has folders of {len(files)} ranks, but the strategy in {source} is one of {expected}: it is the "
             "strategy of another run. Give the one that this run saved."
         )
 
@@ -130,9 +130,9 @@ def file_of(folder: str, rank: int, at: Optional[str] = None) -> RankFile:
     keys = [key for key in files if at is None or f"{key[1]}_{key[2]}" == at]
     if not keys:
         steps = ", ".join(f"{key[1]}_{key[2]}" for key in sorted(files)) or "none"
-        wanted = f"of step {at}" if at else f"named PREFIX_rank_{rank}-EPOCH_STEP.ckpt or .safetensors"
+        expected = f"of step {at}" if at else f"named PREFIX_rank_{rank}-EPOCH_STEP.ckpt or .safetensors"
         raise MissingTensorsError(
-            f"{folder} holds no checkpoint {wanted}; the steps in it are: {steps}. Choose one of them (--step), or "
+            f"{folder} holds no checkpoint {expected}; the steps in it are: {steps}. Choose one of them (--step), or "
             "another folder."
         )
     chosen = files[max(keys)]

@@ -83,11 +83,11 @@ def scatter_adapter(
     sizes = []
     with atomic.replace_folder(output) as folder:
         for rank in range(known.ranks):
-            own = known.layouts(rank)
+            layouts = known.layouts(rank)
             slices = {
-                name: cut(array, own[name], rank % known.devices, name)
+                name: cut(array, layouts[name], rank % known.devices, name)
                 for name, array in tensors.items()
-                if name in own
+                if name in layouts
             }
             _write(os.path.join(folder, f"rank_{rank}"), rank, slices, adapter_metadata.text_of(adapter), form)
             sizes.append(sum(array.nbytes for array in slices.values()))
@@ -121,16 +121,16 @@ def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSetti
             f"{source} holds {listed(sorted({path for path, _ in extra}))}, and the strategy in {strategy.source} has "
             "no such adapter. Give the strategy of a run with the same target_modules."
         )
-    known = {names.parameter_in_adapters(name): name for name in strategy.names()}
+    full_names = {names.parameter_in_adapters(name): name for name in strategy.names()}
     modules = {names.parameter_in_adapters(name): array for name, array in adapter.saved_modules.items()}
-    unknown = sorted(set(modules) - set(known))
+    unknown = sorted(set(modules) - set(full_names))
     if unknown:
         raise UnexpectedTensorsError(
             f"{source} holds {listed(unknown)} of modules_to_save, and the strategy in {strategy.source} has no such "
             "parameter. Give the strategy of a run of the same model."
         )
     tensors = {name: stored[key] for name, key in keys.items()}
-    return {**tensors, **{known[name]: array for name, array in modules.items()}}
+    return {**tensors, **{full_names[name]: array for name, array in modules.items()}}
 
 
 def _keys(strategy: Strategy) -> Dict[str, PartKey]:

@@ -54,14 +54,16 @@ class Strategy:
                 f"{source} has the strategies of pipeline stages {', '.join(map(str, sorted(stages)))}: the others are "
                 "missing. Give the folder with the strategy files of all ranks."
             )
-        found = {math.prod(layout.dev_matrix): name for own in stages.values() for name, layout in own.items()}
-        if len(found) > 1:
-            (one, first), (other, second) = list(found.items())[:2]
+        names_by_devices = {
+            math.prod(layout.dev_matrix): name for layouts in stages.values() for name, layout in layouts.items()
+        }
+        if len(names_by_devices) > 1:
+            (one, first), (other, second) = list(names_by_devices.items())[:2]
             raise AdapterFormatError(
                 f"{source} is damaged: it spreads {first} over {one} devices and {second} over {other}. "
                 "Copy or save the strategy files again."
             )
-        (self.devices,) = found
+        (self.devices,) = names_by_devices
         self.ranks = self.devices * len(stages)
 
     def layouts(self, rank: int) -> Dict[str, Layout]:
@@ -70,7 +72,7 @@ class Strategy:
 
     def names(self) -> List[str]:
         """Returns the parameters of all stages."""
-        return list(dict.fromkeys(name for own in self.stages.values() for name in own))
+        return list(dict.fromkeys(name for layouts in self.stages.values() for name in layouts))
 
     def cells(self) -> List[str]:
         """Returns the paths of the cells that these parameters belong to, as far as it was recorded."""
