@@ -13,6 +13,8 @@ KERNELS = {
     "multi_lora_slot_write": ("MultiLoraSlotWrite", ""),
 }
 
+NO_NPU = " There is no NPU here, so this page says nothing about the kernels."
+
 
 def switch(op: str) -> str:
     """Returns the setting that replaces an operator's kernel by MindSpore's own operators."""
@@ -30,11 +32,11 @@ def page(head: Dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     lines += [f"- {name}: {value}" for name, value in head.items()]
     lines += [
         "",
-        verdict(outcomes),
+        verdict(outcomes) + (NO_NPU if head.get("NPUs") == "none" and head.get("device") == "Ascend" else ""),
         "",
         "## Steps",
         "",
-        "| step | | | seconds | log |",
+        "| step | result | what was seen | seconds | log |",
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [f"| {o.name} | {o.state} | {cell(o.line)} | {o.seconds:g} | {o.log} |" for o in outcomes]
@@ -68,7 +70,7 @@ def failures(outcomes: Sequence[Outcome]) -> List[str]:
 
 def switches(outcomes: Sequence[Outcome]) -> List[str]:
     """Returns the table of the kernels: what was found of each, and what switches it off."""
-    lines = ["", "## Switching a kernel off", "", "| operator | kernel | | set this before Python starts |"]
+    lines = ["", "## Switching a kernel off", "", "| operator | kernel | result | set this before Python starts |"]
     lines += ["| --- | --- | --- | --- |"]
     for op, (kernel, remark) in KERNELS.items():
         states = {o.state for o in outcomes if o.figures.get("operator", "") == op}

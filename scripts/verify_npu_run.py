@@ -51,6 +51,7 @@ class Cleaner:
 
     def __init__(self, places: Mapping[str, str]):
         known = {ROOT: "<checkout>", sys.prefix: "<python>", os.path.expanduser("~"): "<home>", **places}
+        known.pop("/usr", None)  # the prefix of the system's Python
         # The longest first: one may be within another.
         self._places = sorted(((path, name) for path, name in known.items() if len(path) > 1), key=lambda p: -len(p[0]))
         names = {socket.gethostname(), socket.getfqdn(), *_user()} - {"", "root", "localhost"}

@@ -24,6 +24,8 @@ from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome, run
 CANNOT_BUILD = ("no CANN toolkit was found", "the kernels need", "cmake was not found")
 # Of mindlora/ops/build.py.
 CANNOT_COMPILE = ("No C++ compiler was found",)
+# Where nothing was installed.
+NOT_INSTALLED = tuple(f"No module named '{name}'" for name in ("numpy", "yaml", "safetensors", "mindspore", "tqdm"))
 # Of check_aclnn.sh.
 CANNOT_CHECK = (
     "no CANN toolkit was found",
@@ -136,7 +138,9 @@ def on_device(step: Callable[[Place], Iterator[Outcome]], name: str) -> Callable
 
 def doctor(place: Place) -> Iterator[Outcome]:
     """mindlora doctor: versions, CANN, and the path of each operator."""
-    outcome = place.run("doctor", [sys.executable, "-m", "mindlora.cli", "doctor"], limit=600)
+    outcome = place.run("doctor", [sys.executable, "-m", "mindlora.cli", "doctor"], 600, NOT_INSTALLED)
+    if outcome.state == NOT_RUN:
+        outcome.line += ": this Python lacks what `pip install .` brings; name another one in PYTHON"
     if outcome.state == HELD:
         found = re.findall(r"^(CANN|driver) +(\S+(?: \S+)*)", place.log(outcome), re.MULTILINE)
         versions = ", ".join(" ".join(item) for item in found)
@@ -202,10 +206,13 @@ def aclnn(place: Place) -> Iterator[Outcome]:
     if place.given.device == "CPU":
         yield Outcome("aclnn", NOT_RUN, "CANN calls kernels on an NPU only")
         return
+    cannot = (*CANNOT_CHECK, *NOT_INSTALLED, *(() if place.built else NO_PACKAGE))
     command = ["bash", os.path.join(ROOT, "scripts", "check_aclnn.sh"), *["--small"] * place.given.quick]
-    outcome = place.run("aclnn", command, cannot=CANNOT_CHECK if place.built else (*CANNOT_CHECK, *NO_PACKAGE))
+    outcome = place.run("aclnn", command, cannot=cannot)
     if outcome.state == HELD:
         outcome.line = "called by CANN alone, every kernel gives what its reference gives"
+    elif outcome.state == NOT_RUN and not place.npus.seen:
+        outcome.line = f"{place.npus.problem()}; {outcome.line}"
     yield outcome
 
 

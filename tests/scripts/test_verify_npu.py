@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.bare_python import HIDE
 from tests.support.made_up_cann import made_up_cann
 
 SCRIPTS = os.path.join(ROOT, "scripts")
@@ -26,10 +27,10 @@ def scripts(monkeypatch):
 def verify(tmp_path):
     """Runs the script of a checkout on a machine without CANN, or with that in tmp_path/cann."""
 
-    def call(*arguments, root=ROOT):
+    def call(*arguments, root=ROOT, **variables):
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND", "MINDLORA"))}
         environment.update(MINDLORA_CANN_FOLDERS=str(tmp_path / "nowhere"), MINDLORA_TEST_LOG=str(tmp_path / "log"))
-        environment.update(PYTHON=sys.executable)
+        environment.update(PYTHON=sys.executable, **variables)
         if (tmp_path / "cann").exists():
             environment["ASCEND_HOME_PATH"] = str(tmp_path / "cann")
         command = [
@@ -65,7 +66,9 @@ def test_without_cann_each_step_says_why_it_does_not_run_and_the_next_one_follow
     assert set(states(folder).values()) == {"not run"} and len(states(folder)) == 5
     page = (folder / "report.md").read_text()
     assert "Nothing could run here. Not run: build, aclnn, operators, bench, msprof." in page
-    assert "no CANN toolkit was found" in page and "| no NPU: there is no /dev/davinci0 |" in page
+    assert "There is no NPU here, so this page says nothing about the kernels." in page
+    assert "| aclnn | not run | no NPU: there is no /dev/davinci0; no CANN toolkit was found" in page
+    assert "| build | not run | no CANN toolkit was found" in page and "| no NPU: there is no /dev/davinci0 |" in page
     for op in ("lora_delta", "lora_linear", "nf4_linear", "multi_lora_delta", "multi_lora_slot_write"):
         assert f"MINDLORA_BACKEND_{op.upper()}=composed" in page
     for text in (page, (folder / "report.json").read_text(), (folder / "logs/build.log").read_text()):
@@ -462,6 +465,14 @@ def test_the_doctor_adopts_what_a_page_measured(verify, tmp_path, monkeypatch, c
     (item,) = [item for item in json.loads(capsys.readouterr().out)["machine"] if item["name"] == "measured"]
     assert item["value"] == "rack 7"
     assert item["detail"].startswith("nf4_linear composed, because the kernel does not hold in float16; on an NPU (")
+
+
+def test_a_python_without_anything_is_named(verify, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden={"numpy"}))
+    _, folder = verify("--only", "doctor", PYTHONPATH=str(tmp_path))
+    assert states(folder) == {"doctor": "not run"}
+    line = "No module named 'numpy': this Python lacks what `pip install .` brings; name another one in PYTHON"
+    assert line in (folder / "report.md").read_text()
 
 
 def test_losses_on_the_device_are_those_on_a_cpu_or_it_does_not_hold():
