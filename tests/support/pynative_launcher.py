@@ -1,21 +1,24 @@
 """What MindFormers' run_mindformer.py --mode 1 does, on a CPU with the stand-ins of pynative_cpu.
 
-It takes --config and --register_path. A YAML can name two callbacks more: FillWeights and RecordLosses.
+It takes --config and --register_path. A YAML can name four callbacks more: FillWeights, RecordLosses, SendSignal and
+SpoilStep.
 """
 
 import argparse
 import json
 import os
+import signal
 import sys
 
 from tests.support import pynative_cpu
 
 
 def register_callbacks():
-    """Makes the two callbacks known to MindFormers."""
+    """Makes the callbacks known to MindFormers."""
     import numpy as np
     from mindformers.pynative.callback import TrainerCallback
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+    from mindspore import Tensor
 
     from tests.support.mcore_networks import filled
 
@@ -42,6 +45,41 @@ def register_callbacks():
                 json.dump(self.losses, file)
             arrays = {parameter.name: parameter.asnumpy() for parameter in model[0].trainable_params()}
             np.savez(os.path.join(self.directory, "trained.npz"), **arrays)
+
+    @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+    class SendSignal(TrainerCallback):
+        """Sends SIGTERM to this process while a step is going on."""
+
+        def __init__(self, step):
+            self.step = step
+
+        def on_step_begin(self, args, state, **kwargs):
+            if state.global_step + 1 == self.step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+    class SpoilStep(TrainerCallback):
+        """Makes the loss of some steps NaN; writes whether these steps changed what trains."""
+
+        def __init__(self, steps, path):
+            self.steps, self.path, self.changed = steps, path, []
+
+        def on_step_begin(self, args, state, model=None, **kwargs):
+            if state.global_step + 1 in self.steps:
+                self.before = [parameter.asnumpy().copy() for parameter in model[0].trainable_params()]
+                self.norm = next(p for p in model[0].get_parameters() if p.name.endswith("final_layernorm.weight"))
+                self.value = self.norm.asnumpy().copy()
+                self.norm.set_data(Tensor(self.value * np.nan))
+
+        def on_step_end(self, args, state, model=None, **kwargs):
+            if state.global_step in self.steps:
+                self.norm.set_data(Tensor(self.value))
+                after = [parameter.asnumpy() for parameter in model[0].trainable_params()]
+                self.changed.append(not all(np.array_equal(a, b) for a, b in zip(self.before, after)))
+
+        def on_train_end(self, args, state, **kwargs):
+            with open(self.path, "w", encoding="utf-8") as file:
+                json.dump(self.changed, file)
 
 
 def main(argv=None):

@@ -79,12 +79,17 @@ only_with_pynative_trainer = pytest.mark.skipif(
 )
 
 
-def write_data(path, rows=24, seed=0):
-    """Writes rows that count up by threes as MindRecord: tokens, and the next ones as labels, some of them ignored."""
+def counting_rows(count, seed=0):
+    """Returns rows of a token more than the model takes that count up by threes, and labels, some of them ignored."""
     rng = np.random.default_rng(seed)
-    starts = rng.integers(0, tiny_runs.VOCABULARY - 4, (rows, 1))
+    starts = rng.integers(0, tiny_runs.VOCABULARY - 4, (count, 1))
     tokens = ((starts + 3 * np.arange(tiny_runs.SEQUENCE + 1)) % (tiny_runs.VOCABULARY - 4) + 4).astype(np.int32)
-    labels = np.where(rng.random(tokens.shape) < 0.3, IGNORED, tokens).astype(np.int32)
+    return tokens, np.where(rng.random(tokens.shape) < 0.3, IGNORED, tokens).astype(np.int32)
+
+
+def write_data(path, rows=24, seed=0):
+    """Writes counting_rows as MindRecord, with labels that are shifted."""
+    tokens, labels = counting_rows(rows, seed)
     pairs = zip(tokens[:, :-1], labels[:, 1:])
     write_mindrecord(({"input_ids": ids, "labels": row} for ids, row in pairs), str(path), overwrite=True)
 
@@ -157,6 +162,22 @@ def launch(config, output, *flags, module="tests.support.pynative_launcher"):
         text=True,
         check=False,
     )
+
+
+def series(configs, folder):
+    """Runs configurations one after the other in one fresh process; returns what refused each, None if nothing did."""
+    given, found = folder / "given.json", folder / "found.json"
+    given.write_text(json.dumps(configs), encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.pynative_series", given, found],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(found.read_text(encoding="utf-8"))
 
 
 def environment():

@@ -106,6 +106,8 @@ class GracefulStop(Callback):
 
 
 def _how_to_go_on(params):
+    if "how_to_go_on" in params:
+        return params.how_to_go_on
     folders = [
         os.path.join(callback.directory, f"{training_state.STEP_PREFIX}{params.cur_step_num}")
         for callback in params.list_callback

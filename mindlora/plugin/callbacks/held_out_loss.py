@@ -55,8 +55,7 @@ class HeldOutLoss(PeriodicCallback):
         results.pop("held_out_loss", None)
         if self.is_due(params):
             if self.cell is None:
-                network = base_of(params.train_network)
-                self.cell = HeldOutLossCell(network, network.config.ignore_token_id)
+                self.cell = self.make_cell(params.train_network)
             # What the ranks decide by it must be the same on all of them.
             loss = mean_over_ranks(held_out_loss(self.cell, self.dataset_dir, self.batch_size))
             params.train_network.set_train(True)
@@ -65,6 +64,11 @@ class HeldOutLoss(PeriodicCallback):
             self.measured.append((step, loss))
         params["eval_results"] = results
         self.step_before = step
+
+    def make_cell(self, train_network: nn.Cell) -> nn.Cell:
+        """Returns what computes the loss of a batch, as HeldOutLossCell does."""
+        network = base_of(train_network)
+        return HeldOutLossCell(network, network.config.ignore_token_id)
 
 
 class HeldOutLossCell(nn.Cell):

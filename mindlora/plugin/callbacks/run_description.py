@@ -35,15 +35,22 @@ _ROWS = 256
 
 def describe(params: InternalCallbackParam) -> Dict[str, Any]:
     """Returns the record "run" of a history; without a configuration if mindlora-run did not start the run."""
-    configuration = run_configuration()
+    facts = params.get("run_facts") or _facts_of_configuration(params)
     return {
         "time": time.time(),
         "total_steps": total_steps(params),
+        **facts,
+        "versions": _versions(),
+        "machine": _machine(),
+    }
+
+
+def _facts_of_configuration(params):
+    configuration = run_configuration()
+    return {
         "configuration": configuration,
         "defaults": known_defaults(configuration),
         "data": _data(params, configuration),
-        "versions": _versions(),
-        "machine": _machine(),
     }
 
 

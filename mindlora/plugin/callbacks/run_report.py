@@ -14,7 +14,6 @@ from mindspore.train import RunContext
 
 from mindlora.errors import LoraError
 from mindlora.plugin.callbacks.common import register, reported_metrics, step_record
-from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.plugin.callbacks.run_description import describe
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.log import logger
@@ -92,8 +91,8 @@ class RunReport(Callback):
         self._record_rest(params)
         self.step_before = step
         self.time_before = now
-        checkpoints = [callback for callback in params.list_callback if isinstance(callback, LoraCheckpoint)]
-        if any(callback.last_saved == step for callback in checkpoints) and now >= self.next_report:
+        has_saved = any(getattr(callback, "last_saved", None) == step for callback in params.list_callback)
+        if has_saved and now >= self.next_report:
             self._write_page()
 
     def on_train_end(self, run_context: RunContext) -> None:

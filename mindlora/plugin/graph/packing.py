@@ -61,9 +61,8 @@ def install_segment_mask(network: nn.Cell, boundary: int) -> None:
 
 
 def installed_boundary(network: nn.Cell) -> Optional[int]:
-    """Returns the boundary that install_segment_mask was given, or None if it was not called for ``network``."""
-    mask = getattr(_llama(network), "casual_mask", None)
-    return mask.boundary if isinstance(mask, SegmentMask) else None
+    """Returns the boundary that install_segment_mask was given, or None if it was not called."""
+    return next((cell.boundary for _, cell in network.cells_and_names() if isinstance(cell, SegmentMask)), None)
 
 
 def check_held_out(train_network: nn.Cell, dataset_dir: str) -> None:

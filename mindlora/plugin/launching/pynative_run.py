@@ -43,9 +43,15 @@ def train(args: argparse.Namespace, rest: List[str]) -> None:
     target = (config.get("context") or {}).get("device_target")
     ms.set_context(mode=ms.PYNATIVE_MODE, **({"device_target": target} if target else {}))
     from mindformers.pynative.trainer import Trainer
+    from mindspore.mint.distributed import get_world_size
 
+    from mindlora.plugin.callbacks.order import ADDED
     from mindlora.plugin.pynative import hooks  # noqa: F401  importing hooks replaces MindFormers' LoRA
 
+    callbacks = config.get("callbacks") or []
+    if get_world_size() == 1:
+        listed = [callback.get("type") for callback in callbacks]
+        config["callbacks"] = [*callbacks, *({"type": name} for name in ADDED if name not in listed)]
     Trainer(config).train()
 
 

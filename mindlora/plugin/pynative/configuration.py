@@ -34,8 +34,6 @@ _NOT_YET = (
     "freeze_include",
     "freeze_exclude",
     "adapter_path",
-    "loraplus_lr_ratio",
-    "neftune_alpha",
 )
 
 

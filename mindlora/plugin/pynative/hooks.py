@@ -3,6 +3,6 @@
 register_path/pynative_bridge.py imports it under MindFormers' own launcher, mindlora-run before it makes the Trainer.
 """
 
-from mindlora.plugin.pynative import lora_checkpoint, pet  # noqa: F401  importing registers LoraCheckpoint
+from mindlora.plugin.pynative import pet
 
 pet.register()

@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mindspore import Parameter, nn
 
@@ -21,8 +21,13 @@ from mindlora.common.text import listed
 from mindlora.errors import InstallationError, LoraError
 from mindlora.nn.tree import lora_cells
 from mindlora.plugin.log import logger
-from mindlora.plugin.pynative import configuration
+from mindlora.plugin.pynative import configuration, steps
+from mindlora.plugin.pynative.callbacks import with_callbacks
 from mindlora.plugin.pynative.checkpoints import check_loaded
+from mindlora.plugin.pynative.lora_plus import with_lora_plus
+from mindlora.plugin.pynative.noise import add_embedding_noise
+from mindlora.plugin.pynative.packing import keep_examples_apart
+from mindlora.plugin.pynative.support import check_nodes
 
 KNOWN_RELEASES = ((2, 0), (2, 1))
 
@@ -43,6 +48,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         LoraError: As in adapter_configuration, check_same_cells and apply_lora.
     """
     settings = _trainer_of_this_model().config
+    check_nodes(settings)
     _check_yaml(settings.to_dict())
     # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
     model.config._mf_lora_config = config
@@ -50,8 +56,12 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     if theirs or strict:
         pet_config = getattr(settings, "pet_config", None)
         given = pet_config.to_dict() if pet_config is not None else {}
-        report = apply_lora(model, configuration.adapter_configuration(model, config, given))
+        adapters = configuration.adapter_configuration(model, config, given)
+        report = apply_lora(model, adapters)
         configuration.check_same_cells(report.replaced, theirs)
+        if adapters.neftune_alpha is not None:
+            add_embedding_noise(model, adapters.neftune_alpha)
+        keep_examples_apart(model, settings)
     return model
 
 
@@ -107,7 +117,7 @@ _BUILDING = ("model", "config", "strict")
 
 
 class _Replaced(NamedTuple):
-    """A name in a module of MindFormers, and what gets it.
+    """A name in a module of MindFormers, or of a class there, and what gets it.
 
     Attributes:
         arguments (tuple of str): What MindFormers calls it with.
@@ -129,6 +139,16 @@ _REPLACED = (
     _Replaced(
         _TRAINER, "_calculate_global_grad_norm", ("parameters", "enable_parallel", "max_norm"), with_all_gradients
     ),
+    _Replaced(
+        _TRAINER,
+        "_build_optimizer",
+        ("config", "model", "learning_rate"),
+        lambda build: with_lora_plus(build, _lora_plus_ratio),
+    ),
+    _Replaced(_TRAINER, "CallbackHandler", ("callbacks", "model", "train_dataset", "optimizer"), with_callbacks),
+    _Replaced(_TRAINER, "Trainer.training_step", ("self", "step"), steps.with_begun_step),
+    _Replaced(_TRAINER, "Trainer.compute_loss", ("self", "model", "inputs"), steps.with_weights),
+    _Replaced(_TRAINER, "Trainer._optimizer_update", ("self",), steps.with_skipping),
     _Replaced("mindformers.checkpoint.checkpoint", "load_param_into_net", ("net", "parameter_dict"), strictly),
 )
 
@@ -146,17 +166,27 @@ def register() -> None:
             f"MindFormers {version} is installed, and mindlora knows the PyNative Trainer of 2.0 and 2.1 alone. "
             "Install one of these."
         )
-    modules = [importlib.import_module(replaced.module) for replaced in _REPLACED]
-    for replaced, module in zip(_REPLACED, modules):
-        before = getattr(module, replaced.name, None)
+    owners = [_owner_of(replaced) for replaced in _REPLACED]
+    for replaced, (owner, name) in zip(_REPLACED, owners):
+        before = getattr(owner, name, None)
         arguments = tuple(inspect.signature(before).parameters) if before is not None else ()
         if not set(replaced.arguments) <= set(arguments):
             raise InstallationError(
                 f"{replaced.name} of {replaced.module} takes ({', '.join(arguments)}) in MindFormers {version}, and "
                 f"mindlora knows it with ({', '.join(replaced.arguments)}). Install MindFormers as it was published."
             )
-    for replaced, module in zip(_REPLACED, modules):
-        setattr(module, replaced.name, replaced.made(getattr(module, replaced.name)))
+    for replaced, (owner, name) in zip(_REPLACED, owners):
+        setattr(owner, name, replaced.made(getattr(owner, name)))
+
+
+def _owner_of(replaced: _Replaced) -> Tuple[Any, str]:
+    """Returns the module or the class that has a name, and the name there."""
+    *path, name = replaced.name.split(".")
+    return functools.reduce(getattr, path, importlib.import_module(replaced.module)), name
+
+
+def _lora_plus_ratio() -> Optional[float]:
+    return getattr(getattr(_trainer_of_this_model().config, "pet_config", None), "loraplus_lr_ratio", None)
 
 
 def _check_yaml(config: Dict[str, Any]) -> None:
@@ -171,7 +201,7 @@ def _check_yaml(config: Dict[str, Any]) -> None:
 
 
 def _trainer_of_this_model() -> Any:
-    """Returns the Trainer that is building a model now.
+    """Returns the Trainer that is building a model, or its optimizer, now.
 
     MindFormers passes lora_config alone, and under its own launcher this module is imported only after the Trainer has
     read its YAML: the Trainer is to be found among the calls that are going on.

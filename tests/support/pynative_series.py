@@ -1,17 +1,19 @@
-"""Makes MindFormers' PyNative Trainer with mindlora for each configuration of a JSON file; prints what refused it.
+"""Trains with MindFormers' PyNative Trainer and mindlora as each configuration of a JSON file says.
 
-The arguments are the file, a list of YAML contents, and where to write the list of messages, null where there was none.
+The arguments are the file, a list of YAML contents, and where to write what refused each, null if nothing did.
+A YAML can name the callbacks of pynative_launcher.
 """
 
 import json
 import sys
 
-from tests.support import pynative_cpu
+from tests.support import pynative_cpu, pynative_launcher
 
 
 def main():
     """Tries each configuration, with mindlora registered."""
     pynative_cpu.install()
+    pynative_launcher.register_callbacks()
     from mindformers.pynative.trainer import Trainer
 
     from mindlora.errors import LoraError

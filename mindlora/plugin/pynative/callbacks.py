@@ -1,0 +1,163 @@
+"""mindlora's callbacks under MindFormers' PyNative Trainer, which calls callbacks of its own form.
+
+They see what MindSpore's Model shows a callback, as in graph mode: the run is one epoch of all its steps.
+"""
+
+import functools
+from typing import Any, Callable, List, Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import Callback, Tensor, nn
+from mindspore.mint.distributed import get_world_size
+from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
+
+from mindlora.common.mindformers_version import require_mindformers
+from mindlora.common.text import listed
+from mindlora.errors import ConfigError
+from mindlora.nn.tree import lora_cells
+from mindlora.plugin.callbacks import AdapterHealth
+from mindlora.plugin.callbacks.order import ORDER
+from mindlora.plugin.pynative.support import CALLBACKS
+from mindlora.plugin.pynative.train_step import TrainStep
+from mindlora.plugin.run_configuration import plain
+
+# These take the names of graph mode's callbacks in MindFormers' registry, so they come after these.
+from mindlora.plugin.pynative import held_out_loss, lora_checkpoint  # noqa: F401  # isort: skip
+
+require_mindformers("2.0")
+from mindformers.pynative.callback import TrainerCallback  # noqa: E402
+
+
+class Callbacks(TrainerCallback):
+    """Runs callbacks of mindlora in their order, whatever it is in the YAML.
+
+    Args:
+        callbacks (sequence): Callbacks of graph mode, and of the PyNative Trainer.
+        step (TrainStep): What they see as the train step.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], step: TrainStep):
+        self.callbacks = sorted(callbacks, key=lambda callback: ORDER.index(type(callback).__name__))
+        self.step = step
+        self.params = InternalCallbackParam()
+        self.context = RunContext(self.params)
+
+    def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+        """Shows the run, and begins it."""
+        self.params.update(
+            train_network=self.step,
+            network=self.step.network,
+            optimizer=self.step.optimizer,
+            train_dataset=kwargs["train_dataset"],
+            list_callback=self.callbacks,
+            epoch_num=1,
+            batch_num=state.max_steps,
+            cur_epoch_num=1,
+            cur_step_num=state.global_step,
+            run_facts=_run_facts(args),
+            how_to_go_on=_how_to_go_on(args.checkpoint),
+        )
+        self.skipped_before = getattr(state, "skipped_steps", 0)
+        self._call("on_train_begin", ("on_train_begin", "on_train_epoch_begin"), args, state, kwargs)
+
+    def on_step_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+        """Shows the step that begins."""
+        # As MindSpore's Model counts: from 1.
+        self.params.cur_step_num = state.global_step + 1
+        self._call("on_step_begin", ("on_train_step_begin",), args, state, kwargs)
+
+    def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+        """Shows what the step measured; ends the run if a callback has asked for it."""
+        loss, norm = (_number(kwargs[name]) for name in ("loss", "grad_norm"))
+        # MindFormers 2.1 can skip steps by itself.
+        skipped = getattr(state, "skipped_steps", 0)
+        self.step.end(loss, norm, skipped > self.skipped_before)
+        self.skipped_before = skipped
+        self.params.net_outputs = Tensor(loss, ms.float32)
+        self._call("on_step_end", ("on_train_step_end",), args, state, kwargs)
+        if self.context.get_stop_requested():
+            state.max_steps = state.global_step
+
+    def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+        """Ends the run; raises what a callback has ended it with, after all have saved what they save."""
+        self._call("on_train_end", ("on_train_epoch_end", "on_train_end"), args, state, kwargs)
+        for callback in self.callbacks:
+            if isinstance(callback, Callback):
+                callback.__exit__(None, None, None)
+
+    def _call(self, event, names, args, state, kwargs):
+        """Calls one event of the Trainer's callbacks, and those of MindSpore's that stand for it."""
+        for callback in self.callbacks:
+            if isinstance(callback, TrainerCallback):
+                getattr(callback, event)(args, state, **kwargs)
+            else:
+                for name in names:
+                    getattr(callback, name)(self.context)
+
+
+def with_callbacks(handler: Callable) -> Callable:
+    """Returns MindFormers' CallbackHandler, which then runs callbacks of mindlora too."""
+
+    @functools.wraps(handler, updated=())
+    def handle(callbacks: List[Any], model: List[nn.Cell], optimizer: nn.Optimizer, **others: Any) -> Any:
+        ours = [callback for callback in callbacks if isinstance(callback, Callback)]
+        _check(ours)
+        ours += [callback for callback in callbacks if type(callback).__name__ in ORDER and callback not in ours]
+        theirs = [callback for callback in callbacks if callback not in ours]
+        if get_world_size() == 1 and (ours or any(lora_cells(model[0]))):
+            norms = any(isinstance(callback, AdapterHealth) for callback in ours)
+            theirs.append(Callbacks(ours, TrainStep(model[0], optimizer, norms)))
+        return handler(callbacks=theirs, model=model, optimizer=optimizer, **others)
+
+    return handle
+
+
+def train_step_of_trainer(trainer: Any) -> Any:
+    """Returns the TrainStep of a Trainer; None in a run of several processes, or without adapters and callbacks."""
+    last = trainer.callback_handler.callbacks[-1]
+    return last.step if isinstance(last, Callbacks) else None
+
+
+def _check(callbacks):
+    names = [type(callback).__name__ for callback in callbacks]
+    others = [name for name in names if name not in CALLBACKS]
+    if others:
+        raise ConfigError(
+            f"callbacks has {listed(others)}, a callback of graph mode, which MindFormers' PyNative Trainer cannot "
+            "call. Remove it."
+        )
+    if names and get_world_size() > 1:
+        raise ConfigError(
+            f"callbacks has {listed(names)}, which mindlora runs in one process under MindFormers' PyNative Trainer, "
+            f"and this run has {get_world_size()}. Remove it."
+        )
+
+
+def _run_facts(args):
+    """Returns what a report says of the configuration."""
+    configuration = plain(args.to_dict())
+    dataloader = configuration["train_dataset"]["dataloader"]
+    facts = {
+        "training data": dataloader.get("dataset_files") or dataloader.get("dataset_dir"),
+        "rows in a step": args.training.global_batch_size,
+    }
+    return {
+        "configuration": configuration,
+        "defaults": {},
+        "data": {name: fact for name, fact in facts.items() if fact},
+    }
+
+
+def _how_to_go_on(checkpoint):
+    if not checkpoint.enable_save:
+        return "MindFormers saved nothing: checkpoint.enable_save is False."
+    return (
+        f"MindFormers has saved it in {checkpoint.save_path}. To go on, set checkpoint.load_path to that, and "
+        "no_load_optim: False."
+    )
+
+
+def _number(value):
+    return float(np.ravel(value.asnumpy() if hasattr(value, "asnumpy") else value)[0])

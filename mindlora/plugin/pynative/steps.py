@@ -1,0 +1,89 @@
+"""How a step of MindFormers' PyNative Trainer goes with mindlora: rows, weights of micro-batches, skipped updates.
+
+Each function takes a method of the Trainer, and returns the one that gets its name.
+"""
+
+import functools
+from typing import Any, Callable, Dict, List, Mapping
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+from mindlora.errors import LoraError
+from mindlora.plugin.pynative.callbacks import train_step_of_trainer
+from mindlora.plugin.pynative.rows import shifted
+
+
+def with_begun_step(training_step: Callable) -> Callable:
+    """Returns the method that trains a step, which then counts the tokens of its micro-batches first."""
+
+    @functools.wraps(training_step)
+    def train(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
+        step = train_step_of_trainer(trainer)
+        if step is None:
+            return training_step(trainer, *arguments, **keywords)
+        step.begin()
+        if trainer.num_accumulation_steps > 1:
+            batches = _micro_batches(trainer, *arguments, **keywords)
+            step.expected = sum(step.counted_tokens(_shifted(step, batch)) for batch in batches)
+            # MindFormers 2.1 reads each micro-batch when its turn comes: it gets those that have been read.
+            trainer._next_batch = iter(batches).__next__
+        try:
+            return training_step(trainer, *arguments, **keywords)
+        except RuntimeError as error:
+            # MindFormers hides what went wrong behind a "RuntimeError: Error in training step".
+            if isinstance(error.__cause__, LoraError):
+                raise error.__cause__ from None
+            raise
+        finally:
+            vars(trainer).pop("_next_batch", None)
+
+    return train
+
+
+def with_weights(compute_loss: Callable) -> Callable:
+    """Returns the method that computes the loss of a micro-batch, which then counts as much as its tokens.
+
+    MindFormers takes the mean of the micro-batches' means.
+    """
+
+    @functools.wraps(compute_loss)
+    def compute(trainer: Any, model: List[nn.Cell], inputs: Mapping[str, Any]) -> Tensor:
+        step = train_step_of_trainer(trainer)
+        if step is None:
+            return compute_loss(trainer, model, inputs)
+        rows = _shifted(step, inputs)
+        loss = compute_loss(trainer, model, rows)
+        return step.weighted(loss, step.counted_tokens(rows), trainer.num_accumulation_steps)
+
+    return compute
+
+
+def with_skipping(optimizer_update: Callable) -> Callable:
+    """Returns the method that updates the parameters, which then does not if a limit of the step is exceeded."""
+
+    @functools.wraps(optimizer_update)
+    def update(trainer: Any) -> Any:
+        step = train_step_of_trainer(trainer)
+        parameters = trainer.optimizer.parameters
+        norm = None if step is None else step.before_update(parameters)
+        if norm is None:
+            return optimizer_update(trainer)
+        for parameter in parameters:
+            parameter.grad = None
+        return Tensor(norm, ms.float32)
+
+    return update
+
+
+def _micro_batches(trainer: Any, *arguments: Any, **keywords: Any) -> List[Dict[str, Any]]:
+    """Returns what a step trains on: MindFormers 2.0 hands it over as one batch, 2.1 reads it in the step."""
+    count = trainer.num_accumulation_steps
+    inputs = keywords.get("inputs", arguments[0] if arguments else None)
+    if isinstance(inputs, Mapping):
+        return [trainer._split_micro_batch(inputs, number) for number in range(count)]
+    return [trainer._next_batch() for _ in range(count)]
+
+
+def _shifted(step, inputs):
+    return shifted(inputs, step.gpt.seq_length)

@@ -1,0 +1,101 @@
+"""Callbacks of mindlora under MindFormers' PyNative Trainer. One process trains all runs: imports are slow."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support import pynative_runs
+from tests.support.pynative_runs import only_with_pynative_trainer
+
+pytestmark = only_with_pynative_trainer
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("callbacks")
+
+
+@pytest.fixture(scope="module")
+def messages(folder):
+    """Name of a run -> what ended it, or None."""
+    data = folder / "rows.mindrecord"
+    pynative_runs.write_data(data, rows=4)
+    runs = {
+        "measured": (
+            *({"type": "RunReport"}, {"type": "LossCurve"}, {"type": "AdapterHealth", "every_steps": 2}),
+            {"type": "HeldOutLoss", "dataset_dir": str(data), "every_steps": 1, "batch_size": 3},
+            {"type": "WarmUp", "steps": 2, "start_factor": 0.5},
+        ),
+        "patient": (
+            {"type": "EarlyStopping", "patience": 1, "min_delta": 100.0},
+            {"type": "HeldOutLoss", "dataset_dir": str(data), "every_steps": 1},
+        ),
+        "stopped": ({"type": "GracefulStop"}, {"type": "SendSignal", "step": 2}),
+        "guarded": (
+            *({"type": "TrainingGuard", "max_skipped": 2}, {"type": "RunReport"}),
+            {"type": "SpoilStep", "steps": [2, 3], "path": str(folder / "changed.json")},
+        ),
+        "waiting": ({"type": "EarlyStopping"},),
+    }
+    configs = []
+    for name, callbacks in runs.items():
+        # Where a callback writes to a folder, each run has one.
+        recorded = [{"type": "FillWeights"}, *callbacks, {"type": "RecordLosses"}]
+        writing = ("RunReport", "LossCurve", "RecordLosses")
+        named = [{**node, "directory": str(folder / name)} if node["type"] in writing else node for node in recorded]
+        configs.append(pynative_runs.tiny_config("qwen3", data, STEPS, callbacks=named))
+    return dict(zip(runs, pynative_runs.series(configs, folder)))
+
+
+def records(folder, key):
+    """Returns what a run's metrics.jsonl holds under a key, in order."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record[key] for record in map(json.loads, lines) if key in record]
+
+
+def test_the_held_out_loss_is_mindformers_loss_of_the_next_step(folder, messages):
+    assert messages["measured"] is None
+    held_out = records(folder / "measured", "held_out_loss")
+    losses = pynative_runs.losses(folder / "measured")
+    assert len(held_out) == len(losses) == STEPS
+    np.testing.assert_allclose(held_out[:-1], losses[1:], rtol=1e-5)
+    curve = json.loads((folder / "measured" / "loss_curve.json").read_text(encoding="utf-8"))
+    assert curve["held_out"] == [[step + 1, loss] for step, loss in enumerate(held_out)]
+    assert [loss for _, loss in curve["train"]] == pytest.approx(losses)
+
+
+def test_rates_tokens_and_health_are_recorded(folder, messages):
+    np.testing.assert_allclose(records(folder / "measured", "learning_rate"), [0.005, 0.0075, 0.01, 0.01], rtol=1e-5)
+    tokens = records(folder / "measured", "tokens")
+    assert len(set(tokens)) == 1 and 0 < tokens[0] < 64
+    health = records(folder / "measured", "health")
+    assert [report["step"] for report in health] == [2, 4]
+    for report in health:
+        for cell in report["cells"].values():
+            assert all(part["gradient_norm"] > 0 and part["update"] > 0 for part in cell["parts"].values())
+    assert (folder / "measured" / "report.html").is_file()
+
+
+def test_a_run_ends_early_if_nothing_improves(folder, messages):
+    assert messages["patient"] is None
+    assert len(pynative_runs.losses(folder / "patient")) == 2
+
+
+def test_a_callback_that_waits_for_what_nothing_measures_is_refused(messages):
+    assert "EarlyStopping needs held_out_loss, which nothing measures" in messages["waiting"]
+
+
+def test_a_signal_finishes_the_step(folder, messages):
+    assert "RunStopped: SIGTERM stopped the run after step 2 of 4. MindFormers saved nothing" in messages["stopped"]
+    assert len(pynative_runs.losses(folder / "stopped")) == 2
+
+
+def test_a_bad_step_changes_nothing_and_two_lower_the_rate(folder, messages):
+    assert messages["guarded"] is None
+    assert json.loads((folder / "changed.json").read_text(encoding="utf-8")) == [False, False]
+    assert records(folder / "guarded", "skipped") == [False, True, True, False]
+    assert records(folder / "guarded", "event") == ["skipped_step", "skipped_step", "rollback"]
+    np.testing.assert_allclose(records(folder / "guarded", "learning_rate"), [0.01, 0.01, 0.01, 0.003], rtol=1e-5)
+    assert np.isfinite(pynative_runs.losses(folder / "guarded")[3])
