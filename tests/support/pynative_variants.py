@@ -32,7 +32,7 @@ def made_without_values(config):
     from mindlora.nn.registry import kind_of
 
     with ms.DeviceCtx("meta"):
-        linear = Linear(IN, OUT, compute_dtype="float32", bias=True)
+        linear = Linear(IN, OUT, compute_dtype="float32", params_dtype="float32", bias=True)
     cell = kind_of(linear, config).from_cell(linear, config)
     assert isinstance(cell, Linear) and all(parameter.is_meta for parameter in cell.get_parameters())
     cell.to_empty(device="CPU")

@@ -50,7 +50,11 @@ MCORE = KeyNames(
     only=r"^decoder\.layers\.|^output_layer\.",
 )
 PYNATIVE = KeyNames(
-    "MindFormers 2's LoRA", {".lora_a": "A", ".lora_b": "B"}, mcore=True, only=r"^decoder\.layers\.|^output_layer\."
+    "MindFormers 2's LoRA",
+    # The last two are those of mindlora's DoRA and MiSS.
+    {".lora_a": "A", ".lora_b": "B", ".magnitude_lora_b": "magnitude", ".miss_block_lora_b": "block"},
+    mcore=True,
+    only=r"^decoder\.layers\.|^output_layer\.",
 )
 SLORA = KeyNames("MindFormers' slora", {".lora_a": "A", ".lora_b": "B"})
 KEY_NAMES = (MINDPET, TK_DELTA, MCORE, PYNATIVE, SLORA)

@@ -175,7 +175,9 @@ def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:
                 f"{manifest}: lora_config.lora_rank is {shown(rank)}, and {path} has rank {adapter.rank(path)}. Give "
                 "the manifest that was saved with these tensors."
             )
-    adapter.alphas = dict.fromkeys(adapter.paths, float(alpha))
+    # MindFormers writes a lora_alpha for MiSS too, which has no scale.
+    if not adapter.variant.no_scale:
+        adapter.alphas = dict.fromkeys(adapter.paths, float(alpha))
     dropout = settings.get("lora_dropout", 0.0)
     if dropout in peft_config.DROPOUT:
         adapter.dropout = float(dropout)

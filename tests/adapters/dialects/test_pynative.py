@@ -280,6 +280,18 @@ def test_a_folder_of_the_trainer_goes_to_peft_and_back_bit_for_bit(tmp_path):
         assert again[key].tobytes() == array.tobytes(), key
 
 
+def test_doras_magnitudes_and_miss_blocks_are_read(tmp_path):
+    dora = {**pairs(QKV.format(0)), f"{QKV.format(0)}.magnitude_lora_b": values(24)}
+    miss = {f"{QKV.format(0)}.miss_block_lora_b": values(24, RANK)}
+    for tensors, parts, alpha in ((dora, {"A", "B", "magnitude"}, 6), (miss, {"block"}, RANK)):
+        adapter = adapter_files.read(write_step(tmp_path / str(alpha), tensors, **LORA))
+        assert {part for _, part in adapter.tensors} >= parts
+        # MiSS has no scale, whatever lora_config says.
+        assert set(adapter.alphas.values()) == {alpha}
+        for array in tensors.values():
+            assert any(array.tobytes() == other.tobytes() for other in adapter.tensors.values())
+
+
 def test_the_manifest_says_what_was_written(tmp_path):
     adapter = adapter_of(DENSE, layers=(0, 2), dropout=0.1, base_model="/models/qwen3")
     adapter.use_rslora = True

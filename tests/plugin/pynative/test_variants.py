@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mindlora.adapters.convert import Heads, convert_adapter
 from tests.support import pynative_runs
-from tests.support.pynative_runs import BRIDGE, only_with_pynative_trainer
+from tests.support.pynative_runs import BRIDGE, LORA, only_with_pynative_trainer
 
 pytestmark = only_with_pynative_trainer
 STEPS = 4
@@ -61,16 +62,15 @@ def test_a_resumed_run_goes_on_with_its_magnitudes(runs):
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
 
 
-@pytest.mark.parametrize(
-    "name, setting, part", [("dora", "use_dora", "magnitude_lora_b"), ("miss", "peft_type", "miss_block_lora_b")]
-)
-def test_a_folder_for_peft_is_the_variant(runs, name, setting, part):
-    folder = runs / f"{name}_peft" / f"step_{STEPS}"
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    assert settings[setting] in (True, "MISS")
-    tensor = load_file(folder / "adapter_model.safetensors")
-    values = pynative_runs.trained(runs / name)[f"{PROJECTION}.{part}"]
-    assert any(
-        value.size == values.size and np.array_equal(np.sort(value.ravel()), np.sort(values.ravel()))
-        for value in tensor.values()
-    )
+@pytest.mark.parametrize("name, setting", [("dora", ("use_dora", True)), ("miss", ("peft_type", "MISS"))])
+def test_mindformers_folder_is_the_same_adapter_as_the_one_for_peft(runs, name, setting):
+    peft, converted = runs / f"{name}_peft" / f"step_{STEPS}", runs / f"{name}_converted"
+    step = runs / f"{name}_saved" / f"iteration_{STEPS:08d}"
+    alpha = LORA["lora_alpha"] if name == "dora" else None
+    convert_adapter(str(step), str(converted), "peft", lora_alpha=alpha, heads=Heads(4, 2, 12))
+
+    settings = json.loads((converted / "adapter_config.json").read_text(encoding="utf-8"))
+    assert setting in settings.items()
+    tensors, expected = (load_file(folder / "adapter_model.safetensors") for folder in (converted, peft))
+    assert tensors.keys() == expected.keys()
+    assert all(np.array_equal(tensors[key], expected[key]) for key in expected)
