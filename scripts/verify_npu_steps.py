@@ -19,6 +19,7 @@ from verify_npu_devices import VISIBLE, Npus, free_port
 from verify_npu_operators import DTYPES, OPERATORS
 from verify_npu_page import KERNELS, switch
 from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome, run
+from verify_npu_timing import ways
 
 # Last lines of build_ascend.sh where the machine lacks what it needs.
 CANNOT_BUILD = ("no CANN toolkit was found", "the kernels need", "cmake was not found")
@@ -385,4 +386,5 @@ STEPS: Dict[str, Callable[[Place], Iterator[Outcome]]] = {
     "two-devices": on_device(two_devices, "two-devices"),
     "bench": on_device(bench, "bench"),
     "msprof": on_device(msprof, "msprof"),
+    "ways": on_device(ways, "ways"),
 }

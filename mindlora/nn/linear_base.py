@@ -107,7 +107,8 @@ class LinearBase(nn.Cell):
 
     def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
         """Picks the operators of plain LoRA's path."""
-        return pick_low_rank(rank, self.dtype, dropout_rate, self.has_bias, strategy_of(self.matmul))
+        channels = (self.in_channels, self.out_channels)
+        return pick_low_rank(rank, self.dtype, dropout_rate, self.has_bias, strategy_of(self.matmul), channels)
 
     def tokens(self, x: Tensor) -> Tensor:
         """x as the products take it: [tokens, in_channels], of their dtype."""

@@ -150,18 +150,25 @@ class LowRankPicks(NamedTuple):
 
 
 def pick_low_rank(
-    rank: int, dtype: mstype.Type, dropout_rate: float, has_bias: bool, strategy: Optional[Strategy]
+    rank: int,
+    dtype: mstype.Type,
+    dropout_rate: float,
+    has_bias: bool,
+    strategy: Optional[Strategy],
+    channels: Tuple[int, int],
 ) -> LowRankPicks:
     """Picks the operators of a cell's low-rank path, from the device, the mode, and what was built.
 
     A fused operator is picked where it is faster: in training on a CPU it never is, except for dropout. ``dtype`` is
-    that of the cell's products; ``strategy`` is None if the base's product is whole.
+    that of the cell's products; ``strategy`` is None if the base's product is whole; ``channels`` are (in, out).
 
     Raises:
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.
     """
-    choice = choose_for_cell("lora_delta", rank, dtype, sharded=strategy is not None)
-    decode = None if choice.path == "composed" else OnePass(has_bias, _one_pass_tokens(choice.path))
+    sharded = strategy is not None
+    choice = choose_for_cell("lora_delta", rank, dtype, sharded, channels)
+    one_pass = choose_for_cell("lora_linear", rank, dtype, sharded).path
+    decode = None if one_pass == "composed" else OnePass(has_bias, _one_pass_tokens(one_pass))
     if choice.path == "ascend":
         return LowRankPicks(choice, FusedLowRank(dropout_rate), decode)
     if strategy is not None or get_context("device_target") != "CPU":

@@ -63,7 +63,11 @@ MAX_RANK = 256
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 5
+_LIBRARY_VERSION = 6
+# Of a short prompt, or of a step of training with few rows: decode is lora_linear's.
+TOKENS_OF_A_CELL = 512
+# By what a kernel's estimate must exceed that of plain operators, which knows nothing of their launches.
+FAR_ABOVE = 1.25
 _COMPOSED_ON_CPU = "; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 MatMul or Mul"
 
 
@@ -145,11 +149,14 @@ def choose(op: str) -> Choice:
     return Choice(op, "cpu", f"{_ONE_PASS.get(op, 'graph mode')} on a CPU, {LIBRARY}")
 
 
-def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Choice:
-    """Picks the path of an operator for one cell: the composed one if no kernel supports the cell.
+def choose_for_cell(
+    op: str, rank: int, dtype: mstype.Type, sharded: bool, channels: Optional[Tuple[int, int]] = None
+) -> Choice:
+    """Picks the path of an operator for one cell: the composed one if no kernel supports the cell, or is slower.
 
     Raises BackendError if MINDLORA_BACKEND names a path that is unknown or not available for this cell. ``dtype`` is
-    that in which the cell computes; with ``sharded`` it has a shard strategy.
+    that in which the cell computes; with ``sharded`` it has a shard strategy. ``channels`` are lora_delta's (in, out),
+    by which its kernel on an NPU is compared with plain operators.
     """
     choice = choose(op)
     problem = ""
@@ -159,12 +166,45 @@ def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Ch
         problem = f"rank is {rank}, and the fused operators take 1 to {MAX_RANK}"
     elif dtype not in DTYPES:
         problem = f"the cell computes in {dtype}, and the fused operators in Float32, Float16 or BFloat16"
+    variable, forced = _asked(op)
+    if not problem and not forced and choice.path == "ascend" and channels is not None:
+        problem = _slow_on_ascend(*channels, rank, dtype)
     if choice.path == "composed" or not problem:
         return choice
-    variable, forced = _asked(op)
     if forced:
         raise BackendError(f"{variable} is {choice.path}, but {problem}. Unset it, or set it to composed.")
     return Choice(op, "composed", problem)
+
+
+def lora_delta_times(
+    tokens: int, in_channels: int, out_channels: int, rank: int, element_bytes: int
+) -> Tuple[int, ...]:
+    """Returns what lora_delta takes on an Atlas A2 at best, in bytes that its memory moves meanwhile.
+
+    Args:
+        tokens, in_channels, out_channels, rank (int): The sizes.
+        element_bytes (int): 4 for float32, 2 for float16 and bfloat16.
+
+    Returns:
+        tuple of int, (the least possible, the kernel by its plan's estimate, plain operators).
+    """
+    times = (ctypes.c_uint64 * 3)()
+    sizes = map(ctypes.c_uint64, (tokens, in_channels, out_channels, rank, element_bytes))
+    _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_lora_delta_times(*sizes, times)
+    return tuple(times)
+
+
+def _slow_on_ascend(in_channels, out_channels, rank, dtype) -> str:
+    """Returns why plain operators are faster on an NPU, or ""."""
+    element_bytes = 4 if dtype == ms.float32 else 2
+    least, kernel, composed = lora_delta_times(TOKENS_OF_A_CELL, in_channels, out_channels, rank, element_bytes)
+    if kernel <= FAR_ABOVE * composed:
+        return ""
+    return (
+        f"for {in_channels} to {out_channels} channels, rank {rank} and {TOKENS_OF_A_CELL} tokens in {dtype} the "
+        f"kernel is estimated at {kernel / least:.1f} times the time of its bytes, and plain operators at "
+        f"{composed / least:.1f}"
+    )
 
 
 def switch(op: str) -> str:

@@ -40,7 +40,11 @@ def is_current(library: str = LIBRARY) -> bool:
     """Returns whether the library exists and no source or header is newer."""
     if not os.path.exists(library):
         return False
-    headers = glob.glob(os.path.join(SOURCES, "cpu_common", "*.h")) + glob.glob(os.path.join(SOURCES, "*/cpu/*.h"))
+    headers = [
+        path
+        for folder in ("cpu_common", "*/cpu", "ascendc_common", "lora_delta/ascendc/*")
+        for path in glob.glob(os.path.join(SOURCES, folder, "*.h"))
+    ]
     return os.path.getmtime(library) >= max(map(os.path.getmtime, [*sources(), *headers, __file__]))
 
 

@@ -6,7 +6,9 @@
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -176,12 +178,7 @@ public:
 
     bool Good() const { return good_; }
 
-private:
-    int64_t Size(size_t input, size_t axis) const
-    {
-        return context_->GetInputShape(input)->GetStorageShape().GetDim(axis);
-    }
-
+    // The first one counts.
     template <class... Parts>
     void Refuse(const char* format, Parts... parts)
     {
@@ -190,6 +187,12 @@ private:
         std::fprintf(stderr, "mindlora %s (ascend): ", op_);
         std::fprintf(stderr, format, parts...);
         std::fprintf(stderr, ".\n");
+    }
+
+private:
+    int64_t Size(size_t input, size_t axis) const
+    {
+        return context_->GetInputShape(input)->GetStorageShape().GetDim(axis);
     }
 
     const char* op_;
@@ -203,7 +206,26 @@ inline uint64_t ElementBytes(gert::TilingContext* context, size_t input)
     return context->GetInputDesc(input)->GetDataType() == ge::DT_FLOAT ? sizeof(float) : sizeof(uint16_t);
 }
 
-inline Platform AskPlatform(gert::TilingContext* context)
+// MINDLORA_ASCEND_CORES and MINDLORA_ASCEND_KIND, for measurements: the number of AI cores, each a cube core with its
+// two vector cores, and the kind that an operator for both kinds takes, where it can.
+inline void Force(Shapes& shapes, Platform& platform)
+{
+    if (const char* wanted = std::getenv("MINDLORA_ASCEND_CORES")) {
+        char* end = nullptr;
+        const long count = std::strtol(wanted, &end, 10);
+        shapes.CheckRange("MINDLORA_ASCEND_CORES", *end == '\0' ? count : 0, 1, PairedCubeCores(platform));
+        platform.cubeCores = std::min<uint64_t>(platform.cubeCores, std::max(count, 1L));
+        platform.vectorCores = std::min<uint64_t>(platform.vectorCores, 2 * uint64_t{platform.cubeCores});
+    }
+    if (const char* wanted = std::getenv("MINDLORA_ASCEND_KIND")) {
+        const std::string kind = wanted;
+        platform.cores = kind == "cube" ? Cores::kCube : Cores::kVector;
+        if (kind != "cube" && kind != "vector")
+            shapes.Refuse("MINDLORA_ASCEND_KIND is %s: it must be cube or vector", wanted);
+    }
+}
+
+inline Platform AskPlatform(gert::TilingContext* context, Shapes& shapes)
 {
     using platform_ascendc::CoreMemType;
     const platform_ascendc::PlatformAscendC chip(context->GetPlatformInfo());
@@ -215,6 +237,7 @@ inline Platform AskPlatform(gert::TilingContext* context)
     chip.GetCoreMemSize(CoreMemType::L0_A, platform.l0a);
     chip.GetCoreMemSize(CoreMemType::L0_B, platform.l0b);
     chip.GetCoreMemSize(CoreMemType::L0_C, platform.l0c);
+    Force(shapes, platform);
     return platform;
 }
 

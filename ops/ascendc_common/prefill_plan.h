@@ -25,8 +25,10 @@ struct Split {
     uint64_t parts;
 };
 
-// What a part moves, and how often it multiplies two fractals, which takes as long as a repeat.
+// What all parts move, what one of them moves, and how often that one multiplies two fractals, which takes as long as a
+// repeat. A or B comes from memory once; groups of tokens after the first read it from the cache.
 struct Load {
+    uint64_t allBytes;
     uint64_t bytes;
     uint64_t products;
 };
@@ -34,16 +36,21 @@ struct Load {
 // Partial sums are written by the cube cores and read by the vector cores.
 inline Load ShrinkLoad(const Split& split, uint64_t tokens, uint64_t rank)
 {
-    const uint64_t rows = std::min(split.rows, tokens);
-    return {kElement * (rows + rank) * split.width + 2 * sizeof(float) * rows * rank,
+    const uint64_t rows = std::min(split.rows, tokens), size = split.slices * split.width;
+    const uint64_t again = kElement * (split.parts / split.slices - 1) * rank * size;
+    return {kElement * (tokens + rank) * size + Cached(again + 2 * sizeof(float) * split.slices * tokens * rank),
+        kElement * (rows + rank) * split.width + Cached(2 * sizeof(float) * rows * rank),
         CeilDiv(rows, kSide) * CeilDiv(rank, kSide) * CeilDiv(split.width, kSide)};
 }
 
 // y0 is multiplied by an identity.
 inline Load ExpandLoad(const Split& split, uint64_t tokens, uint64_t rank)
 {
-    const uint64_t rows = std::min(split.rows, tokens);
-    return {kElement * ((2 * rows + rank) * split.width + rows * rank) + kFractal,
+    const uint64_t rows = std::min(split.rows, tokens), size = split.slices * split.width;
+    const uint64_t again = kElement * (split.parts / split.slices - 1) * rank * size;
+    return {kElement * (2 * tokens + rank) * size +
+            Cached(again + kElement * split.slices * tokens * rank + split.parts * kFractal),
+        kElement * (2 * rows + rank) * split.width + Cached(kElement * rows * rank + kFractal),
         CeilDiv(rows, kSide) * (CeilDiv(rank, kSide) + 1) * CeilDiv(split.width, kSide)};
 }
 
@@ -62,17 +69,24 @@ inline std::vector<Split> SplitsOf(uint64_t tokens, uint64_t size, uint64_t most
     return splits;
 }
 
+// Cores take parts in turns.
+inline uint64_t TimeOf(const Load& load, uint64_t parts, const Platform& chip)
+{
+    const uint64_t cores = PairedCubeCores(chip), turns = CeilDiv(parts, cores);
+    return TimeAtBest(load.allBytes, turns * load.bytes, turns * load.products, cores, chip);
+}
+
 // The split over the most cores that takes no longer than `allowed`, or than the fastest. With few groups of tokens, A
 // and B are read few times; with few slices, little is exchanged; with many parts, no core has much to do.
 // loadOf(split) is the load of one part. `time` becomes that of the split.
 template <class LoadOf>
-Split Choose(const std::vector<Split>& splits, uint64_t cores, uint64_t allowed, const LoadOf& loadOf, uint64_t& time)
+Split Choose(
+    const std::vector<Split>& splits, const Platform& chip, uint64_t allowed, const LoadOf& loadOf, uint64_t& time)
 {
+    const uint64_t cores = PairedCubeCores(chip);
     std::vector<uint64_t> times;
     for (const Split& split : splits) {
-        const Load load = loadOf(split);
-        const uint64_t turns = CeilDiv(split.parts, cores);
-        times.push_back(TimeAtBest(split.parts * load.bytes, turns * load.bytes, turns * load.products, cores));
+        times.push_back(TimeOf(loadOf(split), split.parts, chip));
     }
     allowed = std::max(allowed, *std::min_element(times.begin(), times.end()));
     Split best{};
@@ -107,7 +121,7 @@ inline bool TakesPrefill(uint64_t tokens, uint64_t rank, uint64_t stride, uint64
 {
     using namespace prefill;
     return elementBytes == kElement && tokens >= kLeastTokens && stride <= kMostStride && tokens * rank <= kMostLow &&
-        PairedCubeCores(chip) > 0;
+        PairedCubeCores(chip) > 0 && chip.cores != Cores::kVector;
 }
 
 // Fills in plan.tiling.prefill and how to launch it, and returns the time. `rank` is the largest one in use.
@@ -122,11 +136,11 @@ uint64_t PlanPrefill(
 
     uint64_t shrinkTime = 0, expandTime = 0;
     const Split shrink = Choose(
-        SplitsOf(tokens, in, mostWidth, cores), cores, WithMoreCores(leastShrink),
+        SplitsOf(tokens, in, mostWidth, cores), chip, WithMoreCores(leastShrink),
         [&](const Split& split) { return ShrinkLoad(split, tokens, rank); }, shrinkTime);
     const uint64_t all = WithMoreCores(leastShrink + leastExpand);
     const Split expand = Choose(
-        SplitsOf(tokens, out, mostWidth, cores), cores, all > shrinkTime ? all - shrinkTime : 0,
+        SplitsOf(tokens, out, mostWidth, cores), chip, all > shrinkTime ? all - shrinkTime : 0,
         [&](const Split& split) { return ExpandLoad(split, tokens, rank); }, expandTime);
     tiling.shrinkRows = shrink.rows;
     tiling.shrinkDepth = shrink.width;

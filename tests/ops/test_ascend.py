@@ -14,6 +14,7 @@ import pytest
 from mindspore.ops.operations import custom_ops
 
 from mindlora.errors import BackendError
+from mindlora.nn.low_rank import ComposedLowRank, FusedLowRank, pick_low_rank
 from mindlora.ops import (
     LoraDelta,
     MultiLoraSlotWrite,
@@ -260,6 +261,29 @@ def test_the_cells_hold_the_kernels(made):
     ):
         assert cell.path == "ascend" and isinstance(cell.kernel, ascend.AscendKernel)
         assert cell.kernel.get_attr_dict()["reg_op_name"] == name
+
+
+@pytest.mark.parametrize(
+    "dtype, rank, channels, said",
+    [
+        (ms.float32, 64, (4096, 4096), "6.4 times the time of its bytes, and plain operators at 1.3"),
+        (ms.float32, 8, (4096, 4096), ""),
+        (ms.float16, 128, (4096, 4096), ""),
+        (ms.bfloat16, 64, (4096, 152064), "9.4 times the time of its bytes, and plain operators at 1.5"),
+        (ms.bfloat16, 16, (4096, 152064), "2.1 times the time of its bytes"),
+        (ms.bfloat16, 64, (4096, 65535), ""),
+    ],
+)
+def test_a_cell_takes_plain_operators_where_the_kernel_is_estimated_far_slower(
+    made, monkeypatch, dtype, rank, channels, said
+):
+    picks = pick_low_rank(rank, dtype, 0.0, False, None, channels)
+    assert picks.choice.path == ("composed" if said else "ascend") and said in picks.choice.reason
+    assert isinstance(picks.low_rank, ComposedLowRank if said else FusedLowRank)
+    # Few tokens are lora_linear's, whose kernel reads W as fast as it arrives.
+    assert picks.decode.most_tokens == 8 and picks.decode.lora_linear.path == "ascend"
+    monkeypatch.setenv("MINDLORA_BACKEND_LORA_DELTA", "ascend")
+    assert backend.choose_for_cell("lora_delta", rank, dtype, False, channels).path == "ascend"
 
 
 def test_each_kernel_has_a_folder():

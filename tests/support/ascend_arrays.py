@@ -66,9 +66,11 @@ def moved(report: Dict[str, Any], without: Sequence[str] = ("tiling",)) -> int:
 def over_the_bound(report: Dict[str, Any], least: int, vector_cores: int = 48) -> float:
     """Returns a kernel's time at best over the bound of all cores sharing its work.
 
-    The time is the larger of bytes over bandwidth and the busiest core's repeats over clock; 889 bytes move in a repeat
-    (kBytesPerRepeat in ops/ascendc_common/plan.h). The bound has the least bytes, and the vector cores' equal shares.
+    The time is the larger of bytes over bandwidth and the busiest core's repeats over clock; 889 bytes move in a
+    repeat, and what is exchanged or read again moves twice as fast (kBytesPerRepeat and kCache in
+    ops/ascendc_common/plan.h). The bound has the least bytes, and the vector cores' equal shares.
     """
     busiest = max(core["repeats"] for core in report["cores"])
     shared = sum(core["repeats"] for core in report["cores"] if core["name"].startswith("AIV")) / vector_cores
-    return max(moved(report), 889 * busiest) / max(least, 889 * shared)
+    bytes_at_best = (least + moved(report)) / 2
+    return max(bytes_at_best, 889 * busiest) / max(least, 889 * shared)

@@ -201,7 +201,7 @@ def test_a_shape_that_the_host_refuses_is_a_failed_case_with_canns_code(run, bui
 
 @pytest.fixture
 def answer(place):
-    """Returns what an operator's host says of tensors (shape, dtype's number). It needs no memory for them."""
+    """Returns an operator's answer, code and bytes of workspace, to tensors (shape, dtype's number) without memory."""
     acl = ctypes.CDLL(str(place / "cann/lib64/libascendcl.so"), ctypes.RTLD_GLOBAL)
     opapi = ctypes.CDLL(str(place / "package/op_api/lib/libcust_opapi.so"))
     acl.aclCreateTensor.restype = ctypes.c_void_p
@@ -213,17 +213,42 @@ def answer(place):
     def ask(op_type, *tensors):
         size, executor = ctypes.c_uint64(), ctypes.c_void_p()
         function = opapi[f"aclnn{op_type}GetWorkspaceSize"]
-        return function(*[made(*tensor) for tensor in tensors], ctypes.byref(size), ctypes.byref(executor))
+        code = function(*[made(*tensor) for tensor in tensors], ctypes.byref(size), ctypes.byref(executor))
+        return code, size.value
 
     return ask
 
 
 def test_a_row_of_more_bytes_than_a_stride_can_say_is_refused(answer):
     def code(k, n):
-        return answer("LoraDelta", *((shape, 0) for shape in ((1, n), (1, k), (1, k), (n, 1), (1,), (1, n))))
+        return answer("LoraDelta", *((shape, 0) for shape in ((1, n), (1, k), (1, k), (n, 1), (1,), (1, n))))[0]
 
     most = 2**30 - 1  # of 4 bytes each
     assert [code(k, n) for k, n in ((most, 16), (16, most), (most + 1, 16), (16, most + 1))] == [0, 0, 561002, 561002]
+
+
+def test_cores_can_be_forced_for_measurements(answer, monkeypatch, capfd):
+    def workspace(tokens, **forced):
+        for name in ("CORES", "KIND"):
+            monkeypatch.delenv(f"MINDLORA_ASCEND_{name}", raising=False)
+        for name, value in forced.items():
+            monkeypatch.setenv(f"MINDLORA_ASCEND_{name}", value)
+        wide, low = ((tokens, 4096), 1), ((16, 4096), 1)
+        return answer("LoraDelta", wide, wide, low, ((4096, 16), 1), ((1,), 0), wide)
+
+    # Few tokens are the vector cores', many the cube cores'.
+    assert workspace(4) == workspace(4, KIND="vector") != workspace(4, KIND="cube")
+    assert workspace(64) == workspace(64, KIND="cube") != workspace(64, KIND="vector")
+    # One token is written by each of the cores that shrink, so as often as there are cores.
+    assert workspace(1)[1] > workspace(1, CORES="4")[1] > workspace(1, CORES="1")[1]
+    assert workspace(1) == workspace(1, CORES="24")
+    for forced, said in (
+        ({"CORES": "25"}, "MINDLORA_ASCEND_CORES is 25: it must be 1 to 24."),
+        ({"CORES": "four"}, "MINDLORA_ASCEND_CORES is 0: it must be 1 to 24."),
+        ({"KIND": "both"}, "MINDLORA_ASCEND_KIND is both: it must be cube or vector."),
+    ):
+        assert workspace(1, **forced)[0] == 561002
+        assert capfd.readouterr().err == f"mindlora lora_delta (ascend): {said}\n"
 
 
 def test_more_slots_than_the_table_of_a_core_has_room_for_are_refused(answer):
@@ -231,7 +256,7 @@ def test_more_slots_than_the_table_of_a_core_has_room_for_are_refused(answer):
 
     def code(slots):
         rows, numbers = ((1, 4), float32), (((slots,), int32), ((slots,), float32), ((1,), int32))
-        return answer("MultiLoraDelta", rows, rows, ((slots, 1, 8), float32), *numbers, rows)
+        return answer("MultiLoraDelta", rows, rows, ((slots, 1, 8), float32), *numbers, rows)[0]
 
     # With 8,638 it runs: test_as_many_slots_as_the_table_has_room_for.
     assert [code(slots) for slots in (8638, 8639, 8648)] == [0, 561002, 561002]

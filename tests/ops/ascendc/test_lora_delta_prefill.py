@@ -121,16 +121,16 @@ def test_adapter_and_scale_matter(run):
 
 @pytest.mark.parametrize(
     "size, rank, most",
-    [(4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.17), (5120, 64, 1.15)],
+    [(4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.32), (5120, 64, 1.28)],
 )
 def test_bytes_moved(run, size, rank, most):
-    """Near the minimum (each input once, y once) with all cores busy; at rank 64 as many as draw all bandwidth."""
+    """Near the minimum (each input once, y once) with all cores busy. At rank 64 the cache serves the rest."""
     tokens = 512
     arrays = normal(0, "float16", (tokens, size), (tokens, size), (rank, size), (size, rank))
     _, report = run("float16", arrays, 1.0)
     least = 2 * (3 * tokens * size + 2 * rank * size)
     assert moved(report) <= most * least
-    assert report["cores_that_worked"] >= (60 if rank < 64 else 24)
+    assert report["cores_that_worked"] >= 60
 
 
 def test_what_stays_with_the_vector_cores(kernels):

@@ -15,10 +15,10 @@ ge::graphStatus Tile(gert::TilingContext* context)
     const int64_t tokens = shapes.At(kX, 0), in = shapes.At(kX, 1), out = shapes.At(kY0, 1);
     shapes.CheckSame("the number of tokens", shapes.At(kY0, 0), tokens);
     shapes.CheckPair(kA, kB, in, out);
+    const mindlora::Platform chip = mindlora::AskPlatform(context, shapes);
     if (!shapes.Good()) return ge::GRAPH_FAILED;
-    return mindlora::Launch(context,
-        mindlora::PlanLoraDelta(
-            tokens, in, out, shapes.At(kA, 0), mindlora::ElementBytes(context, kX), mindlora::AskPlatform(context)));
+    return mindlora::Launch(
+        context, mindlora::PlanLoraDelta(tokens, in, out, shapes.At(kA, 0), mindlora::ElementBytes(context, kX), chip));
 }
 
 }  // namespace

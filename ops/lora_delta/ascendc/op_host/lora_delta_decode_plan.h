@@ -43,8 +43,8 @@ struct Split {
 // One pass over A and B, shared by cores that shrink and cores that expand.
 class Pass {
 public:
-    Pass(const LoraDeltaTiling& sizes, uint64_t elementBytes, uint64_t allCores)
-        : sizes_(sizes), tokens_(sizes.decode.tokensAtOnce), elementBytes_(elementBytes), allCores_(allCores),
+    Pass(const LoraDeltaTiling& sizes, uint64_t elementBytes, const Platform& chip)
+        : sizes_(sizes), chip_(chip), tokens_(sizes.decode.tokensAtOnce), elementBytes_(elementBytes),
           sums_(RoundUp(tokens_ * sizes.rank, 8) * sizeof(float)), shrink_(ShrinkOf(sizes.inFeatures)),
           expand_(ExpandOf(sizes.outFeatures))
     {}
@@ -74,21 +74,26 @@ private:
     // each expanding core a read.
     Split SplitOf(uint64_t cores) const
     {
-        const uint64_t shrinkTime = TimeAtBest(shrink_.bytes * cores, shrink_.bytes, shrink_.repeats, allCores_);
-        const uint64_t expandTime = TimeAtBest(expand_.bytes * cores, expand_.bytes, expand_.repeats, allCores_);
+        const uint64_t shrinkTime = Time(shrink_.bytes * cores, shrink_);
+        const uint64_t expandTime = Time(expand_.bytes * cores, expand_);
         const uint64_t balanced = cores * shrinkTime / (shrinkTime + expandTime);
         Split best{0, 0, ~uint64_t{0}};
         for (uint64_t s = std::max<uint64_t>(balanced, 1); s <= std::min(balanced + 1, cores - 1); ++s) {
             const uint64_t e = cores - s;
             const Load shrink = ShrinkOf(RoundUp(CeilDiv(sizes_.inFeatures, s), kUnit));
             const Load expand = ExpandOf(RoundUp(CeilDiv(sizes_.outFeatures, e), kUnit));
-            const uint64_t time = TimeAtBest(All().bytes + (2 * s + e) * sums_, std::max(shrink.bytes, expand.bytes),
-                std::max(shrink.repeats, expand.repeats), allCores_);
+            const uint64_t time = Time(All().bytes + Cached((2 * s + e) * sums_),
+                {std::max(shrink.bytes, expand.bytes), std::max(shrink.repeats, expand.repeats)});
             if (time < best.time) {
                 best = {s, e, time};
             }
         }
         return best;
+    }
+
+    uint64_t Time(uint64_t bytes, const Load& busiest) const
+    {
+        return TimeAtBest(bytes, busiest.bytes, busiest.repeats, chip_.vectorCores, chip_);
     }
 
     Load ShrinkOf(uint64_t columns) const
@@ -106,7 +111,8 @@ private:
     }
 
     const LoraDeltaTiling& sizes_;
-    const uint64_t tokens_, elementBytes_, allCores_, sums_;
+    const Platform& chip_;
+    const uint64_t tokens_, elementBytes_, sums_;
     const Load shrink_, expand_;
 };
 
@@ -123,15 +129,18 @@ inline uint64_t PlanDecode(Plan<LoraDeltaTiling>& plan, uint64_t elementBytes, c
     plan.kind = KernelKind::kVectorSynchronized;
 
     const uint64_t in = sizes.inFeatures, out = sizes.outFeatures, tokens = tiles.tokensAtOnce;
-    const Pass pass(sizes, elementBytes, chip.vectorCores);
+    const Pass pass(sizes, elementBytes, chip);
     const Load all = pass.All();
     const uint64_t worthwhile = all.bytes <= kOneCore ? 1 : std::min<uint64_t>(chip.vectorCores, all.bytes / kACore);
 
     const uint64_t own = std::max<uint64_t>(1, std::min<uint64_t>(sizes.tokens, worthwhile));
     const uint64_t ownTokens = CeilDiv(sizes.tokens, own);
-    const uint64_t ownBytes =
-        (CeilDiv(ownTokens, tokens) * (in + out) * sizes.rank + ownTokens * (in + 2 * out)) * elementBytes;
-    const uint64_t ownTime = TimeAtBest(ownBytes * own, ownBytes, all.repeats * ownTokens / tokens, chip.vectorCores);
+    // A and B come from memory once; other cores, and other passes, read them from the cache.
+    const uint64_t adapter = (in + out) * sizes.rank * elementBytes, rows = (in + 2 * out) * elementBytes;
+    const uint64_t passes = CeilDiv(ownTokens, tokens);
+    const uint64_t ownTime = TimeAtBest(adapter + Cached((own * passes - 1) * adapter) + own * ownTokens * rows,
+        adapter + Cached((passes - 1) * adapter) + ownTokens * rows, all.repeats * ownTokens / tokens, chip.vectorCores,
+        chip);
 
     const Split joint = pass.Choose(worthwhile);
     const uint64_t jointTime = CeilDiv(sizes.tokens, tokens) * joint.time;

@@ -26,14 +26,15 @@ inline Plan<LoraDeltaTiling> PlanLoraDelta(
     sizes.outFeatures = out;
     sizes.rank = rank;
     plan.tilingKey = kLoraDeltaDecodeKey;
-    const uint64_t time = PlanDecode(plan, elementBytes, platform);
+    plan.time = PlanDecode(plan, elementBytes, platform);
     if (TakesPrefill(tokens, rank, std::max(in, out), elementBytes, platform)) {
         Plan<LoraDeltaTiling> cube{sizes};
         cube.tiling.decode = {};
         cube.tilingKey = kLoraDeltaPrefillKey;
-        const uint64_t cubeTime = PlanPrefill(tokens, in, out, rank, platform, cube);
+        cube.time = PlanPrefill(tokens, in, out, rank, platform, cube);
         // More tokens than a fractal has rows are the cube's: on vector cores each costs repeats of its own.
-        if (tokens > prefill::kSide || (plan.blocks > 1 && cubeTime + kStartOfCube < time)) {
+        if (tokens > prefill::kSide || platform.cores == Cores::kCube ||
+            (plan.blocks > 1 && cube.time + kStartOfCube < plan.time)) {
             return cube;
         }
     }

@@ -30,10 +30,11 @@ ge::graphStatus Tile(gert::TilingContext* context)
     const bool hasBias = shapes.Dimensions(kBias) == 1;
     shapes.Check(kBias, "bias", hasBias ? 1 : 2);
     if (hasBias) shapes.CheckSame("N", out, shapes.At(kBias, 0));
+    const mindlora::Platform chip = mindlora::AskPlatform(context, shapes);
     if (!shapes.Good()) return ge::GRAPH_FAILED;
     return mindlora::Launch(context,
-        mindlora::PlanLoraLinear(tokens, in, out, shapes.At(kA, 0), hasBias, mindlora::ElementBytes(context, kX),
-            mindlora::AskPlatform(context)));
+        mindlora::PlanLoraLinear(
+            tokens, in, out, shapes.At(kA, 0), hasBias, mindlora::ElementBytes(context, kX), chip));
 }
 
 }  // namespace

@@ -16,7 +16,8 @@ constexpr uint64_t kLoraLinearCubeKey = 2;
 inline bool LoraLinearTakesCube(uint64_t tokens, uint64_t in, uint64_t elementBytes, const Platform& chip)
 {
     constexpr uint64_t kMostStride = 65535;  // between rows that become fractals while they are read
-    return elementBytes == 2 && tokens >= 2 && tokens <= 16 && in <= kMostStride && PairedCubeCores(chip) > 0;
+    return elementBytes == 2 && tokens >= 2 && tokens <= 16 && in <= kMostStride && PairedCubeCores(chip) > 0 &&
+        chip.cores != Cores::kVector;
 }
 
 inline void PlanLoraLinearOnVectorCores(uint64_t elementBytes, const Platform& chip, Plan<LoraLinearTiling>& plan)

@@ -20,7 +20,7 @@ ge::graphStatus Tile(gert::TilingContext* context)
     shapes.CheckSame("K + N", in + out, shapes.At(kPool, 2));
     shapes.CheckSizes(in, out);
     shapes.CheckRange("K + N", in + out, 2, mindlora::kMaxRow);
-    const mindlora::Platform chip = mindlora::AskPlatform(context);
+    const mindlora::Platform chip = mindlora::AskPlatform(context, shapes);
     shapes.CheckRange("the number of slots", slots, 0, mindlora::MultiLoraDeltaMaxSlots(chip));
     if (!shapes.Good()) return ge::GRAPH_FAILED;
     return mindlora::Launch(context,

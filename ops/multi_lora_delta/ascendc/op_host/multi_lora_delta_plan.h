@@ -37,7 +37,7 @@ inline bool MultiLoraDeltaTakesCube(const MultiLoraDeltaSizes& sizes, uint64_t e
     const uint64_t adapters = std::clamp<uint64_t>(sizes.slots, 1, tokens);
     const uint64_t bytes = (adapters * rank * columns + tokens * (sizes.in + 2 * uint64_t(sizes.out))) * elementBytes;
     const uint64_t products = tokens * rank * (columns + kLanes * chip.vectorCores);  // CoresFor counts them so too
-    return tokens >= kPrefill || products * kBytesPerProduct > bytes * chip.vectorCores;
+    return tokens >= kPrefill || chip.cores == Cores::kCube || products * kBytesPerProduct > bytes * chip.vectorCores;
 }
 
 // As many as the table in UB that finds the rows of an adapter can hold.
@@ -67,6 +67,7 @@ inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(
     t.round = static_cast<uint32_t>(RoundUp(std::clamp<uint64_t>(t.tokens, 1, kDecodeRound), 8));
     t.together = std::min(kDecodeRows, kDecodeTile / t.maxRank);
     t.exchange = kMoreCores;
+    static_assert(kDecodeHops * kCache == 3 * sizeof(float), "an exchange goes through the cache");
     t.bytesPerProduct = kBytesPerProduct;
     // A round has at most rank sums for each token, and a segment those of its rows. Each piece of a segment has
     // partial sums, and there are at most as many pieces as segments and cores together.

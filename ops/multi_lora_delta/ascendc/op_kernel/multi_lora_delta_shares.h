@@ -15,7 +15,6 @@ namespace mindlora {
 // idle on average.
 __aicore__ inline uint64_t CoresFor(const Segments& segments, const MultiLoraDeltaTiling& sizes, uint32_t elementBytes)
 {
-    constexpr uint64_t kHops = 3;
     const uint64_t columns = uint64_t{sizes.in} + sizes.out;
     uint64_t bytes = 0, numbers = 0, work = 0, shared = 0;
     for (uint32_t i = 0; i < segments.Count(); ++i) {
@@ -31,9 +30,9 @@ __aicore__ inline uint64_t CoresFor(const Segments& segments, const MultiLoraDel
         return all;
     }
     // Of `cores`, a segment has cores * own / work, and up to one more.
-    const uint64_t transfers = bytes / sizes.exchange / (kHops * sizeof(float));
+    const uint64_t transfers = bytes / sizes.exchange / kDecodeHops;
     const uint64_t affordable = transfers > numbers ? (transfers - numbers) * work / shared : 0;
-    const uint64_t ofACore = kHops * sizeof(float) * shared / work;
+    const uint64_t ofACore = kDecodeHops * shared / work;
     uint64_t cores = Least(all, affordable > 1 ? affordable : 1);
     while (cores < all &&
         numbers * (columns + kLanes * cores) * sizes.bytesPerProduct > cores * (bytes + ofACore * cores)) {

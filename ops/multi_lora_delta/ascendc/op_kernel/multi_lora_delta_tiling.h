@@ -18,7 +18,8 @@ constexpr uint32_t kDecodeRows = 32;    // the most rows of one adapter that sha
 constexpr uint32_t kDecodeRanks = 32;   // the most rows of a pool's block in a tile
 constexpr uint32_t kDecodeBuffers = 9;  // tiles of float32 in UB
 constexpr uint32_t kDecodeTables = 7;   // numbers that a core keeps for a token,
-constexpr uint32_t kDecodeKeys = 2;     // and besides one for each slot (multi_lora_delta_segments.h)
+constexpr uint32_t kDecodeHops = 6;  // bytes that a partial sum costs: written, added up and read in the cache (plan.h)
+constexpr uint32_t kDecodeKeys = 2;  // and besides one for each slot (multi_lora_delta_segments.h)
 
 constexpr uint32_t kPassTile = 4096;  // prefill: the most columns of a row that move without a product at a time
 

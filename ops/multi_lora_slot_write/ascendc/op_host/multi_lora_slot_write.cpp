@@ -17,10 +17,11 @@ ge::graphStatus Tile(gert::TilingContext* context)
     const int64_t rank = shapes.At(kPacked, 0);
     shapes.CheckSame("K + N", columns, shapes.At(kPacked, 1));
     shapes.CheckRange("rank", rank, 1, maxRank);
+    const mindlora::Platform chip = mindlora::AskPlatform(context, shapes);
     if (!shapes.Good()) return ge::GRAPH_FAILED;
     return mindlora::Launch(context,
         mindlora::PlanMultiLoraSlotWrite(
-            {slots, maxRank, columns, rank}, mindlora::ElementBytes(context, kPool), mindlora::AskPlatform(context)));
+            {slots, maxRank, columns, rank}, mindlora::ElementBytes(context, kPool), chip));
 }
 
 }  // namespace

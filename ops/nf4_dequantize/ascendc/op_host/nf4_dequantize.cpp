@@ -44,10 +44,10 @@ ge::graphStatus Tile(gert::TilingContext* context)
     const int64_t groups = mindlora::Nf4GroupsOf(rows * rowBlocks);
     shapes.CheckSame("the number of groups", groups, shapes.At(kScales, 0));
     shapes.CheckSame("the number of groups", groups, shapes.At(kOffsets, 0));
+    const mindlora::Platform chip = mindlora::AskPlatform(context, shapes);
     if (!shapes.Good()) return ge::GRAPH_FAILED;
-    return mindlora::Launch(context,
-        mindlora::PlanNf4Dequantize(
-            rows, columns, mindlora::ElementBytes(context, kLike), mindlora::AskPlatform(context)));
+    return mindlora::Launch(
+        context, mindlora::PlanNf4Dequantize(rows, columns, mindlora::ElementBytes(context, kLike), chip));
 }
 
 }  // namespace
