@@ -18,7 +18,7 @@ from mindlora.nn.weight_checks import check_weights
 from mindlora.numerics.dtypes import ROUNDING
 from mindlora.numerics.folding import fold_weight, probe_weight, worst_of
 from mindlora.numerics.nf4 import dequantize, quantize
-from mindlora.numerics.pair_layouts import EMBEDDING, factors
+from mindlora.numerics.pair_shapes import EMBEDDING, factors
 
 logger = logging.getLogger("mindlora")
 

@@ -10,7 +10,7 @@ from mindlora.adapters.adapter import is_finite
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig, Patterns
 from mindlora.errors import LoraError, QuantizationError, UnsupportedCellError
-from mindlora.models.targets import select_quantized
+from mindlora.models.target_modules import select_quantized
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.experts import ExpertWeight
 from mindlora.nn.linear_base import parallel_linear_types, plain_linear_types

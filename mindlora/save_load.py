@@ -22,14 +22,14 @@ from mindlora.config import LoraConfig
 from mindlora.config.variants.registry import SHARED
 from mindlora.errors import AdapterError, LoraError, NotFiniteError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
+from mindlora.nn.adapter_matching import NetworkCells, cell_shapes, check_rank_and_scale, selection_of, split_joined
 from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of
-from mindlora.nn.matching import NetworkCells, cell_shapes, check_rank_and_scale, selection_of, split_joined
 from mindlora.nn.registry import adaptable_types
 from mindlora.nn.routed_experts import cells_and_weights
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 from mindlora.numerics.dtypes import dtype_name, to_float32
-from mindlora.numerics.pair_layouts import EMBEDDING
+from mindlora.numerics.pair_shapes import EMBEDDING
 
 logger = logging.getLogger("mindlora")
 

@@ -21,9 +21,9 @@ from mindlora.errors import (
     ShapeMismatchError,
     UnexpectedTensorsError,
 )
-from mindlora.numerics import pair_layouts
+from mindlora.numerics import pair_shapes
 from mindlora.numerics.dtypes import to_float32
-from mindlora.numerics.pair_layouts import Pair, PairLayout, Problem
+from mindlora.numerics.pair_shapes import Pair, PairLayout, Problem
 
 # What lora_alpha can be; a whole number may be too large for a float.
 ALPHA = Range("a number above 0", lambda value: 0 < value <= sys.float_info.max)
@@ -106,7 +106,7 @@ class Adapter:
 
     def layout(self, path: str) -> PairLayout:
         """Returns the layout of the pair at ``path``."""
-        return pair_layouts.layout_of(self.tensors[path, "A"].shape, path in self.embeddings)
+        return pair_shapes.layout_of(self.tensors[path, "A"].shape, path in self.embeddings)
 
     def rank(self, path: str) -> int:
         """Returns the rank r of the pair at ``path``."""
@@ -202,7 +202,7 @@ class Adapter:
             ShapeMismatchError: The cell is a convolution with groups.
             ScaleMismatchError: The file does not state lora_alpha.
         """
-        left, right = pair_layouts.factors(*self.pair(path), path in self.embeddings)
+        left, right = pair_shapes.factors(*self.pair(path), path in self.embeddings)
         return ((left * np.float32(self.scale(path))) @ right).reshape(self.weight_shape(path))
 
     def weight_shape(self, path: str) -> Tuple[int, ...]:
@@ -266,9 +266,9 @@ class Adapter:
 
     def _shape_problem(self, path: str, declared: Optional[int]) -> Optional[Problem]:
         parts = {part: array.shape for part, array in self.parts(path).items()}
-        problem = pair_layouts.shape_problem(parts["A"], parts["B"], declared)
+        problem = pair_shapes.shape_problem(parts["A"], parts["B"], declared)
         variant = registry.of_parts(parts)
-        if not problem and not variant.is_plain and self.layout(path) is pair_layouts.CONVOLUTION:
+        if not problem and not variant.is_plain and self.layout(path) is pair_shapes.CONVOLUTION:
             return AdapterFormatError, f"{variant.name} on a convolution is not supported"
         for part in variant.parts:
             if not problem and parts[part.name] != part.shape(parts["A"][0], parts["B"][0]):

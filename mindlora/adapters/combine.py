@@ -12,7 +12,7 @@ from mindlora.adapters.spectrum import pair_svd
 from mindlora.common.fields import COUNT, check_number
 from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ShapeMismatchError
-from mindlora.numerics.pair_layouts import LAYOUTS, Pair
+from mindlora.numerics.pair_shapes import LAYOUTS, Pair
 
 # Method -> (how to prune each tensor, how to merge the stack [n, ...] of n adapters), by the names in _rule. Without
 # `_svd` it is applied to A and to B, with `_svd` to the products B A.

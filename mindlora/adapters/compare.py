@@ -14,7 +14,7 @@ from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import collapse_numbers
 from mindlora.config.variants.registry import STORED
 from mindlora.numerics.dtypes import dtype_name, to_float32
-from mindlora.numerics.pair_layouts import has_product
+from mindlora.numerics.pair_shapes import has_product
 
 
 @dataclasses.dataclass(frozen=True)

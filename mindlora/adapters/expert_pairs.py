@@ -15,7 +15,7 @@ from mindlora.common.text import listed
 from mindlora.errors import AdapterError, MissingTensorsError, RankMismatchError, ShapeMismatchError
 from mindlora.models import names
 from mindlora.numerics.dtypes import scaled, to_float32
-from mindlora.numerics.pair_layouts import EXPERTS, Pair
+from mindlora.numerics.pair_shapes import EXPERTS, Pair
 
 # Hugging Face's name of a stacked weight -> the cells of a single expert that it joins by rows; in the order in which
 # a module declares its weights.

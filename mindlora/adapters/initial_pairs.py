@@ -16,7 +16,7 @@ from mindlora.models import names
 from mindlora.models.joined_rows import RowLayout
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import from_float32, to_float32
-from mindlora.numerics.pair_layouts import LINEAR
+from mindlora.numerics.pair_shapes import LINEAR
 
 
 class Base(NamedTuple):

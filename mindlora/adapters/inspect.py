@@ -17,7 +17,7 @@ from mindlora.config.variants.dora import DORA
 from mindlora.config.variants.registry import STORED
 from mindlora.config.variants.vera import VERA
 from mindlora.numerics.dtypes import dtype_name
-from mindlora.numerics.pair_layouts import has_product
+from mindlora.numerics.pair_shapes import has_product
 
 UNKNOWN = "not in the file"
 _RANKS = "The rank that holds this share of each cell's energy, the sum of its squared singular values:"

@@ -20,8 +20,8 @@ from mindlora.errors import (
 from mindlora.models import names
 from mindlora.models.architecture import LEGACY, MCORE, Architecture
 from mindlora.models.joined_rows import RowLayout
-from mindlora.models.targets import select_targets
-from mindlora.numerics.pair_layouts import LINEAR, Shape
+from mindlora.models.target_modules import select_targets
+from mindlora.numerics.pair_shapes import LINEAR, Shape
 
 logger = logging.getLogger("mindlora")
 

@@ -9,7 +9,7 @@ from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, LoraError
 from mindlora.models import names
 from mindlora.models.diffusion import PARTS, part_of
-from mindlora.numerics.pair_layouts import CONVOLUTION
+from mindlora.numerics.pair_shapes import CONVOLUTION
 
 _CLIP = "text_model."
 

@@ -15,7 +15,7 @@ from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import listed
 from mindlora.errors import AdapterError, ConfigError, NotFiniteError
 from mindlora.numerics.dtypes import dtype_name, rounded
-from mindlora.numerics.pair_layouts import Pair, PairLayout, has_product
+from mindlora.numerics.pair_shapes import Pair, PairLayout, has_product
 
 
 @dataclasses.dataclass(frozen=True)

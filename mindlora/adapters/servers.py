@@ -15,7 +15,7 @@ from mindlora.common.text import collapse_numbers, listed, suggestion
 from mindlora.errors import ConfigError
 from mindlora.formats.safetensors_file import TensorFile
 from mindlora.models import names
-from mindlora.numerics.pair_layouts import EMBEDDING, LINEAR
+from mindlora.numerics.pair_shapes import EMBEDDING, LINEAR
 
 # The values that vLLM takes for --max-lora-rank; 16 is its default.
 _MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

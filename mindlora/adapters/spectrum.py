@@ -15,7 +15,7 @@ import numpy as np
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.common.tables import columns, number
 from mindlora.numerics.dtypes import to_float32
-from mindlora.numerics.pair_layouts import Pair, factors, has_product
+from mindlora.numerics.pair_shapes import Pair, factors, has_product
 
 # The shares of the energy that a report shows ranks for.
 SHARES = (0.9, 0.95, 0.99)

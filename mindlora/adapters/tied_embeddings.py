@@ -13,7 +13,7 @@ from mindlora.adapters.dialects import peft
 from mindlora.errors import LoraError, ShapeMismatchError
 from mindlora.models import names
 from mindlora.numerics.dtypes import to_float32
-from mindlora.numerics.pair_layouts import Shape
+from mindlora.numerics.pair_shapes import Shape
 
 WAY_OUT = "Take a base with lm_head.weight and tie_word_embeddings: false, which has two."
 # How far two copies of a weight can be apart, relative to its largest element, if one was rounded to bfloat16.

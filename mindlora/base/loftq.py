@@ -13,7 +13,7 @@ from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import CheckpointError, ConfigError
 from mindlora.models import names
-from mindlora.models.targets import select_targets
+from mindlora.models.target_modules import select_targets
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import to_float32
 from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize

@@ -21,7 +21,7 @@ from mindlora.models import names
 from mindlora.models.architecture import LEGACY, MCORE
 from mindlora.numerics.dtypes import FLOATS, dtype_name, from_float32, to_float32
 from mindlora.numerics.folding import fold_and_probe, worst_of
-from mindlora.numerics.pair_layouts import EMBEDDING, Shape, factors
+from mindlora.numerics.pair_shapes import EMBEDDING, Shape, factors
 
 # What the table of an embedding can be called.
 _TABLES = ("embedding_weight", "embedding_table")

@@ -20,7 +20,7 @@ from mindlora.config import LoraConfig
 from mindlora.errors import CheckpointError, ConfigError
 from mindlora.formats.safetensors_file import TensorFile, write
 from mindlora.models import names
-from mindlora.models.targets import select_quantized
+from mindlora.models.target_modules import select_quantized
 from mindlora.numerics.dtypes import FLOATS, dtype_name, to_float32
 from mindlora.numerics.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize, tensor_name
 

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import numpy as np
 
 from mindlora.checks.finding import Finding, error, warning
-from mindlora.checks.keys import setting
+from mindlora.checks.key_ranges import setting
 from mindlora.checks.mcore import is_mcore
 from mindlora.checks.model import architecture_of
 from mindlora.checks.training import callbacks_of

@@ -8,7 +8,7 @@ from mindlora.checks.data_rows import FirstRows, check_rows
 from mindlora.checks.dtypes import check_dtypes
 from mindlora.checks.files import check_quantized_base
 from mindlora.checks.finding import Finding, error, errors
-from mindlora.checks.keys import check_keys, check_run_mode, check_shape
+from mindlora.checks.key_ranges import check_keys, check_run_mode, check_shape
 from mindlora.checks.mcore import check_mcore
 from mindlora.checks.memory import check_memory_options
 from mindlora.checks.model import at, language_model

@@ -5,7 +5,7 @@ from typing import Any, Iterator, List, Mapping, Optional
 
 from mindlora.checks.files import base_of
 from mindlora.checks.finding import Finding, error
-from mindlora.checks.keys import setting
+from mindlora.checks.key_ranges import setting
 from mindlora.common.json_files import parse_object
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import PET, value_at

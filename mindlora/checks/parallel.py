@@ -4,7 +4,7 @@ import os
 from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from mindlora.checks.finding import Finding, error
-from mindlora.checks.keys import setting
+from mindlora.checks.key_ranges import setting
 from mindlora.checks.training import callbacks_of
 from mindlora.common.fields import COUNT
 from mindlora.common.run_modes import SHARDING_MODES, TRAINING_MODES

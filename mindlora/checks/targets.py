@@ -16,8 +16,8 @@ from mindlora.config.selection import Selection, select
 from mindlora.config.variants.variant import SHARDED
 from mindlora.config.weights import weights_of
 from mindlora.errors import ConfigError, LoraError
-from mindlora.models import targets
-from mindlora.models.targets import pattern_value
+from mindlora.models import target_modules
+from mindlora.models.target_modules import pattern_value
 
 
 def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
@@ -34,7 +34,7 @@ def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
             network = network.sharded(SHARDED)
     except ConfigError as refusal:
         return [error("model.model_config", str(refusal))]
-    with _warnings_of(targets.logger) as messages:
+    with _warnings_of(target_modules.logger) as messages:
         try:
             selection = select(network, lora)
             lora.variant.check_paths(list(selection.parts))

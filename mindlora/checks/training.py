@@ -3,7 +3,7 @@
 from typing import Any, Iterator, List, Mapping, Optional
 
 from mindlora.checks.finding import Finding, error
-from mindlora.checks.keys import named_items, setting
+from mindlora.checks.key_ranges import named_items, setting
 from mindlora.common.fields import COUNT
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion

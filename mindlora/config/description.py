@@ -4,7 +4,7 @@ import dataclasses
 from typing import Dict, Mapping, NamedTuple, Tuple
 
 from mindlora.models.architecture import LEGACY, MCORE, Architecture, ParameterSize
-from mindlora.numerics.pair_layouts import EMBEDDING, EXPERTS, LINEAR, PairLayout
+from mindlora.numerics.pair_shapes import EMBEDDING, EXPERTS, LINEAR, PairLayout
 
 # The dtype in which 4-bit values are stored, two of them in one.
 QUANTIZED_DTYPE = "uint8"

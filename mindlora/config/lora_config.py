@@ -23,7 +23,7 @@ from mindlora.config.pet_keys import check_pet_type, expand_pet_type, preset_fie
 from mindlora.config.variants import registry
 from mindlora.config.variants.variant import QUANTIZED
 from mindlora.errors import ConfigError
-from mindlora.models.targets import pattern_value
+from mindlora.models.target_modules import pattern_value
 from mindlora.numerics import initializers, rank_schedule
 
 QUANTIZATIONS = ("nf4",)

@@ -12,9 +12,9 @@ from mindlora.common.text import listed
 from mindlora.config.description import AdaptableCell, Description
 from mindlora.config.lora_config import LoraConfig
 from mindlora.errors import ConfigError, TargetError, UnsupportedCellError
-from mindlora.models import names, pipeline_parts, targets
+from mindlora.models import names, pipeline_parts, target_modules
 from mindlora.numerics import initializers
-from mindlora.numerics.pair_layouts import EXPERTS, LINEAR, Shape
+from mindlora.numerics.pair_shapes import EXPERTS, LINEAR, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def freeze(
 def _adapted_cells(network: Description, config: LoraConfig, warn: bool) -> Dict[str, AdaptableCell]:
     selected: List[str] = []
     if config.target_modules is not None or config.target_parameters is None:
-        selected += targets.select_targets(
+        selected += target_modules.select_targets(
             list(network.cells),
             config.target_modules,
             config.exclude_modules,
@@ -117,7 +117,7 @@ def _adapted_cells(network: Description, config: LoraConfig, warn: bool) -> Dict
             network.cells.keys() - network.of_kind(LINEAR).keys(),
         )
     if config.target_parameters is not None:
-        selected += targets.select_parameters(
+        selected += target_modules.select_parameters(
             list(network.of_kind(EXPERTS)), config.target_parameters, config.exclude_modules, config.layers_to_transform
         )
     return {path: cell for path, cell in network.cells.items() if path in selected}
@@ -138,12 +138,12 @@ def _check_single_experts(config: LoraConfig, cells: List[AdaptableCell]) -> Non
 
 def _names_single_experts(expression: str, stack: AdaptableCell) -> bool:
     pattern = {expression: True}
-    if targets.pattern_value(pattern, stack.prefix, False):
+    if target_modules.pattern_value(pattern, stack.prefix, False):
         return False
     holder = names.to_hugging_face(stack.prefix).rpartition(".")[0]
     for expert in range(stack.shape[0]):
         for end in ("", ".gate_proj", ".up_proj", ".down_proj"):
-            if targets.pattern_value(pattern, f"{holder}.{expert}{end}", False):
+            if target_modules.pattern_value(pattern, f"{holder}.{expert}{end}", False):
                 return True
     return False
 
@@ -197,7 +197,7 @@ def _quantized_cells(network: Description, config: LoraConfig, saved: List[str])
     if not config.quantize_base:
         return {}
     cells = network.of_kind(LINEAR, EXPERTS)
-    selected = targets.select_quantized(list(cells), config.quantize_exclude)
+    selected = target_modules.select_quantized(list(cells), config.quantize_exclude)
     # Of a base that is quantized already, 4-bit weights stay as they are.
     quantized = {path: cells[path] for path in selected if not network.is_quantized(cells[path].weight)}
     refused = {path: cell.quantization_refusal for path, cell in quantized.items() if cell.quantization_refusal}

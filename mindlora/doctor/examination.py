@@ -10,11 +10,11 @@ from typing import Any, Dict, Iterator, List, Sequence
 from mindlora.checks.examine import check_contents, check_run
 from mindlora.checks.files import check_files
 from mindlora.checks.finding import Finding, error, errors, worst_first
-from mindlora.checks.keys import check_names, check_shape
+from mindlora.checks.key_ranges import check_names, check_shape
 from mindlora.checks.pynative import Version, check_pynative, is_pynative
 from mindlora.common.mindformers_version import mindformers_version, release
 from mindlora.common.yaml_file import read_merged, read_yaml
-from mindlora.doctor.machine import check_import, examine_machine, is_installed
+from mindlora.doctor.installation import check_import, examine_machine, is_installed
 from mindlora.doctor.operators import examine_operators
 from mindlora.doctor.report import DoctorReport, YamlReport
 from mindlora.errors import ConfigError, LoraError

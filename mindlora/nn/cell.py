@@ -12,7 +12,7 @@ from mindlora.errors import MergeError, UnsupportedCellError
 from mindlora.nn.initial_values import initial_values
 from mindlora.nn.tensors import to_array
 from mindlora.numerics import initializers
-from mindlora.numerics.pair_layouts import LINEAR, PairLayout
+from mindlora.numerics.pair_shapes import LINEAR, PairLayout
 
 # The name of a cell's weight: in most cells, in MindFormers' embeddings, in MindSpore's embeddings.
 WEIGHTS = ("weight", "embedding_weight", "embedding_table")

@@ -8,7 +8,7 @@ from mindspore.common import dtype as mstype
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell, refuse_own_forward, refuse_unsupported
-from mindlora.numerics.pair_layouts import CONVOLUTION
+from mindlora.numerics.pair_shapes import CONVOLUTION
 
 
 class ConvBase(nn.Cell):

@@ -10,7 +10,7 @@ from mindlora.errors import UnsupportedCellError
 from mindlora.models.architecture import ParameterSize
 from mindlora.nn.registry import adaptable_types, kind_of, nf4_type_of
 from mindlora.nn.tree import adapter_path
-from mindlora.numerics.pair_layouts import EXPERTS, LINEAR
+from mindlora.numerics.pair_shapes import EXPERTS, LINEAR
 
 
 def describe(network: nn.Cell, cells: Mapping[str, nn.Cell], config: LoraConfig) -> Description:

@@ -13,7 +13,7 @@ from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell, refuse_own_forward, refuse_unsupported
 from mindlora.nn.initial_values import initial_value
 from mindlora.nn.tree import weight_of
-from mindlora.numerics.pair_layouts import EMBEDDING
+from mindlora.numerics.pair_shapes import EMBEDDING
 
 
 class LoRAEmbedding(LoRACell):

@@ -15,7 +15,7 @@ from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell, refuse_own_forward, refuse_unsupported
 from mindlora.nn.linear_base import adopt_weight
-from mindlora.numerics.pair_layouts import EXPERTS
+from mindlora.numerics.pair_shapes import EXPERTS
 
 FFN_MODULE = "mindformers.parallel_core.training_graph.transformer.moe.ffn"
 Operands = Tuple[Tensor, Tensor, Tensor]

@@ -14,7 +14,7 @@ from mindlora.models import names
 from mindlora.models.joined_rows import HeadSizes
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import named_dtype
-from mindlora.numerics.pair_layouts import Shape
+from mindlora.numerics.pair_shapes import Shape
 from mindlora.plan.run import Run
 
 _Entry = Tuple[str, np.dtype, Shape]

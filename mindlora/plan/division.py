@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Dict, Optional, Tuple
 
-from mindlora.checks.keys import setting
+from mindlora.checks.key_ranges import setting
 from mindlora.checks.parallel import PARALLEL, is_sharded, stage_offset, undivided_by_devices
 from mindlora.common.yaml_file import value_at
 

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from mindlora.checks.examine import check_settings
 from mindlora.checks.finding import refuse
-from mindlora.checks.keys import check_names, check_shape, setting
+from mindlora.checks.key_ranges import check_names, check_shape, setting
 from mindlora.checks.model import architecture_of, legacy_experts, model_name, network_of
 from mindlora.checks.pet_config import check_pet_config
 from mindlora.checks.training import WRAPPER, train_step
@@ -23,7 +23,7 @@ from mindlora.errors import ConfigError
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture, ParameterSize
 from mindlora.models.attention import Attention
-from mindlora.numerics.pair_layouts import EXPERTS, LINEAR
+from mindlora.numerics.pair_shapes import EXPERTS, LINEAR
 from mindlora.plan.division import Division
 
 

@@ -18,7 +18,7 @@ if sys.stdout.isatty() and "--verbose" not in sys.argv:
 import yaml
 
 from mindlora.checks.finding import refuse
-from mindlora.checks.keys import check_names, check_run_mode, check_shape
+from mindlora.checks.key_ranges import check_names, check_run_mode, check_shape
 from mindlora.common.interrupts import Interrupts
 from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.overrides import keys_and_texts, set_flags, set_keys

@@ -13,8 +13,8 @@ from mindlora.base.writer import OutputTensor
 from mindlora.common.text import listed
 from mindlora.config import Patterns
 from mindlora.errors import CheckpointError, ConfigError
+from mindlora.nn.adapter_matching import cell_shapes
 from mindlora.nn.base_fingerprint import fingerprints_of
-from mindlora.nn.matching import cell_shapes
 from mindlora.nn.tensors import to_tensor
 from mindlora.numerics.dtypes import BFLOAT16
 from mindlora.quantize import quantize_base

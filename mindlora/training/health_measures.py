@@ -10,7 +10,7 @@ from mindlora.nn.cell import LoRACell
 from mindlora.nn.nf4 import first_rows, matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
-from mindlora.numerics.pair_layouts import EMBEDDING, has_product, layout_of
+from mindlora.numerics.pair_shapes import EMBEDDING, has_product, layout_of
 from mindlora.training.health import CellHealth, HealthReport, PartHealth
 
 # Rows of W from which |W| is estimated, so that a large base is not read as a whole.

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from mindlora.errors import ConfigError, DataError
-from mindlora.models.targets import pattern_value
+from mindlora.models.target_modules import pattern_value
 from mindlora.numerics import initializers
 from mindlora.training.history import History
 

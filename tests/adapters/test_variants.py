@@ -15,9 +15,9 @@ from mindlora.adapters.dialects import mindformers, peft
 from mindlora.adapters.inspect import inspect_adapter
 from mindlora.config.variants.registry import LORA, PARTS, SHARED_PARTS, STORED
 from mindlora.errors import AdapterError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
-from mindlora.numerics import pair_layouts
+from mindlora.numerics import pair_shapes
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
-from mindlora.numerics.pair_layouts import CONVOLUTION, EMBEDDING, EXPERTS, LAYOUTS, LINEAR
+from mindlora.numerics.pair_shapes import CONVOLUTION, EMBEDDING, EXPERTS, LAYOUTS, LINEAR
 from tests.conftest import ROOT
 from tests.support.adapter_samples import K, Q, assert_same
 
@@ -232,7 +232,7 @@ def test_groups_have_a_shape_and_no_product():
     adapter = of_layout(CONVOLUTION, groups=2)
     adapter.check_pairs("It")
     assert adapter.weight_shape("model.cell") == (4, 3, 3, 5)
-    assert not pair_layouts.has_product(adapter.tensors["model.cell", "A"], adapter.tensors["model.cell", "B"])
+    assert not pair_shapes.has_product(adapter.tensors["model.cell", "A"], adapter.tensors["model.cell", "B"])
     with pytest.raises(ShapeMismatchError, match="^The convolution has 2 groups"):
         adapter.delta("model.cell")
 
@@ -257,7 +257,7 @@ def test_groups_have_a_shape_and_no_product():
     ],
 )
 def test_shapes_of_no_pair(a, b, problem):
-    assert pair_layouts.shape_problem(a, b) == (ShapeMismatchError, problem)
+    assert pair_shapes.shape_problem(a, b) == (ShapeMismatchError, problem)
 
 
 # The only table ---------------------------------------------------------------------------------------------------
@@ -279,4 +279,4 @@ def test_no_other_module_of_adapters_knows_a_variant_or_counts_dimensions():
                 or isinstance(node, ast.Constant)
                 and node.value in known
             ]
-    assert not found, "config/variants/ and numerics/pair_layouts.py are to answer what is asked at " + ", ".join(found)
+    assert not found, "config/variants/ and numerics/pair_shapes.py are to answer what is asked at " + ", ".join(found)

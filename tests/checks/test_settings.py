@@ -6,7 +6,7 @@ import yaml
 from mindlora import doctor
 from mindlora.common.yaml_file import PET
 from mindlora.doctor.examination import check_yaml
-from mindlora.models import targets
+from mindlora.models import target_modules
 from tests.support.doctor_findings import DATA, finding_at, severities_and_keys
 
 EXCHANGE = "runner_wrapper.gradient_exchange"
@@ -273,9 +273,9 @@ def test_what_is_right_has_no_findings(write, changes):
 
 
 def test_warnings_are_shown_again_after_a_check(write):
-    before = targets.logger.handlers, targets.logger.propagate
+    before = target_modules.logger.handlers, target_modules.logger.propagate
     check_yaml(write({f"{PET}.target_modules": ".*wq|.*wz"}))
-    assert (targets.logger.handlers, targets.logger.propagate) == before
+    assert (target_modules.logger.handlers, target_modules.logger.propagate) == before
 
 
 def test_the_advice_for_a_number_that_yaml_reads_as_text(write):

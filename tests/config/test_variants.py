@@ -10,8 +10,8 @@ from mindlora.config.variants.registry import LORA, PARAMETERS, STORED, VARIANTS
 from mindlora.config.variants.variant import CONVOLUTIONS, CUT, EMBEDDINGS, EXPERTS, QUANTIZED, SHARDED
 from mindlora.config.variants.vera import VERA
 from mindlora.errors import ConfigError
-from mindlora.numerics.pair_layouts import CONVOLUTION, EMBEDDING, LAYOUTS, LINEAR
-from mindlora.numerics.pair_layouts import EXPERTS as STACKED
+from mindlora.numerics.pair_shapes import CONVOLUTION, EMBEDDING, LAYOUTS, LINEAR
+from mindlora.numerics.pair_shapes import EXPERTS as STACKED
 
 SHAPES = {LINEAR: (5, 7), EMBEDDING: (11, 3), CONVOLUTION: (6, 2, 3, 4), STACKED: (4, 5, 7)}
 JOINED = ["model.layers.0.attention.w_qkv", "model.layers.0.attention.wo"]

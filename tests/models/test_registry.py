@@ -16,7 +16,7 @@ from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture, JoinedCell, Names
 from mindlora.models.joined_rows import RowsInTurn
 from mindlora.models.llama import LLAMA
-from mindlora.models.targets import select_quantized, select_targets
+from mindlora.models.target_modules import select_quantized, select_targets
 
 
 def toy_sizes(model_config):

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from mindlora.nn.matching import cell_shapes
+from mindlora.nn.adapter_matching import cell_shapes
 from mindlora.quantize import quantize_base
 from mindlora.serving.build import load_base
 from mindlora.serving.network import add_pools, build_network, linear_cells

@@ -23,7 +23,7 @@ from mindlora.config.variants.variant import PartKey
 from mindlora.errors import AdapterFormatError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import diffusion
 from mindlora.numerics.dtypes import from_float32, to_float32
-from mindlora.numerics.pair_layouts import through_middle
+from mindlora.numerics.pair_shapes import through_middle
 
 # The prefix of a part; the first of a part's is written, except that XL's text encoders are te1 and te2.
 _PREFIXES = {

@@ -18,7 +18,7 @@ from mindlora.config.variants.dora import DORA
 from mindlora.config.variants.variant import PartKey
 from mindlora.errors import AdapterFormatError, MissingTensorsError, RankMismatchError, UnexpectedTensorsError
 from mindlora.models import names
-from mindlora.numerics.pair_layouts import Shape, turned
+from mindlora.numerics.pair_shapes import Shape, turned
 
 _CONFIG_FILE = "adapter_config.json"
 _NUMBERS = ("rank", "scale", "alpha")

@@ -28,7 +28,7 @@ from mindlora.errors import (
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.models import architecture, diffusion, names
 from mindlora.models.joined_rows import PartAfterPart, RowsInTurn, join_rows, split_rows
-from mindlora.numerics.pair_layouts import EMBEDDING
+from mindlora.numerics.pair_shapes import EMBEDDING
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -13,7 +13,7 @@ from mindlora.common.json_files import parse_object
 from mindlora.common.text import shown
 from mindlora.config.variants.variant import Variant
 from mindlora.errors import AdapterError, AdapterFormatError
-from mindlora.models.targets import pattern_value
+from mindlora.models.target_modules import pattern_value
 
 logger = logging.getLogger("mindlora")
 

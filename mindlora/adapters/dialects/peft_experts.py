@@ -17,7 +17,7 @@ from mindlora.common.text import listed
 from mindlora.config.variants.variant import PartKey
 from mindlora.errors import AdapterError, AdapterFormatError, ShapeMismatchError
 from mindlora.models import names
-from mindlora.numerics.pair_layouts import flatten_experts, unflatten_experts
+from mindlora.numerics.pair_shapes import flatten_experts, unflatten_experts
 
 _WRAPPED = ".base_layer"
 

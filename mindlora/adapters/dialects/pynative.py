@@ -26,7 +26,7 @@ from mindlora.formats import step_folder
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.models import architecture
 from mindlora.numerics.dtypes import scaled
-from mindlora.numerics.pair_layouts import is_expert_stack, transposed_experts
+from mindlora.numerics.pair_shapes import is_expert_stack, transposed_experts
 
 MANIFEST = "mindformers_adapter_config.json"
 WEIGHTS_FILE = step_folder.file_name(0, 1)

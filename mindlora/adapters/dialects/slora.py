@@ -15,7 +15,7 @@ from mindlora.errors import AdapterError
 from mindlora.formats import ckpt_file
 from mindlora.models import architecture
 from mindlora.numerics.dtypes import scaled
-from mindlora.numerics.pair_layouts import LAYOUTS
+from mindlora.numerics.pair_shapes import LAYOUTS
 
 WEIGHTS_FILE = "adapter_model.ckpt"
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Variant
 from mindlora.numerics.dtypes import from_float32
-from mindlora.numerics.pair_layouts import Pair
+from mindlora.numerics.pair_shapes import Pair
 
 
 class MiSS(Variant):

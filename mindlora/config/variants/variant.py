@@ -8,17 +8,17 @@ from mindlora.common.fields import refuse_fields, settle_dependents
 from mindlora.common.text import listed
 from mindlora.errors import ConfigError
 from mindlora.models import names
-from mindlora.numerics import initializers, pair_layouts
-from mindlora.numerics.pair_layouts import LINEAR, Pair, PairLayout, Shape
+from mindlora.numerics import initializers, pair_shapes
+from mindlora.numerics.pair_shapes import LINEAR, Pair, PairLayout, Shape
 
 # LoraConfig, which is made of variants and so cannot be imported here.
 Settings = Any
 # (path of the cell under MindFormers' names, name of the part).
 PartKey = Tuple[str, str]
 # What a cell of the base can be, besides a linear cell in float on one device.
-EMBEDDINGS = pair_layouts.EMBEDDING.cells
-CONVOLUTIONS = pair_layouts.CONVOLUTION.cells
-EXPERTS = pair_layouts.EXPERTS.cells
+EMBEDDINGS = pair_shapes.EMBEDDING.cells
+CONVOLUTIONS = pair_shapes.CONVOLUTION.cells
+EXPERTS = pair_shapes.EXPERTS.cells
 NOT_LINEAR = (EMBEDDINGS, CONVOLUTIONS, EXPERTS)
 QUANTIZED = "quantized weights"
 SHARDED = "sharded cells"

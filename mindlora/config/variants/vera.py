@@ -7,7 +7,7 @@ import numpy as np
 
 from mindlora.common.fields import Range, check_number
 from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Settings, Variant
-from mindlora.numerics.pair_layouts import Pair
+from mindlora.numerics.pair_shapes import Pair
 
 _D_INITIAL = Range(
     "a number other than 0: from 0, no gradient reaches VeRA's vectors", lambda value: 0 < abs(value) < math.inf

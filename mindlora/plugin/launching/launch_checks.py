@@ -6,7 +6,7 @@ import tempfile
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.checks.files import base_of
-from mindlora.checks.keys import named_items
+from mindlora.checks.key_ranges import named_items
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.errors import ConfigError
 

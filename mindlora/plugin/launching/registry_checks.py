@@ -7,7 +7,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Set, Tuple
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
 from mindlora.checks.finding import Finding, error
-from mindlora.checks.keys import named_items
+from mindlora.checks.key_ranges import named_items
 from mindlora.checks.mcore import is_mcore
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion

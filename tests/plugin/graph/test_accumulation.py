@@ -10,7 +10,7 @@ from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.checks.finding import refuse
-from mindlora.checks.keys import check_keys
+from mindlora.checks.key_ranges import check_keys
 from mindlora.checks.training import check_training
 from mindlora.errors import ConfigError
 from mindlora.plugin.graph.train_step import LoraTrainOneStepCell

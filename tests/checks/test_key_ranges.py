@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindlora.checks.keys import check_keys, check_shape
+from mindlora.checks.key_ranges import check_keys, check_shape
 from mindlora.doctor.examination import check_yaml
 from mindlora.errors import ConfigMistakes
 from mindlora.plugin import launcher

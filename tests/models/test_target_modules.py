@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindlora.errors import LoraError, TargetError
-from mindlora.models.targets import _split_alternatives, select_targets
+from mindlora.models.target_modules import _split_alternatives, select_targets
 
 LEAVES = [
     "attention.wq",

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from mindlora import doctor
-from mindlora.doctor import machine as doctor_machine
+from mindlora.doctor import installation
 from tests.conftest import ROOT
 
 
@@ -31,7 +31,7 @@ def test_the_tested_pairs_are_those_that_can_be_installed():
         for stack, _ in others
     ]
     without_dependencies = zip(mindspore, (mindformers for _, mindformers in others))
-    assert (*by_pip.items(), *without_dependencies) == doctor_machine.TESTED_PAIRS
+    assert (*by_pip.items(), *without_dependencies) == installation.TESTED_PAIRS
 
 
 def test_the_requirements_name_the_mindformers_that_comes_after_them():
@@ -142,7 +142,7 @@ def test_a_package_without_metadata(monkeypatch, tmp_path):
 @pytest.fixture
 def ascend(tmp_path, monkeypatch):
     """An empty machine whose /usr/local/Ascend is a folder here."""
-    monkeypatch.setattr(doctor_machine, "_ASCEND", str(tmp_path / "Ascend"))
+    monkeypatch.setattr(installation, "_ASCEND", str(tmp_path / "Ascend"))
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))

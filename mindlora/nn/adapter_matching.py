@@ -19,7 +19,7 @@ from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.nn.linear_base import channels_of
 from mindlora.nn.registry import adaptable_linear_types, adaptable_types, kind_of
 from mindlora.nn.routed_experts import cells_and_weights
-from mindlora.numerics.pair_layouts import Shape
+from mindlora.numerics.pair_shapes import Shape
 
 
 class _Rows(NamedTuple):
