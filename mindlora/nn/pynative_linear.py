@@ -9,7 +9,7 @@ import functools
 import operator
 import sys
 from types import MappingProxyType
-from typing import Any, Dict, Optional, Tuple, Type
+from typing import Any, Dict, Mapping, Optional, Tuple, Type
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn, ops
@@ -17,7 +17,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
 from mindlora.config.description import TIED_HEAD
-from mindlora.config.variants.registry import PARAMETERS
+from mindlora.config.variants.registry import PARAMETERS, PYNATIVE_PARAMETERS
 from mindlora.config.variants.variant import SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell, refuse_own_forward, refuse_unsupported
@@ -44,6 +44,11 @@ _OF_LINEAR = (
     "cast",
     "add",
 )
+
+
+def _names_of(*parts: str) -> Mapping[str, str]:
+    """Returns part -> name of its parameter in a PyNative model."""
+    return MappingProxyType({part: PYNATIVE_PARAMETERS[part] for part in parts})
 
 
 class PyNativeBase(LinearBase):
@@ -155,7 +160,7 @@ class LoRAPyNativeLinear(_OnPyNativeLinear):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
-    parameter_names = MappingProxyType({"A": "lora_a", "B": "lora_b"})
+    parameter_names = _names_of("A", "B")
     lora_a: Parameter
     lora_b: Parameter
 
@@ -197,7 +202,7 @@ class DoRAPyNativeLinear(_WholePyNativeLinear, DoRADense):
     Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
     """
 
-    parameter_names = MappingProxyType({"A": "lora_a", "B": "lora_b", "magnitude": "magnitude_lora_b"})
+    parameter_names = _names_of("A", "B", "magnitude")
 
 
 class MiSSPyNativeLinear(_WholePyNativeLinear, MiSSDense):
@@ -211,7 +216,7 @@ class MiSSPyNativeLinear(_WholePyNativeLinear, MiSSDense):
     Source: Kang et al., MiSS: Revisiting the Trade-off in LoRA with an Efficient Shard-Sharing Structure, 2025.
     """
 
-    parameter_names = MappingProxyType({"block": "miss_block_lora_b"})
+    parameter_names = _names_of("block")
 
 
 @functools.lru_cache(maxsize=None)

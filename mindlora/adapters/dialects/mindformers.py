@@ -51,8 +51,7 @@ MCORE = KeyNames(
 )
 PYNATIVE = KeyNames(
     "MindFormers 2's LoRA",
-    # The last two are those of mindlora's DoRA and MiSS.
-    {".lora_a": "A", ".lora_b": "B", ".magnitude_lora_b": "magnitude", ".miss_block_lora_b": "block"},
+    {f".{part.pynative}": part.name for part in PARTS.values()},
     mcore=True,
     only=r"^decoder\.layers\.|^output_layer\.",
 )

@@ -52,6 +52,12 @@ class Part(NamedTuple):
     size: str = ""
     turned: bool = False
 
+    @property
+    def pynative(self) -> str:
+        """Its parameter's name in a PyNative model of MindFormers, which knows adapters by lora_a or lora_b in it."""
+        name = self.parameter.replace("mindpet_delta_lora_", "")
+        return f"lora_{name}" if name in ("a", "b") else f"{name}_lora_b"
+
     def shape(self, rank: int, rows: int) -> Shape:
         """Returns the shape that ``size`` means for an adapter of rank ``rank`` on a weight with ``rows`` rows."""
         return tuple({"r": rank, "out": rows}[axis] for axis in self.size.split(", "))
