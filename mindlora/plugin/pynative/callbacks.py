@@ -18,6 +18,7 @@ from mindlora.common.text import listed
 from mindlora.errors import ConfigError
 from mindlora.nn.tree import lora_cells
 from mindlora.plugin.callbacks import AdapterHealth
+from mindlora.plugin.callbacks.common import report_event
 from mindlora.plugin.callbacks.order import ORDER
 from mindlora.plugin.pynative.support import CALLBACKS
 from mindlora.plugin.pynative.train_step import TrainStep
@@ -60,6 +61,7 @@ class Callbacks(TrainerCallback):
             how_to_go_on=_how_to_go_on(args.checkpoint),
         )
         self.skipped_before = getattr(state, "skipped_steps", 0)
+        self._report_resume(state)
         self._call("on_train_begin", ("on_train_begin", "on_train_epoch_begin"), args, state, kwargs)
 
     def on_step_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
@@ -86,6 +88,13 @@ class Callbacks(TrainerCallback):
         for callback in self.callbacks:
             if isinstance(callback, Callback):
                 callback.__exit__(None, None, None)
+
+    def _report_resume(self, state):
+        """Reports the callbacks that do not go on where they were: MindFormers' checkpoints hold nothing of them."""
+        anew = [type(callback).__name__ for callback in self.callbacks if hasattr(callback, "training_state")]
+        if state.global_step and anew:
+            message = f"The run goes on after step {state.global_step}, and these begin anew: {listed(anew)}."
+            report_event(self.params, "resume", message)
 
     def _call(self, event, names, args, state, kwargs):
         """Calls one event of the Trainer's callbacks, and those of MindSpore's that stand for it."""

@@ -38,14 +38,21 @@ def messages(folder):
             {"type": "SpoilStep", "steps": [2, 3], "path": str(folder / "changed.json")},
         ),
         "waiting": ({"type": "EarlyStopping"},),
+        "saved": (),
+        "resumed": ({"type": "TrainingGuard"}, {"type": "RunReport"}),
     }
+    saving = {"enable_save": True, "save_path": str(folder / "iterations"), "save_interleaved_steps": 2}
+    loading = {"enable_save": False, "load_path": str(folder / "iterations" / "iteration_00000002")}
+    checkpoints = {"saved": {"checkpoint": saving}, "resumed": {"checkpoint": loading}}
     configs = []
     for name, callbacks in runs.items():
         # Where a callback writes to a folder, each run has one.
-        recorded = [{"type": "FillWeights"}, *callbacks, {"type": "RecordLosses"}]
+        first = [] if name == "resumed" else [{"type": "FillWeights"}]
+        recorded = [*first, *callbacks, {"type": "RecordLosses"}]
         writing = ("RunReport", "LossCurve", "RecordLosses")
         named = [{**node, "directory": str(folder / name)} if node["type"] in writing else node for node in recorded]
-        configs.append(pynative_runs.tiny_config("qwen3", data, STEPS, callbacks=named))
+        nodes = {"callbacks": named, **checkpoints.get(name, {})}
+        configs.append(pynative_runs.tiny_config("qwen3", data, STEPS, **nodes))
     return dict(zip(runs, pynative_runs.series(configs, folder)))
 
 
@@ -99,3 +106,12 @@ def test_a_bad_step_changes_nothing_and_two_lower_the_rate(folder, messages):
     assert records(folder / "guarded", "event") == ["skipped_step", "skipped_step", "rollback"]
     np.testing.assert_allclose(records(folder / "guarded", "learning_rate"), [0.01, 0.01, 0.01, 0.003], rtol=1e-5)
     assert np.isfinite(pynative_runs.losses(folder / "guarded")[3])
+
+
+def test_a_resumed_run_says_which_callbacks_begin_anew(folder, messages):
+    assert messages["saved"] is messages["resumed"] is None
+    lines = (folder / "resumed" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [record["step"] for record in map(json.loads, lines) if "loss" in record] == [3, 4]
+    assert records(folder / "resumed", "message") == [
+        "The run goes on after step 2, and these begin anew: TrainingGuard."
+    ]

@@ -2,10 +2,13 @@
 
 import os
 import re
+import subprocess
+import sys
 
 from mindlora.plugin.callbacks.order import ORDER
 from mindlora.plugin.pynative.support import CALLBACKS
 from tests.conftest import ROOT
+from tests.support.pynative_runs import environment, only_with_pynative_trainer
 
 
 def test_every_callback_is_in_the_table_as_it_is():
@@ -13,3 +16,15 @@ def test_every_callback_is_in_the_table_as_it_is():
         rows = [line.strip("|\n ").split(" | ") for line in file if line.startswith("| `")]
     said = {name: row[2].split(",")[0] for row in rows for name in re.findall(r"`([A-Z]\w+)`", row[0])}
     assert said == {name: "works" if name in CALLBACKS else "refused" for name in ORDER}
+
+
+@only_with_pynative_trainer
+def test_every_refused_key_of_pet_config_is_in_the_table():
+    """The variants stand there with the names of their pages."""
+    code = "from tests.support import pynative_cpu; pynative_cpu.install(); "
+    code += "from mindlora.plugin.pynative import configuration; print(*configuration._NOT_YET)"
+    run = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    refused = {name for name in run.stdout.splitlines()[-1].split() if not name.startswith("use_")}
+    with open(os.path.join(ROOT, "docs", "pynative.md"), encoding="utf-8") as file:
+        rows = [line.strip("|\n ").split(" | ") for line in file if line.startswith("| `")]
+    assert refused <= {name for row in rows if row[2] == "refused" for name in re.findall(r"`(\w+)`", row[0])}
