@@ -63,11 +63,25 @@ def check_pynative(config: Mapping[str, Any], version: Version = None) -> List[F
         cells = selection.in_2_0 if searched_by == (2, 0) else selection.cells
         selected = cells or None
     findings += _check_decay(config)
+    findings += _check_scale(config)
     return [*findings, *check_checkpoint(config, network, selected, version)]
 
 
+def _check_scale(config: Mapping[str, Any]) -> Iterator[Finding]:
+    pet_config = config.get("pet_config") or {}
+    if not (config.get("checkpoint") or {}).get("save_trainable_only"):
+        return
+    for key in ("use_rslora", "rank_pattern", "alpha_pattern"):
+        if pet_config.get(key):
+            yield error(
+                f"pet_config.{key}",
+                f"save_trainable_only states the scale of the adapter as lora_alpha / lora_rank, and {key} changes it.",
+                "Remove save_trainable_only: LoraCheckpoint saves the adapter alone, with its scale.",
+            )
+
+
 def _check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
-    for key in ("model", "checkpoint", "optimizer", "lora_config"):
+    for key in ("model", "checkpoint", "optimizer", "lora_config", "pet_config"):
         if config.get(key) is not None and not isinstance(config[key], Mapping):
             yield error(key, f"{key} is {shown(config[key])}; it must be a mapping of keys to values.")
 

@@ -250,6 +250,20 @@ def test_an_adapter_alone_needs_its_base(base):
     assert found_in(config_of({"load_path": path, "base_load_path": base_path, "no_load_optim": True})) == []
 
 
+@pytest.mark.parametrize(
+    "key, value", [("use_rslora", True), ("rank_pattern", {"proj": 4}), ("alpha_pattern", {"proj": 8})]
+)
+def test_an_adapter_alone_has_one_scale(base, key, value):
+    """MindFormers' manifest beside it knows lora_alpha and lora_rank alone."""
+    loaded = loading(base, manifest=LORA)
+    loaded["base_load_path"] = loaded["load_path"]
+    alone = {**loaded, "save_trainable_only": True}
+    severity, name, text = the_one({**config_of(alone), "pet_config": {key: value}})
+    assert (severity, name) == ("error", key) and "LoraCheckpoint saves the adapter alone" in text
+    assert found_in({**config_of(alone), "pet_config": {"lora_init": "gaussian"}}) == []
+    assert found_in({**config_of(loaded), "pet_config": {key: value}}) == []
+
+
 def test_hugging_faces_form_is_not_loaded(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     severity, _, text = the_one(config_of({"load_path": str(tmp_path)}))
