@@ -47,9 +47,9 @@ def test_import_is_cheap_and_leaves_mindformers_out():
     root = os.path.dirname(os.path.dirname(mindlora.__file__))
     program = (
         "import sys, time\n"
-        "start = time.perf_counter(); import mindspore\n"
-        "middle = time.perf_counter(); from mindlora import *\n"
-        "print(middle - start, time.perf_counter() - middle)\n"
+        "start = time.process_time(); import mindspore\n"
+        "middle = time.process_time(); from mindlora import *\n"
+        "print(middle - start, time.process_time() - middle)\n"
         "print({name.split('.')[0] for name in sys.modules} & {'mindformers', 'mindpet', 'torch', 'peft'})"
     )
     output = subprocess.run(
@@ -62,7 +62,8 @@ def test_import_is_cheap_and_leaves_mindformers_out():
     mindspore_seconds, mindlora_seconds = map(float, output[-2].split())
     print(f"import mindspore {mindspore_seconds:.2f} s, all of mindlora's names {mindlora_seconds:.3f} s more")
     assert output[-1] == "set()"
-    assert mindlora_seconds < 1  # the machine may be busy; the benchmark has the strict limit
+    # Seconds of computing, which other work on the machine does not lengthen; the benchmark has the strict limit.
+    assert mindlora_seconds < 1
 
 
 def test_the_older_name_of_initialize_adapters_warns_once(monkeypatch):
