@@ -280,9 +280,9 @@ def bomb(depth=26):
 )
 def test_programs_that_fail(tmp_path, value, message):
     tz.write(tmp_path / "a.bin", value, {"0": FLOATS.tobytes()})
-    begin = time.perf_counter()
+    begin = time.process_time()
     refused(tmp_path / "a.bin", message)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def test_a_memo_index_of_two_billion_takes_no_memory(tmp_path):

@@ -40,10 +40,10 @@ def test_the_list_of_10000_is_made_once_until_it_changes(tmp_path):
     assert gzip.decompress(zipped) == plain and len(zipped) < len(plain) / 10
     assert len(json.loads(plain)["data"]) == 10_001
     assert models.page(True) is zipped
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(20):
         models.page(True)
-    assert (time.perf_counter() - begin) / 20 < 0.005  # about 0.1 ms; rendering takes 100
+    assert (time.process_time() - begin) / 20 < 0.005  # about 0.1 ms; rendering takes 100
     engine.adapters.unregister("adapter-00007")
     assert models.page(False) is not plain and len(json.loads(models.page(False))["data"]) == 10_000
 
