@@ -11,7 +11,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
-from mindlora.config.selection import freeze, select
+from mindlora.config.trainable import freeze, select
 from mindlora.errors import LoraError, UnsupportedCellError
 from mindlora.nn.description import describe
 from mindlora.nn.nf4 import parameter_count

@@ -12,7 +12,7 @@ from mindlora.common.text import listed
 from mindlora.common.yaml_file import PET
 from mindlora.config import LoraConfig
 from mindlora.config.description import AdaptableCell
-from mindlora.config.selection import Selection, select
+from mindlora.config.trainable import Selection, select
 from mindlora.config.variants.variant import SHARDED
 from mindlora.config.weights import weights_of
 from mindlora.errors import ConfigError, LoraError

@@ -6,7 +6,7 @@ from typing import Iterator, List, Optional, Tuple
 
 from mindlora.config.description import QUANTIZED_DTYPE, Description
 from mindlora.config.lora_config import LoraConfig
-from mindlora.config.selection import Selection, freeze
+from mindlora.config.trainable import Selection, freeze
 from mindlora.config.variants.registry import PARAMETERS, SHARED_PARTS
 from mindlora.models import names
 from mindlora.numerics import nf4

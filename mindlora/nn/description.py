@@ -1,4 +1,4 @@
-"""The description of a built network, which mindlora.config.selection works on."""
+"""The description of a built network, which mindlora.config.trainable works on."""
 
 from typing import Callable, Mapping
 

@@ -16,7 +16,7 @@ from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.config.description import Description
-from mindlora.config.selection import Selection, select
+from mindlora.config.trainable import Selection, select
 from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.config.weights import Weight, weights_of
 from mindlora.errors import ConfigError
