@@ -116,7 +116,11 @@ class LinearBase(nn.Cell):
 
     def product(self, x: Tensor, weight: Tuple[Tensor, ...]) -> Tensor:
         """x W^T; ``weight`` is (W,) in the dtype of x, or the tensors of a quantized W."""
-        return self.matmul(x, *weight)
+        # Not *weight: what a graph unpacks has no scope, and would not be computed again in a recomputed layer.
+        if len(weight) == 1:
+            return self.matmul(x, weight[0])
+        codes, absmax, scales, offsets = weight
+        return self.matmul(x, codes, absmax, scales, offsets)
 
     def with_bias(self, y: Tensor, bias: Optional[Parameter]) -> Tensor:
         """y + bias, or y if the cell adds none."""

@@ -147,8 +147,8 @@ class ShardedBase(ParallelBase):
 
     def linear(self, x: Tensor, weight: Tuple[Tensor, ...], bias: Optional[Parameter]) -> Tensor:
         if self.has_bias:
-            return self.morphed_forward_with_bias(x, *weight, self.cast(bias, self.dtype))
-        return self.morphed_forward(x, *weight)
+            return self.morphed_forward_with_bias(x, weight[0], self.cast(bias, self.dtype))
+        return self.morphed_forward(x, weight[0])
 
     def like(self, y: Tensor, x: Tensor) -> Tensor:
         return self.cast(y, x.dtype)
