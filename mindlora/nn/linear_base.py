@@ -14,6 +14,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.common.run_modes import SHARDING_MODES
+from mindlora.config.description import TIED_HEAD
 from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell, refuse_own_forward
@@ -133,6 +134,17 @@ class LinearBase(nn.Cell):
     def like(self, y: Tensor, x: Tensor) -> Tensor:
         """y with the leading axes and the dtype of the cell's x."""
         return self.cast(self.reshape(y, x.shape[:-1] + (self.out_channels,)), x.dtype)
+
+
+def check_mindformers_linear(cell: nn.Cell, types: Tuple[type, ...]) -> None:
+    """Raises UnsupportedCellError if a cell of MindFormers' newer models, of one of ``types``, can carry no adapter."""
+    if isinstance(cell, LoRACell):
+        raise UnsupportedCellError(
+            f"{type(cell).__name__} has an adapter already: adapters do not stack. Use a network without adapters."
+        )
+    refuse_own_forward(cell, types, "the adapter's cell")
+    if cell.weight is None:
+        raise UnsupportedCellError(TIED_HEAD)
 
 
 def adopt_linear(target: nn.Cell, cell: nn.Cell, base: LinearBase) -> None:

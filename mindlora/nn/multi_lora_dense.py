@@ -100,8 +100,10 @@ class MultiLoRADense(nn.Cell):
     def _one_pass(self, x, slots):
         """For few tokens: base and adapters in one operator."""
         weight = self.cast(self.weight, self.dtype)
-        bias = (self.cast(self.bias, self.dtype),) if self.has_bias else ()
-        return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots, *bias)
+        if self.has_bias:
+            bias = self.cast(self.bias, self.dtype)
+            return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias)
+        return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots)
 
     def _two_passes(self, x, slots):
         """For many tokens: the base's own product, then the adapters'."""

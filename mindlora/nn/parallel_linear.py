@@ -12,12 +12,16 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
 from mindspore.ops import functional
 
-from mindlora.config.description import TIED_HEAD
 from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, refuse_own_forward
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.linear_base import LinearBase, is_sharded, parallel_layers, parallel_linear_types
+from mindlora.nn.linear_base import (
+    LinearBase,
+    check_mindformers_linear,
+    is_sharded,
+    parallel_layers,
+    parallel_linear_types,
+)
 from mindlora.nn.low_rank import LowRankPicks, Scale
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.qlora import Nf4Base, QLoRADense
@@ -98,18 +102,11 @@ class ParallelBase(LinearBase):
 
     @classmethod
     def check(cls, cell: nn.Cell) -> None:
-        kind = type(cell).__name__
-        if isinstance(cell, LoRACell):
-            raise UnsupportedCellError(
-                f"{kind} has an adapter already: adapters do not stack. Use a network without adapters."
-            )
-        refuse_own_forward(cell, parallel_linear_types(), "the adapter's cell")
-        if cell.weight is None:
-            raise UnsupportedCellError(TIED_HEAD)
+        check_mindformers_linear(cell, parallel_linear_types())
         if not cell.transpose_b:
             raise UnsupportedCellError(
-                f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False), and the adapter needs "
-                "[out_channels, in_channels]. Add it to exclude_modules."
+                f"{type(cell).__name__} keeps its weight as [in_channels, out_channels] (transpose_b False), and the "
+                "adapter needs [out_channels, in_channels]. Add it to exclude_modules."
             )
 
     @classmethod

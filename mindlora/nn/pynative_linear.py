@@ -16,14 +16,13 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
-from mindlora.config.description import TIED_HEAD
 from mindlora.config.variants.registry import PARAMETERS, PYNATIVE_PARAMETERS
 from mindlora.config.variants.variant import SHARDED
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, refuse_own_forward, refuse_unsupported
+from mindlora.nn.cell import refuse_unsupported
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
-from mindlora.nn.linear_base import LinearBase, pynative_linear_types
+from mindlora.nn.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.nn.low_rank import LowRankPicks, composed_low_rank
 from mindlora.nn.miss import MiSSDense
 
@@ -60,13 +59,7 @@ class PyNativeBase(LinearBase):
 
     @classmethod
     def check(cls, cell: nn.Cell) -> None:
-        if isinstance(cell, LoRACell):
-            raise UnsupportedCellError(
-                f"{type(cell).__name__} has an adapter already: adapters do not stack. Use a network without adapters."
-            )
-        refuse_own_forward(cell, pynative_linear_types(), "the adapter's cell")
-        if cell.weight is None:
-            raise UnsupportedCellError(TIED_HEAD)
+        check_mindformers_linear(cell, pynative_linear_types())
 
     @classmethod
     def traits(cls, cell: nn.Cell) -> Tuple[str, ...]:

@@ -6,20 +6,12 @@ from mindlora.common.text import listed
 from mindlora.errors import ConfigError
 from mindlora.plugin.callbacks.order import ORDER
 
-CALLBACKS = (
-    "HeldOutLoss",
-    "AdapterHealth",
-    "TrainingGuard",
-    "WarmUp",
-    "ReduceOnPlateau",
-    "GradientNormRate",
-    "EarlyStopping",
-    "GracefulStop",
-    "LossCurve",
-    "ProgressBar",
-    "RunReport",
-    "LoraCheckpoint",
+# Callbacks that need what graph mode alone has.
+_GRAPH_MODE_ALONE = (
+    *("BaseCheck", "LoraStart", "LoraInitialization", "AdapterSlices", "ExchangeCheck", "RankBudget"),
+    "SampleAnswers",
 )
+CALLBACKS = tuple(name for name in ORDER if name not in _GRAPH_MODE_ALONE)
 # Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
 NODES = {
     "runner_wrapper": "there is no train step to choose",
@@ -40,7 +32,7 @@ def check_nodes(config: Any) -> None:
             raise ConfigError(
                 f"The YAML has {name}, which MindFormers' PyNative Trainer does not read. Remove it: {instead}."
             )
-    refused = [name for name in _types(config) if name in ORDER and name not in CALLBACKS]
+    refused = [name for name in _types(config) if name in _GRAPH_MODE_ALONE]
     if refused:
         raise ConfigError(
             f"callbacks has {listed(refused)}, which mindlora does not carry out under MindFormers' PyNative Trainer. "
