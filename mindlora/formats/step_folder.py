@@ -48,6 +48,11 @@ def file_name(index: int, files: int) -> str:
     return f"checkpoint-model-{index:07d}-{files:07d}.safetensors"
 
 
+def name_of(step: int) -> str:
+    """Returns the name of the folder of a step."""
+    return f"{_STEP}{step:08d}"
+
+
 def is_step(names: Sequence[str]) -> bool:
     """Tells whether a folder with these files is that of a step."""
     return any(map(_FILE.fullmatch, names))
@@ -84,7 +89,7 @@ def last_step(folder: str) -> str:
         return folder
     with open(tracker, encoding="utf-8", errors="replace") as file:
         text = file.read(_MAX_TRACKER).strip()
-    name = f"{_STEP}{int(text):08d}" if text.isdecimal() else ""
+    name = name_of(int(text)) if text.isdecimal() else ""
     if name not in steps:
         raise AdapterFormatError(
             f"{tracker} says that the last step is {shown(text)}, and there are {listed(steps)}. Give the folder of "

@@ -13,7 +13,6 @@ from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.initialize import initialize_adapters
 from mindlora.nn.noisy_embedding import NoisyEmbedding
-from mindlora.nn.tree import lora_cells
 from mindlora.plugin.callbacks.common import check_mode, loss_of, register, reported_metrics
 from mindlora.plugin.graph.network import base_of, check_loaded_base
 from mindlora.plugin.log import logger
@@ -88,16 +87,9 @@ class LoraCheckpoint(Callback):
             exchange_state.restore_unsent(folder, params.cur_step_num, params.train_network)
             self.last_saved = params.cur_step_num
             logger.info("Resumed from %s.", folder)
-            if any(cell.dropout_rate > 0 for _, cell in lora_cells(params.train_network)):
-                logger.warning(
-                    "lora_dropout is above 0: the resumed run drops other elements than an uninterrupted run would, "
-                    "so its losses differ a little from now on. Set lora_dropout: 0.0 if a run must resume exactly."
-                )
-            if any(isinstance(cell, NoisyEmbedding) for _, cell in params.train_network.cells_and_names()):
-                logger.warning(
-                    "neftune_alpha is set: the resumed run adds other noise than an uninterrupted run would, so its "
-                    "losses differ a little from now on. Leave neftune_alpha out if a run must resume exactly."
-                )
+            cells = params.train_network.cells_and_names()
+            has_noise = any(isinstance(cell, NoisyEmbedding) for _, cell in cells)
+            training_state.warn_about_draws(params.train_network, has_noise)
         else:
             initialize_adapters(base_of(params.train_network))
         if get_real_rank() == 0:

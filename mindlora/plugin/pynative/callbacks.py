@@ -4,7 +4,7 @@ They see what MindSpore's Model shows a callback, as in graph mode: the run is o
 """
 
 import functools
-from typing import Any, Callable, List, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import mindspore as ms
 import numpy as np
@@ -20,28 +20,36 @@ from mindlora.nn.tree import lora_cells
 from mindlora.plugin.callbacks import AdapterHealth
 from mindlora.plugin.callbacks.common import report_event
 from mindlora.plugin.callbacks.order import ORDER
+from mindlora.plugin.pynative import callback_states
 from mindlora.plugin.pynative.support import CALLBACKS
 from mindlora.plugin.pynative.train_step import TrainStep
+from mindlora.plugin.resume.training_state import warn_about_draws
 from mindlora.plugin.run_configuration import plain
 
 # These take the names of graph mode's callbacks in MindFormers' registry, so they come after these.
 from mindlora.plugin.pynative import held_out_loss, lora_checkpoint  # noqa: F401  # isort: skip
 
 require_mindformers("2.0")
-from mindformers.pynative.callback import TrainerCallback  # noqa: E402
+from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  # noqa: E402
 
 
 class Callbacks(TrainerCallback):
-    """Runs callbacks of mindlora in their order, whatever it is in the YAML.
+    """Runs callbacks of mindlora in their order, whatever it is in the YAML, and then the one that saves checkpoints.
+
+    So a checkpoint holds what they have made of the step. What they know is saved beside it, and a resumed run goes on
+    with that.
 
     Args:
         callbacks (sequence): Callbacks of graph mode, and of the PyNative Trainer.
         step (TrainStep): What they see as the train step.
+        saver (CheckpointCallback): MindFormers' own; None if the run saves nothing.
     """
 
-    def __init__(self, callbacks: Sequence[Any], step: TrainStep):
+    def __init__(self, callbacks: Sequence[Any], step: TrainStep, saver: Optional[CheckpointCallback]):
         self.callbacks = sorted(callbacks, key=lambda callback: ORDER.index(type(callback).__name__))
         self.step = step
+        if saver is not None:
+            self.callbacks.append(callback_states.SavedWithStates(saver, self.callbacks[:]))
         self.params = InternalCallbackParam()
         self.context = RunContext(self.params)
 
@@ -61,7 +69,8 @@ class Callbacks(TrainerCallback):
             how_to_go_on=_how_to_go_on(args.checkpoint),
         )
         self.skipped_before = getattr(state, "skipped_steps", 0)
-        self._report_resume(state)
+        if state.global_step:
+            self._resume(args, state.global_step)
         self._call("on_train_begin", ("on_train_begin", "on_train_epoch_begin"), args, state, kwargs)
 
     def on_step_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
@@ -89,12 +98,17 @@ class Callbacks(TrainerCallback):
             if isinstance(callback, Callback):
                 callback.__exit__(None, None, None)
 
-    def _report_resume(self, state):
-        """Reports the callbacks that do not go on where they were: MindFormers' checkpoints hold nothing of them."""
-        anew = [type(callback).__name__ for callback in self.callbacks if hasattr(callback, "training_state")]
-        if state.global_step and anew:
-            message = f"The run goes on after step {state.global_step}, and these begin anew: {listed(anew)}."
-            report_event(self.params, "resume", message)
+    def _resume(self, args, step):
+        """Lets the callbacks go on where they were; reports what does not go on so."""
+        warn_about_draws(self.step.network, getattr(getattr(args, "pet_config", None), "neftune_alpha", None) is not None)
+        anew = callback_states.restore(args.checkpoint.load_path, self.callbacks)
+        if anew:
+            report_event(
+                self.params,
+                "resume",
+                f"The run goes on after step {step}, whose checkpoint holds nothing of {listed(anew)}: these begin anew. "
+                "Resume with the callbacks of the run to go on exactly.",
+            )
 
     def _call(self, event, names, args, state, kwargs):
         """Calls one event of the Trainer's callbacks, and those of MindSpore's that stand for it."""
@@ -117,7 +131,9 @@ def with_callbacks(handler: Callable) -> Callable:
         theirs = [callback for callback in callbacks if callback not in ours]
         if get_world_size() == 1 and (ours or any(lora_cells(model[0]))):
             norms = any(isinstance(callback, AdapterHealth) for callback in ours)
-            theirs.append(Callbacks(ours, TrainStep(model[0], optimizer, norms)))
+            saver = next((callback for callback in theirs if isinstance(callback, CheckpointCallback)), None)
+            theirs = [callback for callback in theirs if callback is not saver]
+            theirs.append(Callbacks(ours, TrainStep(model[0], optimizer, norms), saver))
         return handler(callbacks=theirs, model=model, optimizer=optimizer, **others)
 
     return handle

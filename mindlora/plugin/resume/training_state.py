@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from typing import List, Mapping, Optional, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import numpy as np
 from mindformers.tools.utils import get_output_root_path
@@ -121,7 +121,7 @@ def save(folder: str, params: InternalCallbackParam, values: Optional[Mapping[st
     metadata = {
         "step": params.cur_step_num,
         "steps_per_epoch": params.batch_num,
-        "callbacks": {type(callback).__name__: callback.training_state() for callback in _with_state(params)},
+        "callbacks": callback_states(params.list_callback),
     }
     with atomic.replace_folder(folder) as new:
         _save_adapter(params, new)
@@ -173,17 +173,29 @@ def restore(folder: str, params: InternalCallbackParam) -> None:
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))
     params.cur_step_num = metadata["step"]
-    states = metadata.get("callbacks") or {}
-    for callback in _with_state(params):
+    for name in restore_callbacks(metadata.get("callbacks") or {}, params.list_callback):
+        logger.warning(
+            "%s has no state of %s, which starts anew. Resume with the callbacks of the run to go on exactly.",
+            folder,
+            name,
+        )
+
+
+def callback_states(callbacks: Sequence[Any]) -> Dict[str, Any]:
+    """Returns what a resumed run needs of its callbacks, as JSON values: class name -> state."""
+    return {type(callback).__name__: callback.training_state() for callback in _with_state(callbacks)}
+
+
+def restore_callbacks(states: Mapping[str, Any], callbacks: Sequence[Any]) -> List[str]:
+    """Gives callbacks what ``callback_states`` returned; returns the names of those that have a state, but none here."""
+    without = []
+    for callback in _with_state(callbacks):
         name = type(callback).__name__
         if name in states:
             callback.restore_training_state(states[name])
         else:
-            logger.warning(
-                "%s has no state of %s, which starts anew. Resume with the callbacks of the run to go on exactly.",
-                folder,
-                name,
-            )
+            without.append(name)
+    return without
 
 
 def _check_steps(folder, metadata, params):
@@ -220,9 +232,22 @@ def _check_parameters(folder, tensors, parameters):
         )
 
 
-def _with_state(params):
-    """Returns the callbacks of a run that have a state to save."""
-    return [callback for callback in params.list_callback if hasattr(callback, "training_state")]
+def _with_state(callbacks):
+    return [callback for callback in callbacks if hasattr(callback, "training_state")]
+
+
+def warn_about_draws(network: nn.Cell, has_noise: bool) -> None:
+    """Logs what a resumed run draws anew: the elements that lora_dropout drops, and the noise of neftune_alpha."""
+    if any(cell.dropout_rate > 0 for _, cell in lora_cells(network)):
+        logger.warning(
+            "lora_dropout is above 0: the resumed run drops other elements than an uninterrupted run would, so its "
+            "losses differ a little from now on. Set lora_dropout: 0.0 if a run must resume exactly."
+        )
+    if has_noise:
+        logger.warning(
+            "neftune_alpha is set: the resumed run adds other noise than an uninterrupted run would, so its losses "
+            "differ a little from now on. Leave neftune_alpha out if a run must resume exactly."
+        )
 
 
 def state_parameters(train_network: nn.Cell) -> List[Parameter]:

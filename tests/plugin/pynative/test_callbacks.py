@@ -10,6 +10,13 @@ from tests.support.pynative_runs import only_with_pynative_trainer
 
 pytestmark = only_with_pynative_trainer
 STEPS = 4
+# Callbacks that change the learning rate by what they have seen.
+CONTROLS = (
+    {"type": "TrainingGuard", "max_skipped": 2},
+    {"type": "WarmUp", "steps": 10},
+    {"type": "ReduceOnPlateau", "metric": "loss", "every_steps": 1, "patience": 2, "threshold": 0.5, "factor": 0.5},
+    {"type": "GradientNormRate", "window": 4, "growth": 0.1},
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +45,18 @@ def messages(folder):
             {"type": "SpoilStep", "steps": [2, 3], "path": str(folder / "changed.json")},
         ),
         "waiting": ({"type": "EarlyStopping"},),
-        "saved": (),
-        "resumed": ({"type": "TrainingGuard"}, {"type": "RunReport"}),
+        # The guard goes back at step 4, the last before a checkpoint, and the rate changes by all of them after it too.
+        "saved": (
+            *(*CONTROLS, {"type": "RunReport"}),
+            {"type": "SpoilStep", "steps": [3, 4], "path": str(folder / "spoiled.json")},
+        ),
+        # What EarlyStopping waits for is never measured.
+        "resumed": (*CONTROLS, {"type": "RunReport"}, {"type": "EarlyStopping", "metric": "accuracy"}),
     }
-    saving = {"enable_save": True, "save_path": str(folder / "iterations"), "save_interleaved_steps": 2}
-    loading = {"enable_save": False, "load_path": str(folder / "iterations" / "iteration_00000002")}
-    checkpoints = {"saved": {"checkpoint": saving}, "resumed": {"checkpoint": loading}}
+    longer = {"training": {"steps": 8, "local_batch_size": 4, "global_batch_size": 4, "seed": 1}}
+    saving = {"enable_save": True, "save_path": str(folder / "iterations"), "save_interleaved_steps": 4}
+    loading = {"enable_save": False, "load_path": str(folder / "iterations" / "iteration_00000004")}
+    checkpoints = {"saved": {**longer, "checkpoint": saving}, "resumed": {**longer, "checkpoint": loading}}
     configs = []
     for name, callbacks in runs.items():
         # Where a callback writes to a folder, each run has one.
@@ -108,10 +121,19 @@ def test_a_bad_step_changes_nothing_and_two_lower_the_rate(folder, messages):
     assert np.isfinite(pynative_runs.losses(folder / "guarded")[3])
 
 
-def test_a_resumed_run_says_which_callbacks_begin_anew(folder, messages):
+def test_callbacks_of_a_resumed_run_go_on_where_they_were(folder, messages):
     assert messages["saved"] is messages["resumed"] is None
-    lines = (folder / "resumed" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [record["step"] for record in map(json.loads, lines) if "loss" in record] == [3, 4]
-    assert records(folder / "resumed", "message") == [
-        "The run goes on after step 2, and these begin anew: TrainingGuard."
-    ]
+    whole, resumed = (pynative_runs.losses(folder / name) for name in ("saved", "resumed"))
+    assert len(whole) == 8 and resumed == whole[4:]
+    whole, resumed = (pynative_runs.trained(folder / name) for name in ("saved", "resumed"))
+    assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+    whole, resumed = (records(folder / name, "learning_rate") for name in ("saved", "resumed"))
+    assert resumed == whole[4:] and len(set(resumed)) == 4
+    assert "rollback" in records(folder / "saved", "event")
+
+
+def test_a_resumed_run_says_which_callbacks_begin_anew(folder, messages):
+    assert records(folder / "resumed", "message")[0] == (
+        "The run goes on after step 4, whose checkpoint holds nothing of EarlyStopping: these begin anew. Resume with "
+        "the callbacks of the run to go on exactly."
+    )
