@@ -67,6 +67,22 @@ def check_pynative(config: Mapping[str, Any], version: Version = None) -> List[F
     return [*findings, *check_checkpoint(config, network, selected, version)]
 
 
+def check_weights(processes: int, parts: int) -> Iterator[Finding]:
+    """Yields a warning where the parts of a step count alike, whatever their tokens are.
+
+    Args:
+        processes (int): How many train.
+        parts (int): Batches in a step: micro-batches times data-parallel ranks.
+    """
+    if processes > 1 and parts > 1:
+        yield warning(
+            "training.global_batch_size",
+            f"A step has {parts} parts in {processes} processes, which MindFormers weighs alike: a token counts more "
+            "in a part that has fewer of them in the loss. mindlora weighs parts by their tokens in one process alone.",
+            "Pack the rows, so that all parts have about as many tokens.",
+        )
+
+
 def _check_scale(config: Mapping[str, Any]) -> Iterator[Finding]:
     pet_config = config.get("pet_config") or {}
     if not (config.get("checkpoint") or {}).get("save_trainable_only"):
@@ -153,13 +169,14 @@ def _check_decay(config: Mapping[str, Any]) -> Iterator[Finding]:
     decay = optimizer.get("weight_decay", 0.01)
     rules = optimizer.get("weight_decay_exclude") or []
     rules = [rules] if isinstance(rules, str) else rules
-    if decay and not any("lora" in str(rule) for rule in rules):
-        yield note(
-            "optimizer.weight_decay",
-            f"weight_decay {decay} pulls A and B to zero too"
-            f"{'' if 'weight_decay' in optimizer else ' (the default of the trainer)'}.",
-            "Set weight_decay: 0.0, or weight_decay_exclude: ['lora_a', 'lora_b'], if that is not meant.",
-        )
+    if not decay or any("lora" in str(rule) for rule in rules):
+        return
+    found = f"weight_decay {decay} pulls A and B to zero too"
+    action = "Set weight_decay: 0.0, or weight_decay_exclude: ['lora_a', 'lora_b'], if that is not meant."
+    if "weight_decay" in optimizer:
+        yield note("optimizer.weight_decay", f"{found}.", action)
+    else:
+        yield warning("optimizer.weight_decay", f"{found} (the default of the trainer).", action)
 
 
 def _check_checkpoint_keys(config: Mapping[str, Any], version: Version) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 from mindlora.adapters.dialects import peft_config
 from mindlora.adapters.dialects.pynative import MANIFEST
 from mindlora.base.mcore_view import BIAS, MCORE_BIAS, with_end
-from mindlora.checks.finding import Finding, error, note, warning
+from mindlora.checks.finding import Finding, error, warning
 from mindlora.common.text import examples, shown
 from mindlora.config.description import Description
 from mindlora.errors import LoraError
@@ -124,27 +124,41 @@ def _check_adapter(
     if others and not (config.get("pet_config") or {}).get("rank_pattern"):
         found = f"{folder} holds an adapter of rank {', '.join(map(str, others))}, and lora_rank is {rank}."
         yield error("lora_config.lora_rank", found, f"Set lora_rank: {others[0]}.")
-    yield from _check_alpha(lora, folder)
+    yield from _check_same_scale(config, folder)
     if selected is not None:
         yield from _check_same_cells(set(ranks), set(selected), folder)
 
 
-def _check_alpha(lora: Mapping[str, Any], folder: str) -> Iterator[Finding]:
-    alpha = lora.get("lora_alpha", 16)
-    manifest = os.path.join(folder, MANIFEST)
-    if not os.path.isfile(manifest):
-        found = f"{folder} does not say with which lora_alpha its adapter was trained; this run takes {alpha}."
-        yield note("lora_config.lora_alpha", found, "Check that it is the same.")
+def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Finding]:
+    """Yields which settings of the adapter's scale are others than those with which it was trained."""
+    here = _scale(config)
+    # A manifest is of an adapter whose scale is lora_alpha / lora_rank.
+    records = [os.path.join(folder, name) for name in (step_folder.RUN, MANIFEST)]
+    record = next(filter(os.path.isfile, records), None)
+    if record is None:
+        found = f"{folder} does not say with which lora_alpha its adapter was trained; this run takes "
+        yield warning("lora_config.lora_alpha", f"{found}{here['lora_alpha']}.", "Check that it is the same.")
         return
-    settings = peft_config.json_object(manifest).get("lora_config")
-    trained = settings.get("lora_alpha") if isinstance(settings, dict) else None
-    if trained != alpha:
-        yield warning(
-            "lora_config.lora_alpha",
-            f"The adapter in {folder} was trained with lora_alpha {shown(trained)}, and lora_alpha is {alpha}: all its "
-            "updates change with it.",
-            f"Set lora_alpha: {trained}.",
-        )
+    for key, value in _scale(peft_config.json_object(record)).items():
+        if value != here[key]:
+            yield warning(
+                f"{'lora' if key == 'lora_alpha' else 'pet'}_config.{key}",
+                f"The adapter in {folder} was trained with {key} {shown(value)}, and {key} is {shown(here[key])}: all "
+                "its updates change with it.",
+                f"Set {key}: {value}.",
+            )
+
+
+def _scale(config: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns the settings by which a YAML, or what was saved of it, scales the adapter; None where it says none."""
+    lora = config.get("lora_config")
+    pet_config = config.get("pet_config") or {}
+    return {
+        "lora_alpha": lora.get("lora_alpha", 16) if isinstance(lora, Mapping) else None,
+        "use_rslora": bool(pet_config.get("use_rslora")),
+        "rank_pattern": pet_config.get("rank_pattern") or {},
+        "alpha_pattern": pet_config.get("alpha_pattern") or {},
+    }
 
 
 def _check_same_cells(stored: Set[str], selected: Set[str], folder: str) -> Iterator[Finding]:

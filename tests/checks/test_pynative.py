@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from mindlora.adapters.dialects.pynative import target_regex
-from mindlora.checks.pynative import check_pynative, is_pynative
+from mindlora.checks.pynative import check_pynative, check_weights, is_pynative
 from mindlora.checks.pynative_cells import adaptable_cells, network_of, select
 from mindlora.doctor import examination
 from tests.support.step_folders import MANIFEST, write_step
@@ -89,14 +89,14 @@ def test_a_yaml_is_the_trainers_or_graph_modes():
 
 def test_nothing_is_wrong_with_a_right_one(base):
     (finding,) = found_in(config_of(loading(base)))
-    assert finding[:2] == ("note", "lora_alpha") and "does not say with which lora_alpha" in finding[2]
+    assert finding[:2] == ("warning", "lora_alpha") and "does not say with which lora_alpha" in finding[2]
 
 
 def test_the_doctor_reads_it(tmp_path, base):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config_of(loading(base), target_modules="^decoder")))
     findings = examination.check_yaml(str(path))
-    assert [finding.severity for finding in findings] == ["error", "note"]
+    assert [finding.severity for finding in findings] == ["error", "warning"]
     assert "Paths begin with model.decoder, so ^decoder matches none" in str(findings[0])
 
 
@@ -135,10 +135,19 @@ def test_an_exclusion_of_nothing_is_noticed(base):
 def test_weight_decay_on_a_and_b(base):
     config = config_of(loading(base, manifest=LORA, base_load_path=str(base[1])))
     assert found_in(config) == []
-    for optimizer, words in [({}, "0.01 pulls A and B to zero too (the default"), ({"weight_decay": 0.1}, "0.1 pulls")]:
+    for optimizer, kind, words in [
+        ({}, "warning", "0.01 pulls A and B to zero too (the default"),
+        ({"weight_decay": 0.1}, "note", "0.1 pulls"),
+    ]:
         severity, key, text = the_one({**config, "optimizer": optimizer})
-        assert (severity, key) == ("note", "weight_decay") and words in text
+        assert (severity, key) == (kind, "weight_decay") and words in text
     assert found_in({**config, "optimizer": {"weight_decay_exclude": ["lora_a", "lora_b"]}}) == []
+
+
+def test_parts_of_a_step_that_count_alike():
+    assert not [*check_weights(1, 8), *check_weights(4, 1)]
+    (finding,) = check_weights(2, 8)
+    assert finding.severity == "warning" and "8 parts in 2 processes, which MindFormers weighs alike" in str(finding)
 
 
 # Cells ----------------------------------------------------------------------------------------------------------------
@@ -208,7 +217,7 @@ def test_of_a_model_that_is_not_known_the_cells_are_not_judged(base):
     checkpoint = loading(base)
     unknown = {"model_type": "deepseek_v4", "architectures": "DeepseekV4ForCausalLM"}
     for model in (unknown, {"hidden_size": "x"}):
-        assert the_one(config_of(checkpoint, model, target_modules="wq"))[:2] == ("note", "lora_alpha")
+        assert the_one(config_of(checkpoint, model, target_modules="wq"))[:2] == ("warning", "lora_alpha")
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -258,10 +267,11 @@ def test_an_adapter_alone_has_one_scale(base, key, value):
     loaded = loading(base, manifest=LORA)
     loaded["base_load_path"] = loaded["load_path"]
     alone = {**loaded, "save_trainable_only": True}
-    severity, name, text = the_one({**config_of(alone), "pet_config": {key: value}})
+    severity, name, text = found_in({**config_of(alone), "pet_config": {key: value}})[0]
     assert (severity, name) == ("error", key) and "LoraCheckpoint saves the adapter alone" in text
     assert found_in({**config_of(alone), "pet_config": {"lora_init": "gaussian"}}) == []
-    assert found_in({**config_of(loaded), "pet_config": {key: value}}) == []
+    # Without it, that it was trained with another scale is only noticed.
+    assert the_one({**config_of(loaded), "pet_config": {key: value}})[:2] == ("warning", key)
 
 
 def test_hugging_faces_form_is_not_loaded(tmp_path):
@@ -302,6 +312,22 @@ def test_weights_that_the_base_lacks_or_has_in_another_shape(base):
 def test_another_adapter_than_the_one_resumed_from(base, lora, severity, key, words):
     found = the_one(config_of(loading(base, manifest=LORA, base_load_path=str(base[1])), **lora))
     assert found[:2] == (severity, key) and words in found[2]
+
+
+@pytest.mark.parametrize(
+    "changes, key, words",
+    [
+        ({"lora_config": {**LORA, "lora_alpha": 400}}, "lora_alpha", "lora_alpha 4, and lora_alpha is 400"),
+        ({"pet_config": {}}, "use_rslora", "use_rslora True, and use_rslora is False"),
+    ],
+)
+def test_another_scale_than_that_of_the_run_that_mindlora_trained(base, changes, key, words):
+    config = {**config_of(loading(base)), "pet_config": {"use_rslora": True}}
+    trained = {"lora_config": LORA, "pet_config": {"use_rslora": True}, "callbacks": {}}
+    (base[1] / "mindlora_run.json").write_text(json.dumps(trained))
+    assert found_in(config) == []
+    found = the_one({**config, **changes})
+    assert found[:2] == ("warning", key) and words in found[2]
 
 
 def test_a_damaged_checkpoint_is_an_error(base):

@@ -1,7 +1,7 @@
 """What MindFormers' run_mindformer.py --mode 1 does, on a CPU with the stand-ins of pynative_cpu.
 
-It takes --config and --register_path. A YAML can name four callbacks more: FillWeights, RecordLosses, SendSignal and
-SpoilStep.
+It takes --config and --register_path. A YAML can name more callbacks: FillWeights, RecordLosses, RecordLogits,
+SendSignal, SpoilStep and LeaveOut.
 """
 
 import argparse
@@ -31,10 +31,10 @@ def register_callbacks():
 
     @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
     class RecordLosses(TrainerCallback):
-        """Writes the loss of each step, and all trainable values at the end."""
+        """Writes the loss of each step, and all trainable values at the end, if asked for the frozen ones too."""
 
-        def __init__(self, directory):
-            self.directory, self.losses = directory, []
+        def __init__(self, directory, frozen=False):
+            self.directory, self.frozen, self.losses = directory, frozen, []
 
         def on_step_end(self, args, state, loss=None, **kwargs):
             self.losses.append(float(np.ravel(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)[0]))
@@ -43,8 +43,35 @@ def register_callbacks():
             os.makedirs(self.directory, exist_ok=True)
             with open(os.path.join(self.directory, "losses.json"), "w", encoding="utf-8") as file:
                 json.dump(self.losses, file)
-            arrays = {parameter.name: parameter.asnumpy() for parameter in model[0].trainable_params()}
-            np.savez(os.path.join(self.directory, "trained.npz"), **arrays)
+            arrays = {parameter.name: parameter.asnumpy() for parameter in model[0].get_parameters()}
+            trained = {parameter.name for parameter in model[0].trainable_params()}
+            np.savez(os.path.join(self.directory, "trained.npz"), **{name: arrays[name] for name in trained})
+            if self.frozen:
+                frozen = {name: array for name, array in arrays.items() if name not in trained}
+                np.savez(os.path.join(self.directory, "frozen.npz"), **frozen)
+
+    @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+    class RecordLogits(TrainerCallback):
+        """Writes the logits of the trained model for token ids."""
+
+        def __init__(self, ids, path):
+            self.ids, self.path = ids, path
+
+        def on_train_end(self, args, state, model=None, **kwargs):
+            model[0].set_train(False)
+            ids = Tensor(np.array(self.ids, np.int32))
+            np.save(self.path, model[0](input_ids=ids, labels=ids).asnumpy())
+
+    @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+    class LeaveOut(TrainerCallback):
+        """Makes the model compute without the adapter of one cell, which trains all the same."""
+
+        def __init__(self, cell):
+            self.cell = cell
+
+        def on_train_begin(self, args, state, model=None, **kwargs):
+            cell = dict(model[0].cells_and_names())[self.cell]
+            cell.construct = cell.linear
 
     @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
     class SendSignal(TrainerCallback):

@@ -1,4 +1,4 @@
-"""What callbacks know, beside each checkpoint of MindFormers' PyNative Trainer: its own hold nothing of them."""
+"""What the PyNative Trainer's checkpoints lack, in a file beside each: callbacks' states, the adapter's settings."""
 
 import os
 from typing import Any, List, Sequence
@@ -13,11 +13,9 @@ from mindlora.plugin.resume.training_state import callback_states, restore_callb
 require_mindformers("2.0")
 from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  # noqa: E402
 
-STATES = "mindlora_callbacks.json"
-
 
 class SavedWithStates(TrainerCallback):
-    """MindFormers' callback that saves checkpoints, and then what other callbacks know.
+    """MindFormers' callback that saves checkpoints, and then step_folder.RUN in their folders.
 
     Args:
         saver (CheckpointCallback): MindFormers'.
@@ -35,20 +33,27 @@ class SavedWithStates(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
         """Saves if it is due."""
         self.saver.on_step_end(args, state, **kwargs)
-        self._save_states(state.global_step)
+        self._complete(args, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
-        """Saves the last step."""
+        """Saves the last step; raises CheckpointError if MindFormers could not, which it only logs."""
         self.saver.on_train_end(args, state, **kwargs)
-        self._save_states(state.global_step)
+        if not self._complete(args, state.global_step):
+            raise CheckpointError(
+                f"MindFormers could not save step {state.global_step}, the last one, in {self.saver.save_path}: its "
+                "log says why. Correct that, and train again from the last step that is there."
+            )
 
-    def _save_states(self, step):
-        """Writes the states into the folder of a step, if it has been saved."""
+    def _complete(self, args, step):
+        """Adds to the folder of a step; returns whether it has been saved."""
         saved = self.saver.current_ckpt_step_list
-        states = callback_states(self.callbacks)
-        if states and saved and os.path.basename(saved[-1]) == step_folder.name_of(step):
-            with atomic.replace_file(os.path.join(saved[-1], STATES)) as path:
-                write_json(path, states)
+        if not saved or os.path.basename(saved[-1]) != step_folder.name_of(step):
+            return False
+        config = args.to_dict()
+        content = {name: config.get(name) for name in ("lora_config", "pet_config")}
+        with atomic.replace_file(os.path.join(saved[-1], step_folder.RUN)) as path:
+            write_json(path, {**content, "callbacks": callback_states(self.callbacks)})
+        return True
 
 
 def restore(load_path: str, callbacks: Sequence[Any]) -> List[str]:
@@ -56,9 +61,9 @@ def restore(load_path: str, callbacks: Sequence[Any]) -> List[str]:
 
     Returns the names of the callbacks that have a state, but none there. Raises CheckpointError if the file is damaged.
     """
-    path = os.path.join(step_folder.last_step(load_path), STATES) if load_path else ""
+    path = os.path.join(step_folder.last_step(load_path), step_folder.RUN) if load_path else ""
     states = {}
     if os.path.isfile(path):
         with open(path, "rb") as file:
-            states = parse_object(file.read(), path, CheckpointError)
+            states = parse_object(file.read(), path, CheckpointError).get("callbacks") or {}
     return restore_callbacks(states, callbacks)

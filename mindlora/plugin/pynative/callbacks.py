@@ -100,14 +100,15 @@ class Callbacks(TrainerCallback):
 
     def _resume(self, args, step):
         """Lets the callbacks go on where they were; reports what does not go on so."""
-        warn_about_draws(self.step.network, getattr(getattr(args, "pet_config", None), "neftune_alpha", None) is not None)
+        noise = getattr(getattr(args, "pet_config", None), "neftune_alpha", None)
+        warn_about_draws(self.step.network, noise is not None)
         anew = callback_states.restore(args.checkpoint.load_path, self.callbacks)
         if anew:
             report_event(
                 self.params,
                 "resume",
-                f"The run goes on after step {step}, whose checkpoint holds nothing of {listed(anew)}: these begin anew. "
-                "Resume with the callbacks of the run to go on exactly.",
+                f"The run goes on after step {step}, whose checkpoint holds nothing of {listed(anew)}: these begin "
+                "anew. Resume with the callbacks of the run to go on exactly.",
             )
 
     def _call(self, event, names, args, state, kwargs):

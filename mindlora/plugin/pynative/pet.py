@@ -15,7 +15,7 @@ from mindspore import Parameter, nn
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.checks.finding import refuse
-from mindlora.checks.pynative import BRIDGE, check_pynative
+from mindlora.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.common.mindformers_version import release
 from mindlora.common.text import listed
 from mindlora.errors import InstallationError, LoraError
@@ -47,9 +47,13 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         ConfigMistakes: As mindlora doctor finds them in the YAML.
         LoraError: As in adapter_configuration, check_same_cells and apply_lora.
     """
-    settings = _trainer_of_this_model().config
+    trainer = _trainer_of_this_model()
+    settings = trainer.config
     check_nodes(settings)
     _check_yaml(settings.to_dict())
+    parts = trainer.num_accumulation_steps * settings.parallelism.data_parallel
+    for finding in check_weights(trainer.world_size, parts):
+        logger.warning(str(finding))
     # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
     model.config._mf_lora_config = config
     theirs = configuration.selected_paths(model, config)

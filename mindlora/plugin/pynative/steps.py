@@ -4,14 +4,19 @@ Each function takes a method of the Trainer, and returns the one that gets its n
 """
 
 import functools
-from typing import Any, Callable, Dict, List, Mapping
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import mindspore as ms
 from mindspore import Tensor, nn
 
+from mindlora.common.mindformers_version import require_mindformers
 from mindlora.errors import LoraError
+from mindlora.nn.tree import lora_cells
 from mindlora.plugin.pynative.callbacks import train_step_of_trainer
 from mindlora.plugin.pynative.rows import shifted
+
+require_mindformers("2.0")
+from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
 
 
 def with_begun_step(training_step: Callable) -> Callable:
@@ -50,10 +55,13 @@ def with_weights(compute_loss: Callable) -> Callable:
     @functools.wraps(compute_loss)
     def compute(trainer: Any, model: List[nn.Cell], inputs: Mapping[str, Any]) -> Tensor:
         step = train_step_of_trainer(trainer)
-        if step is None:
+        gpt = _gpt_with_adapters(model[0]) if step is None else step.gpt
+        if gpt is None:
             return compute_loss(trainer, model, inputs)
-        rows = _shifted(step, inputs)
+        rows = shifted(inputs, gpt.seq_length)
         loss = compute_loss(trainer, model, rows)
+        if step is None:
+            return loss
         return step.weighted(loss, step.counted_tokens(rows), trainer.num_accumulation_steps)
 
     return compute
@@ -74,6 +82,14 @@ def with_skipping(optimizer_update: Callable) -> Callable:
         return Tensor(norm, ms.float32)
 
     return update
+
+
+@functools.lru_cache(maxsize=1)
+def _gpt_with_adapters(model: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the part of a model with adapters that computes the loss; None of a model without adapters."""
+    if not any(lora_cells(model)):
+        return None
+    return next((cell for _, cell in model.cells_and_names() if isinstance(cell, GPTModel)), None)
 
 
 def _micro_batches(trainer: Any, *arguments: Any, **keywords: Any) -> List[Dict[str, Any]]:

@@ -187,7 +187,7 @@ def callback_states(callbacks: Sequence[Any]) -> Dict[str, Any]:
 
 
 def restore_callbacks(states: Mapping[str, Any], callbacks: Sequence[Any]) -> List[str]:
-    """Gives callbacks what ``callback_states`` returned; returns the names of those that have a state, but none here."""
+    """Gives callbacks what ``callback_states`` returned; returns the names of those that need a state and get none."""
     without = []
     for callback in _with_state(callbacks):
         name = type(callback).__name__

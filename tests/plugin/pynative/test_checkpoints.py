@@ -9,13 +9,17 @@ from mindspore import Tensor
 from mindspore.dataset import MindDataset
 from safetensors.numpy import load_file
 
+from mindlora import cli, load_lora, save_lora
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
 from mindlora.common.mindformers_version import cannot_be_imported, mindformers_version
 from tests.support import mcore_cpu, mcore_networks, pynative_runs
-from tests.support.pynative_runs import BRIDGE, LORA, only_with_pynative_trainer
+from tests.support.pynative_runs import BASE_FILE, BRIDGE, LORA, only_with_pynative_trainer
 
 pytestmark = only_with_pynative_trainer
+only_with_graph_mode = pytest.mark.skipif(
+    cannot_be_imported(mindformers_version() or "0"), reason="MindFormers 2.0 is imported with hyper_parallel alone."
+)
 STEPS = 4
 
 
@@ -49,9 +53,7 @@ def test_a_resumed_run_is_the_rest_of_the_whole_one(runs):
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
 
 
-@pytest.mark.skipif(
-    cannot_be_imported(mindformers_version() or "0"), reason="MindFormers 2.0 is imported with hyper_parallel alone."
-)
+@only_with_graph_mode
 def test_the_base_means_what_it_means_in_graph_mode(runs, graph_mode, mindformers, monkeypatch):
     """Both models order the rows of joined cells alike: with B zero, the first loss is the base's."""
     mcore_cpu.install(monkeypatch.setattr)
@@ -62,13 +64,31 @@ def test_the_base_means_what_it_means_in_graph_mode(runs, graph_mode, mindformer
         pad_token_id=pynative_runs.QWEN3["pad_token_id"],
         ignore_token_id=pynative_runs.IGNORED,
     )
-    for name, array in load_file(runs / "base" / pynative_runs.BASE_FILE).items():
+    for name, array in load_file(runs / "base" / BASE_FILE).items():
         network.parameters_dict()[name].set_data(Tensor(array))
     network.set_train()
 
     loss = mcore_networks.Loss(network)(batch["input_ids"], batch["labels"])
 
     np.testing.assert_allclose(pynative_runs.losses(runs / "whole")[0], loss.asnumpy()[0], rtol=1e-4)
+
+
+@only_with_graph_mode
+def test_an_adapter_goes_to_peft_to_graph_mode_and_back_bit_for_bit(runs, graph_mode, mindformers, monkeypatch):
+    mcore_cpu.install(monkeypatch.setattr)
+    step, sizes = runs / "saved" / f"iteration_{STEPS:08d}", ["--heads", "4", "--kv-heads", "2", "--head-dim", "12"]
+    convert = ["convert", str(step), str(runs / "peft"), "--to", "peft", "--alpha", "8", "--architecture", "qwen3"]
+    assert cli.main([*convert, *sizes]) == 0
+    network = mcore_networks.tiny_qwen3(num_hidden_layers=pynative_runs.QWEN3["num_hidden_layers"])
+    load_lora(network, runs / "peft")
+    save_lora(network, runs / "graph")
+    back = ["convert", str(runs / "graph"), str(runs / "back"), "--to", "pynative", "--architecture", "qwen3"]
+    assert cli.main([*back, *sizes]) == 0
+
+    trained = {name: array for name, array in load_file(step / BASE_FILE).items() if "lora" in name}
+    found = load_file(runs / "back" / BASE_FILE)
+    assert found.keys() == trained.keys() and len(found) == 16
+    assert all(found[name].tobytes() == trained[name].tobytes() for name in trained)
 
 
 def test_deepseek_goes_on_too(tmp_path):
@@ -109,7 +129,7 @@ def test_merged_into_the_base_it_is_the_trained_model(runs):
     adapter, merged = runs / "whole_adapters" / f"step_{STEPS}", runs / "merged"
     merge_checkpoint(str(runs / "hf"), str(adapter), str(merged))
     convert_base(str(merged), str(runs / "merged.safetensors"), None, "mcore")
-    before, after = load_file(runs / "base" / pynative_runs.BASE_FILE), load_file(runs / "merged.safetensors")
+    before, after = load_file(runs / "base" / BASE_FILE), load_file(runs / "merged.safetensors")
     trained = pynative_runs.trained(runs / "whole")
     cells = sorted(name[: -len(".lora_a")] for name in trained if name.endswith(".lora_a"))
     assert len(cells) == 8

@@ -1,5 +1,6 @@
 """What mindlora takes and refuses under MindFormers' PyNative Trainer. One process tries it all: imports are slow."""
 
+import numpy as np
 import pytest
 
 from tests.support import pynative_runs
@@ -42,6 +43,15 @@ CASES = {
         {"callbacks": [{"type": "SampleAnswers"}, {"type": "RankBudget"}]},
         "callbacks has SampleAnswers, RankBudget, which mindlora does not carry out",
     ),
+    "unused": (
+        {"callbacks": [{"type": "LeaveOut", "cell": "model.decoder.layers.1.self_attention.linear_proj"}]},
+        "The loss has no gradient for decoder.layers.1.self_attention.linear_proj.lora_a",
+    ),
+    "matches_nothing": (
+        {"lora_config": {**LORA, "target_modules": "^decoder"}},
+        "Paths begin with model.decoder, so ^decoder matches none",
+    ),
+    "one_of_siblings": ({"lora_config": {**LORA, "target_modules": ".*linear_fc1"}}, None),
     "scales_and_ranks": (
         {"pet_config": {"lora_rank": 4, "use_rslora": True, "rank_pattern": {".*linear_proj": 2}}},
         None,
@@ -56,12 +66,20 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def messages(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("refusals")
+
+
+@pytest.fixture(scope="module")
+def messages(folder):
     """Name -> what refused the case, or None."""
-    folder = tmp_path_factory.mktemp("refusals")
     data = folder / "rows.mindrecord"
     pynative_runs.write_data(data, rows=4)
-    configs = [{**pynative_runs.tiny_config("qwen3", data, 1), **changes} for changes, _ in CASES.values()]
+    configs = []
+    for name, (changes, _) in CASES.items():
+        config = {**pynative_runs.tiny_config("qwen3", data, 1), **changes}
+        recorded = {"type": "RecordLosses", "directory": str(folder / name), "frozen": True}
+        configs.append({**config, "callbacks": [*config.get("callbacks", []), recorded]})
     return dict(zip(CASES, pynative_runs.series(configs, folder)))
 
 
@@ -70,3 +88,20 @@ def test_it_is_refused_by_name(messages, name):
     expected = CASES[name][1]
     assert (messages[name] is None) == (expected is None), messages[name]
     assert expected is None or expected in messages[name]
+
+
+def test_siblings_that_the_pattern_does_not_match_get_no_adapter(folder, messages):
+    """MindFormers 2.0 looks for them under the path of the cell before, which does match."""
+    trained = pynative_runs.trained(folder / "one_of_siblings")
+    assert {name.rpartition(".")[0] for name in trained} == {
+        f"decoder.layers.{layer}.mlp.linear_fc1" for layer in (0, 1)
+    }
+
+
+def test_without_a_checkpoint_the_base_has_its_initial_values(folder, messages):
+    """MindFormers 2.0 leaves it under its LoRA as the memory was."""
+    with np.load(folder / "one_of_siblings" / "frozen.npz") as frozen:
+        weights = {name: frozen[name] for name in frozen if name.endswith("linear_fc1.weight")}
+    assert len(weights) == 2
+    for weight in weights.values():
+        assert 0.001 < weight.std() < 0.1 and abs(weight.mean()) < 0.01
