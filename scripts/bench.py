@@ -20,6 +20,7 @@ from bench import common
 BENCHMARKS = (
     "ops",
     "train",
+    "pynative",
     "dropout",
     "variants",
     "qlora",

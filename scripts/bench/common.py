@@ -201,10 +201,16 @@ def compare(
 
     Each side is compared with BASE, where there is one; `ratios` names further pairs.
     """
-    clocks = time_in_turns(sides, rounds, inputs=inputs)
     pairs = dict(ratios or {})
     if BASE in sides:
         pairs.update({f"{side} / {BASE}": (side, BASE) for side in sides if side != BASE})
+    return compare_clocks(title, time_in_turns(sides, rounds, inputs=inputs), remark, pairs)
+
+
+def compare_clocks(
+    title: str, clocks: Dict[str, Dict[str, Sequence[float]]], remark: str, pairs: Dict[str, Tuple[str, str]]
+) -> Dict[str, Any]:
+    """Returns the same table of what `time_in_turns` returns, with the ratios of these pairs."""
     ratio_of = {}
     for name, (first, second) in pairs.items():
         ratio_of[name] = [median_ratio(clocks[first][clock], clocks[second][clock]) for clock in ("wall", "cpu")]

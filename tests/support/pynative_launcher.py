@@ -52,13 +52,21 @@ def register_callbacks():
 
     @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
     class RecordLogits(TrainerCallback):
-        """Writes the logits of the trained model for token ids."""
+        """Writes the logits of the trained model for token ids, with attention in float32.
+
+        MindFormers casts its inputs to float16 where it calls a fused kernel.
+        """
 
         def __init__(self, ids, path):
             self.ids, self.path = ids, path
 
         def on_train_end(self, args, state, model=None, **kwargs):
             model[0].set_train(False)
+            for _, cell in model[0].cells_and_names():
+                if hasattr(cell, "core_attention"):
+                    cell.use_flash_attention = False
+                    # The stand-in repeats keys and values itself.
+                    cell._repeat_kv = lambda tensor, times: tensor
             ids = Tensor(np.array(self.ids, np.int32))
             np.save(self.path, model[0](input_ids=ids, labels=ids).asnumpy())
 
