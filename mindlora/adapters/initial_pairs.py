@@ -15,7 +15,7 @@ from mindlora.errors import LoraError
 from mindlora.models import names
 from mindlora.models.joined_rows import RowLayout
 from mindlora.numerics import initializers
-from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.dtypes import from_float32, scaled, to_float32
 from mindlora.numerics.pair_shapes import LINEAR
 
 
@@ -34,13 +34,19 @@ class Base(NamedTuple):
 
 
 def append(adapter: Adapter, path: str, a: np.ndarray, b: np.ndarray) -> None:
-    """Makes the pair at ``path``, for the changed base, one for the original base, [A; A0] and [B, -B0], in place."""
+    """Makes the pair at ``path``, for the changed base, one for the original base, [A; A0] and [B, -B0], in place.
+
+    Its scale stays. Where lora_alpha is not known, B is multiplied instead, so that it is that of the trained pair.
+    """
     arrays = [adapter.tensors[path, "A"], a, adapter.tensors[path, "B"], b]
     if arrays[0].dtype != a.dtype or arrays[2].dtype != b.dtype:
         arrays = list(map(to_float32, arrays))
     adapter.tensors[path, "A"] = np.concatenate(arrays[:2])
     adapter.tensors[path, "B"] = np.concatenate([arrays[2], negative(arrays[3])], axis=1)
-    adapter.alphas[path] *= adapter.alpha_growth(2)
+    if path in adapter.alphas:
+        adapter.alphas[path] *= adapter.alpha_growth(2)
+    else:
+        adapter.tensors[path, "B"] = scaled(adapter.tensors[path, "B"], adapter.alpha_growth(2))
 
 
 def complete(adapter: Adapter, base: Base) -> None:

@@ -15,6 +15,7 @@ from mindlora.common import atomic
 from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import examples
+from mindlora.config.variants.registry import PYNATIVE_INITIAL
 from mindlora.errors import CheckpointError
 from mindlora.formats import ckpt_file, step_folder
 from mindlora.formats.safetensors_file import TensorFile, TensorInfo
@@ -102,6 +103,7 @@ class BaseCheckpoint:
             self.training_state = [name for name in self._file_of if _is_training_state(name, self._file_of)]
             if self.is_step:
                 self.adapter_tensors = [name for name in self._file_of if name.endswith(_ADAPTER_ENDINGS)]
+                self._check_unchanged()
             for name in (*self.training_state, *self.adapter_tensors):
                 del self._file_of[name]
             self.architecture = names.architecture_of(self.tensors)
@@ -158,6 +160,15 @@ class BaseCheckpoint:
         view = mcore_view.McoreView(file)
         self.expert_heights.update({name: height for name, (_, height, _) in view.experts.items()})
         return view
+
+    def _check_unchanged(self):
+        """Raises CheckpointError if a lora_init such as pissa has changed the weights under the adapter."""
+        initial = [name for name in self.adapter_tensors if name.endswith(PYNATIVE_INITIAL["A"])]
+        if initial:
+            raise CheckpointError(
+                f"{self.path} holds {examples(initial)}: lora_init of its run, pissa or olora, has changed the base, "
+                "which is not the model's any more. Give the base that the run has loaded."
+            )
 
     def _add(self, file):
         twice = [name for name in self.files[file].tensors if name in self._file_of]

@@ -41,9 +41,9 @@ def check_files(config: Mapping[str, Any], complete: bool = False) -> Iterator[F
         yield from _check_data(config, "train", complete)
     if config.get("run_mode") == "eval" or config.get("do_eval"):
         yield from _check_data(config, "eval", complete)
-    yield from _check_path(config, f"{PET}.adapter_path")
+    yield from check_path(config, f"{PET}.adapter_path")
     for name in _TOKENIZER_FILES:
-        yield from _check_path(config, f"processor.tokenizer.{name}")
+        yield from check_path(config, f"processor.tokenizer.{name}")
 
 
 def _check_base(config: Mapping[str, Any], complete: bool) -> Iterator[Finding]:
@@ -53,7 +53,7 @@ def _check_base(config: Mapping[str, Any], complete: bool) -> Iterator[Finding]:
             fault = "No path is set: the base under the adapter has random weights."
             yield Finding("warning" if complete else "note", key, fault, f"Set it, or pass --{key}.")
         return
-    missing = list(_check_path(config, key, f"--{key}"))
+    missing = list(check_path(config, key, f"--{key}"))
     yield from missing or _check_form(config, path)
 
 
@@ -130,7 +130,7 @@ def _check_data(config: Mapping[str, Any], kind: str, complete: bool) -> Iterato
     if not path and complete:
         yield error(key, f"{key} is empty.", f"Name a MindRecord, or a folder of them, with {flag}.")
         return
-    missing = list(_check_path(config, key, flag, "the run has no data"))
+    missing = list(check_path(config, key, flag, "the run has no data"))
     yield from missing
     if not missing and not mindrecord_files(path):
         yield error(
@@ -138,7 +138,7 @@ def _check_data(config: Mapping[str, Any], kind: str, complete: bool) -> Iterato
         )
 
 
-def _check_path(config: Mapping[str, Any], key: str, flag: str = "", effect: str = "") -> List[Finding]:
+def check_path(config: Mapping[str, Any], key: str, flag: str = "", effect: str = "") -> List[Finding]:
     """Returns a finding if the path at ``key`` does not exist, or if it is empty and that has an ``effect``."""
     path = value_at(config, key)
     if not path:

@@ -8,11 +8,13 @@ import re
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mindlora.adapters.adapter import ALPHA
+from mindlora.checks.files import check_path
 from mindlora.checks.finding import Finding, error, errors, note, warning
 from mindlora.checks.pynative_cells import adaptable_cells, network_of, select
 from mindlora.checks.pynative_checkpoint import check_checkpoint
 from mindlora.common.fields import COUNT
 from mindlora.common.text import examples, shown, suggestion
+from mindlora.numerics import initializers
 
 # The first two numbers of MindFormers' version.
 Version = Optional[Tuple[int, int]]
@@ -20,6 +22,14 @@ LORA_KEYS = (
     *("target_modules", "exclude_layers", "lora_rank", "lora_alpha", "lora_dropout"),
     *("lora_a_std", "lora_b_std"),
 )
+# Keys of pet_config with which MindFormers' save_trainable_only cannot be combined -> why.
+_OTHER_SCALE = "states the scale of the adapter as lora_alpha / lora_rank"
+_NOT_ALONE = {
+    **dict.fromkeys(("use_rslora", "rank_pattern", "alpha_pattern"), _OTHER_SCALE),
+    "lora_init": "leaves out the base, which lora_init changes",
+    "modules_to_save": "saves A and B alone",
+    "freeze_exclude": "saves A and B alone",
+}
 _NEW_KEYS = ("save_trainable_only", "base_load_path", "reshard_worker_num")
 # What auto_register names to load mindlora.
 BRIDGE = "pynative_bridge.Adapters"
@@ -63,7 +73,8 @@ def check_pynative(config: Mapping[str, Any], version: Version = None) -> List[F
         cells = selection.in_2_0 if searched_by == (2, 0) else selection.cells
         selected = cells or None
     findings += _check_decay(config)
-    findings += _check_scale(config)
+    findings += _check_adapter_alone(config)
+    findings += check_path(config, "pet_config.adapter_path")
     return [*findings, *check_checkpoint(config, network, selected, version)]
 
 
@@ -83,16 +94,19 @@ def check_weights(processes: int, parts: int) -> Iterator[Finding]:
         )
 
 
-def _check_scale(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_adapter_alone(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields why MindFormers' checkpoints of the adapter alone (save_trainable_only) would not hold all of it."""
     pet_config = config.get("pet_config") or {}
     if not (config.get("checkpoint") or {}).get("save_trainable_only"):
         return
-    for key in ("use_rslora", "rank_pattern", "alpha_pattern"):
-        if pet_config.get(key):
+    for key, reason in _NOT_ALONE.items():
+        value = pet_config.get(key)
+        combined = initializers.changes_base(str(value)) if key == "lora_init" else value
+        if combined:
             yield error(
                 f"pet_config.{key}",
-                f"save_trainable_only states the scale of the adapter as lora_alpha / lora_rank, and {key} changes it.",
-                "Remove save_trainable_only: LoraCheckpoint saves the adapter alone, with its scale.",
+                f"{key} is {shown(value)}, and save_trainable_only {reason}.",
+                "Remove save_trainable_only. LoraCheckpoint saves the adapter alone and whole.",
             )
 
 

@@ -10,8 +10,10 @@ from mindlora.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.checks.finding import Finding, error, warning
 from mindlora.common.text import examples, shown
 from mindlora.config.description import Description
+from mindlora.config.variants.registry import PYNATIVE_INITIAL
 from mindlora.errors import LoraError
 from mindlora.formats import step_folder
+from mindlora.numerics import initializers
 
 _LOAD = "checkpoint.load_path"
 _BASE = "checkpoint.base_load_path"
@@ -114,11 +116,12 @@ def _check_adapter(
     lora = config["lora_config"]
     ranks: Dict[str, int] = {}
     for name, shape in stored.items():
-        if name.endswith(_A_ENDINGS):
+        if name.endswith(_A_ENDINGS) and not name.endswith(PYNATIVE_INITIAL["A"]):
             path = name[: -len("_lora_a")]
             ranks[path.removesuffix(".weight1").removesuffix(".weight2")] = shape[0 if len(shape) == 2 else -1]
     if not ranks:
         return
+    yield from _check_beginning(config, any(name.endswith(PYNATIVE_INITIAL["A"]) for name in stored), folder)
     rank = lora.get("lora_rank", 8)
     others = sorted({found for found in ranks.values() if found != rank})
     if others and not (config.get("pet_config") or {}).get("rank_pattern"):
@@ -127,6 +130,28 @@ def _check_adapter(
     yield from _check_same_scale(config, folder)
     if selected is not None:
         yield from _check_same_cells(set(ranks), set(selected), folder)
+
+
+def _check_beginning(config: Mapping[str, Any], changed: bool, folder: str) -> Iterator[Finding]:
+    """Yields why a run cannot begin with the adapter in a checkpoint, which has ``changed`` its base or not."""
+    pet_config = config.get("pet_config") or {}
+    adapter_path, lora_init = pet_config.get("adapter_path"), pet_config.get("lora_init")
+    if adapter_path and (config.get("checkpoint") or {}).get("no_load_optim"):
+        yield error(
+            "pet_config.adapter_path",
+            f"adapter_path is {adapter_path}, and {folder} holds an adapter too.",
+            "Remove adapter_path to begin with the one in the folder, or load a base without an adapter.",
+        )
+    changes = initializers.changes_base(str(lora_init))
+    if changed and not changes:
+        found = f"lora_init is {shown(lora_init)}, and that of {folder}, pissa or olora, has changed its base."
+        yield error("pet_config.lora_init", found, "Set lora_init to that of the run.")
+    elif changes and not changed:
+        yield error(
+            "pet_config.lora_init",
+            f"lora_init {lora_init} changes the base before training, and {folder} holds an adapter of another one.",
+            "Remove lora_init to go on with that adapter, or load a base without an adapter.",
+        )
 
 
 def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Finding]:

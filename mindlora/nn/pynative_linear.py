@@ -16,15 +16,18 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
-from mindlora.config.variants.registry import PARAMETERS, PYNATIVE_PARAMETERS
+from mindlora.config.variants.registry import PARAMETERS, PYNATIVE_INITIAL, PYNATIVE_PARAMETERS
 from mindlora.config.variants.variant import SHARDED
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import refuse_unsupported
+from mindlora.nn.cell import fill, refuse_unsupported
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
 from mindlora.nn.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.nn.low_rank import LowRankPicks, composed_low_rank
 from mindlora.nn.miss import MiSSDense
+from mindlora.nn.tensors import to_array
+from mindlora.numerics import initializers
+from mindlora.numerics.initializers import InitialPair
 
 # What MindFormers' Linear keeps, and its forward and the plans by which it is sharded read.
 _OF_LINEAR = (
@@ -77,10 +80,14 @@ class PyNativeBase(LinearBase):
 class _OnPyNativeLinear(LoRADense):
     """What the adapters on MindFormers' Linear have in common; it comes before the class of the adapter.
 
-    The names of all parts end as those that MindFormers takes for an adapter's.
+    The names of all parts end as those that MindFormers takes for an adapter's. Where lora_init changes the base, the
+    initial pair is in two more parameters, initial_lora_a [r, in_channels] and initial_lora_b [out_channels, r], which
+    do not train: MindFormers' checkpoints hold them with the changed base. They are zero until the change.
     """
 
     base_kind = PyNativeBase
+    # The fingerprint of the base before the change; a checkpoint has none.
+    _fingerprint: Optional[dict] = None
 
     @classmethod
     def from_cell(
@@ -105,13 +112,44 @@ class _OnPyNativeLinear(LoRADense):
         self.config = config
 
     def _add_adapter(self, config, shared):
-        if not self.weight.is_meta:
+        if self.weight.is_meta:
+            dtype = getattr(ms, config.param_init_type)
+            shapes = self.part_shapes(self, config.lora_rank)
+            with ms.DeviceCtx("meta"):
+                self._add_parts({part: mint.empty(shapes[part], dtype=dtype) for part in self.parameter_names})
+                self._add_initial_pair(config)
+        else:
             super()._add_adapter(config, shared)
+            self._add_initial_pair(config)
+
+    def _add_initial_pair(self, config):
+        if not initializers.changes_base(config.lora_init):
             return
-        dtype = getattr(ms, config.param_init_type)
-        shapes = self.part_shapes(self, config.lora_rank)
-        with ms.DeviceCtx("meta"):
-            self._add_parts({part: mint.empty(shapes[part], dtype=dtype) for part in self.parameter_names})
+        prefix = self.weight.name.rpartition(".")[0]
+        for part, name in PYNATIVE_INITIAL.items():
+            like = self.parts()[part]
+            setattr(self, name, Parameter(mint.zeros(like.shape, dtype=like.dtype), name=name, requires_grad=False))
+            getattr(self, name).name = f"{prefix}.{name}" if prefix else name
+
+    @property
+    def initial_pair(self) -> Optional[InitialPair]:
+        """The initial A and B whose product was subtracted from the base; None if nothing was subtracted."""
+        if not initializers.changes_base(self.lora_init):
+            return None
+        a, b = (to_array(getattr(self, name)) for name in PYNATIVE_INITIAL.values())
+        return InitialPair(a, b, self._fingerprint) if b.any() else None
+
+    @initial_pair.setter
+    def initial_pair(self, pair: InitialPair) -> None:
+        for name, array in zip(PYNATIVE_INITIAL.values(), (pair.a, pair.b)):
+            parameter = getattr(self, name)
+            parameter.set_data(Tensor(array, parameter.dtype))
+        self._fingerprint = pair.fingerprint
+
+    def lora_parameters(self) -> Tuple[Parameter, ...]:
+        """Returns the parameters of parts(), and those of the initial pair."""
+        initial = [getattr(self, name) for name in PYNATIVE_INITIAL.values() if hasattr(self, name)]
+        return *super().lora_parameters(), *initial
 
     def _add_parts(self, values):
         there = self.parts()
@@ -123,6 +161,9 @@ class _OnPyNativeLinear(LoRADense):
         """Sets all parameters to their initial values, where MindFormers has made room for them."""
         self.reset_linear()
         super()._add_adapter(self.config, ())
+        for name in PYNATIVE_INITIAL.values():
+            if hasattr(self, name):
+                fill(getattr(self, name), 0)
 
     def linear(self, input_: Tensor, weight: Optional[Tensor]) -> Tensor:
         """x W^T + bias, by MindFormers' Linear."""

@@ -260,9 +260,16 @@ def test_an_adapter_alone_needs_its_base(base):
 
 
 @pytest.mark.parametrize(
-    "key, value", [("use_rslora", True), ("rank_pattern", {"proj": 4}), ("alpha_pattern", {"proj": 8})]
+    "key, value",
+    [
+        ("use_rslora", True),
+        ("rank_pattern", {"proj": 4}),
+        ("alpha_pattern", {"proj": 8}),
+        ("modules_to_save", ["lm_head"]),
+        ("freeze_exclude", ["*norm*"]),
+    ],
 )
-def test_an_adapter_alone_has_one_scale(base, key, value):
+def test_an_adapter_alone_is_a_and_b_of_one_scale(base, key, value):
     """MindFormers' manifest beside it knows lora_alpha and lora_rank alone."""
     loaded = loading(base, manifest=LORA)
     loaded["base_load_path"] = loaded["load_path"]
@@ -271,7 +278,33 @@ def test_an_adapter_alone_has_one_scale(base, key, value):
     assert (severity, name) == ("error", key) and "LoraCheckpoint saves the adapter alone" in text
     assert found_in({**config_of(alone), "pet_config": {"lora_init": "gaussian"}}) == []
     # Without it, that it was trained with another scale is only noticed.
-    assert the_one({**config_of(loaded), "pet_config": {key: value}})[:2] == ("warning", key)
+    elsewhere = [finding[:2] for finding in found_in({**config_of(loaded), "pet_config": {key: value}})]
+    assert elsewhere == ([] if key in ("modules_to_save", "freeze_exclude") else [("warning", key)])
+
+
+def test_an_adapter_of_a_path_is_the_only_one_that_is_loaded(base):
+    loaded = loading(base)
+    config = {**config_of(loaded), "pet_config": {"adapter_path": loaded["load_path"]}}
+    assert [finding[:2] for finding in found_in(config) if finding[0] == "error"] == [("error", "adapter_path")]
+    config["pet_config"]["adapter_path"] = "nowhere"
+    config["checkpoint"]["no_load_optim"] = False
+    errors = [finding for finding in found_in(config) if finding[0] == "error"]
+    assert [finding[1] for finding in errors] == ["adapter_path"] and "nowhere does not exist" in errors[0][2]
+
+
+def test_a_checkpoint_of_a_changed_base_goes_with_the_lora_init_that_changed_it(base):
+    def run(tensors, name, lora_init, **checkpoint):
+        path = write_step(base[1].parent / name, tensors, **LORA)
+        loaded = {"load_path": path, "base_load_path": path, "no_load_optim": True, **checkpoint}
+        return {**config_of(loaded), "pet_config": {"lora_init": lora_init}}
+
+    cell = ATTENTION.replace("{0..1}", "0") + "linear_proj"
+    changed = base[0] | {f"{cell}.initial_lora_{half}": base[0][f"{cell}.lora_{half}"] for half in "ab"}
+    assert found_in(run(changed, "both", "pissa")) == []
+    assert "has changed its base. Set lora_init to that of the run" in the_one(run(changed, "forgotten", None))[2]
+    assert "holds an adapter of another one" in the_one(run(base[0], "later", "olora"))[2]
+    alone = run(changed, "alone", "pissa", save_trainable_only=True)
+    assert "leaves out the base, which lora_init changes" in the_one(alone)[2]
 
 
 def test_hugging_faces_form_is_not_loaded(tmp_path):

@@ -12,16 +12,18 @@ from typing import Any, Dict, Iterable, List, Optional
 
 import numpy as np
 
+from mindlora.adapters import initial_pairs
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import ALPHA, Adapter
 from mindlora.adapters.dialects import mcore, peft_config
 from mindlora.adapters.dialects.dialect import File
-from mindlora.adapters.dialects.mindformers import PYNATIVE, MindFormers, parse_expert_key, tensor_key
+from mindlora.adapters.dialects.mindformers import PYNATIVE, MindFormers, parse_expert_key, sort, tensor_key
 from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.common.text import shown
+from mindlora.config.variants.registry import PYNATIVE_INITIAL, PYNATIVE_PARAMETERS
 from mindlora.config.variants.variant import PartKey
-from mindlora.errors import AdapterFormatError, RankMismatchError, ShapeMismatchError
+from mindlora.errors import AdapterFormatError, MissingTensorsError, RankMismatchError, ShapeMismatchError
 from mindlora.formats import step_folder
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.models import architecture
@@ -65,6 +67,7 @@ class PyNative(MindFormers):
         # Only mindlora adds zeros, and its files state lora_alpha.
         if file.metadata.get("alphas"):
             mcore.without_zeros(adapter)
+        _append_initial_pairs(adapter, file)
         return adapter
 
     def complete(self, adapter: Adapter, file: File) -> None:
@@ -91,6 +94,32 @@ class PyNative(MindFormers):
             write_arrays(os.path.join(folder, WEIGHTS_FILE), tensors, adapter_metadata.header(adapter))
             write_json(os.path.join(folder, step_folder.COMMON), step_folder.NEW_RUN)
             write_json(os.path.join(folder, MANIFEST), _manifest(adapter, paths.values()))
+
+
+def _append_initial_pairs(adapter: Adapter, file: File) -> None:
+    """Makes an adapter whose lora_init has changed the base in its folder one for the original base.
+
+    Raises MissingTensorsError or ShapeMismatchError if there is no initial pair for a pair, or one of another rank.
+    """
+    stored: Dict[PartKey, str] = {}
+    for key, (path, half) in sort(file.keys, PYNATIVE).items():
+        if half in PYNATIVE_INITIAL:
+            stored[path, half] = key.removesuffix(PYNATIVE_PARAMETERS[half]) + PYNATIVE_INITIAL[half]
+    if not set(stored.values()) & set(file.keys):
+        return
+    for path in adapter.paths:
+        initial = []
+        for half in PYNATIVE_INITIAL:
+            key = stored[path, half]
+            if key not in file.keys:
+                raise MissingTensorsError(f"{file.source} lacks {key}, half of an initial pair. Copy the folder again.")
+            initial.append(file.fetch(key))
+            if initial[-1].shape != adapter.tensors[path, half].shape:
+                raise ShapeMismatchError(
+                    f"{file.source}: {key} is {list(initial[-1].shape)}, and the trained one is "
+                    f"{list(adapter.tensors[path, half].shape)}. Copy the folder again."
+                )
+        initial_pairs.append(adapter, path, *initial)
 
 
 def target_regex(paths: Iterable[str]) -> str:

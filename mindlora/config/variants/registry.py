@@ -20,6 +20,8 @@ _STORED_PARTS = (A, B, *(part for variant in STORED for part in variant.parts))
 # Part -> the name of its parameter in a cell.
 PARAMETERS = {part.name: part.parameter for part in _PARTS}
 PYNATIVE_PARAMETERS = {part.name: part.pynative for part in _PARTS}
+# A PyNative model keeps its initial pairs too, as MindFormers' checkpoints have its base after the change.
+PYNATIVE_INITIAL = {"A": "initial_lora_a", "B": "initial_lora_b"}
 # Every part that a file can hold of a cell, in the order in which it does.
 PARTS = {part.name: part for part in _STORED_PARTS}
 SHARED_PARTS = {part.name: part for variant in VARIANTS for part in variant.shared_parts.values()}

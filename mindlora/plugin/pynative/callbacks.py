@@ -21,6 +21,7 @@ from mindlora.plugin.callbacks import AdapterHealth
 from mindlora.plugin.callbacks.common import report_event
 from mindlora.plugin.callbacks.order import ORDER
 from mindlora.plugin.pynative import callback_states
+from mindlora.plugin.pynative.initialization import Initialization
 from mindlora.plugin.pynative.support import CALLBACKS
 from mindlora.plugin.pynative.train_step import TrainStep
 from mindlora.plugin.resume.training_state import warn_about_draws
@@ -135,7 +136,8 @@ def with_callbacks(handler: Callable) -> Callable:
             saver = next((callback for callback in theirs if isinstance(callback, CheckpointCallback)), None)
             theirs = [callback for callback in theirs if callback is not saver]
             theirs.append(Callbacks(ours, TrainStep(model[0], optimizer, norms), saver))
-        return handler(callbacks=theirs, model=model, optimizer=optimizer, **others)
+        # Before all others, which see how the adapters begin.
+        return handler(callbacks=[Initialization(), *theirs], model=model, optimizer=optimizer, **others)
 
     return handle
 

@@ -5,6 +5,7 @@ from typing import Any, Dict, List, Mapping, Sequence
 
 from mindspore import nn
 from mindspore.common.initializer import Normal
+from mindspore.mint.distributed import get_world_size
 
 from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.common.mindformers_version import require_mindformers
@@ -30,11 +31,9 @@ _NOT_YET = (
     *(variant.field for variant in VARIANTS if variant not in (DORA, MISS)),
     "quantize_base",
     "target_parameters",
-    "modules_to_save",
-    "freeze_include",
-    "freeze_exclude",
-    "adapter_path",
 )
+# Keys that need whole weights, or all of the model.
+_IN_ONE_PROCESS = ("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude")
 
 
 def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pet_config: Mapping) -> PetLoraConfig:
@@ -146,13 +145,22 @@ def _check_supported(config: PetLoraConfig) -> None:
                 f"pet_config.{name} is {getattr(config, name)!r}, which mindlora does not carry out {_HERE}. "
                 f"{_IN_GRAPH_MODE}"
             )
-    if config.variant is DORA and config.param_init_type != "float32":
+    if initializers.changes_base(config.lora_init) and config.adapter_path:
         raise ConfigError(
-            f"pet_config.param_init_type is {config.param_init_type!r} with DoRA, whose magnitude begins as norms of "
-            "the loaded base, while MindFormers' optimizer keeps a float32 copy from before. Set it to float32."
+            f"pet_config.lora_init is {config.lora_init!r} and pet_config.adapter_path is {config.adapter_path!r}: "
+            "both say how A and B begin. Remove lora_init, and set lora_rank and lora_alpha of lora_config to those of "
+            "the adapter."
         )
-    if initializers.changes_base(config.lora_init):
-        raise ConfigError(
-            f"pet_config.lora_init is {config.lora_init!r}, which changes the base, and mindlora does not do that "
-            f"{_HERE}. {_IN_GRAPH_MODE}"
-        )
+    if get_world_size() > 1:
+        _check_several_processes(config)
+
+
+def _check_several_processes(config: PetLoraConfig) -> None:
+    for name in _IN_ONE_PROCESS:
+        value = getattr(config, name)
+        refused = initializers.changes_base(config.lora_init) if name == "lora_init" else value
+        if refused:
+            raise ConfigError(
+                f"pet_config.{name} is {value!r}, which mindlora carries out in one process {_HERE}, and this run has "
+                f"{get_world_size()}. {_IN_GRAPH_MODE}"
+            )

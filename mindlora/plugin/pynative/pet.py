@@ -24,6 +24,7 @@ from mindlora.plugin.log import logger
 from mindlora.plugin.pynative import configuration, steps
 from mindlora.plugin.pynative.callbacks import with_callbacks
 from mindlora.plugin.pynative.checkpoints import check_loaded
+from mindlora.plugin.pynative.initialization import configuration_of, remember
 from mindlora.plugin.pynative.lora_plus import with_lora_plus
 from mindlora.plugin.pynative.noise import add_embedding_noise
 from mindlora.plugin.pynative.packing import keep_examples_apart
@@ -62,6 +63,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         given = pet_config.to_dict() if pet_config is not None else {}
         adapters = configuration.adapter_configuration(model, config, given)
         report = apply_lora(model, adapters)
+        remember(model, adapters)
         configuration.check_same_cells(report.replaced, theirs)
         if adapters.neftune_alpha is not None:
             add_embedding_noise(model, adapters.neftune_alpha)
@@ -70,9 +72,9 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
 
 
 def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
-    """Freezes all but the adapters; returns how many parameters train, and how many do not."""
+    """Freezes all but what pet_config trains; returns how many parameters train, and how many do not."""
     if any(lora_cells(model)):
-        freeze_base(model)
+        freeze_base(model, configuration_of(model))
         logger.info("LoRA by mindlora:\n%s", trainable_summary(model))
     else:
         # A stage of a pipeline.

@@ -11,7 +11,14 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.convert import Heads, convert_adapter
 from mindlora.adapters.dialects.pynative import target_regex
-from mindlora.errors import AdapterError, AdapterFormatError, RankMismatchError, ScaleMismatchError, ShapeMismatchError
+from mindlora.errors import (
+    AdapterError,
+    AdapterFormatError,
+    MissingTensorsError,
+    RankMismatchError,
+    ScaleMismatchError,
+    ShapeMismatchError,
+)
 from mindlora.formats.safetensors_file import TensorFile, write_arrays
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
 from tests.support.adapter_samples import assert_same
@@ -233,6 +240,48 @@ def test_without_metadata_ranks_are_refused_by_name(sharded):
     os.unlink(os.path.join(folder, rank_file(3, 4)))
     with pytest.raises(AdapterFormatError, match="holds 3 of the 4 files of its step: those of rank 3 are missing"):
         adapter_files.read(folder)
+
+
+INITIAL_A, INITIAL_B = "self_attention.linear_proj.initial_lora_a", "self_attention.linear_proj.initial_lora_b"
+
+
+@pytest.fixture
+def initialized():
+    """The tensors of a run with PiSSA: the pair of a cell, and what was subtracted from the base."""
+    tensors = pairs(PROJ.format(0), rows=HIDDEN, columns=12)
+    a, b = LAYER.format(0) + INITIAL_A, LAYER.format(0) + INITIAL_B
+    return {**tensors, a: values(RANK, 12, seed=1), b: values(HIDDEN, RANK, seed=1)}
+
+
+def test_an_adapter_that_changed_its_base_is_one_for_the_base_before(tmp_path, initialized):
+    found = adapter_files.read(write_step(tmp_path / "step", initialized))
+    (path,) = found.paths
+    found.set_alpha(6)
+    a, b, initial_a, initial_b = initialized.values()
+    assert found.rank(path) == 2 * RANK
+    scaled_a, scaled_b = found.pair(path)
+    np.testing.assert_allclose(
+        found.scale(path) * scaled_b @ scaled_a, 6 / RANK * (b @ a - initial_b @ initial_a), 1e-4
+    )
+    stated = adapter_files.read(write_step(tmp_path / "stated", initialized, **LORA))
+    np.testing.assert_allclose(stated.scale(path) * stated.pair(path)[1], found.scale(path) * scaled_b)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (lambda tensors: tensors.pop(LAYER.format(0) + INITIAL_B), MissingTensorsError, "half of an initial pair"),
+        (
+            lambda tensors: tensors.update({LAYER.format(0) + INITIAL_A: values(RANK + 1, 12)}),
+            ShapeMismatchError,
+            r"is \[3, 12\], and the trained one is \[2, 12\]",
+        ),
+    ],
+)
+def test_an_initial_pair_that_is_not_that_of_its_pair_is_refused(tmp_path, initialized, change, error, message):
+    change(initialized)
+    with pytest.raises(error, match=message):
+        adapter_files.read(write_step(tmp_path / "step", initialized))
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

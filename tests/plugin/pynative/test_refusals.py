@@ -21,12 +21,14 @@ CASES = {
         "pet_config.lora_init is 'gaussian' and lora_config.lora_b_std is 0.1: both set the initial values",
     ),
     "vera": ({"pet_config": {"use_vera": True}}, "pet_config.use_vera is True"),
-    "dora_in_16_bits": (
-        {"pet_config": {"use_dora": True, "param_init_type": "bfloat16"}},
-        "pet_config.param_init_type is 'bfloat16' with DoRA",
-    ),
     "nf4": ({"pet_config": {"quantize_base": "nf4"}}, "pet_config.quantize_base is 'nf4'"),
-    "pissa": ({"pet_config": {"lora_init": "pissa"}}, "pet_config.lora_init is 'pissa', which changes the base"),
+    "two_initializations": (
+        {"pet_config": {"lora_init": "pissa", "adapter_path": "/"}},
+        "pet_config.lora_init is 'pissa' and pet_config.adapter_path is '/': both say how A and B begin",
+    ),
+    "no_adapter": ({"pet_config": {"adapter_path": "/nowhere"}}, "pet_config.adapter_path: /nowhere does not exist"),
+    "no_module": ({"pet_config": {"modules_to_save": ["lm_heat"]}}, "modules_to_save names 'lm_heat'"),
+    "nothing_frozen": ({"pet_config": {"freeze_exclude": ["*.lm_heat"]}}, "freeze_exclude pattern '*.lm_heat'"),
     "no_checkpoint": (
         {"checkpoint": {"enable_save": False, "load_path": "/nowhere"}},
         "checkpoint.load_path: /nowhere is empty or not there, and the run would go on with random weights",
