@@ -2,14 +2,17 @@
 
     report = kernels.run("lora_delta", "float16", inputs, outputs, sizes)
 
-Each kernel is compiled once for each dtype, as CANN does, from <op>/ascendc/model.cpp.
+Each kernel is compiled once for each dtype, as CANN does, from <op>/ascendc/model.cpp. build/ascendc_model keeps what
+was compiled, for all processes, until a source changes.
 """
 
 import ctypes
+import fcntl
 import functools
+import hashlib
 import importlib.util
+import os
 import pathlib
-import tempfile
 from typing import Any, Callable, Dict, Sequence, Tuple
 
 import numpy as np
@@ -25,6 +28,8 @@ KINDS = ("AIV_ONLY", "MIX_AIV_1_0", "MIX_AIC_1_2")
 # Of the largest 910B. Tests also run with fewer, to show that no kernel depends on the number.
 CUBE_CORES, VECTOR_CORES = 24, 48
 _TILING_BYTES = 4096
+_BUILT = OPS.parent / "build" / "ascendc_model"
+_FLAGS = ("-O1",)
 
 
 class _Plan(ctypes.Structure):
@@ -40,12 +45,34 @@ class _Plan(ctypes.Structure):
 @functools.lru_cache(maxsize=None)
 def build(op: str, dtype: str) -> Tuple[Any, Callable]:
     """Returns the library of an operator for a dtype, a name in ELEMENTS, and its plan function."""
-    folder = tempfile.mkdtemp(prefix=f"mindlora_{op}_")
-    target = f"{folder}/{op}_{dtype}.so"
-    library = model.build(
-        OPS / op / "ascendc" / "model.cpp", target, ("-O1", f"-I{OPS}", f"-DMINDLORA_ELEMENT={ELEMENTS[dtype]}")
-    )
-    return library, ctypes.CDLL(target).mindlora_plan
+    _BUILT.mkdir(parents=True, exist_ok=True)
+    name = f"{op}_{dtype}"
+    target = _BUILT / f"{name}_{_digest(op)}.so"
+    with open(_BUILT / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(op, dtype, target)
+            for other in _BUILT.glob(f"{name}_*.so"):
+                if other != target:
+                    other.unlink()
+    return model.Library(target), ctypes.CDLL(str(target)).mindlora_plan
+
+
+def _compile(op: str, dtype: str, target: pathlib.Path) -> None:
+    """Compiles the kernel of an operator for a dtype, and puts it into place when it is whole."""
+    unfinished = target.with_suffix(".unfinished")
+    flags = (*_FLAGS, f"-I{OPS}", f"-DMINDLORA_ELEMENT={ELEMENTS[dtype]}")
+    model.build(OPS / op / "ascendc" / "model.cpp", unfinished, flags)
+    os.replace(unfinished, target)
+
+
+def _digest(op: str) -> str:
+    """Returns a digest of all that the kernel of an operator is compiled from."""
+    whole = hashlib.sha256(repr(_FLAGS).encode())
+    for folder in (OPS / "ascendc_common", OPS / "ascendc_model", OPS / op / "ascendc"):
+        for path in sorted([*folder.rglob("*.h"), *folder.rglob("*.cpp")]):
+            whole.update(str(path.relative_to(OPS)).encode() + path.read_bytes())
+    return whole.hexdigest()[:16]
 
 
 def plan(
