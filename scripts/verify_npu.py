@@ -21,6 +21,10 @@ from verify_npu_page import page
 from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome
 from verify_npu_steps import STEPS, Place
 
+# The variables by which a shell chooses, and those that `mindlora doctor --adopt` leads to (mindlora/ops/measured.py).
+CHOICES = ("MINDLORA_BACKEND", "MINDLORA_ASCEND")
+MEASURED = ("MINDLORA_ASCEND_DRAW", "MINDLORA_ASCEND_MIX_LAUNCH")
+
 
 def arguments() -> argparse.Namespace:
     """Reads the command line, and makes the folder of the report."""
@@ -49,8 +53,10 @@ def main() -> int:
     given = arguments()
     outcomes: List[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="verify_npu_") as work:
-        # The shell's choice of a path must not reach what is compared here.
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("MINDLORA_BACKEND")}
+        # Choices of the shell must not reach what is compared here.
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(CHOICES)}
+        # Nor what was adopted here before: set, but to nothing.
+        environment.update(dict.fromkeys(MEASURED, ""))
         environment.update(PYTHONPATH=os.pathsep.join(filter(None, [ROOT, environment.get("PYTHONPATH")])))
         environment.update(LOG_MF_PATH=os.path.join(work, "log"), MS_COMPILER_CACHE_PATH=os.path.join(work, "calls"))
         environment.setdefault("GLOG_v", "3")

@@ -1,23 +1,36 @@
 """What the steps of scripts/verify_npu.py measured that mindlora otherwise estimates: its choices on such an NPU."""
 
+import ctypes
+import os
 import re
+import statistics
 from typing import Any, Dict, List, Optional, Sequence
 
-from verify_npu_run import FAILED, NOT_RUN, Outcome
+from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Outcome
+from verify_npu_ways import SHAPES, WIDTH, title
 
 # mindlora/ops/measured.py reads what is returned here from report.json.
 _TITLE = re.compile(r"^forward, .* (\d+) tokens$")
 ONE_PASS, TWO_STEPS = "lora_linear (ascend)", "lora_delta (ascend)"
+# More cores are no faster if they gain less than this share.
+NO_FASTER = 0.03
+LIBRARY = os.path.join(ROOT, "mindlora", "ops", "lib", "libmindlora_cpu.so")
 
 
 def choices(outcomes: Sequence[Outcome], device: str) -> Optional[Dict[str, Any]]:
-    """Returns the choices, or None if no operator was compared on an NPU.
+    """Returns the choices, or None if no operator was compared or timed on an NPU.
 
-    "composed": {operator: why its kernel must not be taken}; "one_pass_tokens": the most tokens for which lora_linear
-    is faster than MatMul and lora_delta, or None if that was not measured.
+    "composed": {operator: why its kernel must not be taken}; and these, or None for what was not measured:
+    "one_pass_tokens": the most tokens for which lora_linear is faster than MatMul and lora_delta; "draw_tenths" and
+    "mix_launch", of which the functions below have more.
     """
     compared = [outcome for outcome in outcomes if outcome.figures.get("operator") and outcome.state != NOT_RUN]
-    if device != "Ascend" or not compared:
+    timed = {
+        outcome.figures["part"]: outcome.figures["microseconds"]
+        for outcome in outcomes
+        if outcome.state == HELD and "microseconds" in outcome.figures
+    }
+    if device != "Ascend" or not (compared or timed):
         return None
     wrong: Dict[str, List[str]] = {}
     for outcome in compared:
@@ -27,6 +40,8 @@ def choices(outcomes: Sequence[Outcome], device: str) -> Optional[Dict[str, Any]
     return {
         "composed": {op: f"the kernel does not hold in {', '.join(dtypes)}" for op, dtypes in wrong.items()},
         "one_pass_tokens": one_pass_tokens(tables),
+        "draw_tenths": draw_tenths(timed.get("cores", {})),
+        "mix_launch": mix_launch(timed.get("kinds", {})),
     }
 
 
@@ -49,6 +64,56 @@ def one_pass_tokens(tables: Sequence[Dict[str, Any]]) -> Optional[int]:
     return most
 
 
+def draw_tenths(microseconds: Dict[str, Any]) -> Optional[int]:
+    """Returns the tenths of its even share of the bandwidth that a core draws, or None.
+
+    With the fewest cores that are as fast as more of them, each draws what it can. At most 3 shares, as the plans know:
+    a third of the cores.
+
+    Args:
+        microseconds (dict): Cores -> shape -> {"median": time}, of the step `ways cores`.
+    """
+    counts = sorted(int(cores) for cores in microseconds if cores.isdigit())
+    if len(counts) < 2:
+        return None
+    most = counts[-1]
+    for cores in counts:
+        gains = [gain(microseconds, cores, more) for more in counts if more > cores]
+        if 3 * cores >= most and max(gains, default=0) <= NO_FASTER:
+            break
+    return round(10 * most / cores)
+
+
+def gain(microseconds: Dict[str, Any], cores: int, more: int) -> float:
+    """Returns which share of the time more cores save, in the shape in which they save most."""
+    few, many = microseconds[str(cores)], microseconds[str(more)]
+    return max((1 - many[shape]["median"] / few[shape]["median"] for shape in few if shape in many), default=0.0)
+
+
+def mix_launch(microseconds: Dict[str, Any]) -> Optional[int]:
+    """Returns by how many nanoseconds a launch of cube and vector cores takes longer than one of vector cores, or None.
+
+    It is what the cube cores take longer than the vector cores by the profiler and not by the plans' estimate, which
+    counts no launches: the median over the shapes.
+
+    Args:
+        microseconds (dict): Kind of cores -> shape -> {"median": time}, of the step `ways kinds`.
+    """
+    vector, cube = (microseconds.get(kind, {}) for kind in ("vector", "cube"))
+    if not os.path.exists(LIBRARY):
+        return None
+    estimate = ctypes.CDLL(LIBRARY).mindlora_lora_delta_gain_of_cube
+    estimate.restype = ctypes.c_int64
+    longer = []
+    for tokens, rank in SHAPES["kinds"]:
+        shape = title(tokens, rank)
+        if shape in vector and shape in cube:
+            seen = 1000 * (cube[shape]["median"] - vector[shape]["median"])
+            sizes = map(ctypes.c_uint64, (tokens, WIDTH, WIDTH, rank))
+            longer.append(seen + estimate(*sizes))
+    return max(0, round(statistics.median(longer))) if longer else None
+
+
 def section(chosen: Optional[Dict[str, Any]]) -> List[str]:
     """Returns the section of the page."""
     if chosen is None:
@@ -56,6 +121,12 @@ def section(chosen: Optional[Dict[str, Any]]) -> List[str]:
     lines = [f"- {op}: MindSpore's own operators, because {why}" for op, why in chosen["composed"].items()]
     if chosen["one_pass_tokens"] is not None:
         lines.append(f"- lora_linear up to {chosen['one_pass_tokens']} tokens, and MatMul with lora_delta beyond")
+    if chosen["draw_tenths"] is not None:
+        lines.append(f"- a core draws {chosen['draw_tenths'] / 10:g} times its even share of the bandwidth")
+    if chosen["mix_launch"] is not None:
+        lines.append(
+            f"- a launch of cube and vector cores takes {chosen['mix_launch']} ns longer than one of vector cores"
+        )
     lines = lines or ["- every kernel that was compared holds, and nothing was timed: as mindlora chooses by itself"]
     advice = "`mindlora doctor --adopt report.json` makes them mindlora's, here or on another machine with such NPUs."
     return ["", "## Measured choices", "", *lines, "", advice]

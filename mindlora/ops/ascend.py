@@ -15,7 +15,7 @@ from mindspore import Tensor, ops
 from mindspore._c_expression import MSContext
 from mindspore.ops import CustomRegOp, DataType
 
-from mindlora.ops import ascend_pynative
+from mindlora.ops import ascend_pynative, measured
 
 # The NPUs that the kernels are built for, as MindSpore and build_ascend.sh --soc name them: Atlas A2 and A3.
 SOCS = ("ascend910b", "ascend910_93")
@@ -127,6 +127,7 @@ class AscendKernel(ops.Custom):
 
     def __init__(self, op_type: str, library: str, writes: bool = False):
         self._arguments = (op_type, library, writes)
+        measured.tell_plans()
         super().__init__(f"{library}:{op_type}", None, None, "aot", reg_info=registration(op_type))
         if writes:
             self.add_prim_attr("side_effect_mem", True)

@@ -63,7 +63,7 @@ MAX_RANK = 256
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 6
+_LIBRARY_VERSION = 7
 # Of a short prompt, or of a step of training with few rows: decode is lora_linear's.
 TOKENS_OF_A_CELL = 512
 # By what a kernel's estimate must exceed that of plain operators, which knows nothing of their launches.
@@ -181,6 +181,8 @@ def lora_delta_times(
 ) -> Tuple[int, ...]:
     """Returns what lora_delta takes on an Atlas A2 at best, in bytes that its memory moves meanwhile.
 
+    A measured draw of a core counts, where one was adopted.
+
     Args:
         tokens, in_channels, out_channels, rank (int): The sizes.
         element_bytes (int): 4 for float32, 2 for float16 and bfloat16.
@@ -189,7 +191,9 @@ def lora_delta_times(
         tuple of int, (the least possible, the kernel by its plan's estimate, plain operators).
     """
     times = (ctypes.c_uint64 * 3)()
-    sizes = map(ctypes.c_uint64, (tokens, in_channels, out_channels, rank, element_bytes))
+    adopted = measured()
+    draw = adopted.draw_tenths if adopted else None
+    sizes = map(ctypes.c_uint64, (tokens, in_channels, out_channels, rank, element_bytes, draw or 0))
     _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_lora_delta_times(*sizes, times)
     return tuple(times)
 

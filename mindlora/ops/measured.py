@@ -6,7 +6,7 @@ package.
 
 import dataclasses
 import os
-from typing import Dict, Optional
+from typing import Any, Dict, Optional
 
 from mindlora import __version__
 from mindlora.common import atomic
@@ -15,6 +15,10 @@ from mindlora.errors import ConfigError
 
 # The operators whose kernel can be left out.
 OPERATORS = ("lora_delta", "lora_linear", "nf4_linear", "multi_lora_delta", "multi_lora_slot_write")
+# What the kernels' host sides read (ops/ascendc_common/host.h), and the fields that they get.
+VARIABLES = {"MINDLORA_ASCEND_DRAW": "draw_tenths", "MINDLORA_ASCEND_MIX_LAUNCH": "mix_launch"}
+# The measured numbers, which a report may lack, and the least that each can be.
+NUMBERS = {"one_pass_tokens": 0, "draw_tenths": 10, "mix_launch": 0}
 FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "ascend", "measured.json")
 
 
@@ -27,17 +31,26 @@ class Measured:
         mindlora (str): The version of mindlora that was measured. Another one does not use it.
         composed (dict): Operator -> why its kernel is not to be taken.
         one_pass_tokens (int or None): The most tokens for which lora_linear is faster than MatMul and lora_delta.
+        draw_tenths (int or None): Tenths of its even share of the bandwidth that a core draws, from 10 on.
+        mix_launch (int or None): Nanoseconds by which a launch of cube and vector cores takes longer than one of vector
+            cores.
     """
 
     machine: str
     mindlora: str
     composed: Dict[str, str]
     one_pass_tokens: Optional[int]
+    draw_tenths: Optional[int] = None
+    mix_launch: Optional[int] = None
 
     def __str__(self):
         parts = [f"{op} composed, because {why}" for op, why in self.composed.items()]
         if self.one_pass_tokens is not None:
             parts.append(f"lora_linear up to {self.one_pass_tokens} tokens")
+        if self.draw_tenths is not None:
+            parts.append(f"a core draws {self.draw_tenths / 10:g} shares of the bandwidth")
+        if self.mix_launch is not None:
+            parts.append(f"a launch of cube cores costs {self.mix_launch} ns more")
         return "; ".join(parts) or "all kernels hold"
 
 
@@ -59,6 +72,15 @@ def read_adopted() -> Optional[Measured]:
     except FileNotFoundError:
         return None
     return _checked(content, FILE)
+
+
+def tell_plans() -> None:
+    """Tells the kernels' host sides what was adopted of their figures. What the environment says already stays."""
+    adopted = measured()
+    for variable, field in VARIABLES.items():
+        figure = getattr(adopted, field, None)
+        if figure is not None:
+            os.environ.setdefault(variable, str(figure))
 
 
 def adopt(path: str) -> Measured:
@@ -101,13 +123,19 @@ def adopt(path: str) -> Measured:
 
 
 def _checked(content, source) -> Measured:
-    composed, tokens = content.get("composed"), content.get("one_pass_tokens")
+    composed = content.get("composed")
+    numbers = {field: content.get(field) for field in NUMBERS}
     right = isinstance(composed, dict) and set(composed) <= set(OPERATORS)
     right = right and all(isinstance(why, str) for why in composed.values())
-    right = right and (tokens is None or (type(tokens) is int and tokens >= 0))
+    right = right and all(_is_number(numbers[field], least) for field, least in NUMBERS.items())
     if not right or not all(isinstance(content.get(key), str) for key in ("machine", "mindlora")):
         raise ConfigError(
             f"{source} has measured choices that cannot be read: remove it, or adopt the report.json of "
             "scripts/verify_npu.sh again."
         )
-    return Measured(content["machine"], content["mindlora"], composed, tokens)
+    return Measured(content["machine"], content["mindlora"], composed, **numbers)
+
+
+def _is_number(value: Any, least: int) -> bool:
+    """Returns whether a value was not measured, or is a whole number from ``least`` on."""
+    return value is None or (type(value) is int and value >= least)

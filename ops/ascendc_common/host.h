@@ -206,22 +206,40 @@ inline uint64_t ElementBytes(gert::TilingContext* context, size_t input)
     return context->GetInputDesc(input)->GetDataType() == ge::DT_FLOAT ? sizeof(float) : sizeof(uint16_t);
 }
 
-// MINDLORA_ASCEND_CORES and MINDLORA_ASCEND_KIND, for measurements: the number of AI cores, each a cube core with its
-// two vector cores, and the kind that an operator for both kinds takes, where it can.
+// The whole number in an environment variable, which must be within limits; `otherwise` if it is not set.
+inline uint64_t Setting(Shapes& shapes, const char* variable, int64_t least, int64_t most, uint64_t otherwise)
+{
+    const char* text = std::getenv(variable);
+    if (text == nullptr || *text == '\0') return otherwise;
+    char* end = nullptr;
+    const long read = std::strtol(text, &end, 10);
+    const int64_t number = *end == '\0' ? read : least - 1;
+    shapes.CheckRange(variable, number, least, most);
+    return std::clamp(number, least, most);
+}
+
+// What was measured on an NPU: mindlora/ops/measured.py sets these variables.
+inline void TakeMeasured(Shapes& shapes, Platform& platform)
+{
+    constexpr int64_t kMostDraw = 1000, kMostLaunch = 1000 * 1000;
+    platform.drawTenths = Setting(shapes, "MINDLORA_ASCEND_DRAW", 10, kMostDraw, platform.drawTenths);
+    platform.mixLaunch = Setting(shapes, "MINDLORA_ASCEND_MIX_LAUNCH", 0, kMostLaunch, platform.mixLaunch);
+}
+
+// For measurements: the number of AI cores, each a cube core with its two vector cores, and the kind that an operator
+// for both kinds takes, where it can.
 inline void Force(Shapes& shapes, Platform& platform)
 {
-    if (const char* wanted = std::getenv("MINDLORA_ASCEND_CORES")) {
-        char* end = nullptr;
-        const long count = std::strtol(wanted, &end, 10);
-        shapes.CheckRange("MINDLORA_ASCEND_CORES", *end == '\0' ? count : 0, 1, PairedCubeCores(platform));
-        platform.cubeCores = std::min<uint64_t>(platform.cubeCores, std::max(count, 1L));
-        platform.vectorCores = std::min<uint64_t>(platform.vectorCores, 2 * uint64_t{platform.cubeCores});
+    const int64_t most = std::max<int64_t>(PairedCubeCores(platform), 1);
+    if (const uint64_t cores = Setting(shapes, "MINDLORA_ASCEND_CORES", 1, most, 0)) {
+        platform.cubeCores = std::min<uint64_t>(platform.cubeCores, cores);
+        platform.vectorCores = std::min<uint64_t>(platform.vectorCores, 2 * cores);
     }
-    if (const char* wanted = std::getenv("MINDLORA_ASCEND_KIND")) {
-        const std::string kind = wanted;
-        platform.cores = kind == "cube" ? Cores::kCube : Cores::kVector;
-        if (kind != "cube" && kind != "vector")
-            shapes.Refuse("MINDLORA_ASCEND_KIND is %s: it must be cube or vector", wanted);
+    if (const char* kind = std::getenv("MINDLORA_ASCEND_KIND")) {
+        const bool cube = std::strcmp(kind, "cube") == 0;
+        if (!cube && std::strcmp(kind, "vector") != 0)
+            shapes.Refuse("MINDLORA_ASCEND_KIND is %s: it must be cube or vector", kind);
+        platform.cores = cube ? Cores::kCube : Cores::kVector;
     }
 }
 
@@ -237,6 +255,7 @@ inline Platform AskPlatform(gert::TilingContext* context, Shapes& shapes)
     chip.GetCoreMemSize(CoreMemType::L0_A, platform.l0a);
     chip.GetCoreMemSize(CoreMemType::L0_B, platform.l0b);
     chip.GetCoreMemSize(CoreMemType::L0_C, platform.l0c);
+    TakeMeasured(shapes, platform);
     Force(shapes, platform);
     return platform;
 }

@@ -9,8 +9,15 @@ namespace mindlora {
 
 // A core is taken to draw up to so many tenths of its even share of the bandwidth. What it really draws is not known,
 // but is between 1 and 3 times the share; of all values, plans by this one are the least far from the best ones, at
-// worst over that range: tests/ops/ascendc/test_draw.py.
+// worst over that range: tests/ops/ascendc/test_unknown_figures.py.
 constexpr uint64_t kDrawTenths = 13;
+
+// Nanoseconds by which a launch of cube and vector cores takes longer than one of vector cores alone. CANN's
+// documentation has 20 to 21 us for starting all cores of an Atlas A2, and says that it grows with their number; the
+// cube cores are a third of them. So it is between 0 and 7 us. Until it is measured none is counted: over that range,
+// the choice between the kinds of cores then takes at worst 1.50 times the best, launches included, and with no other
+// value less than 1.49: tests/ops/ascendc/test_unknown_figures.py.
+constexpr uint64_t kMixLaunch = 0;
 
 enum class Cores : uint32_t { kFaster, kVector, kCube };
 
@@ -25,6 +32,7 @@ struct Platform {
     uint64_t l0c;
     Cores cores = Cores::kFaster;  // the kind that an operator for both takes, where it can
     uint64_t drawTenths = kDrawTenths;
+    uint64_t mixLaunch = kMixLaunch;
 };
 
 inline uint64_t CeilDiv(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit; }
@@ -38,6 +46,7 @@ inline uint64_t PairedCubeCores(const Platform& chip) { return std::min(chip.cub
 // public documents on the 910B. A time is counted in the bytes that the chip moves in it; no plan depends on any other
 // speed.
 constexpr uint64_t kBytesPerRepeat = 889;
+constexpr uint64_t kBytesPerNanosecond = 1600;
 
 // How much faster the second-level cache is than the memory. It serves what cores exchange and what they read again:
 // 192 MiB, and 3.8 TB/s for writing and 4.9 for reading by CANN's description of the chip (86 and 110 bytes a cycle and

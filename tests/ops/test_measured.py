@@ -22,7 +22,7 @@ def file(tmp_path, monkeypatch):
 def report(folder, **changes):
     content = {
         "machine": {"name": "910B3", "mindlora": __version__},
-        "choices": {"composed": COMPOSED, "one_pass_tokens": 16},
+        "choices": {"composed": COMPOSED, "one_pass_tokens": 16, "draw_tenths": 15, "mix_launch": 2100},
         "steps": [],
         **changes,
     }
@@ -38,9 +38,10 @@ def test_without_a_report_nothing_is_measured():
 def test_what_a_report_measured_is_kept(tmp_path, name):
     report(tmp_path)
     adopted = measured.adopt(os.path.join(tmp_path, name))
-    assert adopted == measured.Measured("910B3", __version__, COMPOSED, 16) == measured.measured()
+    assert adopted == measured.Measured("910B3", __version__, COMPOSED, 16, 15, 2100) == measured.measured()
     assert str(adopted) == (
-        "nf4_linear composed, because the kernel does not hold in float16; lora_linear up to 16 tokens"
+        "nf4_linear composed, because the kernel does not hold in float16; lora_linear up to 16 tokens; a core draws "
+        "1.5 shares of the bandwidth; a launch of cube cores costs 2100 ns more"
     )
 
 
@@ -60,6 +61,8 @@ def test_a_later_report_replaces_an_earlier_one(tmp_path):
         ({"choices": {"composed": {"x": 1}}}, "has measured choices that cannot be read"),
         ({"choices": {"composed": {}, "one_pass_tokens": -1}}, "has measured choices that cannot be read"),
         ({"choices": {"composed": {}, "one_pass_tokens": True}}, "has measured choices that cannot be read"),
+        ({"choices": {"composed": {}, "draw_tenths": 9}}, "has measured choices that cannot be read"),
+        ({"choices": {"composed": {}, "mix_launch": 0.5}}, "has measured choices that cannot be read"),
         ({"choices": {"composed": {"lora_dleta": "why"}}}, "has measured choices that cannot be read"),
         ({"machine": {"mindlora": __version__}}, "has measured choices that cannot be read"),
     ],
@@ -114,3 +117,11 @@ def test_the_border_of_one_pass_is_the_measured_one(tmp_path):
     assert (_one_pass_tokens("ascend"), _one_pass_tokens("cpu")) == (16, 64)
     measured.adopt(report(tmp_path, choices={"composed": {}, "one_pass_tokens": None}))
     assert _one_pass_tokens("ascend") == 8
+
+
+def test_a_measured_draw_of_a_core_counts_in_the_estimate_of_a_cells_path(tmp_path, library):
+    sizes = (512, 4096, 4096, 64, 2)
+    least, before, plain = backend.lora_delta_times(*sizes)
+    measured.adopt(report(tmp_path, choices={"composed": {}, "draw_tenths": 30}))
+    assert backend.lora_delta_times(*sizes)[::2] == (least, plain)
+    assert backend.lora_delta_times(*sizes)[1] < before

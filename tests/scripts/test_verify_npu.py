@@ -422,7 +422,8 @@ def test_a_kernel_that_does_not_hold_is_a_choice():
 
     outcomes = [compared("lora_delta", "float32", HELD), compared("lora_delta", "float16", FAILED)]
     chosen = choices(outcomes, "Ascend")
-    assert chosen == {"composed": {"lora_delta": "the kernel does not hold in float16"}, "one_pass_tokens": None}
+    assert chosen["composed"] == {"lora_delta": "the kernel does not hold in float16"}
+    assert {number for name, number in chosen.items() if name != "composed"} == {None}
     assert "- lora_delta: MindSpore's own operators, because the kernel does not hold in float16" in section(chosen)
     assert choices(outcomes, "CPU") is None and section(None) == []
     assert choices([compared("lora_delta", "float16", NOT_RUN)], "Ascend") is None
@@ -444,6 +445,40 @@ def test_the_border_of_one_pass_is_where_it_is_no_longer_faster(tables, most):
     others = [{"title": "switching", "seconds": {}}]
     bench = Outcome("bench", HELD, "", figures={"tables": [bench_table(*table) for table in tables] + others})
     assert choices([compared("lora_linear", "float16", HELD), bench], "Ascend")["one_pass_tokens"] == most
+
+
+@pytest.mark.parametrize(
+    "times, tenths",
+    [
+        ({2: 120, 4: 60, 8: 30, 12: 20, 16: 15, 20: 12, 24: 10}, 10),
+        ({2: 120, 4: 60, 8: 30, 12: 20, 16: 15, 20: 15, 24: 15}, 15),
+        # With more cores more is exchanged; two are fewer than any plan would take.
+        ({2: 19, 8: 20, 12: 21, 24: 22}, 30),
+        ({8: 20, 16: 20}, 20),
+        ({24: 10}, None),
+        ({}, None),
+    ],
+)
+def test_a_core_draws_what_the_fewest_cores_need_to_be_as_fast_as_all(times, tenths):
+    from verify_npu_choices import draw_tenths
+
+    microseconds = {str(cores): {"512 tokens, rank 16": {"median": time}} for cores, time in times.items()}
+    assert draw_tenths({"the plan": {}, **microseconds}) == tenths
+
+
+def test_the_page_names_what_was_timed(library):
+    from verify_npu_choices import choices, section
+    from verify_npu_run import FAILED, HELD, Outcome
+
+    times = {kind: {"8 tokens, rank 16": {"median": us}} for kind, us in (("vector", 10), ("cube", 12.5))}
+    kinds = Outcome("ways kinds", HELD, "", figures={"part": "kinds", "microseconds": times})
+    chosen = choices([kinds], "Ascend")
+    # 2.5 us, and what the cube gains by the estimate.
+    assert 2500 < chosen["mix_launch"] < 2700 and chosen["draw_tenths"] is None
+    line = f"- a launch of cube and vector cores takes {chosen['mix_launch']} ns longer than one of vector cores"
+    assert line in section(chosen)
+    kinds.state = FAILED
+    assert choices([kinds], "Ascend") is None
 
 
 def test_the_doctor_adopts_what_a_page_measured(verify, tmp_path, monkeypatch, capsys):

@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+from tests.support import cann_stand_in
+
 OPS = pathlib.Path(__file__).resolve().parents[3] / "ops"
 
 
@@ -25,3 +27,9 @@ def kernels():
 def reference():
     """Returns the module reference.py of an operator."""
     return lambda op: _load(f"{op}_reference", OPS / op / "reference.py")
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory):
+    """The folders of a made-up CANN, "cann", and of an operator package with the real host sides, "package"."""
+    return cann_stand_in.make(tmp_path_factory.mktemp("stand_in"))

@@ -3,7 +3,6 @@
 The stand-in (tests/support/cann_stand_in.py) runs the operators' own host sides, and their kernels in the simulator.
 """
 
-import ctypes
 import json
 import os
 import pathlib
@@ -37,17 +36,16 @@ def checkout(folder):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, kernels):
+def place(tmp_path_factory, kernels, stand_in):
     """A checkout of its own with the built programs, beside the stand-in and the simulator's kernels."""
     folder = tmp_path_factory.mktemp("aclnn")
-    made = cann_stand_in.make(folder / "stand_in")
     (folder / "kernels").mkdir()
     whole = {("nf4_dequantize", dtype) for dtype in kernels.ELEMENTS}
     for op, dtype in {*DTYPES.items(), *whole}:
         (folder / "kernels" / f"{op}_{dtype}.so").symlink_to(kernels.build(op, dtype)[0].path)
     checkout(folder)
     for name in ("cann", "package"):
-        (folder / name).symlink_to(made[name])
+        (folder / name).symlink_to(stand_in[name])
     return folder
 
 
@@ -197,69 +195,6 @@ def test_a_shape_that_the_host_refuses_is_a_failed_case_with_canns_code(run, bui
     assert result.returncode == 1 and f"PASS {path.stem}\n" in result.stdout
     assert "FAIL wrong: aclnnLoraDeltaGetWorkspaceSize returned 561002\n" in result.stdout
     assert "mindlora lora_delta (ascend): K is 37 in one input and 5 in another.\n" in result.stderr
-
-
-@pytest.fixture
-def answer(place):
-    """Returns an operator's answer, code and bytes of workspace, to tensors (shape, dtype's number) without memory."""
-    acl = ctypes.CDLL(str(place / "cann/lib64/libascendcl.so"), ctypes.RTLD_GLOBAL)
-    opapi = ctypes.CDLL(str(place / "package/op_api/lib/libcust_opapi.so"))
-    acl.aclCreateTensor.restype = ctypes.c_void_p
-
-    def made(shape, dtype):
-        sizes = (ctypes.c_int64 * len(shape))(*shape)
-        return ctypes.c_void_p(acl.aclCreateTensor(sizes, len(shape), dtype, None, 0, 2, None, 0, None))
-
-    def ask(op_type, *tensors):
-        size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-        function = opapi[f"aclnn{op_type}GetWorkspaceSize"]
-        code = function(*[made(*tensor) for tensor in tensors], ctypes.byref(size), ctypes.byref(executor))
-        return code, size.value
-
-    return ask
-
-
-def test_a_row_of_more_bytes_than_a_stride_can_say_is_refused(answer):
-    def code(k, n):
-        return answer("LoraDelta", *((shape, 0) for shape in ((1, n), (1, k), (1, k), (n, 1), (1,), (1, n))))[0]
-
-    most = 2**30 - 1  # of 4 bytes each
-    assert [code(k, n) for k, n in ((most, 16), (16, most), (most + 1, 16), (16, most + 1))] == [0, 0, 561002, 561002]
-
-
-def test_cores_can_be_forced_for_measurements(answer, monkeypatch, capfd):
-    def workspace(tokens, **forced):
-        for name in ("CORES", "KIND"):
-            monkeypatch.delenv(f"MINDLORA_ASCEND_{name}", raising=False)
-        for name, value in forced.items():
-            monkeypatch.setenv(f"MINDLORA_ASCEND_{name}", value)
-        wide, low = ((tokens, 4096), 1), ((16, 4096), 1)
-        return answer("LoraDelta", wide, wide, low, ((4096, 16), 1), ((1,), 0), wide)
-
-    # Few tokens are the vector cores', many the cube cores'.
-    assert workspace(4) == workspace(4, KIND="vector") != workspace(4, KIND="cube")
-    assert workspace(64) == workspace(64, KIND="cube") != workspace(64, KIND="vector")
-    # One token is written by each of the cores that shrink, so as often as there are cores.
-    assert workspace(1)[1] > workspace(1, CORES="4")[1] > workspace(1, CORES="1")[1]
-    assert workspace(1) == workspace(1, CORES="24")
-    for forced, said in (
-        ({"CORES": "25"}, "MINDLORA_ASCEND_CORES is 25: it must be 1 to 24."),
-        ({"CORES": "four"}, "MINDLORA_ASCEND_CORES is 0: it must be 1 to 24."),
-        ({"KIND": "both"}, "MINDLORA_ASCEND_KIND is both: it must be cube or vector."),
-    ):
-        assert workspace(1, **forced)[0] == 561002
-        assert capfd.readouterr().err == f"mindlora lora_delta (ascend): {said}\n"
-
-
-def test_more_slots_than_the_table_of_a_core_has_room_for_are_refused(answer):
-    float32, int32 = 0, 3
-
-    def code(slots):
-        rows, numbers = ((1, 4), float32), (((slots,), int32), ((slots,), float32), ((1,), int32))
-        return answer("MultiLoraDelta", rows, rows, ((slots, 1, 8), float32), *numbers, rows)[0]
-
-    # With 8,638 it runs: test_as_many_slots_as_the_table_has_room_for.
-    assert [code(slots) for slots in (8638, 8639, 8648)] == [0, 561002, 561002]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,6 @@ namespace mindlora {
 constexpr uint64_t kLoraDeltaDecodeKey = 1;
 constexpr uint64_t kLoraDeltaPrefillKey = 2;
 constexpr uint32_t kLoraDeltaMaxRank = 256;
-// The time, in bytes, by which the cube must be faster: its tiles pass through two more memories before the first
-// product and one after the last. Some 40 ns, an estimate.
-constexpr uint64_t kStartOfCube = 64 * 1024;
 
 // Any tokens, K, N >= 1; rank 1 to 256. elementBytes is 2 or 4.
 inline Plan<LoraDeltaTiling> PlanLoraDelta(
@@ -34,7 +31,7 @@ inline Plan<LoraDeltaTiling> PlanLoraDelta(
         cube.time = PlanPrefill(tokens, in, out, rank, platform, cube);
         // More tokens than a fractal has rows are the cube's: on vector cores each costs repeats of its own.
         if (tokens > prefill::kSide || platform.cores == Cores::kCube ||
-            (plan.blocks > 1 && cube.time + kStartOfCube < plan.time)) {
+            (plan.blocks > 1 && cube.time + platform.mixLaunch * kBytesPerNanosecond < plan.time)) {
             return cube;
         }
     }
