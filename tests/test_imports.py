@@ -26,6 +26,7 @@ FLOORS = (
     ("apply",),
     ("save_load",),
     ("data", "training"),
+    ("drafts",),
     ("serving",),
     ("plugin",),
     ("doctor",),
@@ -46,6 +47,7 @@ WITHOUT_MINDSPORE = (
     "base",
     "checks",
     "plan",
+    "drafts",
 )
 # MindFormers takes seconds to import: only the plug-in imports it, and these modules in a function.
 IN_A_FUNCTION = ("mindlora.data.tokenizers", "mindlora.doctor.examination", "mindlora.serving.network")

@@ -1,6 +1,6 @@
 """What a MindFormers YAML must set to run on a CPU, where some of MindFormers' kernels do not exist."""
 
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Dict, Iterator, Mapping, Sequence
 
 from mindlora.checks.finding import Finding, error
 from mindlora.checks.mcore import is_mcore
@@ -28,6 +28,11 @@ _LLAMA_DEFAULTS = {
     "rotary_dtype": "float32",
     "param_init_type": "float16",
 }
+
+
+def cpu_keys() -> Dict[str, Any]:
+    """Returns the keys of model_config, with their values, that MindFormers' Llama needs on a CPU."""
+    return {**dict.fromkeys(_DTYPES, "float32"), **{key: needed for key, (needed, _) in _MODEL.items()}}
 
 
 def check_cpu(config: Mapping[str, Any]) -> Iterator[Finding]:

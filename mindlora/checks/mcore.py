@@ -72,6 +72,17 @@ def check_device(target: Optional[str]) -> Iterator[Finding]:
         )
 
 
+def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error if the model of a YAML is one that mindlora does not serve."""
+    if is_mcore(config):
+        yield error(
+            "use_legacy",
+            f"{family_of(config) or 'The model'} is one of MindFormers' mcore models (use_legacy: False), which "
+            "mindlora does not serve.",
+            "Merge the adapter into the base (mindlora merge), and serve that with vLLM or MindFormers.",
+        )
+
+
 def _check_base(config: Mapping[str, Any]) -> Iterator[Finding]:
     path = base_of(config)[1]
     if path and os.path.isfile(os.path.join(path, "config.json")) and not config.get("use_parallel"):

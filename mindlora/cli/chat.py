@@ -21,7 +21,7 @@ _SHOWN = 50
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "mindlora chat --config YAML [--adapter A] [more options: --help]"
+    parser.usage = "mindlora chat (--config YAML | --model FOLDER) [--adapter A] [more options: --help]"
     parser.description += (
         " The first --adapter answers first; /help lists commands. docs/generate.md explains everything."
     )

@@ -12,6 +12,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
+from mindlora.cli.model_source import add_model_options, check_source, source_of, yaml_of
 from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.text import shown
 from mindlora.errors import ConfigError, RequestError
@@ -55,14 +56,7 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
 
     ``defaults`` says for the help what slots, max-running and max-waiting are if they are not given.
     """
-    parser.add_argument("--config", required=True, metavar="YAML", help="the YAML of your training run, or one like it")
-    parser.add_argument(
-        "--load_checkpoint",
-        "--load-checkpoint",
-        metavar="PATH",
-        help="checkpoint of the base (default: the YAML's). --a.b.c VALUE overrides any other key of the YAML",
-    )
-    parser.add_argument("--tokenizer", metavar="T", help="tokenizer: a folder or file (default: the YAML's)")
+    add_model_options(parser)
     parser.add_argument("--adapters", metavar="DIR", help="folder whose subfolders are adapters")
     parser.add_argument(
         "--adapter",
@@ -77,7 +71,6 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
     for name, text in _SIZES:
         note = f" (default: {defaults[name]})" if name in defaults else ""
         sizes.add_argument(f"--{name}", type=int, metavar="N", help=text + note)
-    parser.set_defaults(overrides=[])
 
 
 def add_answer_options(
@@ -189,12 +182,6 @@ def unknown_adapter(name: str, registry: "AdapterRegistry") -> str:
     return f"{where}.{f' Did you mean {near}?' if near else ''}"
 
 
-def check_config(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError if there is no YAML, which mindlora-run's reader says only after seconds of imports."""
-    if not os.path.isfile(arguments.config):
-        raise ConfigError(f"--config {arguments.config} does not exist. Check the path.")
-
-
 def build(
     arguments: argparse.Namespace,
     registry: "AdapterRegistry",
@@ -206,17 +193,18 @@ def build(
     Callers name the base ``model_name``, or as the YAML does; ``defaults`` has fields of EngineSettings where the
     command line gives none. Raises LoraError if a setting is wrong, or a file cannot be read.
     """
-    check_config(arguments)
+    check_source(arguments)
     require_mindformers()
     prepare_imports()
-    # It takes seconds to import: what is wrong above is said before that.
-    from mindlora.plugin.serve import build_engine
-
     overrides = [*arguments.overrides]
     if arguments.load_checkpoint:
         overrides += ["--load_checkpoint", arguments.load_checkpoint]
     sizes = {**(defaults or {}), **given_fields(arguments, [name for name, _ in _SIZES])}
-    return build_engine(arguments.config, overrides, arguments.tokenizer, registry, sizes, model_name)
+    with yaml_of(arguments) as config:
+        # It takes seconds to import: what is wrong above is said before that.
+        from mindlora.plugin.serve import build_engine
+
+        return build_engine(config, overrides, arguments.tokenizer or arguments.model, registry, sizes, model_name)
 
 
 def prepare_imports() -> None:
@@ -247,9 +235,9 @@ def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: D
 
     ``defaults`` and errors are those of ``build``.
     """
-    check_config(arguments)
+    check_source(arguments)
     with log_elsewhere(arguments.verbose):
-        say(f"loading {arguments.config} ...")
+        say(f"loading {source_of(arguments)} ...")
         begin = time.monotonic()
         prepare_imports()
         with _warnings_on_screen():

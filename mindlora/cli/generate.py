@@ -59,7 +59,9 @@ def _told(answer):
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "mindlora generate --config YAML [--adapter A] [--prompt TEXT] [more options: --help]"
+    parser.usage = (
+        "mindlora generate (--config YAML | --model FOLDER) [--adapter A] [--prompt TEXT] [more options: --help]"
+    )
     parser.description += " docs/generate.md explains everything."
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="what to answer; may be given repeatedly"

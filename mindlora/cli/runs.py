@@ -1,100 +1,19 @@
-"""mindlora configs, doctor, plan, report, suggest, plugin-path: around a training run."""
+"""mindlora doctor, plan, report, suggest, plugin-path: around a training run."""
 
 import argparse
 import dataclasses
 import os
 import pathlib
-import re
 import warnings
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Tuple
 
 from mindlora.cli.verb import Verb, add_command
-from mindlora.common import atomic
-from mindlora.common.tables import fields
-from mindlora.common.text import suggestion
-from mindlora.errors import ConfigError
 
 if TYPE_CHECKING:
     from mindlora.doctor import DoctorReport
     from mindlora.plan.report import PlanReport
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
-
-
-@dataclasses.dataclass(frozen=True)
-class Configurations:
-    """The configurations in a folder: name, as ``mindlora configs NAME`` takes it -> the first line of its comment."""
-
-    folder: str
-    summaries: Dict[str, str]
-
-    def __str__(self) -> str:
-        return f"{fields(self.summaries.items())}\n\nTo copy one: mindlora configs NAME --output my.yaml"
-
-
-@dataclasses.dataclass(frozen=True)
-class CopiedConfiguration:
-    """A configuration that was copied, and the file that was written."""
-
-    name: str
-    output: str
-
-    def __str__(self) -> str:
-        return f"{self.output}: a copy of {self.name}. Its comments say what it is for and how to run it."
-
-
-def _configs_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the configuration to copy; without it, list them")
-    parser.add_argument("--output", metavar="FILE", help="where to copy it")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    add_command(parser, _configs)
-
-
-def _configs(arguments: argparse.Namespace) -> object:
-    configurations = _configurations()
-    if arguments.name is not None:
-        return _copy(configurations, arguments.name, arguments.output, arguments.overwrite)
-    if arguments.output is not None:
-        raise ConfigError(
-            f"--output {arguments.output} needs the NAME of a configuration: choose one from mindlora configs."
-        )
-    return configurations
-
-
-def _configurations() -> Configurations:
-    """Returns the configurations of this installation."""
-    # A wheel carries them in the package; in a checkout they are beside it.
-    for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs"):
-        paths = sorted(folder.glob("*/*.yaml"))
-        if paths:
-            names = {path.relative_to(folder).with_suffix("").as_posix(): _summary(path) for path in paths}
-            return Configurations(str(folder), names)
-    raise ConfigError(f"{_PACKAGE} has no configurations beside it: install mindlora with pip.")
-
-
-def _summary(path: pathlib.Path) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.readline().lstrip("# ").strip()
-
-
-def _copy(configurations: Configurations, name: str, output: Optional[str], overwrite: bool) -> CopiedConfiguration:
-    """Copies the configuration of that name, with or without .yaml."""
-    name = name.removesuffix(".yaml")
-    if name not in configurations.summaries:
-        raise ConfigError(f"There is no configuration {name!r}.{suggestion(name, list(configurations.summaries))}")
-    if output is None:
-        raise ConfigError(f"Say where to copy {name}, for instance --output my.yaml")
-    if os.path.exists(output) and not overwrite:
-        raise ConfigError(f"--output {output} exists already. Give another path, or replace it with --overwrite.")
-    source = pathlib.Path(configurations.folder) / f"{name}.yaml"
-    text = source.read_text(encoding="utf-8")
-    # The copy is in another folder than the file that base_config names.
-    copied = re.sub(
-        r"^(base_config: )(\S+)", lambda line: f"{line[1]}{source.parent.resolve() / line[2]}", text, flags=re.M
-    )
-    with atomic.replace_file(output) as new:
-        pathlib.Path(new).write_text(copied, encoding="utf-8")
-    return CopiedConfiguration(name, output)
 
 
 def _doctor_options(parser):
@@ -226,7 +145,6 @@ def _plugin_path(_: argparse.Namespace) -> PluginPath:
 
 
 VERBS = (
-    Verb("configs", "List the YAMLs that come with mindlora, or copy one.", _configs_options),
     Verb("doctor", "Show what is installed, and check the YAMLs of a run.", _doctor_options),
     Verb("plan", "Say what a run will take: memory, steps, files, and what to change so that it fits.", _plan_options),
     Verb("report", "Make the page of a training run, or one that compares several.", _report_options),

@@ -7,6 +7,7 @@ import sys
 from typing import Any, Tuple
 
 from mindlora.cli.engine import add_engine_options, build, given_fields, log_elsewhere, read_adapters, say
+from mindlora.cli.model_source import source_of
 from mindlora.cli.verb import Verb, add_command
 from mindlora.errors import ConfigError
 
@@ -40,10 +41,14 @@ class ServeReport:
 
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "mindlora serve --config YAML [--adapters DIR] [more options: --help]"
+    parser.usage = "mindlora serve (--config YAML | --model FOLDER) [--adapters DIR] [more options: --help]"
     parser.description += " docs/serving.md explains everything."
     add_engine_options(parser, {"slots": "8", "max-running": "32", "max-waiting": "1024"})
-    parser.add_argument("--model-name", metavar="NAME", help="what requests call the base (default: the YAML's name)")
+    parser.add_argument(
+        "--model-name",
+        metavar="NAME",
+        help="what requests call the base (default: the name of the YAML's model, or of FOLDER)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 for any that is free (default: %(default)s)")
     _add_access(parser.add_argument_group("who may use it"))
@@ -109,7 +114,7 @@ def serve(arguments: argparse.Namespace) -> ServeReport:
     )
     adapters = read_adapters(arguments)
     with log_elsewhere(arguments.verbose):
-        say(f"loading {arguments.config} ...")
+        say(f"loading {source_of(arguments)} ...")
         engine = build(arguments, adapters.registry, arguments.model_name)
         for name in arguments.pin:
             engine.adapters.pin(name)

@@ -89,11 +89,11 @@ def _check_arguments(output_path: str, tokenizer: Any, settings: Settings) -> No
         check_histogram(settings.stats)
     check_mindrecord_output(output_path, settings.overwrite)
     if settings.holdout:
-        check_mindrecord_output(_held_out_name(output_path), settings.overwrite)
+        check_mindrecord_output(held_out_name(output_path), settings.overwrite)
     settings.vocabulary(tokenizer).check(settings.overwrite)
 
 
-def _held_out_name(output_path: str) -> str:
+def held_out_name(output_path: str) -> str:
     """Returns where the examples that are held out go."""
     return output_path[: -len(".mindrecord")] + "-heldout.mindrecord"
 
@@ -114,7 +114,7 @@ def convert_examples(
     columns = _row_maker(row_format, boundary, settings)
     statistics = _statistics(encoded, loaded, settings)
     kept, held_out = _hold_out(encoded, settings.holdout, settings.seed)
-    held_out_path = _held_out_name(output_path) if held_out else None
+    held_out_path = held_out_name(output_path) if held_out else None
     parts = {output_path: kept}
     if held_out_path:
         parts[held_out_path] = held_out

@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tup
 
 from mindlora.common.fields import dtype_name
 from mindlora.models.attention import Attention, attention_by_heads
+from mindlora.models.hugging_face import HuggingFaceConfig
 from mindlora.models.joined_rows import RowLayout
 
 # Hugging Face's names, those of MindFormers' legacy models, and those of its mcore models.
@@ -130,6 +131,8 @@ class Architecture:
         hugging_face_types (tuple of str): model_type in Hugging Face's config.json, and in the model_config of an mcore
             YAML. Default: none.
         hub_names (str): Regular expression of what such models are called there, in lower case. Default: "", none.
+        from_hugging_face (callable): config.json -> model_config of a YAML, without dtypes, lengths and tokens; raises
+            ConfigError for a setting that MindFormers' model does not have. Default: None, not known.
         legacy (bool): Whether MindFormers has a legacy model of it. Default: True.
         trains (bool): Whether MindFormers' model trains; if not, it only predicts. Default: True.
     """
@@ -157,6 +160,7 @@ class Architecture:
     unsupported: Callable[[dict], Optional[str]] = _takes_all
     hugging_face_types: Tuple[str, ...] = ()
     hub_names: str = ""
+    from_hugging_face: Optional[Callable[[HuggingFaceConfig], Dict[str, Any]]] = None
     legacy: bool = True
     trains: bool = True
 

@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from mindlora.models.architecture import JoinedCell, Names, ParameterSize, dtype_of
 from mindlora.models.attention import Attention
+from mindlora.models.hugging_face import HuggingFaceConfig
 from mindlora.models.joined_rows import UnequalPartAfterPart
 from mindlora.models.llama import FEED_FORWARD, LLAMA, W_GATE_HIDDEN
 from mindlora.models.llama import NORMS as LLAMA_NORMS
@@ -139,6 +140,73 @@ def _routed_layers(config: ModelConfig) -> List[Any]:
     return list(every) if isinstance(every, list) else [number % every == 0 for number in range(layers)]
 
 
+def from_hugging_face(config: HuggingFaceConfig) -> Dict[str, Any]:
+    """Returns the model_config of MindFormers' DeepseekV3ForCausalLM; as Architecture.from_hugging_face."""
+    config.require("hidden_act", "silu", "MindFormers' DeepSeek-V3 has silu alone")
+    config.require("attention_bias", False, "MindFormers' DeepSeek-V3 has no bias on its attention")
+    config.require("tie_word_embeddings", False, "the output head of MindFormers' DeepSeek-V3 is its own")
+    config.require("moe_layer_freq", 1, "after its dense layers, every layer of transformers' DeepSeek-V3 has experts")
+    config.require("scoring_func", "sigmoid", "the router of DeepSeek-V3 has sigmoid alone")
+    config.require("topk_method", "noaux_tc", "the router of DeepSeek-V3 chooses by groups, with a bias")
+    config.require("rope_interleave", True, "MindFormers' DeepSeek-V3 turns neighbours by one angle")
+    counts = (
+        *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "n_shared_experts", "n_routed_experts", "num_experts_per_tok", "n_group"),
+        *("topk_group", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim"),
+    )
+    # null is a model without a latent of q, whose cells MindFormers must not join.
+    q_rank = config.count("q_lora_rank") if config.get("q_lora_rank") else None
+    return {
+        "model_type": "deepseek_v3",
+        "architectures": "DeepseekV3ForCausalLM",
+        **{key: config.count(key) for key in counts},
+        "num_key_value_heads": config.count("num_key_value_heads", config.count("num_attention_heads")),
+        "q_lora_rank": q_rank,
+        "mla_qkv_concat": q_rank is not None,
+        "qk_layernorm": True,
+        "first_k_dense_replace": config.get("first_k_dense_replace", 3),
+        "num_nextn_predict_layers": 0,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.number("rms_norm_eps", 1e-6),
+        "norm_topk_prob": config.flag("norm_topk_prob", True),
+        "routed_scaling_factor": config.number("routed_scaling_factor", 2.5),
+        "moe_grouped_gemm": True,
+        "moe_router_enable_expert_bias": True,
+        "router_dense_type": "float32",
+        "moe_aux_loss_coeff": 0.0,
+        "attention_dropout": config.get("attention_dropout", 0.0),
+        "hidden_dropout": 0.0,
+        **_rotary_keys(config),
+    }
+
+
+def _rotary_keys(config: HuggingFaceConfig) -> Dict[str, Any]:
+    rope = config.rope()
+    positions = config.count("max_position_embeddings", 4096)
+    if rope.kind == "default":
+        # Without a factor, MindFormers takes that of the published model into its softmax.
+        keys: Dict[str, Any] = {"position_embedding_type": "rope", "scaling_factor": 1.0}
+        return {"rope_theta": rope.theta, "max_position_embeddings": positions, **keys}
+    if rope.kind != "yarn":
+        config.refuse(config.rope_key, f"MindFormers' DeepSeek-V3 has no rotary embedding of rope_type {rope.kind}")
+    defaults = {
+        "factor": None,
+        "original_max_position_embeddings": None,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": None,
+        "mscale_all_dim": None,
+    }
+    settings = config.scaling(rope, defaults)
+    if settings["mscale"] != settings["mscale_all_dim"]:
+        config.refuse(config.rope_key, "mscale and mscale_all_dim must be one number, as MindFormers takes them for it")
+    return {
+        "rope_theta": rope.theta,
+        "max_position_embeddings": positions,
+        "rope_scaling": {"type": "yarn", **settings},
+    }
+
+
 DEEPSEEK_V3 = dataclasses.replace(
     LLAMA,
     title="DeepSeek-V3",
@@ -165,6 +233,7 @@ DEEPSEEK_V3 = dataclasses.replace(
     linear_sizes=linear_sizes,
     parameter_sizes=parameter_sizes,
     hugging_face_types=("deepseek_v3",),
+    from_hugging_face=from_hugging_face,
     hub_names=r"deepseek-(v3|r1)(?!.*distill)",
     experts=EXPERTS,
     router=ROUTER,

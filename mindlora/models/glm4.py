@@ -33,6 +33,7 @@ GLM4 = dataclasses.replace(
     linear_sizes=_SIZES.linear,
     parameter_sizes=_SIZES.parameters,
     hugging_face_types=("glm4",),
+    from_hugging_face=None,
     hub_names=r"glm-(4|z1)-.*0414",
     legacy=False,
     trains=False,

@@ -3,6 +3,7 @@
 from typing import Any, Dict, Optional, Tuple
 
 from mindlora.models.architecture import Architecture, JoinedCell, Names, ParameterSize, dtype_of
+from mindlora.models.hugging_face import HuggingFaceConfig, Rope
 from mindlora.models.joined_rows import RowsByKeyValueHead, RowsInTurn
 
 
@@ -73,6 +74,80 @@ def _inner_size(hidden: int, multiple_of: int, multiplier: Optional[float]) -> i
     return multiple_of * -(-int(2 * inner / 3) // multiple_of)
 
 
+def from_hugging_face(config: HuggingFaceConfig) -> Dict[str, Any]:
+    """Returns the model_config of MindFormers' LlamaForCausalLM; as Architecture.from_hugging_face."""
+    hidden = config.count("hidden_size")
+    heads = config.count("num_attention_heads")
+    if config.count("head_dim", hidden // heads) * heads != hidden:
+        config.refuse(
+            "head_dim",
+            f"the heads of MindFormers' Llama have hidden_size / num_attention_heads, {hidden // heads} elements here",
+        )
+    config.require("hidden_act", "silu", "MindFormers' Llama has silu alone")
+    config.require("mlp_bias", False, "the feed-forward cells of MindFormers' Llama have no bias")
+    config.require("attention_dropout", 0.0, "MindFormers' Llama has no dropout")
+    is_qwen2 = config.model_type == "qwen2"
+    # Of Qwen2 every model has biases on q, k and v; of a Llama, attention_bias means the output projection too.
+    has_bias = config.flag("attention_bias")
+    positions = config.count("max_position_embeddings", 2048)
+    return {
+        "type": "LlamaConfig",
+        "hidden_size": hidden,
+        "num_layers": config.count("num_hidden_layers"),
+        "num_heads": heads,
+        "n_kv_heads": config.count("num_key_value_heads", heads),
+        "vocab_size": config.count("vocab_size"),
+        "intermediate_size": config.count("intermediate_size"),
+        "rms_norm_eps": config.number("rms_norm_eps", 1e-6),
+        "qkv_has_bias": is_qwen2 or has_bias,
+        "attn_proj_has_bias": has_bias and not is_qwen2,
+        "tie_word_embeddings": config.flag("tie_word_embeddings"),
+        "max_position_embedding": positions,
+        **_rotary_keys(config, config.rope(), positions),
+    }
+
+
+def _rotary_keys(config: HuggingFaceConfig, rope: Rope, positions: int) -> Dict[str, Any]:
+    """Returns the keys of MindFormers' rotary embedding."""
+    if rope.kind == "default":
+        return {"theta": rope.theta}
+    if rope.kind == "linear":
+        # MindFormers' "linear" refuses every factor; PI divides the positions by it, which is the same.
+        factor = config.scaling(rope, {"factor": None})["factor"]
+        return {"theta": rope.theta, "extend_method": "PI", "scaling_factor": float(factor)}
+    if rope.kind == "llama3":
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        settings = config.scaling(rope, dict.fromkeys(keys))
+        if settings["original_max_position_embeddings"] >= positions:
+            config.refuse(
+                config.rope_key, f"MindFormers scales to more positions than before, and there are {positions}"
+            )
+        return {
+            "theta": rope.theta,
+            "extend_method": "LLAMA3",
+            "scaling_factor": {**settings, "factor": float(settings["factor"])},
+        }
+    if rope.kind == "yarn":
+        return {"theta": rope.theta, "extend_method": "YARN", "scaling_factor": _yarn_settings(config, rope, positions)}
+    config.refuse(config.rope_key, f"MindFormers' Llama has no rotary embedding of rope_type {rope.kind}")
+
+
+def _yarn_settings(config: HuggingFaceConfig, rope: Rope, positions: int) -> Dict[str, Any]:
+    defaults = {
+        "factor": None,
+        "original_max_position_embeddings": positions,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        # With these MindFormers multiplies cosine and sine by 0.1 ln(factor) + 1, as transformers does without them.
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+    }
+    settings = config.scaling(rope, defaults)
+    if ("mscale" in rope.settings) != ("mscale_all_dim" in rope.settings):
+        config.refuse(config.rope_key, "it must have both mscale and mscale_all_dim, or neither")
+    return settings
+
+
 ATTENTION = (
     Names("self_attn.q_proj", "attention.wq", "self_attention.linear_q"),
     Names("self_attn.k_proj", "attention.wk", "self_attention.linear_k"),
@@ -108,5 +183,6 @@ LLAMA = Architecture(
     computed=("rotary_emb.inv_freq",),
     linear_sizes=linear_sizes,
     hugging_face_types=("llama", "qwen2", "mistral"),
+    from_hugging_face=from_hugging_face,
     parameter_sizes=parameter_sizes,
 )

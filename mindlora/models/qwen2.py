@@ -20,5 +20,6 @@ QWEN2 = dataclasses.replace(
     linear_sizes=_SIZES.linear,
     parameter_sizes=_SIZES.parameters,
     hugging_face_types=(),
+    from_hugging_face=None,
     trains=False,
 )

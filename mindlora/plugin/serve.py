@@ -9,6 +9,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindlora.checks.cpu import check_cpu_serving
 from mindlora.checks.files import check_quantized_base
 from mindlora.checks.finding import refuse
+from mindlora.checks.mcore import check_served
 from mindlora.checks.pet_config import refuse_pet_config
 from mindlora.config import expand_pet_type
 from mindlora.data.tokenizers import load_tokenizer
@@ -50,6 +51,7 @@ def build_engine(
     model = yaml.model
     if not model or not model.model_config:
         raise ConfigError("The YAML has no model.model_config: give a complete MindFormers YAML.")
+    refuse(check_served(yaml))
     pet_config = model.model_config.pet_config or {}
     if pet_config:
         expand_pet_type(pet_config)

@@ -36,6 +36,14 @@ def test_generate_answers_as_greedy_search_in_training_does(ended, answers):
     assert len(set(answers.values())) == len(answers) == 9
 
 
+def test_the_folder_of_the_model_answers_as_its_yaml(ended, answers):
+    code, out, told = ended["from the folder"]
+    assert code == 0, told
+    found = {(answer["adapter"], answer["prompt"]): answer["text"] for answer in json.loads(out)["answers"]}
+    assert found == answers
+    assert told.startswith("mindlora: loading base ...") and json.loads(out)["model"] == "base"
+
+
 def test_the_start_is_told_on_stderr_alone(ended):
     _, _, told = ended["generate"]
     starts = ("loading run.yaml ...", "loaded in ", "compiling ...", "compiled in ", "prompts: ", "9 answers, ")

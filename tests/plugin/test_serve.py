@@ -45,6 +45,12 @@ def test_several_devices_are_refused(refused):
     )
 
 
+def test_a_model_that_is_not_served_is_named(refused):
+    assert refused("--use_legacy", "False", "--model.model_config.model_type", "qwen3").startswith(
+        "Qwen3ForCausalLM is one of MindFormers' mcore models (use_legacy: False), which mindlora does not"
+    )
+
+
 def test_a_tokenizer_must_be_named_or_be_beside_the_base(refused, folder, tmp_path):
     elsewhere = str(tmp_path / "base.ckpt")
     assert refused("--load_checkpoint", elsewhere).startswith("The YAML names no tokenizer (processor.tokenizer.")

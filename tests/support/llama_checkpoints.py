@@ -12,6 +12,17 @@ from mindlora.numerics.dtypes import BFLOAT16, from_float32
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 4, 2, 8, 32, 48, 64
 ROWS = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
 CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+# The config.json of such a model, but for the vocabulary.
+HUGGING_FACE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": None,
+    **CONFIG,
+}
 
 
 def llama(dtype=BFLOAT16, tied=False, biases=False):

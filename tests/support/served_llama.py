@@ -19,7 +19,7 @@ from mindlora.adapters.adapter import Adapter
 from tests.conftest import ROOT
 from tests.support import forked
 from tests.support.chat_templates import CHATML, chat_tokenizer
-from tests.support.llama_checkpoints import FFN, HIDDEN, llama, save_base
+from tests.support.llama_checkpoints import FFN, HIDDEN, HUGGING_FACE, llama, save_base
 
 LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
 VOCABULARY, LAYERS = 384, 2
@@ -35,7 +35,8 @@ def write_llama(folder):
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = rng.normal(size=(VOCABULARY, HIDDEN)).astype(np.float32)
     tensors = {name: array * 0.3 if array.ndim == 2 else np.ones_like(array) for name, array in tensors.items()}
-    base = save_base(os.path.join(folder, "base"), tensors, num_attention_heads=4, num_key_value_heads=2)
+    config = {"vocab_size": VOCABULARY, "max_position_embeddings": 96, **HUGGING_FACE}
+    base = save_base(os.path.join(folder, "base"), tensors, **config)
     tokenizer = chat_tokenizer(CHATML)
     assert len(tokenizer) <= VOCABULARY
     tokenizer.save_pretrained(base)

@@ -101,6 +101,8 @@ def main():
     with open("run.yaml", "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file)
     ended = {"generate": command(["generate", *MODEL, *asked])}
+    # What the YAML says, config.json says too.
+    ended["from the folder"] = command(["generate", "--model", "base", *MODEL[2:], *asked])
     chat = ["chat", *MODEL, "--template", "none", "--temperature", "0", "--max-tokens", str(TOKENS)]
     ended["chat"] = command(chat, "\n".join(LINES) + "\n")
     ended["greedy"] = [greedy(adapter) for adapter in (None, "first")]

@@ -26,6 +26,7 @@ from diffusers_side import (  # noqa: E402
     original_names,
     save_diffusion,
 )
+from folders_side import make_folder  # noqa: E402
 from odd_side import grow, make_odd_adapter, odd_logits  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict  # noqa: E402
 from peft.tuners.lora import LoraLayer  # noqa: E402
@@ -308,6 +309,7 @@ VERBS = {
     verb.__name__: verb
     for verb in (
         make_model,
+        make_folder,
         make_adapter,
         logits,
         generate,

@@ -1,0 +1,181 @@
+"""mindlora configs: lists the YAMLs that come with mindlora, copies one, or writes one for a model's folder."""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+from typing import Dict, Optional, Tuple
+
+from mindlora.cli.verb import Verb, add_command
+from mindlora.common import atomic
+from mindlora.common.tables import fields
+from mindlora.common.text import suggestion
+from mindlora.errors import ConfigError
+
+_PACKAGE = pathlib.Path(__file__).resolve().parent.parent
+# Options that say how the YAML of --from is to be, and nothing without it.
+_OF_A_DRAFT = ("device", "devices", "seq_length", "recipe", "data")
+
+
+@dataclasses.dataclass(frozen=True)
+class Configurations:
+    """The configurations in a folder: name, as ``mindlora configs NAME`` takes it -> the first line of its comment."""
+
+    folder: str
+    summaries: Dict[str, str]
+
+    def __str__(self) -> str:
+        return f"{fields(self.summaries.items())}\n\nTo copy one: mindlora configs NAME --output my.yaml"
+
+
+@dataclasses.dataclass(frozen=True)
+class CopiedConfiguration:
+    """A configuration that was copied, and the file that was written."""
+
+    name: str
+    output: str
+
+    def __str__(self) -> str:
+        return f"{self.output}: a copy of {self.name}. Its comments say what it is for and how to run it."
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenConfiguration:
+    """The YAML that was written for a model's folder.
+
+    Attributes:
+        parameters, trained (int): Elements of all parameters, and of those that are trained.
+        steps (int): Steps of the run, or None if no data was named.
+        commands (tuple of str): What to do next, in order.
+    """
+
+    output: str
+    model: str
+    parameters: int
+    trained: int
+    steps: Optional[int]
+    commands: Tuple[str, ...]
+
+    def __str__(self) -> str:
+        steps = "" if self.steps is None else f"; steps: {self.steps:,}"
+        lines = [f"{self.output}: {self.model}, {self.trained:,} of {self.parameters:,} parameters trained{steps}"]
+        return "\n".join([*lines, "Next:", *(f"  {command}" for command in self.commands)])
+
+
+def _configs_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "mindlora configs [NAME | --from FOLDER] [--output FILE] [more options: --help]"
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the configuration to copy; without it, list them")
+    parser.add_argument("--output", metavar="FILE", help="where to write the YAML")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    drafts = parser.add_argument_group("for a model of your own")
+    drafts.add_argument(
+        "--from",
+        dest="folder",
+        metavar="FOLDER",
+        help="write the YAML that trains an adapter on the model in FOLDER, from Hugging Face: config.json, tokenizer, "
+        "weights",
+    )
+    drafts.add_argument("--device", choices=("cpu", "npu"), help="what it trains on (default: npu)")
+    drafts.add_argument("--devices", type=int, metavar="N", help="how many of them (default: 1)")
+    drafts.add_argument("--data", metavar="PATH", help="the MindRecord that it trains on, as mindlora data writes it")
+    drafts.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens of a row (default: those of --data, or at most 2048)"
+    )
+    drafts.add_argument("--recipe", metavar="NAME", help="rank, alpha, dropout and rate of a preset (docs/keys.md)")
+    add_command(parser, _configs)
+
+
+def _configs(arguments: argparse.Namespace) -> object:
+    surplus = [option for option in _OF_A_DRAFT if getattr(arguments, option) is not None]
+    if arguments.folder is None and surplus:
+        raise ConfigError(f"--{surplus[0].replace('_', '-')} is about a model's own YAML: name its folder with --from.")
+    if arguments.folder is not None and arguments.name is not None:
+        raise ConfigError(
+            f"{arguments.name} names a configuration to copy, and --from {arguments.folder} a model to write one for. "
+            "Give one of them."
+        )
+    if arguments.folder is not None:
+        return _write(arguments)
+    configurations = _configurations()
+    if arguments.name is not None:
+        return _copy(configurations, arguments.name, arguments.output, arguments.overwrite)
+    if arguments.output is not None:
+        raise ConfigError(
+            f"--output {arguments.output} needs the NAME of a configuration, or --from FOLDER: choose one from "
+            "mindlora configs."
+        )
+    return configurations
+
+
+def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
+    """Writes the YAML of a run for the model in a folder."""
+    _check_output(arguments.output, arguments.overwrite, f"the YAML for {arguments.folder}")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from mindlora.drafts.data import read_rows
+    from mindlora.drafts.folder import read_folder
+    from mindlora.drafts.run import Request, draft_run
+    from mindlora.plugin.graph.mindrecords import first_rows
+
+    rows = None if arguments.data is None else read_rows(arguments.data, first_rows)
+    request = Request(
+        arguments.output,
+        arguments.device or "npu",
+        1 if arguments.devices is None else arguments.devices,
+        arguments.seq_length,
+        arguments.recipe,
+        rows,
+    )
+    folder = read_folder(arguments.folder)
+    draft = draft_run(folder, request)
+    with atomic.replace_file(arguments.output) as new:
+        pathlib.Path(new).write_text(draft.text, encoding="utf-8")
+    title = folder.architecture.title
+    return WrittenConfiguration(arguments.output, title, draft.parameters, draft.trained, draft.steps, draft.commands)
+
+
+def _check_output(output: Optional[str], overwrite: bool, what: str) -> str:
+    """Returns the path to write to; raises ConfigError if there is none, or a file that may not be replaced."""
+    if output is None:
+        raise ConfigError(f"Say where {what} goes, for instance --output my.yaml")
+    if os.path.exists(output) and not overwrite:
+        raise ConfigError(f"--output {output} exists already. Give another path, or replace it with --overwrite.")
+    return output
+
+
+def _configurations() -> Configurations:
+    """Returns the configurations of this installation."""
+    # A wheel carries them in the package; in a checkout they are beside it.
+    for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs"):
+        paths = sorted(folder.glob("*/*.yaml"))
+        if paths:
+            names = {path.relative_to(folder).with_suffix("").as_posix(): _summary(path) for path in paths}
+            return Configurations(str(folder), names)
+    raise ConfigError(f"{_PACKAGE} has no configurations beside it: install mindlora with pip.")
+
+
+def _summary(path: pathlib.Path) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.readline().lstrip("# ").strip()
+
+
+def _copy(configurations: Configurations, name: str, output: Optional[str], overwrite: bool) -> CopiedConfiguration:
+    """Copies the configuration of that name, with or without .yaml."""
+    name = name.removesuffix(".yaml")
+    if name not in configurations.summaries:
+        raise ConfigError(f"There is no configuration {name!r}.{suggestion(name, list(configurations.summaries))}")
+    output = _check_output(output, overwrite, f"the copy of {name}")
+    source = pathlib.Path(configurations.folder) / f"{name}.yaml"
+    text = source.read_text(encoding="utf-8")
+    # The copy is in another folder than the file that base_config names.
+    copied = re.sub(
+        r"^(base_config: )(\S+)", lambda line: f"{line[1]}{source.parent.resolve() / line[2]}", text, flags=re.M
+    )
+    with atomic.replace_file(output) as new:
+        pathlib.Path(new).write_text(copied, encoding="utf-8")
+    return CopiedConfiguration(name, output)
+
+
+VERBS = (
+    Verb("configs", "List the YAMLs that come with mindlora, copy one, or write one for a model.", _configs_options),
+)

@@ -1,0 +1,79 @@
+"""Which model a command runs: that of a YAML (--config), or that of a folder from Hugging Face (--model)."""
+
+import argparse
+import contextlib
+import os
+import tempfile
+from typing import Iterator
+
+from mindlora.common.overrides import keys_and_texts
+from mindlora.errors import ConfigError
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --config and --model, one of which must be given, and what else picks the base and its tokenizer."""
+    sources = parser.add_mutually_exclusive_group(required=True)
+    sources.add_argument("--config", metavar="YAML", help="the YAML of your training run, or one like it")
+    sources.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="in place of --config, a model's folder from Hugging Face: config.json, tokenizer, weights",
+    )
+    parser.add_argument(
+        "--load_checkpoint",
+        "--load-checkpoint",
+        metavar="PATH",
+        help="checkpoint of the base (default: the YAML's, or FOLDER). --a.b.c VALUE overrides any other key of the "
+        "YAML",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="T", help="tokenizer: a folder or file (default: the YAML's, or that in FOLDER)"
+    )
+    parser.set_defaults(overrides=[])
+
+
+def source_of(arguments: argparse.Namespace) -> str:
+    """Returns the YAML or the folder, for messages."""
+    return str(arguments.config or arguments.model)
+
+
+def check_source(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError if there is no such YAML or folder, which is otherwise said only after seconds of imports."""
+    if arguments.config is not None and not os.path.isfile(arguments.config):
+        raise ConfigError(f"--config {arguments.config} does not exist. Check the path.")
+    if arguments.model is not None and not os.path.isdir(arguments.model):
+        raise ConfigError(f"--model {arguments.model} is not a folder. Name a model's folder from Hugging Face.")
+
+
+@contextlib.contextmanager
+def yaml_of(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yields the path of the YAML that describes the model; of a folder, one that is written for as long.
+
+    It is for the device of --device_target if that is among the overrides, and else for an NPU where MindSpore finds
+    one. Raises what ``drafts.folder.read_folder`` does.
+    """
+    if arguments.config is not None:
+        yield arguments.config
+        return
+    from mindlora.drafts.folder import read_folder
+    from mindlora.drafts.model import served_content
+    from mindlora.drafts.text import yaml_text
+
+    content = served_content(read_folder(arguments.model), _device(arguments))
+    with tempfile.TemporaryDirectory(prefix="mindlora-model-") as folder:
+        path = os.path.join(folder, "model.yaml")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(yaml_text([], content, {}))
+        yield path
+
+
+def _device(arguments: argparse.Namespace) -> str:
+    import mindspore
+
+    from mindlora.drafts.model import CPU, NPU
+
+    asked = dict(keys_and_texts(arguments.overrides))
+    target = asked.get("device_target") or asked.get("context.device_target")
+    if target is None:
+        target = "Ascend" if mindspore.hal.is_available("Ascend") else "CPU"
+    return CPU if target == "CPU" else NPU

@@ -1,0 +1,134 @@
+"""A model's folder from Hugging Face: its config.json, the ids of its tokens, whether its weights are as it says."""
+
+import dataclasses
+import os
+from typing import Any, Dict, List, Tuple, Union
+
+from mindlora.base.convert import in_mindformers_names
+from mindlora.base.reader import CONFIG, BaseCheckpoint
+from mindlora.common.json_files import parse_object
+from mindlora.common.text import examples
+from mindlora.data.tokenizers import SpecialIds, load_tokenizer, special_ids
+from mindlora.errors import ConfigError
+from mindlora.models import names, registry
+from mindlora.models.architecture import Architecture
+from mindlora.models.hugging_face import HuggingFaceConfig
+
+_GENERATION = "generation_config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """A model that a YAML can be written for.
+
+    Attributes:
+        path (str): The folder, as it was given.
+        config (HuggingFaceConfig): Its config.json.
+        model_config (dict): The same for MindFormers, without dtypes, lengths and tokens.
+        ids (SpecialIds): The tokens with which `mindlora data` begins, ends and pads rows.
+        ends (int or list of int): The tokens that end an answer.
+    """
+
+    path: str
+    config: HuggingFaceConfig
+    architecture: Architecture
+    model_config: Dict[str, Any]
+    ids: SpecialIds
+    ends: Union[int, List[int]]
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return os.path.basename(os.path.abspath(self.path))
+
+
+def read_folder(path: str) -> ModelFolder:
+    """Reads a folder of Hugging Face's: config.json, the tokenizer, and names and shapes of the weights.
+
+    Raises ConfigError if it is not one, or holds a model or a setting that MindFormers has not; CheckpointError if the
+    weights cannot be read; TokenizerError if there is no tokenizer.
+    """
+    config = _read_config(path)
+    architecture = registry.by_hugging_face_type(config.model_type)
+    if architecture is None or architecture.from_hugging_face is None:
+        raise ConfigError(_unknown_model(config))
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ConfigError(
+            f"{config.path} has quantization_config ({method}): MindFormers cannot load such weights. Save the model "
+            "in bfloat16 first, or take the original one."
+        )
+    model_config = architecture.from_hugging_face(config)
+    _check_weights(path, architecture, model_config)
+    ids = special_ids(load_tokenizer(path))
+    return ModelFolder(path, config, architecture, model_config, ids, _ends(path, config, ids))
+
+
+def _read_config(folder: str) -> HuggingFaceConfig:
+    path = os.path.join(folder, CONFIG)
+    if not os.path.isfile(path):
+        problem = f"{folder} has no {CONFIG}" if os.path.isdir(folder) else f"{folder} is not a folder"
+        raise ConfigError(f"{problem}: name the folder of a model from Hugging Face.")
+    return HuggingFaceConfig(path, _read(path))
+
+
+def _read(path: str) -> Dict[str, Any]:
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, ConfigError)
+
+
+def _unknown_model(config: HuggingFaceConfig) -> str:
+    """Returns why no YAML can be written for a model, and for which ones there can."""
+    classes = config.get("architectures", [])
+    described = f"{config.path} says model_type {config.model_type!r}, architectures {classes}"
+    architecture = registry.by_hugging_face_type(config.model_type)
+    if architecture is not None and not architecture.trains:
+        return f"{described}: MindFormers has {architecture.title} for prediction alone. Choose another model."
+    known = [one for one in registry.ARCHITECTURES if one.from_hugging_face is not None]
+    types = [kind for one in known for kind in one.hugging_face_types]
+    kinds = ", ".join(dict.fromkeys(types))
+    return f"{described}: no YAML is written for it. Choose a model of model_type {kinds}."
+
+
+def _check_weights(folder: str, architecture: Architecture, model_config: Dict[str, Any]) -> None:
+    """Raises ConfigError unless the tensors are those of the model that config.json describes.
+
+    What MindFormers did not find it would leave random, and what it has no place for it would drop.
+    """
+    tied = bool(model_config.get("tie_word_embeddings"))
+    with BaseCheckpoint(folder) as base:
+        stored = {tensor.name: tuple(tensor.shape) for tensor in in_mindformers_names(base)[0]}
+        head = architecture.head_weight(base.world)
+        if head not in base.tensors and not tied:
+            raise ConfigError(
+                f"{folder}: the weights lack {head}, and {CONFIG} does not say tie_word_embeddings: true. Copy the "
+                "model again, or correct the setting there."
+            )
+    expected = {name: tuple(size.shape) for name, size in architecture.parameter_sizes(model_config).items()}
+    missing = [name for name in expected if name not in stored]
+    unexpected = [name for name in stored if name not in expected and not names.is_computed(name)]
+    if tied:
+        unexpected = [name for name in unexpected if not names.is_output_head(name.rpartition(".")[0])]
+    differing = [name for name in expected if name in stored and stored[name] != expected[name]]
+    for what, different in (("lack", missing), ("hold, and the model has not,", unexpected)):
+        if different:
+            raise ConfigError(
+                f"{folder}: the weights {what} {examples(different)}, if the model is as {CONFIG} says. Copy the model "
+                "again, or correct the settings there."
+            )
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"{folder}: {name} has the shape {list(stored[name])}, and as {CONFIG} says it has {list(expected[name])}. "
+            "Copy the model again."
+        )
+
+
+def _ends(folder: str, config: HuggingFaceConfig, ids: SpecialIds) -> Union[int, List[int]]:
+    """Returns the tokens that end an answer: those of generation_config.json, of config.json, or the tokenizer's."""
+    path = os.path.join(folder, _GENERATION)
+    stated = _read(path).get("eos_token_id") if os.path.isfile(path) else None
+    stated = config.get("eos_token_id") if stated is None else stated
+    ends: Tuple[int, ...] = (ids.eos,) if stated is None else tuple(stated if isinstance(stated, list) else [stated])
+    return ends[0] if len(ends) == 1 else list(ends)

@@ -1,0 +1,108 @@
+"""What a run is asked to be: device, data, recipe; what follows for its rows; and what cannot be."""
+
+import dataclasses
+from typing import Optional
+
+from mindlora.checks.finding import refuse
+from mindlora.checks.mcore import check_device
+from mindlora.common.fields import COUNT, check_number
+from mindlora.drafts.data import Rows
+from mindlora.drafts.folder import ModelFolder
+from mindlora.drafts.model import CPU, NPU
+from mindlora.errors import ConfigError
+
+EPOCHS = 3
+# Rows of a step: many enough that its gradient is no accident, few enough that small data has many steps.
+_ROWS_PER_STEP = 16
+_BATCH = {CPU: 1, NPU: 4}
+_SAVE_STEPS = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a run is asked to be.
+
+    Attributes:
+        output (str): Where its YAML will be, for the commands in its header.
+        device (str): "cpu" or "npu".
+        devices (int): How many there are.
+        seq_length (int): Tokens of a row. Default: None, those of ``rows``, or 2048 if the model takes as many.
+        recipe (str): One of config.PRESETS. Default: None.
+        rows (Rows): The data. Default: None.
+    """
+
+    output: str
+    device: str
+    devices: int = 1
+    seq_length: Optional[int] = None
+    recipe: Optional[str] = None
+    rows: Optional[Rows] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The rows of a step, and how many steps a run has.
+
+    Attributes:
+        rows (int): Rows on each device at a time.
+        accumulation (int): So many of these make a step.
+        per_step (int): Rows of a step on all devices.
+        per_epoch (int): Steps of an epoch, or None without data.
+    """
+
+    rows: int
+    accumulation: int
+    per_step: int
+    per_epoch: Optional[int]
+
+    @classmethod
+    def of(cls, request: Request) -> "Batch":
+        """Returns the batch of a run."""
+        available = request.rows.count if request.rows else _ROWS_PER_STEP * request.devices
+        rows = max(1, min(_BATCH[request.device], available // request.devices))
+        # On several devices it is MindFormers that would accumulate, and a batch of 4 rows on each is enough.
+        accumulation = max(1, min(_ROWS_PER_STEP, available) // rows) if request.devices == 1 else 1
+        per_step = rows * accumulation * request.devices
+        return cls(rows, accumulation, per_step, request.rows.count // per_step if request.rows else None)
+
+    @property
+    def steps(self) -> Optional[int]:
+        """Steps of the run, or None without data."""
+        return None if self.per_epoch is None else self.per_epoch * EPOCHS
+
+    @property
+    def save_steps(self) -> int:
+        """Steps between two saves."""
+        return _SAVE_STEPS if self.per_epoch is None else min(_SAVE_STEPS, max(1, self.per_epoch))
+
+
+def check_request(folder: ModelFolder, request: Request) -> None:
+    """Raises ConfigError if the model cannot be trained so."""
+    check_number(request.devices, "--devices", COUNT)
+    if request.seq_length is not None:
+        check_number(request.seq_length, "--seq-length", COUNT)
+    if request.rows and request.seq_length not in (None, row_length(folder, request.rows)):
+        raise ConfigError(
+            f"--seq-length is {request.seq_length}, and the rows of {request.rows.path} have {request.rows.tokens} "
+            f"tokens, which are of seq_length {row_length(folder, request.rows)}. Leave it out."
+        )
+    if request.device == CPU and not folder.architecture.legacy:
+        refuse(check_device("CPU"))
+    if request.device == CPU and request.devices > 1:
+        raise ConfigError(
+            f"--devices is {request.devices}, and on several CPU processes MindFormers cannot load a base. Use one."
+        )
+    if request.rows and request.rows.count < request.devices:
+        raise ConfigError(
+            f"{request.rows.path} has {request.rows.count} rows, too few for {request.devices} devices. Give more data."
+        )
+
+
+def row_length(folder: ModelFolder, rows: Rows) -> int:
+    """Returns the seq_length that the rows are of."""
+    return rows.tokens if folder.architecture.takes_shifted_labels else rows.tokens - 1
+
+
+def loads_folder(folder: ModelFolder, request: Request) -> bool:
+    """Tells whether MindFormers loads the model from its folder; an mcore model on one device it does not."""
+    return folder.architecture.legacy or request.devices > 1

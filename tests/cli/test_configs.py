@@ -1,0 +1,87 @@
+"""mindlora configs: lists the YAMLs that come with mindlora, copies one, writes one for a model's folder."""
+
+import json
+import pathlib
+
+import pytest
+
+from mindlora import cli
+from mindlora.common.yaml_file import read_yaml
+from tests.conftest import ROOT
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A Llama's folder."""
+    save_base(tmp_path / "tiny", llama(), **HUGGING_FACE, vocab_size=VOCAB, max_position_embeddings=64)
+    chat_tokenizer(CHATML).save_pretrained(tmp_path / "tiny")
+    return "tiny"
+
+
+def test_it_lists_every_configuration_with_what_it_does(capsys):
+    assert cli.main(["configs", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["summaries"]
+    folder = pathlib.Path(ROOT) / "configs"
+    assert listed.keys() == {path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("*/*.yaml")}
+    assert "Llama" in listed["tiny/lora_llama_tiny_cpu"]
+    assert cli.main(["configs"]) == 0 and "mindlora configs NAME --output my.yaml" in capsys.readouterr().out
+
+
+def test_it_copies_one_and_replaces_nothing_unasked(tmp_path, capsys):
+    name, output = "tiny/lora_llama_tiny_cpu", tmp_path / "my.yaml"
+    original = (pathlib.Path(ROOT) / "configs" / f"{name}.yaml").read_bytes()
+    assert cli.main(["configs", f"{name}.yaml", "--output", str(output)]) == 0
+    assert output.read_bytes() == original
+    output.write_text("mine")
+    assert cli.main(["configs", name, "--output", str(output)]) == 1 and output.read_text() == "mine"
+    assert "exists already" in capsys.readouterr().err
+    assert cli.main(["configs", name, "--output", str(output), "--overwrite"]) == 0
+    assert output.read_bytes() == original
+
+
+def test_a_wrong_name_gets_the_nearest_one(capsys):
+    assert cli.main(["configs", "tiny/lora_llama_tiny_gpu", "--output", "x.yaml"]) == 1
+    assert "Did you mean 'tiny/lora_llama_tiny_cpu'?" in capsys.readouterr().err
+    assert cli.main(["configs", "tiny/lora_llama_tiny_cpu"]) == 1
+    assert "--output my.yaml" in capsys.readouterr().err
+
+
+def test_a_copy_names_the_installed_base_config(tmp_path, capsys):
+    path = tmp_path / "my.yaml"
+    assert cli.main(["configs", "tiny/lora_llama_tiny_cpu_preset", "--output", str(path)]) == 0
+    assert read_yaml(str(path))["model"]["model_config"]["hidden_size"] == 128
+
+
+def test_an_output_without_a_name_is_refused(tmp_path, capsys):
+    assert cli.main(["configs", "--output", str(tmp_path / "my.yaml")]) == 1
+    assert "needs the NAME of a configuration" in capsys.readouterr().err
+
+
+def test_it_writes_the_yaml_of_a_models_folder(model, capsys):
+    words = ["configs", "--from", model, "--device", "cpu", "--output", "run.yaml"]
+    assert cli.main(words) == 0
+    told = capsys.readouterr().out
+    assert (
+        told.startswith("run.yaml: Llama and Qwen2, 14,848 of 34,464 ") and "  mindlora-run --config run.yaml" in told
+    )
+    config = read_yaml("run.yaml")
+    assert config["load_checkpoint"] == "tiny" and config["model"]["model_config"]["seq_length"] == 64
+    assert cli.main(words) == 1 and "exists already" in capsys.readouterr().err
+    assert cli.main([*words, "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trained"] == 14848
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--from", "tiny"], "Say where the YAML for tiny goes"),
+        (["--from", "tiny", "tiny/lora_llama_tiny_cpu", "--output", "x"], "Give one of them"),
+        (["--device", "cpu"], "--device is about a model's own YAML"),
+        (["--from", "tiny", "--data", "rows.jsonl", "--output", "x"], "--data rows.jsonl is no MindRecord"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(words, said, model, capsys):
+    assert cli.main(["configs", *words]) == 1
+    assert said in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""The YAML of a training run: what was asked of it is in it, and what cannot be is refused."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from mindlora.config import PRESETS
+from mindlora.drafts.data import Rows
+from mindlora.drafts.folder import read_folder
+from mindlora.drafts.run import Request, draft_run
+from mindlora.errors import ConfigError
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
+
+ROWS = Rows("rows.mindrecord", 100, 65, None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama's folder, read."""
+    path = tmp_path_factory.mktemp("drafts") / "tiny-llama"
+    save_base(path, llama(), **HUGGING_FACE, vocab_size=VOCAB, max_position_embeddings=128)
+    chat_tokenizer(CHATML).save_pretrained(path)
+    return read_folder(str(path))
+
+
+def draft(folder, **asked):
+    return draft_run(folder, Request(**{"output": "run.yaml", "device": "cpu", **asked}))
+
+
+def test_the_text_is_the_content(folder):
+    made = draft(folder, rows=ROWS)
+    assert yaml.safe_load(made.text) == made.content
+    assert "# of all settings the one to try first" in made.text
+    assert made.commands[0] == "mindlora-run --config run.yaml"
+
+
+def test_rows_give_length_batch_and_steps(folder):
+    made = draft(folder, rows=ROWS)
+    assert made.content["model"]["model_config"]["seq_length"] == 64
+    assert made.content["runner_config"]["gradient_accumulation_steps"] == 16
+    assert made.steps == 18 and made.content["callbacks"][-1]["save_steps"] == 6
+    assert "# data: 100 rows of 65 tokens; a step: 16 rows; steps: 6 in an epoch, 18 in all" in made.text
+    few = draft(folder, rows=replace(ROWS, count=5))
+    assert few.steps == 3 and few.content["runner_config"]["gradient_accumulation_steps"] == 5
+
+
+def test_held_out_rows_choose_the_best_adapter(folder):
+    made = draft(folder, rows=replace(ROWS, held_out="rows-heldout.mindrecord"))
+    held_out, save = made.content["callbacks"][1:]
+    assert held_out["dataset_dir"] == "rows-heldout.mindrecord" and save["best_metric"] == "held_out_loss"
+    assert save["save_steps"] % held_out["every_steps"] == 0
+
+
+def test_a_recipe_sets_rank_alpha_dropout_and_rate(folder):
+    for name, recipe in PRESETS.items():
+        content = draft(folder, recipe=name).content
+        pet = {**content["model"]["model_config"]["pet_config"], **content["lr_schedule"]}
+        assert {key: pet[key] for key in recipe} == recipe
+    with pytest.raises(ConfigError, match="small_dataset"):
+        draft(folder, recipe="small_data")
+
+
+def test_eight_npus_share_the_batch(folder):
+    content = draft(folder, device="npu", devices=8, rows=ROWS).content
+    assert content["use_parallel"] is True and content["parallel_config"]["data_parallel"] == 8
+    assert content["auto_trans_ckpt"] is True and content["load_checkpoint"] == folder.path
+    assert content["model"]["model_config"]["compute_dtype"] == "bfloat16"
+    assert content["runner_config"]["batch_size"] == 4
+    assert draft(folder, device="npu", devices=8, rows=ROWS).commands[0].startswith("msrun --worker_num=8 ")
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ({"devices": 0}, "--devices is 0"),
+        ({"devices": 2}, "several CPU processes"),
+        ({"seq_length": 32, "rows": ROWS}, "--seq-length is 32, and the rows of rows.mindrecord have 65"),
+        ({"device": "npu", "devices": 8, "rows": replace(ROWS, count=7)}, "has 7 rows, too few for 8 devices"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked, said, folder):
+    with pytest.raises(ConfigError, match=said):
+        draft(folder, **asked)
