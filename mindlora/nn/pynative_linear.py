@@ -86,7 +86,7 @@ class _OnPyNativeLinear(LoRADense):
     """
 
     base_kind = PyNativeBase
-    # The fingerprint of the base before the change; a checkpoint has none.
+    # The fingerprint of the base before the change, which is beside a checkpoint and not in it.
     _fingerprint: Optional[dict] = None
 
     @classmethod

@@ -139,6 +139,10 @@ def _dtype_of_parameters(model: nn.Cell) -> str:
 
 def _check_supported(config: PetLoraConfig) -> None:
     fields = type(config).__dataclass_fields__
+    if initializers.is_loftq(config.lora_init):
+        raise ConfigError(
+            f"pet_config.lora_init is {config.lora_init!r}, which mindlora does not carry out {_HERE}. {_IN_GRAPH_MODE}"
+        )
     for name in _NOT_YET:
         if getattr(config, name) != fields[name].default:
             raise ConfigError(

@@ -9,6 +9,7 @@ from mindlora.common.mindformers_version import require_mindformers
 from mindlora.initialize import initialize_adapters
 from mindlora.nn.tree import lora_cells
 from mindlora.plugin.log import logger
+from mindlora.plugin.pynative.callback_states import restore_fingerprint
 from mindlora.save_load import load_lora
 
 require_mindformers("2.0")
@@ -42,6 +43,7 @@ class Initialization(TrainerCallback):
             return
         if state.global_step:
             logger.info("The run goes on after step %d, with the adapter of its checkpoint.", state.global_step)
+            restore_fingerprint(args.checkpoint.load_path, adapted)
             return
         for stage in adapted:
             _initialize(stage, configuration_of(stage))

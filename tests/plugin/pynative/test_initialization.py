@@ -100,6 +100,8 @@ def test_a_resumed_run_is_the_rest_of_the_whole_one(folder, messages):
     whole, resumed = (step_of(folder, name, STEPS) for name in ("pissa", "resumed"))
     assert whole.keys() == resumed.keys()
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+    whole, resumed = (adapter_files.read(str(folder / f"{name}_peft" / "step_4")) for name in ("pissa", "resumed"))
+    assert whole.fingerprint is not None and resumed.fingerprint == whole.fingerprint
 
 
 def test_what_trains_beside_the_adapters(folder, messages):

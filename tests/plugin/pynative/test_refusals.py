@@ -22,6 +22,10 @@ CASES = {
     ),
     "vera": ({"pet_config": {"use_vera": True}}, "pet_config.use_vera is True"),
     "nf4": ({"pet_config": {"quantize_base": "nf4"}}, "pet_config.quantize_base is 'nf4'"),
+    "loftq": (
+        {"pet_config": {"lora_init": "loftq", "quantize_base": "nf4"}},
+        "pet_config.lora_init is 'loftq', which mindlora does not carry out",
+    ),
     "two_initializations": (
         {"pet_config": {"lora_init": "pissa", "adapter_path": "/"}},
         "pet_config.lora_init is 'pissa' and pet_config.adapter_path is '/': both say how A and B begin",
