@@ -87,7 +87,11 @@ def _shared(content: Mapping[str, Any]) -> List[int]:
     rest: List[Any] = [content]
     while rest:
         node = rest.pop()
-        if isinstance(node, Mapping) and node:
-            (twice if id(node) in seen else seen).append(id(node))
+        if not isinstance(node, Mapping) or not node:
+            continue
+        if id(node) in seen:
+            twice.append(id(node))
+        else:
+            seen.append(id(node))
             rest += node.values()
     return twice

@@ -27,7 +27,9 @@ def test_what_is_written_is_read_again():
 
 
 def test_a_node_that_is_shared_is_written_once():
-    content = yaml.safe_load(yaml_text([], CONTENT, {}))
+    text = yaml_text([], CONTENT, {})
+    assert text.count("&") == text.count("*") == 1
+    content = yaml.safe_load(text)
     assert content["task"]["dataset_config"] is content["train"]
 
 

@@ -31,7 +31,7 @@ def run(command, folder):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(library, tmp_path_factory):
     """The folder in which the README's three commands ran."""
     folder = tmp_path_factory.mktemp("readme")
     tensors = llama(BFLOAT16)
