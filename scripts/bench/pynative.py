@@ -20,14 +20,14 @@ from bench import ROOT
 from bench.common import add_number, child_command, compare_clocks, take_turns, text
 
 OURS, THEIRS, AGAIN = "mindlora", "MindFormers", "MindFormers, again"
-FULL_SIZE = {"hidden": 1024, "inner": 2752, "layers": 4, "heads": 16, "vocabulary": 4096, "tokens": 512, "rank": 16}
+FULL_SIZE = {"hidden": 1024, "inner": 2752, "layers": 2, "heads": 16, "vocabulary": 4096, "tokens": 512, "rank": 16}
 QUICK_SIZE = {"hidden": 64, "inner": 96, "layers": 2, "heads": 4, "vocabulary": 64, "tokens": 32, "rank": 4}
 ROWS, WARM_UP = 16, 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
-    add_number(parser, "--steps", 30, 6, "measured steps of each side")
+    add_number(parser, "--steps", 24, 6, "measured steps of each side")
     parser.add_argument("--dropout", type=float, default=0.0, help="lora_dropout (default: 0.0)")
 
 
