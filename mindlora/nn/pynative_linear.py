@@ -48,7 +48,7 @@ _OF_LINEAR = (
 )
 
 
-def _names_of(*parts: str) -> Mapping[str, str]:
+def names_of(*parts: str) -> Mapping[str, str]:
     """Returns part -> name of its parameter in a PyNative model."""
     return MappingProxyType({part: PYNATIVE_PARAMETERS[part] for part in parts})
 
@@ -101,8 +101,8 @@ class _OnPyNativeLinear(LoRADense):
         cls.base_kind.check(cell)
         if config and config.variant is not cls.variant:
             raise UnsupportedCellError(
-                f"{config.variant.field} is True, and MindFormers' PyNative models take plain LoRA, DoRA and MiSS "
-                "alone. Remove it, or train in graph mode."
+                f"{config.variant.field} is True, and MindFormers' PyNative models take plain LoRA, DoRA, VeRA and "
+                "MiSS alone. Remove it, or train in graph mode."
             )
 
     def _adopt(self, cell, config):
@@ -160,7 +160,7 @@ class _OnPyNativeLinear(LoRADense):
     def reset_parameter(self) -> None:
         """Sets all parameters to their initial values, where MindFormers has made room for them."""
         self.reset_linear()
-        super()._add_adapter(self.config, ())
+        super()._add_adapter(self.config, tuple(self.shared_parts().values()))
         for name in PYNATIVE_INITIAL.values():
             if hasattr(self, name):
                 fill(getattr(self, name), 0)
@@ -194,7 +194,7 @@ class LoRAPyNativeLinear(_OnPyNativeLinear):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
-    parameter_names = _names_of("A", "B")
+    parameter_names = names_of("A", "B")
     lora_a: Parameter
     lora_b: Parameter
 
@@ -207,7 +207,7 @@ class LoRAPyNativeLinear(_OnPyNativeLinear):
         return self.linear(input_, weight) + self.cast(delta, input_.dtype)
 
 
-class _WholePyNativeLinear(_OnPyNativeLinear):
+class WholePyNativeLinear(_OnPyNativeLinear):
     """A variant of LoRA on MindFormers' Linear: it computes as on other linear cells, and cannot be sharded."""
 
     def prepare(self) -> None:
@@ -224,7 +224,7 @@ class _WholePyNativeLinear(_OnPyNativeLinear):
         return super().construct(input_)
 
 
-class DoRAPyNativeLinear(_WholePyNativeLinear, DoRADense):
+class DoRAPyNativeLinear(WholePyNativeLinear, DoRADense):
     """DoRADense for MindFormers' Linear. The magnitude is initialized when training begins, if no checkpoint had it.
 
     Weights:
@@ -236,10 +236,10 @@ class DoRAPyNativeLinear(_WholePyNativeLinear, DoRADense):
     Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
     """
 
-    parameter_names = _names_of("A", "B", "magnitude")
+    parameter_names = names_of("A", "B", "magnitude")
 
 
-class MiSSPyNativeLinear(_WholePyNativeLinear, MiSSDense):
+class MiSSPyNativeLinear(WholePyNativeLinear, MiSSDense):
     """MiSSDense for MindFormers' Linear.
 
     Weights:
@@ -250,7 +250,7 @@ class MiSSPyNativeLinear(_WholePyNativeLinear, MiSSDense):
     Source: Kang et al., MiSS: Revisiting the Trade-off in LoRA with an Efficient Shard-Sharing Structure, 2025.
     """
 
-    parameter_names = _names_of("block")
+    parameter_names = names_of("block")
 
 
 @functools.lru_cache(maxsize=None)

@@ -19,6 +19,7 @@ from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
 from mindlora.nn.parallel_linear import LoRAParallelLinear, NF4ParallelLinear, QLoRAParallelLinear, on_parallel_linear
 from mindlora.nn.pynative_linear import DoRAPyNativeLinear, LoRAPyNativeLinear, MiSSPyNativeLinear
+from mindlora.nn.pynative_vera import VeRAPyNativeLinear
 from mindlora.nn.qlora import QLoRADense
 from mindlora.nn.vera import VeRADense
 
@@ -31,6 +32,7 @@ KINDS = (
     QLoRAParallelLinear,  # NF4ParallelLinear
     DoRAPyNativeLinear,
     MiSSPyNativeLinear,
+    VeRAPyNativeLinear,
     LoRAPyNativeLinear,  # linear cells of MindFormers' PyNative models
     *LINEAR_VARIANTS,
     LoRADense,  # nn.Dense and MindFormers' Linear

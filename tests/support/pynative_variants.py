@@ -22,6 +22,7 @@ VARIANTS = {
     "freeze_a": {"freeze_lora_a": True},
     "dora": {"use_dora": True},
     "miss": {"use_miss": True, "lora_alpha": RANK},
+    "vera": {"use_vera": True, "lora_alpha": RANK},
 }
 
 
@@ -34,7 +35,7 @@ def made_without_values(config):
     with ms.DeviceCtx("meta"):
         linear = Linear(IN, OUT, compute_dtype="float32", params_dtype="float32", bias=True)
     cell = kind_of(linear, config).from_cell(linear, config)
-    assert isinstance(cell, Linear) and all(parameter.is_meta for parameter in cell.get_parameters())
+    assert isinstance(cell, Linear) and all(parameter.is_meta for parameter in (cell.weight, *cell.lora_parameters()))
     cell.to_empty(device="CPU")
     cell.reset_parameter()
     return cell

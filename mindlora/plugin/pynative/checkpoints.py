@@ -23,10 +23,12 @@ def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
     adapters = {parameter.name for _, cell in lora_cells(network) for parameter in cell.lora_parameters()}
     if not adapters:
         return
+    # VeRA's shared projection is drawn again where a checkpoint lacks it.
+    drawn = {parameter.name for _, cell in lora_cells(network) for parameter in cell.shared_parts().values()}
     base = {
         parameter.name
         for parameter in network.get_parameters()
-        if parameter.name not in adapters and not names.is_computed(parameter.name)
+        if parameter.name not in adapters | drawn and not names.is_computed(parameter.name)
     }
     for kind, expected in (("base", base), ("adapters", adapters)):
         missing = sorted(expected - set(loaded))

@@ -13,6 +13,7 @@ from mindlora.common.text import listed
 from mindlora.config.variants.dora import DORA
 from mindlora.config.variants.miss import MISS
 from mindlora.config.variants.registry import LORA, VARIANTS
+from mindlora.config.variants.vera import VERA
 from mindlora.errors import ConfigError, UnsupportedCellError
 from mindlora.numerics import initializers
 
@@ -28,7 +29,7 @@ _HERE = "under MindFormers' PyNative Trainer"
 _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 # Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
 _NOT_YET = (
-    *(variant.field for variant in VARIANTS if variant not in (DORA, MISS)),
+    *(variant.field for variant in VARIANTS if variant not in (DORA, VERA, MISS)),
     "quantize_base",
     "target_parameters",
 )
@@ -52,6 +53,8 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
     """
     given = {key: value for key, value in pet_config.items() if value is not None}
     variant = next((variant for variant in VARIANTS if given.get(variant.field)), LORA)
+    if variant.field in _NOT_YET:
+        _refuse(variant.field, True)
     shared = [name for name in _SHARED if not (name == "lora_alpha" and variant.no_scale)]
     if "preset" not in given:
         for name in shared:
@@ -137,6 +140,10 @@ def _dtype_of_parameters(model: nn.Cell) -> str:
     return str(linear.params_dtype).lower()
 
 
+def _refuse(name: str, value: Any) -> None:
+    raise ConfigError(f"pet_config.{name} is {value!r}, which mindlora does not carry out {_HERE}. {_IN_GRAPH_MODE}")
+
+
 def _check_supported(config: PetLoraConfig) -> None:
     fields = type(config).__dataclass_fields__
     if initializers.is_loftq(config.lora_init):
@@ -145,10 +152,7 @@ def _check_supported(config: PetLoraConfig) -> None:
         )
     for name in _NOT_YET:
         if getattr(config, name) != fields[name].default:
-            raise ConfigError(
-                f"pet_config.{name} is {getattr(config, name)!r}, which mindlora does not carry out {_HERE}. "
-                f"{_IN_GRAPH_MODE}"
-            )
+            _refuse(name, getattr(config, name))
     if initializers.changes_base(config.lora_init) and config.adapter_path:
         raise ConfigError(
             f"pet_config.lora_init is {config.lora_init!r} and pet_config.adapter_path is {config.adapter_path!r}: "

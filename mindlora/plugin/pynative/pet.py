@@ -65,6 +65,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         report = apply_lora(model, adapters)
         remember(model, adapters)
         configuration.check_same_cells(report.replaced, theirs)
+        adapters.variant.check_paths([path for path, _ in lora_cells(model)])
         if adapters.neftune_alpha is not None:
             add_embedding_noise(model, adapters.neftune_alpha)
         keep_examples_apart(model, settings)

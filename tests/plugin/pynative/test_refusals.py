@@ -20,7 +20,11 @@ CASES = {
         {"pet_config": {"lora_init": "gaussian"}, "lora_config": {**LORA, "lora_b_std": 0.1}},
         "pet_config.lora_init is 'gaussian' and lora_config.lora_b_std is 0.1: both set the initial values",
     ),
-    "vera": ({"pet_config": {"use_vera": True}}, "pet_config.use_vera is True"),
+    "adalora": ({"pet_config": {"use_adalora": True}}, "pet_config.use_adalora is True"),
+    "vera_on_joined_cells": (
+        {"pet_config": {"use_vera": True}},
+        "a VeRA adapter of such a cell cannot be saved. Leave them out of target_modules",
+    ),
     "nf4": ({"pet_config": {"quantize_base": "nf4"}}, "pet_config.quantize_base is 'nf4'"),
     "loftq": (
         {"pet_config": {"lora_init": "loftq", "quantize_base": "nf4"}},
