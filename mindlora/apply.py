@@ -103,8 +103,7 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
         if kind not in shared:
             shared[kind] = kind.shared_parameters([cells[other] for other in cells if kinds[other] is kind], config)
         adapted = kind.from_cell(cell, config, shared[kind])
-        for part, parameter in adapted.parts().items():
-            parameter.name = f"{path}.{adapted.parameter_names[part]}"
+        adapted.name_parts(path)
         replacements[id(cell)] = adapted
     replacements.update(holders_with(network, [(cell, replacements[id(cell)]) for cell in cells.values()]))
     replace_children(network, replacements)

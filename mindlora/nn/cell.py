@@ -162,6 +162,11 @@ class LoRACell(nn.Cell):
         """Returns this cell's own parameters of the adapter, by part (see PARAMETERS)."""
         return {part: getattr(self, name) for part, name in self.parameter_names.items() if hasattr(self, name)}
 
+    def name_parts(self, path: str) -> None:
+        """Gives the parts their names in a network, in which ``path`` is the prefix of the cell's parameters."""
+        for part, parameter in self.parts().items():
+            parameter.name = f"{path}.{self.parameter_names[part]}"
+
     def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
         """Returns the parts as a file holds them, in their stored dtypes; empty if the adapter has no rank left.
 

@@ -4,6 +4,7 @@ MindFormers' FFNGroupedGEMM holds two of them. ExpertWeight shows each as a cell
 adapted, saved and merged like any other; mindlora.nn.routed_experts computes what FFNGroupedGEMM does with the two.
 """
 
+import math
 import sys
 from typing import Optional, Tuple
 
@@ -44,13 +45,16 @@ class ExpertWeight(nn.Cell):
         # The tuple hides it from MindSpore, as in LoRACell.
         self._holder = (holder,)
         self.leaf = leaf
-        self.weight = getattr(holder, leaf)
+        self._take_weight()
         self.experts = holder.num_local_experts
-        self.out_channels = self.weight.shape[1]
-        self.in_channels = self.weight.shape[0] // self.experts
+        *rows, self.out_channels = self.weight.shape
+        self.in_channels = math.prod(rows) // self.experts
         self.dtype = holder.compute_dtype
         self.product = GroupedProduct(self.in_channels, self.out_channels)
         self.cast = ops.Cast()
+
+    def _take_weight(self):
+        self.weight = getattr(self.holder, self.leaf)
 
     @property
     def holder(self) -> nn.Cell:

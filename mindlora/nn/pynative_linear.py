@@ -7,7 +7,6 @@ own by reset_parameter.
 
 import functools
 import operator
-import sys
 from types import MappingProxyType
 from typing import Any, Dict, Mapping, Optional, Tuple, Type
 
@@ -25,6 +24,7 @@ from mindlora.nn.dora import DoRADense
 from mindlora.nn.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.nn.low_rank import LowRankPicks, composed_low_rank
 from mindlora.nn.miss import MiSSDense
+from mindlora.nn.pynative_parameters import is_sharded, local, set_value
 from mindlora.nn.tensors import to_array
 from mindlora.numerics import initializers
 from mindlora.numerics.initializers import InitialPair
@@ -155,7 +155,7 @@ class _OnPyNativeLinear(LoRADense):
         there = self.parts()
         super()._add_parts({part: value for part, value in values.items() if part not in there})
         for part in values.keys() & there.keys():
-            _set(there[part], values[part])
+            set_value(there[part], values[part])
 
     def reset_parameter(self) -> None:
         """Sets all parameters to their initial values, where MindFormers has made room for them."""
@@ -200,7 +200,7 @@ class LoRAPyNativeLinear(_OnPyNativeLinear):
 
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
         # Both are slices where the cell is sharded, as MindFormers' forward takes its weight.
-        a, b = (self.cast(_local(parameter), self.dtype) for parameter in (self.lora_a, self.lora_b))
+        a, b = (self.cast(local(parameter), self.dtype) for parameter in (self.lora_a, self.lora_b))
         x = self.low_rank.drop(self.cast(input_, self.dtype))
         low_rank = mint.matmul(x, mint.transpose(a, 1, 0)) * self.scale
         delta = mint.matmul(low_rank, mint.transpose(b, 1, 0))
@@ -215,7 +215,7 @@ class WholePyNativeLinear(_OnPyNativeLinear):
             super().prepare()
 
     def reset_parameter(self) -> None:
-        if _is_sharded(self.weight):
+        if is_sharded(self.weight):
             refuse_unsupported(self.config, SHARDED)
         super().reset_parameter()
 
@@ -269,21 +269,3 @@ def _on(kind: Type[_OnPyNativeLinear], linear: type) -> Type[_OnPyNativeLinear]:
         "reset_linear": linear.reset_parameter,
     }
     return type(kind.__name__, (kind, linear), members)
-
-
-def _local(parameter: Parameter) -> Tensor:
-    """Returns the slice of a parameter that is on this device: all of it, unless hyper_parallel has sharded it."""
-    return parameter.to_local() if _is_sharded(parameter) else parameter
-
-
-def _set(parameter: Parameter, value: Any) -> None:
-    """Copies a whole initial value into a parameter, of which this device may have a slice."""
-    value = value.init_data() if value.has_init else value
-    if _is_sharded(parameter):
-        sharding = sys.modules["hyper_parallel.core.dtensor.dtensor"]
-        value = sharding.distribute_tensor(value, parameter.device_mesh, parameter.placements)
-    parameter.copy_(ops.cast(value, parameter.dtype))
-
-
-def _is_sharded(parameter: Parameter) -> bool:
-    return hasattr(parameter, "placements")

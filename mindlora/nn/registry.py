@@ -18,6 +18,7 @@ from mindlora.nn.miss import MiSSDense
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
 from mindlora.nn.parallel_linear import LoRAParallelLinear, NF4ParallelLinear, QLoRAParallelLinear, on_parallel_linear
+from mindlora.nn.pynative_experts import LoRAPyNativeExpertWeight
 from mindlora.nn.pynative_linear import DoRAPyNativeLinear, LoRAPyNativeLinear, MiSSPyNativeLinear
 from mindlora.nn.pynative_vera import VeRAPyNativeLinear
 from mindlora.nn.qlora import QLoRADense
@@ -41,6 +42,7 @@ KINDS = (
     LoRAConv2d,  # nn.Conv2d
     LoRAMintConv2d,  # mint.nn.Conv2d
     QLoRAExpertWeight,  # NF4ExpertWeight
+    LoRAPyNativeExpertWeight,  # PyNativeExpertWeight, of MindFormers' PyNative models
     LoRAExpertWeight,  # ExpertWeight, of MindFormers' mcore models
 )
 

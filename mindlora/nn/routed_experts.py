@@ -9,8 +9,13 @@ from mindspore.ops.operations import Morph
 from mindlora.nn.cell import LoRACell, carry_settings
 from mindlora.nn.experts import FFN_MODULE, ExpertWeight
 from mindlora.nn.linear_base import is_sharded
-
-_LEAVES = ("weight1", "weight2")
+from mindlora.nn.pynative_experts import (
+    LEAVES,
+    LoRAPyNativeExpertWeight,
+    PyNativeExperts,
+    PyNativeExpertWeight,
+    grouped_mlp_types,
+)
 
 
 class RoutedExperts(nn.Cell):
@@ -56,7 +61,7 @@ class RoutedExperts(nn.Cell):
         of_weight = layout("ep", "None")
         of_pair = layout("ep", "None", "None")
         operands = []
-        for leaf in _LEAVES:
+        for leaf in LEAVES:
             half = of_pair if isinstance(self._cells[leaf], LoRACell) else of_weight
             operands += [of_weight, half, half]
         self.morphed_forward.shard(
@@ -100,16 +105,28 @@ def _of_tokens(*inputs: object) -> object:
 
 def cells_and_weights(network: nn.Cell) -> Iterator[Tuple[str, nn.Cell]]:
     """Yields (path, cell) for each cell of a network, and after experts (path, ExpertWeight) for their weights."""
-    ffn = sys.modules.get(FFN_MODULE)
     for path, cell in network.cells_and_names():
+        if isinstance(cell, (PyNativeExpertWeight, LoRAPyNativeExpertWeight)):
+            continue  # It comes after its experts, under the name of the parameter.
         yield path, cell
-        if ffn and isinstance(cell, ffn.FFNGroupedGEMM):
-            for leaf in _LEAVES:
-                yield f"{path}.{leaf}" if path else leaf, ExpertWeight(cell, leaf)
+        for leaf, weight in _weights_of(cell).items():
+            yield f"{path}.{leaf}" if path else leaf, weight
+
+
+def _weights_of(cell: nn.Cell) -> Mapping[str, nn.Cell]:
+    """Returns leaf -> the cell of each weight, if a cell is routed experts whose cells have other names or none."""
+    ffn = sys.modules.get(FFN_MODULE)
+    if ffn and isinstance(cell, ffn.FFNGroupedGEMM):
+        return {leaf: ExpertWeight(cell, leaf) for leaf in LEAVES}
+    if isinstance(cell, PyNativeExperts):
+        return cell.weights()
+    if isinstance(cell, grouped_mlp_types()):
+        return {leaf: PyNativeExpertWeight(cell, leaf) for leaf in LEAVES}
+    return {}
 
 
 def holders_with(network: nn.Cell, replaced: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cell]:
-    """Returns id of FFNGroupedGEMM -> the RoutedExperts to put in its place, for pairs (base cell, its replacement).
+    """Returns id of FFNGroupedGEMM or GroupedMLP -> what to put in its place, for pairs (base cell, its replacement).
 
     Weights that are in a RoutedExperts already are cells of the network and need none.
     """
@@ -122,15 +139,19 @@ def holders_with(network: nn.Cell, replaced: Iterable[Tuple[nn.Cell, nn.Cell]]) 
             weights.setdefault(id(base.holder), {})[base.leaf] = cell
     replacements: Dict[int, nn.Cell] = {}
     for key, holder in holders.items():
-        cells = {leaf: weights[key].get(leaf) or ExpertWeight(holder, leaf) for leaf in _LEAVES}
-        replacements[key] = RoutedExperts(holder, cells)
+        if isinstance(holder, grouped_mlp_types()):
+            replacements[key] = PyNativeExperts.of(holder, weights[key])
+        else:
+            cells = {leaf: weights[key].get(leaf) or ExpertWeight(holder, leaf) for leaf in LEAVES}
+            replacements[key] = RoutedExperts(holder, cells)
     return replacements
 
 
 def plain_holders(network: nn.Cell) -> Dict[int, nn.Cell]:
-    """Returns id of each RoutedExperts without a 4-bit weight -> the FFNGroupedGEMM that it replaced."""
+    """Returns id of each RoutedExperts or PyNativeExperts without a 4-bit weight -> the cell that it replaced."""
     holders: Dict[int, nn.Cell] = {}
     for _, cell in network.cells_and_names():
-        if isinstance(cell, RoutedExperts) and not any(getattr(one, "quantization", None) for one in cell.cells()):
-            holders[id(cell)] = cell.plain_cell()
+        if isinstance(cell, (RoutedExperts, PyNativeExperts)):
+            if not any(getattr(weight, "quantization", None) for weight in cell.cells()):
+                holders[id(cell)] = cell.plain_cell()
     return holders

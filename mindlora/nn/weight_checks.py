@@ -28,7 +28,8 @@ def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[Lora
     for other_path, other in network.cells_and_names() if cells else ():
         for name, parameter in other.parameters_and_names(expand=False):
             path, owner = owners.get(id(parameter), ("", other))
-            if owner is not other:
+            # The weight of an adapter's cell may belong to the cell around it.
+            if owner is not other and owner not in other.cells():
                 raise error(
                     f"{path} shares its weight with {other_path} ({name}), which {step} would change too. {advice}"
                 )

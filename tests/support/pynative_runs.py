@@ -62,6 +62,7 @@ MODELS = {"qwen3": QWEN3, "deepseek_v3": DEEPSEEK_V3}
 
 # All linear cells of a layer: for fewer of them, MindFormers 2.0 adapts siblings too that its regex does not match.
 LORA = {"target_modules": "self_attention.linear|mlp.*linear", "lora_rank": 4, "lora_alpha": 8}
+LORA_WITH_EXPERTS = {**LORA, "target_modules": r"self_attention.linear|mlp.*linear|mlp\.experts"}
 
 
 def trainer_version():

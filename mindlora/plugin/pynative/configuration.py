@@ -1,7 +1,7 @@
 """What a YAML of the PyNative Trainer says of adapters: MindFormers' lora_config, and what pet_config adds to it."""
 
 import re
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from mindspore import nn
 from mindspore.common.initializer import Normal
@@ -15,6 +15,7 @@ from mindlora.config.variants.miss import MISS
 from mindlora.config.variants.registry import LORA, VARIANTS
 from mindlora.config.variants.vera import VERA
 from mindlora.errors import ConfigError, UnsupportedCellError
+from mindlora.nn.pynative_experts import LEAVES
 from mindlora.numerics import initializers
 
 require_mindformers("2.0")
@@ -31,7 +32,6 @@ _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 _NOT_YET = (
     *(variant.field for variant in VARIANTS if variant not in (DORA, VERA, MISS)),
     "quantize_base",
-    "target_parameters",
 )
 # Keys that need whole weights, or all of the model.
 _IN_ONE_PROCESS = ("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude")
@@ -49,7 +49,6 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
 
     Raises:
         ConfigError: A key is wrong, the nodes contradict each other, or a key is for graph mode alone.
-        UnsupportedCellError: lora_config selects routed experts.
     """
     given = {key: value for key, value in pet_config.items() if value is not None}
     variant = next((variant for variant in VARIANTS if given.get(variant.field)), LORA)
@@ -60,7 +59,7 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
         for name in shared:
             given.setdefault(name, getattr(lora_config, name))
     if "preset" not in given:
-        given.setdefault("target_modules", selected_paths(model, lora_config))
+        _fill_targets(given, selected_paths(model, lora_config))
     if "lora_a_init" not in variant.excludes:
         _fill_initial_values(given, lora_config)
     given.setdefault("param_init_type", "float32" if variant is DORA else _dtype_of_parameters(model))
@@ -77,10 +76,14 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
 
 
 def check_same_cells(paths: Sequence[str], theirs: Sequence[str]) -> None:
-    """Raises ConfigError unless the cells that pet_config has selected are those that lora_config selects (theirs)."""
+    """Raises ConfigError unless the cells that pet_config has selected are those that lora_config selects (theirs).
+
+    Of routed experts, which MindFormers selects as one cell, pet_config may select one weight.
+    """
+    ours, theirs = ([_cell_of(path) for path in selected] for selected in (paths, theirs))
     for extra, others, more, fewer in (
-        (paths, theirs, "pet_config", "lora_config"),
-        (theirs, paths, "lora_config", "pet_config"),
+        (ours, theirs, "pet_config", "lora_config"),
+        (theirs, ours, "lora_config", "pet_config"),
     ):
         missing = [path for path in extra if path not in others]
         if missing:
@@ -93,24 +96,42 @@ def check_same_cells(paths: Sequence[str], theirs: Sequence[str]) -> None:
 def selected_paths(model: nn.Cell, lora_config: MindFormersLoraConfig) -> List[str]:
     """Returns the paths of the cells that MindFormers' lora_config selects: its regexes are searched for in a path.
 
-    What exclude_layers finds in the path of a cell, or of one that holds it, excludes the cell.
-
-    Raises UnsupportedCellError if there are routed experts among them.
+    What exclude_layers finds in the path of a cell, or of one that holds it, excludes the cell. Routed experts are two
+    paths, one for each weight.
     """
     target = re.compile(lora_config.target_modules)
     exclude = re.compile(lora_config.exclude_layers) if lora_config.exclude_layers else None
-    paths, experts = [], []
+    paths: List[str] = []
     for path, cell in model.cells_and_names():
-        found = isinstance(cell, (Linear, GroupedMLP)) and target.search(path)
-        if found and not (exclude and any(map(exclude.search, _holders(path)))):
-            (experts if isinstance(cell, GroupedMLP) else paths).append(path)
-    if experts:
-        raise UnsupportedCellError(
-            f"lora_config.target_modules {lora_config.target_modules!r} selects the routed experts {listed(experts)}, "
-            f"which take no adapter of mindlora's {_HERE}. Add them to lora_config.exclude_layers, or train in graph "
-            "mode."
-        )
+        matched = isinstance(cell, (Linear, GroupedMLP)) and target.search(path)
+        if matched and not (exclude and any(map(exclude.search, _holders(path)))):
+            paths += [f"{path}.{leaf}" for leaf in LEAVES] if isinstance(cell, GroupedMLP) else [path]
     return paths
+
+
+def check_experts_are_whole(paths: Sequence[str], release: Tuple[int, int], processes: int) -> None:
+    """Raises UnsupportedCellError if routed experts among ``paths`` get adapters that MindFormers would not shard."""
+    experts = [path for path in paths if _cell_of(path) != path]
+    if experts and release == (2, 0) and processes > 1:
+        raise UnsupportedCellError(
+            f"lora_config.target_modules selects the routed experts {listed(experts)}, whose adapters MindFormers 2.0 "
+            f"does not shard, and this run has {processes} processes. Add them to lora_config.exclude_layers, or use "
+            "MindFormers 2.1."
+        )
+
+
+def _fill_targets(given: Dict[str, Any], paths: Sequence[str]) -> None:
+    """Takes the cells of lora_config, without the weights of experts if target_parameters says which of them it is."""
+    if "target_parameters" in given:
+        paths = [path for path in paths if _cell_of(path) == path]
+    if paths:
+        given.setdefault("target_modules", list(paths))
+
+
+def _cell_of(path: str) -> str:
+    """Returns the path of the cell: of a weight of routed experts, that of the experts."""
+    cell, _, leaf = path.rpartition(".")
+    return cell if leaf in LEAVES else path
 
 
 def _holders(path: str) -> List[str]:

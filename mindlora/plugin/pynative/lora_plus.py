@@ -51,8 +51,7 @@ def _by_rate(groups: List[Dict], model: nn.Cell, rates: Dict[bool, LearningRateS
     """Splits the groups of an optimizer into those of the parameters that learn faster, and the others."""
     faster = set()
     for _, cell in lora_cells(model):
-        names = [name for part, name in cell.parameter_names.items() if part in _FASTER]
-        faster |= {id(getattr(cell, name)) for name in names if hasattr(cell, name)}
+        faster |= {id(parameter) for part, parameter in cell.parts().items() if part in _FASTER}
     split = []
     for group in groups:
         for is_faster, rate in rates.items():

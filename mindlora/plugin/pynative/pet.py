@@ -12,6 +12,7 @@ import sys
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mindspore import Parameter, nn
+from mindspore.mint.distributed import get_world_size
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.checks.finding import refuse
@@ -50,14 +51,16 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     """
     trainer = _trainer_of_this_model()
     settings = trainer.config
+    version = release(importlib.metadata.version("mindformers"))
     check_nodes(settings)
-    _check_yaml(settings.to_dict())
+    _check_yaml(settings.to_dict(), version)
     parts = trainer.num_accumulation_steps * settings.parallelism.data_parallel
     for finding in check_weights(trainer.world_size, parts):
         logger.warning(str(finding))
     # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
     model.config._mf_lora_config = config
     theirs = configuration.selected_paths(model, config)
+    configuration.check_experts_are_whole(theirs, version, get_world_size())
     if theirs or strict:
         pet_config = getattr(settings, "pet_config", None)
         given = pet_config.to_dict() if pet_config is not None else {}
@@ -196,11 +199,11 @@ def _lora_plus_ratio() -> Optional[float]:
     return getattr(getattr(_trainer_of_this_model().config, "pet_config", None), "loraplus_lr_ratio", None)
 
 
-def _check_yaml(config: Dict[str, Any]) -> None:
+def _check_yaml(config: Dict[str, Any], version: Tuple[int, int]) -> None:
     """Raises ConfigMistakes if the YAML, or what it loads, is wrong; what is good to know goes to the log."""
     # mindlora-run needs no such line, and by it the checks know that mindlora is there.
     config["model"]["auto_register"] = BRIDGE
-    findings = check_pynative(config, release(importlib.metadata.version("mindformers")))
+    findings = check_pynative(config, version)
     for finding in findings:
         if finding.severity == "warning":
             logger.warning(str(finding))

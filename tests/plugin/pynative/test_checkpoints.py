@@ -10,6 +10,7 @@ from mindspore.dataset import MindDataset
 from safetensors.numpy import load_file
 
 from mindlora import cli, load_lora, save_lora
+from mindlora.adapters.convert import Heads, convert_adapter
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
 from mindlora.common.mindformers_version import cannot_be_imported, mindformers_version
@@ -91,11 +92,12 @@ def test_an_adapter_goes_to_peft_to_graph_mode_and_back_bit_for_bit(runs, graph_
     assert all(found[name].tobytes() == trained[name].tobytes() for name in trained)
 
 
-def test_deepseek_goes_on_too(tmp_path):
+def test_deepseek_goes_on_too_and_its_experts_go_to_peft_and_back(tmp_path):
     """Without a base: what random numbers have made of one is in MindFormers' checkpoint."""
     pynative_runs.write_data(tmp_path / "rows.mindrecord", rows=16)
     saved = {"enable_save": True, "save_path": str(tmp_path / "saved"), "save_interleaved_steps": 2}
-    config = pynative_runs.bridged("deepseek_v3", tmp_path / "rows.mindrecord", STEPS)
+    nodes = {"lora_config": pynative_runs.LORA_WITH_EXPERTS}
+    config = pynative_runs.bridged("deepseek_v3", tmp_path / "rows.mindrecord", STEPS, **nodes)
     for name, checkpoint in (("whole", saved), ("resumed", {"enable_save": False, "load_path": saved["save_path"]})):
         saving = {"type": "LoraCheckpoint", "save_steps": STEPS, "directory": str(tmp_path / f"{name}_adapters")}
         changes = {"checkpoint": checkpoint, "callbacks": [saving]}
@@ -103,7 +105,7 @@ def test_deepseek_goes_on_too(tmp_path):
         assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
         if name == "whole":
             # MindFormers goes on from the newest one.
-            shutil.rmtree(tmp_path / "saved" / "iteration_00000004")
+            shutil.move(tmp_path / "saved" / "iteration_00000004", tmp_path / "last")
             (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2", encoding="utf-8")
 
     whole, resumed = (pynative_runs.losses(tmp_path / name) for name in ("whole", "resumed"))
@@ -111,7 +113,18 @@ def test_deepseek_goes_on_too(tmp_path):
     folders = [tmp_path / f"{name}_adapters" / f"step_{STEPS}" for name in ("whole", "resumed")]
     whole, resumed = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert any("q_a_proj" in name for name in whole) and any("shared_experts" in name for name in whole)
+    assert any("mlp.experts.base_layer.lora_A" in name for name in whole)
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+
+    sizes = {"heads": Heads(4, 4, 8, q_rank=8), "architecture": "deepseek_v3"}
+    peft, back = tmp_path / "peft", tmp_path / "back"
+    convert_adapter(str(tmp_path / "last"), str(peft), "peft", lora_alpha=LORA["lora_alpha"], **sizes)
+    convert_adapter(str(peft), str(back), "pynative", **sizes)
+    converted, again = (load_file(peft / "adapter_model.safetensors"), load_file(back / pynative_runs.BASE_FILE))
+    saved = load_file(tmp_path / "last" / pynative_runs.BASE_FILE)
+    assert converted.keys() == whole.keys() and any("weight1_lora_b" in name for name in again)
+    assert all(np.array_equal(converted[name], whole[name]) for name in whole)
+    assert all(np.array_equal(again[name], saved[name]) for name in saved if "lora" in name)
 
 
 def test_a_folder_for_peft_holds_what_was_trained(runs):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support import pynative_runs
-from tests.support.pynative_runs import LORA, only_with_pynative_trainer
+from tests.support.pynative_runs import LORA, LORA_WITH_EXPERTS, only_with_pynative_trainer
 
 pytestmark = only_with_pynative_trainer
 
@@ -41,9 +41,21 @@ CASES = {
         {"checkpoint": {"enable_save": False, "load_path": "/nowhere"}},
         "checkpoint.load_path: /nowhere is empty or not there, and the run would go on with random weights",
     ),
-    "experts": (
-        {"model": pynative_runs.DEEPSEEK_V3, "lora_config": {**LORA, "target_modules": "linear_fc2|experts"}},
-        "selects the routed experts model.decoder.layers.1.mlp.experts",
+    "dropout_on_experts": (
+        {"model": pynative_runs.DEEPSEEK_V3, "lora_config": {**LORA_WITH_EXPERTS, "lora_dropout": 0.5}},
+        "lora_dropout is not supported on stacked experts",
+    ),
+    "one_weight_of_experts": (
+        {
+            "model": pynative_runs.DEEPSEEK_V3,
+            "lora_config": LORA_WITH_EXPERTS,
+            "pet_config": {"target_parameters": ["mlp.experts.down_proj"]},
+        },
+        None,
+    ),
+    "other_experts": (
+        {"model": pynative_runs.DEEPSEEK_V3, "pet_config": {"target_parameters": ["mlp.experts.down_proj"]}},
+        "pet_config selects model.decoder.layers.1.mlp.experts, and lora_config does not",
     ),
     "wrapper": (
         {"runner_wrapper": {"type": "LoraTrainOneStepCell"}},
