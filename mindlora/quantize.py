@@ -13,9 +13,10 @@ from mindlora.errors import LoraError, QuantizationError, UnsupportedCellError
 from mindlora.models.target_modules import select_quantized
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.experts import ExpertWeight
-from mindlora.nn.linear_base import parallel_linear_types, plain_linear_types
-from mindlora.nn.nf4 import NF4Dense, as_float32
+from mindlora.nn.linear_base import parallel_linear_types, plain_linear_types, pynative_linear_types
+from mindlora.nn.nf4 import NF4Dense, as_float32, has_values
 from mindlora.nn.nf4_experts import NF4ExpertWeight
+from mindlora.nn.pynative_nf4 import NF4PyNativeExpertWeight
 from mindlora.nn.registry import nf4_type_of
 from mindlora.nn.routed_experts import cells_and_weights, holders_with
 from mindlora.nn.tree import adapter_path, refusals, replace_children
@@ -24,7 +25,7 @@ from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 
 logger = logging.getLogger("mindlora")
 
-_NF4_TYPES = (NF4Dense, NF4ExpertWeight)
+_NF4_TYPES = (NF4Dense, NF4ExpertWeight, NF4PyNativeExpertWeight)
 _OTHER_TYPES = (LoRACell, NF4Dense, ExpertWeight)
 
 
@@ -52,8 +53,9 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
     linear = {}
+    types = (*plain_linear_types(), *parallel_linear_types(), *pynative_linear_types(), *_OTHER_TYPES)
     for path, cell in cells_and_weights(network):
-        if path and isinstance(cell, (*plain_linear_types(), *parallel_linear_types(), *_OTHER_TYPES)):
+        if path and isinstance(cell, types):
             linear[path] = cell
     selected = select_quantized(list(linear), exclude)
     cells = {path: linear[path] for path in selected if not isinstance(linear[path], _NF4_TYPES)}
@@ -70,7 +72,7 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
 
 def _check_finite(cells: Dict[str, nn.Cell]) -> None:
     # Before the first weight is discarded.
-    bad = [path for path, cell in cells.items() if not cell.weight.has_init and not is_finite(as_float32(cell.weight))]
+    bad = [path for path, cell in cells.items() if has_values(cell.weight) and not is_finite(as_float32(cell.weight))]
     if bad:
         raise QuantizationError(
             f"The weights of {listed(bad)} hold NaN or infinity: the base cannot be quantized. Load it again."
@@ -105,7 +107,7 @@ def quantize_with_adapters(
     if not initializers.is_loftq(config.lora_init):
         _replace(network, cells)
         return initial_parts
-    empty = [path for path in adapted if path in cells and cells[path].weight.has_init]
+    empty = [path for path in adapted if path in cells and not has_values(cells[path].weight)]
     if empty:
         raise LoraError(
             f"lora_init {config.lora_init!r} is computed from the base's weights in float, which have no "

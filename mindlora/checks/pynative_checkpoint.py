@@ -67,7 +67,8 @@ def check_checkpoint(
             yield from _check_step(checkpoint, folder, paths[_BASE])
             yield from _check_adapter(config, stored, selected, folder)
         if network:
-            yield from _check_base(network, stored)
+            quantizes = bool((config.get("pet_config") or {}).get("quantize_base"))
+            yield from _check_base(network, stored, quantizes)
     except LoraError as refusal:
         yield error(_LOAD, str(refusal))
 
@@ -197,13 +198,23 @@ def _check_same_cells(stored: Set[str], selected: Set[str], folder: str) -> Iter
         yield warning(key, found, "Take the target_modules that the adapter was trained with.")
 
 
-def _check_base(network: Description, stored: Shapes) -> Iterator[Finding]:
-    """Yields which weights of the model the checkpoints lack or have in another shape."""
+def _check_base(network: Description, stored: Shapes, quantizes: bool) -> Iterator[Finding]:
+    """Yields which weights of the model the checkpoints lack or have in another shape.
+
+    A run that quantizes the base takes one in 4 bits too, as it saves it.
+    """
     missing = [name for name in network.parameters if name not in stored]
     if missing:
         found = f"The checkpoint lacks {examples(missing)}: these weights would be random."
         yield error(_LOAD, found, "Name the base of this model, or correct the sizes in model.")
+    packed = [name for name in network.parameters if f"{name}_absmax" in stored]
+    if packed and not quantizes:
+        found = f"The checkpoint has {examples(packed)} in 4 bits, and the model has them in float."
+        yield error(_LOAD, found, "Set pet_config.quantize_base: nf4, or load a base in float.")
+        return
     for name, size in network.parameters.items():
+        if name in packed:
+            continue
         # The weights of experts have an axis more in the trainer's files.
         if name in stored and math.prod(stored[name]) != math.prod(size.shape):
             shapes = f"{list(stored[name])}, and the model has it of {list(size.shape)}"

@@ -66,7 +66,7 @@ def _described(shapes, samples, forms):
 
 
 def weight_shape(cell: nn.Cell) -> Tuple[int, ...]:
-    """Returns the shape of a cell's weight as a file of mcore has it; of a quantized one, that of W, not of the codes."""
+    """Returns the shape that a file of mcore has of a cell's weight; of a quantized one, W's and not the codes'."""
     if getattr(cell, "quantization", None) or hasattr(cell, "experts"):
         return matrix_shape(cell)
     return tuple(weight_of(cell).shape)

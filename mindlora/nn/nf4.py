@@ -4,7 +4,7 @@ import math
 from typing import Dict, Optional, Tuple, Type
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import DeviceCtx, Parameter, Tensor, mint, nn
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
@@ -125,19 +125,32 @@ def packed_parameters(
     """Returns the frozen parameters that take the place of a weight of this name, by the attribute that they are.
 
     They are ``array``, by default quantize(weight); NaN until they are loaded if the weight has no values yet. ``path``
-    is that of the cell, for errors; empty for a cell outside of a network.
+    is that of the cell, for errors; empty for a cell outside of a network. A weight [experts, in, out] is quantized as
+    the matrix [experts * in, out].
     """
-    if array is None and not weight.has_init:
-        array = quantize(as_float32(weight), f"The weight of {path or 'the cell'}")
+    *rows, columns = weight.shape
+    if array is None and has_values(weight):
+        array = quantize(as_float32(weight).reshape(-1, columns), f"The weight of {path or 'the cell'}")
     packed = {}
-    for field, (shape, dtype) in layout(*weight.shape).items():
-        if array is None:
-            unset, dtype = (np.nan, mstype.float32) if dtype == np.float32 else (0, mstype.uint8)
-            value = initializer(Constant(unset), list(shape), dtype)
-        else:
-            value = Tensor.from_numpy(getattr(array, field))
+    for field, (shape, dtype) in layout(math.prod(rows), columns).items():
+        value = _unset(weight, shape, dtype) if array is None else Tensor.from_numpy(getattr(array, field))
         packed[TENSOR_NAMES[field]] = Parameter(value, name=tensor_name(name, field), requires_grad=False)
     return packed
+
+
+def _unset(weight, shape, dtype):
+    """Returns a tensor for a weight without values: NaN, or with as little room in memory as the weight has."""
+    of_codes = dtype == np.uint8
+    dtype = mstype.uint8 if of_codes else mstype.float32
+    if weight.has_init:
+        return initializer(Constant(0 if of_codes else np.nan), list(shape), dtype)
+    with DeviceCtx("meta"):
+        return mint.empty(shape, dtype=dtype)
+
+
+def has_values(weight: Parameter) -> bool:
+    """Tells whether a parameter has values, and not only a shape until a checkpoint is loaded."""
+    return not weight.has_init and not getattr(weight, "is_meta", False)
 
 
 def matrix_shape(cell: nn.Cell) -> Tuple[int, int]:

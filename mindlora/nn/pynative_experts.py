@@ -6,6 +6,7 @@ weights, A and B by their names in them: all of them are parameters of PyNativeE
 """
 
 import functools
+import operator
 import sys
 from typing import Dict, Mapping, Tuple
 
@@ -104,15 +105,19 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
 
     def _add_adapter(self, config, shared):
         if isinstance(self.holder, PyNativeExperts):
-            self.put_into(self.holder)
+            self._add_pair()
 
     def put_into(self, experts: "PyNativeExperts") -> None:
         """Gives A and B to the experts, and makes them the holder of the weight."""
         self.base_cell.put_into(experts)
+        self._add_pair()
+
+    def _add_pair(self):
+        """Gives A and B to the holder."""
         trained = self.variant.trained_parts(self)
         for part, value in self._initial_values(self.weight.is_meta).items():
             name = f"{self.weight.name}_{PYNATIVE_PARAMETERS[part]}"
-            setattr(experts, self._name(part), Parameter(value, name=name, requires_grad=part in trained))
+            setattr(self.holder, self._name(part), Parameter(value, name=name, requires_grad=part in trained))
 
     def _initial_values(self, on_meta):
         """Returns part -> initial value; without values if MindFormers is to make room for them later."""
@@ -171,6 +176,11 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
     def plain_cell(self) -> nn.Cell:
         return self.base_cell
 
+    # The other tensors of a weight in 4 bits.
+    weight_absmax = property(operator.attrgetter("base_cell.weight_absmax"))
+    weight_scales = property(operator.attrgetter("base_cell.weight_scales"))
+    weight_offsets = property(operator.attrgetter("base_cell.weight_offsets"))
+
     def _name(self, part):
         return f"{self.leaf}_{PYNATIVE_PARAMETERS[part]}"
 
@@ -212,6 +222,11 @@ class PyNativeExperts(nn.Cell):
 
     def reset_parameter(self) -> None:
         """Does nothing, in the place of GroupedMLP's: each weight's cell sets it to its initial values."""
+
+    def drop_float(self, leaf: str) -> None:
+        """Frees a weight, which a quantized one replaces."""
+        for cell in (self, *self._adopted):
+            delattr(cell, leaf)
 
     def experts_forward(self, tokens: Tensor, groups: Tensor) -> Tensor:
         """The experts' part of GroupedMLP's forward: act(x W1_e) W2_e for tokens [tokens, hidden] sorted by expert."""

@@ -29,7 +29,7 @@ from mindlora.nn.tensors import to_array
 from mindlora.numerics import initializers
 from mindlora.numerics.initializers import InitialPair
 
-# What MindFormers' Linear keeps, and its forward and the plans by which it is sharded read.
+# What MindFormers' Linear keeps besides weight and bias, and its forward and the plans by which it is sharded read.
 _OF_LINEAR = (
     "input_size",
     "output_size",
@@ -38,9 +38,7 @@ _OF_LINEAR = (
     "has_bias",
     "compute_dtype",
     "params_dtype",
-    "weight",
     "bias_init",
-    "bias",
     "matmul",
     "transpose",
     "cast",
@@ -86,6 +84,8 @@ class _OnPyNativeLinear(LoRADense):
     """
 
     base_kind = PyNativeBase
+    # MindFormers' Linear.
+    linear_type: Type[nn.Cell]
     # The fingerprint of the base before the change, which is beside a checkpoint and not in it.
     _fingerprint: Optional[dict] = None
 
@@ -94,7 +94,7 @@ class _OnPyNativeLinear(LoRADense):
         cls, cell: nn.Cell, config: LoraConfig, shared: Optional[Tuple[Parameter, ...]] = None
     ) -> "_OnPyNativeLinear":
         cls.check(cell, config)
-        return super(_OnPyNativeLinear, _on(cls, *pynative_linear_types())).from_cell(cell, config, shared)
+        return super(_OnPyNativeLinear, on_linear(cls, *pynative_linear_types())).from_cell(cell, config, shared)
 
     @classmethod
     def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
@@ -107,8 +107,7 @@ class _OnPyNativeLinear(LoRADense):
 
     def _adopt(self, cell, config):
         super()._adopt(cell, config)
-        for name in _OF_LINEAR:
-            setattr(self, name, getattr(cell, name))
+        adopt_settings(self, cell)
         self.config = config
 
     def _add_adapter(self, config, shared):
@@ -165,13 +164,13 @@ class _OnPyNativeLinear(LoRADense):
             if hasattr(self, name):
                 fill(getattr(self, name), 0)
 
-    def linear(self, input_: Tensor, weight: Optional[Tensor]) -> Tensor:
+    def linear(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
         """x W^T + bias, by MindFormers' Linear."""
-        raise NotImplementedError
+        return self.linear_type.construct(self, input_, weight)
 
     def reset_linear(self) -> None:
         """Sets W and bias to their initial values, by MindFormers' Linear."""
-        raise NotImplementedError
+        self.linear_type.reset_parameter(self)
 
 
 class LoRAPyNativeLinear(_OnPyNativeLinear):
@@ -253,19 +252,19 @@ class MiSSPyNativeLinear(WholePyNativeLinear, MiSSDense):
     parameter_names = names_of("block")
 
 
-@functools.lru_cache(maxsize=None)
-def _on(kind: Type[_OnPyNativeLinear], linear: type) -> Type[_OnPyNativeLinear]:
-    """Returns the class that is both, whose forward and reset of the base are MindFormers'.
+def adopt_settings(target: nn.Cell, cell: nn.Cell) -> None:
+    """Gives the cell that replaces a Linear what MindFormers reads of it, besides weight and bias."""
+    for name in _OF_LINEAR:
+        setattr(target, name, getattr(cell, name))
 
-    Its parts have the names of other cells too, by which the class of the adapter reads them.
+
+@functools.lru_cache(maxsize=None)
+def on_linear(kind: Type[nn.Cell], linear: type) -> Type[nn.Cell]:
+    """Returns the class that is both.
+
+    The parts of an adapter have the names of other cells too, by which the class of the adapter reads them.
     """
-    members: Dict[str, Any] = {
-        PARAMETERS[part]: property(operator.attrgetter(name)) for part, name in kind.parameter_names.items()
-    }
-    members |= {
-        "__doc__": kind.__doc__,
-        "__module__": kind.__module__,
-        "linear": linear.construct,
-        "reset_linear": linear.reset_parameter,
-    }
+    parts = getattr(kind, "parameter_names", {})
+    members: Dict[str, Any] = {PARAMETERS[part]: property(operator.attrgetter(name)) for part, name in parts.items()}
+    members |= {"__doc__": kind.__doc__, "__module__": kind.__module__, "linear_type": linear}
     return type(kind.__name__, (kind, linear), members)

@@ -22,8 +22,8 @@ def in_float(cell: LoRACell) -> LoRACell:
     )
     plain = cell.base_cell.plain_cell()
     lora = kind_of(plain, config).from_cell(plain, config)
-    lora.mindpet_delta_lora_a = cell.mindpet_delta_lora_a
-    lora.mindpet_delta_lora_b = cell.mindpet_delta_lora_b
+    for part, parameter in cell.parts().items():
+        setattr(lora, lora.parameter_names[part], parameter)
     carry_settings(cell, lora)
     return lora
 

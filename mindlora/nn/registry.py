@@ -12,14 +12,15 @@ from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
 from mindlora.nn.embedding import LoRAEmbedding
 from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
-from mindlora.nn.linear_base import parallel_linear_types
+from mindlora.nn.linear_base import parallel_linear_types, pynative_linear_types
 from mindlora.nn.mint_conv import LoRAMintConv2d
 from mindlora.nn.miss import MiSSDense
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
 from mindlora.nn.parallel_linear import LoRAParallelLinear, NF4ParallelLinear, QLoRAParallelLinear, on_parallel_linear
-from mindlora.nn.pynative_experts import LoRAPyNativeExpertWeight
+from mindlora.nn.pynative_experts import LoRAPyNativeExpertWeight, PyNativeExpertWeight
 from mindlora.nn.pynative_linear import DoRAPyNativeLinear, LoRAPyNativeLinear, MiSSPyNativeLinear
+from mindlora.nn.pynative_nf4 import NF4PyNativeExpertWeight, NF4PyNativeLinear, QLoRAPyNativeLinear
 from mindlora.nn.pynative_vera import VeRAPyNativeLinear
 from mindlora.nn.qlora import QLoRADense
 from mindlora.nn.vera import VeRADense
@@ -34,6 +35,7 @@ KINDS = (
     DoRAPyNativeLinear,
     MiSSPyNativeLinear,
     VeRAPyNativeLinear,
+    QLoRAPyNativeLinear,  # NF4PyNativeLinear, which is MindFormers' Linear too
     LoRAPyNativeLinear,  # linear cells of MindFormers' PyNative models
     *LINEAR_VARIANTS,
     LoRADense,  # nn.Dense and MindFormers' Linear
@@ -42,7 +44,7 @@ KINDS = (
     LoRAConv2d,  # nn.Conv2d
     LoRAMintConv2d,  # mint.nn.Conv2d
     QLoRAExpertWeight,  # NF4ExpertWeight
-    LoRAPyNativeExpertWeight,  # PyNativeExpertWeight, of MindFormers' PyNative models
+    LoRAPyNativeExpertWeight,  # PyNativeExpertWeight, of MindFormers' PyNative models, in float and in 4 bits
     LoRAExpertWeight,  # ExpertWeight, of MindFormers' mcore models
 )
 
@@ -57,10 +59,14 @@ def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
     return next((kind for kind in kinds if kind.variant is config.variant), kinds[-1])
 
 
-def nf4_type_of(cell: nn.Cell) -> Union[Type[NF4Dense], Type[NF4ExpertWeight]]:
+def nf4_type_of(cell: nn.Cell) -> Union[Type[NF4Dense], Type[NF4ExpertWeight], Type[NF4PyNativeExpertWeight]]:
     """Returns the class whose from_dense quantizes ``cell``, a linear cell or a stacked weight of experts in float."""
+    if isinstance(cell, PyNativeExpertWeight):
+        return NF4PyNativeExpertWeight
     if isinstance(cell, ExpertWeight):
         return NF4ExpertWeight
+    if isinstance(cell, pynative_linear_types()):
+        return NF4PyNativeLinear
     return NF4ParallelLinear if isinstance(cell, parallel_linear_types()) else NF4Dense
 
 

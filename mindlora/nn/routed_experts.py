@@ -151,7 +151,7 @@ def plain_holders(network: nn.Cell) -> Dict[int, nn.Cell]:
     """Returns id of each RoutedExperts or PyNativeExperts without a 4-bit weight -> the cell that it replaced."""
     holders: Dict[int, nn.Cell] = {}
     for _, cell in network.cells_and_names():
-        if isinstance(cell, (RoutedExperts, PyNativeExperts)):
-            if not any(getattr(weight, "quantization", None) for weight in cell.cells()):
-                holders[id(cell)] = cell.plain_cell()
+        quantized = any(getattr(weight, "quantization", None) for weight in cell.cells())
+        if isinstance(cell, (RoutedExperts, PyNativeExperts)) and not quantized:
+            holders[id(cell)] = cell.plain_cell()
     return holders

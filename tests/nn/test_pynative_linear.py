@@ -37,4 +37,4 @@ def test_outputs_and_gradients_are_those_on_nn_dense(computed, variant):
 def test_mindformers_takes_every_part_for_an_adapters(computed):
     endings = (".lora_a", ".lora_b", "_lora_a", "_lora_b")
     names = [str(name) for key, name in computed.items() if "/linear_name/" in key]
-    assert len(names) == 12 and all(f".{name}".endswith(endings) for name in names)
+    assert len(names) == 14 and all(f".{name}".endswith(endings) for name in names)

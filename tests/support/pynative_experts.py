@@ -16,7 +16,10 @@ from tests.support.backward import backward_gradients
 
 EXPERTS, HIDDEN, INNER, CHOSEN, RANK, ALPHA = 4, 8, 6, 2, 3, 6
 BATCH, SEQUENCE = 2, 5
+WEIGHTS = {"experts.weight1": (EXPERTS, HIDDEN, 2 * INNER), "experts.weight2": (EXPERTS, INNER, HIDDEN)}
 ADAPTED = {"both": ["weight1", "weight2"], "first": ["weight1"], "second": ["weight2"]}
+# With the base in 4 bits.
+QUANTIZED = {"quantized": ["weight1", "weight2"], "quantized_first": ["weight1"]}
 
 
 class Layer(nn.Cell):
@@ -64,9 +67,24 @@ def materialize(network):
             cell.reset_parameter()
     initial = {parameter.name: parameter.asnumpy().copy() for parameter in network.get_parameters()}
     for parameter in network.get_parameters():
-        rng = np.random.default_rng(sum(parameter.name.encode()))
-        parameter.set_data(Tensor(rng.standard_normal(parameter.shape), ms.float32))
+        if "lora" in parameter.name or parameter.name in WEIGHTS and parameter.dtype == ms.float32:
+            parameter.set_data(Tensor(values_of(parameter.name, parameter.shape)))
     return initial
+
+
+def values_of(name, shape):
+    """Returns the values of a parameter."""
+    return np.random.default_rng(sum(name.encode())).standard_normal(shape).astype(np.float32)
+
+
+def load_in_4_bits(network):
+    """Loads weights in float into a network that has them in 4 bits."""
+    from mindlora.plugin.pynative.quantized_base import quantize_loaded
+
+    loaded = {name: Parameter(values_of(name, shape), name=name) for name, shape in WEIGHTS.items()}
+    quantize_loaded(network, loaded)
+    unloaded, _ = ms.load_param_into_net(network, loaded)
+    assert all("lora" in name for name in unloaded)
 
 
 def inputs():
@@ -99,13 +117,18 @@ def main():
     tokens, *others = (Tensor(array) for array in inputs())
     dout = Tensor(np.random.default_rng(1).standard_normal((SEQUENCE * BATCH, HIDDEN)), ms.float32)
     written = {}
-    for name, leaves in ADAPTED.items():
+    for name, leaves in {**ADAPTED, **QUANTIZED}.items():
         network = layer_with_experts()
-        config = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, target_modules=[f"experts.{leaf}" for leaf in leaves])
-        apply_lora(network, config)
+        targets = [f"experts.{leaf}" for leaf in leaves]
+        quantization = "nf4" if name in QUANTIZED else None
+        apply_lora(
+            network, LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, target_modules=targets, quantize_base=quantization)
+        )
         assert isinstance(network.experts, (GroupedMLP, PyNativeExperts))
         assert [path for path, _ in lora_cells(network)] == [f"experts.{leaf}" for leaf in leaves]
         initial = materialize(network)
+        if quantization:
+            load_in_4_bits(network)
         freeze_base(network)
         trained = network.trainable_params()
         backward, by_function = gradients(network, trained, dout, tokens, others)
@@ -115,6 +138,8 @@ def main():
             written[f"{name}/backward/{parameter}"] = one
             written[f"{name}/value_and_grad/{parameter}"] = other
         written[f"{name}/output"] = network(tokens, *others).asnumpy()
+        if quantization:
+            continue
         network.set_train(False)
         merge_and_unload(network)
         assert type(network.experts) is GroupedMLP

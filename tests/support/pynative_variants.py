@@ -23,6 +23,7 @@ VARIANTS = {
     "dora": {"use_dora": True},
     "miss": {"use_miss": True, "lora_alpha": RANK},
     "vera": {"use_vera": True, "lora_alpha": RANK},
+    "qlora": {"quantize_base": "nf4"},
 }
 
 
@@ -30,23 +31,38 @@ def made_without_values(config):
     """Returns a cell as MindFormers' Trainer makes it: without values, in place of a Linear, then materialized."""
     from mindformers.pynative.layers.linear import Linear
 
-    from mindlora.nn.registry import kind_of
-
     with ms.DeviceCtx("meta"):
         linear = Linear(IN, OUT, compute_dtype="float32", params_dtype="float32", bias=True)
-    cell = kind_of(linear, config).from_cell(linear, config)
+    cell = adapted(linear, config)
     assert isinstance(cell, Linear) and all(parameter.is_meta for parameter in (cell.weight, *cell.lora_parameters()))
     cell.to_empty(device="CPU")
     cell.reset_parameter()
     return cell
 
 
+def adapted(cell, config):
+    """Returns a cell with an adapter, on a weight in 4 bits if the configuration says so."""
+    from mindlora.nn.registry import kind_of, nf4_type_of
+
+    if config.quantize_base:
+        cell = nf4_type_of(cell).from_dense(cell)
+    return kind_of(cell, config).from_cell(cell, config)
+
+
 def fill(cell):
     """Gives a cell values that depend on its parts alone."""
+    from mindlora.nn.nf4 import packed_parameters
+
     arrays = {"weight": cell.weight, "bias": cell.bias, **cell.parts()}
     for index, name in enumerate(sorted(arrays)):
-        values = np.random.default_rng(index).standard_normal(arrays[name].shape)
-        arrays[name].set_data(Tensor(values, ms.float32))
+        shape = (OUT, IN) if name == "weight" else arrays[name].shape
+        values = np.random.default_rng(index).standard_normal(shape).astype(np.float32)
+        if name == "weight" and cell.quantization:
+            packed = packed_parameters(ms.Parameter(values), "weight", "")
+            for tensor, parameter in packed.items():
+                getattr(cell, tensor).set_data(parameter)
+        else:
+            arrays[name].set_data(Tensor(values))
     for parameter in (cell.weight, cell.bias):
         parameter.requires_grad = False
 
@@ -68,7 +84,6 @@ def main():
     """Computes with both cells of each variant."""
     pynative_cpu.install()
     from mindlora.config import LoraConfig
-    from mindlora.nn.registry import kind_of
 
     rng = np.random.default_rng(1)
     x, dout = (Tensor(rng.standard_normal((2, 4, size)), ms.float32) for size in (IN, OUT))
@@ -76,7 +91,7 @@ def main():
     for name, fields in VARIANTS.items():
         config = LoraConfig(**{"lora_rank": RANK, "lora_alpha": 6, **fields})
         dense = nn.Dense(IN, OUT)
-        cells = {"linear": made_without_values(config), "dense": kind_of(dense, config).from_cell(dense, config)}
+        cells = {"linear": made_without_values(config), "dense": adapted(dense, config)}
         for where, cell in cells.items():
             fill(cell)
             cell.set_train(True)

@@ -8,6 +8,7 @@ from mindlora.common.text import listed
 from mindlora.errors import CheckpointError
 from mindlora.models import names
 from mindlora.nn.tree import lora_cells
+from mindlora.plugin.pynative.quantized_base import is_packed
 
 
 def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
@@ -41,6 +42,16 @@ def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"The checkpoint has no parameter of this model, but {listed(sorted(loaded)) or 'nothing'}. Load one of "
             "the same model."
+        )
+    packed = sorted(
+        parameter.name
+        for parameter in network.get_parameters()
+        if parameter.name in loaded and is_packed(loaded[parameter.name]) and not is_packed(parameter)
+    )
+    if packed:
+        raise CheckpointError(
+            f"The checkpoint has 4-bit weights, and the model has {listed(packed)} in float. Set pet_config."
+            "quantize_base: nf4, or load a base in float."
         )
     extra = _adapters_of_other_cells(loaded, adapters)
     if extra:

@@ -29,10 +29,7 @@ _INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
 _HERE = "under MindFormers' PyNative Trainer"
 _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 # Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
-_NOT_YET = (
-    *(variant.field for variant in VARIANTS if variant not in (DORA, VERA, MISS)),
-    "quantize_base",
-)
+_NOT_YET = tuple(variant.field for variant in VARIANTS if variant not in (DORA, VERA, MISS))
 # Keys that need whole weights, or all of the model.
 _IN_ONE_PROCESS = ("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude")
 
@@ -80,7 +77,8 @@ def check_same_cells(paths: Sequence[str], theirs: Sequence[str]) -> None:
 
     Of routed experts, which MindFormers selects as one cell, pet_config may select one weight.
     """
-    ours, theirs = ([_cell_of(path) for path in selected] for selected in (paths, theirs))
+    ours = list(map(_cell_of, paths))
+    theirs = list(map(_cell_of, theirs))
     for extra, others, more, fewer in (
         (ours, theirs, "pet_config", "lora_config"),
         (theirs, ours, "lora_config", "pet_config"),

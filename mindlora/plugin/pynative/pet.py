@@ -9,10 +9,9 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 from mindspore import Parameter, nn
-from mindspore.mint.distributed import get_world_size
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.checks.finding import refuse
@@ -29,6 +28,7 @@ from mindlora.plugin.pynative.initialization import configuration_of, remember
 from mindlora.plugin.pynative.lora_plus import with_lora_plus
 from mindlora.plugin.pynative.noise import add_embedding_noise
 from mindlora.plugin.pynative.packing import keep_examples_apart
+from mindlora.plugin.pynative.quantized_base import check_quantization, quantize_loaded
 from mindlora.plugin.pynative.support import check_nodes
 
 KNOWN_RELEASES = ((2, 0), (2, 1))
@@ -60,11 +60,12 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
     model.config._mf_lora_config = config
     theirs = configuration.selected_paths(model, config)
-    configuration.check_experts_are_whole(theirs, version, get_world_size())
+    configuration.check_experts_are_whole(theirs, version, trainer.world_size)
     if theirs or strict:
         pet_config = getattr(settings, "pet_config", None)
         given = pet_config.to_dict() if pet_config is not None else {}
         adapters = configuration.adapter_configuration(model, config, given)
+        check_quantization(adapters.quantize_base, settings.checkpoint, trainer.world_size)
         report = apply_lora(model, adapters)
         remember(model, adapters)
         configuration.check_same_cells(report.replaced, theirs)
@@ -112,10 +113,14 @@ def with_all_gradients(gradient_norm: Callable) -> Callable:
 
 
 def strictly(load_param_into_net: Callable) -> Callable:
-    """Returns MindSpore's function that loads a checkpoint, as MindFormers calls it, which then checks it first."""
+    """Returns MindSpore's function that loads a checkpoint, as MindFormers calls it, which then checks it first.
+
+    What the network has in 4 bits is quantized before.
+    """
 
     @functools.wraps(load_param_into_net)
-    def load(net: nn.Cell, parameter_dict: Mapping[str, Parameter], *arguments: Any, **keywords: Any) -> Any:
+    def load(net: nn.Cell, parameter_dict: Dict[str, Parameter], *arguments: Any, **keywords: Any) -> Any:
+        quantize_loaded(net, parameter_dict)
         check_loaded(net, parameter_dict)
         return load_param_into_net(net, parameter_dict, *arguments, **keywords)
 

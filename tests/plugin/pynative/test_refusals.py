@@ -25,7 +25,7 @@ CASES = {
         {"pet_config": {"use_vera": True}},
         "a VeRA adapter of such a cell cannot be saved. Leave them out of target_modules",
     ),
-    "nf4": ({"pet_config": {"quantize_base": "nf4"}}, "pet_config.quantize_base is 'nf4'"),
+    "nf4": ({"pet_config": {"quantize_base": "nf4"}}, "no base is loaded that could be quantized"),
     "loftq": (
         {"pet_config": {"lora_init": "loftq", "quantize_base": "nf4"}},
         "pet_config.lora_init is 'loftq', which mindlora does not carry out",
