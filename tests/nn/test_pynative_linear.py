@@ -1,8 +1,5 @@
 """Adapters on the Linear of MindFormers' PyNative models give what they give on nn.Dense, by Tensor.backward()."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -16,10 +13,7 @@ pytestmark = pynative_runs.only_with_pynative_trainer
 def computed(tmp_path_factory):
     """What tests.support.pynative_variants writes: variant/cell/what -> array."""
     path = tmp_path_factory.mktemp("cells") / "computed.npz"
-    command = [sys.executable, "-m", "tests.support.pynative_variants", str(path)]
-    run = subprocess.run(
-        command, cwd=path.parent, env=pynative_runs.environment(), capture_output=True, text=True, check=False
-    )
+    run = pynative_runs.python(["-m", "tests.support.pynative_variants", path], path.parent)
     assert run.returncode == 0, run.stderr[-3000:]
     with np.load(path) as arrays:
         return dict(arrays)

@@ -18,22 +18,30 @@ import sys
 import tempfile
 import types
 
-# What nearly every run imports sooner or later, and none of it knows mindlora.
-IMPORTED = ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", "mindspore.mindrecord")
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# What nearly every run imports sooner or later, and none of it knows mindlora: with graph mode's Trainer, and with the
+# PyNative one, which takes the stand-ins of pynative_cpu while it is imported.
+IMPORTED = {
+    "graph": ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", "mindspore.mindrecord"),
+    "pynative": ("mindformers", "mindformers.pynative.trainer", "mindspore.mindrecord"),
+}
 TIMEOUT = 300  # seconds, after which a process is ended by SIGALRM
 
 
 # In the process of the tests
 
-_server = None
+_servers = {}
 
 
-def run(arguments, folder, environment):
-    """Does what ``subprocess.run([sys.executable, *arguments], ...)`` does, and returns the completed process."""
+def run(arguments, folder, environment, trainer="graph"):
+    """Does what ``subprocess.run([sys.executable, *arguments], ...)`` does, and returns the completed process.
+
+    ``trainer`` is a key of IMPORTED.
+    """
     words = [str(word) for word in arguments]
     with tempfile.NamedTemporaryFile("w+") as stdout, tempfile.NamedTemporaryFile("w+") as stderr:
         request = {"arguments": words, "folder": str(folder), "environment": environment}
-        server = _running_server()
+        server = _running_server(trainer)
         server.stdin.write(json.dumps({**request, "stdout": stdout.name, "stderr": stderr.name}) + "\n")
         server.stdin.flush()
         code = server.stdout.readline()
@@ -41,29 +49,31 @@ def run(arguments, folder, environment):
         return subprocess.CompletedProcess([sys.executable, *words], int(code), stdout.read(), stderr.read())
 
 
-def _running_server():
+def _running_server(trainer):
     """Returns the process that forks, which begins with the first call and ends with this process."""
-    global _server
-    if _server is None:
+    if trainer not in _servers:
         folder = tempfile.mkdtemp(prefix="mindlora-test-forked-")
         environment = {**os.environ, "OM_MODULES_CACHE": os.path.join(folder, "modules")}
-        command = [sys.executable, os.path.abspath(__file__)]
+        command = [sys.executable, os.path.abspath(__file__), trainer]
         pipe = subprocess.PIPE
-        _server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder, env=environment)
-        atexit.register(_server.communicate)
-    return _server
+        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder, env=environment)
+        atexit.register(server.communicate)
+        _servers[trainer] = server
+    return _servers[trainer]
 
 
 # In the process that forks, and in those that it forks
 
 
-def _next_request():
+def _next_request(trainer):
     """Forks a process for each line of stdin and answers with its exit code; in the forked one, returns the line."""
     # What is imported may print.
     answers = os.dup(1)
     os.dup2(2, 1)
     given = dict(os.environ)
-    for name in IMPORTED:
+    if trainer == "pynative":
+        _replace_operators()
+    for name in IMPORTED[trainer]:
         importlib.import_module(name)
     # Fills the tables of every module's file, which MindSpore's parser asks inspect for.
     inspect.getmodule(_run.__code__)
@@ -79,6 +89,15 @@ def _next_request():
         _, status = os.waitpid(child, 0)
         os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(status))
     return None
+
+
+def _replace_operators():
+    """Puts the stand-ins of pynative_cpu where MindFormers looks for operators while it is imported."""
+    sys.path.append(ROOT)
+    from tests.support import pynative_cpu
+
+    sys.path.remove(ROOT)
+    pynative_cpu.replace_operators()
 
 
 def _become(request):
@@ -111,7 +130,7 @@ def _run(first, *words):
 
 
 if __name__ == "__main__":
-    asked = _next_request()
+    asked = _next_request(sys.argv[1])
     if asked:
         _become(asked)
         _run(*asked["arguments"])

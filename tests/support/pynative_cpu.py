@@ -165,18 +165,29 @@ OPS = (rms_norm, moe_token_permute, moe_token_unpermute)
 IN_PLACE = (zero_, fill_, normal_, scatter_)
 
 
+_to_empty = nn.Cell.to_empty
+
+
+def to_empty(cell, *, device=None, recurse=True):
+    """Materializes a cell: MindFormers builds models without values, and asks for whatever the NPU is called."""
+    return _to_empty(cell, device="CPU", recurse=recurse)
+
+
 def install() -> None:
-    """Replaces the operators, and makes ``import hyper_parallel`` find its stand-in; before MindFormers is imported."""
-    if ONE_DEVICE not in sys.path:
-        sys.path.insert(0, ONE_DEVICE)
+    """Sets up this process for a run, with the operators replaced."""
+    replace_operators()
     ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
     # Else an error of a kernel comes late, in whatever runs then.
     ms.runtime.launch_blocking()
+
+
+def replace_operators() -> None:
+    """Replaces the operators, and makes ``import hyper_parallel`` find its stand-in; before MindFormers is imported."""
+    if ONE_DEVICE not in sys.path:
+        sys.path.insert(1, ONE_DEVICE)
     for owner, functions in ((mint, MINT), (ops, OPS), (Tensor, IN_PLACE)):
         for function in functions:
             setattr(owner, function.__name__, function)
     ops.operations.nn_ops.FlashAttentionScore = FlashAttentionScore
     ops.auto_generate.GroupedMatmul = GroupedMatmul
-    # MindFormers builds models without values, and materializes them on whatever the NPU is called.
-    to_empty = nn.Cell.to_empty
-    nn.Cell.to_empty = lambda cell, *, device=None, recurse=True: to_empty(cell, device="CPU", recurse=recurse)
+    nn.Cell.to_empty = to_empty

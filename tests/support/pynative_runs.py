@@ -1,10 +1,11 @@
-"""Tiny runs of MindFormers' PyNative Trainer, each in a process of its own with the stand-ins of pynative_cpu."""
+"""Tiny runs of MindFormers' PyNative Trainer, each in a process of its own with the stand-ins of pynative_cpu.
+
+The processes begin with MindFormers imported (tests.support.forked).
+"""
 
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from mindlora.base.convert import convert_base
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.numerics.dtypes import to_float32
 from tests.conftest import ROOT
-from tests.support import mcore_checkpoints, tiny_runs
+from tests.support import forked, mcore_checkpoints, tiny_runs
 from tests.support.mcore_networks import TINY
 
 # A CPU's GatherD takes no -100 in the labels, so the label that does not count is a token that no row has.
@@ -155,30 +156,21 @@ def launch(config, output, *flags, module="tests.support.pynative_launcher"):
     path = output.parent / f"{output.name}.yaml"
     recorded = [*config.get("callbacks", []), {"type": "RecordLosses", "directory": str(output)}]
     path.write_text(yaml.safe_dump({**config, "callbacks": recorded}, sort_keys=False), encoding="utf-8")
-    return subprocess.run(
-        [sys.executable, "-m", module, "--config", str(path), *flags],
-        cwd=output.parent,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return python(["-m", module, "--config", path, *flags], output.parent)
 
 
 def series(configs, folder):
     """Runs configurations one after the other in one fresh process; returns what refused each, None if nothing did."""
     given, found = folder / "given.json", folder / "found.json"
     given.write_text(json.dumps(configs), encoding="utf-8")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.pynative_series", given, found],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = python(["-m", "tests.support.pynative_series", given, found], folder)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(found.read_text(encoding="utf-8"))
+
+
+def python(arguments, folder):
+    """Runs Python on ``arguments`` in ``folder``; returns the completed process, its output as text."""
+    return forked.run(arguments, folder, environment(), trainer="pynative")
 
 
 def environment():

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
 from mindlora.formats.safetensors_file import TensorFile
 from mindlora.formats.step_folder import StepFolder
-from tests.conftest import ROOT
 from tests.support import pynative_runs
 from tests.support.pynative_runs import only_with_pynative_trainer
 from tests.support.step_folders import MANIFEST, ONE_RANK
@@ -138,10 +135,7 @@ def test_a_run_of_2_1_that_saves_the_adapter_alone_states_its_alpha(files, base)
 
 def test_eight_ranks_as_mindformers_divides_them_are_joined(tmp_path):
     folder = tmp_path / "ranks"
-    command = [sys.executable, "-m", "tests.support.pynative_ranks", str(folder)]
-    run = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True, check=False
-    )
+    run = pynative_runs.python(["-m", "tests.support.pynative_ranks", folder], tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
     with np.load(f"{folder}.npz") as whole, StepFolder(str(folder)) as step:
         assert set(step.tensors) == set(whole)

@@ -2,13 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 
 from mindlora.plugin.callbacks.order import ORDER
 from mindlora.plugin.pynative.support import CALLBACKS
 from tests.conftest import ROOT
-from tests.support.pynative_runs import environment, only_with_pynative_trainer
+from tests.support import pynative_runs
 
 
 def test_every_callback_is_in_the_table_as_it_is():
@@ -18,12 +16,13 @@ def test_every_callback_is_in_the_table_as_it_is():
     assert said == {name: "works" if name in CALLBACKS else "refused" for name in ORDER}
 
 
-@only_with_pynative_trainer
-def test_every_refused_key_of_pet_config_is_in_the_table():
+@pynative_runs.only_with_pynative_trainer
+def test_every_refused_key_of_pet_config_is_in_the_table(tmp_path):
     """The variants stand there with the names of their pages."""
     code = "from tests.support import pynative_cpu; pynative_cpu.install(); "
     code += "from mindlora.plugin.pynative import configuration; print(*configuration._NOT_YET)"
-    run = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    run = pynative_runs.python(["-c", code], tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
     refused = {name for name in run.stdout.splitlines()[-1].split() if not name.startswith("use_")}
     with open(os.path.join(ROOT, "docs", "pynative.md"), encoding="utf-8") as file:
         rows = [line.strip("|\n ").split(" | ") for line in file if line.startswith("| `")]
