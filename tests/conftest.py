@@ -100,6 +100,26 @@ def _what_stays_is_not_searched_again():
     gc.freeze()
 
 
+def _set_mode(mode):
+    mindspore = sys.modules.get("mindspore")
+    if mindspore and mindspore.get_context("mode") != mode:
+        mindspore.set_context(mode=mode)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_module_begins_in_pynative():
+    # As MindSpore does: else tests that name no mode compile graphs where a module before them has left graph mode.
+    _set_mode(1)
+
+
+@pytest.fixture(autouse=True)
+def _the_mode_of_a_test_ends_with_it():
+    mindspore = sys.modules.get("mindspore")
+    before = mindspore.get_context("mode") if mindspore else 1
+    yield
+    _set_mode(before)
+
+
 @contextlib.contextmanager
 def in_mode(mode):
     """Runs what it holds in graph mode (0) or in PyNative (1)."""
