@@ -140,13 +140,16 @@ def test_every_pattern_through_mindspore(mode, path, reference, dtype):
     net.set_inputs(
         Tensor(shape=[None, K], dtype=getattr(ms, dtype)), *fixed[1:5], Tensor(shape=[None], dtype=ms.int32), fixed[6]
     )
-    for kind in ("distinct", "skewed", "skipped", "none"):
-        # Without 0 tokens there: after them, MindSpore's own operators give wrong sums for the shapes that follow.
-        for tokens in (1, 3, 31) if (path, mode) == ("composed", ms.GRAPH_MODE) else (0, 1, 3, 31):
-            inputs = case(tokens, kind, dtype)
-            results = net(*tensors(dtype, inputs))
-            assert all(y.dtype == getattr(ms, dtype) for y in results)
-            assert_both(results, reference, inputs, dtype)
+    # The kernel is tested above with all of both. Without 0 tokens there: after them, MindSpore's own operators give
+    # wrong sums for the shapes that follow.
+    fewer = (1, 3) if (path, mode) == ("composed", ms.GRAPH_MODE) else (0, 1, 3)
+    patterns = [(kind, 31) for kind in ("distinct", "skewed", "skipped", "none")]
+    patterns += [("skipped", tokens) for tokens in fewer]
+    for kind, tokens in patterns:
+        inputs = case(tokens, kind, dtype)
+        results = net(*tensors(dtype, inputs))
+        assert all(y.dtype == getattr(ms, dtype) for y in results)
+        assert_both(results, reference, inputs, dtype)
 
 
 @pytest.mark.parametrize("shape", [(9,), (2, 1, 3), ()])

@@ -14,7 +14,8 @@ from mindspore.ops.primitive import constexpr
 
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.ops import Nf4Linear, Nf4LinearWithBias, backend, operator_cell, quantize
-from tests.support.native import DTYPES, assert_near, normal, tensor, values
+from tests.support.fewer_cases import pairs_with
+from tests.support.native import assert_near, normal, tensor, values
 
 OPERATOR = "nf4_linear"
 ASKED = []
@@ -62,9 +63,10 @@ def tensors(dtype, k, n, *more):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens, k, n", [(0, 64, 9), (1, 7, 9), (3, 128, 33), (31, 70, 64)])
-@pytest.mark.parametrize("kind", [Nf4Linear, Nf4LinearWithBias])
+@pytest.mark.parametrize(
+    "dtype, tokens, k, n, kind",
+    pairs_with([(0, 64, 9), (1, 7, 9), (3, 128, 33), (31, 70, 64)], [Nf4Linear, Nf4LinearWithBias]),
+)
 def test_values_and_gradients_are_those_of_the_reference(mode, reference, dtype, tokens, k, n, kind):
     x, dy, bias = normal(tokens, k, dtype=dtype), normal(tokens, n, seed=9, dtype=dtype), normal(n, seed=4, dtype=dtype)
     given = [bias] * (kind is Nf4LinearWithBias)
