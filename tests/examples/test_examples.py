@@ -3,27 +3,24 @@
 import glob
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.support import forked
 
 PROGRAMS = {os.path.basename(path)[: -len(".py")]: path for path in glob.glob(os.path.join(ROOT, "examples", "*.py"))}
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Returns a function that runs one example in a fresh process and an empty folder, and returns its output."""
+    """Returns a function that runs one example in a process and an empty folder of its own, and returns its output."""
 
     def run(name):
         folder = tmp_path / "empty"
         folder.mkdir()
         environment = {**os.environ, "PYTHONPATH": ROOT, "LOG_MF_PATH": str(tmp_path / "log")}
-        result = subprocess.run(
-            [sys.executable, PROGRAMS[name]], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-        )
+        result = forked.run([PROGRAMS[name]], folder, environment)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
