@@ -91,11 +91,14 @@ def measure_import(processes: int) -> Dict[str, Any]:
         "import time; start = time.perf_counter(); import mindspore; middle = time.perf_counter(); "
         "from mindlora import *; print(middle - start, time.perf_counter() - middle)"
     )
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    # pip compiles what it installs; of a checkout, the first process writes the bytecode.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     pairs = []
     for _ in range(processes + 1):
         result = subprocess.run(
             [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": ROOT},
+            env=environment,
             capture_output=True,
             text=True,
             check=True,
