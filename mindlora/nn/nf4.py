@@ -3,8 +3,9 @@
 import math
 from typing import Dict, Optional, Tuple, Type
 
+import mindspore as ms
 import numpy as np
-from mindspore import DeviceCtx, Parameter, Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
@@ -144,7 +145,7 @@ def _unset(weight, shape, dtype):
     dtype = mstype.uint8 if of_codes else mstype.float32
     if weight.has_init:
         return initializer(Constant(0 if of_codes else np.nan), list(shape), dtype)
-    with DeviceCtx("meta"):
+    with ms.DeviceCtx("meta"):
         return mint.empty(shape, dtype=dtype)
 
 
