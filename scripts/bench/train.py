@@ -97,11 +97,7 @@ def measure_import(processes: int) -> Dict[str, Any]:
     pairs = []
     for _ in range(processes + 1):
         result = subprocess.run(
-            [sys.executable, "-c", script],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
         )
         pairs.append(tuple(map(float, result.stdout.split()[-2:])))
     # The first one reads the files from disk.
