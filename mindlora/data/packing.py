@@ -124,7 +124,7 @@ def packed_columns(
     longest = max(map(len, ends), default=0)
     for number, row in enumerate(columns):
         row = {**row, "boundary": np.array([boundary.token], np.int32)}
-        if ends:
+        if actual_seq_len is not None:
             filling = (0, longest - len(ends[number]))
             row["actual_seq_len"] = np.pad(ends[number], filling, constant_values=actual_seq_len)
         yield row

@@ -130,7 +130,7 @@ def convert_examples(
         counts[output_path],
         tokenized.notes,
         held_out=held_out_path,
-        held_out_rows=counts.get(held_out_path, 0),
+        held_out_rows=counts[held_out_path] if held_out_path else 0,
         skipped=tokenized.skipped,
         truncated=tokenized.truncated,
         inputs={path: [len(used), len(usable)] for path, used, usable in zip(inputs, mixed, tokenized.inputs)},
