@@ -45,4 +45,6 @@ def test_peft_gives_the_same_logits(peer, tmp_path):
         peer.logits(model=tmp_path / "hf", ids=ids, path=tmp_path / "theirs.npy", adapter=adapter)
         theirs[name] = np.load(tmp_path / "theirs.npy").reshape(-1, QWEN3["vocab_size"])
     assert np.abs(theirs["adapted"] - theirs["base"]).max() > 0.1
-    np.testing.assert_allclose(np.load(tmp_path / "ours.npy"), theirs["adapted"], rtol=0, atol=2e-5)
+    # The logits of MindFormers 2.0 are rounded as in bfloat16.
+    tolerance = 2e-5 if pynative_runs.trainer_version() >= (2, 1) else 2e-2
+    np.testing.assert_allclose(np.load(tmp_path / "ours.npy"), theirs["adapted"], rtol=0, atol=tolerance)
