@@ -2,10 +2,14 @@
 
 import json
 
+import openai
 import pytest
 
 from tests.support import stories260k
 from tests.support.runs import python, succeeded
+from tests.support.served_llama import serving
+
+PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +19,19 @@ def folder(tmp_path_factory):
 
 
 def test_generate_gives_the_published_text(library, folder):
-    options = ["--model", folder, "--prompt", "Once upon a time", "--max-tokens", "60", "--json"]
+    options = ["--model", folder, "--prompt", PROMPT, "--max-tokens", "60", "--json"]
     output = succeeded(python(["-m", "mindlora.cli", "generate", *options], folder))
     (answer,) = json.loads(output.splitlines()[-1])["answers"]
     assert (answer["prompt"] + answer["text"]).startswith(stories260k.PUBLISHED)
+
+
+@pytest.fixture
+def client(library, folder, tmp_path):
+    """A client of `mindlora serve` on that folder."""
+    with serving(str(tmp_path), source=("--model", str(folder))) as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_the_server_gives_the_published_text(client):
+    answer = client.completions.create(model="stories260K", prompt=PROMPT, max_tokens=60, temperature=0)
+    assert (PROMPT + answer.choices[0].text).startswith(stories260k.PUBLISHED)

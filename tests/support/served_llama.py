@@ -69,15 +69,15 @@ def write_adapter(folder, name, seed, kind=None):
 
 
 @contextlib.contextmanager
-def serving(folder, *options):
+def serving(folder, *options, source=("--config", "run.yaml", "--adapters", "adapters")):
     """Runs `mindlora serve` while the context lasts; yields its URL, and ``log``, a function that returns its lines.
 
-    Ends it by SIGTERM, and expects exit code 0.
+    ``source`` is what it serves. Ends it by SIGTERM, and expects exit code 0.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log, process = os.path.join(folder, "requests.jsonl"), os.path.join(folder, "pid")
-    words = ["serve", "--config", "run.yaml", "--adapters", "adapters", "--port", str(port), "--request-log", log]
+    words = ["serve", *source, "--port", str(port), "--request-log", log]
     program = (
         f"import os; open({process!r}, 'w').write(str(os.getpid()))\n"
         f"from mindlora import cli; raise SystemExit(cli.main({[*words, *options]!r}))"
