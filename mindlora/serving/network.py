@@ -7,6 +7,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
+from mindspore.nn.utils import no_init_parameters
 
 from mindlora.errors import ConfigError
 from mindlora.nn.multi_lora_dense import MultiLoRADense
@@ -24,8 +25,9 @@ FEW_TOKENS = 64
 def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
     """Builds a MindFormers causal language model with a paged key-value cache, for single processes.
 
-    The model is in evaluation mode, its weights not loaded. pet_config in ``model``, that node of a YAML, is not looked
-    at. Raises ConfigError if MindFormers cannot build the model, or its attention has no paged cache.
+    The model is in evaluation mode, and its parameters have no values until load_base fills them. pet_config in
+    ``model``, that node of a YAML, is not looked at. Raises ConfigError if MindFormers cannot build the model, or its
+    attention has no paged cache.
     """
     from mindformers.models.build_model import build_network as build
     from mindformers.tools.register import MindFormerConfig
@@ -45,7 +47,8 @@ def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell
         num_blocks=settings.block_count,
     )
     try:
-        network = build(node)
+        with no_init_parameters():
+            network = build(node)
     except ValueError as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ConfigError(f"model cannot be built by MindFormers: {reason} Correct the node model.") from error

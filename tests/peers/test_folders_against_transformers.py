@@ -11,7 +11,7 @@ from mindlora import cli
 from mindlora.base.convert import convert_base
 from mindlora.data.tokenizers import fit_tokenizer
 from mindlora.doctor.examination import check_yaml
-from mindlora.serving.build import load_base
+from mindlora.load_base import load_base
 from tests.support import moe_cpu
 from tests.support.mcore_networks import mcore_context
 

@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 
+from mindlora.load_base import load_base
 from mindlora.nn.adapter_matching import cell_shapes
 from mindlora.quantize import quantize_base
-from mindlora.serving.build import load_base
 from mindlora.serving.network import add_pools, build_network, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.request import Lease, Part, Request, Sampling

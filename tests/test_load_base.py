@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 from mindspore import nn
 
+from mindlora import LoraConfig, apply_lora
 from mindlora.base.convert import convert_base
 from mindlora.base.quantize import quantize_checkpoint
 from mindlora.errors import CheckpointError, ConfigError
+from mindlora.load_base import load_base
+from mindlora.nn.tree import lora_cells
+from mindlora.numerics.dtypes import BFLOAT16, to_float32
 from mindlora.quantize import quantize_base
-from mindlora.serving.build import load_base
 from mindlora.serving.network import build_network, linear_cells
 from mindlora.serving.settings import EngineSettings
 from tests.support import llama_checkpoints
@@ -17,6 +20,13 @@ from tests.support.tiny_serving import base_weights, model, save_base
 
 SETTINGS = EngineSettings(seq_length=16, block_size=4, max_running=1, max_tokens_per_step=4)
 FLOAT32 = np.dtype("<f4")
+
+
+def build_llama(node):
+    from mindformers.models.build_model import build_network as build
+    from mindformers.tools.register import MindFormerConfig
+
+    return build(MindFormerConfig(**node))
 
 
 def network(quantize=False, **keys):
@@ -52,6 +62,42 @@ def test_every_form_of_a_checkpoint_is_loaded(checkpoint, tmp_path, form):
     made = network()
     load_base(made, path)
     assert_loaded(made, base_weights())
+
+
+def test_no_weight_is_drawn_that_the_base_replaces(checkpoint):
+    made = network()
+    of_base = [p for p in made.get_parameters() if not p.name.endswith("_cache")]
+    assert all(parameter.has_init for parameter in of_base)
+    load_base(made, checkpoint)
+    assert not any(parameter.has_init for parameter in of_base)
+
+
+def test_nothing_is_loaded_from_a_checkpoint_that_does_not_suit(mindformers, tmp_path):
+    weights, _ = damaged(base_weights(), "shape")
+    made = network()
+    with pytest.raises(CheckpointError):
+        load_base(made, save_base(tmp_path / "base.ckpt", weights))
+    assert all(parameter.has_init for parameter in made.get_parameters())
+
+
+def test_bfloat16_is_widened_without_a_change(mindformers, tmp_path):
+    tensors = llama_checkpoints.llama(BFLOAT16)
+    path = llama_checkpoints.save_base(tmp_path / "hf", tensors, 1, **llama_checkpoints.CONFIG)
+    made = network(vocab_size=llama_checkpoints.VOCAB)
+    load_base(made, path)
+    cell = linear_cells(made)["model.layers.1.feed_forward.w2"]
+    expected = to_float32(tensors["model.layers.1.mlp.down_proj.weight"])
+    np.testing.assert_array_equal(as_array(cell.weight), expected)
+
+
+def test_an_adapter_s_parameters_stay_as_they_are(checkpoint):
+    made = build_llama(model())
+    apply_lora(made, LoraConfig(lora_rank=4, target_modules=".*wq"))
+    _, cell = next(lora_cells(made))
+    a = as_array(cell.lora_parameters()[0])
+    load_base(made, checkpoint)
+    np.testing.assert_array_equal(as_array(cell.lora_parameters()[0]), a)
+    np.testing.assert_array_equal(as_array(cell.weight), base_weights()["model.layers.0.attention.wq.weight"])
 
 
 @pytest.mark.parametrize("shards", [1, 3])

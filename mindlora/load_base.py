@@ -1,0 +1,108 @@
+"""load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses one that lacks any."""
+
+import os
+from typing import Dict
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from mindlora.base.convert import in_mindformers_names
+from mindlora.base.joined import join, parts_of
+from mindlora.base.reader import BaseCheckpoint
+from mindlora.base.writer import OutputTensor
+from mindlora.common.text import listed
+from mindlora.errors import CheckpointError, ConfigError
+from mindlora.nn.tensors import to_tensor
+from mindlora.nn.tree import lora_cells, saved_module_parameters
+from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
+
+_NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
+# What a network for serving has besides the base's weights.
+_CACHES = (".key_cache", ".value_cache")
+
+
+def load_base(network: nn.Cell, path: str) -> None:
+    """Fills the parameters of a network from a checkpoint of its base.
+
+    One tensor at a time is read and takes the parameter's dtype, so that the host holds one copy of the base and one
+    tensor more. Parameters of adapters, caches, and saved modules that have values already stay as they are.
+
+    Args:
+        network (nn.Cell): A legacy model of MindFormers, its linear cells quantized if the checkpoint's are. Best built
+            under mindspore.nn.utils.no_init_parameters, so that no value is drawn which is replaced here.
+        path (str): A file or folder with names of MindFormers or Hugging Face.
+
+    Raises:
+        ConfigError: There is no path, or nothing is there.
+        CheckpointError: The file cannot be read, or lacks parameters, or one has another shape or kind of dtype.
+    """
+    if not path:
+        raise ConfigError(
+            "load_checkpoint is empty: a model with random weights has nothing to say. Name the base with "
+            "--load_checkpoint."
+        )
+    if not os.path.exists(path):
+        raise ConfigError(f"load_checkpoint: {path} does not exist. Correct the path (--load_checkpoint).")
+    parameters = _parameters_of_base(network)
+    with BaseCheckpoint(path) as base:
+        tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
+        _add_joined(parameters, tensors, _kv_heads(network))
+        missing = sorted(set(parameters) - set(tensors))
+        if missing:
+            raise CheckpointError(
+                f"{path} lacks {len(missing)} parameters of the network: {listed(missing)}. Name the checkpoint of the "
+                "model that the YAML describes."
+            )
+        for name, parameter in parameters.items():
+            _check(parameter, tensors[name], path)
+        for name, parameter in parameters.items():
+            _fill(parameter, tensors[name])
+
+
+def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:
+    others = {parameter.name for parameter in saved_module_parameters(network) if not parameter.has_init}
+    for _, cell in lora_cells(network):
+        others.update(parameter.name for parameter in cell.lora_parameters())
+    return {
+        parameter.name: parameter
+        for parameter in network.get_parameters()
+        if parameter.name not in others and not parameter.name.endswith(_CACHES)
+    }
+
+
+def _kv_heads(network):
+    config = network.config
+    return config.n_kv_heads or config.num_heads
+
+
+def _add_joined(parameters: Dict[str, Parameter], tensors: Dict[str, OutputTensor], kv_heads: int) -> None:
+    """Makes w_qkv and w_gate_hidden of the tensors that a checkpoint holds apart."""
+    for name in set(parameters) - set(tensors):
+        parts = parts_of(name)
+        if parts and all(part in tensors for part in parts):
+            tensors[name] = join(name, [tensors[part] for part in parts], kv_heads)
+
+
+def _check(parameter: Parameter, tensor: OutputTensor, path: str) -> None:
+    packed = _is_packed(parameter)
+    if tuple(tensor.shape) != tuple(parameter.shape) or packed != (tensor.dtype == np.uint8):
+        raise CheckpointError(
+            f"{path}: {tensor.name} is {list(tensor.shape)} of {tensor.dtype}, and the network needs "
+            f"{list(parameter.shape)} of {parameter.dtype}. Name the checkpoint of the model that the YAML describes"
+            f"{'' if packed == (tensor.dtype == np.uint8) else ', and quantize_base as the checkpoint is'}."
+        )
+
+
+def _fill(parameter: Parameter, tensor: OutputTensor) -> None:
+    array = tensor.rows(0, tensor.row_count).reshape(tensor.shape)
+    if not _is_packed(parameter):
+        array = from_float32(to_float32(array), _NUMPY[str(parameter.dtype)])
+    if array.dtype == BFLOAT16:
+        parameter.set_data(to_tensor(array))
+    else:
+        # The tensor takes over the array's memory: it is this function's alone, or copied here.
+        parameter.set_data(Tensor.from_numpy(np.require(array, requirements=("C", "W", "O"))))
+
+
+def _is_packed(parameter: Parameter) -> bool:
+    return str(parameter.dtype) == "UInt8"
