@@ -72,6 +72,7 @@ class PyNativeBase(LinearBase):
         return ops.MatMul(transpose_b=True), ops.Add() if cell.has_bias else None, cell.compute_dtype
 
     def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
+        # MindFormers shards later. Where it does not, fused operators saved no time either (docs/pynative.md).
         return composed_low_rank(dropout_rate, "a cell that may be sharded takes MindSpore's operators alone")
 
 
@@ -165,8 +166,11 @@ class _OnPyNativeLinear(LoRADense):
                 fill(getattr(self, name), 0)
 
     def linear(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        """x W^T + bias, by MindFormers' Linear."""
-        return self.linear_type.construct(self, input_, weight)
+        """x W^T + bias, by MindFormers' Linear where the cell is sharded."""
+        if is_sharded(self.weight):
+            return self.linear_type.construct(self, input_, weight)
+        # MindFormers multiplies by a transposed view of W, which a CPU copies at every step.
+        return self.base.like(self._base(self.base.tokens(input_)), input_)
 
     def reset_linear(self) -> None:
         """Sets W and bias to their initial values, by MindFormers' Linear."""
@@ -176,9 +180,9 @@ class _OnPyNativeLinear(LoRADense):
 class LoRAPyNativeLinear(_OnPyNativeLinear):
     r"""A linear cell of a PyNative model with a low-rank update: y = x W^T + bias + ((dropout(x) A^T) * scale) B^T.
 
-    The first two terms are MindFormers' own forward. The low-rank path is made of MindSpore's operators, of which
-    PyNative computes the gradient, in the dtype in which the cell computes. Only from_cell creates such a cell, which
-    is an instance of MindFormers' Linear too.
+    All is made of MindSpore's operators, of which PyNative computes the gradient, in the dtype in which the cell
+    computes; those of the low-rank path are the ones of MindFormers' own LoRA, so that both train to the same bits.
+    Only from_cell creates such a cell, which is an instance of MindFormers' Linear too.
 
     Weights:
         weight [out_channels, in_channels], bias [out_channels], lora_a [r, in_channels], lora_b [out_channels, r].

@@ -21,10 +21,19 @@ def computed(tmp_path_factory):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_outputs_and_gradients_are_those_on_nn_dense(computed, variant):
-    results = {key: array for key, array in computed.items() if key.startswith(f"{variant}/linear/")}
-    assert f"{variant}/linear/x" in results and len(results) >= 3
+    check_like_nn_dense(computed, variant, "linear")
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora", "freeze_a"])
+def test_those_of_a_sharded_cell_are_too(computed, variant):
+    check_like_nn_dense(computed, variant, "sharded")
+
+
+def check_like_nn_dense(computed, variant, where):
+    results = {key: array for key, array in computed.items() if key.startswith(f"{variant}/{where}/")}
+    assert f"{variant}/{where}/x" in results and len(results) >= 3
     for key, array in results.items():
-        expected = computed[key.replace("/linear/", "/dense/")]
+        expected = computed[key.replace(f"/{where}/", "/dense/")]
         np.testing.assert_allclose(array, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max(), err_msg=key)
 
 

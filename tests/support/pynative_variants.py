@@ -1,8 +1,8 @@
 """The cells of variants on the Linear of MindFormers' PyNative models, beside those on nn.Dense; writes what they give.
 
-The argument is where to write an archive of arrays: variant, which cell, and what. Both cells have the same values. The
-first is made without values, as MindFormers makes models, and differentiated by Tensor.backward(); the second by
-value_and_grad.
+The argument is where to write an archive of arrays: variant, which cell, and what. All cells have the same values.
+Those of MindFormers are made without values, as it makes models, and differentiated by Tensor.backward(); the others
+by value_and_grad.
 """
 
 import sys
@@ -37,6 +37,14 @@ def made_without_values(config):
     assert isinstance(cell, Linear) and all(parameter.is_meta for parameter in (cell.weight, *cell.lora_parameters()))
     cell.to_empty(device="CPU")
     cell.reset_parameter()
+    return cell
+
+
+def divided_by_one(cell):
+    """Returns a cell that is sharded, as far as one process can tell: the slice of each parameter is all of it."""
+    for parameter in (cell.weight, cell.bias, *cell.lora_parameters()):
+        parameter.placements = ()
+        parameter.to_local = lambda whole=parameter: whole
     return cell
 
 
@@ -84,6 +92,7 @@ def main():
     """Computes with both cells of each variant."""
     pynative_cpu.install()
     from mindlora.config import LoraConfig
+    from mindlora.config.variants.registry import LORA
 
     rng = np.random.default_rng(1)
     x, dout = (Tensor(rng.standard_normal((2, 4, size)), ms.float32) for size in (IN, OUT))
@@ -92,10 +101,12 @@ def main():
         config = LoraConfig(**{"lora_rank": RANK, "lora_alpha": 6, **fields})
         dense = nn.Dense(IN, OUT)
         cells = {"linear": made_without_values(config), "dense": adapted(dense, config)}
+        if config.variant is LORA and not config.quantize_base:
+            cells["sharded"] = divided_by_one(made_without_values(config))
         for where, cell in cells.items():
             fill(cell)
             cell.set_train(True)
-            results = differentiated(cell, x, dout, by_backward=where == "linear")
+            results = differentiated(cell, x, dout, by_backward=where != "dense")
             found.update({f"{name}/{where}/{key}": array for key, array in results.items()})
             found.update({f"{name}/{where}_name/{part}": value.name for part, value in cell.parts().items()})
     np.savez(sys.argv[1], **found)

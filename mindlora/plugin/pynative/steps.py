@@ -30,7 +30,7 @@ def with_begun_step(training_step: Callable) -> Callable:
         step.begin()
         if trainer.num_accumulation_steps > 1:
             batches = _micro_batches(trainer, *arguments, **keywords)
-            step.expected = sum(step.counted_tokens(_shifted(step, batch)) for batch in batches)
+            step.accumulate([shifted(batch, step.gpt.seq_length) for batch in batches])
             # MindFormers 2.1 reads each micro-batch when its turn comes: it gets those that have been read.
             trainer._next_batch = iter(batches).__next__
         try:
@@ -99,7 +99,3 @@ def _micro_batches(trainer: Any, *arguments: Any, **keywords: Any) -> List[Dict[
     if isinstance(inputs, Mapping):
         return [trainer._split_micro_batch(inputs, number) for number in range(count)]
     return [trainer._next_batch() for _ in range(count)]
-
-
-def _shifted(step, inputs):
-    return shifted(inputs, step.gpt.seq_length)

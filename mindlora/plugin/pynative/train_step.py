@@ -37,11 +37,8 @@ class TrainStep(nn.Cell):
         self.records_norms = records_norms
         self.rate = None
         self.limits: Optional[Tuple[float, float]] = None
+        self.copies_gradients = False
         self.begin()
-        if ms.get_context("device_target") == "CPU":
-            # There MindSpore 2.10 adds the next micro-batch's gradient wrongly to one that is a transposed view.
-            for parameter in model.trainable_params():
-                parameter.register_hook(lambda gradient: gradient.copy())
 
     @functools.cached_property
     def gpt(self) -> GPTModel:
@@ -58,6 +55,15 @@ class TrainStep(nn.Cell):
         self.skipped = False
         self.learning_rate = None
         self.record = StepRecord(math.nan)
+
+    def accumulate(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
+        """Prepares a step of several micro-batches: from then on each counts as much as it has tokens."""
+        self.expected = sum(self.counted_tokens(batch) for batch in micro_batches)
+        if ms.get_context("device_target") == "CPU" and not self.copies_gradients:
+            # There MindSpore 2.10 adds the next micro-batch's gradient wrongly to one that is a transposed view.
+            for parameter in self.network.trainable_params():
+                parameter.register_hook(lambda gradient: gradient.copy())
+            self.copies_gradients = True
 
     def counted_tokens(self, inputs: Mapping[str, Any]) -> int:
         """Returns how many tokens of a micro-batch the loss counts."""
