@@ -30,13 +30,18 @@ def _data_options(parser):
     )
     _add_inputs(chat, "messages, system, tools")
     _add_conversion_options(chat)
-    chat.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="chat template in Jinja, for a tokenizer that has none, or instead of its own",
-    )
+    _add_chat_template(chat)
     _add_example_options(chat)
     add_command(chat, _convert_chat)
+    preference = kinds.add_parser(
+        "preference",
+        help="preferences (TRL, LLaMA-Factory, Anthropic, UltraFeedback): pairs of answers, or judged ones",
+    )
+    _add_inputs(preference, "prompt, chosen, rejected, completion, label, messages, completions, system, tools")
+    _add_conversion_options(preference)
+    _add_chat_template(preference)
+    _add_example_options(preference)
+    add_command(preference, _convert_preference)
     text = kinds.add_parser("text", help="plain text to pretrain on, packed into full rows")
     text.add_argument("--input", required=True, metavar="FILE.txt", help="the file to convert")
     _add_conversion_options(text)
@@ -46,8 +51,16 @@ def _data_options(parser):
     add_command(text, _convert_text)
 
 
+def _add_chat_template(parser):
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="chat template in Jinja, for a tokenizer that has none, or instead of its own",
+    )
+
+
 def _add_inputs(parser, fields):
-    """Adds what alpaca and chat are told about their inputs; _example_settings reads all but --input."""
+    """Adds what all kinds but text are told about their inputs; _example_settings reads all but --input."""
     parser.add_argument(
         "--input",
         required=True,
@@ -113,7 +126,7 @@ def _add_conversion_options(parser):
 
 
 def _add_example_options(parser):
-    """Adds what alpaca and chat have in common; _example_settings reads it."""
+    """Adds what all kinds but text have in common; _example_settings reads it."""
     parser.add_argument(
         "--holdout",
         type=float,
@@ -199,6 +212,15 @@ def _convert_chat(arguments: argparse.Namespace) -> "DataReport":
     from mindlora.data import chat
 
     return chat.convert_chat(
+        *_conversion(arguments), chat_template=arguments.chat_template, **_example_settings(arguments)
+    )
+
+
+def _convert_preference(arguments: argparse.Namespace) -> "DataReport":
+    _quiet_transformers()
+    from mindlora.data import preference
+
+    return preference.convert_preference(
         *_conversion(arguments), chat_template=arguments.chat_template, **_example_settings(arguments)
     )
 

@@ -83,14 +83,15 @@ class ChatTemplate:
             add_generation_prompt=prompt,
         )[0]
 
-    def spans(self, conversation: Conversation) -> Tuple[str, List[Span]]:
+    def spans(self, conversation: Conversation, first: int = 0) -> Tuple[str, List[Span]]:
         """Returns the text of a conversation and where the assistant speaks in it, the end of each turn included.
 
-        Raises UnusableRow if the template refuses the conversation, or does not tell where the assistant speaks.
+        Only messages from the number ``first`` on are looked at. Raises UnusableRow if the template refuses the
+        conversation, or does not tell where the assistant speaks.
         """
         try:
             template = self.tokenizer.get_chat_template(self.source, conversation.tools)
-            text, spans = (self._marked if _MARK.search(template) else self._turns)(conversation, template)
+            text, spans = (self._marked if _MARK.search(template) else self._turns)(conversation, template, first)
         except UnusableRow:
             raise
         except Exception as error:  # a template is a program, which fails in its own ways
@@ -100,7 +101,7 @@ class ChatTemplate:
             raise UnusableRow("the chat template shows nothing that the assistant says")
         return text, spans
 
-    def _marked(self, conversation, template):
+    def _marked(self, conversation, template, first):
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if any(message.get("weight") == 0 for message in conversation.messages):
@@ -118,15 +119,16 @@ class ChatTemplate:
         for begin, end in marks[0]:
             # Some templates end the mark before the token that ends the turn, but a model must learn to stop.
             spans.append((begin, end + len(eos) if text.startswith(eos, end) else end))
-        return text, spans
+        before = sum(message["role"] == "assistant" for message in conversation.messages[:first])
+        return text, spans[before:]
 
-    def _turns(self, conversation, _):
+    def _turns(self, conversation, _, first):
         messages, tools = conversation
         text = self.render(conversation)
         spans = []
         closing = self._closing(conversation, text)
         for number, message in enumerate(messages):
-            if message["role"] != "assistant" or message.get("weight") == 0:
+            if number < first or message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             before = self.render(Conversation(messages[:number], tools), prompt=True)
             until = self.render(Conversation(messages[: number + 1], tools)).removesuffix(closing)

@@ -42,20 +42,31 @@ def read_conversation(record: Any) -> Conversation:
         raise UnusableRow("not an object")
     if "messages" not in record:
         raise UnusableRow('no "messages"')
-    entries = _parsed(record["messages"])
+    entries = from_json(record["messages"])
     if not isinstance(entries, list) or not entries:
         raise UnusableRow('"messages" is not a list with entries')
-    messages = _system_prompt(record.get("system")) + [_message(entry) for entry in entries]
-    if [message["role"] for message in messages[:2]] == ["system", "system"]:
-        raise UnusableRow('a "system" beside a system message')
+    messages = with_system(record.get("system"), [read_message(entry) for entry in entries])
     if all(message["role"] != "assistant" for message in messages):
         raise UnusableRow("no assistant's turn")
-    conversation = Conversation(messages, _tools(record.get("tools")))
+    conversation = Conversation(messages, read_tools(record.get("tools")))
+    check_unicode(conversation)
+    return conversation
+
+
+def with_system(prompt: Optional[str], messages: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Returns messages with a system prompt before them, if there is one; raises UnusableRow if they have their own."""
+    messages = _system_prompt(prompt) + messages
+    if [message["role"] for message in messages[:2]] == ["system", "system"]:
+        raise UnusableRow('a "system" beside a system message')
+    return messages
+
+
+def check_unicode(value: Any) -> None:
+    """Raises UnusableRow if a text in a value, such as a Conversation, is not valid Unicode."""
     try:
-        json.dumps(conversation, ensure_ascii=False).encode("utf-8")
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise UnusableRow("not valid Unicode") from None
-    return conversation
 
 
 def texts_of(conversation: Conversation) -> str:
@@ -63,7 +74,7 @@ def texts_of(conversation: Conversation) -> str:
     return "\n".join(message["content"] or "" for message in conversation.messages)
 
 
-def _parsed(value):
+def from_json(value: Any) -> Any:
     """Returns what a JSON string stands for, as tables hold lists; a string that is not JSON is returned as it is."""
     if not isinstance(value, str):
         return value
@@ -79,7 +90,8 @@ def _system_prompt(text):
     return [{"role": "system", "content": text}] if text and text.strip() else []
 
 
-def _message(entry):
+def read_message(entry: Any) -> Dict[str, Any]:
+    """Returns a message as Conversation holds it; raises UnusableRow if it cannot be read."""
     if not isinstance(entry, dict):
         raise UnusableRow("a message is not an object")
     names = ("from", "value") if "from" in entry and "role" not in entry else ("role", "content")
@@ -112,7 +124,7 @@ def _text(content, name):
 
 def _called(text):
     """Returns the calls in the text of ShareGPT's function_call: one object or a list of them, as JSON."""
-    parsed = _parsed(text)
+    parsed = from_json(text)
     return _calls(parsed if isinstance(parsed, list) else [parsed])
 
 
@@ -122,7 +134,7 @@ def _calls(entries):
     calls = []
     for call in entries:
         function = call.get("function", call) if isinstance(call, dict) else None
-        arguments = _parsed(function.get("arguments", {})) if isinstance(function, dict) else None
+        arguments = from_json(function.get("arguments", {})) if isinstance(function, dict) else None
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             raise UnusableRow("a call of a tool that cannot be read")
         outer = {} if function is call else call
@@ -130,8 +142,9 @@ def _calls(entries):
     return calls
 
 
-def _tools(value):
-    tools = _parsed(value) if value else None
+def read_tools(value: Any) -> Optional[List[Dict[str, Any]]]:
+    """Returns a list of functions as Conversation holds it; raises UnusableRow if it cannot be read."""
+    tools = from_json(value) if value else None
     if not tools:
         return None
     # Some list the functions without what OpenAI puts around them.

@@ -12,7 +12,7 @@ MindFormers' own evaluation (``do_eval``) drops no token, so its rows need seq_l
 import abc
 import dataclasses
 import sys
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, TypeVar
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -40,7 +40,8 @@ class DataReport:
         notes (list of str): What else the user should know.
         held_out (str or None): The MindRecord of the rows held out.
         skipped (dict): Reason -> locations of the rows skipped for it, such as {"no \\"output\\"": ["line 12"]}.
-        truncated (list of str): Locations of the rows whose end was cut off.
+        truncated (list of str): Locations of the rows that were cut.
+        cut_at (str): Where they were cut: at their "end" or at their "beginning".
         inputs (dict): Input -> [rows of it that were used, rows of it that could be used].
         packed_boundary (int or None): Token that begins an example of a row; None if a row holds one example.
         statistics (LengthStatistics or None): Of the lengths of the examples, where it was asked for.
@@ -60,6 +61,7 @@ class DataReport:
     held_out_rows: int = 0
     skipped: Dict[str, List[str]] = dataclasses.field(default_factory=dict)
     truncated: List[str] = dataclasses.field(default_factory=list)
+    cut_at: str = "end"
     inputs: Dict[str, List[int]] = dataclasses.field(default_factory=dict)
     packed_boundary: Optional[int] = None
     statistics: Optional[object] = None
@@ -73,7 +75,7 @@ class DataReport:
             lines += [f"{path}: {used} of {usable} usable rows" for path, (used, usable) in self.inputs.items()]
         lines += [f"skipped, {line}" for line in describe_skipped(self.skipped)]
         if self.truncated:
-            lines.append(f"cut at the end: {len(self.truncated)} ({first_ten(self.truncated)})")
+            lines.append(f"cut at the {self.cut_at}: {len(self.truncated)} ({first_ten(self.truncated)})")
         lines.append(
             f"{self.tokens} tokens, {self.trained_tokens} of them in the loss; the longest example has {self.longest}"
         )
@@ -94,6 +96,11 @@ class Encoded(NamedTuple):
     tokens: np.ndarray
     learned: np.ndarray
 
+    @property
+    def parts(self) -> "Tuple[Encoded, ...]":
+        """The sequences of tokens that it consists of: itself."""
+        return (self,)
+
     def columns(
         self, seq_length: int, pad_token_id: int, ignore_token_id: int = IGNORE_TOKEN_ID
     ) -> Dict[str, np.ndarray]:
@@ -113,10 +120,14 @@ class UnusableRow(Exception):
 
 
 class Examples(abc.ABC):
-    """A kind of examples: what makes tokens of a row. ``chat_template`` is saved with a tokenizer that it trains."""
+    """A kind of examples: what makes tokens of a row. ``chat_template`` is saved with a tokenizer that it trains.
+
+    ``cut_at`` says where ``cut`` cuts what is too long.
+    """
 
     layout: Layout
     chat_template: Optional[str] = None
+    cut_at = "end"
 
     @abc.abstractmethod
     def parse(self, record: Any) -> Any:
@@ -137,9 +148,17 @@ class Examples(abc.ABC):
     def encode(self, parsed: Any, tokenizer: Any) -> Encoded:
         """Returns the tokens of what ``parse`` returned; raises UnusableRow if they show a problem."""
 
+    def length(self, encoded: Encoded) -> int:
+        """Returns how many tokens a row needs for an example."""
+        return len(encoded.tokens)
+
     @abc.abstractmethod
     def cut(self, encoded: Encoded, limit: int) -> Encoded:
         """Returns the first ``limit`` tokens at most; raises UnusableRow if nothing to learn would remain."""
+
+    def complete(self, encoded: List[Encoded]) -> List[Encoded]:
+        """Returns the examples of an input, all of which have been encoded, with what they need of each other."""
+        return encoded
 
 
 class RowFormat(NamedTuple):
@@ -160,13 +179,14 @@ class RowFormat(NamedTuple):
     def report(self, encoded: List[Encoded], output: str, rows: int, notes: Iterable[str], **more: Any) -> DataReport:
         """Returns the report of ``encoded``, of which ``rows`` are in ``output``; ``more`` are its other fields."""
         special = tokenizers.special_ids(self.tokenizer)
+        parts = all_parts(encoded)
         return DataReport(
             output=output,
             rows=rows,
-            tokens=sum(len(row.tokens) for row in encoded),
+            tokens=sum(len(part.tokens) for part in parts),
             # No position predicts the first token of a row.
-            trained_tokens=sum(int(row.learned[1:].sum()) for row in encoded),
-            longest=max(len(row.tokens) for row in encoded),
+            trained_tokens=sum(int(part.learned[1:].sum()) for part in parts),
+            longest=max(len(part.tokens) for part in parts),
             seq_length=self.seq_length,
             vocab_size=tokenizers.vocabulary_size(self.tokenizer),
             pad_token_id=special.pad,
@@ -174,6 +194,11 @@ class RowFormat(NamedTuple):
             notes=[*notes, *special.notes],
             **more,
         )
+
+
+def all_parts(examples: Iterable[Encoded]) -> List[Encoded]:
+    """Returns the sequences of tokens that examples consist of."""
+    return [part for example in examples for part in example.parts]
 
 
 def check_seq_length(seq_length: int) -> None:

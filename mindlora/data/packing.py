@@ -81,11 +81,11 @@ def pack(examples: Sequence[Encoded], boundary: Boundary, seq_length: int, seed:
     order = np.random.default_rng(seed).permutation(len(rows))
     packed = []
     for number in order:
-        packed.append(_join([examples[item] for item in rows[number]], boundary))
+        packed.append(join([examples[item] for item in rows[number]], boundary))
     return packed
 
 
-def _join(examples, boundary):
+def join(examples: Sequence[Encoded], boundary: Boundary) -> Encoded:
     """Returns one row of some examples."""
     gap = np.full(int(boundary.is_padding), boundary.token, np.int32)
     tokens = []

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from mindlora.data.conversion import (
     Examples,
     RowFormat,
     UnusableRow,
+    all_parts,
     check_seq_length,
     describe_skipped,
     progress,
@@ -99,9 +100,17 @@ def held_out_name(output_path: str) -> str:
 
 
 def convert_examples(
-    examples: Examples, inputs: Union[str, Sequence[str]], output_path: str, tokenizer: Any, settings: Settings
+    examples: Examples,
+    inputs: Union[str, Sequence[str]],
+    output_path: str,
+    tokenizer: Any,
+    settings: Settings,
+    pack_rows: Callable[..., List[Encoded]] = pack,
 ) -> DataReport:
-    """Writes the MindRecord of one kind of examples (see convert_alpaca), once everything has been checked."""
+    """Writes the MindRecord of one kind of examples (see convert_alpaca), once everything has been checked.
+
+    ``pack_rows`` puts many examples into a row, as mindlora.data.packing.pack does.
+    """
     _check_arguments(output_path, tokenizer, settings)
     inputs = [inputs] if isinstance(inputs, str) else list(inputs)
     _check_weights(settings.weights, len(inputs))
@@ -111,7 +120,7 @@ def convert_examples(
     encoded = list(itertools.chain(*mixed))
     row_format = RowFormat(loaded, settings.seq_length, settings.ignore_token_id)
     boundary = _boundary(encoded, loaded) if settings.pack else None
-    columns = _row_maker(row_format, boundary, settings)
+    columns = _row_maker(row_format, boundary, settings, pack_rows)
     statistics = _statistics(encoded, loaded, settings)
     kept, held_out = _hold_out(encoded, settings.holdout, settings.seed)
     held_out_path = held_out_name(output_path) if held_out else None
@@ -133,6 +142,7 @@ def convert_examples(
         held_out_rows=counts[held_out_path] if held_out_path else 0,
         skipped=tokenized.skipped,
         truncated=tokenized.truncated,
+        cut_at=examples.cut_at,
         inputs={path: [len(used), len(usable)] for path, used, usable in zip(inputs, mixed, tokenized.inputs)},
         packed_boundary=boundary and boundary.token,
         statistics=statistics,
@@ -196,7 +206,7 @@ def _encode(rows, examples, tokenizer, settings, result):
     for row in progress(rows, "tokenizing"):
         try:
             example = examples.encode(row.record, tokenizer)
-            if len(example.tokens) > limit:
+            if examples.length(example) > limit:
                 if not settings.truncate:
                     raise UnusableRow(f"more than {limit} tokens")
                 example = examples.cut(example, limit)
@@ -204,7 +214,7 @@ def _encode(rows, examples, tokenizer, settings, result):
             encoded.append(example)
         except UnusableRow as problem:
             result.skipped.setdefault(str(problem), []).append(row.location)
-    return encoded
+    return examples.complete(encoded)
 
 
 def _check_weights(weights: Union[Sequence[float], None], inputs: int) -> None:
@@ -243,16 +253,16 @@ def mix(inputs: Sequence[List[Encoded]], weights: Union[Sequence[float], None], 
 
 def _boundary(examples, tokenizer):
     special = tokenizers.special_ids(tokenizer)
-    return find_boundary(examples, special.bos, special.pad)
+    return find_boundary(all_parts(examples), special.bos, special.pad)
 
 
-def _row_maker(row_format, boundary, settings):
+def _row_maker(row_format, boundary, settings, pack_rows):
     """Returns what makes the columns of rows from some of the examples: one in each row, or packed."""
     if boundary is None:
         return row_format.columns
 
     def packed(part):
-        rows = pack(part, boundary, settings.seq_length, settings.seed)
+        rows = pack_rows(part, boundary, settings.seq_length, settings.seed)
         return packed_columns(
             rows, row_format.columns(rows), boundary, settings.seq_length if settings.actual_seq_len else None
         )
@@ -267,7 +277,7 @@ def _statistics(examples, tokenizer, settings):
     boundary = None
     with contextlib.suppress(DataError):
         boundary = _boundary(examples, tokenizer)
-    statistics = length_statistics(examples, settings.seq_length, boundary)
+    statistics = length_statistics(all_parts(examples), settings.seq_length, boundary)
     if isinstance(settings.stats, str):
         with atomic.replace_file(settings.stats) as path:
             draw_lengths(statistics, path)

@@ -1,7 +1,8 @@
-"""Gradients of a batch that is processed in micro-batches, where every counted token weighs the same."""
+"""Gradients of a batch that is processed in micro-batches, where every counted token or example weighs the same."""
 
 from typing import Tuple
 
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
@@ -35,24 +36,28 @@ class TokenGradients(nn.Cell):
 
     Args:
         network (Cell): Returns the sum of the losses and the number of counted tokens, float32 [] or [1] each; or, if
-            it knows no tokens, a loss alone, which then counts as one token.
+            it knows no tokens, a loss alone, which then counts as one token. The number may be the first of several,
+            float32 [M], which are added up over the micro-batches as it is.
         weights (ParameterTuple): What to differentiate with respect to.
         micro_batches (int): K; the first dimension of every input must be a multiple of it.
+        counts (int): M. Default: 1.
 
     Inputs:
         - **scale** (Tensor) - Factor of the gradients, which keeps those of a float16 network from underflowing.
         - **\\*inputs** (Tensor) - The batch.
 
     Outputs:
-        Tuple (s, n, gradients): float32 [], float32 [], and a tuple of scale ds/dw in the shapes of the weights, in
-        float32 if there are several micro-batches, otherwise in the dtypes of the weights.
+        Tuple (s, n, gradients): float32 [], float32 [M] (M is 1 where the network returns one number or none), and a
+        tuple of scale ds/dw in the shapes of the weights, in float32 if there are several micro-batches, otherwise in
+        the dtypes of the weights.
     """
 
-    def __init__(self, network: nn.Cell, weights: tuple, micro_batches: int = 1):
+    def __init__(self, network: nn.Cell, weights: tuple, micro_batches: int = 1, counts: int = 1):
         super().__init__(auto_prefix=False)
         self.network = network
         self.weights = weights
         self.micro_batches = micro_batches
+        self.no_counts = Tensor(np.zeros(counts), mstype.float32)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.map = ops.HyperMap()
         self.zero = Tensor(0, mstype.float32)
@@ -67,7 +72,7 @@ class TokenGradients(nn.Cell):
             rows = _rows_of_micro_batch(x.shape[0], self.micro_batches)
             micro_batches += (x.reshape((self.micro_batches, rows) + x.shape[1:]),)
         total = self.zero
-        count = self.zero
+        count = self.no_counts
         gradients = ()
         for weight in self.weights:
             gradients += (ops.zeros(weight.shape, mstype.float32),)
@@ -95,4 +100,4 @@ class TokenGradients(nn.Cell):
             count = self.one
             sens = ops.ones_like(total) * scale.astype(total.dtype)
         gradients = self.grad(self.network, self.weights)(*inputs, sens)
-        return total.astype(mstype.float32).reshape(()), count.astype(mstype.float32).reshape(()), gradients
+        return total.astype(mstype.float32).reshape(()), count.astype(mstype.float32).reshape((-1,)), gradients

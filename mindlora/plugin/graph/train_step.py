@@ -16,8 +16,10 @@ from mindlora.nn.adalora import is_adaptive
 from mindlora.plugin.graph.mcore_model import McoreLoss
 from mindlora.plugin.graph.network import base_of, count_tokens_in_loss
 from mindlora.plugin.graph.packing import install_segment_mask
+from mindlora.plugin.graph.preference import preference_loss
 from mindlora.plugin.log import logger
 from mindlora.training.exchange import Exchange, FlatLayout, Ranks, exchange_settings, make_exchange
+from mindlora.training.preference import SUMS, answer_tokens, preference_measures, preference_settings
 from mindlora.training.rank_budget import RankBudget
 from mindlora.training.rate_factor import TRANSIENT, RateFactor
 from mindlora.training.token_gradients import TokenGradients
@@ -53,6 +55,8 @@ class StepRecord(NamedTuple):
         skipped (bool): Whether the step changed nothing.
         stop (bool): Whether some rank has asked to stop.
         learning_rate (float or None): The rate that was used, or would have been in a skipped step.
+        preference (dict or None): What preference_measures tells of the step, where it learns from preferences; then
+            the loss is a mean over examples, and the tokens are those of the answers.
     """
 
     loss: float
@@ -61,6 +65,7 @@ class StepRecord(NamedTuple):
     skipped: bool = False
     stop: bool = False
     learning_rate: Optional[float] = None
+    preference: Optional[Dict[str, float]] = None
 
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
@@ -88,6 +93,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
             sets it. Default: False.
         packed_boundary (int, optional): Token at which the examples of packed rows begin; no example then sees another
             one. mindlora-run sets it from the data. Default: None, the rows are not packed.
+        preference (dict, optional): What the run learns from preferences: the fields of PreferenceSettings. Default:
+            None, it learns the labels.
         **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
 
     Outputs:
@@ -106,6 +113,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         record_gradient_norms: bool = False,
         rank_budget: bool = False,
         packed_boundary: Optional[int] = None,
+        preference: Optional[Mapping] = None,
         **kwargs: Any,
     ):
         rate = RateFactor(optimizer)
@@ -126,15 +134,17 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         check_number(micro_batches, "micro_batches", COUNT)
         if self.is_mindformers_step:
             settings = {"micro_batches": micro_batches > 1, "gradient_exchange": gradient_exchange != "dense"}
-            _refuse(mode, **settings, rank_budget=rank_budget)
+            _refuse(mode, **settings, preference=preference is not None, rank_budget=rank_budget)
         self.rank_budget = _budget(network, self.weights, rank_budget)
         if packed_boundary is not None:
             install_segment_mask(base_of(network), packed_boundary)
         self.is_distributed_step = mode == "data_parallel" and get_group_size() > 1
         self.micro_batches = micro_batches
-        self.counts_tokens = not self.is_mindformers_step and count_tokens_in_loss(network)
-        model = self.network if self.use_legacy else McoreLoss(self.network, self.counts_tokens)
-        self.token_gradients = TokenGradients(model, self.weights, micro_batches)
+        self.preference = None if preference is None else preference_settings(preference)
+        self.learns_preferences = self.preference is not None
+        self.counts_tokens = False
+        counts = len(SUMS) if self.learns_preferences else 1
+        self.token_gradients = TokenGradients(self._model(network), self.weights, micro_batches, counts)
         self.exchange = None
         if self.is_distributed_step and not self.is_mindformers_step:
             layout = FlatLayout(self.weights)
@@ -146,21 +156,30 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         self.record = _transient("record", np.zeros(6))
         self.limits = _transient("limits", np.full(2, np.inf))
         self.stop_request = _transient("stop_request", np.zeros(()))
+        self.sums = _transient("sums", np.zeros(counts))
         self.norms = _transient("gradient_norms", np.zeros(len(self.weights))) if record_gradient_norms else None
         self.records_norms = record_gradient_norms
+
+    def _model(self, network):
+        """Returns what is differentiated: it gives the sum of losses and how many there are."""
+        if self.learns_preferences:
+            return preference_loss(self.network, self.preference)
+        self.counts_tokens = not self.is_mindformers_step and count_tokens_in_loss(network)
+        return self.network if self.use_legacy else McoreLoss(self.network, self.counts_tokens)
 
     def construct(self, *inputs: Tensor) -> Tuple:
         if self.is_mindformers_step:
             return super().construct(*inputs)
         # A mean over the positions of a batch has gradients of the size for which loss scales are chosen.
         positions = self.positions(inputs)
-        total, count, gradients = self.token_gradients(self.scale_sense / positions, *inputs)
+        total, sums, gradients = self.token_gradients(self.scale_sense / positions, *inputs)
         status, scale = self.start_overflow_check(total, self.scale_sense)
         stop = self.stop_request.reshape(())
         elsewhere = None
         if self.exchange is not None:
             elsewhere = ops.addn(self.hyper_map(_not_finite, gradients))
-            total, count, elsewhere, stop = self.sum_over_ranks(ops.stack((total, count, elsewhere, stop))).unbind()
+            total, elsewhere, stop, sums = self.of_all_ranks(total, elsewhere, stop, sums)
+        count = sums[0]
         loss = total / count
         gradients = self.hyper_map(ops.partial(_scaled, positions / (scale * count)), gradients)
         if self.local_norm:
@@ -189,11 +208,17 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
             loss = self.update(loss, gradients, residual)
         values = (loss, norm, count, skipped.astype(mstype.float32), stop, learning_rate)
         ops.assign(self.record, ops.stack(values))
+        ops.assign(self.sums, sums)
         if self.records_norms:
             ops.assign(self.norms, ops.sqrt(squares))
         if self.local_norm:
             return loss, overflow, scale, learning_rate, global_norm, local_norm, size
         return loss, overflow, scale, learning_rate, global_norm
+
+    def of_all_ranks(self, total: Tensor, elsewhere: Tensor, stop: Tensor, sums: Tensor) -> Tuple[Tensor, ...]:
+        """Returns the sums over all ranks of three numbers, float32 [], and of sums, float32 [M]."""
+        summed = self.sum_over_ranks(ops.concat((ops.stack((total, elsewhere, stop)), sums)))
+        return summed[0], summed[1], summed[2], summed[3:]
 
     def update(self, loss: Tensor, gradients: Tuple[Tensor, ...], residual: Optional[Tensor]) -> Tensor:
         """Updates the weights, and what follows from the update; returns ``loss``, once all of it is done."""
@@ -205,7 +230,9 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         return loss
 
     def positions(self, inputs: Tuple[Tensor, ...]) -> float:
-        """Returns how many tokens the loss of a batch could count at most: a constant of the shape."""
+        """Returns how many tokens, or examples, the loss of a batch could count at most: a constant of the shape."""
+        if self.learns_preferences:
+            return float(inputs[-1].shape[0] * inputs[-1].shape[1])
         return float(inputs[0].shape[0] * inputs[0].shape[1]) if self.counts_tokens else float(self.micro_batches)
 
     def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor:
@@ -268,8 +295,12 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
 
     def last_record(self) -> StepRecord:
         """Returns what the last step measured, the same on every rank."""
-        loss, norm, tokens, skipped, stop, rate = (float(value) for value in self.record.asnumpy())
-        return StepRecord(loss, norm, tokens if self.counts_tokens else None, skipped > 0, stop > 0, rate)
+        loss, norm, count, skipped, stop, rate = (float(value) for value in self.record.asnumpy())
+        tokens, measures = (count if self.counts_tokens else None), None
+        if self.preference is not None:
+            sums = self.sums.asnumpy()
+            tokens, measures = answer_tokens(sums), preference_measures(sums, self.preference)
+        return StepRecord(loss, norm, tokens, skipped > 0, stop > 0, rate, measures)
 
     def gradient_norms(self) -> Dict[str, float]:
         """Returns the norm of each trainable parameter's gradient, before clipping, in the last step.

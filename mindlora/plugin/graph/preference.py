@@ -1,0 +1,49 @@
+"""Preference training on MindFormers' models: log-probabilities of labels in place of a loss, and the reference."""
+
+from mindformers.core.loss.loss import CrossEntropyLoss
+from mindspore import Tensor, nn
+
+from mindlora.errors import ConfigError
+from mindlora.plugin.graph.network import base_of
+from mindlora.training.preference import PreferenceLoss, PreferenceSettings, reference_network
+
+
+class LabelLogProbabilities(nn.Cell):
+    """The log-probability of each label, by the parts of MindFormers' CrossEntropyLoss, which know how it is sharded.
+
+    Inputs:
+        - **logits** (Tensor) - float32 [n, vocabulary].
+        - **labels** (Tensor) - int32 [n]; one that is no token, such as ignore_token_id, does not count.
+        - **mask** (Tensor) - As for CrossEntropyLoss; not used.
+
+    Outputs:
+        float32 [n]; 0 for labels that do not count.
+    """
+
+    def __init__(self, loss: CrossEntropyLoss):
+        super().__init__()
+        self.log_softmax = loss._log_softmax
+        self.negative_log_likelihood = loss._nllloss
+
+    def construct(self, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        log_probabilities, one_hot = self.log_softmax(logits, labels)
+        return -self.negative_log_likelihood(log_probabilities, one_hot)
+
+
+def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> PreferenceLoss:
+    """Returns the loss of a MindFormers model on preferences. The loss of the model is replaced in place.
+
+    Raises ConfigError if the model is no legacy one, whose loss gets the logits of all tokens, or the reference cannot
+    be had.
+    """
+    model = base_of(network)
+    while not isinstance(getattr(model, "loss", None), CrossEntropyLoss):
+        model = getattr(model, "network", None)
+        if not isinstance(model, nn.Cell):
+            raise ConfigError(
+                f"preference needs the logits of every token, and {type(base_of(network)).__name__} does not give them "
+                "to a CrossEntropyLoss of MindFormers' legacy models. Use a legacy model, such as LlamaForCausalLM."
+            )
+    model.loss = LabelLogProbabilities(model.loss)
+    reference = reference_network(network) if settings.kind.uses_reference else None
+    return PreferenceLoss(network, reference, settings)

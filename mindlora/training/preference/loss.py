@@ -1,0 +1,164 @@
+"""PreferenceLoss: a network that learns from preferences, as a train step differentiates it."""
+
+from typing import Dict, Optional, Sequence, Tuple
+
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+from mindlora.config.preference import PreferenceSettings
+from mindlora.training.preference.losses import PAIR_LOSSES, kto_loss
+
+# What PreferenceLoss adds up beside the loss, in this order.
+SUMS = (
+    "examples",
+    "chosen",
+    "rejected",
+    "right",
+    "reward_chosen",
+    "reward_rejected",
+    "log_probability_chosen",
+    "log_probability_rejected",
+    "tokens_chosen",
+    "tokens_rejected",
+    "kl",
+)
+
+
+class PreferenceLoss(nn.Cell):
+    """The sum of the losses of all examples of a batch, and what describes them.
+
+    An example is a pair of answers to one prompt, the chosen and the rejected one, or with KTO one answer that is
+    desirable or not, and beside it the answer of another example, by which the distance of the model from the reference
+    is estimated (see docs/preferences.md). Both are in one row of the data. Every example weighs the same.
+
+    Args:
+        network (Cell): Called with tokens and labels, int32 [rows, N + 1] each, it returns the log-probability of each
+            label but the first, float32 [rows * N], and 0 where the label does not count.
+        reference (Cell, optional): Likewise; None for a loss that needs none.
+        settings (PreferenceSettings): The loss.
+
+    Inputs:
+        - **input_ids** (Tensor) - int32 [batch, N + 1] or [batch, R, N + 1]: a row of the data is one row of the
+          network, or R of them.
+        - **labels** (Tensor) - The same shape: the tokens of answers, elsewhere the label that does not count.
+        - **answers** (Tensor) - The same shape: the number of the answer in its row of the data that a label belongs
+          to, -1 for none. Example k has the answers 2k (chosen, or the one that is judged) and 2k + 1 (rejected, or
+          another example's).
+        - **marks** (Tensor) - int32 [batch, K], the column ``pairs`` or ``judgments``: 1 for a pair and for a desirable
+          answer, -1 for an undesirable one, 0 where the row has no k-th example.
+
+    Outputs:
+        Tuple (total, sums): the sum of the losses, float32 [], and SUMS, float32 [len(SUMS)], of which the first is the
+        number of examples.
+    """
+
+    def __init__(self, network: nn.Cell, reference: Optional[nn.Cell], settings: PreferenceSettings):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.reference = reference
+        self.pairs = settings.kind.pairs
+        self.pair_loss = PAIR_LOSSES.get(settings.loss)
+        self.beta = float(settings.beta)
+        self.smoothing = float(settings.label_smoothing)
+        self.margin = float(settings.margin)
+        self.desirable_weight = float(settings.desirable_weight)
+        self.undesirable_weight = float(settings.undesirable_weight)
+        self.normalizes = settings.length_normalization
+        self.sft_weight = float(settings.sft_weight)
+        self.one_hot = ops.OneHot()
+        self.on = Tensor(1, mstype.float32)
+        self.off = Tensor(0, mstype.float32)
+
+    def construct(self, input_ids: Tensor, labels: Tensor, answers: Tensor, marks: Tensor) -> Tuple[Tensor, Tensor]:
+        width = input_ids.shape[-1]
+        tokens, labels = input_ids.reshape((-1, width)), labels.reshape((-1, width))
+        batch, examples = marks.shape
+        which = answers.reshape((-1, width))[:, 1:].reshape((batch, -1))
+        which = self.one_hot(which, 2 * examples, self.on, self.off)
+        lengths = which.sum(1).reshape((batch, examples, 2))
+        policy = self.of_answers(self.network(tokens, labels), which, lengths)
+        scores = policy
+        if self.reference is not None:
+            reference = self.of_answers(self.reference(tokens, labels), which, lengths)
+            scores = policy - ops.stop_gradient(reference)
+        compared = scores
+        if self.normalizes:
+            compared = scores / ops.maximum(lengths, self.on)
+        exists = (marks != 0).astype(mstype.float32)
+        judged = marks.astype(mstype.float32)
+        # Where there is no example, a score of 0 would have infinite odds.
+        compared = compared + (exists - 1).expand_dims(-1)
+        kl = self.off
+        if self.pairs:
+            losses = self.pair_loss(compared[:, :, 0], compared[:, :, 1], self.beta, self.smoothing, self.margin)
+        else:
+            kl = (ops.stop_gradient(compared)[:, :, 1] * exists).sum()
+            estimate = ops.maximum(kl / ops.maximum(exists.sum(), self.on), self.off)
+            losses = kto_loss(compared[:, :, 0], judged, estimate, self.beta)
+            losses = losses * ops.select(marks > 0, self.desirable_weight, self.undesirable_weight)
+        if self.sft_weight:
+            mean = policy[:, :, 0] / ops.maximum(lengths[:, :, 0], self.on)
+            losses = losses - self.sft_weight * mean * (marks > 0).astype(mstype.float32)
+        sums = self.sums(ops.stop_gradient(compared), ops.stop_gradient(policy), lengths, judged, kl)
+        return (losses * exists).sum(), sums
+
+    def of_answers(self, log_probabilities: Tensor, which: Tensor, lengths: Tensor) -> Tensor:
+        """Returns the log-probability of each answer, float32 [batch, examples, 2], from those of its tokens."""
+        of_tokens = log_probabilities.reshape((which.shape[0], -1, 1))
+        return (of_tokens * which).sum(1).reshape(lengths.shape)
+
+    def sums(self, scores: Tensor, policy: Tensor, lengths: Tensor, judged: Tensor, kl: Tensor) -> Tensor:
+        """Returns SUMS, of pairs or of single answers."""
+        rewards = self.beta * scores
+        if self.pairs:
+            is_chosen = is_rejected = exists = judged
+            second = 1
+            right = (rewards[:, :, 0] > rewards[:, :, 1]).astype(mstype.float32) * exists
+        else:
+            is_chosen = (judged > 0).astype(mstype.float32)
+            is_rejected = (judged < 0).astype(mstype.float32)
+            exists = is_chosen + is_rejected
+            second = 0
+            estimate = ops.maximum(kl / ops.maximum(exists.sum(), self.on), self.off)
+            right = (judged * (scores[:, :, 0] - estimate) > 0).astype(mstype.float32)
+        return ops.stack(
+            (
+                exists.sum(),
+                is_chosen.sum(),
+                is_rejected.sum(),
+                right.sum(),
+                (rewards[:, :, 0] * is_chosen).sum(),
+                (rewards[:, :, second] * is_rejected).sum(),
+                (policy[:, :, 0] * is_chosen).sum(),
+                (policy[:, :, second] * is_rejected).sum(),
+                (lengths[:, :, 0] * is_chosen).sum(),
+                (lengths[:, :, second] * is_rejected).sum(),
+                kl,
+            )
+        )
+
+
+def preference_measures(sums: Sequence[float], settings: PreferenceSettings) -> Dict[str, float]:
+    """Returns what is reported of SUMS: means over examples, or over the chosen and over the rejected answers.
+
+    Its keys: reward_chosen, reward_rejected, reward_margin, reward_accuracy, log_probability_chosen,
+    log_probability_rejected, tokens_chosen, tokens_rejected, and of KTO kl. What no example tells is left out.
+    """
+    total = dict(zip(SUMS, map(float, sums)))
+    measures = {}
+    for side in ("chosen", "rejected"):
+        for name in ("reward", "log_probability", "tokens"):
+            if total[side]:
+                measures[f"{name}_{side}"] = total[f"{name}_{side}"] / total[side]
+    if total["chosen"] and total["rejected"]:
+        measures["reward_margin"] = measures["reward_chosen"] - measures["reward_rejected"]
+    if total["examples"]:
+        measures["reward_accuracy"] = total["right"] / total["examples"]
+        if not settings.kind.pairs:
+            measures["kl"] = total["kl"] / total["examples"]
+    return measures
+
+
+def answer_tokens(sums: Sequence[float]) -> float:
+    """Returns how many tokens of answers SUMS counts."""
+    return float(sums[SUMS.index("tokens_chosen")] + sums[SUMS.index("tokens_rejected")])
