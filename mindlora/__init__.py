@@ -18,6 +18,7 @@ _HOME = {
     "compare_adapters": "mindlora.adapters.compare",
     "convert_adapter": "mindlora.adapters.convert",
     "convert_base": "mindlora.base.convert",
+    "eva_adapter": "mindlora.eva",
     "freeze_base": "mindlora.apply",
     "initialize_adapters": "mindlora.initialize",
     "inspect_adapter": "mindlora.adapters.inspect",

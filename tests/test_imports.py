@@ -22,7 +22,7 @@ FLOORS = (
     ("nn", "base"),
     ("checks",),
     ("plan",),
-    ("quantize", "initialize", "merge", "load_base"),
+    ("quantize", "initialize", "eva", "merge", "load_base"),
     ("apply",),
     ("save_load",),
     ("data", "training"),

@@ -10,12 +10,11 @@ import numpy as np
 
 from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
+from mindlora.numerics.randomized_svd import randomized_svd
 
 NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
 _PISSA = re.compile(r"pissa(?:_niter_(\d+))?")
 _LOFTQ = re.compile(r"loftq(?:_iter_([1-9]\d*))?")
-# Random directions of the randomized decomposition beyond the rank; a few make its error small (Halko, 2011).
-_OVERSAMPLING = 8
 Quantized = TypeVar("Quantized")
 
 
@@ -118,7 +117,7 @@ def pissa(
     """
     check_rank(rank, weight, "pissa")
     u, s, vt = (
-        np.linalg.svd(weight, full_matrices=False) if iterations is None else _randomized_svd(weight, rank, iterations)
+        np.linalg.svd(weight, full_matrices=False) if iterations is None else randomized_svd(weight, rank, iterations)
     )
     root = np.sqrt(s[:rank] / np.float32(scale))
     return root[:, None] * vt[:rank], u[:, :rank] * root
@@ -177,21 +176,6 @@ def loftq(
         a, b = pissa(weight - dequantize(quantized), rank, scale)
         rest = residual(weight, a, b, scale)
     return quantized, a, b
-
-
-def _randomized_svd(weight: np.ndarray, rank: int, iterations: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (U, S, V^T) of W projected onto the range of (W W^T)^iterations W X, with X random directions."""
-    if weight.shape[0] < weight.shape[1]:
-        u, s, vt = _randomized_svd(weight.T, rank, iterations)
-        return vt.T, s, u.T
-    directions = min(rank + _OVERSAMPLING, *weight.shape)
-    rng = np.random.default_rng(0)
-    q = np.linalg.qr(weight @ rng.standard_normal((weight.shape[1], directions), np.float32))[0]
-    for _ in range(iterations):
-        q = np.linalg.qr(weight.T @ q)[0]
-        q = np.linalg.qr(weight @ q)[0]
-    u, s, vt = np.linalg.svd(q.T @ weight, full_matrices=False)
-    return q @ u, s, vt
 
 
 def check_even(rank: int) -> None:

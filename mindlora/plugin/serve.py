@@ -70,7 +70,7 @@ def build_engine(
     if (yaml.context.jit_config or {}).get("jit_level") == "O1":
         yaml.context.jit_config["jit_level"] = "O0"
     loaded = load_tokenizer(tokenizer or _tokenizer_of(yaml))
-    _build_context(yaml)
+    set_up_context(yaml)
     return make_engine(
         model,
         yaml.load_checkpoint,
@@ -83,14 +83,14 @@ def build_engine(
     )
 
 
-def _build_context(yaml: MindFormerConfig) -> None:
-    """Sets MindSpore up as the YAML's context says."""
+def set_up_context(yaml: MindFormerConfig) -> None:
+    """Sets MindSpore up as the YAML's context says; raises ConfigError if it cannot be so here."""
     try:
         build_context(yaml)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"The YAML's context cannot be used here: {reason} Set --device_target CPU to serve on a CPU."
+            f"The YAML's context cannot be used here: {reason} Set --device_target CPU to run on a CPU."
         ) from error
 
 

@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-import re
 from collections import Counter
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from mindlora.errors import ConfigError, DataError
-from mindlora.models.target_modules import pattern_value
+from mindlora.models.path_patterns import kind_of_path, patterns_of
 from mindlora.numerics import initializers
 from mindlora.training.history import History
 
@@ -20,7 +19,6 @@ _SLOWEST = 0.95
 _UNKNOWN = 0.5
 # |P| times the norm of its gradient bounds the sum over P g, which is the same for each of these parts.
 _PARTS = ("A", "B", "lambda")
-_LAYER = re.compile(r"^(?:.*\.)?([^.\d]+)\.(\d+)\.(.+)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,43 +214,21 @@ def _allocate(evidence: Mapping[str, CellEvidence], budget: int) -> Dict[str, in
 
 def _groups(evidence: Mapping[str, CellEvidence], ranks: Mapping[str, int]) -> Iterable[RankGroup]:
     total = math.fsum(cell.sensitivity for cell in evidence.values()) or 1.0
-    by_rank: Dict[Tuple[str, int], List[str]] = {}
-    kinds: Dict[str, List[str]] = {}
-    for path in evidence:
-        by_rank.setdefault((_kind(path), ranks[path]), []).append(path)
-        kinds.setdefault(_kind(path), []).append(path)
+    patterns = patterns_of(ranks)
     shares = {}
-    for key, paths in by_rank.items():
-        shares[key] = math.fsum(evidence[path].sensitivity for path in paths) / total
-    for (kind, rank), paths in sorted(by_rank.items(), key=lambda item: -shares[item[0]]):
-        pattern = re.escape(kind) if paths == kinds[kind] else _pattern(paths)
-        if [path for path in evidence if pattern_value({pattern: True}, path, False)] != paths:
-            pattern = "|".join(f"^{re.escape(path)}" for path in paths)
-        yield RankGroup(pattern, tuple(paths), rank, _reason(evidence, paths, rank, shares[kind, rank]))
+    for pattern, paths in patterns.items():
+        shares[pattern] = math.fsum(evidence[path].sensitivity for path in paths) / total
+    for pattern, paths in sorted(patterns.items(), key=lambda item: -shares[item[0]]):
+        rank = ranks[paths[0]]
+        yield RankGroup(pattern, paths, rank, _reason(evidence, paths, rank, shares[pattern]))
 
 
-def _kind(path: str) -> str:
-    """Returns what cells of all layers have in common: the path behind the layer's number."""
-    layer = _LAYER.match(path)
-    return layer[3] if layer else path
-
-
-def _pattern(paths: List[str]) -> str:
-    """Returns an expression for cells of some layers, such as ``layers\\.(0|2)\\.attention\\.wq``."""
-    layers = [layer for layer in map(_LAYER.match, paths) if layer]
-    if not layers:
-        return re.escape(paths[0])
-    numbers = "|".join(layer[2] for layer in layers)
-    numbers = f"({numbers})" if len(layers) > 1 else numbers
-    return rf"{layers[0][1]}\.{numbers}\.{re.escape(layers[0][3])}"
-
-
-def _reason(evidence: Mapping[str, CellEvidence], paths: List[str], rank: int, share: float) -> str:
+def _reason(evidence: Mapping[str, CellEvidence], paths: Sequence[str], rank: int, share: float) -> str:
     cells = [evidence[path] for path in paths]
     before = math.fsum(cell.rank for cell in cells) / len(cells)
     used = math.fsum(cell.used for cell in cells) / len(cells)
     change = "more than" if rank > before else "less than" if rank < before else "as much as"
-    kind = _kind(paths[0])
+    kind = kind_of_path(paths[0])
     return (
         f"{kind}, {len(cells)} of {len(evidence)} cells: {share:.0%} of the sensitivity, {used:.1f} of {before:.3g} "
         f"ranks in use, so rank {rank}, {change} before."

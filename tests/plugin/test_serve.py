@@ -35,7 +35,7 @@ def refused(folder, mindformers, monkeypatch):
 def test_a_device_that_the_machine_has_not_is_one_line(refused):
     assert refused() == (
         "The YAML's context cannot be used here: Unsupported device target Ascend. Set "
-        "--device_target CPU to serve on a CPU."
+        "--device_target CPU to run on a CPU."
     )
 
 

@@ -74,6 +74,15 @@ def logits(model, ids, path, adapter=None):
         np.save(path, loaded(torch.tensor(ids)).logits.numpy())
 
 
+def eva(model, batches, config, eva_config, folder):
+    """Saves the adapter that PEFT initializes by EVA from batches of token ids and labels."""
+    settings = peft.LoraConfig(**config, init_lora_weights="eva", eva_config=peft.EvaConfig(**eva_config))
+    adapted = get_peft_model(load_model(model), settings)
+    rows = [{name: torch.tensor(values) for name, values in batch.items()} for batch in batches]
+    peft.initialize_lora_eva_weights(adapted, rows, show_progress_bar=False)
+    adapted.save_pretrained(folder)
+
+
 def generate(model, ids, new, adapter=None):
     """Returns the greedy continuation of token ids, and how much the best logit of each exceeds the second."""
     loaded = load_adapted(model, adapter) if adapter else load_model(model)
@@ -333,6 +342,7 @@ VERBS = {
         diffusion_outputs,
         diffusion_weights,
         original_names,
+        eva,
         save_stacked,
         save_diffusion,
     )
