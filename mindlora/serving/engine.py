@@ -10,6 +10,7 @@ from mindlora.errors import RequestError, ServingError
 from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
 from mindlora.serving.answer import Piece, Stream
 from mindlora.serving.detokenizer import Detokenizer, Stopping, TextDecoder
+from mindlora.serving.prompt_scores import score_prompts
 from mindlora.serving.request import Part, Request, Sampling, State
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.sampling import Sampler, sample_batch
@@ -126,6 +127,9 @@ class Engine:
     def submit(self, prompt: Sequence[int], sampling: Sampling, adapter: Optional[str] = None) -> Stream:
         """Asks an adapter, or the base if it is None, for an answer to the tokens of a prompt.
 
+        With ``sampling.prompt_logprobs``, request.prompt_logprobs of what is returned is complete when the answer
+        begins; with max_tokens 0 too, there is no answer and the prompt is all that is computed.
+
         Raises:
             RequestError: The prompt or a number of ``sampling`` cannot be used.
             QueueFullError: Too many requests wait.
@@ -227,6 +231,7 @@ class Engine:
     def _step(self, parts: List[Part]) -> List[Tuple[Stream, Piece]]:
         try:
             logits = self.runner.forward(parts)
+            failed = score_prompts(self.runner, parts)
         except Exception as error:  # whatever it is, the other requests can go on
             logger.exception("A step failed.")
             return self._fail(parts, error)
@@ -239,7 +244,7 @@ class Engine:
                 for row, request in enumerate(sampling)
                 if request.state is State.RUNNING
             ]
-        if not rows:
+        if not rows and not failed:
             return []
         chosen = sample_batch(
             [answer.sampler for _, _, answer in rows],
@@ -247,7 +252,12 @@ class Engine:
             [request.generated for _, request, _ in rows],
         )
         with self._changed:
-            return [
+            pieces = [
+                (self._answers[request.number].stream, self._end(request, "error", error=error))
+                for request, error in failed.items()
+                if request.state is State.RUNNING
+            ]
+            return pieces + [
                 (answer.stream, self._take(request, answer, sampled))
                 for (_, request, answer), sampled in zip(rows, chosen)
                 if request.state is State.RUNNING
@@ -261,6 +271,8 @@ class Engine:
             request.first_token = time.monotonic()
             self._prompt_tokens += len(request.prompt)
             self._cached_tokens += request.cached
+        if request.sampling.max_tokens == 0:
+            return self._end(request, "length")
         request.tokens.append(sampled.token)
         self._generated_tokens += 1
         text, reason = answer.stopping.add(sampled.token)

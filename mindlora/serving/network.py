@@ -100,7 +100,8 @@ class ServedStep(nn.Cell):
           shape [max_tokens_per_step], the rest -1.
 
     Outputs:
-        Tensor [R, vocabulary], float32: the logits after the tokens ``last``.
+        Tuple of the logits after the tokens ``last``, [R, vocabulary] float32, and of what the head took for every
+        token, [T, hidden_size].
 
     Attributes:
         decodes (bool): Whether it takes MindFormers' form of decoding, in which each request has one token.
@@ -111,12 +112,10 @@ class ServedStep(nn.Cell):
         self.network = network
         self.slots_of_tokens = slots_of_tokens
         self.decodes = decodes_alone(few)
-        self.head_has_pool = isinstance(network.lm_head, MultiLoRADense)
+        self.head = ServedHead(network)
         self.on_cpu = ms.get_context("device_target") == "CPU"
         self.reshape = ops.Reshape()
-        self.gather = ops.Gather()
         self.assign = ops.Assign()
-        self.cast = ops.Cast()
         # What is causal follows from the lengths on a CPU; the shape alone must be that of a mask.
         self.no_mask = Tensor([[0.0]], mstype.float32)
         self.set_train(False)
@@ -143,7 +142,7 @@ class ServedStep(nn.Cell):
         block_tables: Tensor,
         slot_mapping: Tensor,
         last: Tensor,
-    ) -> Tensor:
+    ) -> Tuple[Tensor, Tensor]:
         self.assign(self.slots_of_tokens, slots)
         if self.decodes:
             hidden = self.network.model(
@@ -160,11 +159,38 @@ class ServedStep(nn.Cell):
                 q_seq_lens=query_lengths,
                 seq_range=positions,
             )
-        hidden = self.gather(self.reshape(hidden, (-1, hidden.shape[-1])), last, 0)
-        if self.head_has_pool:
-            logits = self.network.lm_head.with_slots(hidden, self.gather(slots, last, 0), True)
+        hidden = self.reshape(hidden, (-1, hidden.shape[-1]))
+        return self.head(hidden, slots, last), hidden
+
+
+class ServedHead(nn.Cell):
+    """The logits after some tokens of a step, a few at a time: those of all tokens could be larger than the model.
+
+    Inputs:
+        - **hidden** (Tensor) - [T, hidden_size], as ServedStep returns it.
+        - **slots** (Tensor) - int32 [max_tokens_per_step]: the slot of each token.
+        - **rows** (Tensor) - int32 [R]: the tokens, FEW_TOKENS at most.
+
+    Outputs:
+        Tensor [R, vocabulary], float32.
+    """
+
+    def __init__(self, network: nn.Cell):
+        super().__init__(auto_prefix=False)
+        self.lm_head = network.lm_head
+        self.has_pool = isinstance(network.lm_head, MultiLoRADense)
+        self.gather = ops.Gather()
+        self.cast = ops.Cast()
+        self.set_train(False)
+        # As in ServedStep: always the same graph.
+        self.phase = "prefill"
+
+    def construct(self, hidden: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+        hidden = self.gather(hidden, rows, 0)
+        if self.has_pool:
+            logits = self.lm_head.with_slots(hidden, self.gather(slots, rows, 0), True)
         else:
-            logits = self.network.lm_head(hidden)
+            logits = self.lm_head(hidden)
         return self.cast(logits, mstype.float32)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import itertools
 import time
-from typing import List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 _IDS = itertools.count()
 
@@ -14,7 +14,7 @@ class Sampling:
     """How tokens are chosen, and when a request ends.
 
     Attributes:
-        max_tokens (int): New tokens at most.
+        max_tokens (int): New tokens at most; 0 with prompt_logprobs, to have a text scored and nothing added.
         temperature (float): Divides the logits; 0 always takes the likeliest token.
         top_p (float): Only the likeliest tokens whose probabilities add up to top_p are drawn from.
         top_k (int): Only the top_k likeliest tokens are drawn from; 0 for all.
@@ -27,6 +27,9 @@ class Sampling:
         stop_tokens (tuple of int): Tokens that end the answer as the end token does, whatever ignore_eos says.
         ignore_eos (bool): Go on after the end token, up to max_tokens.
         logprobs (int or None): How many of the likeliest tokens to report beside the chosen one; None for no report.
+        prompt_logprobs (int or None): The same for the tokens of the prompt, from scored_from on; None for no report.
+        scored_from (int): Index of the first token of the prompt to report; at least 1, since nothing predicts the
+            first.
     """
 
     max_tokens: int = 16
@@ -41,6 +44,8 @@ class Sampling:
     stop_tokens: Tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: Optional[int] = None
+    prompt_logprobs: Optional[int] = None
+    scored_from: int = 1
 
 
 class State(enum.Enum):
@@ -72,10 +77,12 @@ class Request:
         prompt (list of int): Token ids, at least one.
         adapter (str or None): Name of the adapter; None for the base.
         number (int): Unique in the process, in the order of creation.
-        tokens (list of int): The prompt and what was generated.
+        tokens (list of int): The prompt and what was generated. Without an answer (max_tokens 0), the prompt without its
+            last token, after which nothing is asked.
         computed (int): The tokens from the start whose keys and values are in the cache.
         cached (int): Those of the prompt's tokens that were in the cache before the request came.
         blocks (list of int): The blocks of the cache that hold them, in order.
+        prompt_logprobs (dict): Index in the prompt -> Sampled, of the tokens that were asked for and are computed.
         lease (Lease or None): The adapter's slot, while the request runs; None for the base.
         finish_reason (str or None): "stop", "length", "cancelled" or "error" when it is finished.
         preemptions (int): How often it lost its blocks and was computed again.
@@ -90,6 +97,7 @@ class Request:
     computed: int = 0
     cached: int = 0
     blocks: List[int] = dataclasses.field(default_factory=list)
+    prompt_logprobs: Dict[int, Any] = dataclasses.field(default_factory=dict)
     lease: Optional[Lease] = None
     state: State = State.WAITING
     finish_reason: Optional[str] = None
@@ -101,12 +109,19 @@ class Request:
     finished: float = 0.0
 
     def __post_init__(self):
-        self.tokens = list(self.prompt)
+        self.tokens = self.prompt[:-1] if self.sampling.max_tokens == 0 else list(self.prompt)
 
     @property
     def generated(self) -> List[int]:
         """The new tokens."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def reusable(self) -> int:
+        """How many of its first tokens need no step if their keys and values are in the cache already."""
+        if self.sampling.prompt_logprobs is None:
+            return len(self.tokens) - 1
+        return min(self.sampling.scored_from, len(self.tokens)) - 1
 
     @property
     def slot(self) -> int:
@@ -126,3 +141,11 @@ class Part:
     def samples(self) -> bool:
         """Whether the step computes the last token, after which the next one is chosen."""
         return self.start + self.count == len(self.request.tokens)
+
+    @property
+    def scores(self) -> range:
+        """The tokens of the prompt, by index, whose log-probabilities the step gives: those after computed ones."""
+        sampling, end = self.request.sampling, min(self.start + self.count + 1, len(self.request.prompt))
+        if sampling.prompt_logprobs is None:
+            return range(0)
+        return range(max(self.start + 1, sampling.scored_from), end)

@@ -1,7 +1,7 @@
 """ModelRunner: computes the steps that the scheduler plans, on MindFormers' network and its pools of adapters."""
 
 import dataclasses
-from typing import Dict, List, Mapping, Sequence
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -10,7 +10,7 @@ from mindspore.common import dtype as mstype
 from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.nn.tensors import to_tensor
 from mindlora.ops.multi_lora_slot_write import MultiLoraSlotWrite
-from mindlora.serving.network import ServedStep, set_stage, takes_few
+from mindlora.serving.network import ServedHead, ServedStep, set_stage, takes_few
 from mindlora.serving.packed_adapter import PackedAdapter
 from mindlora.serving.request import Part
 from mindlora.serving.settings import EngineSettings
@@ -113,9 +113,10 @@ class _WriteAll(nn.Cell):
 class ModelRunner:
     """Computes steps of a network with a paged cache and pools of adapters, of ``dtype``. It is used by one thread.
 
-    Two graphs are compiled by warm_up, one for steps of few tokens, such as decoding, and one for many, such as chunks
-    of prompts with decoding beside them; other numbers of requests or tokens compile nothing. ``cells`` is what
-    add_pools returned for the network, whose weights must have been loaded.
+    Three graphs are compiled by warm_up: one for steps of few tokens, such as decoding, one for many, such as chunks of
+    prompts with decoding beside them, and one for the logits of tokens that are not the last ones; other numbers of
+    requests or tokens compile nothing. ``cells`` is what add_pools returned for the network, whose weights must have
+    been loaded.
     """
 
     def __init__(self, network: nn.Cell, cells: Dict[str, MultiLoRADense], dtype: np.dtype, settings: EngineSettings):
@@ -124,6 +125,9 @@ class ModelRunner:
         self.pools = SlotPools(cells, dtype)
         shared = next(iter(cells.values())).slots_of_tokens
         self._steps = {few: ServedStep(network, shared, few) for few in (False, True)}
+        self._head = ServedHead(network)
+        # What the head took in the last step, and the slots of its tokens.
+        self._hidden: Optional[Tuple[Tensor, Tensor]] = None
         self.vocab_size: int = network.config.vocab_size
 
     def warm_up(self) -> None:
@@ -136,6 +140,7 @@ class ModelRunner:
         for few in self._steps:
             set_stage(self.network, few)
             self._run(inputs, few)
+        self._warm_up_head()
 
     def forward(self, parts: Sequence[Part]) -> np.ndarray:
         """Computes one step: writes the keys and values of its tokens to the cache.
@@ -145,6 +150,23 @@ class ModelRunner:
         inputs = step_inputs(parts, self.settings.block_size, self.settings.blocks_per_request)
         return self._run(inputs, takes_few(inputs.query_lengths, inputs.last))
 
+    def logits_after(self, rows: Sequence[int]) -> np.ndarray:
+        """Returns float32 [rows, vocabulary], the logits after tokens of the step that forward has computed last.
+
+        ``rows`` counts the step's tokens, part after part; FEW_TOKENS of them at most.
+        """
+        hidden, slots = self._hidden
+        return self._head(hidden, slots, Tensor(np.array(rows, np.int32))).asnumpy()
+
+    def _warm_up_head(self):
+        hidden, slots = self._hidden
+        self._head.set_inputs(
+            Tensor(shape=[None, hidden.shape[1]], dtype=hidden.dtype),
+            Tensor(shape=list(slots.shape), dtype=mstype.int32),
+            Tensor(shape=[None], dtype=mstype.int32),
+        )
+        self.logits_after([0])
+
     def _run(self, inputs: StepInputs, few: bool) -> np.ndarray:
         tokens = len(inputs.tokens)
         slots = np.full(self.settings.max_tokens_per_step, -1, np.int32)
@@ -152,14 +174,16 @@ class ModelRunner:
         # A graph cannot take no rows at all, which happens when a step computes the middle of prompts.
         last = inputs.last if len(inputs.last) else np.zeros(1, np.int32)
         step = self._steps[few]
-        logits = step(
+        slots = Tensor(slots)
+        logits, hidden = step(
             Tensor(inputs.tokens.reshape((-1, 1) if step.decodes else (1, -1))),
             Tensor(inputs.positions),
-            Tensor(slots),
+            slots,
             Tensor(inputs.context_lengths),
             Tensor(inputs.query_lengths),
             Tensor(inputs.block_tables),
             Tensor(inputs.slot_mapping),
             Tensor(last),
         )
+        self._hidden = hidden, slots
         return logits.asnumpy()[: len(inputs.last)]

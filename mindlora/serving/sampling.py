@@ -196,10 +196,7 @@ class Sampler:
     def _sample(self, logits, generated, likeliest: int) -> Sampled:
         """As sample; ``likeliest`` is the place of the largest logit, or of a NaN."""
         if not math.isfinite(logits[likeliest]):
-            raise ServingError(
-                f"The logits of {_named(self.adapter)} are not finite at token {len(generated) + 1} of the answer: set "
-                "compute_dtype to bfloat16 or float32, or look for NaN and infinity in the weights."
-            )
+            raise _not_finite(self.adapter, f"at token {len(generated) + 1} of the answer")
         penalized = self._penalized(logits, generated)
         if self.greedy:
             token = likeliest if penalized is logits else int(penalized.argmax())
@@ -207,7 +204,7 @@ class Sampler:
             tokens, masses = self._masses(penalized)
             place = draw(masses, self._random.random())
             token = place if tokens is None else int(tokens[place])
-        return self._reported(token, logits, likeliest)
+        return _reported(token, logits, likeliest, self.sampling.logprobs)
 
     def _penalized(self, logits, generated):
         return self._penalties.apply(logits, generated) if self._penalties else logits
@@ -223,17 +220,36 @@ class Sampler:
             tokens, masses = places if tokens is None else tokens[places], masses[places]
         return tokens, masses
 
-    def _reported(self, token, logits, likeliest):
-        count = self.sampling.logprobs
-        if count is None:
-            return Sampled(token)
-        with np.errstate(over="ignore", under="ignore"):
-            shifted = logits - logits[likeliest]
-            logarithm = math.log(np.exp(shifted).sum(dtype=np.float64))
-        top = largest(shifted, count) if count else np.arange(0)
-        top = top[np.argsort(-shifted[top], kind="stable")][:count].tolist()
-        values = [max(float(shifted[place]) - logarithm, LEAST) for place in [token, *top]]
-        return Sampled(token, values[0], list(zip(top, values[1:])))
+
+def score_token(token: int, logits: np.ndarray, count: Optional[int], adapter: Optional[str]) -> Sampled:
+    """Returns a given token with its log-probability by logits, float32 [vocabulary], as Sampler reports it.
+
+    ``count`` is how many of the likeliest tokens to report with it. Raises ServingError, which names ``adapter``, if
+    the logits are not finite.
+    """
+    likeliest = int(logits.argmax())
+    if not math.isfinite(logits[likeliest]):
+        raise _not_finite(adapter, "within the prompt")
+    return _reported(token, logits, likeliest, count)
+
+
+def _reported(token: int, logits: np.ndarray, likeliest: int, count: Optional[int]) -> Sampled:
+    if count is None:
+        return Sampled(token)
+    with np.errstate(over="ignore", under="ignore"):
+        shifted = logits - logits[likeliest]
+        logarithm = math.log(np.exp(shifted).sum(dtype=np.float64))
+    top = largest(shifted, count) if count else np.arange(0)
+    top = top[np.argsort(-shifted[top], kind="stable")][:count].tolist()
+    values = [max(float(shifted[place]) - logarithm, LEAST) for place in [token, *top]]
+    return Sampled(token, values[0], list(zip(top, values[1:])))
+
+
+def _not_finite(adapter: Optional[str], where: str) -> ServingError:
+    return ServingError(
+        f"The logits of {_named(adapter)} are not finite {where}: set compute_dtype to bfloat16 or float32, or look for "
+        "NaN and infinity in the weights."
+    )
 
 
 def sample_batch(
@@ -260,6 +276,12 @@ def check_sampling(sampling: Sampling) -> None:
         ("presence_penalty", abs(sampling.presence_penalty) < math.inf, "a finite number"),
         ("frequency_penalty", abs(sampling.frequency_penalty) < math.inf, "a finite number"),
         ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "a whole number of at least 0"),
+        (
+            "prompt_logprobs",
+            sampling.prompt_logprobs is None or sampling.prompt_logprobs >= 0,
+            "a whole number of at least 0",
+        ),
+        ("scored_from", sampling.scored_from >= 1, "at least 1"),
     )
     for name, is_valid, meaning in ranges:
         if not is_valid:

@@ -150,16 +150,17 @@ class Scheduler:
     def _check(self, request: Request) -> None:
         prompt = len(request.prompt)
         new = request.sampling.max_tokens
-        if prompt == 0:
-            raise RequestError(f"The prompt has {prompt} tokens: give it at least one.")
-        if new < 1:
+        if not request.tokens:
+            least = "one" if new else "two, the second of which has a log-probability"
+            raise RequestError(f"The prompt has {prompt} tokens: give it at least {least}.")
+        if new < (request.sampling.prompt_logprobs is None):
             raise RequestError(f"max_tokens is {new}: ask for at least one token.")
-        if prompt + new > self.seq_length:
+        if len(request.tokens) + new > self.seq_length:
             raise RequestError(
                 f"The prompt's {prompt} tokens and max_tokens, {new}, are {prompt + new} together, and a sequence has "
                 f"at most {self.seq_length}: shorten the prompt or lower max_tokens."
             )
-        blocks = self._blocks_for(prompt + new - 1)  # the last token is never computed
+        blocks = self._blocks_for(len(request.tokens) + max(new, 1) - 1)  # the last new token is never computed
         if blocks > self.pool.num_blocks:
             raise RequestError(
                 f"The request needs {blocks} blocks of the cache for {prompt} prompt tokens and {new} new ones, and "
@@ -233,20 +234,24 @@ class Scheduler:
         size = self.pool.block_size
         if request.computed < len(request.blocks) * size:
             return False  # in the middle of a block of its own
-        computed = self.pool.find(salt, request.tokens)[len(request.blocks) :]
+        computed = self._find(request)[len(request.blocks) :]
         self.pool.share(computed)
         request.blocks += computed
         request.computed = len(request.blocks) * size
         if not request.preemptions:
             request.cached += len(computed) * size
         end = request.computed + size
-        if end >= len(request.tokens):
+        if end > request.reusable:
             return False
         for other in itertools.takewhile(lambda other: other is not request, self.running):
             will_compute = other.computed < end <= len(other.tokens)
             if will_compute and _salt(other) == salt and other.tokens[:end] == request.tokens[:end]:
                 return True
         return False
+
+    def _find(self, request: Request) -> List[int]:
+        """Returns the blocks of the cache that hold the beginning of a request, and that it need not compute."""
+        return self.pool.find(_salt(request), request.tokens)[: request.reusable // self.pool.block_size]
 
     def _chunk(self, request: Request, count: int) -> List[Part]:
         """Returns the part for as many tokens as there are blocks for; none if there are not any."""
@@ -303,7 +308,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> bool:
         """Makes a request run, with the blocks that hold its beginning already; False if too few are left."""
-        beginning = self.pool.find(_salt(request), request.tokens)
+        beginning = self._find(request)
         taken = self._blocks_for(len(request.tokens)) - sum(self.pool.users(block) > 0 for block in beginning)
         if taken > self._spare_blocks():
             return False
