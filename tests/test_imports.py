@@ -28,6 +28,7 @@ FLOORS = (
     ("data", "training"),
     ("drafts",),
     ("serving",),
+    ("evaluation",),
     ("plugin",),
     ("doctor",),
     ("cli",),

@@ -212,6 +212,9 @@ def describe_skipped(skipped: Dict[str, List[str]]) -> List[str]:
     return [f"{reason}: {len(locations)} ({first_ten(locations)})" for reason, locations in skipped.items()]
 
 
-def progress(items: Iterable[T], label: str) -> Iterable[T]:
-    """Iterates over ``items``, with a bar if stderr is a terminal and it takes more than a second."""
-    return tqdm(items, desc=label, delay=1, leave=False, disable=not sys.stderr.isatty())
+def progress(items: Iterable[T], label: str, total: Optional[int] = None) -> Iterable[T]:
+    """Iterates over ``items``, with a bar if stderr is a terminal and it takes more than a second.
+
+    ``total`` is how many there are, if ``items`` does not tell.
+    """
+    return tqdm(items, desc=label, total=total, delay=1, leave=False, disable=not sys.stderr.isatty())

@@ -169,6 +169,11 @@ class PromptForm:
     title: str
     takes_conversations: bool
 
+    @property
+    def is_text(self) -> bool:
+        """Whether a prompt is the text itself, with nothing around it but special tokens."""
+        return isinstance(self.prompt, RawPrompt)
+
     def tokens(self, text: str, history: Sequence[Dict[str, str]] = (), system: Optional[str] = None) -> List[int]:
         """Returns the tokens of a user's text after the messages of ``history`` and a system message.
 

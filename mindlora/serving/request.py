@@ -77,8 +77,8 @@ class Request:
         prompt (list of int): Token ids, at least one.
         adapter (str or None): Name of the adapter; None for the base.
         number (int): Unique in the process, in the order of creation.
-        tokens (list of int): The prompt and what was generated. Without an answer (max_tokens 0), the prompt without its
-            last token, after which nothing is asked.
+        tokens (list of int): The prompt and what was generated. With max_tokens 0, the prompt without its last token,
+            after which nothing is asked.
         computed (int): The tokens from the start whose keys and values are in the cache.
         cached (int): Those of the prompt's tokens that were in the cache before the request came.
         blocks (list of int): The blocks of the cache that hold them, in order.

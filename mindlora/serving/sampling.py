@@ -247,8 +247,8 @@ def _reported(token: int, logits: np.ndarray, likeliest: int, count: Optional[in
 
 def _not_finite(adapter: Optional[str], where: str) -> ServingError:
     return ServingError(
-        f"The logits of {_named(adapter)} are not finite {where}: set compute_dtype to bfloat16 or float32, or look for "
-        "NaN and infinity in the weights."
+        f"The logits of {_named(adapter)} are not finite {where}: set compute_dtype to bfloat16 or float32, or look "
+        "for NaN and infinity in the weights."
     )
 
 

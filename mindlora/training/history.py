@@ -5,9 +5,11 @@ Every record has "step" and one of the keys in KINDS, which says what it holds:
 - "run": the configuration, versions, machine and data; the first record of a run, and of each resumption.
 - "loss": one step, with the fields of STEP_FIELDS as far as they are known.
 - "held_out_loss": the loss on held-out data.
+- "forgetting": the divergence from the base, in nats per token, on what the base says itself.
 - "event": what a guard or a schedule did, with "message".
 - "health": a measurement of the adapter.
 - "answers": a list of {"prompt", "answer"}.
+- "evaluation": what mindlora eval found: "tables" of {"title", "rows"}, rows of texts, and "verdicts", a list of texts.
 
 JSON has no NaN and no infinity; they are written as the texts "nan", "inf" and "-inf", which float() reads.
 """
@@ -27,7 +29,9 @@ from mindlora.errors import DataError
 FILE_NAME = "metrics.jsonl"
 EARLIER_NAME = "metrics_earlier.jsonl"
 # In the order of History's fields.
-KINDS = ("run", "loss", "held_out_loss", "event", "health", "answers")
+KINDS = ("run", "loss", "held_out_loss", "forgetting", "event", "health", "answers", "evaluation")
+# Kinds that are a number.
+_MEASURED = ("held_out_loss", "forgetting")
 # Of a step: seconds since 1970, the step's loss and so on; bytes that this rank sent; bytes of memory in use.
 STEP_FIELDS = (
     "time",
@@ -81,26 +85,36 @@ class History:
         runs (list of dict): "run" of the run and of each resumption.
         steps (list of dict): The training steps; a value that is not known is None.
         held_out (list of dict): Measurements of "held_out_loss".
+        forgetting (list of dict): Measurements of "forgetting".
         events (list of dict): "event" and "message".
         health (list of dict): "health", as AdapterHealth measured it.
         answers (list of dict): "answers", a list of {"prompt", "answer"}.
+        evaluations (list of dict): "evaluation", as mindlora eval writes it.
     """
 
     directory: str
     runs: List[dict]
     steps: List[dict]
     held_out: List[dict]
+    forgetting: List[dict]
     events: List[dict]
     health: List[dict]
     answers: List[dict]
+    evaluations: List[dict]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that anything was recorded at."""
+        kinds = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "directory")
+        return max(record["step"] for records in kinds for record in records)
 
     def series(self, name: str) -> Tuple[np.ndarray, np.ndarray]:
         """Returns the steps [n], int64, in order, and the values [n], float64, of a field, where it is known.
 
         Args:
-            name (str): One of STEP_FIELDS, or ``held_out_loss``.
+            name (str): One of STEP_FIELDS, ``held_out_loss`` or ``forgetting``.
         """
-        records = self.held_out if name == "held_out_loss" else self.steps
+        records = {"held_out_loss": self.held_out, "forgetting": self.forgetting}.get(name, self.steps)
         measured = [record for record in records if record.get(name) is not None]
         measured.sort(key=lambda record: record["step"])
         steps = [record["step"] for record in measured]
@@ -186,7 +200,7 @@ def _record(line: str, source: str) -> Tuple[str, dict]:
             f"{source} is not a record of a training run: it needs a step and one of {', '.join(KINDS)}, but its keys "
             f"are {', '.join(record) or 'none'}. Remove the line."
         )
-    for name in STEP_FIELDS if kinds[0] == "loss" else ("held_out_loss",) if kinds[0] == "held_out_loss" else ():
+    for name in STEP_FIELDS if kinds[0] == "loss" else kinds if kinds[0] in _MEASURED else ():
         record[name] = _number(record.get(name), name, source)
     _check_type(record, kinds[0], source)
     return kinds[0], record
@@ -207,10 +221,11 @@ def _check_type(record: dict, kind: str, source: str) -> None:
         "event": lambda: isinstance(record["event"], str) and isinstance(record.get("message"), str),
         "health": lambda: {"cells", "findings"} <= set(record["health"]),
         "answers": lambda: all({"prompt", "answer"} <= set(row) for row in record["answers"]),
+        "evaluation": lambda: all({"title", "rows"} <= set(table) for table in record["evaluation"]["tables"]),
     }
     try:
         is_right = kind not in right or right[kind]()
-    except TypeError:
+    except (KeyError, TypeError):
         is_right = False
     if not is_right:
         raise DataError(f"{source}: {kind} does not hold what RunReport writes there. Remove the line.")

@@ -18,6 +18,11 @@ DEFAULTS = {
 }
 NAMES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2")
 
+EVALUATION = {
+    "tables": [{"title": "accuracy of q.jsonl (9 examples)", "rows": [["model", "value"], ["tuned", "0.75"]]}],
+    "verdicts": ["tuned against the base: better."],
+}
+
 
 def write_history(directory, steps=200, speed=1.0, nan_at=(), layers=4, **configuration):
     """Writes the history of a run of ``steps`` steps that learns at ``speed``: all kinds of records.
@@ -38,9 +43,11 @@ def write_history(directory, steps=200, speed=1.0, nan_at=(), layers=4, **config
         if step in nan_at:
             writer.append(step, event="guard", message="The loss is NaN: the step is skipped.")
         if step % max(1, steps // 8) == 0:
+            writer.append(step, forgetting=0.02 * speed * step / steps)
             writer.append(step, held_out_loss=1.2 + 3 * math.exp(-3 * speed * step / steps))
     writer.append(steps, health=health(steps, layers))
     writer.append(steps, answers=[{"prompt": "Who are you?", "answer": "A tiny Llama."}])
+    writer.append(steps, evaluation=EVALUATION)
     writer.close()
 
 

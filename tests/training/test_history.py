@@ -122,6 +122,8 @@ def test_a_folder_without_a_history_is_named(tmp_path):
         ('{"step": 1, "health": 3}', "health does not hold"),
         ('{"step": 1, "health": {"cells": {}}}', "health does not hold"),
         ('{"step": 1, "answers": [{"prompt": "p"}]}', "answers does not hold"),
+        ('{"step": 1, "evaluation": {"verdicts": []}}', "evaluation does not hold"),
+        ('{"step": 1, "forgetting": "much"}', "forgetting is 'much'"),
         ('{"step": 1, "run": []}', "run does not hold"),
     ],
 )

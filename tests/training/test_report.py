@@ -66,6 +66,8 @@ def test_the_page_shows_the_run_and_needs_no_network(run):
         "Steps 120", "Tokens 491,520", "Skipped steps 2", "Time in training 5 min 0 s", "Most memory in use 2.05 GiB",
         "Loss (nats per token)", "Sent to the other devices in a step (KiB)", "Memory in use (GiB)",
         "40 guard The loss is NaN: the step is skipped.", "Who are you?", "the the the", "A tiny Llama.",
+        "Evaluation tuned against the base: better. accuracy of q.jsonl (9 examples) model value tuned 0.75",
+        "Divergence from the base on its own samples (nats per token)",
         "Change of the weight, |D| / |W|", "The change uses 4 of 16 ranks.", "rows 432", "MindSpore 2.9.0",
     ):  # fmt: skip
         assert expected in text, expected
@@ -85,6 +87,9 @@ def test_what_users_wrote_stays_text(tmp_path):
     history = read_history(str(folder))
     history.events.append({"step": 5, "event": HOSTILE, "message": HOSTILE})
     history.answers.append({"step": 20, "answers": [{"prompt": HOSTILE, "answer": HOSTILE}]})
+    history.evaluations.append(
+        {"step": 20, "evaluation": {"tables": [{"title": HOSTILE, "rows": [[HOSTILE] * 2] * 2}], "verdicts": [HOSTILE]}}
+    )
     for record in history.health:
         record["health"]["cells"] = {f"{HOSTILE}.0.{HOSTILE}": next(iter(record["health"]["cells"].values()))}
         record["health"]["findings"][0].update(rule=HOSTILE, path=HOSTILE, message=HOSTILE, advice=HOSTILE)
@@ -123,7 +128,7 @@ def test_run_names_leave_out_what_is_common():
 
 def test_a_run_of_100_000_steps_makes_a_small_page():
     steps = [{"step": step, **step_record(step, 100_000)} for step in range(1, 100_001)]
-    history = History("run", [{"step": 0, "run": description(100_000)}], steps, [], [], [], [])
+    history = History("run", [{"step": 0, "run": description(100_000)}], steps, *([] for _ in range(6)))
     for step in steps[50_000:]:
         step["gradient_norm"] = math.nan
     history.events.extend({"step": step, "event": "guard", "message": "Skipped."} for step in range(1, 50_000))
@@ -135,7 +140,7 @@ def test_a_run_of_100_000_steps_makes_a_small_page():
 
 
 def test_a_run_that_has_just_begun():
-    history = History("run", [{"step": 0, "run": description(10)}], [], [], [], [], [])
+    history = History("run", [{"step": 0, "run": description(10)}], [], *([] for _ in range(6)))
     assert "The run has not finished a step." in text_of(render([history]))
     history.steps.append({"step": 1, "loss": math.nan})
     assert "Loss (nats per token)" in text_of(render([history]))
@@ -268,7 +273,7 @@ def test_the_time_of_a_resumed_run_leaves_the_pause_out():
     runs = [{"step": 0, "run": {"time": 100.0, "total_steps": 9}}, {"step": 2, "run": {"time": 5000.0}}]
     steps = [{"step": 1, "time": 110.0, "loss": 2.0}, {"step": 2, "time": 120.0, "loss": 1.0}]
     steps.append({"step": 3, "time": 5007.0, "loss": math.inf})
-    figures = dict(summary(History("x", runs, steps, [], [], [], [])))
+    figures = dict(summary(History("x", runs, steps, *([] for _ in range(6)))))
     assert figures == {
         "Steps": "3", "Training loss": "2 → 1.5", "Time in training": "27.0 s", "Resumed": "at step 2",
     }  # fmt: skip

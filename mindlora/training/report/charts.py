@@ -21,6 +21,7 @@ _Timeline = Tuple[Axis, List[Tuple[int, int, str]]]
 _LOSS_UNIT = "nats per token"
 # field of a step, title, whether its unit is bytes, whether the axis begins at 0, whether it may be logarithmic
 _QUANTITIES = (
+    ("forgetting", "Divergence from the base on its own samples (nats per token)", False, True, False),
     ("learning_rate", "Learning rate", False, True, False),
     ("gradient_norm", "Norm of the gradient before clipping", False, False, True),
     ("tokens_per_second", "Tokens per second", False, True, False),

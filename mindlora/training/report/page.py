@@ -30,6 +30,7 @@ class Run:
         health (list of HeatMap): The last measurement of the adapter's health, at ``health_step``.
         findings (list of dict): What its rules found.
         answers (list): (prompt, [(step, answer)]) of each prompt.
+        evaluation (dict or None): What mindlora eval found last: "tables" and "verdicts".
         facts (list): (title, [(label, value)]) of its data, versions and machine.
     """
 
@@ -43,6 +44,7 @@ class Run:
     health: List[heat_map.HeatMap]
     findings: List[dict]
     answers: List[Tuple[str, List[Tuple[int, str]]]]
+    evaluation: Optional[dict]
     settings: List[Setting]
     facts: List[Tuple[str, List[Tuple[str, str]]]]
 
@@ -106,6 +108,7 @@ def _run(history: History, name: str, color: int) -> Run:
         health=heat_map.draw_health(health["health"]) if health else [],
         findings=health["health"]["findings"] if health else [],
         answers=_answers(history),
+        evaluation=history.evaluations[-1]["evaluation"] if history.evaluations else None,
         settings=settings(run),
         facts=[(title, _texts(run[key])) for key, title in _FACTS if run.get(key)],
     )
