@@ -95,7 +95,7 @@ def passages_of_texts(texts: Sequence[str], tokenizer: Any, seq_length: int, ove
             count = len(passage.tokens) - passage.first
             made.append(ScoredText(passage, np.ones(count, bool), count * share))
     if not made:
-        raise DataError("The texts have one token each, and nothing to predict: give longer ones.")
+        raise DataError(f"{len(texts)} texts have one token each, and nothing to predict. Give longer ones.")
     return made
 
 
