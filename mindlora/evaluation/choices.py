@@ -8,7 +8,7 @@ import numpy as np
 from mindlora.data import tokenizers
 from mindlora.data.sources import Layout, read_inputs
 from mindlora.errors import DataError
-from mindlora.evaluation.scoring import Model, Passage, score
+from mindlora.evaluation.scoring import Model, Passage, Scores, score
 from mindlora.evaluation.statistics import Measure, measure
 from mindlora.evaluation.texts import start_tokens
 from mindlora.serving.chat_prompt import PromptForm
@@ -80,18 +80,18 @@ def measure_choices(
     start = start_tokens(engine.tokenizer)
     passages = [passage for question in questions for passage in passages_of(question, form, engine.tokenizer, start)]
     scores = score(engine, passages, models)
-    sums = {model: [float(one.logprobs.sum()) for one in scores[model]] for model in models}
-    right = {model: _right(questions, sums[model]) for model in models}
+    right = {model: _right(questions, scores[model]) for model in models}
     weights = np.ones(len(questions))
-    names = ("accuracy", "accuracy by length")
-    return [
-        measure(name, source, False, {model: right[model][:, kind] for model in models}, weights, seed=seed)
-        for kind, name in enumerate(names)
-    ]
+    measures = []
+    for kind, name in enumerate(("accuracy", "accuracy by length")):
+        amounts = {model: right[model][:, kind] for model in models}
+        measures.append(measure(name, source, False, amounts, weights, seed=seed))
+    return measures
 
 
-def _right(questions: Sequence[Question], sums: Sequence[float]) -> np.ndarray:
+def _right(questions: Sequence[Question], scores: Sequence[Scores]) -> np.ndarray:
     """Returns float64 [questions, 2], 1 where the choice is right: as it stands, and for its length."""
+    sums = [float(one.logprobs.sum()) for one in scores]
     right = np.zeros((len(questions), 2))
     first = 0
     for place, question in enumerate(questions):

@@ -27,10 +27,8 @@ def measure_forgetting(engine: Engine, samples: int, max_tokens: int, models: Se
     """
     passages = draw_samples(engine, samples, max_tokens, seed)
     scores = score(engine, passages, models)
-    moved = {
-        model: np.array([float((base.logprobs - one.logprobs).sum()) for base, one in zip(scores[None], scores[model])])
-        for model in models
-    }
+    sums = {model: np.array([one.logprobs.sum() for one in scores[model]]) for model in models}
+    moved = {model: sums[None] - sums[model] for model in models}
     tokens = np.array([len(one.logprobs) for one in scores[None]], np.float64)
     return measure(NAME, SOURCE, True, moved, tokens, seed=seed)
 

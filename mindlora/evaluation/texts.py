@@ -12,7 +12,7 @@ from mindlora.data.conversion import IGNORE_TOKEN_ID
 from mindlora.data.files import bare_name, pieces, read_text
 from mindlora.data.sources import Layout, read_inputs
 from mindlora.errors import DataError
-from mindlora.evaluation.scoring import Model, Passage, score
+from mindlora.evaluation.scoring import Model, Passage, Scores, score
 from mindlora.evaluation.statistics import Measure, measure
 from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.serving.engine import Engine
@@ -159,10 +159,7 @@ def measure_texts(
     over the n tokens that count; the examples that are resampled are windows or rows.
     """
     scores = score(engine, [text.passage for text in texts], models)
-    nats = {
-        model: np.array([-one.logprobs[text.counts].sum() for one, text in zip(scores[model], texts)])
-        for model in models
-    }
+    nats = {model: _nats(texts, scores[model]) for model in models}
     tokens = np.array([text.counts.sum() for text in texts], np.float64)
     found = [measure("perplexity", source, True, nats, tokens, np.exp, seed)]
     size = np.array([text.bytes for text in texts], np.float64)
@@ -170,3 +167,8 @@ def measure_texts(
     if size.sum() > 0:
         found.append(measure("bits per byte", source, True, nats, size, lambda mean: mean / math.log(2), seed))
     return found
+
+
+def _nats(texts: Sequence[ScoredText], scores: Sequence[Scores]) -> np.ndarray:
+    """Returns -log p of what counts in each text, float64 [texts]."""
+    return np.array([-one.logprobs[text.counts].sum() for one, text in zip(scores, texts)])
