@@ -4,7 +4,7 @@ from typing import List, Sequence
 
 import numpy as np
 
-from mindlora.evaluation.scoring import Model, Passage, ask, score
+from mindlora.evaluation.scoring import Model, Passage, Scores, ask, score
 from mindlora.evaluation.statistics import Measure, measure
 from mindlora.evaluation.texts import start_tokens
 from mindlora.serving.engine import Engine
@@ -27,10 +27,14 @@ def measure_forgetting(engine: Engine, samples: int, max_tokens: int, models: Se
     """
     passages = draw_samples(engine, samples, max_tokens, seed)
     scores = score(engine, passages, models)
-    sums = {model: np.array([one.logprobs.sum() for one in scores[model]]) for model in models}
+    sums = {model: _sums(scores[model]) for model in models}
     moved = {model: sums[None] - sums[model] for model in models}
     tokens = np.array([len(one.logprobs) for one in scores[None]], np.float64)
     return measure(NAME, SOURCE, True, moved, tokens, seed=seed)
+
+
+def _sums(scores: Sequence[Scores]) -> np.ndarray:
+    return np.array([one.logprobs.sum() for one in scores])
 
 
 def draw_samples(engine: Engine, samples: int, max_tokens: int, seed: int) -> List[Passage]:
