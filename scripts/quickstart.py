@@ -15,6 +15,8 @@ from typing import List, Tuple
 # Before transformers is imported: it would warn that there is no PyTorch, which nothing here needs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import yaml
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEXTS = os.path.join(ROOT, "scripts", "quickstart_data")
 BASE_YAML = os.path.join(ROOT, "configs", "tiny", "pretrain_llama_tiny_cpu.yaml")
@@ -78,6 +80,7 @@ class Paths:
         self.base = os.path.join(self.cache, "base.ckpt")
         self.base_run = os.path.join(output, "base")
         self.lora_run = os.path.join(output, "lora")
+        self.yaml = os.path.join(output, "lora.yaml")
 
 
 def prepare_data(paths: Paths) -> None:
@@ -131,8 +134,18 @@ def train_base(paths: Paths, short: bool) -> None:
 
 def train_lora(paths: Paths, short: bool) -> None:
     shutil.rmtree(paths.lora_run, ignore_errors=True)
+    with open(LORA_YAML, encoding="utf-8") as file:
+        config = yaml.safe_load(file)
+    # Before LoraCheckpoint, for the report: how well it does on what it does not learn, and how each adapter fares.
+    watching = [
+        {"type": "HeldOutLoss", "dataset_dir": paths.held_out, "every_steps": 50},
+        {"type": "AdapterHealth", "every_steps": 25},
+    ]
+    config["callbacks"] = watching + config["callbacks"]
+    with open(paths.yaml, "w", encoding="utf-8") as file:
+        yaml.safe_dump(config, file, sort_keys=False)
     launch(
-        LORA_YAML,
+        paths.yaml,
         paths.lora_run,
         "lora.log",
         "--train_dataset_dir",
@@ -143,9 +156,9 @@ def train_lora(paths: Paths, short: bool) -> None:
     )
 
 
-def launch(yaml: str, output: str, log: str, *flags: str) -> None:
+def launch(config: str, output: str, log: str, *flags: str) -> None:
     """Runs what a user types, mindlora-run --config YAML ...: its log to a file, its progress bar to the screen."""
-    run([sys.executable, "-m", "mindlora.plugin.launcher", "--config", yaml, "--output_dir", output, *flags], log)
+    run([sys.executable, "-m", "mindlora.plugin.launcher", "--config", config, "--output_dir", output, *flags], log)
 
 
 def run(command: List[str], log: str, keep_stdout: bool = False) -> None:
