@@ -6,6 +6,7 @@ import json
 import numpy as np
 
 from mindlora.formats.safetensors_file import write_arrays
+from mindlora.formats.step_folder import RUN
 
 MANIFEST = "mindformers_adapter_config.json"
 ONE_RANK = "checkpoint-model-0000000-0000001.safetensors"
@@ -20,6 +21,12 @@ def write_step(folder, tensors, **lora_config):
     if lora_config:
         (folder / MANIFEST).write_text(json.dumps({"lora_config": lora_config}))
     return str(folder)
+
+
+def write_run(folder, lora_config, **pet_config):
+    """Writes into the folder of a step what mindlora writes there while it trains."""
+    content = {"base_fingerprint": None, "callbacks": {}, "lora_config": lora_config, "pet_config": pet_config or None}
+    (folder / RUN).write_text(json.dumps(content))
 
 
 def write_ranks(folder, tensors, cuts, ranks, **lora_config):

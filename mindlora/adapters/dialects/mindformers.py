@@ -51,7 +51,10 @@ MCORE = KeyNames(
 )
 PYNATIVE = KeyNames(
     "MindFormers 2's LoRA",
-    {f".{part.pynative}": part.name for part in PARTS.values()},
+    {
+        **{f".{part.pynative}": part.name for part in PARTS.values()},
+        **{f".{part.parameter}": part.name for part in SHARED_PARTS.values()},
+    },
     mcore=True,
     only=r"^decoder\.layers\.|^output_layer\.",
 )
@@ -59,6 +62,7 @@ SLORA = KeyNames("MindFormers' slora", {".lora_a": "A", ".lora_b": "B"})
 KEY_NAMES = (MINDPET, TK_DELTA, MCORE, PYNATIVE, SLORA)
 
 _OPTIMIZER_PREFIXES = ("adam_m.", "adam_v.", "moments.", "moment1.", "moment2.", "accu_grads.")
+_SHARED_NAMES = tuple(part.parameter for part in SHARED_PARTS.values())
 _EXPERTS = re.compile(r"^(.*\.experts)\.weight([12])_lora_([ab])$")
 
 
@@ -146,7 +150,9 @@ def sort(keys: List[str], key_names: KeyNames) -> Dict[str, PartKey]:
         return parts
     # A checkpoint with the base in it has cells that tell more.
     others = [key.removesuffix(".weight") for key in keys if key.endswith(".weight")]
-    canonical = names.canonical((path for path, _ in parts.values()), others)
+    canonical = names.canonical((path for path, _ in parts.values() if path), others)
+    # Shared parts belong to no cell.
+    canonical[""] = ""
     return {key: (names.mcore_to_mindformers(canonical[path]), part) for key, (path, part) in parts.items()}
 
 
@@ -163,10 +169,14 @@ def _parse(key: str, key_names: KeyNames) -> Optional[PartKey]:
 
 def detect(keys: List[str]) -> Optional[KeyNames]:
     """Returns the key names of a file with these keys, or None if none of them is a LoRA tensor's."""
+    # Shared parts have the same names in several forms.
+    own = [key for key in keys if not key.endswith(_SHARED_NAMES)]
     for key_names in KEY_NAMES:
-        if any(parse_key(key, key_names) and re.search(key_names.only, key) for key in keys):
+        if any(parse_key(key, key_names) and re.search(key_names.only, key) for key in own):
             return key_names
-    return PYNATIVE if any(map(parse_expert_key, keys)) else None
+    if any(map(parse_expert_key, keys)):
+        return PYNATIVE
+    return MINDPET if len(own) < len(keys) else None
 
 
 def is_adapter_key(key: str) -> bool:

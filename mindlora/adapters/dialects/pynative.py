@@ -1,7 +1,8 @@
 """The folders of MindFormers 2's PyNative trainer: joined names, one rank and one scale, and a manifest.
 
 A folder is that of one step. The manifest beside the tensors is MindFormers 2.1's and states the settings of the
-adapter; without it, lora_alpha is not known. A and B of experts are stored as [experts, in, r] and [experts, r, out].
+adapter, as does the file that mindlora writes there while it trains; without both, lora_alpha is not known. A and B of
+experts are stored as [experts, in, r] and [experts, r, out].
 """
 
 import dataclasses
@@ -21,9 +22,10 @@ from mindlora.adapters.dialects.mindformers import PYNATIVE, MindFormers, parse_
 from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.common.text import shown
-from mindlora.config.variants.registry import PYNATIVE_INITIAL, PYNATIVE_PARAMETERS
+from mindlora.config import LoraConfig
+from mindlora.config.variants.registry import PYNATIVE_INITIAL, PYNATIVE_PARAMETERS, STORED
 from mindlora.config.variants.variant import PartKey
-from mindlora.errors import AdapterFormatError, MissingTensorsError, RankMismatchError, ShapeMismatchError
+from mindlora.errors import AdapterFormatError, ConfigError, MissingTensorsError, RankMismatchError, ShapeMismatchError
 from mindlora.formats import step_folder
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.models import architecture
@@ -32,6 +34,12 @@ from mindlora.numerics.pair_shapes import is_expert_stack, transposed_experts
 
 MANIFEST = "mindformers_adapter_config.json"
 WEIGHTS_FILE = step_folder.file_name(0, 1)
+# The settings of a saved adapter; where pet_config has those of lora_config too, it has the same.
+_OF_LORA_CONFIG = ("lora_rank", "lora_alpha", "lora_dropout")
+_OF_PET_CONFIG = (
+    *("use_rslora", "rank_pattern", "alpha_pattern", "projection_prng_key"),
+    *(variant.field for variant in STORED),
+)
 
 
 class PyNative(MindFormers):
@@ -72,10 +80,13 @@ class PyNative(MindFormers):
 
     def complete(self, adapter: Adapter, file: File) -> None:
         folder = file.path if os.path.isdir(file.path) else os.path.dirname(file.path)
-        manifest = os.path.join(folder, MANIFEST)
+        manifest, run = (os.path.join(folder, name) for name in (MANIFEST, step_folder.RUN))
         if os.path.lexists(manifest):
             adapter.check_pairs(file.source)
             _take_settings(adapter, manifest, file)
+        elif os.path.lexists(run):
+            adapter.check_pairs(file.source)
+            _take_settings_of_run(adapter, run, file)
 
     def prepared(self, adapter: Adapter) -> Adapter:
         return _whole_alpha(mcore.one_rank(adapter))
@@ -176,6 +187,54 @@ def _manifest(adapter: Adapter, paths: Iterable[str]) -> Dict[str, Any]:
         "global_step": 0,
         "consumed_samples": 0,
     }
+
+
+def _take_settings_of_run(adapter: Adapter, record: str, file: File) -> None:
+    """Gives an adapter the settings of the run of mindlora that has saved it, from step_folder.RUN.
+
+    Raises:
+        AdapterFormatError: The record does not hold the settings of an adapter.
+        RankMismatchError: They have another rank than the tensors.
+    """
+    content = peft_config.json_object(record)
+    lora, pet_config = content.get("lora_config"), content.get("pet_config") or {}
+    if not isinstance(lora, dict) or not isinstance(pet_config, dict):
+        raise AdapterFormatError(f"{record} lacks the lora_config of the run that saved it. Copy the folder again.")
+    settings = {name: lora[name] for name in _OF_LORA_CONFIG if name in lora}
+    settings |= {name: pet_config[name] for name in _OF_PET_CONFIG if pet_config.get(name) is not None}
+    if adapter.variant.no_scale:
+        settings.pop("lora_alpha", None)
+    try:
+        config = LoraConfig(**settings)
+    except ConfigError as error:
+        raise AdapterFormatError(f"{record}: {error} Copy the folder again.") from error
+    if config.variant is not adapter.variant:
+        raise AdapterFormatError(
+            f"{record} is of a run of {config.variant.name}, and {file.path} holds {adapter.variant.name}. Give the "
+            "file that was saved with these tensors."
+        )
+    adapter.dropout = float(config.lora_dropout)
+    adapter.projection_key = config.projection_prng_key or 0
+    if adapter.variant.no_scale:
+        return
+    adapter.use_rslora = config.use_rslora
+    for path, cell in _cells(file).items():
+        expected = config.for_cell(cell)
+        if expected.lora_rank != adapter.rank(path):
+            raise RankMismatchError(
+                f"{record}: the rank of {cell} is {expected.lora_rank}, and its tensors have {adapter.rank(path)}. "
+                "Give the file that was saved with these tensors."
+            )
+        adapter.alphas[path] = float(expected.lora_alpha)
+
+
+def _cells(file: File) -> Dict[str, str]:
+    """Returns the path of each pair -> that of its cell in a model of the trainer, which patterns are matched with."""
+    cells = {}
+    for key, (path, _) in sort(file.keys, PYNATIVE).items():
+        expert = parse_expert_key(key)
+        cells[path] = f"model.{expert[0] if expert else key.rpartition('.')[0]}"
+    return cells
 
 
 def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:

@@ -22,7 +22,7 @@ from mindlora.errors import (
 from mindlora.formats.safetensors_file import TensorFile, write_arrays
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
 from tests.support.adapter_samples import assert_same
-from tests.support.step_folders import MANIFEST, ONE_RANK, rank_file, write_ranks, write_step
+from tests.support.step_folders import MANIFEST, ONE_RANK, rank_file, write_ranks, write_run, write_step
 
 HEADS = Heads(4, 2, 3)
 HIDDEN, INNER, RANK, EXPERTS = 8, 6, 2, 4
@@ -154,6 +154,57 @@ def test_the_manifest_must_be_that_of_the_tensors(tmp_path):
         (tmp_path / "step" / MANIFEST).write_text(json.dumps({"lora_config": {"lora_alpha": alpha}}))
         with pytest.raises(AdapterFormatError, match="lora_config.lora_alpha is .*; it must be a number above 0"):
             adapter_files.read(step)
+
+
+def test_a_run_of_mindlora_states_the_scale_of_each_cell(tmp_path):
+    proj = {half: array[:1] for half, array in (("a", values(RANK, 12)), ("b", values(RANK, HIDDEN)))}
+    tensors = {**pairs(QKV.format(0)), **stacks(), f"{PROJ.format(0)}.lora_a": proj["a"]}
+    tensors[f"{PROJ.format(0)}.lora_b"] = proj["b"].T
+    step = write_step(tmp_path / "step", tensors)
+    # Patterns are matched with the paths of the trainer's cells.
+    alphas = {r"model\.decoder\.layers\.0\.self_attention\.linear_qkv": 3, "experts.weight2": 10}
+    write_run(tmp_path / "step", LORA, use_rslora=True, rank_pattern={"linear_proj": 1}, alpha_pattern=alphas)
+    found = adapter_files.read(step)
+    layer = "model.layers.0."
+    expected = {"attention.w_qkv": 3, "attention.wo": 6, "mlp.experts.weight1": 6, "mlp.experts.weight2": 10}
+    assert found.alphas == {layer + path: alpha for path, alpha in expected.items()}
+    assert found.use_rslora and found.dropout == 0.05
+
+
+def test_an_adapter_that_changed_its_base_has_the_scale_of_its_run(tmp_path, initialized):
+    step = write_step(tmp_path / "step", initialized)
+    write_run(tmp_path / "step", LORA, lora_init="pissa")
+    found = adapter_files.read(step)
+    (path,) = found.paths
+    assert (found.rank(path), found.scale(path)) == (2 * RANK, LORA["lora_alpha"] / RANK)
+
+
+@pytest.mark.parametrize(
+    "lora_config, pet_config, error, message",
+    [
+        (None, {}, AdapterFormatError, "mindlora_run.json lacks the lora_config of the run"),
+        ({**LORA, "lora_alpha": "6"}, {}, AdapterFormatError, "mindlora_run.json: lora_alpha is '6'"),
+        ({**LORA, "lora_rank": 4}, {}, RankMismatchError, r"linear_qkv is 4, and its tensors have 2"),
+        (LORA, {"use_dora": True}, AdapterFormatError, "is of a run of DoRA, and .* holds LoRA"),
+    ],
+)
+def test_what_mindlora_says_must_be_of_the_tensors(tmp_path, lora_config, pet_config, error, message):
+    step = write_step(tmp_path / "step", pairs(QKV.format(0)))
+    write_run(tmp_path / "step", lora_config, **pet_config)
+    with pytest.raises(error, match=message):
+        adapter_files.read(step)
+
+
+def test_veras_vectors_and_shared_projection_are_read(tmp_path):
+    vectors = {f"{PROJ.format(0)}.lambda_d_lora_b": values(RANK), f"{PROJ.format(0)}.lambda_b_lora_b": values(HIDDEN)}
+    shared = {f"mindpet_delta_lora_vera_{half}": values(*s) for half, s in zip("ab", ((RANK, 12), (HIDDEN, RANK)))}
+    step = write_step(tmp_path / "step", {**vectors, **shared, f"{PROJ.format(0)}.weight": values(HIDDEN, 12)})
+    write_run(tmp_path / "step", LORA, use_vera=True, projection_prng_key=7)
+    found = adapter_files.read(step)
+    assert found.variant.name == "VeRA" and found.projection_key == 7
+    a, b = found.pair("model.layers.0.attention.wo")
+    (d, bs), (shared_a, shared_b) = vectors.values(), shared.values()
+    np.testing.assert_allclose(b @ a, bs[:, None] * shared_b @ (d[:, None] * shared_a), rtol=1e-6)
 
 
 # Several ranks --------------------------------------------------------------------------------------------------------

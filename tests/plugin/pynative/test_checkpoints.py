@@ -78,7 +78,7 @@ def test_the_base_means_what_it_means_in_graph_mode(runs, graph_mode, mindformer
 def test_an_adapter_goes_to_peft_to_graph_mode_and_back_bit_for_bit(runs, graph_mode, mindformers, monkeypatch):
     mcore_cpu.install(monkeypatch.setattr)
     step, sizes = runs / "saved" / f"iteration_{STEPS:08d}", ["--heads", "4", "--kv-heads", "2", "--head-dim", "12"]
-    convert = ["convert", str(step), str(runs / "peft"), "--to", "peft", "--alpha", "8", "--architecture", "qwen3"]
+    convert = ["convert", str(step), str(runs / "peft"), "--to", "peft", "--architecture", "qwen3"]
     assert cli.main([*convert, *sizes]) == 0
     network = mcore_networks.tiny_qwen3(num_hidden_layers=pynative_runs.QWEN3["num_hidden_layers"])
     load_lora(network, runs / "peft")
@@ -118,7 +118,7 @@ def test_deepseek_goes_on_too_and_its_experts_go_to_peft_and_back(tmp_path):
 
     sizes = {"heads": Heads(4, 4, 8, q_rank=8), "architecture": "deepseek_v3"}
     peft, back = tmp_path / "peft", tmp_path / "back"
-    convert_adapter(str(tmp_path / "last"), str(peft), "peft", lora_alpha=LORA["lora_alpha"], **sizes)
+    convert_adapter(str(tmp_path / "last"), str(peft), "peft", **sizes)
     convert_adapter(str(peft), str(back), "pynative", **sizes)
     converted, again = (load_file(peft / "adapter_model.safetensors"), load_file(back / pynative_runs.BASE_FILE))
     saved = load_file(tmp_path / "last" / pynative_runs.BASE_FILE)

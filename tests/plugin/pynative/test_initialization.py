@@ -131,7 +131,7 @@ def test_peft_folders_are_for_the_base_that_was_loaded(folder, messages):
 
 def test_mindformers_own_folders_are_read_as_adapters_for_that_base_too(folder, messages):
     step, converted = folder / "olora_saved" / "iteration_00000001", folder / "converted"
-    convert_adapter(str(step), str(converted), "peft", lora_alpha=LORA["lora_alpha"], heads=Heads(4, 2, 12))
+    convert_adapter(str(step), str(converted), "peft", heads=Heads(4, 2, 12))
     found, expected = (adapter_files.read(str(path)) for path in (converted, folder / "olora_peft" / "step_1"))
     assert found.paths == expected.paths
     for path in expected.paths:

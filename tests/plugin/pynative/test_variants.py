@@ -85,12 +85,13 @@ def test_vera_has_pefts_projection_and_its_vectors_in_a_folder(runs):
     )
 
 
-@pytest.mark.parametrize("name, setting", [("dora", ("use_dora", True)), ("miss", ("peft_type", "MISS"))])
+@pytest.mark.parametrize(
+    "name, setting", [("dora", ("use_dora", True)), ("miss", ("peft_type", "MISS")), ("vera", ("peft_type", "VERA"))]
+)
 def test_mindformers_folder_is_the_same_adapter_as_the_one_for_peft(runs, name, setting):
     peft, converted = runs / f"{name}_peft" / f"step_{STEPS}", runs / f"{name}_converted"
     step = runs / f"{name}_saved" / f"iteration_{STEPS:08d}"
-    alpha = LORA["lora_alpha"] if name == "dora" else None
-    convert_adapter(str(step), str(converted), "peft", lora_alpha=alpha, heads=Heads(4, 2, 12))
+    convert_adapter(str(step), str(converted), "peft", heads=Heads(4, 2, 12))
 
     settings = json.loads((converted / "adapter_config.json").read_text(encoding="utf-8"))
     assert setting in settings.items()
