@@ -10,7 +10,7 @@ from mindlora.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.checks.finding import Finding, error, warning
 from mindlora.common.text import examples, shown
 from mindlora.config.description import Description
-from mindlora.config.variants.registry import PYNATIVE_INITIAL
+from mindlora.config.variants.registry import LORA, PARTS, PYNATIVE_INITIAL, VARIANTS, of_parts
 from mindlora.errors import LoraError
 from mindlora.formats import step_folder
 from mindlora.numerics import initializers
@@ -18,6 +18,8 @@ from mindlora.numerics import initializers
 _LOAD = "checkpoint.load_path"
 _BASE = "checkpoint.base_load_path"
 _A_ENDINGS = (".lora_a", "_lora_a")
+_ENDINGS = (*_A_ENDINGS, ".lora_b", "_lora_b")
+_INITIAL = tuple(PYNATIVE_INITIAL.values())
 
 # Name of a tensor -> its shape.
 Shapes = Dict[str, Tuple[int, ...]]
@@ -115,22 +117,44 @@ def _check_adapter(
 ) -> Iterator[Finding]:
     """Yields how the adapter in a checkpoint differs from the one that the YAML describes."""
     lora = config["lora_config"]
-    ranks: Dict[str, int] = {}
-    for name, shape in stored.items():
-        if name.endswith(_A_ENDINGS) and not name.endswith(PYNATIVE_INITIAL["A"]):
-            path = name[: -len("_lora_a")]
-            ranks[path.removesuffix(".weight1").removesuffix(".weight2")] = shape[0 if len(shape) == 2 else -1]
-    if not ranks:
+    parts = {name: shape for name, shape in stored.items() if name.endswith(_ENDINGS) and not name.endswith(_INITIAL)}
+    if not parts:
         return
-    yield from _check_beginning(config, any(name.endswith(PYNATIVE_INITIAL["A"]) for name in stored), folder)
+    other = list(_check_same_variant(config, parts, folder))
+    if other:
+        yield from other
+        return
+    yield from _check_beginning(config, any(name.endswith(_INITIAL) for name in stored), folder)
     rank = lora.get("lora_rank", 8)
-    others = sorted({found for found in ranks.values() if found != rank})
+    others = sorted({_rank(shape) for name, shape in parts.items() if name.endswith(_A_ENDINGS)} - {rank})
     if others and not (config.get("pet_config") or {}).get("rank_pattern"):
         found = f"{folder} holds an adapter of rank {', '.join(map(str, others))}, and lora_rank is {rank}."
         yield error("lora_config.lora_rank", found, f"Set lora_rank: {others[0]}.")
     yield from _check_same_scale(config, folder)
     if selected is not None:
-        yield from _check_same_cells(set(ranks), set(selected), folder)
+        yield from _check_same_cells(set(map(_cell_of, parts)), set(selected), folder)
+
+
+def _rank(shape: Tuple[int, ...]) -> int:
+    """Returns the rank of A, [r, in], or of experts [experts, in, r]."""
+    return shape[0 if len(shape) == 2 else -1]
+
+
+def _cell_of(name: str) -> str:
+    """Returns the path of the cell that a part of an adapter belongs to."""
+    return name.rpartition(".")[0]
+
+
+def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -> Iterator[Finding]:
+    """Yields that the adapter in a checkpoint is another variant of LoRA than the YAML asks for."""
+    pet_config = config.get("pet_config") or {}
+    here = next((variant for variant in VARIANTS if pet_config.get(variant.field)), LORA)
+    names = {name.rpartition(".")[2] for name in parts}
+    there = of_parts(part.name for part in PARTS.values() if part.pynative in names)
+    if there is not here:
+        variant, advice = (here, "Remove it") if there is LORA else (there, f"Set {there.field}: True")
+        found = f"{folder} holds an adapter of {there.name}, and this run trains {here.name}: it would be left out."
+        yield error(f"pet_config.{variant.field}", found, f"{advice}, or load a base without an adapter.")
 
 
 def _check_beginning(config: Mapping[str, Any], changed: bool, folder: str) -> Iterator[Finding]:
@@ -195,7 +219,7 @@ def _check_same_cells(stored: Set[str], selected: Set[str], folder: str) -> Iter
         yield warning(key, found, "Take the target_modules that the adapter was trained with, unless that is meant.")
     if lost:
         found = f"{folder} holds A and B for {examples(lost)}, which target_modules does not select: they are left out."
-        yield warning(key, found, "Take the target_modules that the adapter was trained with.")
+        yield error(key, found, "Take the target_modules that the adapter was trained with.")
 
 
 def _check_base(network: Description, stored: Shapes, quantizes: bool) -> Iterator[Finding]:

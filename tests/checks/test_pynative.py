@@ -336,7 +336,7 @@ def test_weights_that_the_base_lacks_or_has_in_another_shape(base):
         ),
         (
             {"target_modules": "linear_proj$"},
-            "warning",
+            "error",
             "target_modules",
             "holds A and B for decoder.layers.1.mlp.experts, which target_modules does not select",
         ),
@@ -345,6 +345,22 @@ def test_weights_that_the_base_lacks_or_has_in_another_shape(base):
 def test_another_adapter_than_the_one_resumed_from(base, lora, severity, key, words):
     found = the_one(config_of(loading(base, manifest=LORA, base_load_path=str(base[1])), **lora))
     assert found[:2] == (severity, key) and words in found[2]
+
+
+@pytest.mark.parametrize(
+    "fields, parts, key, words",
+    [
+        ({}, ("lora_a", "lora_b", "magnitude_lora_b"), "use_dora", "an adapter of DoRA, and this run trains LoRA"),
+        ({}, ("miss_block_lora_b",), "use_miss", "an adapter of MiSS, and this run trains LoRA"),
+        ({"use_vera": True}, ("lora_a", "lora_b"), "use_vera", "an adapter of LoRA, and this run trains VeRA"),
+    ],
+)
+def test_another_variant_than_the_one_resumed_from(base, fields, parts, key, words):
+    tensors, folder = base
+    tensors = {name: array for name, array in tensors.items() if "lora" not in name}
+    tensors |= {f"{ATTENTION}linear_proj.{part}": np.ones((2, 2), np.float32) for part in parts}
+    found = the_one({**config_of(loading((tensors, folder))), "pet_config": fields})
+    assert found[:2] == ("error", key) and words in found[2]
 
 
 @pytest.mark.parametrize(
