@@ -15,8 +15,10 @@ from mindlora.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
 from mindlora.errors import ConfigError
 from mindlora.nn.noisy_embedding import add_embedding_noise
 from mindlora.nn.tree import lora_cells, saved_module_parameters
+from mindlora.plugin.graph.cpu_cells import use_cpu_cells
 from mindlora.plugin.graph.loaded_base import LoadedBase
 from mindlora.plugin.graph.mcore_model import McoreRows
+from mindlora.plugin.graph.repeated_layers import compile_layers_once
 from mindlora.plugin.log import logger
 from mindlora.save_load import load_lora
 
@@ -65,6 +67,7 @@ class MindloraModel(LoraModel):
             logger.info("Adapter loaded from %s.", config.adapter_path)
         if config.neftune_alpha is not None:
             add_embedding_noise(base_model, config.neftune_alpha)
+        self._make_lean(base_model)
         logger.info("LoRA by mindlora:\n%s", trainable_summary(base_model))
         return base_model
 
@@ -88,6 +91,11 @@ class MindloraModel(LoraModel):
         """Compares the bases before the first answer; else as in MindFormers."""
         self.check_loaded_base()
         super().update_model_kwargs_before_generate(input_ids, model_kwargs)
+
+    def _make_lean(self, base_model):
+        """Spares memory and compilation on a CPU, whose graph is the same for every layer of a legacy model."""
+        use_cpu_cells(base_model)
+        compile_layers_once(base_model)
 
     def _leave_frozen(self, config):
         """Does nothing: MindFormers' second freezing of a legacy model agrees with freeze_base."""
@@ -117,6 +125,9 @@ class MindloraMcoreModel(MindloraModel):
         )
         self.pad = base_model.config.pad_token_id
         self.ignored = base_model.config.ignore_token_id
+
+    def _make_lean(self, base_model):
+        """Does nothing: an mcore model has no kernels for a CPU."""
 
     def _leave_frozen(self, config):
         # MindFormers refuses two empty lists, and what matches both of them stays as freeze_base has left it.

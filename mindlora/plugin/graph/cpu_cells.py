@@ -1,0 +1,35 @@
+"""Cells in place of operators of a MindFormers network for which MindSpore keeps large tables on a CPU."""
+
+import mindspore as ms
+from mindformers.core.loss.loss import CrossEntropyLoss, _NLLLoss
+from mindspore import nn, ops
+
+from mindlora.nn.broadcasting import BroadcastAdd, BroadcastMul, BroadcastSub, Softmax, SwapHeads
+
+
+class CpuNLLLoss(_NLLLoss):
+    """MindFormers' _NLLLoss, whose gradient broadcasts without a table."""
+
+    def bprop(self, log_softmax_result, one_hot_label, out, dout):
+        logits = ops.exp(log_softmax_result) - one_hot_label
+        return logits * ops.broadcast_to(ops.expand_dims(dout, -1), logits.shape), ops.zeros_like(one_hot_label)
+
+
+def use_cpu_cells(network: nn.Cell) -> None:
+    """Replaces operators of a legacy MindFormers network, in place, where it trains on a CPU in graph mode.
+
+    What the network computes stays the same, up to the order of sums in gradients. See mindlora.nn.broadcasting.
+    """
+    if ms.get_context("device_target") != "CPU" or ms.get_context("mode") != ms.GRAPH_MODE:
+        return
+    for _, cell in list(network.cells_and_names()):
+        if getattr(cell, "self_define", False) and hasattr(cell, "rms_norm"):
+            cell.mul, cell.mul2 = BroadcastMul(), BroadcastMul()
+        elif hasattr(cell, "apply_rotary_emb") and not cell.use_flash_attention:
+            cell.transpose, cell.merger_head_transpose = SwapHeads(), SwapHeads()
+            cell.add, cell.softmax = BroadcastAdd(), Softmax()
+            rotary = cell.apply_rotary_emb
+            rotary.mul, rotary.mul_inc, rotary.mul_with_batch_freqs = BroadcastMul(), BroadcastMul(), BroadcastMul()
+        elif isinstance(cell, CrossEntropyLoss):
+            cell._log_softmax.sub = BroadcastSub()
+            cell._nllloss = CpuNLLLoss()
