@@ -70,6 +70,9 @@ make_environment() {
     echo "Environment ready."
 }
 
+# The environment in which tests run; tests/peers need a second one.
+make_tests_environment() { make_environment test,plot,data; }
+
 # Installs into the environment, without setuptools' word of caution about editable installations.
 pip_install() {
     PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"

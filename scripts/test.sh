@@ -28,7 +28,7 @@ if [ "${1:-}" = --without-peers ]; then
 elif selects_peers "$@"; then
     PEERS=()
 fi
-make_environment test,plot,data
+make_tests_environment
 if [ ${#PEERS[@]} -eq 0 ]; then make_peers_environment; fi
 cd "$ROOT"
 if [ $# -eq 0 ]; then set -- -n 2 tests; fi

@@ -5,5 +5,5 @@
 set -eu
 # shellcheck source=scripts/environment.sh
 source "$(dirname "$0")/environment.sh"
-make_environment test,plot,data
+make_tests_environment
 exec "$PYTHON" "$ROOT/scripts/tiny_qwen3.py" "$@"
