@@ -15,9 +15,9 @@ MODEL = "--model.model_config."
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Returns the linear weights of the tiny model in both formats."""
+    """Returns the linear weights of the tiny model, with two layers, in both formats."""
     folder = tmp_path_factory.mktemp("base")
-    shapes = linear_sizes({**SIZES, "num_heads": 4, "n_kv_heads": 2})
+    shapes = linear_sizes({**SIZES, "num_layers": 2, "num_heads": 4, "n_kv_heads": 2})
     weights = {f"{path}.weight": np.zeros(shape, np.float32) for path, shape in shapes.items()}
     weights["adam_m.model.layers.7.attention.wq.weight"] = np.zeros((2, 2), np.float32)
     ckpt_file.write(str(folder / "base.ckpt"), weights, "")
@@ -27,7 +27,8 @@ def base(tmp_path_factory):
 
 
 def mistakes(path, *words):
-    config = launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, "--load_checkpoint", path, *words])
+    two_layers = (*SIZE_FLAGS, f"{MODEL}num_layers", "2")
+    config = launcher.build_config(["--config", LORA_YAML, *two_layers, "--load_checkpoint", path, *words])
     return [str(finding) for finding in check_base_weights(config)]
 
 

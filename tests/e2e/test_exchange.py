@@ -36,7 +36,7 @@ def runs(tmp_path_factory):
 def launch(folder, name, **checkpoint):
     """Writes the YAML of a run, and returns the arguments for mindlora-run."""
     config = read_yaml(LORA_YAML)
-    config["model"]["model_config"].update(SIZES, num_layers=1)
+    config["model"]["model_config"].update(SIZES)
     config["model"]["model_config"]["pet_config"].update(lora_rank=4, target_modules=".*wq|.*w2")
     config.update(use_parallel=True, parallel_config={"data_parallel": 2})
     config["runner_config"].update(epochs=1, batch_size=4)

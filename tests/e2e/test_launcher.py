@@ -60,10 +60,10 @@ def test_the_adapter_loads_into_a_fresh_network(trained, data, fresh_network):
     before = held_out_loss(cell, str(data.train), 8)
     load_lora(network, str(trained.adapter), on_base_mismatch="error")
     after = held_out_loss(cell, str(data.train), 8)
-    # The base by itself has the loss that training began with; with the adapter, the loss that it ended with.
+    # The base by itself has the loss that training began with; with the adapter, that of the last epoch, the same rows.
     losses = step_losses(trained.stdout)
     assert abs(before - np.mean(losses[:2])) < 0.2
-    assert after < losses[-1] + 0.1 and after < before - 0.3
+    assert after < np.mean(losses[-STEPS // 2 :]) and after < before - 0.3
 
 
 def test_a_yaml_of_mindformers_own_lora_needs_no_edit(data, base, tmp_path, fresh_network):
@@ -90,17 +90,12 @@ def test_a_yaml_of_mindformers_own_lora_needs_no_edit(data, base, tmp_path, fres
             config=write_yaml(tmp_path, config),
         )
     )
-    shapes = 2 * (4 * (32 + 32) + 4 * (32 + 16))
+    shapes = 4 * (32 + 32) + 4 * (32 + 16)
     assert f"trainable params: {shapes:,} " in stdout
     assert len(step_losses(stdout)) == STEPS
     (saved,) = (path for path in files(tmp_path / "output") if "trainable_params" in path and path.endswith(".ckpt"))
     tensors = ms.load_checkpoint(str(tmp_path / "output" / saved))
-    names = {
-        f"model.layers.{i}.attention.{leaf}.mindpet_delta_lora_{half}"
-        for i in range(2)
-        for leaf in ("wq", "wv")
-        for half in "ab"
-    }
+    names = {f"model.layers.0.attention.{leaf}.mindpet_delta_lora_{half}" for leaf in ("wq", "wv") for half in "ab"}
     assert {name for name in tensors if "model." in name} == names
     assert all(tensors[name].asnumpy().any() for name in names)
     assert not list((tmp_path / "output").rglob("adapter_config.json"))
@@ -215,7 +210,7 @@ def test_targets_that_match_nothing_stop_the_process_with_one_line(data, base, t
     """Unlike the above, this is found only when the network has been built."""
     flags = ["--model.model_config.pet_config.target_modules", "q_prj"]
     run = launch(tmp_path, *right(data, base), *flags)
-    parts = ["'q_prj' matches no linear cell", "model.layers.{0..1}.attention.wq"]
+    parts = ["'q_prj' matches no linear cell", "model.layers.0.attention.wq"]
     assert_refused(run.returncode, run.stderr, run.stdout, tmp_path / "output", parts)
 
 

@@ -18,7 +18,7 @@ LAUNCHER = ("-m", "mindlora.plugin.launcher")
 ROWS, SEQUENCE, VOCABULARY = 32, 16, 64
 
 # A Llama small enough that a run is mostly imports.
-SIZES = {"seq_length": SEQUENCE, "hidden_size": 32, "num_layers": 2, "vocab_size": VOCABULARY, "intermediate_size": 48}
+SIZES = {"seq_length": SEQUENCE, "hidden_size": 32, "num_layers": 1, "vocab_size": VOCABULARY, "intermediate_size": 48}
 SIZE_FLAGS = [word for key, value in SIZES.items() for word in (f"--model.model_config.{key}", str(value))]
 
 
