@@ -40,10 +40,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-# Folders whose files share what takes long to make: a trained base, PEFT's answers, kernels compiled for the model.
-# With several processes (pytest -n 2) all of such a folder runs in one of them, and these begin first.
-TOGETHER = ("tests/e2e", "tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
-FIRST = (*TOGETHER, "tests/plugin")
+# Folders whose files share what takes long to make: PEFT's answers, kernels compiled for the model.
+# With several processes (pytest -n 2) all of such a folder runs in one of them.
+TOGETHER = ("tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
+# What takes longest, so that none of it is left at the end.
+FIRST = ("tests/e2e", *TOGETHER, "tests/plugin")
 
 
 def pytest_configure(config):
@@ -66,7 +67,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With several processes, puts the tests that take longest first, so that none of them is left at the end."""
+    """With several processes, puts the tests of FIRST first."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
