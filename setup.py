@@ -19,6 +19,10 @@ def _pair(mindspore):
     return [f"mindspore=={mindspore}", f"mindformers=={MINDFORMERS_BY_MINDSPORE[mindspore]}"]
 
 
+# On Python 3.9 there is none.
+LM_EVAL = "lm-eval>=0.4.13,<0.5; python_version >= '3.10'"
+
+
 class BuildPy(build_py):
     """Builds the library into the package before its files are gathered, for a wheel and for an editable install."""
 
@@ -78,12 +82,20 @@ setup(
         # MindFormers needs it too; named for a machine that only looks at runs.
         "report": ["jinja2"],
         "serve": ["fastapi>=0.110", "prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"],
+        "eval": [LM_EVAL],
         "data": ["datasets", "jinja2", "pyarrow", "tokenizers", "transformers"],
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "matplotlib"),
             *("datasets", "jinja2", "pyarrow", "tokenizers", "transformers"),
+            LM_EVAL,
             *("fastapi>=0.110", "httpx", "openai", "prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"),
         ],
     },
-    entry_points={"console_scripts": ["mindlora = mindlora.cli:main", "mindlora-run = mindlora.plugin.launcher:main"]},
+    entry_points={
+        "console_scripts": [
+            "mindlora = mindlora.cli:main",
+            "mindlora-run = mindlora.plugin.launcher:main",
+            "mindlora-lm-eval = mindlora.cli.eval:harness",
+        ]
+    },
 )

@@ -4,13 +4,23 @@ import argparse
 import dataclasses
 import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING, List, NamedTuple, Sequence, Tuple
 
-from mindlora.cli.engine import Adapters, add_answer_options, loaded_engine, read_answer_options, remove_log, say, start
+from mindlora.cli.engine import (
+    Adapters,
+    add_answer_options,
+    loaded_engine,
+    prepare_imports,
+    read_answer_options,
+    remove_log,
+    say,
+    start,
+)
 from mindlora.cli.verb import Verb, add_command
 from mindlora.common import atomic
 from mindlora.common.interrupts import Interrupts
-from mindlora.errors import ConfigError
+from mindlora.errors import ConfigError, LoraError
 
 if TYPE_CHECKING:
     from mindlora.evaluation.answers import Task
@@ -198,6 +208,24 @@ def _add_to_run(folder: str, report: "EvalReport") -> None:
     history.append(step, evaluation={"tables": report.tables(), "verdicts": list(report.verdicts)})
     history.close()
     say(f"added to {folder}: mindlora report {folder} shows it")
+
+
+def harness() -> int:
+    """Runs lm-eval's command line with the model ``mindlora`` in its registry (mindlora-lm-eval)."""
+    prepare_imports()
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        print(f"mindlora: error: lm-eval cannot be imported ({error}): pip install 'mindlora[eval]'", file=sys.stderr)
+        return 1
+    import mindlora.cli.harness  # noqa: F401  registers the model
+
+    try:
+        cli_evaluate()
+    except LoraError as error:
+        print(f"mindlora: error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 VERBS = (Verb("eval", "Measure whether adapters are better than their base.", _eval_options),)
