@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
 
+from mindlora.common.text import shown
 from mindlora.errors import AdapterError, AdapterFormatError, LoraError
 from mindlora.serving.adapter_registry import AdapterRegistry
 
@@ -409,6 +410,7 @@ class AdapterMemory:
         entry.stamp = stamp
         entry.error = error
         if error:
+            logger.warning("Requests for %s are refused. Correct its files: %s", shown(name), error)
             self._tally.add(name, "failures")
             return
         entry.version = next(self._versions)

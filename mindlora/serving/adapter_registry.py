@@ -80,6 +80,16 @@ class AdapterRegistry:
             raise AdapterNotFoundError(f"There is no adapter {shown(name)}.{advice}")
         return path
 
+    def without_paths(self, message: str) -> str:
+        """Returns a message for clients: where it says at which path an adapter is, it names the adapter."""
+        with self._lock:
+            paths = dict(self._paths)
+        for name in sorted(paths, key=lambda name: -len(paths[name])):
+            message = message.replace(paths[name], name)
+        for folder in (self.folder, os.path.realpath(self.folder)) if self.folder else ():
+            message = message.replace(os.path.join(folder, ""), "")
+        return message
+
     def refresh(self) -> None:
         """Lists the folder again if its mtime has changed, but looks at most once a second."""
         now = self._clock()

@@ -18,6 +18,8 @@ class Piece:
         text (str): Text that is final; may be empty.
         tokens (list of int): The new tokens, an end token included.
         logprobs (list of Sampled or None): One for each token, if the request asks for logprobs.
+        prompt_logprobs (list of Sampled or None): In the first piece, one for each token of the prompt, if the request
+            asks for prompt_logprobs. Those before scored_from have the logprob None.
         finish_reason (str or None): "stop", "length", "cancelled" or "error" in the last piece, else None.
         error (Exception or None): Why the request failed, with "error".
     """
@@ -25,6 +27,7 @@ class Piece:
     text: str = ""
     tokens: List[int] = dataclasses.field(default_factory=list)
     logprobs: Optional[List[Sampled]] = None
+    prompt_logprobs: Optional[List[Sampled]] = None
     finish_reason: Optional[str] = None
     error: Optional[Exception] = None
 

@@ -10,7 +10,7 @@ from mindlora.errors import RequestError, ServingError
 from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
 from mindlora.serving.answer import Piece, Stream
 from mindlora.serving.detokenizer import Detokenizer, Stopping, TextDecoder
-from mindlora.serving.prompt_scores import score_prompts
+from mindlora.serving.prompt_scores import score_prompts, scores_of
 from mindlora.serving.request import Part, Request, Sampling, State
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.sampling import Sampler, sample_batch
@@ -142,6 +142,12 @@ class Engine:
                 f"The prompt has token {wrong[0]}, and the model knows 0 to {self.runner.vocab_size - 1}: tokenize "
                 "with this model's tokenizer."
             )
+        unknown = [token for token, _ in sampling.logit_bias if not 0 <= token < self.runner.vocab_size]
+        if unknown:
+            raise RequestError(
+                f"logit_bias names token {unknown[0]}, and the model knows 0 to {self.runner.vocab_size - 1}: leave it "
+                "out."
+            )
         request = Request(list(prompt), sampling, adapter)
         sampler = Sampler(sampling, request.prompt, adapter)
         room = self.seq_length - len(prompt)
@@ -267,19 +273,24 @@ class Engine:
         """Appends a token to a request and returns what its caller gets."""
         if isinstance(sampled, Exception):
             return self._end(request, "error", error=sampled)
+        prompt_logprobs = None
         if not request.first_token:
             request.first_token = time.monotonic()
             self._prompt_tokens += len(request.prompt)
             self._cached_tokens += request.cached
+            prompt_logprobs = scores_of(request)
         if request.sampling.max_tokens == 0:
-            return self._end(request, "length")
+            return self._end(request, "length", prompt_logprobs=prompt_logprobs)
         request.tokens.append(sampled.token)
         self._generated_tokens += 1
         text, reason = answer.stopping.add(sampled.token)
         logprobs = None if sampled.logprob is None else [sampled]
         if reason:
-            return self._end(request, reason, text=text, tokens=[sampled.token], logprobs=logprobs)
-        return Piece(text, [sampled.token], logprobs)
+            tokens = [sampled.token]
+            return self._end(
+                request, reason, text=text, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+            )
+        return Piece(text, [sampled.token], logprobs, prompt_logprobs)
 
     def _end(self, request: Request, reason: str, **piece: Any) -> Piece:
         self.scheduler.finish(request, reason, piece.get("error"))

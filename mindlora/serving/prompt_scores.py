@@ -1,6 +1,6 @@
 """The log-probabilities of the tokens of prompts, for requests that ask how likely a given text is."""
 
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from mindlora.errors import ServingError
 from mindlora.serving.network import FEW_TOKENS
 from mindlora.serving.request import Part, Request
 from mindlora.serving.runner import ModelRunner
-from mindlora.serving.sampling import score_token
+from mindlora.serving.sampling import Sampled, score_token
 
 
 def score_prompts(runner: ModelRunner, parts: Sequence[Part]) -> Dict[Request, ServingError]:
@@ -27,6 +27,13 @@ def score_prompts(runner: ModelRunner, parts: Sequence[Part]) -> Dict[Request, S
             except ServingError as error:
                 failed[request] = error
     return failed
+
+
+def scores_of(request: Request) -> Optional[List[Sampled]]:
+    """Returns one for each token of a prompt, without a log-probability before scored_from; None if not asked."""
+    if request.sampling.prompt_logprobs is None:
+        return None
+    return [request.prompt_logprobs.get(index, Sampled(token)) for index, token in enumerate(request.prompt)]
 
 
 def _wanted(parts: Sequence[Part]) -> List[Tuple[int, Request, int]]:

@@ -22,6 +22,7 @@ class Sampling:
             CTRL, 2019).
         presence_penalty (float): Subtracted from the logits of tokens that were generated already (OpenAI).
         frequency_penalty (float): The same, times how often each was generated (OpenAI).
+        logit_bias (tuple of (int, float)): Tokens, and what is added to the logit of each (OpenAI).
         seed (int or None): Seed of the request's own random stream; None draws one.
         stop (tuple of str): Texts that end the answer; they are not part of it.
         stop_tokens (tuple of int): Tokens that end the answer as the end token does, whatever ignore_eos says.
@@ -39,6 +40,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Tuple[Tuple[int, float], ...] = ()
     seed: Optional[int] = None
     stop: Tuple[str, ...] = ()
     stop_tokens: Tuple[int, ...] = ()

@@ -115,7 +115,7 @@ def draw(masses: np.ndarray, uniform: float) -> int:
 
 
 class Penalties:
-    """The penalties of one request.
+    """The penalties of one request, and before them its logit_bias.
 
     The repetition penalty r counts the prompt's tokens too: a logit above 0 becomes logit / r, another logit * r
     (Keskar et al., CTRL, 2019, as transformers and vLLM have it). From the logit of a token that was generated n >= 1
@@ -127,14 +127,17 @@ class Penalties:
         self._presence = sampling.presence_penalty
         self._frequency = sampling.frequency_penalty
         self._prompt = np.unique(np.asarray(prompt, np.int64))
+        self._biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        self._bias = np.array([bias for _, bias in sampling.logit_bias], np.float32)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return self._repetition != 1.0 or self._presence != 0.0 or self._frequency != 0.0
+        return bool(len(self._biased)) or self._repetition != 1.0 or self._presence != 0.0 or self._frequency != 0.0
 
     def apply(self, logits: np.ndarray, generated: Sequence[int]) -> np.ndarray:
         """Returns the logits, float32 [vocabulary], after the penalties, as a new array."""
         logits = logits.copy()
+        logits[self._biased] += self._bias
         tokens, counts = np.unique(np.asarray(generated, np.int64), return_counts=True)
         if self._repetition != 1.0:
             seen = np.union1d(self._prompt, tokens)
@@ -164,9 +167,9 @@ class Sampled(NamedTuple):
 class Sampler:
     """Chooses the tokens of one request.
 
-    The order is that of transformers and vLLM: penalties, temperature, top_k, top_p. Each drawn token takes one number
-    of the request's own random stream, so that a seed gives the same text in any batch; ``seed`` is drawn here if the
-    request has none. Errors name the adapter.
+    The order is that of transformers and vLLM: logit_bias, penalties, temperature, top_k, top_p. Each drawn token takes
+    one number of the request's own random stream, so that a seed gives the same text in any batch; ``seed`` is drawn
+    here if the request has none. Errors name the adapter.
 
     Raises RequestError if a number of ``sampling`` is out of range.
     """

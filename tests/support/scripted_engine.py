@@ -64,9 +64,18 @@ class ScriptedRunner:
         self.steps += 1
         if self.error is not None:
             raise self.error
+        self._computed = [
+            token for part in parts for token in part.request.tokens[part.start : part.start + part.count]
+        ]
         rows = [self._next(part.request) for part in parts if part.samples]
         logits = np.zeros((len(rows), self.vocab_size), np.float32)
         logits[np.arange(len(rows)), rows] = 50.0  # nothing else is ever drawn
+        return logits
+
+    def logits_after(self, rows):
+        """After a token of the prompt, the same token is the likeliest."""
+        logits = np.zeros((len(rows), self.vocab_size), np.float32)
+        logits[np.arange(len(rows)), [self._computed[row] for row in rows]] = 5.0
         return logits
 
     def _next(self, request):

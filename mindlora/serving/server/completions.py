@@ -1,6 +1,6 @@
 """/v1/completions."""
 
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,7 +17,10 @@ _MAX_TOKENS = 16
 
 
 class CompletionForm(Form):
-    """An answer as /v1/completions shows it; ``echoes`` come before each answer, and are empty for nothing."""
+    """An answer as /v1/completions shows it; ``echoes`` come before each answer, and are empty for nothing.
+
+    Where an echo has logprobs, they begin with those of the prompt's tokens; the first has none.
+    """
 
     prefix = "cmpl"
 
@@ -33,9 +36,10 @@ class CompletionForm(Form):
         echo = ""
         if choice not in self._offsets:
             echo = self.echoes[choice] if self.echoes else ""
-            self._offsets[choice] = len(echo)
+            self._offsets[choice] = 0 if piece.prompt_logprobs else len(echo)
         text = echo + piece.text
-        logprobs = self._logprobs(choice, piece.logprobs) if piece.logprobs else None
+        sampled = [*(piece.prompt_logprobs or ()), *(piece.logprobs or ())]
+        logprobs = self._logprobs(choice, sampled) if sampled else None
         if not (text or logprobs or piece.finish_reason):
             return []
         return [schemas.CompletionChoice(index=choice, text=text, logprobs=logprobs, finish_reason=piece.finish_reason)]
@@ -62,11 +66,15 @@ class CompletionForm(Form):
             tokens.append(self.texts.text(entry.token))
             offsets.append(self._offsets[choice])
             self._offsets[choice] += len(tokens[-1])
-            # The chosen token is among them in any case, as in OpenAI's.
-            likeliest = (*entry.top, (entry.token, entry.logprob))
-            top.append({self.texts.text(token): value for token, value in likeliest})
+            top.append(self._likeliest(entry))
         values = [entry.logprob for entry in sampled]
         return schemas.CompletionLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=top, text_offset=offsets)
+
+    def _likeliest(self, entry: Any) -> Optional[Dict[str, float]]:
+        if entry.logprob is None:
+            return None
+        # The chosen token is among them in any case, as in OpenAI's.
+        return {self.texts.text(token): value for token, value in (*entry.top, (entry.token, entry.logprob))}
 
 
 def add_routes(router: APIRouter) -> None:
@@ -76,7 +84,7 @@ def add_routes(router: APIRouter) -> None:
     async def complete(body: schemas.CompletionRequest, request: Request) -> Response:
         prompts = body.prompts()
         context = accept(request, body, len(prompts), prompts)
-        _check_echo(body)
+        _check_scoring(body)
         form = CompletionForm(body.model, context.texts)
 
         def tokens(context: Context) -> List[List[int]]:
@@ -87,10 +95,9 @@ def add_routes(router: APIRouter) -> None:
         return await answer(request, body, form, tokens, body.max_tokens, _MAX_TOKENS)
 
 
-def _check_echo(body: schemas.CompletionRequest) -> None:
-    if body.echo and body.logprobs is not None:
+def _check_scoring(body: schemas.CompletionRequest) -> None:
+    if body.max_tokens == 0 and not (body.echo and body.logprobs is not None):
         raise ApiError(
-            "echo with logprobs is not supported: this server reports logprobs of the answer alone.",
-            code="unsupported_field",
-            param="echo",
+            "max_tokens is 0, which is for scoring a prompt: set echo and logprobs too, or ask for a token.",
+            param="max_tokens",
         )

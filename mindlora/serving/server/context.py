@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.server.access import ApiKeys, KeyLimits
+from mindlora.serving.server.errors import ApiError, as_api_error
 from mindlora.serving.server.metrics import Metrics
 from mindlora.serving.server.models import ModelList
 from mindlora.serving.server.prompts import Prompts, TokenTexts
@@ -36,6 +37,10 @@ class Context:
         self.prompts = Prompts(engine, decoder, settings)
         self.texts = TokenTexts(decoder, engine.tokenizer)
         self.log = RequestLog(settings.request_log)
+
+    def told(self, error: BaseException) -> ApiError:
+        """Returns what a client is told of an error."""
+        return as_api_error(error, self.engine.adapters.registry)
 
 
 def context_of(request: Request) -> Context:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mindlora.errors import AdapterError, AdapterNotFoundError, LoraError, QueueFullError, RequestError, ServingError
+from mindlora.serving.adapter_registry import AdapterRegistry
 
 logger = logging.getLogger("mindlora")
 
@@ -62,20 +63,24 @@ class ApiError(ServingError):
         await self.response(headers)(scope, receive, send)
 
 
-def as_api_error(error: BaseException) -> ApiError:
-    """Returns what a client is told of an error; one that was not foreseen is written to the log alone."""
+def as_api_error(error: BaseException, registry: AdapterRegistry) -> ApiError:
+    """Returns what a client is told of an error: no path of the server's files, which the log has.
+
+    One that was not foreseen is written to the log alone. ``registry`` knows the paths of adapters.
+    """
     if isinstance(error, ApiError):
         return error
+    message = registry.without_paths(str(error))
     if isinstance(error, AdapterNotFoundError):
-        return ApiError(str(error), 404, "model_not_found", "model")
+        return ApiError(message, 404, "model_not_found", "model")
     if isinstance(error, QueueFullError):
-        return ApiError(str(error), 429, "queue_full", retry_after=1)
+        return ApiError(message, 429, "queue_full", retry_after=1)
     if isinstance(error, RequestError):
-        return ApiError(str(error), 400, "invalid_value")
+        return ApiError(message, 400, "invalid_value")
     if isinstance(error, AdapterError):
-        return ApiError(str(error), 400, "adapter_refused", "model")
+        return ApiError(message, 400, "adapter_refused", "model")
     if isinstance(error, LoraError):
-        return ApiError(str(error), 500, "engine_error")
+        return ApiError(message, 500, "engine_error")
     logger.error("A request failed with %s: see the lines below.", type(error).__name__, exc_info=error)
     return ApiError("The server failed at this request; its log says why.", 500, "internal_error")
 
@@ -88,7 +93,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         code = _CODES.get(error.status_code, "invalid_body")
         problem = ApiError(f"{error.detail}: {request.method} {request.url.path}", error.status_code, code)
     else:
-        problem = as_api_error(error)
+        problem = request.app.state.context.told(error)
     note_error(request.scope, problem)
     return problem.response(getattr(error, "headers", None))
 

@@ -28,7 +28,7 @@ from mindlora.serving.request import Sampling
 from mindlora.serving.server import schemas
 from mindlora.serving.server.access import client_gone
 from mindlora.serving.server.context import Context, context_of
-from mindlora.serving.server.errors import ApiError, as_api_error, note_error
+from mindlora.serving.server.errors import ApiError, note_error
 from mindlora.serving.server.prompts import TokenTexts
 from mindlora.serving.server.schemas import CachedTokens, Usage
 
@@ -132,9 +132,11 @@ class Call:
             prompt_tokens_details=CachedTokens(cached_tokens=sum(request.cached for request in firsts)),
         )
 
-    def failed(self, error: ApiError) -> None:
-        """Notes why the call failed, where no other part of the app will."""
-        note_error(self._request.scope, error)
+    def failed(self, error: Exception) -> ApiError:
+        """Notes why the call failed, where no other part of the app will; returns what the client is told."""
+        problem = self._context.told(error)
+        note_error(self._request.scope, problem)
+        return problem
 
     async def _submit(self, choices: Sequence[int]) -> None:
         # In a thread, because the engine may be in the middle of a step.
@@ -180,7 +182,7 @@ class Call:
 
     def _check(self, piece):
         if piece.error is not None:
-            raise as_api_error(piece.error)
+            raise self._context.told(piece.error)
         if piece.finish_reason == "cancelled":
             raise ApiError(
                 f"The server was told to stop before the answer was complete: ask again in {_SOON} seconds.",
@@ -281,8 +283,7 @@ class _EventStream(Response):
                 async for event in self._rest:
                     await _send(send, event)
             except Exception as error:
-                problem = as_api_error(error)
-                self._call.failed(problem)
+                problem = self._call.failed(error)
                 await _send(send, b"data: " + json.dumps(problem.content).encode() + b"\n\n")
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
         finally:

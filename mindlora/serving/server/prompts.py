@@ -73,12 +73,15 @@ class Prompts:
         if asked is not None and answer is not None and asked > answer:
             raise ApiError(f"max_tokens is {asked}; it must be at most {answer} on this server.", param="max_tokens")
         left = self._seq_length - count
-        if left < (asked or 1):
+        needed = 1 if asked is None else asked
+        if left < needed:
             raise _too_long(
                 f"The model takes {self._seq_length} tokens, prompt and answer together: the prompt has {count}, and "
-                f"max_tokens is {asked or 1}. Shorten the prompt, or lower max_tokens."
+                f"max_tokens is {needed}. Shorten the prompt, or lower max_tokens."
             )
-        return asked or min(value for value in (left, answer, default) if value is not None)
+        if asked is not None:
+            return asked
+        return min(value for value in (left, answer, default) if value is not None)
 
 
 def _too_long(message: str) -> ApiError:

@@ -9,7 +9,7 @@ import time
 import uuid
 from typing import Any, Callable, List, MutableMapping, Optional, TextIO
 
-from mindlora.serving.server.errors import as_api_error
+from mindlora.serving.server.errors import ApiError
 
 logger = logging.getLogger("mindlora")
 
@@ -78,13 +78,20 @@ class RequestLog:
 class Recorder:
     """The outermost part of the app: makes a record of each request, writes it, and answers where all else failed.
 
-    The log gets the records of the API's paths, ``count`` every record.
+    The log gets the records of the API's paths, ``count`` every record; ``told`` says what clients learn of an error.
     """
 
-    def __init__(self, app: Any, log: RequestLog, count: Callable[[RequestRecord], None]):
+    def __init__(
+        self,
+        app: Any,
+        log: RequestLog,
+        count: Callable[[RequestRecord], None],
+        told: Callable[[BaseException], ApiError],
+    ):
         self._app = app
         self._log = log
         self._count = count
+        self._told = told
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -105,7 +112,7 @@ class Recorder:
         try:
             await self._app(scope, receive, noting)
         except Exception as error:
-            problem = as_api_error(error)
+            problem = self._told(error)
             record.reason = problem.code
             if record.status is None:
                 await problem.response()(scope, receive, noting)

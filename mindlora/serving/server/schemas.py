@@ -18,6 +18,8 @@ def _whole_characters(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# JSON has no numbers as keys.
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 MAX_LOGPROBS = 20
 
@@ -78,7 +80,6 @@ class _Generation(_Asked):
         "guided_regex": (),
         "include_stop_str_in_output": (False,),
         "length_penalty": (1.0,),
-        "logit_bias": ({},),
         "logits_processors": ([],),
         "min_p": (0.0,),
         "min_tokens": (0,),
@@ -104,6 +105,9 @@ class _Generation(_Asked):
     top_p: Optional[float] = Field(None, gt=0, le=1)
     presence_penalty: Optional[float] = Field(None, ge=-2, le=2)
     frequency_penalty: Optional[float] = Field(None, ge=-2, le=2)
+    logit_bias: Optional[Dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]]] = Field(
+        None, max_length=1024, description="token id -> what is added to its logit"
+    )
     top_k: Optional[int] = Field(None, ge=-1, lt=2**31, description="as in vLLM; 0 or -1 for all")
     repetition_penalty: Optional[float] = Field(None, gt=0, le=100, description="as in vLLM")
     ignore_eos: Optional[bool] = Field(None, description="as in vLLM")
@@ -113,14 +117,26 @@ class _Generation(_Asked):
         """Whether a stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _sampling(self, logprobs: Optional[int], ends: Iterable[int] = ()) -> Sampling:
+    def _sampling(
+        self, logprobs: Optional[int], ends: Iterable[int] = (), prompt_logprobs: Optional[int] = None
+    ) -> Sampling:
         names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
         chosen = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = None if self.seed is None else self.seed % 2**64
         stop_tokens = tuple({*(self.stop_token_ids or ()), *(() if self.ignore_eos else ends)})
         top_k = max(self.top_k or 0, 0)
-        return Sampling(top_k=top_k, seed=seed, stop=tuple(stop), stop_tokens=stop_tokens, logprobs=logprobs, **chosen)
+        bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+        return Sampling(
+            top_k=top_k,
+            seed=seed,
+            stop=tuple(stop),
+            stop_tokens=stop_tokens,
+            logit_bias=bias,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **chosen,
+        )
 
 
 class CompletionRequest(_Generation):
@@ -134,13 +150,16 @@ class CompletionRequest(_Generation):
         Annotated[List[TokenId], Field(min_length=1)],
         Annotated[List[Annotated[List[TokenId], Field(min_length=1)]], Field(min_length=1)],
     ] = Field(description="a text, token ids, or a list of either")
+    max_tokens: Optional[int] = Field(None, ge=0, description="0 with echo and logprobs, to score the prompt alone")
     add_special_tokens: Optional[bool] = Field(None, description="as in vLLM: begin texts with the tokenizer's bos")
-    echo: Optional[bool] = Field(None, description="put the prompt before the answer")
+    echo: Optional[bool] = Field(
+        None, description="put the prompt before the answer, with its logprobs if they are asked for"
+    )
     logprobs: Optional[int] = Field(None, ge=0, le=MAX_LOGPROBS, description="likeliest tokens to report")
 
     def sampling(self, ends: Iterable[int]) -> Sampling:
         """How to continue the prompts; max_tokens is still to be set. ``ends`` is for chats."""
-        return self._sampling(self.logprobs)
+        return self._sampling(self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
 
     def prompts(self) -> List[Union[str, List[int]]]:
         """The prompts, each a text or token ids."""
@@ -213,6 +232,23 @@ class ChatRequest(_Generation):
         return self._sampling((self.top_logprobs or 0) if self.logprobs else None, ends)
 
 
+class TokenizeRequest(_Asked):
+    """Body of /tokenize, as vLLM has it: a prompt or a conversation."""
+
+    model: Optional[Text] = Field(None, max_length=1000, description="the base's name, or an adapter's")
+    prompt: Optional[Text] = None
+    messages: Optional[List[Message]] = Field(None, min_length=1)
+    add_special_tokens: Optional[bool] = Field(None, description="of a prompt: begin with the tokenizer's bos")
+    return_token_strs: Optional[bool] = None
+
+
+class DetokenizeRequest(_Asked):
+    """Body of /detokenize, as vLLM has it."""
+
+    model: Optional[Text] = Field(None, max_length=1000, description="the base's name, or an adapter's")
+    tokens: List[TokenId]
+
+
 class LoadAdapterRequest(_Asked):
     """Body of /v1/load_lora_adapter."""
 
@@ -244,11 +280,11 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """The tokens of a choice, one entry of each list for each."""
+    """The tokens of a choice, one entry of each list for each; the first of an echoed prompt has no log-probability."""
 
     tokens: List[str]
-    token_logprobs: List[float]
-    top_logprobs: List[Dict[str, float]]
+    token_logprobs: List[Optional[float]]
+    top_logprobs: List[Optional[Dict[str, float]]]
     text_offset: List[int]
 
 
@@ -270,6 +306,21 @@ class Completion(BaseModel):
     model: str
     choices: List[CompletionChoice]
     usage: Optional[Usage] = None
+
+
+class Tokens(BaseModel):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: List[int]
+    token_strs: Optional[List[str]] = None
+
+
+class Detokenized(BaseModel):
+    """Answer of /detokenize."""
+
+    prompt: str
 
 
 class TopLogprob(BaseModel):

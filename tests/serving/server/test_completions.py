@@ -123,6 +123,46 @@ def test_echo_puts_the_prompt_first(app, engine):
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == "dogsdogs"
 
 
+def test_echo_with_logprobs_scores_the_prompt(app, engine):
+    """After a token of the prompt the scripted engine expects the same again: its logit is 5, all others are 0."""
+    content = complete(app, "aab", echo=True, logprobs=1, max_tokens=0).json()["choices"][0]
+    scores = schemas.CompletionLogprobs(**content["logprobs"])
+    assert content["text"] == "aab" and content["finish_reason"] == "length"
+    assert scores.tokens == ["<s>", "a", "a", "b"] and scores.text_offset == [0, 3, 4, 5]
+    total = math.log(math.exp(5) + len(engine.tokenizer) - 1)
+    expected = [None, -total, 5 - total, -total]
+    assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
+    assert scores.token_logprobs[1:] == pytest.approx(expected[1:], abs=1e-5)
+    assert [set(top) for top in scores.top_logprobs[1:]] == [{"<s>", "a"}, {"a"}, {"a", "b"}]
+
+
+def test_an_answer_goes_on_where_the_scored_prompt_ends(app):
+    fields = {"prompt": ["dogs", "hello cats"], "echo": True, "logprobs": 0, "n": 2}
+    whole = complete(app, **fields).json()["choices"]
+    plain = complete(app, **{**fields, "echo": False}).json()["choices"]
+    for choice, answer in zip(whole, plain):
+        assert choice["text"].endswith(answer["text"])
+        tokens, scores = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+        count = len(answer["logprobs"]["tokens"])
+        assert tokens[-count:] == answer["logprobs"]["tokens"] and tokens[:-count] == answer["logprobs"]["tokens"][:-1]
+        assert scores[-count:] == answer["logprobs"]["token_logprobs"] and None not in scores[1:]
+    streamed = events(complete(app, **fields, stream=True).text)
+    for choice in whole:
+        parts = [part for chunk in streamed for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert sum((part["logprobs"]["token_logprobs"] for part in parts), []) == choice["logprobs"]["token_logprobs"]
+
+
+def test_a_bias_is_added_to_the_logits(app, engine):
+    """50 is what sets the scripted token apart."""
+    dog, cat = (engine.tokenizer.encode(text, add_special_tokens=False)[0] for text in ("d", "c"))
+    assert texts(complete(app, logit_bias={str(dog): 49}, temperature=0)) == ["hello cats"]
+    answer = complete(app, logit_bias={str(dog): 60}, temperature=0, max_tokens=3, logprobs=0).json()["choices"][0]
+    assert answer["text"] == "ddd"
+    # As the model sees it, without the bias.
+    assert max(answer["logprobs"]["token_logprobs"]) < -49
+    assert texts(complete(app, logit_bias={str(dog): 60, str(cat): 70}, temperature=0, max_tokens=2)) == ["cc"]
+
+
 def test_a_streamed_answer_says_the_same_in_pieces(app):
     fields = {"prompt": ["hello cats", "dogs"], "n": 2, "model": "formal", "logprobs": 1}
     whole = complete(app, **fields).json()

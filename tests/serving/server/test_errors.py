@@ -46,7 +46,6 @@ ASKED_FOR = {
     "tool_choice": "required",
     "functions": [{"name": "f"}],
     "response_format": {"type": "json_object"},
-    "logit_bias": {"50": 1},
     "best_of": 2,
     "audio": {"voice": "alloy"},
     "modalities": ["text", "audio"],
@@ -90,7 +89,7 @@ def test_unknown_fields_are_refused_by_name_wherever_they_are(app):
         ({"temperature": "1"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"stop": ""}, "stop"),
@@ -98,6 +97,8 @@ def test_unknown_fields_are_refused_by_name_wherever_they_are(app):
         ({"seed": 2**63}, "seed"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"50": 101}}, "logit_bias"),
+        ({"logit_bias": {"fifty": 1}}, "logit_bias.fifty"),
         ({"stream": "yes"}, "stream"),
         ({"prompt": []}, "prompt"),
         ({"prompt": None}, "prompt"),
@@ -114,7 +115,9 @@ def test_values_out_of_range_are_refused_by_name(app, given, param):
 
 
 def test_fields_that_contradict_each_other_are_refused(app):
-    refused(complete(app, echo=True, logprobs=1), 400, "unsupported_field", "echo")
+    assert "set echo and logprobs too" in refused(complete(app, max_tokens=0), 400, "invalid_value", "max_tokens")
+    refused(complete(app, max_tokens=0, echo=True), 400, "invalid_value", "max_tokens")
+    assert "at least two" in refused(complete(app, [5], max_tokens=0, echo=True, logprobs=0), 400, "invalid_value")
     refused(complete(app, stream_options={"include_usage": True}), 400, "invalid_value", "stream_options")
     refused(chat(app, top_logprobs=1), 400, "invalid_value", "top_logprobs")
     refused(chat(app, max_tokens=1, max_completion_tokens=2), 400, "invalid_value", "max_tokens")
@@ -134,6 +137,7 @@ def test_messages_that_do_not_fit_the_template_are_refused(app):
 def test_tokens_that_the_model_does_not_know_are_refused(app):
     for given in ({}, {"echo": True}):
         assert "token 99999" in refused(complete(app, [1, 99999], **given), 400, "invalid_value")
+    assert "logit_bias names token 99999" in refused(complete(app, logit_bias={"99999": 1}), 400, "invalid_value")
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_numbers(app, engine):

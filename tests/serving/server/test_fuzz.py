@@ -39,6 +39,9 @@ def fitting(schema, parts):
     kind = schema.get("type")
     if kind == "array":
         return st.lists(fitting(schema["items"], parts), min_size=schema.get("minItems", 0), max_size=3)
+    if "patternProperties" in schema:
+        ((keys, values),) = schema["patternProperties"].items()
+        return st.dictionaries(st.from_regex(keys, fullmatch=True), fitting(values, parts), max_size=3)
     if kind == "object":
         fields = {name: fitting(field, parts) for name, field in schema["properties"].items()}
         needed = {name: field for name, field in fields.items() if name in schema.get("required", ())}

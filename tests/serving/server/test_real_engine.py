@@ -61,6 +61,23 @@ def test_answers_together_are_those_of_each_alone(client):
         assert list(threads.map(text, jobs)) == alone
 
 
+def test_each_token_of_a_prompt_is_scored_as_if_it_were_the_answer(client, server):
+    """A bias of 100 has the engine choose a token, whose log-probability it reports without the bias."""
+    tokens = client._client.post(f"{server.url}/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+
+    def logprobs(name, prompt, **given):
+        answer = client.completions.create(model=name, prompt=prompt, temperature=0, logprobs=0, **given)
+        return answer.choices[0].logprobs.token_logprobs
+
+    for name in ("llama", "first"):
+        scores = logprobs(name, tokens, max_tokens=0, echo=True)
+        assert len(scores) == len(tokens) and scores[0] is None
+        for place in range(1, len(tokens)):
+            bias = {str(tokens[place]): 100}
+            (expected,) = logprobs(name, tokens[:place], max_tokens=1, logit_bias=bias)
+            assert scores[place] == pytest.approx(expected, abs=1e-4)
+
+
 def test_chat(client):
     def ask(**given):
         return client.chat.completions.create(model="first", messages=HI, max_tokens=12, seed=3, **given)
@@ -78,10 +95,10 @@ def test_chat(client):
     assert said == choices[0].message.content
 
 
-def test_a_damaged_adapter_is_refused_with_the_readers_own_words(client):
-    with pytest.raises(openai.BadRequestError, match="adapter_model.safetensors") as refused:
+def test_a_damaged_adapter_is_refused_with_the_readers_own_words_and_no_path(client, server):
+    with pytest.raises(openai.BadRequestError, match="damaged/adapter_model.safetensors") as refused:
         client.completions.create(model="damaged", prompt="x")
-    assert refused.value.code == "adapter_refused"
+    assert refused.value.code == "adapter_refused" and server.folder not in str(refused.value)
     with pytest.raises(openai.NotFoundError, match="'second'"):
         client.completions.create(model="secnd", prompt="x")
 
