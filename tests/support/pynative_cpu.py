@@ -11,6 +11,7 @@ import sys
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
+from mindspore.communication import init
 
 ONE_DEVICE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "one_device")
 
@@ -165,6 +166,11 @@ OPS = (rms_norm, moe_token_permute, moe_token_unpermute)
 IN_PLACE = (zero_, fill_, normal_, scatter_)
 
 
+def init_process_group(*_, **__):
+    """Connects the processes, as mint's function of this name does for HCCL alone."""
+    init()
+
+
 def on_cpu(to_empty):
     """The method that materializes a cell, on the CPU: MindFormers builds models without values, for an NPU."""
 
@@ -191,5 +197,6 @@ def replace_operators() -> None:
             setattr(owner, function.__name__, function)
     ops.operations.nn_ops.FlashAttentionScore = FlashAttentionScore
     ops.auto_generate.GroupedMatmul = GroupedMatmul
+    mint.distributed.init_process_group = init_process_group
     # MindSpore before 2.10 has no such method, and tests that are skipped there import this module.
     nn.Cell.to_empty = on_cpu(nn.Cell.to_empty)

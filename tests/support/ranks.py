@@ -19,14 +19,14 @@ def own_network():
         return False
 
 
-def run_ranks(count, folder, script, *arguments, code=0):
+def run_ranks(count, folder, script, *arguments, code=0, trainer="graph"):
     """Runs ``script`` on ``count`` ranks in ``folder`` and returns their output as texts.
 
-    ``code`` is the exit code that the first rank to fail must have.
+    ``code`` is the exit code that the first rank to fail must have, ``trainer`` what they have imported (see forked).
     """
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     ranks = os.path.join(os.path.dirname(__file__), "forked_ranks.py")
-    done = forked.run([ranks, count, _free_port(), own_network(), script, *arguments], folder, environment)
+    done = forked.run([ranks, count, _free_port(), own_network(), script, *arguments], folder, environment, trainer)
     texts = [(folder / "log" / f"worker_{rank}.log").read_text() for rank in range(count)]
     assert done.returncode == code, done.stderr[-2000:] + texts[0][-3000:]
     return texts

@@ -1,10 +1,13 @@
 """What mindlora takes and refuses under MindFormers' PyNative Trainer. One process tries it all: imports are slow."""
 
+import json
+
 import numpy as np
 import pytest
 
-from tests.support import pynative_runs
+from tests.support import pynative_runs, pynative_series
 from tests.support.pynative_runs import LORA, LORA_WITH_EXPERTS, only_with_pynative_trainer
+from tests.support.ranks import run_ranks
 
 pytestmark = only_with_pynative_trainer
 
@@ -87,6 +90,16 @@ CASES = {
 }
 
 
+# Fields of pet_config that two processes refuse; a callback would be refused once the model is sharded.
+ONE_PROCESS = {
+    "modules_to_save": ["norm"],
+    "freeze_exclude": ["*norm*"],
+    "adapter_path": "/",
+    "lora_init": "pissa",
+    "quantize_base": "nf4",
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("refusals")
@@ -127,3 +140,13 @@ def test_without_a_checkpoint_the_base_has_its_initial_values(folder, messages):
     assert len(weights) == 2
     for weight in weights.values():
         assert 0.001 < weight.std() < 0.1 and abs(weight.mean()) < 0.01
+
+
+def test_what_needs_one_process_is_refused_in_two(folder, messages):
+    given, found = folder / "given.json", folder / "two.json"
+    config = pynative_runs.tiny_config("qwen3", folder / "rows.mindrecord", 1)
+    config["training"] = {**config["training"], "local_batch_size": 2}
+    given.write_text(json.dumps([{**config, "pet_config": {field: value}} for field, value in ONE_PROCESS.items()]))
+    run_ranks(2, folder, pynative_series.__file__, given, found, trainer="pynative")
+    for field, message in zip(ONE_PROCESS, json.loads(found.read_text())):
+        assert f"pet_config.{field} is" in message and "in one process" in message and "Remove it" in message
