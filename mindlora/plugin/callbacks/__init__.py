@@ -5,6 +5,8 @@ from mindlora.plugin.callbacks.adapter_slices import AdapterSlices
 from mindlora.plugin.callbacks.base_check import BaseCheck
 from mindlora.plugin.callbacks.early_stopping import EarlyStopping
 from mindlora.plugin.callbacks.exchange_check import ExchangeCheck
+from mindlora.plugin.callbacks.forgetting import Forgetting
+from mindlora.plugin.callbacks.forgetting_budget import ForgettingBudget
 from mindlora.plugin.callbacks.graceful_stop import GracefulStop
 from mindlora.plugin.callbacks.gradient_norm_rate import GradientNormRate
 from mindlora.plugin.callbacks.held_out_loss import HeldOutLoss
@@ -25,6 +27,8 @@ __all__ = [
     "BaseCheck",
     "EarlyStopping",
     "ExchangeCheck",
+    "Forgetting",
+    "ForgettingBudget",
     "GracefulStop",
     "GradientNormRate",
     "HeldOutLoss",

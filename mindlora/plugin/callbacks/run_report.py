@@ -23,7 +23,7 @@ REPORT_NAME = "report.html"
 # The report is written again after this many times the time that writing it took, and when the run ends.
 _PAUSE = 20
 # Of what is recorded, what MFLossMonitor does not give to TensorBoard.
-_TO_TENSORBOARD = ("tokens_per_second", "bytes_exchanged", "memory_bytes", "held_out_loss")
+_TO_TENSORBOARD = ("tokens_per_second", "bytes_exchanged", "memory_bytes", "held_out_loss", "forgetting")
 
 
 @register
@@ -82,9 +82,10 @@ class RunReport(Callback):
         step = params.cur_step_num
         now = time.time()
         self._record(step, **self._numbers(params, now))
-        held_out_loss = reported_metrics(params).get("held_out_loss")
-        if held_out_loss is not None:
-            self._record(step, held_out_loss=held_out_loss)
+        for name in ("held_out_loss", "forgetting"):
+            measured = reported_metrics(params).get(name)
+            if measured is not None:
+                self._record(step, **{name: measured})
         health = params.get("adapter_health")
         if health is not None and health.step == step:
             self._record(step, health=health.to_json())

@@ -1,6 +1,6 @@
 """SampleAnswers: answers to given prompts before and after training."""
 
-from typing import List, Sequence
+from typing import Callable, List, Sequence
 
 import numpy as np
 from mindspore import Callback, Tensor, nn, ops
@@ -102,9 +102,28 @@ def greedy_answers(
 ) -> List[List[int]]:
     """Returns what a network continues each prompt with, without eos, choosing the likeliest token each time.
 
-    The whole window runs for each token, since a network in training has no KV cache: this is for a few short answers.
+    The arguments are those of ``continuations``.
+    """
+    rows = continuations(network, prompts, seq_length, pad, eos, max_tokens, lambda logits: logits.argmax(-1))
+    answers = [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
+    return [answer[:-1] if answer[-1] == eos else answer for answer in answers]
+
+
+def continuations(
+    network: nn.Cell,
+    prompts: Sequence[Sequence[int]],
+    seq_length: int,
+    pad: int,
+    eos: int,
+    max_tokens: int,
+    choose: Callable[[np.ndarray], np.ndarray],
+) -> List[List[int]]:
+    """Returns each prompt with what follows it, up to eos, max_tokens or the end of the window.
+
+    The whole window runs for each token, since a network in training has no KV cache: this is for a few short texts.
     MindFormers' causal language model, called with tokens [rows, seq_length] in evaluation mode, returns (logits
-    [rows, seq_length, vocabulary], ...); it is left in its mode. Each prompt has fewer than seq_length tokens.
+    [rows, seq_length, vocabulary], ...); it is left in its mode. Each prompt has fewer than seq_length tokens. Of
+    logits [rows, vocabulary], ``choose`` returns a token for each row.
     """
     was_training = network.training
     cell = _LastLogits(network).set_train(False)
@@ -116,11 +135,10 @@ def greedy_answers(
         for index, row in enumerate(rows):
             window[index, : len(row)] = row
         positions = np.array([index * seq_length + len(row) - 1 for index, row in enumerate(rows)], np.int32)
-        chosen = cell(Tensor(window), Tensor(positions)).asnumpy().argmax(-1)
+        chosen = choose(cell(Tensor(window), Tensor(positions)).asnumpy())
         for index in sorted(running):
             rows[index].append(int(chosen[index]))
             if rows[index][-1] == eos or len(rows[index]) == ends[index]:
                 running.remove(index)
     cell.set_train(was_training)
-    answers = [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
-    return [answer[:-1] if answer[-1] == eos else answer for answer in answers]
+    return rows

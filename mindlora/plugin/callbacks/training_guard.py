@@ -5,14 +5,14 @@ import math
 from typing import Any, Deque, Dict, List, Optional, Tuple
 
 import numpy as np
-from mindspore import Callback, Parameter, Tensor, ops
+from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.common.fields import COUNT, FACTOR, Range, check_number, numbers, whole_numbers
 from mindlora.errors import DivergenceError
 from mindlora.plugin.callbacks.common import Rule, controlled_step, register, report_event, step_record
+from mindlora.plugin.callbacks.run_state import copy_state, put_back
 from mindlora.plugin.resume.collectives import wait_for_all_ranks
-from mindlora.plugin.resume.training_state import state_parameters
 
 _NAME = "TrainingGuard"
 # The smoothed loss is the median of this many losses, or of all while there are fewer.
@@ -85,7 +85,7 @@ class TrainingGuard(Callback):
         params = run_context.original_args()
         step = controlled_step(params, _NAME)
         if self.snapshots.is_empty:
-            self.snapshots.add(params.cur_step_num, _copies(step))
+            self.snapshots.add(params.cur_step_num, copy_state(step))
             step.set_limits(*self.guard.limits)
             step.set_rate_factor(_NAME, self.factor)
 
@@ -107,7 +107,7 @@ class TrainingGuard(Callback):
         if reason is not None:
             self._go_back(run_context, step, reason)
         elif self.snapshots.is_due(params.cur_step_num) and self.guard.is_healthy:
-            self.snapshots.add(params.cur_step_num, _copies(step))
+            self.snapshots.add(params.cur_step_num, copy_state(step))
         step.set_limits(*self.guard.limits)
 
     def __exit__(self, *error: Any) -> None:
@@ -131,13 +131,7 @@ class TrainingGuard(Callback):
         """Puts the last good state back, and cuts the rate or ends the run."""
         params = run_context.original_args()
         origin, arrays = self.snapshots.go_back(params.cur_step_num)
-        for parameter in _state(step):
-            # Not set_data: the graph would keep the moments, which it uses only in the branch of steps that count.
-            ops.assign(parameter, Tensor(arrays[parameter.name], parameter.dtype))
-        unsent = step.exchange.unsent() if step.exchange is not None else None
-        if unsent is not None:
-            # What this rank has not sent yet is from the steps that are undone. -0.0, since x + -0.0 is x for every x.
-            ops.assign(unsent, Tensor(np.full(unsent.shape, -0.0, np.float32)))
+        put_back(step, arrays)
         self.guard.forget()
         self.rollbacks += 1
         if self.rollbacks > self.max_rollbacks:
@@ -162,20 +156,6 @@ def _is_left_to_loss_scale(step, outputs, loss):
     """Returns whether a dynamic loss scale deals with the step: its gradients overflowed, though its loss did not."""
     is_dynamic = step.loss_scaling_manager is not None
     return is_dynamic and math.isfinite(loss) and bool(outputs[1].asnumpy()) and float(outputs[2].asnumpy()) > 1
-
-
-def _state(step):
-    """Returns the parameters of the adapter and the optimizer; a loss scale is not part of what was good."""
-    manager = step.loss_scaling_manager
-    scale = {step.scale_sense.name} if isinstance(step.scale_sense, Parameter) else set()
-    scale.update(p.name for p in (manager.get_parameters() if manager is not None else ()))
-    trained = [p for p in step.get_parameters() if p.requires_grad]
-    by_name: Dict[str, Parameter] = {p.name: p for p in [*trained, *state_parameters(step)]}
-    return [parameter for name, parameter in by_name.items() if name not in scale]
-
-
-def _copies(step) -> Dict[str, np.ndarray]:
-    return {p.name: p.asnumpy().copy() for p in _state(step)}
 
 
 class RunGuard(Rule):
