@@ -78,6 +78,18 @@ def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[st
             yield where, _rows_of(held_out, first_rows), lengths
 
 
+def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
+    """Yields (where the YAML names it, the first MindRecord) of the data that a training run learns from or judges."""
+    named = [("train_dataset", data_of(config.get("train_dataset")))]
+    for where, callback in callbacks_of(config, "HeldOutLoss"):
+        folder = callback.get("dataset_dir")
+        named.append((where, folder if folder and os.path.exists(folder) else None))
+    for where, data in named:
+        files = mindrecord_files(data) if data else []
+        if files:
+            yield where, files[0]
+
+
 def _lengths(config: Mapping[str, Any]) -> Sequence[int]:
     """Returns how many tokens the rows that the model trains on may have."""
     length = value_at(config, "model.model_config.seq_length")
@@ -99,7 +111,19 @@ def _rows_of(data: Optional[Data], first_rows: FirstRows, *columns: str) -> List
     files = mindrecord_files(data) if data else []
     if not files:
         return []
-    return [row for row in first_rows(files[0], _ROWS) if row.keys() >= {"input_ids", *columns}]
+    rows: List[Row] = []
+    for row in first_rows(files[0], _ROWS):
+        if row.keys() >= {"input_ids", *columns}:
+            rows += _rows_of_model(row)
+    return rows
+
+
+def _rows_of_model(row: Row) -> List[Row]:
+    """Returns the rows that the model gets of one of the data: several of a preference that is not packed."""
+    if row["input_ids"].ndim == 1:
+        return [row]
+    names = [name for name in ("input_ids", "labels") if name in row]
+    return [{name: row[name][number] for name in names} for number in range(len(row["input_ids"]))]
 
 
 def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mapping[str, Any]) -> Iterator[Finding]:

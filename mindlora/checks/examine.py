@@ -14,6 +14,7 @@ from mindlora.checks.memory import check_memory_options
 from mindlora.checks.model import at, language_model
 from mindlora.checks.parallel import check_sharded, check_sizes
 from mindlora.checks.pet_config import check_pet_config
+from mindlora.checks.preference import check_preference, check_preference_rows
 from mindlora.checks.targets import check_targets
 from mindlora.checks.training import check_training
 from mindlora.errors import ConfigError, LoraError
@@ -30,7 +31,8 @@ def check_settings(config: Mapping[str, Any]) -> List[Finding]:
     model, key = language_model(config)
     findings = [*check_mcore(model), *check_keys(config)]
     if not errors(findings):
-        findings += [*check_sizes(config), *check_training(config), *check_sharded(config)]
+        findings += [*check_sizes(config), *check_training(config), *check_preference(config)]
+        findings += check_sharded(config)
     return [*findings, *check_run_mode(config), *at(key, check_pet_config(model)[1])]
 
 
@@ -57,7 +59,7 @@ def check_contents(config: Mapping[str, Any], first_rows: Optional[FirstRows] = 
     findings: List[Finding] = []
     checks: List[Iterator[Finding]] = [check_quantized_base(config), check_base_weights(config)]
     if first_rows is not None:
-        checks.append(check_rows(config, first_rows))
+        checks += [check_rows(config, first_rows), check_preference_rows(config, first_rows)]
     for check in checks:
         try:
             findings += check

@@ -8,6 +8,11 @@ from mindlora.common.text import suggestion
 from mindlora.errors import ConfigError
 
 _SMOOTHING = Range("a number from 0 to below 0.5", lambda value: 0 <= value < 0.5)
+# What is reported of a step and of held-out data, as far as the loss has it: means over answers, or over examples.
+MEASURES = (
+    *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
+    *("log_probability_chosen", "log_probability_rejected", "tokens_chosen", "tokens_rejected", "kl"),
+)
 # The settings that not all losses have.
 _OWN = ("label_smoothing", "margin", "desirable_weight", "undesirable_weight")
 

@@ -4,7 +4,7 @@ Every record has "step" and one of the keys in KINDS, which says what it holds:
 
 - "run": the configuration, versions, machine and data; the first record of a run, and of each resumption.
 - "loss": one step, with the fields of STEP_FIELDS as far as they are known.
-- "held_out_loss": the loss on held-out data.
+- "held_out_loss": the loss on held-out data, with the other HELD_OUT_FIELDS as far as they are known.
 - "forgetting": the divergence from the base, in nats per token, on what the base says itself.
 - "event": what a guard or a schedule did, with "message".
 - "health": a measurement of the adapter.
@@ -24,6 +24,7 @@ import numpy as np
 
 from mindlora.common import atomic
 from mindlora.common.json_files import parse_object
+from mindlora.config.preference import MEASURES
 from mindlora.errors import DataError
 
 FILE_NAME = "metrics.jsonl"
@@ -42,7 +43,9 @@ STEP_FIELDS = (
     "tokens_per_second",
     "bytes_exchanged",
     "memory_bytes",
+    *MEASURES,
 )
+HELD_OUT_FIELDS = ("held_out_loss", *(f"held_out_{name}" for name in MEASURES))
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 
@@ -112,9 +115,11 @@ class History:
         """Returns the steps [n], int64, in order, and the values [n], float64, of a field, where it is known.
 
         Args:
-            name (str): One of STEP_FIELDS, ``held_out_loss`` or ``forgetting``.
+            name (str): One of STEP_FIELDS or of HELD_OUT_FIELDS, or ``forgetting``.
         """
-        records = {"held_out_loss": self.held_out, "forgetting": self.forgetting}.get(name, self.steps)
+        records = self.held_out if name in HELD_OUT_FIELDS else self.steps
+        if name == "forgetting":
+            records = self.forgetting
         measured = [record for record in records if record.get(name) is not None]
         measured.sort(key=lambda record: record["step"])
         steps = [record["step"] for record in measured]
@@ -200,7 +205,8 @@ def _record(line: str, source: str) -> Tuple[str, dict]:
             f"{source} is not a record of a training run: it needs a step and one of {', '.join(KINDS)}, but its keys "
             f"are {', '.join(record) or 'none'}. Remove the line."
         )
-    for name in STEP_FIELDS if kinds[0] == "loss" else kinds if kinds[0] in _MEASURED else ():
+    fields = {"loss": STEP_FIELDS, "held_out_loss": HELD_OUT_FIELDS}
+    for name in fields.get(kinds[0], kinds if kinds[0] in _MEASURED else ()):
         record[name] = _number(record.get(name), name, source)
     _check_type(record, kinds[0], source)
     return kinds[0], record

@@ -1,9 +1,10 @@
 """HeldOutLoss: the loss on held-out data, measured while training."""
 
 import os
-from typing import Tuple
+from typing import Dict, Tuple
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.train import RunContext
@@ -11,21 +12,26 @@ from mindspore.train import RunContext
 from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.plugin.callbacks.common import PeriodicCallback, register, reported_metrics
-from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.network import base_of, train_step_of
 from mindlora.plugin.graph.packing import check_held_out
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume.collectives import mean_over_ranks
+from mindlora.training.history import HELD_OUT_FIELDS
+from mindlora.training.preference import SUMS, PreferenceLoss, preference_measures
 
 
 @register
 class HeldOutLoss(PeriodicCallback):
-    """Measures the mean cross entropy on held-out data while training and reports it as the metric ``held_out_loss``.
+    """Measures the loss on held-out data while training and reports it as the metric ``held_out_loss``.
+
+    It is the mean cross entropy, or where the run learns from preferences the loss that it learns, on preferences. Then
+    ``held_out_reward_accuracy`` and the other MEASURES are reported too (see docs/preferences.md).
 
     The metric is reported only at the steps at which it is measured. LoraCheckpoint sees it if the YAML lists
     LoraCheckpoint after this callback.
 
     Args:
-        dataset_dir (str): MindRecord with int32 columns input_ids and labels.
+        dataset_dir (str): MindRecord with int32 columns input_ids and labels, or with the columns of preferences.
         every_steps (int): Steps between measurements; the last step is measured too. Default: 100.
         batch_size (int): Rows at a time. Default: 8.
 
@@ -52,21 +58,32 @@ class HeldOutLoss(PeriodicCallback):
         params = run_context.original_args()
         step = params.cur_step_num
         results = reported_metrics(params)
-        results.pop("held_out_loss", None)
+        for name in HELD_OUT_FIELDS:
+            results.pop(name, None)
         if self.is_due(params):
             if self.cell is None:
                 self.cell = self.make_cell(params.train_network)
-            # What the ranks decide by it must be the same on all of them.
-            loss = mean_over_ranks(held_out_loss(self.cell, self.dataset_dir, self.batch_size))
+            measured = self.measure()
             params.train_network.set_train(True)
-            logger.info("step %d: held_out_loss %.6f", step, loss)
-            results["held_out_loss"] = loss
-            self.measured.append((step, loss))
+            logger.info("step %d: %s", step, ", ".join(f"{name} {value:.6f}" for name, value in measured.items()))
+            results.update(measured)
+            self.measured.append((step, measured["held_out_loss"]))
         params["eval_results"] = results
         self.step_before = step
 
+    def measure(self) -> Dict[str, float]:
+        """Returns the metrics, the same on every rank."""
+        # What the ranks decide by it must be the same on all of them.
+        if isinstance(self.cell, PreferenceLoss):
+            measures = held_out_preferences(self.cell, self.dataset_dir, self.batch_size)
+            return {f"held_out_{name}": mean_over_ranks(value) for name, value in measures.items()}
+        return {"held_out_loss": mean_over_ranks(held_out_loss(self.cell, self.dataset_dir, self.batch_size))}
+
     def make_cell(self, train_network: nn.Cell) -> nn.Cell:
-        """Returns what computes the loss of a batch, as HeldOutLossCell does."""
+        """Returns what computes the loss of a batch, as HeldOutLossCell does, or a PreferenceLoss."""
+        step = train_step_of(train_network)
+        if getattr(step, "learns_preferences", False):
+            return step.token_gradients.network
         network = base_of(train_network)
         return HeldOutLossCell(network, network.config.ignore_token_id)
 
@@ -118,3 +135,20 @@ def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> f
         total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
     cell.set_train(was_training)
     return total / max(count, 1.0)
+
+
+def held_out_preferences(cell: PreferenceLoss, dataset_dir: str, batch_size: int) -> Dict[str, float]:
+    """Returns the mean loss of the examples of a MindRecord, as ``loss``, and MEASURES.
+
+    KTO's distance from the reference is estimated for each batch.
+    """
+    columns = list(cell.settings.kind.columns)
+    dataset = ms.dataset.MindDataset(dataset_dir, columns_list=columns, shuffle=False)
+    total, sums = 0.0, np.zeros(len(SUMS))
+    was_training = cell.network.training
+    cell.set_train(False)
+    for inputs in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1):
+        batch_total, batch_sums = cell(*(column.astype(mstype.int32) for column in inputs))
+        total, sums = total + float(batch_total.asnumpy()), sums + batch_sums.asnumpy()
+    cell.set_train(was_training)
+    return {"loss": total / max(sums[0], 1.0), **preference_measures(sums, cell.settings)}

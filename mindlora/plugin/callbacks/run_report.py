@@ -12,18 +12,23 @@ from mindformers.utils.tensorboard import get_tensorboard_writer
 from mindspore import Callback
 from mindspore.train import RunContext
 
+from mindlora.config.preference import MEASURES
 from mindlora.errors import LoraError
 from mindlora.plugin.callbacks.common import register, reported_metrics, step_record
 from mindlora.plugin.callbacks.run_description import describe
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.log import logger
-from mindlora.training.history import EARLIER_NAME, HistoryWriter
+from mindlora.training.history import EARLIER_NAME, HELD_OUT_FIELDS, HistoryWriter
 
 REPORT_NAME = "report.html"
 # The report is written again after this many times the time that writing it took, and when the run ends.
 _PAUSE = 20
 # Of what is recorded, what MFLossMonitor does not give to TensorBoard.
-_TO_TENSORBOARD = ("tokens_per_second", "bytes_exchanged", "memory_bytes", "held_out_loss", "forgetting")
+_TO_TENSORBOARD = (
+    *("tokens_per_second", "bytes_exchanged", "memory_bytes", "forgetting"),
+    *MEASURES,
+    *HELD_OUT_FIELDS,
+)
 
 
 @register
@@ -82,10 +87,11 @@ class RunReport(Callback):
         step = params.cur_step_num
         now = time.time()
         self._record(step, **self._numbers(params, now))
-        for name in ("held_out_loss", "forgetting"):
-            measured = reported_metrics(params).get(name)
-            if measured is not None:
-                self._record(step, **{name: measured})
+        metrics = reported_metrics(params)
+        for kind in (HELD_OUT_FIELDS, ("forgetting",)):
+            measured = {name: metrics[name] for name in kind if metrics.get(name) is not None}
+            if measured:
+                self._record(step, **measured)
         health = params.get("adapter_health")
         if health is not None and health.step == step:
             self._record(step, health=health.to_json())
@@ -122,6 +128,7 @@ class RunReport(Callback):
             "bytes_exchanged": None if exchange is None else exchange.bytes_per_step,
             "memory_bytes": _memory(),
             "skipped": record.skipped,
+            **(record.preference or {}),
         }
 
     def _record(self, step, **record):

@@ -30,6 +30,31 @@ class LabelLogProbabilities(nn.Cell):
         return -self.negative_log_likelihood(log_probabilities, one_hot)
 
 
+class RowLogProbabilities(nn.Cell):
+    """The log-probability of each label but the first of rows, which a MindFormers model computes.
+
+    In training the model's own loss is LabelLogProbabilities. In evaluation the model returns logits.
+
+    Inputs:
+        - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
+
+    Outputs:
+        float32 [rows * N]; 0 for labels that do not count.
+    """
+
+    def __init__(self, network: nn.Cell, of_labels: LabelLogProbabilities):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.of_labels = of_labels
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        if self.training:
+            return self.network(input_ids, labels)
+        labels = labels[:, 1:]
+        logits, _, mask = self.network(input_ids[:, :-1], labels)
+        return self.of_labels(logits.reshape((-1, logits.shape[-1])), labels.reshape((-1,)), mask)
+
+
 def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> PreferenceLoss:
     """Returns the loss of a MindFormers model on preferences. The loss of the model is replaced in place.
 
@@ -45,5 +70,7 @@ def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> Preferenc
                 "to a CrossEntropyLoss of MindFormers' legacy models. Use a legacy model, such as LlamaForCausalLM."
             )
     model.loss = LabelLogProbabilities(model.loss)
-    reference = reference_network(network) if settings.kind.uses_reference else None
-    return PreferenceLoss(network, reference, settings)
+    reference = None
+    if settings.kind.uses_reference:
+        reference = RowLogProbabilities(reference_network(network), model.loss)
+    return PreferenceLoss(RowLogProbabilities(network, model.loss), reference, settings)

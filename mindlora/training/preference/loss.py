@@ -56,6 +56,7 @@ class PreferenceLoss(nn.Cell):
         super().__init__(auto_prefix=False)
         self.network = network
         self.reference = reference
+        self.settings = settings
         self.pairs = settings.kind.pairs
         self.pair_loss = PAIR_LOSSES.get(settings.loss)
         self.beta = float(settings.beta)
@@ -139,10 +140,9 @@ class PreferenceLoss(nn.Cell):
 
 
 def preference_measures(sums: Sequence[float], settings: PreferenceSettings) -> Dict[str, float]:
-    """Returns what is reported of SUMS: means over examples, or over the chosen and over the rejected answers.
+    """Returns MEASURES as SUMS tell them: means over examples, or over the chosen and over the rejected answers.
 
-    Its keys: reward_chosen, reward_rejected, reward_margin, reward_accuracy, log_probability_chosen,
-    log_probability_rejected, tokens_chosen, tokens_rejected, and of KTO kl. What no example tells is left out.
+    kl is known of KTO alone. What no example tells is left out.
     """
     total = dict(zip(SUMS, map(float, sums)))
     measures = {}

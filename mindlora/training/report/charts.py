@@ -18,7 +18,6 @@ _POINTS = 2400
 _MARK = 4
 # The axis of steps, and (step, color, text) of the events on it.
 _Timeline = Tuple[Axis, List[Tuple[int, int, str]]]
-_LOSS_UNIT = "nats per token"
 # field of a step, title, whether its unit is bytes, whether the axis begins at 0, whether it may be logarithmic
 _QUANTITIES = (
     ("forgetting", "Divergence from the base on its own samples (nats per token)", False, True, False),
@@ -27,6 +26,18 @@ _QUANTITIES = (
     ("tokens_per_second", "Tokens per second", False, True, False),
     ("bytes_exchanged", "Sent to the other devices in a step", True, True, False),
     ("memory_bytes", "Memory in use", True, True, False),
+)
+
+
+# Of preference training: field of a step, title.
+_PREFERENCES = (
+    ("reward_accuracy", "Share of the examples with the right reward"),
+    ("reward_margin", "Reward of the chosen answer above the rejected one's"),
+    ("reward_chosen", "Reward of the chosen answer"),
+    ("reward_rejected", "Reward of the rejected answer"),
+    ("log_probability_chosen", "Log-probability of the chosen answer"),
+    ("log_probability_rejected", "Log-probability of the rejected answer"),
+    ("kl", "Distance from the reference"),
 )
 
 
@@ -81,12 +92,19 @@ def charts(histories: Sequence[History], names: Sequence[str]) -> List[Chart]:
         return []
     timeline = step_axis(min(steps), max(steps)), events
     drawn = [_loss_of_one(histories[0], timeline)] if len(histories) == 1 else _losses(histories, names, timeline)
+    drawn += [_preference(histories, names, timeline, field, title) for field, title in _PREFERENCES]
     for field, title, in_bytes, from_zero, may_be_logarithmic in _QUANTITIES:
         lines = _lines(histories, names, field)
         factor, unit = _bytes(lines) if in_bytes else (1.0, "")
         lines = [line._replace(values=line.values / factor) for line in lines]
         drawn.append(draw(title, unit, lines, *timeline, from_zero, may_be_logarithmic) if lines else None)
     return [chart for chart in drawn if chart]
+
+
+def _loss_unit(histories: Sequence[History]) -> str:
+    """Returns the unit of the losses: those of preference training are means over examples, and have none."""
+    learns_preferences = any(len(history.series("reward_chosen")[0]) for history in histories)
+    return "" if learns_preferences else "nats per token"
 
 
 def _loss_of_one(history: History, timeline: _Timeline):
@@ -100,7 +118,11 @@ def _loss_of_one(history: History, timeline: _Timeline):
     steps, held_out = history.series("held_out_loss")
     if len(steps):
         lines.append(Line("held-out", 1, "marked", steps, held_out))
-    return draw("Loss", _LOSS_UNIT, lines, *timeline, may_be_logarithmic=True, cuts_spikes=True) if lines else None
+    return (
+        draw("Loss", _loss_unit([history]), lines, *timeline, may_be_logarithmic=True, cuts_spikes=True)
+        if lines
+        else None
+    )
 
 
 def _losses(histories: Sequence[History], names: Sequence[str], timeline: _Timeline):
@@ -108,10 +130,17 @@ def _losses(histories: Sequence[History], names: Sequence[str], timeline: _Timel
     training = [line._replace(values=smoothed(line.values)) for line in _lines(histories, names, "loss")]
     held_out = [line._replace(style="marked") for line in _lines(histories, names, "held_out_loss")]
     return [
-        draw(title, _LOSS_UNIT, lines, *timeline, may_be_logarithmic=True, cuts_spikes=True)
+        draw(title, _loss_unit(histories), lines, *timeline, may_be_logarithmic=True, cuts_spikes=True)
         for title, lines in (("Training loss, mean of the steps around", training), ("Held-out loss", held_out))
         if lines
     ]
+
+
+def _preference(histories: Sequence[History], names: Sequence[str], timeline: _Timeline, field: str, title: str):
+    """Returns a chart of what preference training measures, in training and on held-out data, or None."""
+    training = [line._replace(values=smoothed(line.values)) for line in _lines(histories, names, field)]
+    lines = training + [line._replace(style="marked") for line in _lines(histories, names, f"held_out_{field}")]
+    return draw(title, "", lines, *timeline) if lines else None
 
 
 def _lines(histories: Sequence[History], names: Sequence[str], field: str) -> List[Line]:

@@ -138,6 +138,7 @@ def summary(history: History) -> List[Tuple[str, str]]:
         ("Steps", _steps(history)),
         ("Training loss", _training_loss(history)),
         ("Held-out loss", _held_out_loss(history)),
+        ("Right rewards, held out", _held_out_accuracy(history)),
         ("Tokens", _tokens(history)),
         ("Tokens per second, median", _median(history.series("tokens_per_second")[1])),
         ("Time in training", _duration(history)),
@@ -171,6 +172,11 @@ def _held_out_loss(history: History) -> Optional[str]:
     return f"{losses[best]:.4g} at step {steps[best]:,}" + (
         "" if best == len(losses) - 1 else f", last {losses[-1]:.4g}"
     )
+
+
+def _held_out_accuracy(history: History) -> Optional[str]:
+    _, shares = history.series("held_out_reward_accuracy")
+    return f"{shares[0]:.1%} → {shares[-1]:.1%}" if len(shares) else None
 
 
 def _tokens(history: History) -> Optional[str]:
