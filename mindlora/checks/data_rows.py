@@ -122,8 +122,10 @@ def _rows_of_model(row: Row) -> List[Row]:
     """Returns the rows that the model gets of one of the data: several of a preference that is not packed."""
     if row["input_ids"].ndim == 1:
         return [row]
-    names = [name for name in ("input_ids", "labels") if name in row]
-    return [{name: row[name][number] for name in names} for number in range(len(row["input_ids"]))]
+    rows = []
+    for number in range(len(row["input_ids"])):
+        rows.append({name: row[name][number] for name in ("input_ids", "labels") if name in row})
+    return rows
 
 
 def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mapping[str, Any]) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config.exchange import exchange_settings
+from mindlora.config.preference import MEASURES
 from mindlora.config.variants.adalora import ADALORA
 from mindlora.errors import ConfigError
 
@@ -20,6 +21,8 @@ EXCHANGE = "runner_wrapper.gradient_exchange"
 # Where one of these is above 1, no rank holds the whole adapter.
 _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
 _METRICS = ["held_out_loss", "loss"]
+# What HeldOutLoss measures beside the loss where a run learns from preferences.
+_OF_PREFERENCES = [f"held_out_{name}" for name in MEASURES]
 
 
 def train_step(config: Mapping[str, Any]) -> Optional[str]:
@@ -159,12 +162,13 @@ def _check_metrics(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields what keeps LoraCheckpoint from choosing the best adapter."""
     # Evaluation and callbacks of the user's own may report metrics of their own.
     others = config.get("do_eval") or any(callback.get("auto_register") for callback in config.get("callbacks") or [])
+    held_out = ["held_out_loss", *(_OF_PREFERENCES if value_at(config, "runner_wrapper.preference") else ())]
     for where, callback in callbacks_of(config, "LoraCheckpoint"):
         metric = callback.get("best_metric", "loss")
-        if metric == "held_out_loss":
+        if metric in held_out:
             yield from _check_held_out(config, where, callback)
         elif metric not in _METRICS and not others:
-            hint = suggestion(str(metric), _METRICS)
+            hint = suggestion(str(metric), [*_METRICS, *held_out[1:]])
             yield error(where, f"{where}: best_metric is {metric!r}, which nothing reports.{hint}")
 
 
@@ -173,7 +177,7 @@ def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str
     if not measuring:
         yield error(
             where,
-            f"{where}: best_metric is held_out_loss, and callbacks has no HeldOutLoss, which measures it.",
+            f"{where}: best_metric is {callback['best_metric']}, and callbacks has no HeldOutLoss, which measures it.",
             "Add it.",
         )
         return

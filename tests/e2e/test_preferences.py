@@ -1,0 +1,56 @@
+"""The example of docs/preferences.md on stories260K: the share of held-out pairs in the right order rises."""
+
+import re
+import shlex
+
+import pytest
+import yaml
+
+from mindlora.training.history import read_history
+from tests.support import stories260k
+from tests.support.runs import ROOT, python, succeeded
+
+PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.plugin.launcher"}
+
+
+def blocks(kind):
+    """The blocks of the page of one kind."""
+    text = (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def history(library, tmp_path_factory):
+    """What the run of the page measured."""
+    folder = tmp_path_factory.mktemp("preferences")
+    stories260k.write_folder(folder / "model")
+    succeeded(python(["-c", blocks("python")[0]], folder))
+    for command in blocks("")[0].splitlines():
+        program, *words = shlex.split(command)
+        succeeded(python(["-m", PROGRAMS[program], *words], folder))
+    config = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+    changes = yaml.safe_load(blocks("yaml")[0])
+    config["train_dataset"].update(changes["train_dataset"])
+    config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
+    config["callbacks"] += changes["callbacks"]
+    config["runner_wrapper"].update(changes["runner_wrapper"])
+    config["runner_config"]["epochs"] = 1
+    (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    succeeded(python(["-m", PROGRAMS["mindlora-run"], "--config", "run.yaml"], folder))
+    return read_history(str(folder / "output"))
+
+
+def test_held_out_accuracy_rises(history):
+    steps, accuracy = history.series("held_out_reward_accuracy")
+    print("MEASURED", list(zip(steps, accuracy)), history.series("held_out_reward_margin")[1])
+    assert len(steps) >= 3 and accuracy[-1] > 0.9 > accuracy[0]
+    margins = history.series("held_out_reward_margin")[1]
+    assert margins[-1] > margins[0]
+
+
+def test_every_step_is_measured(history):
+    _, losses = history.series("loss")
+    for name in ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_probability_chosen"):
+        assert len(history.series(name)[1]) == len(losses)
+    # DPO begins at log 2, where model and reference are the same.
+    assert losses[0] == pytest.approx(0.693147, abs=1e-4) and losses[-1] < losses[0]
