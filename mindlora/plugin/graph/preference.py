@@ -5,6 +5,7 @@ from mindspore import Tensor, nn
 
 from mindlora.errors import ConfigError
 from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.repeated_layers import mark_reference
 from mindlora.training.preference import PreferenceLoss, PreferenceSettings, reference_network
 
 
@@ -72,5 +73,7 @@ def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> Preferenc
     model.loss = LabelLogProbabilities(model.loss)
     reference = None
     if settings.kind.uses_reference:
-        reference = RowLogProbabilities(reference_network(network), model.loss)
+        reference = reference_network(network)
+        mark_reference(reference)
+        reference = RowLogProbabilities(reference, model.loss)
     return PreferenceLoss(RowLogProbabilities(network, model.loss), reference, settings)

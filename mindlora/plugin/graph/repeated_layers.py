@@ -42,6 +42,14 @@ def _mark(layers: List[nn.Cell], path: str) -> None:
             layer.no_inline = False
 
 
+def mark_reference(network: nn.Cell) -> None:
+    """Tells layers of a reference, a copy of a marked network without its adapters, from those of the network."""
+    for _, cell in network.cells_and_names():
+        mark = getattr(cell, "cell_init_args", "")
+        if mark.startswith("lazy_inline_"):
+            cell.cell_init_args = f"{mark}_reference"
+
+
 def are_alike(first: Any, second: Any, compared: Optional[Set[Tuple[int, int]]] = None) -> bool:
     """Tells whether two cells, or what they hold, would be the same graph, whatever values their parameters have."""
     compared = set() if compared is None else compared
