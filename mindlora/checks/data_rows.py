@@ -122,7 +122,7 @@ def _rows_of_model(row: Row) -> List[Row]:
     """Returns the rows that the model gets of one of the data: several of a preference that is not packed."""
     if row["input_ids"].ndim == 1:
         return [row]
-    rows = []
+    rows: List[Row] = []
     for number in range(len(row["input_ids"])):
         rows.append({name: row[name][number] for name in ("input_ids", "labels") if name in row})
     return rows
