@@ -101,6 +101,15 @@ def _what_stays_is_not_searched_again():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _pynative_takes_one_core():
+    # Else its threads spin while they wait for each other: twenty times the work, of cores that other tests need.
+    # What runs in a process of its own is not told, and launches its operators as a user's program does.
+    mindspore = sys.modules.get("mindspore")
+    if mindspore:
+        mindspore.runtime.launch_blocking()
+
+
 def _set_mode(mode):
     mindspore = sys.modules.get("mindspore")
     if mindspore and mindspore.get_context("mode") != mode:
