@@ -183,7 +183,8 @@ def test_the_plugin_leaves_slices_to_the_callback(mindformers, scattered):
     from mindlora.plugin.graph.pet import MindloraModel
 
     config = PetLoraConfig(lora_rank=RANK, lora_alpha=ALPHA, target_modules="wq", adapter_path=scattered)
-    wrapper = types.SimpleNamespace(config=types.SimpleNamespace(pet_config=config), _leave_frozen=lambda _: None)
+    rest = {"_leave_frozen": lambda _: None, "_make_lean": lambda _: None}
+    wrapper = types.SimpleNamespace(config=types.SimpleNamespace(pet_config=config), **rest)
     network = nn.SequentialCell()
     network.wq = nn.Dense(IN, OUT)
     MindloraModel.add_adapter(wrapper, network)
