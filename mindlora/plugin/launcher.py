@@ -99,13 +99,16 @@ def run(config: "MindFormerConfig") -> None:
     set_output_path(config.output_dir)
     from mindlora.plugin import hooks  # noqa: F401  importing hooks registers mindlora
     from mindlora.plugin.launching import preflight
+    from mindlora.plugin.launching.base_loading import take_base_over
 
     preflight.prepare(config)
     preflight.refuse_missing_files(config)
     build_context(config)
+    without_values = take_base_over(config)
     trainer = Trainer(config)
     if config.run_mode in TRAINING_MODES:
-        trainer.train()
+        with without_values:
+            trainer.train()
     elif config.run_mode == "eval":
         trainer.evaluate(eval_checkpoint=config.load_checkpoint)
     else:

@@ -3,6 +3,7 @@
 from mindlora.plugin.callbacks.adapter_health import AdapterHealth
 from mindlora.plugin.callbacks.adapter_slices import AdapterSlices
 from mindlora.plugin.callbacks.base_check import BaseCheck
+from mindlora.plugin.callbacks.base_weights import BaseWeights
 from mindlora.plugin.callbacks.early_stopping import EarlyStopping
 from mindlora.plugin.callbacks.exchange_check import ExchangeCheck
 from mindlora.plugin.callbacks.forgetting import Forgetting
@@ -25,6 +26,7 @@ __all__ = [
     "AdapterHealth",
     "AdapterSlices",
     "BaseCheck",
+    "BaseWeights",
     "EarlyStopping",
     "ExchangeCheck",
     "Forgetting",

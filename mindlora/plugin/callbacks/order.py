@@ -4,6 +4,7 @@ from mindformers.tools.register import MindFormerConfig
 
 # First to last. Callbacks of MindFormers and of others come before all of these, in the order of the YAML.
 ORDER = (
+    "BaseWeights",
     "BaseCheck",
     "LoraStart",
     "LoraInitialization",
