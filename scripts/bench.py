@@ -30,6 +30,7 @@ BENCHMARKS = (
     "unet_memory",
     "serving",
     "io",
+    "scale",
 )
 
 

@@ -1,0 +1,243 @@
+"""Training at real size on a CPU: memory, and the time to the first step, against the plan and PEFT.
+
+Each side trains LoRA of rank 16 on all linear cells in a process of its own, from a folder of random bfloat16 weights
+that is made for it and deleted: mindlora-run as a user calls it, PEFT with the Python that MINDLORA_PEERS_PYTHON names.
+"Load" is from the command to the loaded base, "compile" what the first step takes longer than a later one, "peak" the
+greatest resident memory of the process. PEFT has no 4-bit weights on a CPU.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
+
+import numpy as np
+import yaml
+
+from bench import ROOT
+
+PYTHON = "MINDLORA_PEERS_PYTHON"
+TINY_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
+GIB = 2**30
+RANK = 16
+# The goals: the plan's sum times this, and so many GiB for the frameworks.
+OVER_PLAN, FRAMEWORK = 1.15, 0.7
+
+
+class Size(NamedTuple):
+    """A Llama, and how it is trained."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    tokens: int
+    quantized: bool = False
+
+
+SIZES = {
+    "0.5B": Size(1280, 24, 20, 20, 3456, 32000, 256),
+    "1.1B": Size(2048, 22, 32, 4, 5632, 32000, 256),
+    "7B NF4": Size(4096, 32, 32, 32, 11008, 32000, 128, quantized=True),
+}
+QUICK_SIZES = {"quick": Size(64, 2, 4, 2, 96, 128, 16), "quick NF4": Size(64, 2, 4, 2, 96, 128, 16, quantized=True)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), help="which of them (default: all)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run, 2 or more (default: 4)")
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints a line for each run and returns the figures."""
+    sizes = QUICK_SIZES if args.quick else {name: SIZES[name] for name in args.sizes or SIZES}
+    figures: Dict[str, Any] = {}
+    print(f"{'':<20}{'load s':>8}{'compile s':>11}{'step s':>9}{'to step 1':>11}{'peak GiB':>10}{'plan GiB':>10}  goal")
+    for name, size in sizes.items():
+        with tempfile.TemporaryDirectory() as folder:
+            figures[name] = {"mindlora": measure_mindlora(size, folder, args.steps)}
+            print(line(f"{name}, mindlora", figures[name]["mindlora"]), flush=True)
+            if os.environ.get(PYTHON) and not size.quantized:
+                figures[name]["PEFT"] = measure_peft(folder, args.steps)
+                print(line(f"{name}, PEFT", figures[name]["PEFT"]), flush=True)
+    return {"sizes": {name: size._asdict() for name, size in sizes.items()}, "rank": RANK, "runs": figures}
+
+
+def line(name: str, figures: Dict[str, float]) -> str:
+    """Returns the figures of one run as a line of the table."""
+    text = f"{name:<20}{figures['load']:>8.1f}{figures['compile']:>11.1f}{figures['step']:>9.2f}"
+    text += f"{figures['first']:>11.1f}{figures['peak'] / GIB:>10.2f}"
+    if "plan" not in figures:
+        return text
+    return f"{text}{figures['plan'] / GIB:>10.2f}  peak at most {limit(figures['plan']) / GIB:.2f}"
+
+
+def limit(plan: float) -> float:
+    """Returns the bytes that a run on a CPU may take at its peak."""
+    return OVER_PLAN * plan + FRAMEWORK * GIB
+
+
+def measure_mindlora(size: Size, folder: str, steps: int) -> Dict[str, float]:
+    """Returns seconds and bytes of a run of mindlora-run; makes the weights in ``folder``/base and the data."""
+    from mindlora.base.quantize import quantize_checkpoint
+    from mindlora.plan.report import make_plan
+
+    base = os.path.join(folder, "base")
+    write_weights(base, size)
+    write_rows(folder, size, steps)
+    if size.quantized:
+        quantize_checkpoint(base, os.path.join(folder, "nf4.safetensors"))
+        base = os.path.join(folder, "nf4.safetensors")
+    path = os.path.join(folder, "run.yaml")
+    with open(path, "w", encoding="utf-8") as file:
+        yaml.safe_dump(run_yaml(size, base, os.path.join(folder, "rows.mindrecord")), file)
+    output = os.path.join(folder, "output")
+    command = [sys.executable, "-m", "mindlora.plugin.launcher", "--config", path, "--output_dir", output]
+    began, peak = finished(command, folder)
+    with open(os.path.join(output, "metrics.jsonl"), encoding="utf-8") as file:
+        records = [record for record in map(json.loads, file) if "loss" in record]
+    first = records[0]["tokens"] / records[0]["tokens_per_second"]
+    times = [record["time"] for record in records]
+    return {**timings(began, times[0] - first, times), "peak": peak, "plan": make_plan(path).needed}
+
+
+def measure_peft(folder: str, steps: int) -> Dict[str, float]:
+    """Returns seconds and bytes of PEFT's run with the same weights and tokens."""
+    script = os.path.join(ROOT, "scripts", "bench", "scale_peft.py")
+    times = os.path.join(folder, "times.json")
+    words = [os.path.join(folder, "base"), os.path.join(folder, "rows.npy"), times, str(RANK), str(steps)]
+    began, peak = finished([os.environ[PYTHON], script, *words], folder)
+    with open(times, encoding="utf-8") as file:
+        loaded, *ends = json.load(file)
+    return {**timings(began, loaded, ends), "peak": peak}
+
+
+def timings(began: float, loaded: float, ends: List[float]) -> Dict[str, float]:
+    """Returns the seconds of a run that began, had its base loaded and ended its steps at these times."""
+    step = statistics.median(later - earlier for earlier, later in zip(ends, ends[1:]))
+    return {"load": loaded - began, "compile": ends[0] - loaded - step, "step": step, "first": ends[0] - began}
+
+
+def finished(command: List[str], folder: str) -> Tuple[float, int]:
+    """Runs a command; returns when it began, and the peak of its resident memory in bytes."""
+    log = os.path.join(folder, "log.txt")
+    with open(log, "w", encoding="utf-8") as file:
+        began = time.time()
+        environment = {**os.environ, "PYTHONPATH": ROOT}
+        process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        with open(log, encoding="utf-8") as file:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{file.read()[-4000:]}")
+    return began, usage.ru_maxrss * 1024
+
+
+def run_yaml(size: Size, base: str, rows: str) -> Dict[str, Any]:
+    """Returns the YAML of a run: the tiny one, with another model."""
+    with open(TINY_YAML, encoding="utf-8") as file:
+        config = yaml.safe_load(file)
+    model = config["model"]["model_config"]
+    model.update(
+        seq_length=size.tokens,
+        hidden_size=size.hidden,
+        num_layers=size.layers,
+        num_heads=size.heads,
+        n_kv_heads=size.kv_heads,
+        intermediate_size=size.intermediate,
+        vocab_size=size.vocabulary,
+        pad_token_id=0,
+    )
+    model["pet_config"].update(lora_rank=RANK, lora_alpha=RANK, lora_dropout=0.0, target_modules="all-linear")
+    if size.quantized:
+        model["pet_config"]["quantize_base"] = "nf4"
+    config["runner_config"].update(epochs=1, batch_size=1)
+    config["train_dataset"]["data_loader"].update(dataset_dir=rows, shuffle=False)
+    # The anchor of the YAML is a copy here.
+    config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
+    config["callbacks"] = [{"type": "MFLossMonitor"}]
+    config.update(load_checkpoint=base, load_ckpt_format="safetensors")
+    return config
+
+
+def write_rows(folder: str, size: Size, count: int) -> None:
+    """Writes random tokens, a row for each step, as rows.mindrecord and rows.npy."""
+    from mindspore.mindrecord import FileWriter
+
+    rows = np.random.default_rng(0).integers(1, size.vocabulary, (count, size.tokens + 1)).astype(np.int32)
+    np.save(os.path.join(folder, "rows.npy"), rows)
+    writer = FileWriter(os.path.join(folder, "rows.mindrecord"), 1, overwrite=True)
+    column = {"type": "int32", "shape": [size.tokens + 1]}
+    writer.add_schema({"input_ids": column, "labels": column}, "rows")
+    writer.write_raw_data([{"input_ids": row, "labels": row} for row in rows])
+    writer.commit()
+
+
+def write_weights(folder: str, size: Size) -> None:
+    """Writes a Hugging Face folder of a Llama with random weights in bfloat16."""
+    from mindlora.formats.safetensors_file import layout
+    from mindlora.numerics.dtypes import BFLOAT16
+
+    os.makedirs(folder)
+    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(hugging_face_config(size), file)
+    shapes = dict(parameter_shapes(size))
+    header, offsets, _ = layout([(name, BFLOAT16, shape) for name, shape in shapes.items()])
+    values = (0.02 * np.random.default_rng(0).standard_normal(2**20 + 7)).astype(np.float32).view(np.uint32)
+    drawn = (values >> 16).astype(np.uint16)
+    ones = np.uint16(0x3F80)
+    with open(os.path.join(folder, "model.safetensors"), "wb") as file:
+        file.write(header)
+        for shape, offset in zip(shapes.values(), offsets):
+            file.seek(offset)
+            # The same million numbers again and again: what they are makes no difference here.
+            bits = np.full(shape, ones) if len(shape) == 1 else np.resize(drawn, shape)
+            file.write(bits.tobytes())
+
+
+def hugging_face_config(size: Size) -> Dict[str, Any]:
+    """Returns the config.json of the model."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def parameter_shapes(size: Size) -> Iterator[Tuple[str, Tuple[int, ...]]]:
+    """Yields the names and shapes of the model's parameters."""
+    head = size.hidden // size.heads
+    cells = {
+        "self_attn.q_proj": (size.hidden, size.hidden),
+        "self_attn.k_proj": (size.kv_heads * head, size.hidden),
+        "self_attn.v_proj": (size.kv_heads * head, size.hidden),
+        "self_attn.o_proj": (size.hidden, size.hidden),
+        "mlp.gate_proj": (size.intermediate, size.hidden),
+        "mlp.up_proj": (size.intermediate, size.hidden),
+        "mlp.down_proj": (size.hidden, size.intermediate),
+        "input_layernorm": (size.hidden,),
+        "post_attention_layernorm": (size.hidden,),
+    }
+    yield "model.embed_tokens.weight", (size.vocabulary, size.hidden)
+    for layer in range(size.layers):
+        for cell, shape in cells.items():
+            yield f"model.layers.{layer}.{cell}.weight", shape
+    yield "model.norm.weight", (size.hidden,)
+    yield "lm_head.weight", (size.vocabulary, size.hidden)
