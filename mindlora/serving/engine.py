@@ -94,7 +94,7 @@ class Engine:
         adapters.memory.on_ready = lambda name: self._wake()
 
     def start(self) -> "Engine":
-        """Begins to serve: compiles both graphs, and returns when the first request can be taken.
+        """Begins to serve: compiles all graphs, and returns when the first request can be taken.
 
         Raises ServingError if the network cannot compute a step.
         """
