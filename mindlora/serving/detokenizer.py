@@ -121,7 +121,8 @@ class Stopping:
 
     An answer ends with an end token or the first stop string that is complete ("stop"), or with max_tokens or the
     model's window ("length"). Neither end tokens nor stop strings are part of the text. What could be the beginning of
-    a stop string is held back until that is decided. ``room`` counts the tokens that the window has behind the prompt.
+    a stop string is held back until that is decided. ``room`` counts the tokens that the window has behind the prompt;
+    ``ends`` is what ends every answer, and as an attribute what ends this one.
 
     Raises RequestError if a stop string is empty.
     """
@@ -130,7 +131,7 @@ class Stopping:
         if not all(isinstance(stop, str) and stop for stop in sampling.stop):
             raise RequestError("stop has an entry that is not a text, or is empty: leave it out.")
         self._detokenizer = detokenizer
-        self._ends = (frozenset() if sampling.ignore_eos else ends) | frozenset(sampling.stop_tokens)
+        self.ends = (frozenset() if sampling.ignore_eos else ends) | frozenset(sampling.stop_tokens)
         self._left = min(sampling.max_tokens, room)
         self._matcher = StopMatcher(sampling.stop)
 
@@ -140,7 +141,7 @@ class Stopping:
         With it comes "stop" or "length" if the answer has ended; then the text is the rest of it. Else None.
         """
         self._left -= 1
-        ended = token in self._ends
+        ended = token in self.ends
         text = "" if ended else self._detokenizer.add(token)
         if ended or not self._left:
             text += self._detokenizer.finish()

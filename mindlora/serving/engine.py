@@ -149,9 +149,9 @@ class Engine:
                 "out."
             )
         request = Request(list(prompt), sampling, adapter)
-        sampler = Sampler(sampling, request.prompt, adapter)
         room = self.seq_length - len(prompt)
         stopping = Stopping(sampling, Detokenizer(self._decoder, request.prompt), self._ends, room)
+        sampler = Sampler(sampling, request.prompt, adapter, stopping.ends)
         stream = Stream(request, self._cancel)
         with self._changed:
             if not self.alive:

@@ -31,6 +31,7 @@ class Sampling:
         prompt_logprobs (int or None): The same for the tokens of the prompt, from scored_from on; None for no report.
         scored_from (int): Index of the first token of the prompt to report; at least 1, since nothing predicts the
             first.
+        grammar (Grammar or None): What the answer must be: see mindlora.serving.constraints.
     """
 
     max_tokens: int = 16
@@ -48,6 +49,7 @@ class Sampling:
     logprobs: Optional[int] = None
     prompt_logprobs: Optional[int] = None
     scored_from: int = 1
+    grammar: Optional[Any] = None
 
 
 class State(enum.Enum):

@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -153,8 +153,8 @@ class Sampled(NamedTuple):
     Attributes:
         token (int): Its id.
         logprob (float or None): Its log-probability: log softmax of the logits as they come from the network, before
-            penalties, temperature, top_k and top_p, as OpenAI and vLLM report it; at least LEAST. None if the request
-            asks for none.
+            grammar, logit_bias, penalties, temperature, top_k and top_p, as OpenAI and vLLM report it; at least LEAST.
+            None if the request asks for none.
         top (list of (int, float)): The likeliest tokens and their log-probabilities, the likeliest first; as many as
             the request asks for, whether the chosen token is among them or not.
     """
@@ -167,32 +167,40 @@ class Sampled(NamedTuple):
 class Sampler:
     """Chooses the tokens of one request.
 
-    The order is that of transformers and vLLM: logit_bias, penalties, temperature, top_k, top_p. Each drawn token takes
-    one number of the request's own random stream, so that a seed gives the same text in any batch; ``seed`` is drawn
-    here if the request has none. Errors name the adapter.
+    The order is that of transformers and vLLM: grammar, logit_bias, penalties, temperature, top_k, top_p. Each drawn
+    token takes one number of the request's own random stream, so that a seed gives the same text in any batch; ``seed``
+    is drawn here if the request has none. ``ends`` are the tokens that end the answer, which a grammar must know.
+    Errors name the adapter.
 
     Raises RequestError if a number of ``sampling`` is out of range.
     """
 
-    def __init__(self, sampling: Sampling, prompt_tokens: Sequence[int], adapter: Optional[str] = None):
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt_tokens: Sequence[int],
+        adapter: Optional[str] = None,
+        ends: FrozenSet[int] = frozenset(),
+    ):
         check_sampling(sampling)
         self.sampling = sampling
         self.adapter = adapter
         self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self.greedy = sampling.temperature < COLDEST or sampling.top_k == 1
         self._penalties = Penalties(sampling, prompt_tokens)
+        self._matcher = sampling.grammar.matcher(ends) if sampling.grammar else None
         self._random = np.random.default_rng(self.seed % 2**64)
 
     def sample(self, logits: np.ndarray, generated: Sequence[int]) -> Sampled:
         """Returns the next token from logits, float32 [vocabulary], and the tokens that were generated so far.
 
-        Raises ServingError if the logits hold NaN, or infinity where it would be chosen.
+        Raises ServingError if the logits hold NaN, or infinity where it would be chosen, or the grammar is too complex.
         """
         return self._sample(logits, generated, int(logits.argmax()))
 
     def kept(self, logits: np.ndarray, generated: Sequence[int]) -> Tuple[np.ndarray, np.ndarray]:
         """Returns the tokens that can be drawn, int64 [n] ascending, and their probabilities, float64 [n]."""
-        tokens, masses = self._masses(self._penalized(logits, generated))
+        tokens, masses = self._masses(self._adjusted(logits, generated))
         tokens = np.arange(len(masses)) if tokens is None else tokens
         return tokens, masses / masses.sum(dtype=np.float64)
 
@@ -200,16 +208,18 @@ class Sampler:
         """As sample; ``likeliest`` is the place of the largest logit, or of a NaN."""
         if not math.isfinite(logits[likeliest]):
             raise _not_finite(self.adapter, f"at token {len(generated) + 1} of the answer")
-        penalized = self._penalized(logits, generated)
+        adjusted = self._adjusted(logits, generated)
         if self.greedy:
-            token = likeliest if penalized is logits else int(penalized.argmax())
+            token = likeliest if adjusted is logits else int(adjusted.argmax())
         else:
-            tokens, masses = self._masses(penalized)
+            tokens, masses = self._masses(adjusted)
             place = draw(masses, self._random.random())
             token = place if tokens is None else int(tokens[place])
         return _reported(token, logits, likeliest, self.sampling.logprobs)
 
-    def _penalized(self, logits, generated):
+    def _adjusted(self, logits, generated):
+        if self._matcher is not None:
+            logits = self._matcher.mask(logits, generated)
         return self._penalties.apply(logits, generated) if self._penalties else logits
 
     def _masses(self, logits):
@@ -289,6 +299,8 @@ def check_sampling(sampling: Sampling) -> None:
     for name, is_valid, meaning in ranges:
         if not is_valid:
             raise RequestError(f"{name} is {getattr(sampling, name)}: it must be {meaning}.")
+    if sampling.grammar is not None and sampling.ignore_eos:
+        raise RequestError("ignore_eos is set, and the end of a constrained answer is its end token: leave one out.")
 
 
 def _named(adapter):

@@ -5,6 +5,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from mindlora.serving.constraints import ConstraintCompiler
 from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.server.access import ApiKeys, KeyLimits
 from mindlora.serving.server.errors import ApiError, as_api_error
@@ -36,6 +37,7 @@ class Context:
         decoder = TextDecoder(engine.tokenizer)
         self.prompts = Prompts(engine, decoder, settings)
         self.texts = TokenTexts(decoder, engine.tokenizer)
+        self.constraints = ConstraintCompiler(engine.tokenizer)
         self.log = RequestLog(settings.request_log)
 
     def told(self, error: BaseException) -> ApiError:

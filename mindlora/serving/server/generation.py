@@ -23,7 +23,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindlora.errors import ServingError
+from mindlora.errors import RequestError, ServingError
+from mindlora.serving.constraints import Constraint, Grammar
 from mindlora.serving.request import Sampling
 from mindlora.serving.server import schemas
 from mindlora.serving.server.access import client_gone
@@ -365,6 +366,16 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
     return context
 
 
+def _compiled(context: Context, constraint: Optional[Constraint]) -> Optional[Grammar]:
+    """Returns what answers must be, compiled; raises ApiError, 400, if it cannot be used."""
+    if constraint is None:
+        return None
+    try:
+        return context.constraints.compile(constraint)
+    except RequestError as error:
+        raise ApiError(str(error), param=constraint.field) from error
+
+
 async def answer(
     request: Request, body: Body, form: Form, prepare: Prepare, max_tokens: Optional[int], default: Optional[int]
 ) -> Response:
@@ -378,8 +389,9 @@ async def answer(
         context.models.check(body.model)
         prompts = prepare(context)
         sampling = body.sampling(context.prompts.ends)
+        grammar = _compiled(context, body.constraint())
         rooms = [context.prompts.room(tokens, max_tokens, default) for tokens in prompts]
-        samplings = [dataclasses.replace(sampling, max_tokens=room) for room in rooms]
+        samplings = [dataclasses.replace(sampling, max_tokens=room, grammar=grammar) for room in rooms]
         return Asked(body.model, prompts, samplings, body.n or 1)
 
     call = Call(request, await asyncio.to_thread(asked))

@@ -1,9 +1,10 @@
 """Requests and answers of the API, as pydantic models: what /openapi.json describes and every body is checked with."""
 
-from typing import Annotated, Any, ClassVar, Dict, Iterable, List, Literal, Optional, Tuple, Union
+from typing import Annotated, Any, ClassVar, Dict, Iterable, Iterator, List, Literal, Optional, Tuple, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from mindlora.serving.constraints import Constraint
 from mindlora.serving.request import Sampling
 from mindlora.serving.server.errors import ApiError
 
@@ -67,6 +68,38 @@ class StreamOptions(_Asked):
     include_usage: Optional[bool] = None
 
 
+class JsonSchema(_Asked):
+    """The schema in a response_format."""
+
+    name: Optional[Text] = None
+    description: Optional[Text] = None
+    schema_: Dict[str, Any] = Field(alias="schema")
+    strict: Optional[bool] = Field(None, description="the schema is kept in any case")
+
+
+class ResponseFormat(_Asked):
+    """What the answer must be, as OpenAI says it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Optional[JsonSchema] = None
+
+
+class StructuredOutputs(_Asked):
+    """What the answer must be, as vLLM says it."""
+
+    unsupported: ClassVar[_Table] = {
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (False,),
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
+    json_: Union[Text, Dict[str, Any], None] = Field(None, alias="json")
+    regex: Optional[Text] = None
+    choice: Optional[List[Text]] = Field(None, min_length=1)
+    grammar: Optional[Text] = None
+    json_object: Optional[bool] = None
+
+
 class _Generation(_Asked):
     """What completions and chat completions have in common. null stands for the default everywhere."""
 
@@ -74,10 +107,6 @@ class _Generation(_Asked):
         "allowed_token_ids": (),
         "bad_words": ([],),
         "best_of": (1,),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
         "include_stop_str_in_output": (False,),
         "length_penalty": (1.0,),
         "logits_processors": ([],),
@@ -85,11 +114,9 @@ class _Generation(_Asked):
         "min_tokens": (0,),
         "priority": (0,),
         "prompt_logprobs": (),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "structured_outputs": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
     }
@@ -111,6 +138,57 @@ class _Generation(_Asked):
     top_k: Optional[int] = Field(None, ge=-1, lt=2**31, description="as in vLLM; 0 or -1 for all")
     repetition_penalty: Optional[float] = Field(None, gt=0, le=100, description="as in vLLM")
     ignore_eos: Optional[bool] = Field(None, description="as in vLLM")
+    response_format: Optional[ResponseFormat] = None
+    structured_outputs: Optional[StructuredOutputs] = Field(None, description="as in vLLM")
+    guided_json: Union[Text, Dict[str, Any], None] = Field(None, description="as in vLLM: a JSON schema")
+    guided_regex: Optional[Text] = Field(None, description="as in vLLM")
+    guided_choice: Optional[List[Text]] = Field(None, min_length=1, description="as in vLLM")
+    guided_grammar: Optional[Text] = Field(None, description="as in vLLM: in Lark or GBNF")
+
+    def check_extra(self, where: str = "") -> None:
+        """See _Asked; the objects that say how to answer are looked at too."""
+        super().check_extra(where)
+        form = self.response_format
+        if self.structured_outputs is not None:
+            self.structured_outputs.check_extra("structured_outputs.")
+        if form is not None:
+            form.check_extra("response_format.")
+            if form.json_schema is not None:
+                form.json_schema.check_extra("response_format.json_schema.")
+
+    def constraint(self) -> Optional[Constraint]:
+        """What the answer must be; None for any text.
+
+        Raises ApiError, 400, if several fields say it, or response_format lacks its schema.
+        """
+        said = [Constraint(kind, value, field) for kind, value, field in self._constraints() if value is not None]
+        if len(said) > 1:
+            raise ApiError(
+                f"{said[0].field} and {said[1].field} both say what the answer must be: leave one of them out.",
+                param=said[1].field,
+            )
+        return said[0] if said else None
+
+    def _constraints(self) -> Iterator[Tuple[str, Any, str]]:
+        """Yields the kind of each constraint that a field may ask for, its value (None for nothing) and the field."""
+        for kind in ("json", "regex", "choice", "grammar"):
+            yield kind, getattr(self, f"guided_{kind}"), f"guided_{kind}"
+        outputs = self.structured_outputs
+        if outputs is not None:
+            yield "json", outputs.json_, "structured_outputs.json"
+            for kind in ("regex", "choice", "grammar"):
+                yield kind, getattr(outputs, kind), f"structured_outputs.{kind}"
+            yield "json", {"type": "object"} if outputs.json_object else None, "structured_outputs.json_object"
+        form = self.response_format
+        if form is None or form.type == "text":
+            return
+        if form.type == "json_object":
+            yield "json", {"type": "object"}, "response_format"
+        elif form.json_schema is None:
+            field = "response_format.json_schema"
+            raise ApiError(f"{field} is missing: give the schema there.", code="missing_field", param=field)
+        else:
+            yield "json", form.json_schema.schema_, "response_format.json_schema.schema"
 
     @property
     def include_usage(self) -> bool:

@@ -40,7 +40,7 @@ def test_each_curl_line_works(server, command):
 
 
 def test_there_are_curl_lines():
-    assert len(COMMANDS) == 10 and any("stream" in command for command in COMMANDS)
+    assert len(COMMANDS) == 11 and any("stream" in command for command in COMMANDS)
 
 
 def test_every_code_is_in_the_table():

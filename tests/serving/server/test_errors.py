@@ -45,12 +45,10 @@ ASKED_FOR = {
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
     "functions": [{"name": "f"}],
-    "response_format": {"type": "json_object"},
     "best_of": 2,
     "audio": {"voice": "alloy"},
     "modalities": ["text", "audio"],
     "min_p": 0.1,
-    "guided_json": {},
     "use_beam_search": True,
     "prompt_logprobs": 1,
 }

@@ -1,6 +1,7 @@
 """`mindlora serve` on MindFormers' network, asked by the openai package."""
 
 import concurrent.futures
+import re
 
 import openai
 import pytest
@@ -93,6 +94,23 @@ def test_chat(client):
     assert again.usage.prompt_tokens_details.cached_tokens >= 16
     said = "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True))
     assert said == choices[0].message.content
+
+
+def test_constrained_answers_come_beside_free_ones(client):
+    pytest.importorskip("llguidance")
+    regex = "[0-9]{3}-(cat|dog)s?"
+    free = client.completions.create(model="first", **GREEDY).choices[0].text
+
+    def text(job):
+        model, constraint = job
+        extra = {"extra_body": {"guided_regex": regex}} if constraint else {"extra_body": {"ignore_eos": True}}
+        return client.completions.create(model=model, **{**GREEDY, **extra}).choices[0].text
+
+    jobs = [(model, constraint) for model in ("llama", "first", "second") for constraint in (True, False)]
+    alone = [text(job) for job in jobs]
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(text, jobs)) == alone
+    assert all(re.fullmatch(regex, answer) for answer in alone[::2]) and alone[3] == free
 
 
 def test_a_damaged_adapter_is_refused_with_the_readers_own_words_and_no_path(client, server):
