@@ -70,11 +70,13 @@ def runs(tmp_path_factory):
 def test_it_trains_as_on_the_dequantized_base(runs):
     folder, _ = runs
     losses, expected = (pynative_runs.losses(folder / name) for name in ("whole", "float"))
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    # MindFormers 2.0 rounds the logits.
+    rtol = 1e-4 if pynative_runs.trainer_version() == (2, 0) else 1e-5
+    np.testing.assert_allclose(losses, expected, rtol=rtol)
     trained, expected = (pynative_runs.trained(folder / name) for name in ("whole", "float"))
     assert trained.keys() == expected.keys() and any("experts.weight1_lora_b" in name for name in trained)
     for name, values in expected.items():
-        np.testing.assert_allclose(trained[name], values, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(trained[name], values, atol=10 * rtol, err_msg=name)
 
 
 def test_the_checkpoint_holds_the_codes_and_a_resumed_run_is_the_rest_of_the_whole_one(runs):
