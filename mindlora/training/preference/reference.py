@@ -45,9 +45,13 @@ def reference_network(network: nn.Cell) -> nn.Cell:
 
 
 def _shared_objects(network):
-    """Returns {id: object} of the constants of all cells, which a copy need not have again."""
+    """Returns {id: object} of what a copy of all cells has: their constants, and nothing that computes a cell again."""
     shared = {}
     for _, cell in network.cells_and_names():
+        # MindSpore's for recompute() cannot be copied, and without a gradient it has nothing to do.
+        recomputation = getattr(cell, "_recompute_cell", None)
+        if recomputation is not None:
+            shared[id(recomputation)] = None
         for value in vars(cell).values():
             if isinstance(value, Tensor) and not isinstance(value, Parameter):
                 shared[id(value)] = value
