@@ -87,7 +87,7 @@ class History:
         directory (str): The folder that it is in.
         runs (list of dict): "run" of the run and of each resumption.
         steps (list of dict): The training steps; a value that is not known is None.
-        held_out (list of dict): Measurements of "held_out_loss".
+        held_out (list of dict): Measurements of "held_out_loss"; a value that is not known is None.
         forgetting (list of dict): Measurements of "forgetting".
         events (list of dict): "event" and "message".
         health (list of dict): "health", as AdapterHealth measured it.

@@ -74,7 +74,9 @@ def test_everything_is_recorded(tmp_path):
     times = [step["time"] for step in history.steps]
     for before, now, step in zip(times, times[1:], history.steps[1:]):
         assert step["tokens_per_second"] == pytest.approx(100 / (now - before), rel=1e-3)
-    assert history.held_out == [{"step": 2, "held_out_loss": 0.75}, {"step": 5, "held_out_loss": 0.5}]
+    held_out_steps, held_out_losses = history.series("held_out_loss")
+    assert held_out_steps.tolist() == [2, 5] and held_out_losses.tolist() == [0.75, 0.5]
+    assert {record["held_out_reward_accuracy"] for record in history.held_out} == {None}
     assert [(event["step"], event["event"]) for event in history.events] == [(2, "guard"), (5, "stop")]
     assert [record["step"] for record in history.health] == [2]
     page = (tmp_path / "report.html").read_text("utf-8")
