@@ -3,6 +3,8 @@
 MindSpore's elementwise kernels for a CPU keep two tables of 8 bytes for each element of an output to which an input was
 broadcast, and a transposition one, as long as the compiled graph lives: at 22 layers and 256 tokens more than the
 activations. BroadcastTo, Gather and operators on equal shapes keep none.
+
+Use these cells in graph mode alone: PyNative keeps no tables, and Tensor.backward() does not call their bprop.
 """
 
 from typing import Tuple

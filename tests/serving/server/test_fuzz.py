@@ -42,6 +42,8 @@ def fitting(schema, parts):
     if "patternProperties" in schema:
         ((keys, values),) = schema["patternProperties"].items()
         return st.dictionaries(st.from_regex(keys, fullmatch=True), fitting(values, parts), max_size=3)
+    if kind == "object" and "properties" not in schema:
+        return st.dictionaries(TEXTS, VALUES, max_size=3)
     if kind == "object":
         fields = {name: fitting(field, parts) for name, field in schema["properties"].items()}
         needed = {name: field for name, field in fields.items() if name in schema.get("required", ())}
