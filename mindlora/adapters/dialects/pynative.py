@@ -7,6 +7,7 @@ experts are stored as [experts, in, r] and [experts, r, out].
 
 import dataclasses
 import itertools
+import logging
 import os
 import re
 from typing import Any, Dict, Iterable, List, Optional
@@ -31,6 +32,8 @@ from mindlora.formats.safetensors_file import write_arrays
 from mindlora.models import architecture
 from mindlora.numerics.dtypes import scaled
 from mindlora.numerics.pair_shapes import is_expert_stack, transposed_experts
+
+logger = logging.getLogger("mindlora")
 
 MANIFEST = "mindformers_adapter_config.json"
 WEIGHTS_FILE = step_folder.file_name(0, 1)
@@ -212,6 +215,13 @@ def _take_settings_of_run(adapter: Adapter, record: str, file: File) -> None:
         raise AdapterFormatError(
             f"{record} is of a run of {config.variant.name}, and {file.path} holds {adapter.variant.name}. Give the "
             "file that was saved with these tensors."
+        )
+    if pet_config.get("modules_to_save"):
+        logger.warning(
+            "The run that saved %s trained modules_to_save %s too. They are a part of the base in that folder and are "
+            "not read with the adapter. Use the PEFT folder that LoraCheckpoint wrote: it holds them.",
+            file.path,
+            shown(pet_config["modules_to_save"]),
         )
     adapter.dropout = float(config.lora_dropout)
     adapter.projection_key = config.projection_prng_key or 0

@@ -171,6 +171,13 @@ def test_a_run_of_mindlora_states_the_scale_of_each_cell(tmp_path):
     assert found.use_rslora and found.dropout == 0.05
 
 
+def test_modules_that_are_left_out_are_named(tmp_path, caplog):
+    step = write_step(tmp_path / "step", pairs(QKV.format(0)))
+    write_run(tmp_path / "step", LORA, modules_to_save=["lm_head"])
+    adapter_files.read(step)
+    assert "trained modules_to_save ['lm_head'] too" in caplog.text and str(step) in caplog.text
+
+
 def test_an_adapter_that_changed_its_base_has_the_scale_of_its_run(tmp_path, initialized):
     step = write_step(tmp_path / "step", initialized)
     write_run(tmp_path / "step", LORA, lora_init="pissa")
