@@ -6,12 +6,13 @@ from typing import Dict
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from mindlora.base.convert import in_mindformers_names
+from mindlora.base.convert import in_hugging_face_names, in_mindformers_names
 from mindlora.base.joined import join, parts_of
 from mindlora.base.reader import BaseCheckpoint
 from mindlora.base.writer import OutputTensor
 from mindlora.common.text import listed
 from mindlora.errors import CheckpointError, ConfigError
+from mindlora.models.architecture import HF, LEGACY
 from mindlora.nn.tensors import to_tensor
 from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
@@ -28,8 +29,9 @@ def load_base(network: nn.Cell, path: str) -> None:
     tensor more. Parameters of adapters, caches, and saved modules that have values already stay as they are.
 
     Args:
-        network (nn.Cell): A legacy model of MindFormers, its linear cells quantized if the checkpoint's are. Best built
-            under mindspore.nn.utils.no_init_parameters, so that no value is drawn which is replaced here.
+        network (nn.Cell): A legacy model of MindFormers, its linear cells quantized if the checkpoint's are; or a
+            network whose ``parameter_names`` are "hf", Hugging Face's. Best built under
+            mindspore.nn.utils.no_init_parameters, so that no value is drawn which is replaced here.
         path (str): A file or folder with names of MindFormers or Hugging Face.
 
     Raises:
@@ -45,8 +47,7 @@ def load_base(network: nn.Cell, path: str) -> None:
         raise ConfigError(f"load_checkpoint: {path} does not exist. Correct the path (--load_checkpoint).")
     parameters = _parameters_of_base(network)
     with BaseCheckpoint(path) as base:
-        tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
-        _add_joined(parameters, tensors, _kv_heads(network))
+        tensors = _tensors_for(network, parameters, base)
         missing = sorted(set(parameters) - set(tensors))
         if missing:
             raise CheckpointError(
@@ -70,9 +71,15 @@ def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:
     }
 
 
-def _kv_heads(network):
+def _tensors_for(network: nn.Cell, parameters: Dict[str, Parameter], base: BaseCheckpoint) -> Dict[str, OutputTensor]:
+    """Returns the tensors of a checkpoint under the names of the network's parameters, with its joined ones."""
     config = network.config
-    return config.n_kv_heads or config.num_heads
+    kv_heads = config.n_kv_heads or config.num_heads
+    if getattr(network, "parameter_names", LEGACY) == HF:
+        return {tensor.name: tensor for tensor in in_hugging_face_names(base, config.num_heads, kv_heads)}
+    tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
+    _add_joined(parameters, tensors, kv_heads)
+    return tensors
 
 
 def _add_joined(parameters: Dict[str, Parameter], tensors: Dict[str, OutputTensor], kv_heads: int) -> None:

@@ -160,6 +160,17 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
     return [tensor for shard in plan.shards for tensor in shard.tensors], notes
 
 
+def in_hugging_face_names(base: BaseCheckpoint, heads: int, kv_heads: int) -> List[OutputTensor]:
+    """Returns the tensors of ``base`` as convert_base would write them for Hugging Face.
+
+    By the numbers of heads joined tensors are split.
+    """
+    if base.world == HF:
+        return [tensor_of(base, name) for name in base.tensors]
+    plan = Plan(base, HF, False, heads, kv_heads)
+    return [tensor for shard in plan.shards for tensor in shard.tensors]
+
+
 def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: bool) -> None:
     if from_ not in (None, base.world) and not (from_ == LEGACY and base.world == MCORE):
         raise CheckpointError(

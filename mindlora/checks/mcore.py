@@ -1,19 +1,32 @@
 """MindFormers' mcore models (use_legacy: False) in a YAML: which of them train with mindlora's adapters, and how."""
 
 import os
-from typing import Any, Iterator, List, Mapping, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional
 
 from mindlora.checks.files import base_of
 from mindlora.checks.finding import Finding, error
 from mindlora.checks.key_ranges import setting
+from mindlora.common.fields import dtype_name
 from mindlora.common.json_files import parse_object
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
+from mindlora.common.text import listed
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.errors import ConfigError
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture
 
 _ROUTER = "decoder.layers.0.mlp.router.weight"
+_SERVED_DTYPES = ("params_dtype", "compute_dtype")
+# What the network that serves mcore models computes: key of model_config -> the value that it must have, if any.
+_SERVED_KEYS: Dict[str, Any] = {
+    **dict.fromkeys(_SERVED_DTYPES, "float32"),
+    "hidden_act": "silu",
+    "position_embedding_type": "rope",
+    "rope_scaling": None,
+    "rotary_interleaved": False,
+    "partial_rotary_factor": 1.0,
+    "add_bias_linear": False,
+}
 _HELP = "docs/mcore.md says which mcore models train with adapters."
 
 
@@ -73,14 +86,40 @@ def check_device(target: Optional[str]) -> Iterator[Finding]:
 
 
 def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error if the model of a YAML is one that mindlora does not serve."""
-    if is_mcore(config):
+    """Yields an error if the model of a YAML is an mcore model that mindlora does not serve, or not so."""
+    if not is_mcore(config):
+        return
+    family = family_of(config)
+    architecture = registry.by_model_type(family)
+    if architecture is None or not architecture.served:
+        served = [one.model_types[0] for one in registry.ARCHITECTURES if one.served]
         yield error(
             "use_legacy",
-            f"{family_of(config) or 'The model'} is one of MindFormers' mcore models (use_legacy: False), which "
-            "mindlora does not serve.",
+            f"{family or 'The model'} is one of MindFormers' mcore models (use_legacy: False), of which mindlora "
+            f"serves {listed(served)}.",
             "Merge the adapter into the base (mindlora merge), and serve that with vLLM or MindFormers.",
         )
+        return
+    if value_at(config, "context.device_target") != "CPU":
+        yield error(
+            "context.device_target",
+            f"mindlora serves {architecture.title}, an mcore model (use_legacy: False), on a CPU alone.",
+            "Set --device_target CPU, or serve it with vLLM (docs/serving.md, Moving to vLLM).",
+        )
+    changes = list(_served_changes(config))
+    if changes:
+        yield error("model.model_config", "This model cannot be served.", f"Set: {'; '.join(changes)}.")
+
+
+def _served_changes(config: Mapping[str, Any]) -> Iterator[str]:
+    model_config = model_config_of(config)
+    for key, needed in _SERVED_KEYS.items():
+        found = model_config.get(key)
+        found = dtype_name(found, key) if found is not None and key in _SERVED_DTYPES else found
+        if found not in (None, needed):
+            yield f"model.model_config.{key}: {'null' if needed is None else needed} (found {found})"
+    if (model_config.get("pet_config") or {}).get("quantize_base"):
+        yield "model.model_config.pet_config: null (found quantize_base: the base of an mcore model is served in float)"
 
 
 def _check_base(config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -24,7 +24,6 @@ _MCORE_DTYPES = {
     "layernorm_compute_dtype": "float32",
     "softmax_compute_dtype": "float32",
     "rotary_dtype": "float32",
-    "use_flash_attention": True,
 }
 _CONTEXTS: Dict[str, Dict[str, Any]] = {
     CPU: {"mode": 0, "device_target": "CPU"},
@@ -43,7 +42,6 @@ def model_nodes(folder: ModelFolder, device: str, seq_length: int) -> Dict[str, 
     """Returns the nodes model and context, and use_legacy for an mcore model, of a YAML for "cpu" or "npu"."""
     architecture = folder.architecture
     legacy = architecture.legacy
-    dtypes = _LEGACY_DTYPES if legacy else _MCORE_DTYPES
     model_config = {
         **folder.model_config,
         "seq_length": seq_length,
@@ -51,7 +49,7 @@ def model_nodes(folder: ModelFolder, device: str, seq_length: int) -> Dict[str, 
         "eos_token_id": folder.ends,
         "pad_token_id": folder.ids.pad,
         "ignore_token_id": -100,
-        **(cpu_keys() if device == CPU else dtypes),
+        **_dtypes(legacy, device),
     }
     if folder.ids.bos is None:
         del model_config["bos_token_id"]
@@ -61,6 +59,13 @@ def model_nodes(folder: ModelFolder, device: str, seq_length: int) -> Dict[str, 
     compiler = _LEGACY_COMPILER if legacy else _MCORE_COMPILER
     context = {**_CONTEXTS[device], **(compiler if device == NPU else {})}
     return {**({} if legacy else {"use_legacy": False}), "context": context, "model": model}
+
+
+def _dtypes(legacy: bool, device: str) -> Dict[str, Any]:
+    """Returns the keys of model_config that hold dtypes, and what else a device needs."""
+    if legacy:
+        return cpu_keys() if device == CPU else _LEGACY_DTYPES
+    return dict.fromkeys(_MCORE_DTYPES, "float32") if device == CPU else {**_MCORE_DTYPES, "use_flash_attention": True}
 
 
 def seq_length_of(folder: ModelFolder, asked: Optional[int]) -> int:

@@ -135,6 +135,7 @@ class Architecture:
             ConfigError for a setting that MindFormers' model does not have. Default: None, not known.
         legacy (bool): Whether MindFormers has a legacy model of it. Default: True.
         trains (bool): Whether MindFormers' model trains; if not, it only predicts. Default: True.
+        served (bool): Whether mindlora serves MindFormers' mcore model, by a network of its own. Default: False.
     """
 
     title: str
@@ -163,6 +164,7 @@ class Architecture:
     from_hugging_face: Optional[Callable[[HuggingFaceConfig], Dict[str, Any]]] = None
     legacy: bool = True
     trains: bool = True
+    served: bool = False
 
     def rename_path(self, path: str, source: str, target: str) -> Optional[str]:
         """Returns the path in the world ``target`` of the cell at ``path`` (or an end of it) in ``source``, or None."""

@@ -63,4 +63,5 @@ QWEN3 = dataclasses.replace(
     from_hugging_face=from_hugging_face,
     hub_names=r"qwen3-(?!next|vl|omni|asr)[a-z-]*[\d.]+b(?!-a[\d.]+b)",
     legacy=False,
+    served=True,
 )

@@ -2,9 +2,12 @@
 
 from typing import Callable, Container, Dict, Iterable, Optional, Tuple
 
+import numpy as np
 from mindspore import nn
 
 from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
+from mindlora.adapters.joined_pairs import joined_weight
+from mindlora.models import names
 from mindlora.nn.nf4 import matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells, weight_of
@@ -54,6 +57,35 @@ def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Opti
         )
 
     return fingerprint
+
+
+def joined_fingerprints_of(cells: Dict[str, nn.Cell], kv_heads: int) -> Callable[[Iterable[str]], Optional[dict]]:
+    """As fingerprints_of, of the cells that MindFormers' mcore models have in the place of ``cells``, joined ones.
+
+    Adapters are trained on those. ``cells`` are in float and hold all parts of each joined cell.
+    """
+    trained = {path: _mcore_path(path) for path in cells}
+    shapes: Dict[str, Tuple[int, ...]] = {}
+    samples: Dict[str, np.ndarray] = {}
+    for mcore_path in dict.fromkeys(trained.values()):
+        arrays = [to_array(weight_of(cells[path])) for path in trained if trained[path] == mcore_path]
+        weight = arrays[0] if len(arrays) == 1 else joined_weight(mcore_path, arrays, kv_heads)
+        shapes[mcore_path] = weight.shape
+        samples[mcore_path] = sampled_elements(weight)
+
+    def fingerprint(paths: Iterable[str]) -> dict:
+        chosen = {trained[path] for path in paths}
+        return fingerprint_from(
+            {path: shapes[path] for path in chosen}, {path: samples[path] for path in sampled_paths(chosen)}
+        )
+
+    return fingerprint
+
+
+def _mcore_path(path: str) -> str:
+    """Returns the path in mcore of the cell that computes what the one at ``path`` does."""
+    legacy = names.to_mindformers(path)
+    return names.to_mcore(names.joined_path(legacy) or legacy)
 
 
 def _described(shapes, samples, forms):

@@ -9,7 +9,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindlora.checks.cpu import check_cpu_serving
 from mindlora.checks.files import check_quantized_base
 from mindlora.checks.finding import refuse
-from mindlora.checks.mcore import check_served
+from mindlora.checks.mcore import check_served, is_mcore, model_config_of
 from mindlora.checks.pet_config import refuse_pet_config
 from mindlora.config import expand_pet_type
 from mindlora.data.tokenizers import load_tokenizer
@@ -51,18 +51,20 @@ def build_engine(
     model = yaml.model
     if not model or not model.model_config:
         raise ConfigError("The YAML has no model.model_config: give a complete MindFormers YAML.")
-    refuse(check_served(yaml))
     pet_config = model.model_config.pet_config or {}
     if pet_config:
         expand_pet_type(pet_config)
         refuse_pet_config(pet_config)
-    if yaml.context.device_target == "CPU":
+    refuse(check_served(yaml))
+    if is_mcore(yaml):
+        model = {"model_config": model_config_of(yaml)}
+    elif yaml.context.device_target == "CPU":
         refuse(check_cpu_serving(model.model_config))
     if yaml.use_parallel:
         raise ConfigError(
             "use_parallel is True: mindlora serves on one device. Set use_parallel: False (--use_parallel False)."
         )
-    settings = EngineSettings(**{"seq_length": model.model_config.seq_length, **(sizes or {})})
+    settings = EngineSettings(**{"seq_length": model["model_config"].get("seq_length"), **(sizes or {})})
     refuse(check_quantized_base(yaml))
     set_base_format(yaml)
     # The graphs are what is fast. MindFormers refuses to predict with O1, with which its YAMLs train.

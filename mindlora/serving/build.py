@@ -7,7 +7,7 @@ import numpy as np
 from mindlora.config import Patterns
 from mindlora.load_base import load_base
 from mindlora.nn.adapter_matching import cell_shapes
-from mindlora.nn.base_fingerprint import fingerprints_of
+from mindlora.nn.base_fingerprint import fingerprints_of, joined_fingerprints_of
 from mindlora.numerics.dtypes import BFLOAT16
 from mindlora.quantize import quantize_base
 from mindlora.serving.adapter_memory import AdapterMemory
@@ -16,6 +16,7 @@ from mindlora.serving.adapter_slots import AdapterSlots
 from mindlora.serving.blocks import BlockPool
 from mindlora.serving.detokenizer import end_tokens
 from mindlora.serving.engine import Engine
+from mindlora.serving.mcore_network import McoreNetwork
 from mindlora.serving.network import add_pools, build_network, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.runner import ModelRunner
@@ -35,7 +36,7 @@ def make_engine(
     quantize_exclude: Patterns = None,
     model_name: str = "base",
 ) -> Engine:
-    """Builds MindFormers' network with its weights, and an engine around it, which start() begins.
+    """Builds a network with its weights, and an engine around it, which start() begins.
 
     ``model`` is that node of a YAML; ``checkpoint`` is as for load_base, ``tokenizer`` as load_tokenizer returns it.
     ``quantize`` and ``quantize_exclude`` are as when the checkpoint was quantized. Callers name the base by
@@ -50,7 +51,10 @@ def make_engine(
     cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
     shapes = cell_shapes(network, cells)
-    fingerprint = fingerprints_of(cells)
+    if isinstance(network, McoreNetwork):
+        fingerprint = joined_fingerprints_of(cells, network.config.n_kv_heads)
+    else:
+        fingerprint = fingerprints_of(cells)
     pooled = add_pools(network, cells, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).dtype)]
     layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint)

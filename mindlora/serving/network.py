@@ -16,6 +16,7 @@ from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
+from mindlora.serving.mcore_network import build_mcore
 from mindlora.serving.settings import EngineSettings
 
 # Up to this many tokens, one pass over each weight beats MatMul and the adapters' operator on a CPU, threefold at 16.
@@ -23,12 +24,16 @@ FEW_TOKENS = 64
 
 
 def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
-    """Builds a MindFormers causal language model with a paged key-value cache, for single processes.
+    """Builds a causal language model with a paged key-value cache, for single processes.
+
+    It is MindFormers' own, but for mcore models (see mcore_network), which have no ``type`` in model_config.
 
     The model is in evaluation mode, and its parameters have no values until load_base fills them. pet_config in
     ``model``, that node of a YAML, is not looked at. Raises ConfigError if MindFormers cannot build the model, or its
     attention has no paged cache.
     """
+    if not model["model_config"].get("type"):
+        return build_mcore(model["model_config"], settings)
     from mindformers.models.build_model import build_network as build
     from mindformers.tools.register import MindFormerConfig
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support import forked
-from tests.support.served_llama import write_llama
+from tests.support.served_llama import write_llama, write_qwen3
 from tests.support.terminal_runs import PROMPTS
 
 
@@ -16,6 +16,7 @@ def ended(library, tmp_path_factory):
     """What generate, chat and greedy_answers said, in one process."""
     folder = tmp_path_factory.mktemp("terminal")
     write_llama(str(folder))
+    write_qwen3(str(folder / "qwen3"))
     environment = {**os.environ, "PYTHONPATH": ROOT}
     run = forked.run([os.path.join(ROOT, "tests", "support", "terminal_runs.py")], folder, environment)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -42,6 +43,13 @@ def test_the_folder_of_the_model_answers_as_its_yaml(ended, answers):
     found = {(answer["adapter"], answer["prompt"]): answer["text"] for answer in json.loads(out)["answers"]}
     assert found == answers
     assert told.startswith("mindlora: loading base ...") and json.loads(out)["model"] == "base"
+
+
+def test_a_qwen3_answers_from_its_folder(ended):
+    code, out, told = ended["qwen3"]
+    assert code == 0, told
+    texts = [answer["text"] for answer in json.loads(out)["answers"]]
+    assert len(texts) == len(set(texts)) == len(PROMPTS) and all(texts)
 
 
 def test_the_start_is_told_on_stderr_alone(ended):

@@ -16,8 +16,9 @@ import yaml
 
 from mindlora.adapters import files
 from mindlora.adapters.adapter import Adapter
+from mindlora.numerics.dtypes import to_float32
 from tests.conftest import ROOT
-from tests.support import forked
+from tests.support import forked, mcore_checkpoints
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import FFN, HIDDEN, HUGGING_FACE, llama, save_base
 
@@ -52,6 +53,19 @@ def write_llama(folder):
     shutil.copytree(os.path.join(folder, "adapters", "first"), os.path.join(folder, "adapters", "damaged"))
     path = os.path.join(folder, "adapters", "damaged", "adapter_model.safetensors")
     os.truncate(path, os.path.getsize(path) // 2)
+    return folder
+
+
+def write_qwen3(folder):
+    """Writes a folder as Hugging Face has a Qwen3, with a tokenizer; returns it."""
+    tensors = {name: to_float32(array) * 0.3 for name, array in mcore_checkpoints.qwen3().items()}
+    rng = np.random.default_rng(0)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = rng.normal(size=(VOCABULARY, mcore_checkpoints.HIDDEN)).astype(np.float32)
+    sizes = {"hidden_size": mcore_checkpoints.HIDDEN, "intermediate_size": mcore_checkpoints.INNER}
+    config = {"model_type": "qwen3", "vocab_size": VOCABULARY, "num_hidden_layers": 2, **sizes}
+    save_base(folder, tensors, **config, max_position_embeddings=96, **mcore_checkpoints.CONFIG)
+    chat_tokenizer(CHATML).save_pretrained(folder)
     return folder
 
 

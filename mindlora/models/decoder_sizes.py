@@ -1,0 +1,61 @@
+"""DecoderSizes: what a network must know to compute an mcore model, from the model's record and a YAML."""
+
+import dataclasses
+from typing import Any, Dict
+
+from mindlora.models.architecture import MCORE, Architecture
+from mindlora.models.mcore_sizes import ModelConfig, layers_of
+
+_ATTENTION = "decoder.layers.0.self_attention"
+# Those of MindFormers' Qwen3Config.
+_DEFAULTS = {"norm_eps": 1e-6, "rope_theta": 10000.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderSizes:
+    """The sizes of a model whose layers are alike: attention in groups of heads, then a gated feed-forward network.
+
+    Attributes:
+        inner (int): Width of the feed-forward network.
+        has_bias (bool): Whether q, k and v have biases.
+        has_head_norms (bool): Whether the heads of q and k go through norms.
+        tied (bool): Whether the output head is the embedding.
+    """
+
+    layers: int
+    vocabulary: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    has_bias: bool
+    has_head_norms: bool
+    tied: bool
+
+
+def decoder_sizes(architecture: Architecture, model_config: Dict[str, Any]) -> DecoderSizes:
+    """Returns the sizes of the mcore model that ``model_config`` of a YAML describes."""
+    config = ModelConfig(model_config, _DEFAULTS)
+    linear = architecture.linear_sizes(model_config)
+    parameters = architecture.parameter_sizes(model_config)
+    joined, output = linear[f"{_ATTENTION}.linear_qkv"], linear[f"{_ATTENTION}.linear_proj"]
+    attention = architecture.attention(model_config, {"w_qkv": joined, "wo": output})
+    head_dim = attention.output // attention.heads
+    vocabulary, hidden = linear["output_layer"]
+    return DecoderSizes(
+        layers=len(layers_of(linear)),
+        vocabulary=vocabulary,
+        hidden=hidden,
+        inner=linear["decoder.layers.0.mlp.linear_fc2"][1],
+        heads=attention.heads,
+        kv_heads=attention.keys // head_dim,
+        head_dim=head_dim,
+        norm_eps=float(config["norm_eps"]),
+        rope_theta=float(config["rope_theta"]),
+        has_bias=f"{_ATTENTION}.linear_qkv.bias" in parameters,
+        has_head_norms=f"{_ATTENTION}.q_layernorm.weight" in parameters,
+        tied=architecture.head_weight(MCORE) not in parameters,
+    )

@@ -1,0 +1,218 @@
+"""The network by which Qwen3 is served on a CPU, where the cells of MindFormers' mcore models do not run.
+
+Cells and parameters have Hugging Face's names, with q, k, v, gate and up apart: adapters in joined pairs are split.
+"""
+
+import types
+from typing import Any, Mapping, Optional, Tuple, cast
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import initializer
+from mindspore.nn.utils import no_init_parameters
+
+from mindlora.checks.finding import refuse
+from mindlora.checks.mcore import check_served, family_of
+from mindlora.models import registry
+from mindlora.models.architecture import HF, Architecture
+from mindlora.models.decoder_sizes import DecoderSizes, decoder_sizes
+from mindlora.ops.kv_cache_write import KvCacheWrite
+from mindlora.ops.paged_attention import PagedAttention
+from mindlora.ops.rms_norm import RmsNorm
+from mindlora.ops.rotary_embedding import RotaryEmbedding
+from mindlora.serving.settings import EngineSettings
+
+
+def build_mcore(model_config: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
+    """Builds the network of an mcore YAML with a paged key-value cache, for a CPU and in float32.
+
+    Its parameters have no values until load_base fills them. Raises ConfigError if it is not one that is served.
+    """
+    yaml = {"use_legacy": False, "context": {"device_target": "CPU"}, "model": {"model_config": model_config}}
+    refuse(check_served(yaml))
+    architecture = cast(Architecture, registry.by_model_type(family_of(yaml)))
+    sizes = decoder_sizes(architecture, dict(model_config))
+    with no_init_parameters():
+        network = McoreNetwork(sizes, settings)
+    network.config.eos_token_id = model_config.get("eos_token_id")
+    return network.set_train(False)
+
+
+class McoreNetwork(nn.Cell):
+    """A decoder and its output head, whose weight is the embedding's table where these are tied.
+
+    Attributes:
+        config: vocab_size, num_heads, n_kv_heads and eos_token_id, as MindFormers' networks have them.
+        parameter_names (str): Whose names the parameters have, for load_base.
+    """
+
+    parameter_names = HF
+
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings):
+        super().__init__()
+        self.config = types.SimpleNamespace(
+            vocab_size=sizes.vocabulary, num_heads=sizes.heads, n_kv_heads=sizes.kv_heads, eos_token_id=None
+        )
+        self.model = Decoder(sizes, settings)
+        self.lm_head = _linear(sizes.hidden, sizes.vocabulary)
+        if sizes.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def add_flags_custom(self, is_first_iteration: bool) -> None:
+        """MindFormers' networks tell prompts and decoding apart by it; to this one they are the same."""
+
+
+class Decoder(nn.Cell):
+    """Tokens to hidden states, over a cache: what ServedStep calls, with MindFormers' names of the inputs.
+
+    Inputs:
+        - The arrays of runner.StepInputs, with **tokens** of shape [1, T]. The mask is not looked at: what is causal
+          follows from the lengths.
+
+    Outputs:
+        Tensor [1, T, hidden], float32.
+    """
+
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings):
+        super().__init__()
+        self.embed_tokens = Embedding(sizes.vocabulary, sizes.hidden)
+        self.layers = nn.CellList([DecoderLayer(sizes, settings) for _ in range(sizes.layers)])
+        self.norm = Norm(sizes.hidden, sizes.norm_eps)
+        cos, sin = _rotary_tables(settings.seq_length, sizes.head_dim, sizes.rope_theta)
+        self.cos, self.sin = Tensor(cos), Tensor(sin)
+        self.gather = ops.Gather()
+
+    def construct(
+        self,
+        tokens: Tensor,
+        batch_valid_length: Tensor,
+        block_tables: Tensor,
+        slot_mapping: Tensor,
+        attention_mask: Optional[Tensor],
+        q_seq_lens: Tensor,
+        seq_range: Tensor,
+    ) -> Tensor:
+        rotary = self.gather(self.cos, seq_range, 0), self.gather(self.sin, seq_range, 0)
+        hidden = self.embed_tokens(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, batch_valid_length, q_seq_lens, block_tables, slot_mapping)
+        return self.norm(hidden)
+
+
+class DecoderLayer(nn.Cell):
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h))."""
+
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings):
+        super().__init__()
+        self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps)
+        self.self_attn = Attention(sizes, settings)
+        self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps)
+        self.mlp = FeedForward(sizes.hidden, sizes.inner)
+
+    def construct(self, x, rotary, context_lengths, query_lengths, block_tables, slot_mapping):
+        attended = self.self_attn(
+            self.input_layernorm(x), rotary, context_lengths, query_lengths, block_tables, slot_mapping
+        )
+        hidden = x + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Attention(nn.Cell):
+    """Causal attention over the cache, with biases on q, k and v and with norms of the heads of q and k if asked for.
+
+    Attributes:
+        n_kv_head, head_dim (int): By them adapters on linear_qkv are split for q, k and v.
+    """
+
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings):
+        super().__init__()
+        self.n_kv_head, self.head_dim = sizes.kv_heads, sizes.head_dim
+        queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.q_proj = _linear(sizes.hidden, queries, sizes.has_bias)
+        self.k_proj = _linear(sizes.hidden, keys, sizes.has_bias)
+        self.v_proj = _linear(sizes.hidden, keys, sizes.has_bias)
+        self.o_proj = _linear(queries, sizes.hidden)
+        self.has_norms = sizes.has_head_norms
+        if self.has_norms:
+            self.q_norm = Norm(sizes.head_dim, sizes.norm_eps)
+            self.k_norm = Norm(sizes.head_dim, sizes.norm_eps)
+        cache = [settings.block_count, settings.block_size, sizes.kv_heads, sizes.head_dim]
+        self.key_cache, self.value_cache = (
+            Parameter(initializer("zeros", cache, mstype.float32), name=name, requires_grad=False)
+            for name in ("key_cache", "value_cache")
+        )
+        self.rotary = RotaryEmbedding()
+        self.cache_write = KvCacheWrite()
+        self.attention = PagedAttention()
+        self.depend = ops.Depend()
+        self.reshape = ops.Reshape()
+
+    def construct(self, x, rotary, context_lengths, query_lengths, block_tables, slot_mapping):
+        cos, sin = rotary
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.has_norms:
+            query, key = self._by_head(query, self.q_norm), self._by_head(key, self.k_norm)
+        query, key = self.rotary(query, cos, sin), self.rotary(key, cos, sin)
+        written = self.cache_write(key, value, self.key_cache, self.value_cache, slot_mapping)
+        query = self.depend(query, written)
+        output = self.attention(query, self.key_cache, self.value_cache, block_tables, context_lengths, query_lengths)
+        return self.o_proj(output)
+
+    def _by_head(self, x, norm):
+        return self.reshape(norm(self.reshape(x, (-1, self.head_dim))), x.shape)
+
+
+class FeedForward(nn.Cell):
+    """y = down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, inner: int):
+        super().__init__()
+        self.gate_proj = _linear(hidden, inner)
+        self.up_proj = _linear(hidden, inner)
+        self.down_proj = _linear(inner, hidden)
+        self.silu = nn.SiLU()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Embedding(nn.Cell):
+    """The rows of a table [vocabulary, hidden]."""
+
+    def __init__(self, vocabulary: int, hidden: int):
+        super().__init__()
+        self.weight = _weight(vocabulary, hidden)
+        self.gather = ops.Gather()
+
+    def construct(self, tokens: Tensor) -> Tensor:
+        return self.gather(self.weight, tokens, 0)
+
+
+class Norm(nn.Cell):
+    """RmsNorm with a weight of its own."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = _weight(size)
+        self.eps = Tensor([eps], mstype.float32)
+        self.norm = RmsNorm()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.weight, self.eps)
+
+
+def _linear(in_channels: int, out_channels: int, has_bias: bool = False) -> nn.Dense:
+    return nn.Dense(in_channels, out_channels, has_bias=has_bias)
+
+
+def _weight(*shape: int) -> Parameter:
+    return Parameter(initializer("zeros", list(shape), mstype.float32), name="weight", requires_grad=False)
+
+
+def _rotary_tables(positions: int, head_dim: int, theta: float) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns cosine and sine [positions, head_dim] of the angles, each half of a head the same."""
+    frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    angles = np.outer(np.arange(positions, dtype=np.float32), frequencies.astype(np.float32))
+    angles = np.concatenate([angles, angles], axis=1)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

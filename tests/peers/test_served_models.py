@@ -1,0 +1,89 @@
+"""Folders of models from Hugging Face as `mindlora generate --model` serves them: the tokens are those of PEFT."""
+
+import itertools
+
+import pytest
+
+from mindlora.data.tokenizers import load_tokenizer
+from mindlora.drafts.folder import read_folder
+from mindlora.drafts.model import CPU, served_content
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.build import make_engine
+from mindlora.serving.request import Sampling
+from mindlora.serving.settings import EngineSettings
+from tests.conftest import in_mode
+from tests.peers.test_folders_against_transformers import LEGACY, SIZES, tokenizer  # noqa: F401
+from tests.support.mixed_requests import TIE
+
+PROMPTS, NEW = ([1, 9, 31, 44, 5], list(range(40, 75))), 12
+EVERY_CELL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MODELS = {
+    "qwen3": ("qwen3", {"head_dim": 16, "rope_theta": 1e4}),
+    "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2.5": ("qwen2", {**LEGACY["qwen2.5"][1], "tie_word_embeddings": True}),
+    # Positions beyond the original ones, where the scaling of the rotary embedding counts.
+    "llama-3.2": LEGACY["llama-3.2"],
+}
+# On every cell; on some, with two ranks and two scales.
+ADAPTERS = {
+    "every": {"r": 4, "lora_alpha": 16, "target_modules": EVERY_CELL},
+    "some": {
+        "r": 8,
+        "lora_alpha": 8,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 2},
+        "alpha_pattern": {"down_proj": 24},
+    },
+}
+
+
+def settings_for(model):
+    """The sizes of an engine for short texts."""
+    return EngineSettings(seq_length=64, block_size=8, max_running=8, max_tokens_per_step=96, slots=2, max_rank=8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
+    name,
+    peer,
+    tokenizer,  # noqa: F811
+    library,
+    mindformers,
+    tmp_path,
+):
+    kind, config = MODELS[name]
+    model = tmp_path / "model"
+    peer.make_folder(folder=model, kind=kind, config={**SIZES, **config}, seed=1)
+    tokenizer.save_pretrained(model)
+    for seed, (adapter, settings) in enumerate(ADAPTERS.items()):
+        peer.make_adapter(
+            model=model,
+            folder=tmp_path / adapter,
+            seed=seed,
+            kind="LoraConfig",
+            config=settings,
+            dtype="float32",
+            safetensors=True,
+            embeddings=False,
+        )
+    registry = AdapterRegistry(None, {adapter: str(tmp_path / adapter) for adapter in ADAPTERS})
+    content = served_content(read_folder(str(model)), CPU)
+    with in_mode(0):
+        engine = make_engine(content["model"], str(model), load_tokenizer(str(model)), registry, settings_for(name))
+        engine.start()
+        asked = list(itertools.product((None, *ADAPTERS), PROMPTS))
+        sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+        streams = [engine.submit(prompt, sampling, adapter) for adapter, prompt in asked]
+        for stream in streams:
+            stream.text()
+        engine.stop()
+    answers = set()
+    for (adapter, prompt), stream in zip(asked, streams):
+        folder = tmp_path / adapter if adapter else None
+        tokens, gaps = peer.generate(model=model, ids=prompt, new=NEW, adapter=folder)
+        decided = next((at for at, gap in enumerate(gaps) if gap < TIE), NEW)
+        assert decided >= NEW // 2, f"{adapter}: two logits tie at token {decided}"
+        assert stream.request.generated[:decided] == tokens[:decided]
+        answers.add(tuple(tokens))
+    assert len(answers) == len(asked)

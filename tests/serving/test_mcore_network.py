@@ -1,0 +1,149 @@
+"""Qwen3's network for serving: checkpoints in any names fill it alike, and adapters of MindFormers' cells are for it.
+
+tests/peers/test_served_models.py compares what it says with transformers and PEFT.
+"""
+
+import numpy as np
+import pytest
+
+from mindlora.adapters import files
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
+from mindlora.adapters.joined_pairs import split_pairs
+from mindlora.base.convert import convert_base
+from mindlora.errors import BaseMismatchError, CheckpointError, ConfigError
+from mindlora.load_base import load_base
+from mindlora.models import names
+from mindlora.nn.adapter_matching import cell_shapes
+from mindlora.nn.base_fingerprint import joined_fingerprints_of
+from mindlora.numerics.dtypes import to_float32
+from mindlora.serving.network import build_network, linear_cells
+from mindlora.serving.packed_adapter import ServedLayout, prepare
+from mindlora.serving.settings import EngineSettings
+from tests.support.llama_checkpoints import load, save_base
+from tests.support.mcore_checkpoints import CONFIG, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, qwen3
+
+MODEL_CONFIG = {
+    "architectures": "Qwen3ForCausalLM",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    **CONFIG,
+}
+SETTINGS = EngineSettings(seq_length=16, max_running=1, max_tokens_per_step=4)
+# Rows of linear_qkv, by hand: for each key-value head its two heads of q, then k, then v.
+GROUP = HEADS // KV_HEADS
+# Paths that adapters are kept under.
+QKV, OUT = "model.layers.{}.attention.w_qkv", "model.layers.{}.attention.wo"
+
+
+def network(**keys):
+    return build_network({"model_config": {**MODEL_CONFIG, **keys}}, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """The same base under Hugging Face's names and under mcore's."""
+    folder = tmp_path_factory.mktemp("base")
+    made = save_base(folder / "hf", qwen3(), **CONFIG)
+    convert_base(made, str(folder / "mcore.safetensors"), None, "mcore")
+    return made, str(folder / "mcore.safetensors")
+
+
+@pytest.fixture(scope="module")
+def filled(checkpoints):
+    """A network with the base's weights."""
+    made = network()
+    load_base(made, checkpoints[0])
+    return made
+
+
+def test_checkpoints_in_either_names_fill_the_same_network(filled, checkpoints):
+    other = network()
+    load_base(other, checkpoints[1])
+    arrays = {parameter.name: parameter.asnumpy() for parameter in other.get_parameters()}
+    expected = {name: to_float32(array) for name, array in load(checkpoints[0]).items()}
+    assert arrays.keys() - expected.keys() == {name for name in arrays if name.endswith("_cache")}
+    for name, array in expected.items():
+        np.testing.assert_array_equal(arrays[name], array)
+        np.testing.assert_array_equal(filled.parameters_dict()[name].asnumpy(), array)
+
+
+def test_a_tied_head_is_the_embedding(tmp_path):
+    made = network(tie_word_embeddings=True)
+    load_base(made, save_base(tmp_path / "tied", qwen3(tied=True), **CONFIG))
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    with pytest.raises(CheckpointError, match="lacks 1 parameters of the network: lm_head.weight"):
+        load_base(network(), str(tmp_path / "tied"))
+
+
+def joined_adapter(paths, **fields):
+    """Returns an adapter of rank 2 on cells as mcore has them."""
+    rng, adapter = np.random.default_rng(3), Adapter({}, **fields)
+    sizes = {"w_qkv": (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM), "wo": (HEADS * HEAD_DIM, HIDDEN)}
+    for path in paths:
+        wide, high = sizes[path.rpartition(".")[2]]
+        adapter.tensors[path, "A"] = rng.normal(size=(2, wide)).astype(np.float32)
+        adapter.tensors[path, "B"] = rng.normal(size=(high, 2)).astype(np.float32)
+        adapter.alphas[path] = 4.0
+    return adapter
+
+
+def layout_of(filled):
+    cells = linear_cells(filled)
+    return ServedLayout(cell_shapes(filled, cells), 2, fingerprint=joined_fingerprints_of(cells, KV_HEADS))
+
+
+def test_a_pair_of_joined_cells_is_split_with_its_rank(filled, tmp_path):
+    adapter = joined_adapter([QKV.format(1), OUT.format(0)])
+    deltas = {key[0]: 2 * adapter.tensors[key[0], "B"] @ adapter.tensors[key[0], "A"] for key in adapter.tensors}
+    files.write(adapter, str(tmp_path / "adapter.safetensors"), "mcore")
+    packed = prepare(str(tmp_path / "adapter.safetensors"), layout_of(filled))
+    heads = deltas[QKV.format(1)].reshape(KV_HEADS, GROUP + 2, HEAD_DIM, HIDDEN)
+    attention = "model.layers.1.self_attn."
+    expected = {
+        f"{attention}q_proj": heads[:, :GROUP].reshape(-1, HIDDEN),
+        f"{attention}k_proj": heads[:, GROUP].reshape(-1, HIDDEN),
+        f"{attention}v_proj": heads[:, GROUP + 1].reshape(-1, HIDDEN),
+        "model.layers.0.self_attn.o_proj": deltas[OUT.format(0)],
+    }
+    assert packed.blocks.keys() == expected.keys() and packed.rank_max == 2
+    for path, delta in expected.items():
+        rows, scale = packed.blocks[path]
+        wide = delta.shape[1]
+        np.testing.assert_allclose(scale * rows[:, wide:].T @ rows[:, :wide], delta, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("paths", [[OUT.format(0), OUT.format(1)], [QKV.format(0), OUT.format(0)]])
+def test_an_adapter_must_have_been_trained_on_the_base(filled, checkpoints, tmp_path, paths):
+    weights = load(checkpoints[1])
+    arrays = {path: weights[f"{path}.weight"] for path in map(names.to_mcore, paths)}
+    trained = fingerprint_from(
+        {path: array.shape for path, array in arrays.items()},
+        {path: sampled_elements(arrays[path]) for path in sampled_paths(arrays)},
+    )
+    another = {**trained, "values": "0", "float16": "0", "bfloat16": "0"}
+    for name, fingerprint in (("right", trained), ("wrong", another)):
+        adapter = joined_adapter(paths, fingerprint=fingerprint)
+        if QKV.format(0) in paths:
+            split_pairs(adapter, QKV.format(0), KV_HEADS, HEAD_DIM)
+        files.write(adapter, str(tmp_path / name))
+    prepare(str(tmp_path / "right"), layout_of(filled))
+    with pytest.raises(BaseMismatchError, match="was trained on another base: the adapted weights have other values"):
+        prepare(str(tmp_path / "wrong"), layout_of(filled))
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({"params_dtype": "bf16"}, "Set: model.model_config.params_dtype: float32 (found bfloat16)."),
+        ({"rope_scaling": {"type": "yarn"}}, "model.model_config.rope_scaling: null (found {'type': 'yarn'})"),
+        ({"pet_config": {"quantize_base": "nf4"}}, "null (found quantize_base: the base of an mcore model is"),
+        ({"architectures": "DeepseekV3ForCausalLM"}, "of which mindlora serves Qwen3ForCausalLM. Merge the adapter"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(keys, expected):
+    with pytest.raises(ConfigError) as caught:
+        network(**keys)
+    assert expected in str(caught.value)
