@@ -81,12 +81,14 @@ setup(
         "plot": ["matplotlib"],
         # MindFormers needs it too; named for a machine that only looks at runs.
         "report": ["jinja2"],
+        # llama.cpp's files, which convert and merge write.
+        "gguf": ["gguf>=0.10"],
         "serve": ["fastapi>=0.110", "llguidance>=1.3", "prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"],
         "eval": [LM_EVAL],
         "data": ["datasets", "jinja2", "pyarrow", "tokenizers", "transformers"],
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "matplotlib"),
-            *("datasets", "jinja2", "pyarrow", "tokenizers", "transformers"),
+            *("datasets", "gguf>=0.10", "jinja2", "pyarrow", "tokenizers", "transformers"),
             LM_EVAL,
             *("fastapi>=0.110", "httpx", "jsonschema", "llguidance>=1.3", "openai"),
             *("prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"),

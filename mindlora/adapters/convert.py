@@ -4,9 +4,10 @@ import dataclasses
 import os
 from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from mindlora.adapters import expert_pairs, joined_pairs, parts
+from mindlora.adapters import expert_pairs, joined_pairs, llama_cpp, parts
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.dialects import peft
 from mindlora.adapters.dialects.dialect import Dialect
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.dialects.registry import FORMS
@@ -14,6 +15,7 @@ from mindlora.adapters.matching import rename, rename_for
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import suggestion
 from mindlora.errors import AdapterError, LoraError
+from mindlora.formats import gguf_file
 from mindlora.models import names, registry
 from mindlora.models.architecture import HF, LEGACY, MCORE, Architecture, JoinedCell
 from mindlora.models.joined_rows import RowLayout
@@ -87,16 +89,17 @@ def convert_adapter(
     forms "slora", "mcore" and "pynative": their B are rescaled and rounded to their dtype. So they are for "pynative",
     which takes a whole number, where lora_alpha is none. In "mcore" and "pynative", which have one rank for all cells,
     pairs of a smaller rank get zeros, which are taken off again when the file is read. A convolution in three matrices
-    (kohya's lora_mid) becomes one in two.
+    (kohya's lora_mid) becomes one in two. A GGUF file has all values in float32, one scale, and llama.cpp's order of
+    rows.
 
     Args:
         source (str): Any form that adapter_files.read takes.
         output (str): Where to write.
         to (str): "peft", "mindformers", "ckpt", "slora", "mcore", "pynative", "diffusers" or "kohya", as in
-            adapter_files.write.
+            adapter_files.write; "gguf" for llama.cpp (see adapters.llama_cpp.write).
         lora_alpha (float): For a source that does not state it. Default: None.
-        heads (Heads): Needed if w_qkv is split (for "peft") or joined, unless the adapter's base is a folder here with
-            its config.json. Default: nothing known.
+        heads (Heads): Needed if w_qkv is split (for "peft") or joined, and for "gguf" of a Llama, unless the adapter's
+            base is a folder here with its config.json. Default: nothing known.
         concatenate (bool): Join the pairs of wq, wk, wv into one of w_qkv, and those of w1, w3 into one of
             w_gate_hidden, for a model that was built with qkv_concat: True. Default: False.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
@@ -119,11 +122,17 @@ def convert_adapter(
             adapter_files.write raise.
     """
     check_free(source, output, overwrite)
-    adapter_files.check_adapter_output(output, to)
+    is_gguf = to == llama_cpp.FORM
+    if is_gguf:
+        gguf_file.require_gguf()
+        adapter_files.check_file_output(output, to, gguf_file.ENDING)
+    else:
+        adapter_files.check_adapter_output(output, to)
     parts.check_part(part)
     wanted = parts.Wanted(part, parts.read_paths(target_paths))
     adapter = adapter_files.read(source, allow_pickle, wanted, Extras(token_rows=to == "peft"))
-    form = FORMS[to]
+    # A GGUF file has the cells of PEFT's folder.
+    form = FORMS[peft.Peft.form if is_gguf else to]
     if form.world:
         parts.of_one_model(adapter, source)
     if lora_alpha is not None:
@@ -139,11 +148,16 @@ def convert_adapter(
     _arrange_experts(adapter, experts, form)
     if concatenate:
         if form.world == HF:
-            raise AdapterError("PEFT has no joined modules: leave concatenate (--concat) out for format 'peft'.")
+            raise AdapterError(f"PEFT has no joined modules: leave concatenate (--concat) out for format {to!r}.")
         _join_all(adapter, heads, adapter.paths)
     else:
-        adapter = with_cells_of(adapter, to, heads)
-    adapter_files.write(adapter, output, to)
+        adapter = with_cells_of(adapter, form.form, heads)
+    if is_gguf:
+        model_type = architecture or base.config.get("model_type")
+        tied = base.config.get("tie_word_embeddings") is True
+        llama_cpp.write(adapter, output, llama_cpp.Base(model_type, heads.heads, heads.kv_heads, tied))
+    else:
+        adapter_files.write(adapter, output, to)
     return ConvertAdapterReport(
         source,
         adapter.dialect,

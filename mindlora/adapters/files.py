@@ -115,12 +115,17 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
         NotFiniteError: A tensor holds NaN or infinity.
     """
     check_adapter_output(path, to)
+    check_complete(adapter, path)
+    FORMS[to].write(adapter, path)
+
+
+def check_complete(adapter: Adapter, path: str) -> None:
+    """Raises AdapterError unless an adapter that is to be written to ``path`` has pairs, finite, of known scale."""
     if not adapter.tensors:
         raise AdapterError(f"The adapter for {path} holds no pair A and B: give one that adapts at least one cell.")
     adapter.check_finite("The adapter")
     for cell in adapter.paths:
         adapter.scale(cell)
-    FORMS[to].write(adapter, path)
 
 
 def write_folder(adapter: Adapter, path: str) -> None:
@@ -140,12 +145,13 @@ def check_adapter_output(path: str, to: str) -> None:
         raise LoraError(f"format is {to!r}, which is not known.{suggestion(str(to), list(FORMS))}")
     ending = FORMS[to].ending
     if ending:
-        _check_file_output(path, to, ending)
+        check_file_output(path, to, ending)
     else:
         _check_folder_output(path, to)
 
 
-def _check_file_output(path: str, to: str, ending: str) -> None:
+def check_file_output(path: str, to: str, ending: str) -> None:
+    """Raises LoraError if ``path`` does not have the ending of the file that the form ``to`` writes, or is a folder."""
     if not path.endswith(ending):
         raise LoraError(f"path is {path!r}: format {to!r} writes a file that ends in {ending}.")
     if os.path.isdir(path):

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import os
 import time
-from typing import Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -12,11 +13,12 @@ from mindlora.adapters import tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.matching import CellShape, arrange, rename_for
-from mindlora.base import pynative
+from mindlora.base import llama_cpp, pynative
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.writer import PYNATIVE, OutputTensor, Shard, check_checkpoint_output, write
 from mindlora.common.text import examples
 from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.formats import gguf_file
 from mindlora.models import names
 from mindlora.models.architecture import LEGACY, MCORE
 from mindlora.numerics.dtypes import FLOATS, dtype_name, from_float32, to_float32
@@ -36,7 +38,7 @@ class MergeCheckpointReport:
         merged (int): Number of tensors that an adapter was added to.
         replaced (int): Number of tensors that saved modules (modules_to_save) replaced.
         unchanged (int): Number of tensors copied as they are.
-        bytes (int): Size of all tensors.
+        bytes (int): Size of all tensors, of a GGUF file that of the file.
         tensor (str): The tensor whose result on a random probe differs most from the exact one.
         difference (float): That difference, in the largest element.
         bound (float): How much rounding can change that element.
@@ -79,6 +81,7 @@ def merge_checkpoint(
     allow_pickle: bool = False,
     overwrite: bool = False,
     progress: Optional[Callable[[int, int], None]] = None,
+    outtype: str = gguf_file.F16,
 ) -> MergeCheckpointReport:
     """Writes the base with the adapter merged, under the base's own names: W' = round(W + scale B A), with DoRA
     round(m / ||W + scale B A|| (W + scale B A)) for each row.
@@ -95,13 +98,16 @@ def merge_checkpoint(
     Args:
         base (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
         adapter (str): Any form that adapter_files.read knows.
-        output (str): A folder, which gets the base's division into files, or a .safetensors or .ckpt file.
+        output (str): A folder, which gets the base's division into files, or a .safetensors or .ckpt file; or a .gguf
+            file for llama.cpp, with the tokenizer in it, if the base is a folder from Hugging Face.
         lora_alpha (float): What the adapter was trained with, if its files do not state it. Default: None.
         kv_heads (int): Number of key-value heads, for w_qkv. Default: None, which takes it from the config.json beside
             the base.
         allow_pickle (bool): Whether an adapter_model.bin may be read. Default: False.
         overwrite (bool): Whether to replace what is at ``output``. Default: False.
         progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
+        outtype (str): What a .gguf file stores weights as: "f32", "f16" or "q8_0" (8 bits and a scale for each 32
+            elements). Default: "f16".
 
     Returns:
         MergeCheckpointReport.
@@ -109,16 +115,20 @@ def merge_checkpoint(
     Raises:
         AdapterError: The adapter cannot be read, holds NaN or infinity, has no lora_alpha, is for tensors that the base
             lacks (UnexpectedTensorsError) or has other shapes (ShapeMismatchError).
-        CheckpointError: The base cannot be read, or something is at ``output`` already.
+        CheckpointError: The base cannot be read, something is at ``output`` already, or no GGUF file can be made of it.
+        InstallationError: A .gguf file is wanted, and the package gguf is not installed.
         MergeError: A tensor cannot be merged into, or its result differs by more than rounding explains.
     """
     started = time.perf_counter()
     check_checkpoint_output(output, [base, adapter], overwrite)
+    is_gguf = str(output).endswith(gguf_file.ENDING)
     content = adapter_files.read(adapter, allow_pickle, extras=Extras(initial_pairs=True, token_rows=True))
     if lora_alpha is not None:
         content.set_alpha(lora_alpha)
     content.check_finite(str(adapter))
     with BaseCheckpoint(base) as source:
+        if is_gguf:
+            llama_cpp.check(source.folder, source.world, source.config, outtype)
         merging = _Merging(source, content, str(adapter), kv_heads)
         shards = [
             Shard(list(map(merging.tensor, tensor_names)), source.files[file].metadata)
@@ -127,8 +137,11 @@ def merge_checkpoint(
         config = {**source.config, **merging.changed_config} if merging.changed_config and source.config else None
         if source.is_pynative:
             shards = pynative.shards(shards, source.expert_heights)
-        written = PYNATIVE if source.is_step else source.world
-        files = write(output, shards, written, source.companions(), config, progress)
+        if is_gguf:
+            files = [_write_gguf(output, source, shards, config or source.config, outtype, progress)]
+        else:
+            written = PYNATIVE if source.is_step else source.world
+            files = write(output, shards, written, source.companions(), config, progress)
     count = len(content.paths)
     # An adapted module whose own weight is in the adapter too counts as merged, once.
     tables = {merging.weight_name(path, True) for path in content.token_rows}.union(content.saved_modules)
@@ -143,13 +156,32 @@ def merge_checkpoint(
         count,
         replaced,
         len(tensors) - count - replaced,
-        sum(tensor.nbytes for tensor in tensors),
+        os.path.getsize(output) if is_gguf else sum(tensor.nbytes for tensor in tensors),
         tensor,
         difference,
         bound,
         (*source.left_out, *merging.notes),
         time.perf_counter() - started,
     )
+
+
+def _write_gguf(
+    output: str,
+    source: BaseCheckpoint,
+    shards: List[Shard],
+    config: Mapping[str, Any],
+    outtype: str,
+    progress: Optional[Callable[[int, int], None]],
+) -> str:
+    tensors = [tensor for shard in shards for tensor in shard.tensors]
+    total = sum(tensor.nbytes for tensor in tensors)
+
+    def tick(nbytes: int) -> None:
+        if progress:
+            progress(nbytes, total)
+
+    llama_cpp.write(output, source.folder, config, tensors, outtype, tick)
+    return output
 
 
 class _Merging:

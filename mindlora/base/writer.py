@@ -17,6 +17,7 @@ from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.errors import CheckpointError
 from mindlora.formats import ckpt_file, step_folder
+from mindlora.formats.gguf_file import ENDING
 from mindlora.formats.safetensors_file import layout
 
 # MindFormers 2's PyNative trainer: mcore's names, but for base.pynative's, in the folder of a step.
@@ -69,7 +70,7 @@ def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) ->
         return
     if not overwrite:
         raise CheckpointError(f"{output} exists. Give another output, or --overwrite to replace it.")
-    if os.path.isdir(path) == is_file_name(output):
+    if os.path.isdir(path) == (is_file_name(output) or output.endswith(ENDING)):
         existing, written = ("folder", "file") if os.path.isdir(path) else ("file", "folder")
         raise CheckpointError(f"{output} is a {existing}, but the output must be a {written}. Give another output.")
     # Replacing a folder removes all files in it.

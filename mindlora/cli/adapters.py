@@ -16,12 +16,15 @@ _OUTPUT_HELP = "the folder to write, in PEFT's format; of Stable Diffusion in di
 
 
 class _Forms:
-    """The forms that can be written, which are imported only where a command asks for them."""
+    """The forms that can be written, which are imported only where a command asks for them; and ``more``."""
+
+    def __init__(self, *more: str) -> None:
+        self._more = more
 
     def __iter__(self) -> Iterator[str]:
         from mindlora.adapters.dialects.registry import FORMS
 
-        return iter(FORMS)
+        return iter((*FORMS, *self._more))
 
     def __contains__(self, name: object) -> bool:
         return name in tuple(self)
@@ -58,16 +61,15 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         "output",
         metavar="OUT",
         help="a folder for peft, slora and diffusers, a .safetensors file for mindformers, mcore and kohya, a .ckpt "
-        "file for ckpt",
+        "file for ckpt, a .gguf file for gguf",
     )
     parser.add_argument(
         "--to",
-        required=True,
         metavar="FORM",
-        choices=_Forms(),
-        help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: the folder that "
-        "MindFormers serves an adapter from; mcore: what MindFormers' own LoRA on an mcore model reads; diffusers, "
-        "kohya: Stable Diffusion's adapters",
+        choices=_Forms("gguf"),
+        help="needed unless OUT ends in .gguf. peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own "
+        "names; slora: the folder that MindFormers serves an adapter from; mcore: what MindFormers' own LoRA on an mcore "
+        "model reads; diffusers, kohya: Stable Diffusion's adapters; gguf: what llama.cpp loads beside a base",
     )
     parser.add_argument(
         "--concat", action="store_true", help="join q, k, v and w1, w3, for a model with qkv_concat: True"
@@ -102,7 +104,7 @@ def _convert(arguments: argparse.Namespace) -> Any:
     return convert_adapter(
         arguments.input,
         arguments.output,
-        arguments.to,
+        arguments.to or _form_of(arguments.output),
         arguments.alpha,
         _heads(arguments),
         arguments.concat,
@@ -113,6 +115,19 @@ def _convert(arguments: argparse.Namespace) -> Any:
         arguments.architecture,
         arguments.experts,
     )
+
+
+def _form_of(output: str) -> str:
+    """Returns the form of a file whose ending no other form has."""
+    from mindlora.errors import ConfigError
+    from mindlora.formats import gguf_file
+
+    if not output.endswith(gguf_file.ENDING):
+        raise ConfigError(
+            f"OUT is {output}, whose form its name does not tell. Say which one to write: --to "
+            f"{', '.join(_Forms('gguf'))}."
+        )
+    return "gguf"
 
 
 def _heads(arguments: argparse.Namespace) -> "Heads":

@@ -150,7 +150,21 @@ def _loftq_config(arguments):
 def _merge_options(parser):
     parser.add_argument("--base", required=True, metavar="B", help=f"the base: {_FORMS}")
     parser.add_argument("--adapter", required=True, metavar="A", help="the adapter: a folder or file, in any format")
-    parser.add_argument("--output", required=True, metavar="OUT", help=f"{_FORMS}, depending on its ending")
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="OUT",
+        help=f"{_FORMS}, depending on its ending; or a .gguf file, of a folder from Hugging Face",
+    )
+    parser.add_argument(
+        "--to",
+        choices=("gguf",),
+        help="gguf: one file with weights and tokenizer for llama.cpp and Ollama, as for an OUT that ends in .gguf "
+        "(default: the base's form)",
+    )
+    parser.add_argument(
+        "--outtype", choices=("f32", "f16", "q8_0"), help="what a GGUF file stores weights as (default: f16)"
+    )
     parser.add_argument("--alpha", type=float, metavar="X", help="lora_alpha, if the adapter does not record it")
     parser.add_argument(
         "--kv-heads",
@@ -168,7 +182,16 @@ def _merge(arguments: argparse.Namespace) -> Any:
     # wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from mindlora.base.merge import merge_checkpoint
+    from mindlora.errors import ConfigError
+    from mindlora.formats import gguf_file
 
+    is_gguf = arguments.output.endswith(gguf_file.ENDING)
+    if arguments.to == "gguf" and not is_gguf:
+        raise ConfigError(f"--to gguf writes a file that ends in .gguf, and --output is {arguments.output}.")
+    if arguments.outtype and not is_gguf:
+        raise ConfigError(
+            f"--outtype is of a GGUF file, and --output is {arguments.output}: give a file that ends in .gguf."
+        )
     with _Bar("merge") as bar:
         return merge_checkpoint(
             arguments.base,
@@ -179,6 +202,7 @@ def _merge(arguments: argparse.Namespace) -> Any:
             allow_pickle=arguments.allow_pickle,
             overwrite=arguments.overwrite,
             progress=bar,
+            outtype=arguments.outtype or gguf_file.F16,
         )
 
 

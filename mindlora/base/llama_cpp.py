@@ -1,0 +1,153 @@
+"""A whole model for llama.cpp and what is built on it, such as Ollama: weights, sizes and tokenizer in one GGUF file."""
+
+import functools
+import math
+import os
+from typing import Any, Callable, Dict, List, Mapping, Optional
+
+import numpy as np
+
+from mindlora.base.llama_cpp_vocabulary import vocabulary
+from mindlora.base.writer import OutputTensor
+from mindlora.common.text import suggestion
+from mindlora.errors import CheckpointError
+from mindlora.formats import gguf_file
+from mindlora.formats.gguf_file import F16, F32, Q8_0, GgufTensor, Uint32, Value
+from mindlora.models import llama_cpp, names
+from mindlora.models.hugging_face import HuggingFaceConfig, Rope
+from mindlora.models.llama_cpp import LlamaCppModel
+from mindlora.numerics.dtypes import to_float32
+
+# How weights can be stored -> general.file_type.
+TYPES = {F32: 0, F16: 1, Q8_0: 7}
+_SCRIPT = "Convert the merged folder with llama.cpp's convert_hf_to_gguf.py."
+
+
+def check(folder: str, world: str, config: Mapping[str, Any], outtype: str) -> None:
+    """Raises CheckpointError if no GGUF file can be made of the base in ``folder``, InstallationError without gguf."""
+    gguf_file.require_gguf()
+    if outtype not in TYPES:
+        raise CheckpointError(
+            f"outtype is {outtype!r}; it must be {', '.join(TYPES)}.{suggestion(outtype, list(TYPES))}"
+        )
+    if world != "hf" or not config:
+        raise CheckpointError(
+            f"{folder} is not a model's folder from Hugging Face, with config.json and tokenizer.json, which a GGUF file "
+            "needs. Convert the base first: mindlora convert-base --to hf, and copy the tokenizer there."
+        )
+    if config.get("model_type") not in llama_cpp.MODELS:
+        raise CheckpointError(
+            f"{folder} holds a {config.get('model_type')}, for which mindlora writes no GGUF file: it does for "
+            f"{', '.join(llama_cpp.MODELS)}. Merge into a folder. {_SCRIPT}"
+        )
+
+
+def write(
+    output: str,
+    folder: str,
+    config: Mapping[str, Any],
+    tensors: List[OutputTensor],
+    outtype: str,
+    progress: Callable[[int], None],
+) -> None:
+    """Writes a model in one atomic step, one tensor in memory at a time.
+
+    Args:
+        output (str): The file.
+        folder (str): The folder with the tokenizer.
+        config (mapping): The content of config.json.
+        tensors (list of OutputTensor): Under Hugging Face's names.
+        outtype (str): What weights are stored as, "f32", "f16" or "q8_0". Norms and biases are stored in float32, and
+            weights whose rows q8_0 cannot cut into blocks of 32 in float16.
+        progress (callable): Takes the size of each tensor that was written, in bytes.
+
+    Raises:
+        CheckpointError: llama.cpp has no place for a tensor, or for a setting of the model or of its tokenizer.
+    """
+    hugging_face = HuggingFaceConfig(os.path.join(folder, "config.json"), config)
+    model = llama_cpp.MODELS[hugging_face.model_type]
+    heads = hugging_face.count("num_attention_heads")
+    kv_heads = hugging_face.count("num_key_value_heads", heads)
+    head_dim = hugging_face.count("head_dim", hugging_face.count("hidden_size") // heads)
+    rope = hugging_face.rope()
+    metadata: Dict[str, Value] = {
+        "general.type": "model",
+        "general.name": os.path.basename(os.path.abspath(folder)),
+        "general.file_type": Uint32(TYPES[outtype]),
+        "general.quantization_version": Uint32(2),
+    }
+    sizes = {
+        "context_length": Uint32(hugging_face.count("max_position_embeddings", 2048)),
+        "embedding_length": Uint32(hugging_face.count("hidden_size")),
+        "block_count": Uint32(hugging_face.count("num_hidden_layers")),
+        "feed_forward_length": Uint32(hugging_face.count("intermediate_size")),
+        "vocab_size": Uint32(hugging_face.count("vocab_size")),
+        "attention.head_count": Uint32(heads),
+        "attention.head_count_kv": Uint32(kv_heads),
+        "attention.key_length": Uint32(head_dim),
+        "attention.value_length": Uint32(head_dim),
+        "attention.layer_norm_rms_epsilon": hugging_face.number("rms_norm_eps", 1e-6),
+        "rope.dimension_count": Uint32(head_dim),
+        "rope.freq_base": rope.theta,
+    }
+    if rope.kind == "linear":
+        sizes["rope.scaling.type"] = "linear"
+        sizes["rope.scaling.factor"] = float(hugging_face.scaling(rope, {"factor": None})["factor"])
+    elif rope.kind not in ("default", "llama3"):
+        raise CheckpointError(
+            f"{hugging_face.path}: mindlora writes no GGUF file with rope_type {rope.kind}. {_SCRIPT}"
+        )
+    metadata.update({f"{model.name}.{key}": value for key, value in sizes.items()})
+    metadata.update(vocabulary(folder, config))
+    counts = {"q_proj": heads, "k_proj": kv_heads}
+    written = [_tensor(each, model, counts, outtype, progress) for each in tensors if not names.is_computed(each.name)]
+    if rope.kind == "llama3":
+        factors = _llama3_factors(hugging_face, rope, head_dim)
+        written.append(GgufTensor("rope_freqs.weight", factors.shape, F32, lambda: factors))
+    gguf_file.write(output, model.name, metadata, written)
+
+
+def _tensor(
+    tensor: OutputTensor, model: LlamaCppModel, heads: Mapping[str, int], outtype: str, progress: Callable[[int], None]
+) -> GgufTensor:
+    path, _, leaf = tensor.name.rpartition(".")
+    cell = llama_cpp.cell_name(path)
+    if cell is None:
+        raise CheckpointError(f"{tensor.name} has no place in llama.cpp's {model.name}. {_SCRIPT}")
+    if len(tensor.shape) == 1:
+        stored = F32
+    elif outtype == Q8_0 and not gguf_file.takes_blocks(tensor.shape):
+        stored = F16
+    else:
+        stored = outtype
+    rows = heads[path.rpartition(".")[2]] if model.rotates_neighbors and llama_cpp.is_rotated(path) else None
+    array = functools.partial(_whole, tensor, rows, stored, progress)
+    return GgufTensor(f"{cell}.{leaf}", tensor.shape, stored, array)
+
+
+def _whole(tensor: OutputTensor, heads: Optional[int], stored: str, progress: Callable[[int], None]) -> np.ndarray:
+    """Returns all rows, in llama.cpp's order; those of q and k by ``heads``."""
+    array = tensor.rows(0, tensor.row_count)
+    if heads:
+        array = llama_cpp.neighbors_from_halves(array, heads)
+    if stored == F16:
+        with np.errstate(over="ignore"):
+            half = to_float32(array).astype(np.float16)
+        if not np.isfinite(half).all():
+            raise CheckpointError(
+                f"{tensor.name} is too large for float16. Nothing was written: choose another --outtype, such as f32."
+            )
+        array = half
+    progress(tensor.nbytes)
+    return array
+
+
+def _llama3_factors(config: HuggingFaceConfig, rope: Rope, head_dim: int) -> np.ndarray:
+    """Returns by what each frequency is divided (Llama 3.1): long waves by a factor, short ones by 1, between smoothly."""
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    settings = config.scaling(rope, dict.fromkeys(keys))
+    factor, low, high, length = (float(settings[key]) for key in keys)
+    frequencies = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    waves = length * frequencies / (2 * math.pi)
+    smooth = np.clip((waves - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
