@@ -15,7 +15,6 @@ from mindlora.adapters.matching import rename, rename_for
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import suggestion
 from mindlora.errors import AdapterError, LoraError
-from mindlora.formats import gguf_file
 from mindlora.models import names, registry
 from mindlora.models.architecture import HF, LEGACY, MCORE, Architecture, JoinedCell
 from mindlora.models.joined_rows import RowLayout
@@ -124,8 +123,7 @@ def convert_adapter(
     check_free(source, output, overwrite)
     is_gguf = to == llama_cpp.FORM
     if is_gguf:
-        gguf_file.require_gguf()
-        adapter_files.check_file_output(output, to, gguf_file.ENDING)
+        llama_cpp.check_output(output)
     else:
         adapter_files.check_adapter_output(output, to)
     parts.check_part(part)
@@ -153,9 +151,7 @@ def convert_adapter(
     else:
         adapter = with_cells_of(adapter, form.form, heads)
     if is_gguf:
-        model_type = architecture or base.config.get("model_type")
-        tied = base.config.get("tie_word_embeddings") is True
-        llama_cpp.write(adapter, output, llama_cpp.Base(model_type, heads.heads, heads.kv_heads, tied))
+        llama_cpp.write(adapter, output, _base_in_llama_cpp(architecture, base.config, heads))
     else:
         adapter_files.write(adapter, output, to)
     return ConvertAdapterReport(
@@ -168,6 +164,11 @@ def convert_adapter(
         tuple(sorted({adapter.rank(path) for path in adapter.paths})),
         tuple(sorted(set(adapter.alphas.values()))),
     )
+
+
+def _base_in_llama_cpp(architecture: Optional[str], config: Dict[str, Any], heads: Heads) -> llama_cpp.Base:
+    tied = config.get("tie_word_embeddings") is True
+    return llama_cpp.Base(architecture or config.get("model_type"), heads.heads, heads.kv_heads, tied)
 
 
 def _arrange_experts(adapter: Adapter, experts: Optional[str], form: Dialect) -> None:

@@ -34,6 +34,12 @@ class Base(NamedTuple):
     tied: bool = False
 
 
+def check_output(path: str) -> None:
+    """Raises LoraError if ``path`` is not that of a .gguf file, InstallationError if the package gguf is missing."""
+    gguf_file.require_gguf()
+    adapter_files.check_file_output(path, FORM, gguf_file.ENDING)
+
+
 def write(adapter: Adapter, path: str, base: Base) -> None:
     """Writes an adapter in one atomic step, in float32: llama.cpp rounds what it multiplies to the dtype of the pair.
 
@@ -57,8 +63,8 @@ def write(adapter: Adapter, path: str, base: Base) -> None:
         raise AdapterError(problems[0])
     if adapter.embeddings and base.tied:
         raise AdapterError(
-            f"It adapts the embedding, and {adapter.base_model} has tied embeddings: llama.cpp would add the pair to the "
-            "output head too, and ends with a failed assertion. Train it without the embedding."
+            f"It adapts the embedding, and {adapter.base_model} has tied embeddings: llama.cpp would add the pair to "
+            "the output head too, and ends with a failed assertion. Train it without the embedding."
         )
     model = _model(base.model_type)
     cells = adapter.paths
@@ -107,14 +113,14 @@ def _tensor(path: str) -> Optional[str]:
 def _model(model_type: Optional[str]) -> LlamaCppModel:
     if model_type is None:
         raise AdapterError(
-            "A GGUF file says which model it is for, and nothing tells it here: the adapter's base is not a folder with "
-            f"its config.json. Give the model_type of the base (--architecture): {', '.join(llama_cpp.MODELS)}."
+            "A GGUF file says which model it is for, and nothing tells it here: the adapter's base is not a folder "
+            f"with its config.json. Give the model_type of the base (--architecture): {', '.join(llama_cpp.MODELS)}."
         )
     if model_type not in llama_cpp.MODELS:
         raise AdapterError(
             f"The base is a {model_type}, for which mindlora writes no GGUF: it does for {', '.join(llama_cpp.MODELS)}."
-            f"{suggestion(model_type, list(llama_cpp.MODELS))} llama.cpp's convert_lora_to_gguf.py may have it; it reads "
-            "what format 'peft' writes."
+            f"{suggestion(model_type, list(llama_cpp.MODELS))} llama.cpp's convert_lora_to_gguf.py may have it; it "
+            "reads what format 'peft' writes."
         )
     return llama_cpp.MODELS[model_type]
 
@@ -131,8 +137,8 @@ def _pair(adapter: Adapter, cell: str, alpha: float, model: LlamaCppModel, base:
         count = base.heads if path.endswith("q_proj") else base.kv_heads
         if not count or len(b) % (2 * count):
             raise AdapterError(
-                f"llama.cpp orders the rows of {path} by heads, and {count or 'nothing'} is said of their number, where "
-                f"it has {len(b)} rows. Give --heads and --kv-heads, or the base's folder with its config.json."
+                f"llama.cpp orders the rows of {path} by heads, and {count or 'nothing'} is said of their number, "
+                f"where it has {len(b)} rows. Give --heads and --kv-heads, or the base's folder with its config.json."
             )
         b = llama_cpp.neighbors_from_halves(b, count)
     return {"a": a, "b": b}

@@ -1,4 +1,4 @@
-"""A whole model for llama.cpp and what is built on it, such as Ollama: weights, sizes and tokenizer in one GGUF file."""
+"""A whole model for llama.cpp and what is built on it, such as Ollama: weights, sizes and tokenizer in one file."""
 
 import functools
 import math
@@ -32,8 +32,8 @@ def check(folder: str, world: str, config: Mapping[str, Any], outtype: str) -> N
         )
     if world != "hf" or not config:
         raise CheckpointError(
-            f"{folder} is not a model's folder from Hugging Face, with config.json and tokenizer.json, which a GGUF file "
-            "needs. Convert the base first: mindlora convert-base --to hf, and copy the tokenizer there."
+            f"{folder} is not a model's folder from Hugging Face, with config.json and tokenizer.json, which a GGUF "
+            "file needs. Convert the base first: mindlora convert-base --to hf, and copy the tokenizer there."
         )
     if config.get("model_type") not in llama_cpp.MODELS:
         raise CheckpointError(
@@ -76,7 +76,7 @@ def write(
         "general.file_type": Uint32(TYPES[outtype]),
         "general.quantization_version": Uint32(2),
     }
-    sizes = {
+    sizes: Dict[str, Value] = {
         "context_length": Uint32(hugging_face.count("max_position_embeddings", 2048)),
         "embedding_length": Uint32(hugging_face.count("hidden_size")),
         "block_count": Uint32(hugging_face.count("num_hidden_layers")),
@@ -143,7 +143,7 @@ def _whole(tensor: OutputTensor, heads: Optional[int], stored: str, progress: Ca
 
 
 def _llama3_factors(config: HuggingFaceConfig, rope: Rope, head_dim: int) -> np.ndarray:
-    """Returns by what each frequency is divided (Llama 3.1): long waves by a factor, short ones by 1, between smoothly."""
+    """Returns by what each frequency is divided (Llama 3.1): long waves by a factor, short ones by 1."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     settings = config.scaling(rope, dict.fromkeys(keys))
     factor, low, high, length = (float(settings[key]) for key in keys)

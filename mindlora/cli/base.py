@@ -187,7 +187,7 @@ def _merge(arguments: argparse.Namespace) -> Any:
 
     is_gguf = arguments.output.endswith(gguf_file.ENDING)
     if arguments.to == "gguf" and not is_gguf:
-        raise ConfigError(f"--to gguf writes a file that ends in .gguf, and --output is {arguments.output}.")
+        raise ConfigError(f"--to gguf writes a file, and --output is {arguments.output}: give one that ends in .gguf.")
     if arguments.outtype and not is_gguf:
         raise ConfigError(
             f"--outtype is of a GGUF file, and --output is {arguments.output}: give a file that ends in .gguf."
