@@ -99,12 +99,15 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(served):
     assert isinstance(answer.error, LoraError) and "has rank 17 at" in str(answer.error)
 
 
-def test_an_adapter_that_is_replaced_on_disk_serves_new_requests(served):
+def test_an_adapter_that_is_replaced_on_disk_serves_new_requests(served, tmp_path):
     """The request that runs meanwhile ends with the adapter that it began with."""
+    # Written before: the request must not end while the new files are being written.
+    replacement, path = save_adapter(tmp_path, "replacement", CHANGING[1]), os.path.join(served.folder, "changing")
     job = Job(prompt(6, 2), "changing", SEQ_LENGTH - 6)
     old = Answer(served.engine, job)
     old.wait_for(2)
-    save_adapter(served.folder, "changing", CHANGING[1])
+    os.rename(path, tmp_path / "replaced")
+    os.rename(replacement, path)
     assert old.reason is None
     new = Answer(served.engine, job).wait()
     assert old.wait().tokens != new.tokens and new.stream.request.cached == 0
