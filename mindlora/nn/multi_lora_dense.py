@@ -17,13 +17,15 @@ from mindlora.ops.multi_lora_linear import MultiLoraLinear, MultiLoraLinearWithB
 class MultiLoRADense(nn.Cell):
     r"""y[t] = activation(x[t] W^T + bias + ((x[t] A_i^T) * scale_i) B_i^T) with i = slots_of_tokens[t].
 
-    A token whose i is -1 uses the base alone, as do those whose slot is empty. It serves adapters that are trained
-    already: there is no gradient for them. Only from_cell creates such a cell.
+    A token whose i is -1 uses the base alone, as do those whose slot is empty. With ``gained``, what is added to the
+    bias is multiplied by 1 + gain_i, number by number, which makes a DoRA of each adapter with gains. It serves
+    adapters that are trained already: there is no gradient for them. Only from_cell creates such a cell.
 
     Weights:
         Those of the cell that it adopts, whose weight may be 4-bit (NF4Dense); lora_pool [slots, max_rank, in_channels
         + out_channels] of the compute dtype, lora_ranks [slots] int32 and lora_scales [slots] float32, which
-        multi_lora_slot_write fills (layout: MultiLoraDelta).
+        multi_lora_slot_write fills (layout: MultiLoraDelta); and lora_gains [slots + 1, out_channels] float32, the last
+        row of zeros, that of the base.
 
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].
@@ -32,11 +34,12 @@ class MultiLoRADense(nn.Cell):
         Tensor of shape [..., out_channels] and of the dtype of x.
 
     Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent
-    LoRA Adapters, 2023.
+    LoRA Adapters, 2023; Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
 
     Attributes:
         quantization (str or None): "nf4" if the base's weight is 4-bit.
         few (bool): A flag, read when a graph is compiled: whether the graph is for steps of few tokens.
+        gained (bool): Such a flag: whether the graph is for steps in which adapters have gains.
     """
 
     @classmethod
@@ -69,10 +72,12 @@ class MultiLoRADense(nn.Cell):
         self.lora_pool = _pool("lora_pool", prefix, (slots, max_rank, width), self.dtype)
         self.lora_ranks = _pool("lora_ranks", prefix, (slots,), mstype.int32)
         self.lora_scales = _pool("lora_scales", prefix, (slots,), mstype.float32)
+        self.lora_gains = _pool("lora_gains", prefix, (slots + 1, self.out_channels), mstype.float32)
         self.slots_of_tokens = slots_of_tokens
         self.delta = MultiLoraDelta()
         self.linear = MultiLoraLinearWithBias() if self.has_bias else MultiLoraLinear()
         self.few = False
+        self.gained = False
         carry_settings(cell, self)
         return self
 
@@ -92,6 +97,8 @@ class MultiLoRADense(nn.Cell):
         input_dtype = x.dtype
         x = self.cast(x, self.dtype)
         y = self._one_pass(x, slots) if few and not self.packed else self._two_passes(x, slots)
+        if self.gained:
+            y = self._with_gains(y, slots)
         # The low-rank product is inside the activation, as in the cell that trained.
         if self.activation_flag:
             y = self.activation(y)
@@ -113,6 +120,15 @@ class MultiLoRADense(nn.Cell):
             weight = (self.cast(self.weight, self.dtype),)
         y = self.base.linear(self.base.tokens(x), weight, self.bias)
         return self.delta(y, x, self.lora_pool, self.lora_ranks, self.lora_scales, slots)
+
+    def _with_gains(self, y, slots):
+        """y + gain (y - bias), which is y to the last bit where the gain is 0."""
+        rows = ops.reshape(y, (-1, self.out_channels))
+        slots = ops.slice(slots, (0,), (rows.shape[0],))
+        slots = ops.select(slots < 0, ops.full_like(slots, self.lora_gains.shape[0] - 1), slots)
+        product = rows - self.cast(self.bias, rows.dtype) if self.has_bias else rows
+        gained = ops.gather(self.lora_gains, slots, 0) * self.cast(product, mstype.float32)
+        return ops.reshape(rows + self.cast(gained, rows.dtype), y.shape)
 
     def extend_repr(self) -> str:
         return (

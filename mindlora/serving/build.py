@@ -1,13 +1,17 @@
 """Puts an engine together: network, the base's weights, pools, adapter cache, scheduler."""
 
-from typing import Any, Mapping
+from typing import Any, Dict, Mapping, Optional
 
+import mindspore as ms
 import numpy as np
+from mindspore import nn
 
 from mindlora.config import Patterns
 from mindlora.load_base import load_base
 from mindlora.nn.adapter_matching import cell_shapes
 from mindlora.nn.base_fingerprint import fingerprints_of, joined_fingerprints_of
+from mindlora.nn.tensors import to_array
+from mindlora.nn.tree import weight_of
 from mindlora.numerics.dtypes import BFLOAT16
 from mindlora.quantize import quantize_base
 from mindlora.serving.adapter_memory import AdapterMemory
@@ -57,7 +61,7 @@ def make_engine(
         fingerprint = fingerprints_of(cells)
     pooled = add_pools(network, cells, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).dtype)]
-    layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint)
+    layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint, None if quantize else _weights(cells))
     runner = ModelRunner(network, pooled, dtype, settings)
     memory = AdapterMemory(registry, lambda path: prepare(path, layout), settings.adapter_memory)
     adapters = AdapterSlots(memory, settings.slots, runner.pools.write)
@@ -71,3 +75,10 @@ def make_engine(
     )
     ends = end_tokens(tokenizer, network.config.eos_token_id)
     return Engine(runner, scheduler, adapters, tokenizer, ends, model_name)
+
+
+def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, np.ndarray]]:
+    """Returns adapter path -> weight, on a CPU MindSpore's own memory; None elsewhere, where it would be copies."""
+    if ms.get_context("device_target") != "CPU":
+        return None
+    return {path: to_array(weight_of(cell)) for path, cell in cells.items()}

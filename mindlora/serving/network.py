@@ -214,15 +214,15 @@ def decodes_alone(few: bool) -> bool:
     return few and ms.get_context("device_target") != "CPU"
 
 
-def set_stage(network: nn.Cell, few: bool) -> None:
-    """Sets the flags by which cells tell the two graphs apart; they are read when a graph is compiled."""
+def set_stage(network: nn.Cell, few: bool, gained: bool) -> None:
+    """Sets the flags by which cells tell the graphs apart; they are read when a graph is compiled."""
     decodes = decodes_alone(few)
     network.add_flags_custom(is_first_iteration=not decodes)
     for _, cell in network.cells_and_names():
         if hasattr(cell, "chunk_prefill"):
             cell.add_flags(chunk_prefill=not decodes)
         elif isinstance(cell, MultiLoRADense):
-            cell.add_flags(few=few)
+            cell.add_flags(few=few, gained=gained)
 
 
 # MindFormers' network stays as it is. Where it runs on a CPU, leaf cells that have no kernel there, or are many

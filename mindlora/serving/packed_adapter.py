@@ -12,7 +12,8 @@ from mindlora.adapters.matching import CellShape
 from mindlora.common.text import listed
 from mindlora.errors import NotFiniteError, RankMismatchError, UnexpectedTensorsError
 from mindlora.models import names
-from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32
+from mindlora.nn.dora import row_norms
+from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
 
 # What is at least this large rounds to infinity: halfway from the largest number to the next power of two.
 _LIMITS = {np.dtype("<f2"): 65520.0, BFLOAT16: (2 - 2.0**-8) * 2.0**127}
@@ -29,12 +30,15 @@ class ServedLayout:
         fingerprint (callable or None): Takes the paths of the adapted cells and returns the fingerprint of the base's
             weights there (see nn.base_fingerprint.fingerprints_of), for adapters that say on which base they were
             trained; None checks no base. It is called in the thread that prepares.
+        weights (mapping or None): Adapter path -> the base's weight [out, in] there, for DoRA; None where there are
+            none in float.
     """
 
     cells: Mapping[str, CellShape]
     max_rank: int
     dtype: np.dtype = np.dtype("<f4")
     fingerprint: Optional[Callable[[List[str]], Optional[dict]]] = None
+    weights: Optional[Mapping[str, np.ndarray]] = None
 
 
 class Block(NamedTuple):
@@ -43,10 +47,17 @@ class Block(NamedTuple):
     Attributes:
         rows (array): [r, in_channels + out_channels] of the pool's dtype: row j is A[j, :] followed by B[:, j].
         scale (float): What B A is multiplied by.
+        gain (array or None): DoRA's m / ||W + scale B A|| - 1 of each row, float32 [out_channels]; None for 0.
     """
 
     rows: np.ndarray
     scale: float
+    gain: Optional[np.ndarray] = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.rows.nbytes + (0 if self.gain is None else self.gain.nbytes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,12 +80,13 @@ class PackedAdapter:
 def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     """Reads an adapter in any known form, checks it as load_lora does, and packs it for the pools of a network.
 
-    VeRA's vectors are multiplied into its projection. A pickle is never read. ``source`` is as for adapters.files.read.
+    VeRA's vectors are multiplied into its projection, and DoRA's magnitudes become gains of rows. A pickle is never
+    read. ``source`` is as for adapters.files.read.
 
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
         MissingTensorsError, ShapeMismatchError, NotFiniteError, ScaleMismatchError: A tensor cannot be used.
-        UnexpectedTensorsError: A tensor has no place in the pools, as of DoRA, embeddings, modules_to_save.
+        UnexpectedTensorsError: A tensor has no place in the pools, as of embeddings, modules_to_save.
         RankMismatchError: A rank is above max_rank.
         BaseMismatchError: It was trained on another base.
     """
@@ -86,11 +98,11 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     fingerprint = layout.fingerprint
     if fingerprint is not None and not rearranged:
         matching.check_base(adapter, source, lambda: fingerprint(adapter.paths), "error")
-    blocks = {path: _block(adapter, path, layout.dtype, source) for path in adapter.paths}
+    blocks = {path: _block(adapter, path, layout, source) for path in adapter.paths}
     return PackedAdapter(
         source,
         blocks,
-        sum(block.rows.nbytes for block in blocks.values()),
+        sum(block.nbytes for block in blocks.values()),
         max(len(block.rows) for block in blocks.values()),
         adapter.fingerprint,
     )
@@ -99,8 +111,8 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
 def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None:
     """Raises UnexpectedTensorsError for what no pool can hold, with the way out."""
     variant = adapter.variant
-    if variant.cannot_serve:
-        _refuse(source, f"{variant.tensors} ({variant.field}), which {variant.cannot_serve}")
+    if variant.row_norms and layout.weights is None:
+        _refuse(source, f"{variant.tensors} ({variant.field}), which need the base in float, and on a CPU")
     if adapter.saved_modules:
         _refuse(source, f"saved modules (modules_to_save), which replace the base's: {listed(adapter.saved_modules)}")
     served = {names.to_mindformers(path) for path in layout.cells}
@@ -131,7 +143,8 @@ def _check_ranks(adapter: Adapter, source: str, rearranged: bool, max_rank: int)
         )
 
 
-def _block(adapter: Adapter, path: str, dtype: np.dtype, source: str) -> Block:
+def _block(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Block:
+    dtype = layout.dtype
     a, b = adapter.pair(path)
     if not max(map(_largest, (a, b))) < _LIMITS.get(dtype, math.inf):
         raise NotFiniteError(
@@ -141,7 +154,21 @@ def _block(adapter: Adapter, path: str, dtype: np.dtype, source: str) -> Block:
     rows = np.empty((len(a), a.shape[1] + len(b)), dtype)
     rows[:, : a.shape[1]] = from_float32(a, dtype)
     rows[:, a.shape[1] :] = from_float32(b, dtype).T
-    return Block(rows, adapter.scale(path))
+    return Block(rows, adapter.scale(path), _gain(adapter, path, layout, source))
+
+
+def _gain(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Optional[np.ndarray]:
+    """Returns what Block's gain is, or None for an adapter without magnitudes."""
+    magnitude = adapter.tensors.get((path, adapter.variant.row_norms))
+    if magnitude is None or layout.weights is None:
+        return None
+    norms = row_norms(to_float32(layout.weights[path]), *adapter.pair(path), adapter.scale(path))
+    if not norms.all():
+        raise NotFiniteError(
+            f"{source} rescales rows of zeros at {path}, which have no direction: DoRA is not defined there. Load the "
+            "base that it was trained on."
+        )
+    return to_float32(magnitude) / norms - 1
 
 
 def _largest(array: np.ndarray) -> float:

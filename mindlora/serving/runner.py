@@ -1,10 +1,10 @@
 """ModelRunner: computes the steps that the scheduler plans, on MindFormers' network and its pools of adapters."""
 
 import dataclasses
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.nn.multi_lora_dense import MultiLoRADense
@@ -67,11 +67,18 @@ def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> Step
 
 
 class SlotPools:
-    """Writes adapters into the slots of a network's pools; used by one thread, between two steps."""
+    """Writes adapters into the slots of a network's pools; used by one thread, between two steps.
+
+    Attributes:
+        gained (set of int): The slots whose adapter has gains (DoRA).
+    """
 
     def __init__(self, cells: Mapping[str, MultiLoRADense], dtype: np.dtype):
         self._paths = list(cells)
         self._write = _WriteAll(list(cells.values()))
+        self._write_gains = _WriteGains(list(cells.values()))
+        self._widths = {path: cell.out_channels for path, cell in cells.items()}
+        self.gained: Set[int] = set()
         # What a cell gets that the adapter leaves as it is: one row that adds nothing.
         self._nothing = [to_tensor(np.zeros((1, cell.lora_pool.shape[2]), dtype)) for cell in cells.values()]
 
@@ -81,6 +88,11 @@ class SlotPools:
         rows = [to_tensor(block.rows) if block else nothing for block, nothing in zip(blocks, self._nothing)]
         scales = [block.scale if block else 0.0 for block in blocks]
         self._write(Tensor(np.array([slot], np.int32)), Tensor(np.array(scales, np.float32)), *rows)
+        gains = {path: block.gain for path, block in packed.blocks.items() if block.gain is not None}
+        if gains or slot in self.gained:
+            rows = [gains.get(path, np.zeros(width, np.float32))[None] for path, width in self._widths.items()]
+            self._write_gains(Tensor(np.array([slot], np.int32)), *map(Tensor, rows))
+        self.gained = self.gained - {slot} | ({slot} if gains else set())
 
     def warm_up(self) -> None:
         """Compiles the graph, and leaves every slot empty."""
@@ -110,12 +122,29 @@ class _WriteAll(nn.Cell):
         return slot
 
 
+class _WriteGains(nn.Cell):
+    """All cells' gains of one slot, [1, out_channels] each, in one graph."""
+
+    def __init__(self, cells):
+        super().__init__(auto_prefix=False)
+        self.cells_with_pools = nn.CellList(cells, auto_prefix=False)
+        self.update = ops.ScatterUpdate()
+        # As in ServedStep: always the same graph.
+        self.phase = "prefill"
+
+    def construct(self, slot: Tensor, *gains: Tensor) -> Tensor:
+        for index, cell in enumerate(self.cells_with_pools):
+            self.update(cell.lora_gains, slot, gains[index])
+        return slot
+
+
 class ModelRunner:
     """Computes steps of a network with a paged cache and pools of adapters, of ``dtype``. It is used by one thread.
 
     Three graphs are compiled by warm_up: one for steps of few tokens, such as decoding, one for many, such as chunks of
     prompts with decoding beside them, and one for the logits of tokens that are not the last ones; other numbers of
-    requests or tokens compile nothing. ``cells`` is what add_pools returned for the network, whose weights must have
+    requests or tokens compile nothing. Each has a twin for steps in which an adapter has gains (DoRA), which the first
+    such step compiles. ``cells`` is what add_pools returned for the network, whose weights must have
     been loaded.
     """
 
@@ -124,10 +153,12 @@ class ModelRunner:
         self.settings = settings
         self.pools = SlotPools(cells, dtype)
         shared = next(iter(cells.values())).slots_of_tokens
-        self._steps = {few: ServedStep(network, shared, few) for few in (False, True)}
-        self._head = ServedHead(network)
-        # What the head took in the last step, and the slots of its tokens.
-        self._hidden: Optional[Tuple[Tensor, Tensor]] = None
+        self._shared_slots = shared
+        # (few tokens, with gains) -> graph; with gains -> graph of the head.
+        self._steps: Dict[Tuple[bool, bool], ServedStep] = {}
+        self._heads: Dict[bool, ServedHead] = {}
+        # What the head took in the last step, the slots of its tokens, and whether they have gains.
+        self._last: Optional[Tuple[Tensor, Tensor, bool]] = None
         self.vocab_size: int = network.config.vocab_size
 
     def warm_up(self) -> None:
@@ -137,10 +168,9 @@ class ModelRunner:
         table = np.zeros((1, self.settings.blocks_per_request), np.int32)
         # A token whose key and value go nowhere.
         inputs = StepInputs(0 * one, 0 * one, -one, one, one, table, -one, 0 * one)
-        for few in self._steps:
-            set_stage(self.network, few)
+        for few in (False, True):
             self._run(inputs, few)
-        self._warm_up_head()
+        self.logits_after([0])
 
     def forward(self, parts: Sequence[Part]) -> np.ndarray:
         """Computes one step: writes the keys and values of its tokens to the cache.
@@ -155,17 +185,23 @@ class ModelRunner:
 
         ``rows`` counts the step's tokens, part after part; FEW_TOKENS of them at most.
         """
-        hidden, slots = self._hidden
-        return self._head(hidden, slots, Tensor(np.array(rows, np.int32))).asnumpy()
+        hidden, slots, gained = self._last
+        if gained not in self._heads:
+            head = self._heads[gained] = ServedHead(self.network)
+            head.set_inputs(
+                Tensor(shape=[None, hidden.shape[1]], dtype=hidden.dtype),
+                Tensor(shape=list(slots.shape), dtype=mstype.int32),
+                Tensor(shape=[None], dtype=mstype.int32),
+            )
+            # Read when it is called first.
+            set_stage(self.network, True, gained)
+        return self._heads[gained](hidden, slots, Tensor(np.array(rows, np.int32))).asnumpy()
 
-    def _warm_up_head(self):
-        hidden, slots = self._hidden
-        self._head.set_inputs(
-            Tensor(shape=[None, hidden.shape[1]], dtype=hidden.dtype),
-            Tensor(shape=list(slots.shape), dtype=mstype.int32),
-            Tensor(shape=[None], dtype=mstype.int32),
-        )
-        self.logits_after([0])
+    def _step_for(self, few: bool, gained: bool) -> ServedStep:
+        if (few, gained) not in self._steps:
+            self._steps[few, gained] = ServedStep(self.network, self._shared_slots, few)
+            set_stage(self.network, few, gained)
+        return self._steps[few, gained]
 
     def _run(self, inputs: StepInputs, few: bool) -> np.ndarray:
         tokens = len(inputs.tokens)
@@ -173,7 +209,8 @@ class ModelRunner:
         slots[:tokens] = inputs.slots
         # A graph cannot take no rows at all, which happens when a step computes the middle of prompts.
         last = inputs.last if len(inputs.last) else np.zeros(1, np.int32)
-        step = self._steps[few]
+        gained = not self.pools.gained.isdisjoint(inputs.slots.tolist())
+        step = self._step_for(few, gained)
         slots = Tensor(slots)
         logits, hidden = step(
             Tensor(inputs.tokens.reshape((-1, 1) if step.decodes else (1, -1))),
@@ -185,5 +222,5 @@ class ModelRunner:
             Tensor(inputs.slot_mapping),
             Tensor(last),
         )
-        self._hidden = hidden, slots
+        self._last = hidden, slots, gained
         return logits.asnumpy()[: len(inputs.last)]

@@ -57,6 +57,25 @@ def test_each_token_has_its_own_adapter_inside_the_activation(mode, plain, few):
 
 
 @FEW
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_gains_multiply_what_is_added_to_the_bias(mode, few, has_bias):
+    cell = nn.Dense(IN, OUT, has_bias=has_bias)
+    found = pooled(cell, few)
+    gains = normal(SLOTS + 1, OUT, seed=8)
+    gains[[0, SLOTS]] = 0
+    found.lora_gains.set_data(Tensor(gains))
+    x = normal(1, 7, IN)
+    without = found(Tensor(x)).asnumpy()
+    found.add_flags(gained=True)
+    y = nn.SequentialCell(found)(Tensor(x)).asnumpy()
+    bias = as_array(cell.bias) if has_bias else 0
+    assert_close(y, without + gains[WHOSE[:7]] * (without - bias))
+    # Tokens of the base, and of an adapter without gains.
+    plain_rows = np.isin(WHOSE[:7], (-1, 0))
+    np.testing.assert_array_equal(y[0, plain_rows], without[0, plain_rows])
+
+
+@FEW
 def test_shapes_and_adapters_may_change_between_calls(mode, few):
     found, network = pooled(normal_dense(IN, OUT), few), nn.SequentialCell()
     network.append(found)

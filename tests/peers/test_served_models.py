@@ -35,12 +35,13 @@ ADAPTERS = {
         "rank_pattern": {"v_proj": 2},
         "alpha_pattern": {"down_proj": 24},
     },
+    "dora": {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": EVERY_CELL},
 }
 
 
 def settings_for(model):
     """The sizes of an engine for short texts."""
-    return EngineSettings(seq_length=64, block_size=8, max_running=8, max_tokens_per_step=96, slots=2, max_rank=8)
+    return EngineSettings(seq_length=64, block_size=8, max_running=8, max_tokens_per_step=150, slots=3, max_rank=8)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -30,7 +30,7 @@ class Pools:
         for path, cell in LAYOUT.cells.items():
             self.deltas[path][slot] = np.zeros((cell.out_channels, 6))
             if path in packed.blocks:
-                rows, scale = packed.blocks[path]
+                rows, scale, _ = packed.blocks[path]
                 self.deltas[path][slot] = scale * rows[:, 6:].T @ rows[:, :6]
 
     def hold(self, slot, adapter):

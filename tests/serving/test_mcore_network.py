@@ -110,7 +110,7 @@ def test_a_pair_of_joined_cells_is_split_with_its_rank(filled, tmp_path):
     }
     assert packed.blocks.keys() == expected.keys() and packed.rank_max == 2
     for path, delta in expected.items():
-        rows, scale = packed.blocks[path]
+        rows, scale, _ = packed.blocks[path]
         wide = delta.shape[1]
         np.testing.assert_allclose(scale * rows[:, wide:].T @ rows[:, :wide], delta, rtol=1e-5, atol=1e-5)
 

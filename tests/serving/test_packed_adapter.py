@@ -1,5 +1,7 @@
 """prepare: the blocks of an adapter compute what the adapter does, and what cannot be served is refused by name."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -171,12 +173,42 @@ def refused_with_a_way_out(source, found):
     refused(UnexpectedTensorsError, message, prepare, source, layout())
 
 
-def test_dora_is_refused(tmp_path):
-    adapter = adapter_of(("wq",))
+def dora_of(leaves):
+    adapter = adapter_of(leaves)
+    rng = np.random.default_rng(5)
     for path in adapter.paths:
-        adapter.tensors[path, "magnitude"] = np.ones(8, np.float32)
-    found = "DoRA magnitudes (use_dora), which rescale whole rows of the base"
-    refused_with_a_way_out(written(tmp_path, adapter), found)
+        out = len(adapter.tensors[path, "B"])
+        adapter.tensors[path, "magnitude"] = rng.uniform(0.5, 1.5, out).astype(np.float32)
+    return adapter
+
+
+@pytest.mark.parametrize("stored", [F32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_magnitudes_of_dora_become_gains_of_rows(tmp_path, stored):
+    adapter, rng = dora_of(("wq", "wo")), np.random.default_rng(6)
+    weights = {
+        path: from_float32(rng.normal(size=(cell.out_channels, cell.in_channels)).astype(np.float32), stored)
+        for path, cell in layout().cells.items()
+    }
+    packed = prepare(written(tmp_path, adapter), dataclasses.replace(layout(), weights=weights))
+    for path in adapter.paths:
+        norms = np.linalg.norm(to_float32(weights[path]) + adapter.delta(path), axis=1)
+        np.testing.assert_allclose(packed.blocks[path].gain, adapter.tensors[path, "magnitude"] / norms - 1, rtol=1e-5)
+    assert packed.nbytes == sum(block.rows.nbytes + block.gain.nbytes for block in packed.blocks.values())
+
+
+def test_dora_on_a_row_of_zeros_is_refused(tmp_path):
+    adapter = dora_of(("wq",))
+    for path in adapter.paths:
+        adapter.tensors[path, "B"][3] = 0
+    weights = {path: np.zeros((cell.out_channels, cell.in_channels), F32) for path, cell in layout().cells.items()}
+    source = written(tmp_path, adapter)
+    message = f"{source} rescales rows of zeros at {path_of('wq')}, which have no direction: DoRA is not defined there."
+    refused(NotFiniteError, part(message), prepare, source, dataclasses.replace(layout(), weights=weights))
+
+
+def test_dora_is_refused_where_there_are_no_weights_in_float(tmp_path):
+    found = "DoRA magnitudes (use_dora), which need the base in float, and on a CPU"
+    refused_with_a_way_out(written(tmp_path, dora_of(("wq",))), found)
 
 
 def test_saved_modules_are_refused(tmp_path):

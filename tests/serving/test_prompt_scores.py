@@ -11,7 +11,11 @@ from tests.conftest import in_mode
 from tests.support import tiny_serving
 from tests.support.tiny_serving import SEQ_LENGTH, adapter, base_weights, merged, save_adapter, save_base, vocabulary
 
-ADAPTERS = {"first": adapter(1), "head": tiny_serving.with_head(adapter(2, {"attention.wq": 4}))}
+ADAPTERS = {
+    "first": adapter(1),
+    "head": tiny_serving.with_head(adapter(2, {"attention.wq": 4})),
+    "dora": tiny_serving.with_magnitudes(tiny_serving.with_head(adapter(3, {"attention.wo": 4, "feed_forward.w1": 2}))),
+}
 
 
 @pytest.fixture(scope="module")

@@ -84,3 +84,19 @@ def test_one_graph_is_compiled_whatever_the_ranks(library, graph_mode, monkeypat
     for rank in (1, 4, 6):
         pools.write(0, packed({"first": rank, "second": 7 - rank}))
     assert len(compiled) == 1
+
+
+def test_gains_are_those_of_the_adapter_that_was_written_last(library, graph_mode):
+    cells, pools = made()
+    gains = {path: normal(wide, seed=7) for path, (_, wide) in SIZES.items() if path != "third"}
+    plain = packed({"first": 2, "third": 1})
+    blocks = {path: packed({path: 1}).blocks[path]._replace(gain=gain) for path, gain in gains.items()}
+    dora = PackedAdapter("", blocks, 0, 1)
+    for slot, adapter, gained in ((2, dora, {2}), (0, plain, {2}), (1, dora, {1, 2}), (2, plain, {1})):
+        pools.write(slot, adapter)
+        assert pools.gained == gained
+        for path, cell in cells.items():
+            expected = np.zeros((SLOTS + 1, SIZES[path][1]), np.float32)
+            if path in gains:
+                expected[list(gained)] = gains[path]
+            np.testing.assert_array_equal(cell.lora_gains.asnumpy(), expected)

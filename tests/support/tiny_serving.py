@@ -114,6 +114,14 @@ def with_head(made, rank=3):
     return made
 
 
+def with_magnitudes(made, seed=0):
+    """Makes a DoRA of an adapter, and returns it."""
+    rng = np.random.default_rng(seed)
+    for path in made.paths:
+        made.tensors[path, "magnitude"] = rng.uniform(0.5, 1.5, len(made.tensors[path, "B"])).astype(np.float32)
+    return made
+
+
 def save_adapter(folder, name, made):
     """Writes an adapter into a folder of adapters, in one step; returns its path."""
     path = os.path.join(str(folder), name)
@@ -125,7 +133,11 @@ def merged(weights, made):
     """Returns the weights with an adapter merged; None leaves them."""
     result = dict(weights)
     for path in made.paths if made is not None else ():
-        result[f"{path}.weight"] = weights[f"{path}.weight"] + made.delta(path)
+        weight = weights[f"{path}.weight"] + made.delta(path)
+        magnitude = made.tensors.get((path, "magnitude"))
+        if magnitude is not None:
+            weight *= (magnitude / np.linalg.norm(weight, axis=1))[:, None]
+        result[f"{path}.weight"] = weight
     return result
 
 

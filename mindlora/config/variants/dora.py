@@ -20,7 +20,6 @@ class DoRA(Variant):
     tensors = "DoRA magnitudes"
     report = "yes, with a magnitude for each row"
     cannot_combine = "several magnitudes of one row have no defined sum"
-    cannot_serve = "rescale whole rows of the base"
 
 
 DORA = DoRA()

@@ -100,7 +100,6 @@ class Variant:
         cannot_join (str): Why pairs of joined cells (w_qkv) can be neither made nor split; empty if they can: then
             parts of size "out" are joined and split by rows, as B is.
         cannot_combine (str): Why several adapters cannot be combined into one; empty if they can.
-        cannot_serve (str): Why it cannot be served beside other adapters on one base; empty if it can.
     """
 
     name = "LoRA"
@@ -119,7 +118,6 @@ class Variant:
     report = ""
     cannot_join = ""
     cannot_combine = ""
-    cannot_serve = ""
     zero_part = "B"
 
     @property
