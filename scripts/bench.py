@@ -26,6 +26,7 @@ BENCHMARKS = (
     "qlora",
     "qlora_loss",
     "packing",
+    "preference",
     "exchange",
     "unet_memory",
     "serving",

@@ -78,8 +78,8 @@ def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[st
             yield where, _rows_of(held_out, first_rows), lengths
 
 
-def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
-    """Yields (where the YAML names it, the first MindRecord) of the data that a training run learns from or judges."""
+def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, List[str]]]:
+    """Yields (where the YAML names them, MindRecords) of the data that a training run learns from or is judged by."""
     named = [("train_dataset", data_of(config.get("train_dataset")))]
     for where, callback in callbacks_of(config, "HeldOutLoss"):
         folder = callback.get("dataset_dir")
@@ -87,7 +87,7 @@ def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
     for where, data in named:
         files = mindrecord_files(data) if data else []
         if files:
-            yield where, files[0]
+            yield where, files
 
 
 def _lengths(config: Mapping[str, Any]) -> Sequence[int]:

@@ -8,13 +8,15 @@ from mindlora.checks.mcore import is_mcore
 from mindlora.checks.training import WRAPPER, accumulates_here, train_step
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import PET, value_at
-from mindlora.config.preference import PreferenceSettings, preference_settings
+from mindlora.config.preference import REFERENCE, PreferenceSettings, preference_settings
 from mindlora.errors import ConfigError
 from mindlora.numerics.initializers import changes_base
 
 KEY = "runner_wrapper.preference"
 # The column that only rows of preferences have.
 _ANSWERS = "answers"
+# What writes the columns of a run, without the reference among them and with it.
+_WRITERS = ("the columns that mindlora data preference writes", "the last of which mindlora reference adds")
 
 
 def check_preference(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -36,11 +38,11 @@ def check_preference(config: Mapping[str, Any]) -> Iterator[Finding]:
         )
     yield from _check_model(config, settings)
     columns = value_at(config, "train_dataset.input_columns")
-    if columns is not None and list(columns) != list(settings.kind.columns):
+    if columns is not None and list(columns) != list(settings.columns):
         yield error(
             "train_dataset.input_columns",
             f"train_dataset.input_columns is {columns}, and the loss {settings.loss} compares answers.",
-            f"Write input_columns: {list(settings.kind.columns)}, the columns that mindlora data preference writes.",
+            f"Write input_columns: {list(settings.columns)}, {_WRITERS[settings.precomputed_reference]}.",
         )
 
 
@@ -59,12 +61,14 @@ def _check_model(config, settings: PreferenceSettings) -> Iterator[Finding]:
             "Set it to False.",
         )
     init = value_at(config, f"{PET}.lora_init")
-    if settings.kind.uses_reference and changes_base(init) and not value_at(config, f"{PET}.adapter_path"):
+    each_step = settings.kind.uses_reference and not settings.precomputed_reference
+    if each_step and changes_base(init) and not value_at(config, f"{PET}.adapter_path"):
         yield error(
             f"{PET}.lora_init",
             f"lora_init is {init}, which takes the adapter's part out of the base, and the loss {settings.loss} "
             "compares with the base.",
-            "Use another lora_init, or a loss without a reference: simpo, orpo or cpo.",
+            "Compute the reference before training (mindlora reference, precomputed_reference: True), use another "
+            "lora_init, or a loss without a reference: simpo, orpo or cpo.",
         )
 
 
@@ -76,7 +80,7 @@ def check_preference_rows(config: Mapping[str, Any], first_rows: FirstRows) -> I
         return
     node = value_at(config, KEY)
     settings = None if node is None else preference_settings(node)
-    for where, path in files_of_run(config):
+    for where, (path, *_) in files_of_run(config):
         row = next(first_rows(path, 1), None)
         problem = _problem(row, settings) if row is not None else None
         if problem:
@@ -89,9 +93,11 @@ def _problem(row, settings: Optional[PreferenceSettings]):
         if _ANSWERS in row:
             return "holds preferences, and the run learns labels.", f"Set {KEY}: {{loss: dpo}}, or kto for judgments."
         return None
-    missing = [column for column in settings.kind.columns if column not in row]
+    missing = [column for column in settings.columns if column not in row]
     if not missing:
         return None
+    if missing == [REFERENCE]:
+        return "lacks the column reference.", "Run mindlora reference on this YAML, which adds it."
     if _ANSWERS in row:
         kinds = ("answers with labels", "pairs") if settings.kind.pairs else ("pairs", "answers with labels")
         return f"holds {kinds[0]}, and the loss {settings.loss} learns from {kinds[1]}.", "Choose a loss for this data."

@@ -13,6 +13,8 @@ MEASURES = (
     *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
     *("log_probability_chosen", "log_probability_rejected", "tokens_chosen", "tokens_rejected", "kl"),
 )
+# The columns that ``mindlora reference`` adds: log-probabilities of the reference, and the fingerprint of that.
+REFERENCE, REFERENCE_FINGERPRINT = "reference", "reference_fingerprint"
 # The settings that not all losses have.
 _OWN = ("label_smoothing", "margin", "desirable_weight", "undesirable_weight")
 
@@ -40,7 +42,7 @@ class LossKind(NamedTuple):
 
     @property
     def columns(self) -> Tuple[str, ...]:
-        """The columns of its data, in the order in which the train step takes them."""
+        """The columns that ``mindlora data preference`` writes for it."""
         return "input_ids", "labels", "answers", "pairs" if self.pairs else "judgments"
 
 
@@ -75,6 +77,8 @@ class PreferenceSettings:
             Default: None, True for ipo, simpo and orpo alone.
         sft_weight (float): Weight of the mean cross entropy of the chosen answers (of kto, the desirable ones), which
             is added to the loss. Default: None, 1 for orpo and cpo, and 0 for the others.
+        precomputed_reference (bool): Whether the log-probabilities of the reference are in the data, where ``mindlora
+            reference`` has put them. Default: False, each step computes them.
 
     Raises:
         ConfigError: A value is out of range, or belongs to another loss.
@@ -88,6 +92,7 @@ class PreferenceSettings:
     undesirable_weight: float = 1.0
     length_normalization: Optional[bool] = None
     sft_weight: Optional[float] = None
+    precomputed_reference: bool = False
 
     def __post_init__(self):
         if self.loss not in LOSSES:
@@ -101,6 +106,11 @@ class PreferenceSettings:
         for name, allowed in _RANGES.items():
             check_number(getattr(self, name), f"preference: {name}", allowed)
         check_flag(self.length_normalization, "preference: length_normalization")
+        check_flag(self.precomputed_reference, "preference: precomputed_reference")
+        if self.precomputed_reference and not self.kind.uses_reference:
+            raise ConfigError(
+                f"preference: precomputed_reference is True, and the loss {self.loss} has no reference. Remove it."
+            )
         if self.loss == "orpo" and not self.length_normalization:
             raise ConfigError(
                 "preference: length_normalization is False, and orpo compares odds, which exist only for mean "
@@ -111,6 +121,11 @@ class PreferenceSettings:
     def kind(self) -> LossKind:
         """What its loss is."""
         return LOSSES[self.loss]
+
+    @property
+    def columns(self) -> Tuple[str, ...]:
+        """The columns of its data, in the order in which the train step takes them."""
+        return (*self.kind.columns, REFERENCE) if self.precomputed_reference else self.kind.columns
 
 
 _RANGES = {

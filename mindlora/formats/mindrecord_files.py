@@ -1,10 +1,11 @@
 """MindRecords without MindSpore: the files that a path names, and how many rows one has."""
 
 import contextlib
+import json
 import os
 import re
 import sqlite3
-from typing import List, Optional, Sequence, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 
 def mindrecord_files(path: Union[str, Sequence[str]]) -> List[str]:
@@ -33,4 +34,19 @@ def row_count(path: str) -> Optional[int]:
         with contextlib.closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as database:
             return int(database.execute("SELECT COUNT(*) FROM INDEXES").fetchone()[0])
     except (sqlite3.Error, TypeError):
+        return None
+
+
+def column_shapes(path: str) -> Optional[Dict[str, Tuple[int, ...]]]:
+    """Returns column -> shape of its arrays in a row of a MindRecord, or None if its header cannot be read.
+
+    The file begins with the length of its header, eight bytes, and the header in JSON, which has the columns.
+    """
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, os.path.getsize(path))))
+        (schema,) = header["schema"]
+        return {name: tuple(column.get("shape", ())) for name, column in schema["schema"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

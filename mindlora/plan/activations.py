@@ -234,7 +234,7 @@ class Activations:
     def masks(self) -> int:
         """Returns the bytes of what all layers share: the mask and the angles of the rotary embedding."""
         length = self.run.seq_length
-        mask = self.run.rows * length * length if self.fuses_attention else 0
+        mask = self.run.rows * self.run.rows_of_model * length * length if self.fuses_attention else 0
         if self.run.model.get("use_attn_mask_compression") or self.run.model.get("use_eod_attn_mask_compression"):
             mask = 2048 * 2048
         head_size = self.run.attention.queries // self.run.attention.heads

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Dict, List, Tuple
 
-from mindlora.common.yaml_file import value_at
+from mindlora.common.yaml_file import PET, value_at
 from mindlora.config.variants.adalora import ADALORA
 from mindlora.config.weights import Weight
 from mindlora.plan.activations import Activations, Recomputation, read_recomputation
@@ -126,6 +126,8 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
     loss = activations.loss() if stage == run.division.pipeline - 1 else 0
     name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
     lines.append(Line(name, max(loss, layer), basis_of(run) if loss >= layer else ARITHMETIC))
+    if run.computes_reference:
+        lines.append(Line("reference: its logits, and copies of what was loaded to train", _reference(run), ARITHMETIC))
     return DeviceMemory(
         stage,
         tuple(lines),
@@ -201,6 +203,14 @@ def _recomputed_layer(run: Run, activations: Activations, recomputation: Recompu
 def _inference_lines(run: Run) -> List[Line]:
     logits = run.rows * (run.seq_length if run.mode == "eval" else 1) * run.vocabulary
     return [Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC)]
+
+
+def _reference(run: Run) -> int:
+    """Returns the bytes that the reference of preference training adds: it keeps nothing for a backward."""
+    # A new adapter adds nothing, so the reference does without it.
+    is_new = not value_at(run.config, f"{PET}.adapter_path")
+    copies = sum(weight.size for weight in run.weights if weight.trained and not (weight.adapter and is_new))
+    return copies + 4 * run.tokens * run.vocabulary
 
 
 def _described(recomputation: Recomputation, count: int) -> str:

@@ -171,7 +171,8 @@ def _division(division: Division) -> str:
 
 def _batch(run: Run) -> str:
     schedule = schedule_of(run)
-    parts = [f"{run.rows} row{'s' * (run.rows > 1)} of {run.seq_length:,} tokens"]
+    each = f"{run.rows_of_model} x " * (run.rows_of_model > 1)
+    parts = [f"{run.rows} row{'s' * (run.rows > 1)} of {each}{run.seq_length:,} tokens"]
     parts += [f"{run.accumulation} micro-batches"] if run.accumulation > 1 else []
     parts += [f"{run.division.micro_batches} micro-batches in the pipeline"] if run.division.pipeline > 1 else []
     parts += [f"{run.division.data} devices with rows of their own"] if run.division.data > 1 else []

@@ -4,11 +4,13 @@ import dataclasses
 import functools
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+from mindlora.checks.data_rows import data_of
 from mindlora.checks.examine import check_settings
 from mindlora.checks.finding import refuse
 from mindlora.checks.key_ranges import check_names, check_shape, setting
 from mindlora.checks.model import architecture_of, legacy_experts, model_name, network_of
 from mindlora.checks.pet_config import check_pet_config
+from mindlora.checks.preference import KEY as PREFERENCE
 from mindlora.checks.training import WRAPPER, train_step
 from mindlora.common.fields import dtype_name
 from mindlora.common.run_modes import TRAINING_MODES
@@ -16,10 +18,12 @@ from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.config.description import Description
+from mindlora.config.preference import preference_settings
 from mindlora.config.trainable import Selection, select
 from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.config.weights import Weight, weights_of
 from mindlora.errors import ConfigError
+from mindlora.formats.mindrecord_files import column_shapes, mindrecord_files
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture, ParameterSize
 from mindlora.models.attention import Attention
@@ -36,6 +40,7 @@ class Run:
         mode (str): "train", "finetune", "eval" or "predict".
         rows (int): Rows in a batch on each device; with gradient accumulation, in a micro-batch.
         accumulation (int): Micro-batches in a step.
+        rows_of_model (int): Rows of the model that a row of the data is: 2 for a preference that is not packed.
     """
 
     config: Dict[str, Any]
@@ -47,6 +52,7 @@ class Run:
     accumulation: int
     epochs: int
     division: Division
+    rows_of_model: int = 1
 
     @property
     def model(self) -> Dict[str, Any]:
@@ -72,6 +78,15 @@ class Run:
     def parameters(self) -> Mapping[str, ParameterSize]:
         """Name -> ParameterSize of all parameters of the base."""
         return self.network.parameters
+
+    @property
+    def computes_reference(self) -> bool:
+        """Whether each step of preference training computes the reference too."""
+        node = value_at(self.config, PREFERENCE)
+        if node is None or not self.trains:
+            return False
+        settings = preference_settings(node)
+        return settings.kind.uses_reference and not settings.precomputed_reference
 
     @functools.cached_property
     def selection(self) -> Optional[Selection]:
@@ -145,7 +160,7 @@ class Run:
     @property
     def tokens(self) -> int:
         """Tokens that one device computes at a time."""
-        return self.rows * self.seq_length // self.division.context
+        return self.rows * self.rows_of_model * self.seq_length // self.division.context
 
     @property
     def on_cpu(self) -> bool:
@@ -205,8 +220,19 @@ def read_run(config: Dict[str, Any]) -> Run:
         setting(config, "runner_config.gradient_accumulation_steps"),
         setting(config, "runner_config.epochs"),
         Division.of_yaml(config),
+        _rows_of_model(config) if mode in TRAINING_MODES else 1,
     )
     return run
+
+
+def _rows_of_model(config: Dict[str, Any]) -> int:
+    """Returns how many rows the model gets of a row of the training data; without data, preferences are not packed."""
+    if value_at(config, PREFERENCE) is None:
+        return 1
+    data = data_of(config.get("train_dataset"))
+    shapes = column_shapes(next(iter(mindrecord_files(data)), "")) if data else None
+    shape = (shapes or {}).get("input_ids", (2, 0))
+    return shape[0] if len(shape) > 1 else 1
 
 
 def _architecture(config: Dict[str, Any]) -> Architecture:

@@ -40,7 +40,7 @@ def schedule_of(run: Run) -> Schedule:
     if rows is not None:
         drops = value_at(run.config, "train_dataset.drop_remainder") is not False
         steps = run.epochs * (rows // rows_per_step if drops else -(-rows // rows_per_step))
-    per_step = rows_per_step * run.seq_length
+    per_step = rows_per_step * run.rows_of_model * run.seq_length
     return Schedule(rows_per_step, per_step, run.epochs, rows, steps, steps and steps * per_step, data)
 
 

@@ -53,6 +53,8 @@ def test_a_yaml_without_faults():
             f"{PET}.lora_init",
             "compares with the base.* simpo, orpo or cpo",
         ),
+        ({"preference": {"precomputed_reference": True}}, "train_dataset.input_columns", "'pairs', 'reference'"),
+        ({"preference": {"loss": "orpo", "precomputed_reference": True}}, KEY, "the loss orpo has no reference"),
         (
             {"model": {"model_config": {"input_sliced_sig": True}}},
             "model.model_config.input_sliced_sig",
@@ -82,6 +84,8 @@ def test_an_initialization_that_changes_the_base_goes_with_a_loss_without_refere
         ({"loss": "kto"}, PAIRS, "holds pairs, and the loss kto learns from answers with labels"),
         ({"loss": "dpo"}, PAIRS[:2], "lacks the columns answers, pairs"),
         ({"loss": "dpo"}, PAIRS, None),
+        ({"precomputed_reference": True}, PAIRS, "lacks the column reference. Run mindlora reference"),
+        ({"precomputed_reference": True}, [*PAIRS, "reference"], None),
         ({"loss": "kto"}, JUDGED, None),
         (None, PAIRS[:2], None),
     ],

@@ -10,6 +10,7 @@ from mindlora.training.history import read_history
 from tests.support import stories260k
 from tests.support.runs import ROOT, python, succeeded
 
+PROMPT = "Once upon a time, Ben saw a red ball at home."
 PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.plugin.launcher"}
 
 
@@ -39,6 +40,8 @@ def history(library, tmp_path_factory):
     config["train_dataset"].update(changes["train_dataset"])
     config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
     config["callbacks"] += changes["callbacks"]
+    asking = {"type": "SampleAnswers", "prompts": [PROMPT], "tokenizer": "model", "template": "plain", "max_tokens": 12}
+    config["callbacks"].append(asking)
     config["runner_wrapper"].update(changes["runner_wrapper"])
     config["runner_config"]["epochs"] = 1
     (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
@@ -60,3 +63,10 @@ def test_every_step_is_measured(history):
         assert len(history.series(name)[1]) == len(losses)
     # DPO begins at log 2, where model and reference are the same.
     assert losses[0] == pytest.approx(0.693147, abs=1e-4) and losses[-1] < losses[0]
+
+
+def test_answers_before_and_after(history):
+    before, after = history.answers
+    assert (before["step"], after["step"]) == (0, history.last_step)
+    texts = [record["answers"][0]["answer"] for record in (before, after)]
+    assert all(texts) and texts[0] != texts[1]

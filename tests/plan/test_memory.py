@@ -54,6 +54,26 @@ def test_the_states_are_those_that_the_optimizer_allocates(kind, make_llama):
     assert sum(p.nbytes for p in states) == lines(run_of({}, pet, optimizer={"type": kind}))["optimizer"]
 
 
+PREFERENCE = {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}
+
+
+def test_a_reference_takes_its_logits_and_a_copy_of_what_was_loaded_to_train():
+    logits = 4 * 2 * 2 * TINY["seq_length"] * TINY["vocab_size"]
+    nodes = {"runner_config": {"batch_size": 2}, "runner_wrapper": PREFERENCE}
+    assert lines(run_of(**nodes))["reference"] == logits
+    loaded = run_of(pet={**LORA, "adapter_path": "somewhere"}, **nodes)
+    assert lines(loaded)["reference"] == logits + 4 * ADAPTER
+    for node in ({"loss": "orpo"}, {"precomputed_reference": True}):
+        wrapper = {**PREFERENCE, "preference": node}
+        assert "reference" not in lines(run_of(**{**nodes, "runner_wrapper": wrapper}))
+
+
+def test_a_pair_that_is_not_packed_is_two_rows_of_the_model():
+    one = lines(run_of(runner_config={"batch_size": 2}))
+    pairs = lines(run_of(runner_config={"batch_size": 1}, runner_wrapper=PREFERENCE))
+    assert pairs["activations"] == one["activations"] and pairs["logits and loss"] == one["logits and loss"]
+
+
 def test_states_that_are_swapped_take_nothing_on_the_device():
     assert lines(run_of(optimizer={"type": "AdamW", "swap": True}))["optimizer"] == 0
 

@@ -57,6 +57,22 @@ def test_rows_that_cannot_be_counted_are_said(record, tmp_path):
     assert schedule_of(run_of()).data == "the YAML names no data: pass --train_dataset_dir"
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_of_preferences_is_two_rows_of_the_model_unless_it_is_packed(packed, tmp_path):
+    import numpy as np
+
+    from mindlora.data.mindrecord import write_mindrecord
+
+    path = str(tmp_path / "pairs.mindrecord")
+    tokens = np.ones(17 if packed else (2, 17), np.int32)
+    columns = {**dict.fromkeys(("input_ids", "labels", "answers"), tokens), "pairs": np.ones(1, np.int32)}
+    write_mindrecord(iter([columns] * 4), path)
+    loader = {"train_dataset": {"data_loader": {"type": "MindDataset", "dataset_dir": path}}}
+    wrapper = {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}
+    found = schedule_of(run_of(runner_wrapper=wrapper, runner_config={"batch_size": 2, "epochs": 1}, **loader))
+    assert (found.rows_per_step, found.steps, found.tokens_per_step) == (2, 2, 2 * 16 * (1 if packed else 2))
+
+
 def test_counting_changes_no_file(record):
     before = {path.name: path.stat().st_mtime_ns for path in record.iterdir()}
     schedule_of(run_of(**data(record)))

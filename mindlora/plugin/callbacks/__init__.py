@@ -17,6 +17,7 @@ from mindlora.plugin.callbacks.loss_curve import LossCurve
 from mindlora.plugin.callbacks.progress_bar import ProgressBar
 from mindlora.plugin.callbacks.rank_budget import RankBudget
 from mindlora.plugin.callbacks.reduce_on_plateau import ReduceOnPlateau
+from mindlora.plugin.callbacks.reference_check import ReferenceCheck
 from mindlora.plugin.callbacks.run_report import RunReport
 from mindlora.plugin.callbacks.sample_answers import SampleAnswers
 from mindlora.plugin.callbacks.training_guard import TrainingGuard
@@ -41,6 +42,7 @@ __all__ = [
     "ProgressBar",
     "RankBudget",
     "ReduceOnPlateau",
+    "ReferenceCheck",
     "RunReport",
     "SampleAnswers",
     "TrainingGuard",

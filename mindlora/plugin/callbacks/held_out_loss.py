@@ -142,7 +142,7 @@ def held_out_preferences(cell: PreferenceLoss, dataset_dir: str, batch_size: int
 
     KTO's distance from the reference is estimated for each batch.
     """
-    columns = list(cell.settings.kind.columns)
+    columns = list(cell.settings.columns)
     dataset = ms.dataset.MindDataset(dataset_dir, columns_list=columns, shuffle=False)
     total, sums = 0.0, np.zeros(len(SUMS))
     was_training = cell.network.training

@@ -6,6 +6,7 @@ from mindformers.tools.register import MindFormerConfig
 ORDER = (
     "BaseWeights",
     "BaseCheck",
+    "ReferenceCheck",
     "LoraStart",
     "LoraInitialization",
     "AdapterSlices",

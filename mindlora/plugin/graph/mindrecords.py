@@ -2,15 +2,18 @@
 
 import contextlib
 import itertools
-from typing import Dict, Iterator
+from typing import Dict, Iterator, Optional
 
 import numpy as np
 
 from mindlora.errors import ConfigError
 
 
-def first_rows(path: str, count: int) -> Iterator[Dict[str, np.ndarray]]:
-    """Yields the columns of the first ``count`` rows of a MindRecord; raises ConfigError if it cannot be read."""
+def first_rows(path: str, count: Optional[int]) -> Iterator[Dict[str, np.ndarray]]:
+    """Yields the columns of the first ``count`` rows of a MindRecord, or of all of them with None.
+
+    Raises ConfigError if it cannot be read.
+    """
     from mindspore.mindrecord import FileReader
     from mindspore.mindrecord.common.exceptions import MindRecordException
 

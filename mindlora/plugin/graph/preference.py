@@ -72,7 +72,7 @@ def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> Preferenc
             )
     model.loss = LabelLogProbabilities(model.loss)
     reference = None
-    if settings.kind.uses_reference:
+    if settings.kind.uses_reference and not settings.precomputed_reference:
         reference = reference_network(network)
         mark_reference(reference)
         reference = RowLogProbabilities(reference, model.loss)

@@ -232,7 +232,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
     def positions(self, inputs: Tuple[Tensor, ...]) -> float:
         """Returns how many tokens, or examples, the loss of a batch could count at most: a constant of the shape."""
         if self.learns_preferences:
-            return float(inputs[-1].shape[0] * inputs[-1].shape[1])
+            marks = inputs[3]
+            return float(marks.shape[0] * marks.shape[1])
         return float(inputs[0].shape[0] * inputs[0].shape[1]) if self.counts_tokens else float(self.micro_batches)
 
     def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor:

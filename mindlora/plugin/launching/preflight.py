@@ -4,6 +4,8 @@ from typing import List
 
 from mindformers.tools.register import MindFormerConfig
 
+from mindlora.checks import preference
+from mindlora.checks.data_rows import files_of_run
 from mindlora.checks.examine import check_contents, check_run
 from mindlora.checks.files import check_files
 from mindlora.checks.finding import Finding, error, refuse
@@ -11,7 +13,9 @@ from mindlora.checks.mcore import is_mcore
 from mindlora.checks.parallel import is_scattered
 from mindlora.checks.training import WRAPPER, accumulates_here, callbacks_of, train_step
 from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.yaml_file import value_at
 from mindlora.config import PRESETS, expand_pet_type
+from mindlora.config.preference import preference_settings
 from mindlora.errors import ConfigError
 from mindlora.numerics import initializers
 from mindlora.plugin.callbacks.order import arrange_callbacks
@@ -76,6 +80,7 @@ def fill(config: MindFormerConfig) -> None:
         _fill_preset_learning_rate(config)
         _fill_resume(config)
         _add_initialization(config)
+        _add_reference_check(config)
         packing.set_boundary(config)
         train_step_settings.set_micro_batches(config)
         train_step_settings.prepare_exchange(config)
@@ -127,6 +132,14 @@ def _add_initialization(config):
     callbacks = config.callbacks or []
     if not any(callback.get("type") in _INITIALIZING_CALLBACKS for callback in callbacks):
         config.callbacks = [MindFormerConfig(type="LoraInitialization"), *callbacks]
+
+
+def _add_reference_check(config):
+    """Adds ReferenceCheck if the reference of preference training was computed before, and is in the data."""
+    node = value_at(config, preference.KEY)
+    if node is not None and preference_settings(node).precomputed_reference:
+        files = [path for _, paths in files_of_run(config) for path in paths]
+        config.callbacks = [*(config.callbacks or []), MindFormerConfig(type="ReferenceCheck", files=files)]
 
 
 def _move_lora_plus(config):

@@ -2,6 +2,7 @@
 
 from mindlora.config.preference import LOSSES, PreferenceSettings, preference_settings
 from mindlora.training.preference.loss import SUMS, PreferenceLoss, answer_tokens, preference_measures
+from mindlora.training.preference.precomputed import reference_fingerprint, to_column
 from mindlora.training.preference.reference import reference_network
 
 __all__ = [
@@ -12,5 +13,7 @@ __all__ = [
     "answer_tokens",
     "preference_measures",
     "preference_settings",
+    "reference_fingerprint",
     "reference_network",
+    "to_column",
 ]

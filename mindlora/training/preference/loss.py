@@ -7,6 +7,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.config.preference import PreferenceSettings
 from mindlora.training.preference.losses import PAIR_LOSSES, kto_loss
+from mindlora.training.preference.precomputed import from_column
 
 # What PreferenceLoss adds up beside the loss, in this order.
 SUMS = (
@@ -34,7 +35,7 @@ class PreferenceLoss(nn.Cell):
     Args:
         network (Cell): Called with tokens and labels, int32 [rows, N + 1] each, it returns the log-probability of each
             label but the first, float32 [rows * N], and 0 where the label does not count.
-        reference (Cell, optional): Likewise; None for a loss that needs none.
+        reference (Cell, optional): Likewise; None for a loss that needs none, or if the data has its log-probabilities.
         settings (PreferenceSettings): The loss.
 
     Inputs:
@@ -46,6 +47,8 @@ class PreferenceLoss(nn.Cell):
           another example's).
         - **marks** (Tensor) - int32 [batch, K], the column ``pairs`` or ``judgments``: 1 for a pair and for a desirable
           answer, -1 for an undesirable one, 0 where the row has no k-th example.
+        - **reference** (Tensor) - The log-probabilities of the reference as to_column gives them, in the shape of
+          labels, if settings.precomputed_reference is True.
 
     Outputs:
         Tuple (total, sums): the sum of the losses, float32 [], and SUMS, float32 [len(SUMS)], of which the first is the
@@ -58,6 +61,7 @@ class PreferenceLoss(nn.Cell):
         self.reference = reference
         self.settings = settings
         self.pairs = settings.kind.pairs
+        self.uses_reference = settings.kind.uses_reference
         self.pair_loss = PAIR_LOSSES.get(settings.loss)
         self.beta = float(settings.beta)
         self.smoothing = float(settings.label_smoothing)
@@ -70,26 +74,30 @@ class PreferenceLoss(nn.Cell):
         self.on = Tensor(1, mstype.float32)
         self.off = Tensor(0, mstype.float32)
 
-    def construct(self, input_ids: Tensor, labels: Tensor, answers: Tensor, marks: Tensor) -> Tuple[Tensor, Tensor]:
+    def construct(
+        self, input_ids: Tensor, labels: Tensor, answers: Tensor, marks: Tensor, reference: Optional[Tensor] = None
+    ) -> Tuple[Tensor, Tensor]:
         width = input_ids.shape[-1]
         tokens, labels = input_ids.reshape((-1, width)), labels.reshape((-1, width))
         batch, examples = marks.shape
         which = answers.reshape((-1, width))[:, 1:].reshape((batch, -1))
         which = self.one_hot(which, 2 * examples, self.on, self.off)
         lengths = which.sum(1).reshape((batch, examples, 2))
-        policy = self.of_answers(self.network(tokens, labels), which, lengths)
-        scores = policy
-        if self.reference is not None:
-            reference = self.of_answers(self.reference(tokens, labels), which, lengths)
-            scores = policy - ops.stop_gradient(reference)
-        compared = scores
-        if self.normalizes:
-            compared = scores / ops.maximum(lengths, self.on)
+        of_tokens = self.network(tokens, labels)
+        policy = self.of_answers(of_tokens, which, lengths)
         exists = (marks != 0).astype(mstype.float32)
+        compared, kl = policy, self.off
+        if self.uses_reference:
+            distances = of_tokens - ops.stop_gradient(self.reference_of(tokens, labels, reference))
+            compared = self.of_answers(distances, which, lengths)
+            if self.pairs:
+                moved = ops.stop_gradient(distances)
+                kl = (self.of_answers(ops.expm1(moved) - moved, which, lengths).sum(-1) * exists).sum()
+        if self.normalizes:
+            compared = compared / ops.maximum(lengths, self.on)
         judged = marks.astype(mstype.float32)
         # Where there is no example, a score of 0 would have infinite odds.
         compared = compared + (exists - 1).expand_dims(-1)
-        kl = self.off
         if self.pairs:
             losses = self.pair_loss(compared[:, :, 0], compared[:, :, 1], self.beta, self.smoothing, self.margin)
         else:
@@ -102,6 +110,12 @@ class PreferenceLoss(nn.Cell):
             losses = losses - self.sft_weight * mean * (marks > 0).astype(mstype.float32)
         sums = self.sums(ops.stop_gradient(compared), ops.stop_gradient(policy), lengths, judged, kl)
         return (losses * exists).sum(), sums
+
+    def reference_of(self, tokens: Tensor, labels: Tensor, column: Optional[Tensor]) -> Tensor:
+        """Returns the log-probabilities of the reference, float32 [rows * N], computed or from the data."""
+        if self.reference is not None:
+            return self.reference(tokens, labels)
+        return from_column(column.reshape(labels.shape)[:, 1:]).reshape((-1,))
 
     def of_answers(self, log_probabilities: Tensor, which: Tensor, lengths: Tensor) -> Tensor:
         """Returns the log-probability of each answer, float32 [batch, examples, 2], from those of its tokens."""
@@ -142,7 +156,7 @@ class PreferenceLoss(nn.Cell):
 def preference_measures(sums: Sequence[float], settings: PreferenceSettings) -> Dict[str, float]:
     """Returns MEASURES as SUMS tell them: means over examples, or over the chosen and over the rejected answers.
 
-    kl is known of KTO alone. What no example tells is left out.
+    Losses without a reference have no kl. What no example tells is left out.
     """
     total = dict(zip(SUMS, map(float, sums)))
     measures = {}
@@ -154,8 +168,9 @@ def preference_measures(sums: Sequence[float], settings: PreferenceSettings) -> 
         measures["reward_margin"] = measures["reward_chosen"] - measures["reward_rejected"]
     if total["examples"]:
         measures["reward_accuracy"] = total["right"] / total["examples"]
-        if not settings.kind.pairs:
-            measures["kl"] = total["kl"] / total["examples"]
+    if total["examples"] and settings.kind.uses_reference:
+        # Of pairs both answers tell; of judged answers the other example's, by which KTO estimates it.
+        measures["kl"] = total["kl"] / (total["examples"] * (2 if settings.kind.pairs else 1))
     return measures
 
 

@@ -9,13 +9,13 @@ from typing import Callable, Dict
 
 from mindspore import Tensor, ops
 
-_softplus = ops.Softplus()
-
 
 def log_sigmoid(x: Tensor) -> Tensor:
     """log(1 / (1 + e^-x)), also where e^-x overflows."""
-    # The gradient at 0, where DPO begins, is 1/2, which formulas with |x| or min(x, 0) miss.
-    return -_softplus(-x)
+    # min(x, 0) is (x - |x|) / 2 here, so that the gradient at 0, where DPO begins, is 1/2. MindSpore's Softplus on a
+    # CPU gives an element one of two values, by the thread that computes it: a resumed run would differ.
+    distance = ops.abs(x)
+    return 0.5 * (x - distance) - ops.log1p(ops.exp(-distance))
 
 
 def sigmoid_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, margin: float) -> Tensor:

@@ -25,11 +25,12 @@ def reference_network(network: nn.Cell) -> nn.Cell:
     if waiting:
         raise ConfigError(
             f"preference compares with the network as training finds it, and the adapter of {waiting[0]} takes its "
-            "part out of the base when training begins (lora_init). Use another lora_init, or a loss without a "
-            "reference: simpo, orpo or cpo."
+            "part out of the base when training begins (lora_init). Compute the reference before training (mindlora "
+            "reference, precomputed_reference: True), use another lora_init, or a loss without a reference: simpo, "
+            "orpo or cpo."
         )
     shared = _shared_objects(network)
-    new = [cell for _, cell in lora_cells(network) if _adds_nothing(cell)]
+    new = [cell for _, cell in lora_cells(network) if adds_nothing(cell)]
     left_out = {id(parameter) for cell in new for parameter in cell.lora_parameters()}
     for parameter in network.get_parameters():
         is_copied = parameter.requires_grad and id(parameter) not in left_out
@@ -58,7 +59,7 @@ def _shared_objects(network):
     return shared
 
 
-def _adds_nothing(cell: LoRACell) -> bool:
+def adds_nothing(cell: LoRACell) -> bool:
     """Tells whether an adapter leaves the base's output as it is, because it is new."""
     zero_part = cell.parts()[cell.variant.zero_part]
     return bool(zero_part.has_init) or not np.any(zero_part.asnumpy())

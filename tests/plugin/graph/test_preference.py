@@ -108,3 +108,10 @@ def test_a_step_in_graph_mode(make_llama, graph_mode):
     assert record.tokens == 4 * 9 and record.preference["tokens_chosen"] == 6
     assert record.preference["reward_margin"] > 0 and record.preference["reward_accuracy"] == 1
     assert ms.get_context("mode") == ms.GRAPH_MODE
+    # What guards set: a step above the limit changes nothing.
+    step.set_limits(0.01, np.inf)
+    before = [parameter.asnumpy() for parameter in network.trainable_params()]
+    step(*batch)
+    assert step.last_record().skipped
+    for parameter, value in zip(network.trainable_params(), before):
+        np.testing.assert_array_equal(parameter.asnumpy(), value)

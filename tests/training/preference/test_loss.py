@@ -147,6 +147,8 @@ def test_what_is_reported(pynative_mode, loss):
     else:
         chosen = rejected = list(policy)
         right = [scores[key][0] > scores[key][1] for key in policy]
+        if reference:
+            assert found.pop("kl") == pytest.approx(estimated_kl(values - reference_values, answers), rel=1e-5)
     second = 0 if loss == "kto" else 1
     expected = {
         "reward_chosen": 0.3 * np.mean([scores[key][0] for key in chosen]),
@@ -161,6 +163,12 @@ def test_what_is_reported(pynative_mode, loss):
     assert found == pytest.approx(expected, rel=1e-5)
     counted = [length for row, number in policy for length in LENGTHS[row][number][: 1 if loss == "kto" else 2]]
     assert answer_tokens(sums) == sum(counted)
+
+
+def estimated_kl(distances, answers):
+    """The mean over answers of the sum of e^s - 1 - s over their tokens."""
+    of_tokens = np.exp(distances.astype(np.float64)) - 1 - distances
+    return of_tokens[answers[:, 1:] >= 0].sum() / sum(2 * len(examples) for examples in LENGTHS)
 
 
 def test_what_no_example_tells_is_left_out():

@@ -1,0 +1,59 @@
+"""mindlora reference: the reference of preference training, computed once and kept with the data."""
+
+import argparse
+import dataclasses
+from typing import Dict
+
+from mindlora.cli.engine import log_elsewhere, prepare_imports
+from mindlora.cli.verb import Verb, add_command
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceReport:
+    """What mindlora reference wrote: MindRecord -> its rows."""
+
+    rows: Dict[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"{path}: {count} rows with the reference's log-probabilities" for path, count in self.rows.items()]
+        lines.append(
+            "runner_wrapper.preference: set precomputed_reference: True; train_dataset.input_columns: add 'reference' "
+            "at the end"
+        )
+        return "\n".join(lines)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.description += (
+        " Each MindRecord that the run learns from or is judged by (HeldOutLoss) gets the columns reference and "
+        "reference_fingerprint. It runs on one device."
+    )
+    parser.add_argument(
+        "yaml",
+        metavar="YAML",
+        help="MindFormers YAML of the run, with its base, pet_config, preference and data; --a.b.c VALUE and the flags "
+        "of mindlora-run override its keys",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="rows that are computed at once (default: runner_config.batch_size)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on standard error")
+    parser.set_defaults(overrides=[])
+    add_command(parser, _reference)
+
+
+def _reference(arguments: argparse.Namespace) -> ReferenceReport:
+    from mindlora.common.fields import COUNT, check_number
+    from mindlora.common.mindformers_version import require_mindformers
+
+    if arguments.batch_size is not None:
+        check_number(arguments.batch_size, "--batch-size", COUNT)
+    require_mindformers()
+    prepare_imports()
+    with log_elsewhere(arguments.verbose):
+        from mindlora.plugin.reference import keep_reference
+
+        return ReferenceReport(keep_reference(arguments.yaml, arguments.overrides, arguments.batch_size))
+
+
+VERBS = (Verb("reference", "Compute the reference of preference training once, and keep it with the data.", _options),)

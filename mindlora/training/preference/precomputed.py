@@ -1,0 +1,68 @@
+"""Log-probabilities of the reference that are kept with the data: their form, and which reference they are of."""
+
+import hashlib
+
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.common import dtype as mstype
+
+from mindlora.adapters.fingerprint import sampled_elements, sampled_paths
+from mindlora.errors import DataError
+from mindlora.nn.tensors import to_array
+from mindlora.nn.tree import lora_cells
+from mindlora.training.preference.reference import adds_nothing
+
+# MindFormers reads columns as int32. These are steps of 2^-22 nats, which is as fine as float32 is at 2 to 4 nats.
+_STEPS = 1 << 22
+
+
+def to_column(log_probabilities: np.ndarray) -> np.ndarray:
+    """Returns log-probabilities of tokens, float32, in nats, as int32 of the same shape.
+
+    Raises DataError if one is not finite, or below -512.
+    """
+    if not (log_probabilities > -(2**31) / _STEPS).all():
+        raise DataError(
+            f"The reference gives a token the log-probability {log_probabilities.min()}: the base is not the model "
+            "that the YAML describes, or its values are not finite. Name another load_checkpoint."
+        )
+    return np.rint(log_probabilities.astype(np.float64) * _STEPS).astype(np.int32)
+
+
+def from_column(column: Tensor) -> Tensor:
+    """Returns what to_column was given, as a float32 tensor."""
+    return column.astype(mstype.float32) * (1 / _STEPS)
+
+
+def reference_fingerprint(network: nn.Cell) -> np.ndarray:
+    """Returns what tells a reference from another one, int32 [8]: a hash of the network with which training begins.
+
+    The base's weights have their values, and a lora_init that changes the base has not been carried out: then it is
+    told by its settings, which with the base determine it. Of the base, samples are hashed; of what trains, all that
+    was loaded.
+    """
+    content = hashlib.sha256()
+    of_adapters = set()
+    for path, cell in lora_cells(network):
+        of_adapters.update(id(parameter) for parameter in cell.lora_parameters())
+        if cell.awaits_initialization:
+            content.update(f"{path} {cell.lora_init} {cell.lora_rank} {cell.scale};".encode())
+        elif not adds_nothing(cell):
+            _add(content, {parameter.name: parameter for parameter in cell.lora_parameters()}, _all_elements)
+    others = {p.name: p for p in network.get_parameters() if id(p) not in of_adapters}
+    trained = {name: parameter for name, parameter in others.items() if parameter.requires_grad}
+    content.update(str(sorted((name, tuple(parameter.shape)) for name, parameter in others.items())).encode())
+    _add(content, {name: others[name] for name in sampled_paths(others)}, sampled_elements)
+    _add(content, trained, _all_elements)
+    return np.frombuffer(content.digest(), np.int32)
+
+
+def _add(content, parameters, elements_of):
+    for name in sorted(parameters):
+        array = to_array(parameters[name])
+        content.update(f"{name} {array.dtype};".encode())
+        content.update(np.ascontiguousarray(elements_of(array)).tobytes())
+
+
+def _all_elements(array):
+    return array

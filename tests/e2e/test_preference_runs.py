@@ -1,0 +1,213 @@
+"""Runs that learn from preferences: with the reference kept in the data, on several processes, resumed, and with what
+else a YAML may ask for."""
+
+import shutil
+import types
+
+import mindspore as ms
+import numpy as np
+import pytest
+import yaml
+
+from mindlora.data.mindrecord import write_mindrecord
+from mindlora.training.history import read_history
+from tests.e2e.test_msrun import ENTRY, free_port, msrun
+from tests.support import tiny_runs
+from tests.support.runs import SEQUENCE, SIZES, VOCABULARY, python, succeeded
+
+COLUMNS = ["input_ids", "labels", "answers", "pairs"]
+PAIRS, EPOCHS = 32, 4
+STEPS = PAIRS // tiny_runs.BATCH_SIZE * EPOCHS
+BEGIN = np.log(2)
+
+
+def pair(rng):
+    """A pair whose chosen answer has small tokens, and whose rejected one has large ones."""
+    prompt = rng.integers(4, VOCABULARY, rng.integers(3, 7))
+    tokens = np.full((2, SEQUENCE + 1), tiny_runs.PAD, np.int32)
+    answers = np.full_like(tokens, -1)
+    for side, least in enumerate((4, 34)):
+        answer = rng.integers(least, least + 30, rng.integers(3, 9))
+        text = np.concatenate([prompt, answer])
+        tokens[side, : len(text)] = text
+        answers[side, len(prompt) : len(text)] = side
+    labels = np.where(answers >= 0, tokens, -100).astype(np.int32)
+    return {"input_ids": tokens, "labels": labels, "answers": answers, "pairs": np.ones(1, np.int32)}
+
+
+class Runs:
+    """Runs of one configuration on 32 pairs, eight more held out."""
+
+    def __init__(self, folder, base):
+        self.folder, self.base = folder, base
+        self.train, self.held_out = folder / "pairs.mindrecord", folder / "heldout.mindrecord"
+        rng = np.random.default_rng(0)
+        write_mindrecord((pair(rng) for _ in range(PAIRS)), str(self.train))
+        write_mindrecord((pair(rng) for _ in range(8)), str(self.held_out))
+
+    def config(self, *callbacks, pet_config=None, rate=5e-2, base=None, data=None, **preference):
+        """The YAML; ``data`` is the folder of other files of the same names."""
+        train, held_out = (path if data is None else data / path.name for path in (self.train, self.held_out))
+        common = [
+            {"type": "LossCurve"},
+            {"type": "HeldOutLoss", "dataset_dir": str(held_out), "every_steps": 8},
+            {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 9},
+        ]
+        base = self.base if base is None else base
+        config = tiny_runs.tiny_config(train, EPOCHS, [*common, *callbacks], load_checkpoint=str(base))
+        config["model"]["model_config"].update(SIZES)
+        config["model"]["model_config"]["pet_config"].update(pet_config or {})
+        config["lr_schedule"]["learning_rate"] = rate
+        columns = [*COLUMNS, "reference"] if preference.get("precomputed_reference") else COLUMNS
+        config["train_dataset"]["input_columns"] = columns
+        config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
+        config["runner_wrapper"]["preference"] = {"loss": "dpo", "beta": 0.5, **preference}
+        return config
+
+    def start(self, name, *callbacks, resume=None, **changes):
+        """Runs it; returns the process, the output folder, the losses and the history."""
+        config = self.config(*callbacks, **changes)
+        if resume:
+            (saving,) = (callback for callback in config["callbacks"] if callback["type"] == "LoraCheckpoint")
+            saving["resume"] = str(resume)
+        output = self.folder / name
+        process = tiny_runs.launch(config, output)
+        if process.returncode:
+            return types.SimpleNamespace(process=process, output=output)
+        return types.SimpleNamespace(
+            process=process, output=output, losses=tiny_runs.losses(output), history=read_history(str(output))
+        )
+
+    def keep_reference(self, folder, **changes):
+        """Has ``mindlora reference`` add the reference to copies of the data; returns their folder."""
+        folder.mkdir()
+        for path in (self.train, self.held_out):
+            for file in (path, path.with_name(path.name + ".db")):
+                shutil.copy(file, folder)
+        (folder / "run.yaml").write_text(yaml.safe_dump(self.config(data=folder, **changes)))
+        report = succeeded(python(["-m", "mindlora.cli", "reference", "run.yaml"], folder))
+        assert f"pairs.mindrecord: {PAIRS} rows" in report and "heldout.mindrecord: 8 rows" in report
+        return folder
+
+
+@pytest.fixture(scope="module")
+def runs(base, tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("preferences"), base)
+
+
+@pytest.fixture(scope="module")
+def plain(runs):
+    """A run that computes the reference in each step."""
+    run = runs.start("plain")
+    assert run.process.returncode == 0, run.process.stderr[-3000:]
+    return run
+
+
+@pytest.fixture(scope="module")
+def kept(runs, tmp_path_factory):
+    """The folder of data that has the reference of ``plain``."""
+    return runs.keep_reference(tmp_path_factory.mktemp("kept") / "data")
+
+
+def held_out(run, name):
+    return run.history.series(f"held_out_{name}")[1]
+
+
+def test_the_rewards_come_into_the_right_order(plain):
+    assert len(plain.losses) == STEPS and plain.losses[1] == pytest.approx(BEGIN, rel=1e-5)
+    assert held_out(plain, "reward_accuracy")[-1] > 0.8 and held_out(plain, "reward_margin")[-1] > 0.5
+    kl = plain.history.series("kl")[1]
+    assert kl[0] == 0 and kl[-1] > 0.01 and len(held_out(plain, "kl")) == STEPS // 8
+
+
+def test_a_reference_kept_with_the_data_is_the_one_of_each_step(runs, plain, kept):
+    run = runs.start("precomputed", data=kept, precomputed_reference=True)
+    assert run.process.returncode == 0, run.process.stderr[-3000:]
+    np.testing.assert_allclose(list(run.losses.values()), list(plain.losses.values()), rtol=2e-5)
+    for name in ("loss", "reward_margin", "kl"):
+        np.testing.assert_allclose(held_out(run, name), held_out(plain, name), rtol=1e-4)
+
+
+def test_a_reference_of_another_base_is_refused(runs, kept, tmp_path):
+    weights = ms.load_checkpoint(str(runs.base))
+    for parameter in weights.values():
+        parameter.set_data(parameter * 1.01)
+    other = str(tmp_path / "other.ckpt")
+    ms.save_checkpoint([{"name": name, "data": parameter} for name, parameter in weights.items()], other)
+    run = runs.start("other-base", data=kept, base=other, precomputed_reference=True)
+    assert run.process.returncode == 1 and "has log-probabilities of another reference" in run.process.stderr
+    assert "Run mindlora reference again." in run.process.stderr
+
+
+def test_data_without_a_reference_is_refused(runs):
+    run = runs.start("without", precomputed_reference=True)
+    assert run.process.returncode == 1 and "Run mindlora reference on this YAML" in run.process.stderr
+
+
+def test_an_adapter_made_from_the_base_begins_at_its_own_reference(runs, tmp_path):
+    pissa = {"lora_init": "pissa"}
+    data = runs.keep_reference(tmp_path / "data", pet_config=pissa)
+    run = runs.start("pissa", data=data, pet_config=pissa, precomputed_reference=True)
+    assert run.process.returncode == 0, run.process.stderr[-3000:]
+    assert run.losses[1] == pytest.approx(BEGIN, rel=1e-5) and run.losses[STEPS] < 0.5 * BEGIN
+    assert run.history.series("kl")[1][0] < 1e-8
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(runs, plain):
+    run = runs.start("resumed", resume=plain.output / "lora_checkpoint" / "step_8")
+    assert run.process.returncode == 0, run.process.stderr[-3000:]
+    assert run.losses == {step: loss for step, loss in plain.losses.items() if step > 8}
+    tiny_runs.assert_same_state(*(each.output / "lora_checkpoint" / f"step_{STEPS}" for each in (plain, run)))
+
+
+ADALORA = {"use_adalora": True, "lora_rank": None, "init_r": 6, "target_r": 3, "tinit": 2, "tfinal": 4, "deltaT": 2}
+
+
+@pytest.mark.parametrize("name, pet_config", [("neftune", {"neftune_alpha": 5.0}), ("adalora", ADALORA)])
+def test_it_goes_with(name, pet_config, runs):
+    run = runs.start(name, pet_config=pet_config)
+    assert run.process.returncode == 0, run.process.stderr[-3000:]
+    # The reference has no noise.
+    assert (abs(run.losses[1] - BEGIN) < 1e-5) == (name != "neftune")
+    losses = held_out(run, "loss")
+    assert losses[-1] < losses[0] and held_out(run, "reward_margin")[-1] > 0.03
+
+
+def test_a_base_in_4_bits(runs, base, tmp_path):
+    quantized = tmp_path / "base.safetensors"
+    succeeded(python(["-m", "mindlora.cli", "quantize-base", base, quantized], tmp_path))
+    run = runs.start("nf4", base=quantized, pet_config={"quantize_base": "nf4"})
+    assert run.process.returncode == 0, run.process.stderr[-3000:]
+    assert run.losses[1] == pytest.approx(BEGIN, rel=1e-5) and held_out(run, "reward_accuracy")[-1] > 0.8
+
+
+def test_two_processes_train_what_one_trains_on_the_joined_batch(runs, tmp_path):
+    states = {}
+    for name, count in (("one", 1), ("two", 2)):
+        # Several processes with a load_checkpoint would wait at a Barrier, which has no CPU kernel.
+        config = runs.config(base="")
+        config["train_dataset"]["data_loader"]["shuffle"] = False
+        config["callbacks"] = [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps": 100}]
+        config["runner_config"].update(batch_size=8 // count, epochs=1)
+        # Adam divides by the size of the gradient, which would hide one twice as large.
+        config["optimizer"]["eps"], config["lr_schedule"]["learning_rate"] = 1.0, 4.0
+        if count == 2:
+            config["use_parallel"], config["parallel_config"] = True, {"data_parallel": 2}
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        command = f"{ENTRY} --config run.yaml --output_dir {folder / 'output'}"
+        if count == 1:
+            succeeded(python(["-m", "mindlora.plugin.launcher", *command.split()[1:]], folder))
+        else:
+            run = msrun(folder, command, "2", free_port(), "log", "True", "300")
+            assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+        states[name] = tiny_runs.state(folder / "output" / "lora_checkpoint" / f"step_{PAIRS // 8}")
+        states[name, "margin"] = read_history(str(folder / "output")).series("reward_margin")[1]
+    margins = states["one", "margin"]
+    assert len(margins) == PAIRS // 8 and margins[-1] > 5e-5
+    np.testing.assert_allclose(states["two", "margin"], margins, rtol=1e-3, atol=1e-6)
+    for name, array in states["one"].items():
+        if "lora" in name:
+            np.testing.assert_allclose(states["two"][name], array, atol=5e-6)
+            assert np.abs(array).max() > 1e-4
