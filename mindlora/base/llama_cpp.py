@@ -1,6 +1,7 @@
 """A whole model for llama.cpp and what is built on it, such as Ollama: weights, sizes and tokenizer in one file."""
 
 import functools
+import logging
 import math
 import os
 from typing import Any, Callable, Dict, List, Mapping, Optional
@@ -17,6 +18,8 @@ from mindlora.models import llama_cpp, names
 from mindlora.models.hugging_face import HuggingFaceConfig, Rope
 from mindlora.models.llama_cpp import LlamaCppModel
 from mindlora.numerics.dtypes import to_float32
+
+logger = logging.getLogger("mindlora")
 
 # How weights can be stored -> general.file_type.
 TYPES = {F32: 0, F16: 1, Q8_0: 7}
@@ -66,6 +69,7 @@ def write(
     """
     hugging_face = HuggingFaceConfig(os.path.join(folder, "config.json"), config)
     model = llama_cpp.MODELS[hugging_face.model_type]
+    hugging_face.require("hidden_act", "silu", f"llama.cpp's {model.name} has silu alone")
     heads = hugging_face.count("num_attention_heads")
     kv_heads = hugging_face.count("num_key_value_heads", heads)
     head_dim = hugging_face.count("head_dim", hugging_face.count("hidden_size") // heads)
@@ -77,7 +81,7 @@ def write(
         "general.quantization_version": Uint32(2),
     }
     sizes: Dict[str, Value] = {
-        "context_length": Uint32(hugging_face.count("max_position_embeddings", 2048)),
+        "context_length": Uint32(_context_length(hugging_face, model)),
         "embedding_length": Uint32(hugging_face.count("hidden_size")),
         "block_count": Uint32(hugging_face.count("num_hidden_layers")),
         "feed_forward_length": Uint32(hugging_face.count("intermediate_size")),
@@ -105,6 +109,23 @@ def write(
         factors = _llama3_factors(hugging_face, rope, head_dim)
         written.append(GgufTensor("rope_freqs.weight", factors.shape, F32, lambda: factors))
     gguf_file.write(output, model.name, metadata, written)
+
+
+def _context_length(config: HuggingFaceConfig, model: LlamaCppModel) -> int:
+    """Returns for how many tokens llama.cpp does what the model does; warns if the model takes more."""
+    length, window = config.count("max_position_embeddings", 2048), config.window()
+    if window is None or window >= length:
+        return length
+    logger.warning(
+        "%s: a token attends to the last %d (sliding_window), and llama.cpp's %s attends to all. Keep texts within %d "
+        "tokens, up to which both are the same: the GGUF file states them as the model's context, instead of %d.",
+        config.path,
+        window,
+        model.name,
+        window,
+        length,
+    )
+    return window
 
 
 def _tensor(

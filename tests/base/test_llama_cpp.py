@@ -127,6 +127,7 @@ def test_weights_sizes_and_tokens_are_in_the_file(base, adapter, tmp_path, outty
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "mindlora writes no GGUF file with rope_type yarn",
         ),
+        ("config.json", {"hidden_act": "gelu"}, "hidden_act is 'gelu', and llama.cpp's qwen2 has silu alone"),
         ("tokenizer.json", {"model": {"type": "Unigram", "vocab": []}}, "is of type 'Unigram', and mindlora writes"),
         (
             "tokenizer.json",
@@ -140,6 +141,14 @@ def test_what_has_no_place_in_the_file_is_refused(base, adapter, tmp_path, file,
     with pytest.raises(LoraError, match=message):
         merge_checkpoint(str(base), str(adapter), str(tmp_path / "x.gguf"))
     assert not (tmp_path / "x.gguf").exists()
+
+
+def test_the_context_ends_where_the_window_of_the_base_begins_to_slide(base, adapter, tmp_path, caplog):
+    change(base / "config.json", use_sliding_window=True, sliding_window=8)
+    merge_checkpoint(str(base), str(adapter), str(tmp_path / "x.gguf"))
+    fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
+    assert fields["qwen2.context_length"].contents() == 8
+    assert "a token attends to the last 8 (sliding_window), and llama.cpp's qwen2 attends to all" in caplog.text
 
 
 def test_a_tensor_without_a_name_there_is_refused(base, adapter, tmp_path):
