@@ -53,6 +53,12 @@ def settle(
         )
 
 
+def has_lone_embedding(adapter: Adapter) -> bool:
+    """Tells whether an adapter has an embedding of its own beside which a tied output head stays the base's."""
+    embedding = _saved(adapter, names.embeddings())
+    return embedding is not None and not _saved(adapter, names.output_heads()) and _is_untied(adapter, embedding)
+
+
 def _is_table(weight: np.ndarray, table: np.ndarray) -> bool:
     """Tells whether a weight is the table, as far as rounding lets it be; matching sees to the shapes."""
     weight = to_float32(weight)

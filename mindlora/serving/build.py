@@ -12,16 +12,17 @@ from mindlora.nn.adapter_matching import cell_shapes
 from mindlora.nn.base_fingerprint import fingerprints_of, joined_fingerprints_of
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import weight_of
-from mindlora.numerics.dtypes import BFLOAT16
+from mindlora.numerics.dtypes import BFLOAT16, to_float32
 from mindlora.quantize import quantize_base
 from mindlora.serving.adapter_memory import AdapterMemory
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.adapter_slots import AdapterSlots
+from mindlora.serving.adapter_tables import BaseTables
 from mindlora.serving.blocks import BlockPool
 from mindlora.serving.detokenizer import end_tokens
 from mindlora.serving.engine import Engine
 from mindlora.serving.mcore_network import McoreNetwork
-from mindlora.serving.network import add_pools, build_network, linear_cells
+from mindlora.serving.network import add_pools, build_network, embedding_of, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.scheduler import Scheduler
@@ -61,8 +62,9 @@ def make_engine(
         fingerprint = fingerprints_of(cells)
     pooled = add_pools(network, cells, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).dtype)]
-    layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint, None if quantize else _weights(cells))
-    runner = ModelRunner(network, pooled, dtype, settings)
+    tables = _tables(network)
+    layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint, None if quantize else _weights(cells), tables)
+    runner = ModelRunner(network, pooled, dtype, settings, tables)
     memory = AdapterMemory(registry, lambda path: prepare(path, layout), settings.adapter_memory)
     adapters = AdapterSlots(memory, settings.slots, runner.pools.write)
     scheduler = Scheduler(
@@ -82,3 +84,11 @@ def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, np.ndarray]]:
     if ms.get_context("device_target") != "CPU":
         return None
     return {path: to_array(weight_of(cell)) for path, cell in cells.items()}
+
+
+def _tables(network: nn.Cell) -> Optional[BaseTables]:
+    """Returns the base's embedding, and None where not on a CPU."""
+    if ms.get_context("device_target") != "CPU":
+        return None
+    table = embedding_of(network)[1]
+    return BaseTables(to_float32(to_array(table)), network.lm_head.weight is table)

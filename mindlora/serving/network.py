@@ -16,7 +16,7 @@ from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
-from mindlora.serving.mcore_network import build_mcore
+from mindlora.serving.mcore_network import McoreNetwork, build_mcore
 from mindlora.serving.settings import EngineSettings
 
 # Up to this many tokens, one pass over each weight beats MatMul and the adapters' operator on a CPU, threefold at 16.
@@ -199,6 +199,67 @@ class ServedHead(nn.Cell):
         return self.cast(logits, mstype.float32)
 
 
+class ServedEmbedding(nn.Cell):
+    """The base's embedding; for the tokens of some adapters, rows of the adapter's own.
+
+    Inputs:
+        - **tokens** (Tensor) - int32, T tokens together.
+
+    Outputs:
+        Tensor: that of the base's cell, or where ``owned`` is not 0 the rows of ``rows``.
+
+    Attributes:
+        rows, owned (Parameter): float32 [max_tokens_per_step, hidden] and [max_tokens_per_step, 1], of the step's
+            tokens in order. See put_rows.
+        replaced (bool): A flag, read when a graph is compiled: whether any token may have a row of its own.
+    """
+
+    def __init__(self, embedding: nn.Cell, table: Parameter, max_tokens: int):
+        super().__init__(auto_prefix=False)
+        self.embedding = embedding
+        self.hidden = table.shape[1]
+        zeros = initializer("zeros", [max_tokens, self.hidden], mstype.float32)
+        self.rows = Parameter(zeros, name="own_embedding_rows", requires_grad=False)
+        self.owned = Parameter(initializer("zeros", [max_tokens, 1], mstype.float32), name="has_own_embedding_row")
+        self.owned.requires_grad = False
+        self.replaced = False
+
+    def put_rows(self, places: np.ndarray, rows: np.ndarray) -> None:
+        """Gives the tokens at ``places`` of the next step the rows [len(places), hidden], and all others the base's."""
+        owned = np.zeros(self.owned.shape, np.float32)
+        owned[places] = 1
+        whole = np.zeros(self.rows.shape, np.float32)
+        whole[places] = rows
+        self.owned.set_data(Tensor(owned))
+        self.rows.set_data(Tensor(whole))
+
+    def construct(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens)
+        if not self.replaced:
+            return embedded
+        flat = ops.reshape(embedded, (-1, self.hidden))
+        count = flat.shape[0]
+        rows = ops.cast(ops.slice(self.rows, (0, 0), (count, self.hidden)), flat.dtype)
+        owned = ops.broadcast_to(ops.slice(self.owned, (0, 0), (count, 1)) > 0, rows.shape)
+        return ops.reshape(ops.select(owned, rows, flat), embedded.shape)
+
+
+def embedding_of(network: nn.Cell) -> Tuple[nn.Cell, Parameter]:
+    """Returns the cell that embeds tokens, and its table [vocabulary, hidden]."""
+    model = network.model
+    if isinstance(network, McoreNetwork):
+        return model.embed_tokens, model.embed_tokens.weight
+    return model.tok_embeddings, model.tok_embeddings.embedding_weight
+
+
+def open_embedding(network: nn.Cell, settings: EngineSettings) -> ServedEmbedding:
+    """Lets the adapters of a network have embeddings of their own, in place; its weights must have been loaded."""
+    cell, table = embedding_of(network)
+    served = ServedEmbedding(cell, table, settings.max_tokens_per_step)
+    replace_children(network, {id(cell): served})
+    return served
+
+
 def takes_few(query_lengths: np.ndarray, last: np.ndarray) -> bool:
     """Tells whether a step is for the graph of few tokens, by its requests' tokens [B] and its samples [R].
 
@@ -214,15 +275,20 @@ def decodes_alone(few: bool) -> bool:
     return few and ms.get_context("device_target") != "CPU"
 
 
-def set_stage(network: nn.Cell, few: bool, gained: bool) -> None:
-    """Sets the flags by which cells tell the graphs apart; they are read when a graph is compiled."""
+def set_stage(network: nn.Cell, few: bool, beyond_pairs: bool) -> None:
+    """Sets the flags by which cells tell the graphs apart; they are read when a graph is compiled.
+
+    ``beyond_pairs`` says whether adapters of the step may have gains, or embeddings of their own.
+    """
     decodes = decodes_alone(few)
     network.add_flags_custom(is_first_iteration=not decodes)
     for _, cell in network.cells_and_names():
         if hasattr(cell, "chunk_prefill"):
             cell.add_flags(chunk_prefill=not decodes)
         elif isinstance(cell, MultiLoRADense):
-            cell.add_flags(few=few, gained=gained)
+            cell.add_flags(few=few, gained=beyond_pairs)
+        elif isinstance(cell, ServedEmbedding):
+            cell.add_flags(replaced=beyond_pairs)
 
 
 # MindFormers' network stays as it is. Where it runs on a CPU, leaf cells that have no kernel there, or are many

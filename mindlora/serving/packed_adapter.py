@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional
 
 import numpy as np
 
@@ -10,10 +10,11 @@ from mindlora.adapters import files, matching
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.matching import CellShape
 from mindlora.common.text import listed
-from mindlora.errors import NotFiniteError, RankMismatchError, UnexpectedTensorsError
+from mindlora.errors import NotFiniteError, RankMismatchError
 from mindlora.models import names
 from mindlora.nn.dora import row_norms
 from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
+from mindlora.serving.adapter_tables import AdapterTables, BaseTables, refuse_served, take_tables
 
 # What is at least this large rounds to infinity: halfway from the largest number to the next power of two.
 _LIMITS = {np.dtype("<f2"): 65520.0, BFLOAT16: (2 - 2.0**-8) * 2.0**127}
@@ -32,6 +33,7 @@ class ServedLayout:
             trained; None checks no base. It is called in the thread that prepares.
         weights (mapping or None): Adapter path -> the base's weight [out, in] there, for DoRA; None where there are
             none in float.
+        tables (BaseTables or None): The base's embedding and head, for adapters with their own; None refuses them.
     """
 
     cells: Mapping[str, CellShape]
@@ -39,6 +41,7 @@ class ServedLayout:
     dtype: np.dtype = np.dtype("<f4")
     fingerprint: Optional[Callable[[List[str]], Optional[dict]]] = None
     weights: Optional[Mapping[str, np.ndarray]] = None
+    tables: Optional[BaseTables] = None
 
 
 class Block(NamedTuple):
@@ -68,6 +71,7 @@ class PackedAdapter:
         source (str): Where it was read.
         blocks (dict): Adapter path -> Block. A cell that is not in it gets rank 0.
         fingerprint (dict or None): That of the base that it was trained on, as the file has it.
+        tables (AdapterTables): Its own embedding and output head.
     """
 
     source: str
@@ -75,6 +79,7 @@ class PackedAdapter:
     nbytes: int
     rank_max: int
     fingerprint: Optional[dict] = None
+    tables: AdapterTables = AdapterTables()
 
 
 def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
@@ -86,50 +91,40 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
         MissingTensorsError, ShapeMismatchError, NotFiniteError, ScaleMismatchError: A tensor cannot be used.
-        UnexpectedTensorsError: A tensor has no place in the pools, as of embeddings, modules_to_save.
+        UnexpectedTensorsError: A tensor has no place, as of saved modules other than embedding and output head.
         RankMismatchError: A rank is above max_rank.
         BaseMismatchError: It was trained on another base.
     """
     adapter = files.read(source)
-    _check_servable(adapter, layout, source)
-    rearranged = matching.match(adapter, matching.Cells(layout.cells), source)
-    _check_ranks(adapter, source, rearranged, layout.max_rank)
     adapter.check_finite(source)
+    tables = take_tables(adapter, layout.tables, source)
+    _check_servable(adapter, layout, source)
+    # An adapter can be of tables alone.
+    rearranged = bool(adapter.paths) and matching.match(adapter, matching.Cells(layout.cells), source)
+    _check_ranks(adapter, source, rearranged, layout.max_rank)
     fingerprint = layout.fingerprint
-    if fingerprint is not None and not rearranged:
+    if fingerprint is not None and not rearranged and adapter.paths:
         matching.check_base(adapter, source, lambda: fingerprint(adapter.paths), "error")
     blocks = {path: _block(adapter, path, layout, source) for path in adapter.paths}
     return PackedAdapter(
         source,
         blocks,
-        sum(block.nbytes for block in blocks.values()),
-        max(len(block.rows) for block in blocks.values()),
+        sum(block.nbytes for block in blocks.values()) + tables.nbytes,
+        max((len(block.rows) for block in blocks.values()), default=0),
         adapter.fingerprint,
+        tables,
     )
 
 
 def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None:
-    """Raises UnexpectedTensorsError for what no pool can hold, with the way out."""
+    """Raises UnexpectedTensorsError for pairs that no pool can hold, with the way out."""
     variant = adapter.variant
     if variant.row_norms and layout.weights is None:
-        _refuse(source, f"{variant.tensors} ({variant.field}), which need the base in float, and on a CPU")
-    if adapter.saved_modules:
-        _refuse(source, f"saved modules (modules_to_save), which replace the base's: {listed(adapter.saved_modules)}")
+        refuse_served(source, f"{variant.tensors} ({variant.field}), which need the base in float, and on a CPU")
     served = {names.to_mindformers(path) for path in layout.cells}
-    lone = [path for path in adapter.paths if names.to_mindformers(path) not in served]
-    tables = [path for path in lone if path in adapter.embeddings or names.is_embedding(path)]
-    if tables:
-        _refuse(source, f"pairs of embeddings: {listed(tables)}")
-    heads = [path for path in lone if names.is_output_head(path)]
+    heads = [path for path in adapter.paths if names.is_output_head(path) and names.to_mindformers(path) not in served]
     if heads:
-        _refuse(source, f"pairs of output heads: {listed(heads)}")
-
-
-def _refuse(source: str, content: str) -> NoReturn:
-    raise UnexpectedTensorsError(
-        f"{source} cannot be served beside other adapters: it holds {content}. Merge it into its base with "
-        "`mindlora merge`, and serve that."
-    )
+        refuse_served(source, f"pairs of output heads: {listed(heads)}")
 
 
 def _check_ranks(adapter: Adapter, source: str, rearranged: bool, max_rank: int) -> None:

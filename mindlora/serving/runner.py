@@ -8,9 +8,11 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.nn.multi_lora_dense import MultiLoRADense
-from mindlora.nn.tensors import to_tensor
+from mindlora.nn.tensors import to_array, to_tensor
+from mindlora.numerics.dtypes import to_float32
 from mindlora.ops.multi_lora_slot_write import MultiLoraSlotWrite
-from mindlora.serving.network import ServedHead, ServedStep, set_stage, takes_few
+from mindlora.serving.adapter_tables import AdapterTables, BaseTables
+from mindlora.serving.network import ServedHead, ServedStep, open_embedding, set_stage, takes_few
 from mindlora.serving.packed_adapter import PackedAdapter
 from mindlora.serving.request import Part
 from mindlora.serving.settings import EngineSettings
@@ -71,6 +73,7 @@ class SlotPools:
 
     Attributes:
         gained (set of int): The slots whose adapter has gains (DoRA).
+        tables (dict): Slot -> AdapterTables, of adapters with an embedding or an output head of their own.
     """
 
     def __init__(self, cells: Mapping[str, MultiLoRADense], dtype: np.dtype):
@@ -79,6 +82,7 @@ class SlotPools:
         self._write_gains = _WriteGains(list(cells.values()))
         self._widths = {path: cell.out_channels for path, cell in cells.items()}
         self.gained: Set[int] = set()
+        self.tables: Dict[int, AdapterTables] = {}
         # What a cell gets that the adapter leaves as it is: one row that adds nothing.
         self._nothing = [to_tensor(np.zeros((1, cell.lora_pool.shape[2]), dtype)) for cell in cells.values()]
 
@@ -93,6 +97,9 @@ class SlotPools:
             rows = [gains.get(path, np.zeros(width, np.float32))[None] for path, width in self._widths.items()]
             self._write_gains(Tensor(np.array([slot], np.int32)), *map(Tensor, rows))
         self.gained = self.gained - {slot} | ({slot} if gains else set())
+        self.tables.pop(slot, None)
+        if packed.tables.nbytes:
+            self.tables[slot] = packed.tables
 
     def warm_up(self) -> None:
         """Compiles the graph, and leaves every slot empty."""
@@ -143,21 +150,31 @@ class ModelRunner:
 
     Three graphs are compiled by warm_up: one for steps of few tokens, such as decoding, one for many, such as chunks of
     prompts with decoding beside them, and one for the logits of tokens that are not the last ones; other numbers of
-    requests or tokens compile nothing. Each has a twin for steps in which an adapter has gains (DoRA), which the first
-    such step compiles. ``cells`` is what add_pools returned for the network, whose weights must have
-    been loaded.
+    requests or tokens compile nothing. Each has a twin for steps in which an adapter has more than pairs of linear
+    cells, gains (DoRA) or an embedding of its own, which the first such step compiles. ``cells`` is what add_pools
+    returned for the network, whose weights must have been loaded; ``tables`` are the base's, None where adapters have
+    none of their own.
     """
 
-    def __init__(self, network: nn.Cell, cells: Dict[str, MultiLoRADense], dtype: np.dtype, settings: EngineSettings):
+    def __init__(
+        self,
+        network: nn.Cell,
+        cells: Dict[str, MultiLoRADense],
+        dtype: np.dtype,
+        settings: EngineSettings,
+        tables: Optional[BaseTables] = None,
+    ):
         self.network = network
         self.settings = settings
         self.pools = SlotPools(cells, dtype)
+        self._tables = tables
+        self._embedding = open_embedding(network, settings)
         shared = next(iter(cells.values())).slots_of_tokens
         self._shared_slots = shared
-        # (few tokens, with gains) -> graph; with gains -> graph of the head.
+        # (few tokens, beyond pairs) -> graph; beyond pairs -> graph of the head.
         self._steps: Dict[Tuple[bool, bool], ServedStep] = {}
         self._heads: Dict[bool, ServedHead] = {}
-        # What the head took in the last step, the slots of its tokens, and whether they have gains.
+        # What the head took in the last step, the slots of its tokens, and whether these have more than pairs.
         self._last: Optional[Tuple[Tensor, Tensor, bool]] = None
         self.vocab_size: int = network.config.vocab_size
 
@@ -185,23 +202,53 @@ class ModelRunner:
 
         ``rows`` counts the step's tokens, part after part; FEW_TOKENS of them at most.
         """
-        hidden, slots, gained = self._last
-        if gained not in self._heads:
-            head = self._heads[gained] = ServedHead(self.network)
+        hidden, slots, beyond_pairs = self._last
+        if beyond_pairs not in self._heads:
+            head = self._heads[beyond_pairs] = ServedHead(self.network)
             head.set_inputs(
                 Tensor(shape=[None, hidden.shape[1]], dtype=hidden.dtype),
                 Tensor(shape=list(slots.shape), dtype=mstype.int32),
                 Tensor(shape=[None], dtype=mstype.int32),
             )
             # Read when it is called first.
-            set_stage(self.network, True, gained)
-        return self._heads[gained](hidden, slots, Tensor(np.array(rows, np.int32))).asnumpy()
+            set_stage(self.network, True, beyond_pairs)
+        logits = self._heads[beyond_pairs](hidden, slots, Tensor(np.array(rows, np.int32))).asnumpy()
+        return self._with_own_heads(logits, rows)
 
-    def _step_for(self, few: bool, gained: bool) -> ServedStep:
-        if (few, gained) not in self._steps:
-            self._steps[few, gained] = ServedStep(self.network, self._shared_slots, few)
-            set_stage(self.network, few, gained)
-        return self._steps[few, gained]
+    def _step_for(self, few: bool, beyond_pairs: bool) -> ServedStep:
+        if (few, beyond_pairs) not in self._steps:
+            self._steps[few, beyond_pairs] = ServedStep(self.network, self._shared_slots, few)
+            set_stage(self.network, few, beyond_pairs)
+        return self._steps[few, beyond_pairs]
+
+    def _put_embeddings(self, inputs: StepInputs) -> bool:
+        """Gives tokens the rows of their adapters' own embeddings; returns whether an adapter has more than pairs."""
+        owners = {slot for slot, tables in self.pools.tables.items() if tables.has_embedding}
+        present = set(inputs.slots.tolist())
+        if not present & (owners | self.pools.gained):
+            return False
+        rows = np.zeros((len(inputs.tokens), self._embedding.hidden), np.float32)
+        for slot in present & owners:
+            places = np.flatnonzero(inputs.slots == slot)
+            rows[places] = self.pools.tables[slot].embed(inputs.tokens[places], self._tables)
+        places = np.flatnonzero(np.isin(inputs.slots, list(owners)))
+        self._embedding.put_rows(places, rows[places])
+        return True
+
+    def _with_own_heads(self, logits: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        """Returns logits [len(rows), vocabulary] after tokens of the last step, by the heads of their adapters."""
+        owners = {slot: tables for slot, tables in self.pools.tables.items() if tables.head is not None}
+        if not owners:
+            return logits
+        hidden, slots, _ = self._last
+        hidden = to_float32(to_array(hidden))
+        slots = slots.asnumpy().tolist()
+        logits = logits.copy()
+        for index, row in enumerate(rows):
+            # One token at a time: its logits are the same whatever else is in the step.
+            if slots[row] in owners:
+                logits[index] = owners[slots[row]].logits(hidden[row])
+        return logits
 
     def _run(self, inputs: StepInputs, few: bool) -> np.ndarray:
         tokens = len(inputs.tokens)
@@ -209,8 +256,8 @@ class ModelRunner:
         slots[:tokens] = inputs.slots
         # A graph cannot take no rows at all, which happens when a step computes the middle of prompts.
         last = inputs.last if len(inputs.last) else np.zeros(1, np.int32)
-        gained = not self.pools.gained.isdisjoint(inputs.slots.tolist())
-        step = self._step_for(few, gained)
+        beyond_pairs = self._put_embeddings(inputs)
+        step = self._step_for(few, beyond_pairs)
         slots = Tensor(slots)
         logits, hidden = step(
             Tensor(inputs.tokens.reshape((-1, 1) if step.decodes else (1, -1))),
@@ -222,5 +269,5 @@ class ModelRunner:
             Tensor(inputs.slot_mapping),
             Tensor(last),
         )
-        self._last = hidden, slots, gained
-        return logits.asnumpy()[: len(inputs.last)]
+        self._last = hidden, slots, beyond_pairs
+        return self._with_own_heads(logits.asnumpy()[: len(inputs.last)], inputs.last.tolist())

@@ -37,11 +37,20 @@ ADAPTERS = {
     },
     "dora": {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": EVERY_CELL},
 }
+# Without tied embeddings, and with them: then PEFT gives the head what it gives the embedding.
+UNTIED = {
+    "tables": {"r": 4, "target_modules": ["q_proj", "up_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "embedding": {"r": 4, "lora_alpha": 16, "target_modules": ["embed_tokens", "v_proj"]},
+    "head": {"r": 4, "target_modules": ["o_proj", "lm_head"]},
+}
+TIED = {
+    "tables": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+}
 
 
 def settings_for(model):
     """The sizes of an engine for short texts."""
-    return EngineSettings(seq_length=64, block_size=8, max_running=8, max_tokens_per_step=150, slots=3, max_rank=8)
+    return EngineSettings(seq_length=64, block_size=8, max_running=16, max_tokens_per_step=300, slots=6, max_rank=8)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,7 +66,8 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
     model = tmp_path / "model"
     peer.make_folder(folder=model, kind=kind, config={**SIZES, **config}, seed=1)
     tokenizer.save_pretrained(model)
-    for seed, (adapter, settings) in enumerate(ADAPTERS.items()):
+    adapters = {**ADAPTERS, **(TIED if config.get("tie_word_embeddings") else UNTIED)}
+    for seed, (adapter, settings) in enumerate(adapters.items()):
         peer.make_adapter(
             model=model,
             folder=tmp_path / adapter,
@@ -68,12 +78,12 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
             safetensors=True,
             embeddings=False,
         )
-    registry = AdapterRegistry(None, {adapter: str(tmp_path / adapter) for adapter in ADAPTERS})
+    registry = AdapterRegistry(None, {adapter: str(tmp_path / adapter) for adapter in adapters})
     content = served_content(read_folder(str(model)), CPU)
     with in_mode(0):
         engine = make_engine(content["model"], str(model), load_tokenizer(str(model)), registry, settings_for(name))
         engine.start()
-        asked = list(itertools.product((None, *ADAPTERS), PROMPTS))
+        asked = list(itertools.product((None, *adapters), PROMPTS))
         sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
         streams = [engine.submit(prompt, sampling, adapter) for adapter, prompt in asked]
         for stream in streams:

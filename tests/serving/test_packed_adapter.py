@@ -18,6 +18,7 @@ from mindlora.errors import (
     UnexpectedTensorsError,
 )
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
+from mindlora.serving.adapter_tables import BaseTables
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from tests.support.refusals import part, refused
 
@@ -161,6 +162,17 @@ def test_a_block_of_miss_is_repeated_over_the_inputs(tmp_path, joined):
         np.testing.assert_allclose(delta_of(packed.blocks[path_of("w_qkv")], 6), expected, rtol=1e-6)
     else:
         np.testing.assert_allclose(delta_of(packed.blocks[path_of("wq")], 6), deltas["wq"], rtol=1e-6)
+
+
+def test_an_adapter_of_an_embedding_alone_has_no_blocks(tmp_path):
+    adapter, path = Adapter({}, embeddings={"model.tok_embeddings"}), "model.tok_embeddings"
+    adapter.tensors.update({(path, "A"): np.ones((2, 9), F32), (path, "B"): np.ones((6, 2), F32)})
+    adapter.alphas[path] = 4.0
+    tables = BaseTables(np.zeros((9, 6), F32), tied=False)
+    packed = prepare(written(tmp_path, adapter), dataclasses.replace(layout(), tables=tables))
+    assert (packed.blocks, packed.rank_max) == ({}, 0)
+    np.testing.assert_array_equal(packed.tables.embed(np.int32([4]), tables), np.full((1, 6), 4, F32))
+    assert packed.nbytes == packed.tables.nbytes == 4 * (9 * 2 + 2 * 6)
 
 
 # Refused --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tests.support.tiny_serving import SEQ_LENGTH, adapter, base_weights, merged
 ADAPTERS = {
     "first": adapter(1),
     "head": tiny_serving.with_head(adapter(2, {"attention.wq": 4})),
+    "tables": tiny_serving.with_tables(adapter(4, {"attention.wv": 4})),
     "dora": tiny_serving.with_magnitudes(tiny_serving.with_head(adapter(3, {"attention.wo": 4, "feed_forward.w1": 2}))),
 }
 

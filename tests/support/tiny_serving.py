@@ -114,6 +114,15 @@ def with_head(made, rank=3):
     return made
 
 
+def with_tables(made, seed=0):
+    """Gives an adapter an embedding and a head of its own, and returns it."""
+    base = base_weights()
+    rng = np.random.default_rng(seed)
+    for name in ("model.tok_embeddings.embedding_weight", "lm_head.weight"):
+        made.saved_modules[name] = base[name] + 0.3 * rng.normal(size=base[name].shape).astype(np.float32)
+    return made
+
+
 def with_magnitudes(made, seed=0):
     """Makes a DoRA of an adapter, and returns it."""
     rng = np.random.default_rng(seed)
@@ -138,7 +147,7 @@ def merged(weights, made):
         if magnitude is not None:
             weight *= (magnitude / np.linalg.norm(weight, axis=1))[:, None]
         result[f"{path}.weight"] = weight
-    return result
+    return {**result, **(made.saved_modules if made is not None else {})}
 
 
 class Plain:

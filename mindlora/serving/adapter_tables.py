@@ -1,0 +1,130 @@
+"""AdapterTables: an adapter's own input embedding and output head, which stay in host memory.
+
+A step looks up a few rows of the one, and multiplies a few tokens with the other, so that neither needs a slot.
+"""
+
+from typing import List, NamedTuple, NoReturn, Optional, Tuple
+
+import numpy as np
+
+from mindlora.adapters import tied_embeddings
+from mindlora.adapters.adapter import Adapter
+from mindlora.common.text import listed
+from mindlora.errors import ShapeMismatchError, UnexpectedTensorsError
+from mindlora.models import names
+from mindlora.numerics.dtypes import to_float32
+
+
+class BaseTables(NamedTuple):
+    """The base's tables.
+
+    Attributes:
+        embedding (array): [vocabulary, hidden], float32; on a CPU MindSpore's own memory.
+        tied (bool): Whether it is the output head too.
+    """
+
+    embedding: np.ndarray
+    tied: bool
+
+
+class AdapterTables(NamedTuple):
+    """What an adapter has in the place of the base's tables, in float32.
+
+    Attributes:
+        embedding (array or None): [vocabulary, hidden] of its own.
+        pair (tuple or None): A^T [vocabulary, r] and scale B^T [r, hidden], whose product is added to the embedding.
+        head (array or None): [vocabulary, hidden] of its own.
+    """
+
+    embedding: Optional[np.ndarray] = None
+    pair: Optional[Tuple[np.ndarray, np.ndarray]] = None
+    head: Optional[np.ndarray] = None
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether tokens are embedded otherwise than by the base."""
+        return self.embedding is not None or self.pair is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays; one that is both embedding and head counts once."""
+        head = None if self.head is self.embedding else self.head
+        return sum(array.nbytes for array in (self.embedding, *(self.pair or ()), head) if array is not None)
+
+    def embed(self, tokens: np.ndarray, base: BaseTables) -> np.ndarray:
+        """Returns float32 [tokens, hidden]."""
+        rows = (base.embedding if self.embedding is None else self.embedding)[tokens]
+        return rows if self.pair is None else rows + self.pair[0][tokens] @ self.pair[1]
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Returns float32 [vocabulary] after a token, of what the head takes for it, float32 [hidden]."""
+        return self.head @ hidden
+
+
+def take_tables(adapter: Adapter, base: Optional[BaseTables], source: str) -> AdapterTables:
+    """Takes its embedding and output head off an adapter, which is left with the pairs of linear cells.
+
+    ``base`` is None where nothing can take the place of its tables.
+
+    Raises UnexpectedTensorsError for other saved modules, and where there is no base; ShapeMismatchError for tables of
+    another vocabulary.
+    """
+    others = [name for name in adapter.saved_modules if not tied_embeddings.is_of_vocabulary(name)]
+    if others or base is None and adapter.saved_modules:
+        saved = listed(others or adapter.saved_modules)
+        refuse_served(source, f"saved modules (modules_to_save), which replace the base's: {saved}")
+    embeddings = [path for path in adapter.paths if path in adapter.embeddings or names.is_embedding(path)]
+    if base is None:
+        if embeddings:
+            refuse_served(source, f"pairs of embeddings: {listed(embeddings)}")
+        return AdapterTables()
+    for name, array in adapter.saved_modules.items():
+        if array.shape != base.embedding.shape:
+            tied_embeddings.check_vocabulary(name, array.shape, base.embedding.shape, source)
+            raise ShapeMismatchError(
+                f"{source}: {name}, a saved module (modules_to_save), is {list(array.shape)}, the network's is "
+                f"{list(base.embedding.shape)}. Load it into the model it was trained on."
+            )
+    shared = [path for path in adapter.paths if path in embeddings or names.is_output_head(path)]
+    if base.tied and shared and adapter.peft_fields.get("ensure_weight_tying"):
+        refuse_served(source, f"a pair that embedding and output head share (ensure_weight_tying): {listed(shared)}")
+    untied = base.tied and tied_embeddings.has_lone_embedding(adapter)
+    embedding = _take_saved(adapter, names.embeddings())
+    head = _take_saved(adapter, names.output_heads())
+    if head is None and embedding is not None and base.tied and not untied:
+        head = embedding
+    return AdapterTables(embedding, _take_pair(adapter, embeddings), _with_pair(adapter, head, source))
+
+
+def _take_saved(adapter: Adapter, paths: List[str]) -> Optional[np.ndarray]:
+    name = next((name for name in adapter.saved_modules if name.rpartition(".")[0] in paths), None)
+    return None if name is None else to_float32(adapter.saved_modules.pop(name))
+
+
+def _take_pair(adapter: Adapter, paths: List[str]) -> Optional[Tuple[np.ndarray, np.ndarray]]:
+    for path in paths:
+        a, b = adapter.pair(path)
+        scale = np.float32(adapter.scale(path))
+        adapter.remove(path)
+        return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T) * scale
+    return None
+
+
+def _with_pair(adapter: Adapter, head: Optional[np.ndarray], source: str) -> Optional[np.ndarray]:
+    """Returns a saved head with the pair that is on it, which it replaces."""
+    path = next((path for path in adapter.paths if names.is_output_head(path)), None)
+    if head is None or path is None:
+        return head
+    if adapter.variant.row_norms:
+        refuse_served(source, f"{adapter.variant.tensors} ({adapter.variant.field}) of a saved module: {path}")
+    head = head + adapter.delta(path)
+    adapter.remove(path)
+    return head
+
+
+def refuse_served(source: str, content: str) -> NoReturn:
+    """Raises UnexpectedTensorsError for what an adapter holds and no server takes, with the way out."""
+    raise UnexpectedTensorsError(
+        f"{source} cannot be served beside other adapters: it holds {content}. Merge it into its base with "
+        "`mindlora merge`, and serve that."
+    )
