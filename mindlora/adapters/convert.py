@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
 
 from mindlora.adapters import expert_pairs, joined_pairs, llama_cpp, parts
 from mindlora.adapters import files as adapter_files
@@ -11,12 +11,11 @@ from mindlora.adapters.dialects import peft
 from mindlora.adapters.dialects.dialect import Dialect
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.dialects.registry import FORMS
+from mindlora.adapters.known_base import KnownBase, known_base
 from mindlora.adapters.matching import rename, rename_for
-from mindlora.common.json_files import parse_object
-from mindlora.common.text import suggestion
 from mindlora.errors import AdapterError, LoraError
-from mindlora.models import names, registry
-from mindlora.models.architecture import HF, LEGACY, MCORE, Architecture, JoinedCell
+from mindlora.models import names
+from mindlora.models.architecture import HF, LEGACY, MCORE, JoinedCell
 from mindlora.models.joined_rows import RowLayout
 
 EXPERT_FORMS = ("stacked", "single")
@@ -138,7 +137,7 @@ def convert_adapter(
     if form.world in (HF, MCORE):
         # A checkpoint of an mcore network has its own paths.
         rename(adapter, names.canonical(adapter.paths))
-    base = _known_base(adapter, architecture)
+    base = known_base(adapter, architecture)
     _check_form(base, form)
     if base.architecture and not base.architecture.legacy:
         rename_for(adapter, base.architecture)
@@ -190,53 +189,7 @@ def check_free(source: str, output: str, overwrite: bool) -> None:
         raise LoraError(f"{output} exists already. Give another path, or replace it with overwrite (--overwrite).")
 
 
-class _KnownBase(NamedTuple):
-    """What is known about the model under an adapter.
-
-    Attributes:
-        architecture (Architecture): Its record, or None if nothing tells it from a Llama, which has the same cells as
-            Qwen2, Qwen3 and others.
-        reason (str): What told it, for messages; "" if nothing did.
-        config (dict): The config.json of the base, if that is a folder here; otherwise empty.
-    """
-
-    architecture: Optional[Architecture]
-    reason: str
-    config: Dict[str, Any]
-
-
-def _known_base(adapter: Adapter, architecture: Optional[str] = None) -> _KnownBase:
-    """Returns what is known about the model under ``adapter``, or under the model_type that the user names."""
-    config = _config_of(adapter.base_model)
-    if architecture is not None:
-        record = registry.by_hugging_face_type(architecture)
-        if record is None:
-            model_types = registry.hugging_face_types()
-            raise AdapterError(
-                f"architecture is {architecture!r}, which is not known: {', '.join(model_types)} are."
-                f"{suggestion(architecture, list(model_types))}"
-            )
-        return _KnownBase(record, f"architecture is {architecture}", config)
-    model_type = str(config.get("model_type"))
-    record = registry.by_hugging_face_type(model_type)
-    if record:
-        return _KnownBase(record, f"{adapter.base_model}/config.json says {model_type}", config)
-    record = registry.by_hub_name(adapter.base_model or "")
-    if record:
-        return _KnownBase(record, f"its base is called {adapter.base_model}", config)
-    record = names.architecture_of_cells(adapter.paths)
-    return _KnownBase(record, f"it has the cells of {record.title}" if record else "", config)
-
-
-def _config_of(base_model: Optional[str]) -> Dict[str, Any]:
-    path = os.path.join(base_model or "", "config.json")
-    if not base_model or not os.path.isfile(path):
-        return {}
-    with open(path, "rb") as file:
-        return parse_object(file.read(), path, AdapterError)
-
-
-def _check_form(base: _KnownBase, form: Dialect) -> None:
+def _check_form(base: KnownBase, form: Dialect) -> None:
     """Raises AdapterError if MindFormers has no legacy model of the kind, whose names a form has."""
     if form.world == LEGACY and base.architecture and not base.architecture.legacy:
         raise AdapterError(

@@ -147,9 +147,9 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for",
         dest="server",
-        metavar="SERVER",
-        help="say instead whether vllm, vllm-ascend or vllm-mindspore would serve it as it is, and what to do if not; "
-        "the exit code is 1 then",
+        metavar="ENGINE[==VERSION]",
+        help="say instead whether vllm, vllm-ascend, vllm-mindspore, mindie, llama.cpp or ollama would serve it as it "
+        "is, and what to do if not; the exit code is 1 then",
     )
     add_target_paths(parser)
     _add_reading_options(parser)

@@ -1,4 +1,4 @@
-"""inspect --for: would vLLM serve an adapter as it is, and is what it advises then served."""
+"""inspect --for: would a server take an adapter as it is, and is what it advises then taken."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,8 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.servers import check_for_server
 from mindlora.errors import ConfigError
+from mindlora.models import names
+from mindlora.numerics.dtypes import BFLOAT16, from_float32
 
 WQ, WV = "model.layers.0.attention.wq", "model.layers.1.attention.wv"
 
@@ -50,17 +52,18 @@ def test_a_rank_above_the_default_needs_the_servers_option(rank, option):
 @pytest.mark.parametrize("ranks, alphas", [((4, 4), (8.0, 16.0)), ((4, 2), (8.0, 8.0))])
 def test_several_scales_would_be_computed_wrongly_and_combine_mends_them(ranks, alphas, capsys):
     adapter = make(ranks, alphas)
-    report = check_for_server(written(adapter), "vllm")
+    assert check_for_server(written(adapter), "vllm").accepted
+    report = check_for_server("adapter", "vllm==0.31.2")
     assert not report.accepted and "combine served --method cat --adapter ADAPTER 1" in report.problems[0]
     words = ["combine", "served", "--method", "cat", "--adapter", "adapter", "1"]
     assert cli.main(words) == 0, capsys.readouterr().err
-    assert check_for_server("served", "vllm").accepted
+    assert check_for_server("served", "vllm==0.31.2").accepted
     for path in (WQ, WV):
         np.testing.assert_allclose(adapter_files.read("served").delta(path), adapter.delta(path), rtol=1e-5, atol=1e-5)
 
 
 def test_several_ranks_with_one_scale_are_served():
-    assert check_for_server(written(make((4, 2), (8.0, 4.0))), "vllm").accepted
+    assert check_for_server(written(make((4, 2), (8.0, 4.0))), "vllm==0.11").accepted
 
 
 def test_a_rank_above_all_limits_is_resized():
@@ -148,3 +151,92 @@ def test_the_command_ends_with_1_where_it_would_not_be_served(capsys):
     assert "Did you mean 'vllm'?" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="No rules are known of a server 'tgi'"):
         check_for_server("adapter", "tgi")
+    with pytest.raises(ConfigError, match="The version of 'vllm==new' is no number. Write it as in vllm==0.32.0"):
+        check_for_server("adapter", "vllm==new")
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def stacked(tmp_path, model_type, weights=("gate_up_proj", "down_proj")):
+    """The folder of an adapter of stacked experts, whose base is a folder with a config.json."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    adapter = Adapter({}, base_model=str(tmp_path / "base"))
+    for name, rows in (("gate_up_proj", 8), ("down_proj", 6)):
+        path = names.to_mindformers(f"{EXPERTS}.{name}")
+        if name in weights:
+            adapter.tensors[path, "A"] = np.ones((3, 2, 6 if rows == 8 else 4), np.float32)
+            adapter.tensors[path, "B"] = np.ones((3, rows, 2), np.float32)
+            adapter.alphas[path] = 4.0
+    return written(adapter)
+
+
+@pytest.mark.parametrize("server", ["vllm==0.11", "vllm-mindspore"])
+def test_experts_are_refused_before_vllm_took_them(tmp_path, server):
+    (problem,) = check_for_server(stacked(tmp_path, "qwen2"), server).problems
+    assert "It adapts routed experts, which are refused" in problem
+
+
+def test_stacked_experts_are_split_where_vllm_keeps_them_apart(tmp_path, capsys):
+    adapter = stacked(tmp_path, "qwen3_moe")
+    (problem,) = check_for_server(adapter, "vllm").problems
+    assert problem.endswith("mindlora convert adapter served --to peft --experts single")
+    assert cli.main(problem.rpartition("mindlora ")[2].split()) == 0, capsys.readouterr().err
+    assert check_for_server("served", "vllm").accepted
+    assert not check_for_server("served", "vllm==0.11").accepted
+
+
+def test_stacked_experts_are_taken_in_pefts_layout_since_vllm_0_23(tmp_path):
+    adapter = stacked(tmp_path, "qwen3_5_moe")
+    assert not check_for_server(adapter, "vllm==0.22.1").accepted
+    report = check_for_server(adapter, "vllm==0.23")
+    assert report.accepted and any("is_3d_moe_weight" in note for note in report.notes)
+    keys = load_file(Path(adapter) / "adapter_model.safetensors")
+    start = "base_model.model.model.layers.0.mlp.experts"
+    assert keys[f"{start}.base_layer.lora_A.weight"].shape == (3 * 2, 6)
+    assert keys[f"{start}.lora_B.weight"].shape == (6, 2 * 3)
+
+
+def test_one_of_the_two_weights_of_experts_is_not_served(tmp_path):
+    (problem,) = check_for_server(stacked(tmp_path, "qwen3_5_moe", ["gate_up_proj"]), "vllm").problems
+    assert "It adapts one of the two weights of a layer's experts" in problem
+
+
+def test_vllm_ascend_fails_on_several_devices():
+    report = check_for_server(written(make()), "vllm-ascend==0.23.0")
+    assert report.accepted and any("#16586" in note and "--fully-sharded-loras" in note for note in report.notes)
+
+
+def test_vllm_mindspore_takes_qwen2_and_no_bfloat16(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    adapter = make(base_model=str(tmp_path / "base"))
+    adapter.tensors = {key: from_float32(array, BFLOAT16) for key, array in adapter.tensors.items()}
+    base, dtype = check_for_server(written(adapter), "vllm-mindspore").problems
+    assert "Its base is a llama" in base and "It holds bfloat16" in dtype
+    assert check_for_server("adapter", "vllm").accepted
+
+
+def test_mindie_takes_linear_cells_and_loads_them_while_it_serves_since_2_3():
+    assert check_for_server(written(make((4, 2), (8.0, 16.0))), "mindie").accepted
+    old, new = (check_for_server("adapter", f"mindie=={version}").notes for version in ("2.1", "2.3.0"))
+    assert any("loads no adapter while it serves" in note for note in old)
+    assert any("only where ATB Models" in note for note in new)
+    assert all(any("At most ten" in note for note in notes) for notes in (old, new))
+    (problem,) = check_for_server(written(dora()), "mindie").problems
+    assert "MindIE has plain LoRA alone. Merge it" in problem
+    (problem,) = check_for_server(written(make(), "ckpt", "adapter.ckpt"), "mindie").problems
+    assert "mindlora convert adapter.ckpt served --to peft" in problem
+
+
+def test_llama_cpp_takes_what_is_converted_and_ollama_what_is_merged():
+    written(make())
+    (problem,) = check_for_server("adapter", "llama.cpp").problems
+    assert problem.endswith("Write that: mindlora convert adapter served.gguf")
+    (problem,) = check_for_server("adapter", "ollama").problems
+    assert "Since 0.34.1 Ollama refuses a Modelfile with ADAPTER. Merge it" in problem
+    (problem,) = check_for_server("adapter", "ollama==0.33").problems
+    assert "mindlora convert adapter served.gguf" in problem
+    (problem,) = check_for_server(written(dora()), "llama.cpp").problems
+    assert "llama.cpp has plain LoRA alone" in problem

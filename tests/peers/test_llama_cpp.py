@@ -103,7 +103,7 @@ def byte_tokenizer(folder, pattern, bos):
     if bos:
         made.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
     made.save(str(folder / "tokenizer.json"))
-    named = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>", "special": True}}
+    named = {"bos_token": "<|bos|>", "eos_token": {"__type": "AddedToken", "content": "<|eos|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
     return made
 
