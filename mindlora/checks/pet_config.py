@@ -7,7 +7,7 @@ from typing import Any, ClassVar, List, Mapping, Optional, Tuple, cast
 
 from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.checks.finding import Finding, error, note, refuse, warning
-from mindlora.common.fields import POSITIVE, check_number, numbers
+from mindlora.common.fields import INDEX, POSITIVE, check_number, numbers
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import PET_TYPES, LoraConfig
@@ -31,6 +31,10 @@ class PetLoraConfig(LoraConfig):
             saved adapters, from which PEFT and others load the base. Default: None.
         on_base_mismatch (str): What to do if load_checkpoint is not the base that adapter_path was trained on: "error",
             "warn" or "ignore". (Without load_checkpoint there is at most a warning.) Default: "error".
+        seed (int): Seed of the adapter's initial values. Default: None, they follow from the seed of the run and from
+            what was drawn before.
+        adapters (list of dict): Several adapters that train in one run, as checks.adapters describes them. Default:
+            None, one adapter.
         neftune_alpha (float): Strength of the noise that is added to the embedding's output in training (Jain et al.,
             NEFTune, 2023); above 0. Default: None, no noise.
 
@@ -45,6 +49,8 @@ class PetLoraConfig(LoraConfig):
     neftune_alpha: Optional[float] = None
     base_model_name_or_path: Optional[str] = None
     on_base_mismatch: str = "error"
+    seed: Optional[int] = None
+    adapters: Optional[List[Mapping[str, Any]]] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,6 +61,8 @@ class PetLoraConfig(LoraConfig):
             raise ConfigError(
                 f"on_base_mismatch is {self.on_base_mismatch!r}: it must be one of {', '.join(ON_BASE_MISMATCH)}."
             )
+        if self.seed is not None:
+            check_number(self.seed, "seed", INDEX)
         if self.neftune_alpha is not None:
             check_number(self.neftune_alpha, "neftune_alpha", POSITIVE)
         if self.loraplus_lr_ratio is None:

@@ -1,7 +1,8 @@
 """The initial values of A and B when a cell is created."""
 
+import contextlib
 import math
-from typing import Any, List, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Tensor
@@ -11,6 +12,21 @@ from mindspore.common.initializer import HeUniform, Normal, Uniform, initializer
 from mindlora.config import LoraConfig
 from mindlora.errors import ConfigError
 from mindlora.numerics import initializers
+
+
+@contextlib.contextmanager
+def initial_draws(seed: Optional[int]) -> Iterator[None]:
+    """Within, initial values are drawn from ``seed``, and after it as if none had been; None changes nothing."""
+    # MindSpore's initializers take their seeds from NumPy's global generator.
+    if seed is None:
+        yield
+        return
+    before = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
 
 
 def initial_values(config: LoraConfig, a_shape: Sequence[int], b_shape: Sequence[int]) -> Tuple[Tensor, Tensor]:

@@ -255,4 +255,6 @@ def _adapter(config: Dict[str, Any]) -> Optional[LoraConfig]:
     if lora is None and value_at(config, PET):
         pet_type = value_at(config, f"{PET}.pet_type")
         raise ConfigError(f"pet_type is {pet_type!r}, which is MindFormers' own: set pet_type: lora to plan the run.")
+    if lora is not None and lora.adapters:
+        raise ConfigError("pet_config has adapters, and a plan is for a run with one: leave adapters out to plan it.")
     return None if lora is None else lora.for_network()

@@ -1,6 +1,6 @@
 """Gradients of a batch that is processed in micro-batches, where every counted token or example weighs the same."""
 
-from typing import Tuple
+from typing import Optional, Tuple
 
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -41,18 +41,22 @@ class TokenGradients(nn.Cell):
         weights (ParameterTuple): What to differentiate with respect to.
         micro_batches (int): K; the first dimension of every input must be a multiple of it.
         counts (int): M. Default: 1.
+        losses (int): Where the network returns a vector of sums, float32 [losses], that many; ds is then the sum of all
+            ds_i, and s is not added up. Default: None, it returns one sum.
 
     Inputs:
         - **scale** (Tensor) - Factor of the gradients, which keeps those of a float16 network from underflowing.
         - **\\*inputs** (Tensor) - The batch.
 
     Outputs:
-        Tuple (s, n, gradients): float32 [], float32 [M] (M is 1 where the network returns one number or none), and a
-        tuple of scale ds/dw in the shapes of the weights, in float32 if there are several micro-batches, otherwise in
-        the dtypes of the weights.
+        Tuple (s, n, gradients): float32 [] or [losses], float32 [M] (M is 1 where the network returns one number or
+        none), and a tuple of scale ds/dw in the shapes of the weights, in float32 if there are several micro-batches,
+        otherwise in the dtypes of the weights.
     """
 
-    def __init__(self, network: nn.Cell, weights: tuple, micro_batches: int = 1, counts: int = 1):
+    def __init__(
+        self, network: nn.Cell, weights: tuple, micro_batches: int = 1, counts: int = 1, losses: Optional[int] = None
+    ):
         super().__init__(auto_prefix=False)
         self.network = network
         self.weights = weights
@@ -60,7 +64,8 @@ class TokenGradients(nn.Cell):
         self.no_counts = Tensor(np.zeros(counts), mstype.float32)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.map = ops.HyperMap()
-        self.zero = Tensor(0, mstype.float32)
+        self.shape = () if losses is None else (losses,)
+        self.zero = Tensor(np.zeros(self.shape), mstype.float32)
         self.one = Tensor(1, mstype.float32)
         self.first = Tensor(0, mstype.int32)
 
@@ -100,4 +105,4 @@ class TokenGradients(nn.Cell):
             count = self.one
             sens = ops.ones_like(total) * scale.astype(total.dtype)
         gradients = self.grad(self.network, self.weights)(*inputs, sens)
-        return total.astype(mstype.float32).reshape(()), count.astype(mstype.float32).reshape((-1,)), gradients
+        return total.astype(mstype.float32).reshape(self.shape), count.astype(mstype.float32).reshape((-1,)), gradients

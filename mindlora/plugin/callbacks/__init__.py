@@ -4,6 +4,7 @@ from mindlora.plugin.callbacks.adapter_health import AdapterHealth
 from mindlora.plugin.callbacks.adapter_slices import AdapterSlices
 from mindlora.plugin.callbacks.base_check import BaseCheck
 from mindlora.plugin.callbacks.base_weights import BaseWeights
+from mindlora.plugin.callbacks.each_adapter import EachAdapter
 from mindlora.plugin.callbacks.early_stopping import EarlyStopping
 from mindlora.plugin.callbacks.exchange_check import ExchangeCheck
 from mindlora.plugin.callbacks.forgetting import Forgetting
@@ -28,6 +29,7 @@ __all__ = [
     "AdapterSlices",
     "BaseCheck",
     "BaseWeights",
+    "EachAdapter",
     "EarlyStopping",
     "ExchangeCheck",
     "Forgetting",

@@ -1,19 +1,21 @@
 """HeldOutLoss: the loss on held-out data, measured while training."""
 
 import os
-from typing import Dict, Tuple
+from typing import Dict
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import nn
 from mindspore.common import dtype as mstype
 from mindspore.train import RunContext
 
 from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.plugin.callbacks.common import PeriodicCallback, register, reported_metrics
+from mindlora.plugin.graph.held_out import HeldOutLossCell
 from mindlora.plugin.graph.network import base_of, train_step_of
 from mindlora.plugin.graph.packing import check_held_out
+from mindlora.plugin.graph.stacked.step_of_adapter import StepOfAdapter
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume.collectives import mean_over_ranks
 from mindlora.training.history import HELD_OUT_FIELDS
@@ -73,6 +75,8 @@ class HeldOutLoss(PeriodicCallback):
 
     def measure(self) -> Dict[str, float]:
         """Returns the metrics, the same on every rank."""
+        if isinstance(self.cell, StepOfAdapter):
+            return {"held_out_loss": self.cell.held_out_loss(self.dataset_dir, self.batch_size)}
         # What the ranks decide by it must be the same on all of them.
         if isinstance(self.cell, PreferenceLoss):
             measures = held_out_preferences(self.cell, self.dataset_dir, self.batch_size)
@@ -80,44 +84,17 @@ class HeldOutLoss(PeriodicCallback):
         return {"held_out_loss": mean_over_ranks(held_out_loss(self.cell, self.dataset_dir, self.batch_size))}
 
     def make_cell(self, train_network: nn.Cell) -> nn.Cell:
-        """Returns what computes the loss of a batch, as HeldOutLossCell does, or a PreferenceLoss."""
+        """Returns what computes the loss of a batch, as HeldOutLossCell does, or a PreferenceLoss.
+
+        Of one adapter among several it is the train step, which measures all of them at once.
+        """
         step = train_step_of(train_network)
+        if isinstance(step, StepOfAdapter):
+            return step
         if getattr(step, "learns_preferences", False):
             return step.token_gradients.network
         network = base_of(train_network)
         return HeldOutLossCell(network, network.config.ignore_token_id)
-
-
-class HeldOutLossCell(nn.Cell):
-    """The sum of a causal language model's cross entropy over the labels that count, and the number of these labels.
-
-    In evaluation mode, called with tokens [batch, N] and labels [batch, N], MindFormers' model returns (logits
-    [batch, N, vocabulary], tokens, mask [batch, N]).
-
-    Inputs:
-        - **input_ids** (Tensor) - int32 [batch, N + 1].
-        - **labels** (Tensor) - int32 [batch, N + 1]; label i belongs to token i. If the model's configuration sets
-          input_sliced_sig, both are [batch, N] and label i belongs to token i + 1, as in training.
-
-    Outputs:
-        Tuple of two float32 scalars: the sum and the count.
-    """
-
-    def __init__(self, network: nn.Cell, ignore_token_id: int):
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.ignore_token_id = ignore_token_id
-        self.is_sliced = bool(getattr(getattr(network, "config", None), "input_sliced_sig", False))
-
-    def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
-        if not self.is_sliced:
-            # Position i predicts token i + 1, as in training.
-            input_ids, labels = input_ids[:, :-1], labels[:, 1:]
-        logits, _, mask = self.network(input_ids, labels)
-        log_probabilities = ops.log_softmax(logits.astype(mstype.float32), -1)
-        safe_labels = ops.select(labels == self.ignore_token_id, ops.zeros_like(labels), labels)
-        picked = ops.gather_elements(log_probabilities, -1, safe_labels.expand_dims(-1)).squeeze(-1)
-        return -(picked * mask).sum(), mask.sum()
 
 
 def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> float:

@@ -23,6 +23,7 @@ ORDER = (
     "EarlyStopping",
     "GracefulStop",
     "LoraCheckpoint",
+    "EachAdapter",
     "SampleAnswers",
     "LossCurve",
     "ProgressBar",

@@ -35,7 +35,7 @@ _ROWS = 256
 
 def describe(params: InternalCallbackParam) -> Dict[str, Any]:
     """Returns the record "run" of a history; without a configuration if mindlora-run did not start the run."""
-    facts = params.get("run_facts") or _facts_of_configuration(params)
+    facts = params.get("run_facts") or facts_of_configuration(params, run_configuration())
     return {
         "time": time.time(),
         "total_steps": total_steps(params),
@@ -45,8 +45,8 @@ def describe(params: InternalCallbackParam) -> Dict[str, Any]:
     }
 
 
-def _facts_of_configuration(params):
-    configuration = run_configuration()
+def facts_of_configuration(params: InternalCallbackParam, configuration: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns what a configuration says of a run, with the defaults of its keys, and what its data holds."""
     return {
         "configuration": configuration,
         "defaults": known_defaults(configuration),

@@ -5,11 +5,13 @@ from typing import Dict, List
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from mindlora.plugin.graph.network import collect_state, distribute_state
 from mindlora.plugin.resume.training_state import state_parameters
 
 
 def copy_state(step: nn.Cell) -> Dict[str, np.ndarray]:
     """Returns copies of what a train step, mindlora's, changes: name -> array."""
+    collect_state(step)
     return {parameter.name: parameter.asnumpy().copy() for parameter in _state(step)}
 
 
@@ -18,6 +20,7 @@ def put_back(step: nn.Cell, arrays: Dict[str, np.ndarray]) -> None:
     for parameter in _state(step):
         # Not set_data: the graph would keep the moments, which it uses only in the branch of steps that count.
         ops.assign(parameter, Tensor(arrays[parameter.name], parameter.dtype))
+    distribute_state(step)
     unsent = step.exchange.unsent() if step.exchange is not None else None
     if unsent is not None:
         # What this rank has not sent yet is from the steps that are undone. -0.0, since x + -0.0 is x for every x.

@@ -1,6 +1,6 @@
 """Finds the train step, and the model, inside the cells that MindFormers and MindSpore wrap around them."""
 
-from typing import Optional
+from typing import Callable, Optional
 
 from mindformers.core.loss.loss import CrossEntropyLoss
 from mindspore import nn
@@ -13,15 +13,29 @@ def base_of(train_network: nn.Cell) -> nn.Cell:
 
     Cells for accumulation or pipelining may be around it. Raises TypeError if there is no MindFormers model inside.
     """
-    network = _innermost(train_network, lambda cell: hasattr(cell, "config"))
+    network = innermost(train_network, lambda cell: hasattr(cell, "config"))
     if network is None:
         raise TypeError(f"{type(train_network).__name__} contains no MindFormers model.")
     return network
 
 
 def train_step_of(train_network: nn.Cell) -> Optional[nn.Cell]:
-    """Returns the LoraTrainOneStepCell in the network that mindspore.Model trains, or None if there is none."""
-    return _innermost(train_network, lambda cell: hasattr(cell, "set_rate_factor"))
+    """Returns the train step of mindlora's in the network that mindspore.Model trains, or None if there is none."""
+    return innermost(train_network, lambda cell: hasattr(cell, "last_record"))
+
+
+def collect_state(train_network: nn.Cell) -> None:
+    """Has the parameters of a train step hold its state, where it is one adapter's and its state is among others'."""
+    step = train_step_of(train_network)
+    if hasattr(step, "collect_state"):
+        step.collect_state()
+
+
+def distribute_state(train_network: nn.Cell) -> None:
+    """Has such a train step go on with what its parameters hold."""
+    step = train_step_of(train_network)
+    if hasattr(step, "distribute_state"):
+        step.distribute_state()
 
 
 def check_loaded_base(network: nn.Cell) -> None:
@@ -29,7 +43,7 @@ def check_loaded_base(network: nn.Cell) -> None:
 
     Raises BaseMismatchError if they differ, and on_base_mismatch of pet_config is "error".
     """
-    model = _innermost(network, lambda cell: hasattr(cell, "check_loaded_base"))
+    model = innermost(network, lambda cell: hasattr(cell, "check_loaded_base"))
     if model is not None:
         model.check_loaded_base()
 
@@ -42,14 +56,14 @@ def count_tokens_in_loss(train_network: nn.Cell) -> bool:
     mcore = gpt_model_of(train_network)
     if mcore is not None:
         return count_tokens(mcore)
-    model = _innermost(train_network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
+    model = innermost(train_network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
     if model is None:
         return False
     model.loss.calculate_per_token_loss = True
     return True
 
 
-def _innermost(cell, accepts):
+def innermost(cell: nn.Cell, accepts: Callable[[nn.Cell], bool]) -> Optional[nn.Cell]:
     """Returns the first cell that ``accepts`` takes, from outside in, or None."""
     while isinstance(cell, nn.Cell):
         if accepts(cell):

@@ -10,9 +10,11 @@ from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.checks.adapters import trained_adapters
 from mindlora.checks.parallel import is_scattered
 from mindlora.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
 from mindlora.errors import ConfigError
+from mindlora.nn.initial_values import initial_draws
 from mindlora.nn.noisy_embedding import add_embedding_noise
 from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.plugin.graph.cpu_cells import use_cpu_cells
@@ -20,7 +22,10 @@ from mindlora.plugin.graph.loaded_base import LoadedBase
 from mindlora.plugin.graph.mcore_model import McoreRows
 from mindlora.plugin.graph.repeated_layers import compile_layers_once
 from mindlora.plugin.log import logger
+from mindlora.plugin.run_configuration import run_configuration
 from mindlora.save_load import load_lora
+from mindlora.training.stacked import stack_adapters
+from mindlora.training.stacked.stack import draw
 
 
 class MindloraModel(LoraModel):
@@ -51,7 +56,10 @@ class MindloraModel(LoraModel):
             # AdaLoRA saves a plain LoRA, whose ranks only the file knows.
             self._load(base_model, config)
         else:
-            apply_lora(base_model, config.for_network())
+            with initial_draws(config.seed):
+                apply_lora(base_model, config.for_network())
+                if config.seed is not None:
+                    draw(base_model)
         config.variant.check_paths([path for path, _ in lora_cells(base_model)])
         freeze_base(base_model, config)
         # MindFormers freezes again, by MindPet's names and by freeze_exclude, whose paths start at its own wrapper.
@@ -160,8 +168,38 @@ class MindloraMcoreModel(MindloraModel):
         return outputs.reshape(input_ids.shape + (-1,)), input_ids, mask
 
 
+class MindloraStackModel(MindloraModel):
+    """MindloraModel with several adapters, which mindlora-run trains beside each other.
+
+    Attributes:
+        stack (AdapterStack): The adapters, by number in the order of pet_config.adapters.
+    """
+
+    def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
+        """Puts the adapters on ``base_model``, in place, and freezes the rest.
+
+        Raises ConfigError if pet_config.adapters is wrong or mindlora-run did not start the run, or LoraError as in
+        apply_lora.
+        """
+        if not run_configuration():
+            raise ConfigError(
+                "adapters is a key that only mindlora-run carries out: the train step, the optimizer and the callbacks "
+                "are others then. Start the run with mindlora-run."
+            )
+        adapters = trained_adapters(self.config.pet_config)
+        self.unchecked = None
+        configs = [adapter.config for adapter in adapters]
+        self.stack = stack_adapters(base_model, configs, [config.seed for config in configs])
+        self._make_lean(base_model)
+        for adapter, network in zip(adapters, self.stack.networks):
+            logger.info("LoRA by mindlora, adapter %s:\n%s", adapter.name, trainable_summary(network))
+        return base_model
+
+
 def lora_model(config: PetLoraConfig, base_model: PreTrainedModel) -> MindloraModel:
     """Returns mindlora's wrapper around a model that MindFormers has built."""
+    if config.adapters:
+        return MindloraStackModel(config, base_model)
     return (MindloraMcoreModel if isinstance(base_model, TrainModelMixin) else MindloraModel)(config, base_model)
 
 

@@ -22,6 +22,7 @@ from mindlora.plugin.callbacks.order import arrange_callbacks
 from mindlora.plugin.graph import lora_plus, packing, train_step_settings
 from mindlora.plugin.graph.eval_rows import cut_rows_for_eval
 from mindlora.plugin.graph.mindrecords import first_rows
+from mindlora.plugin.graph.stacked.settings import prepare_adapters
 from mindlora.plugin.launching.launch_checks import fill_base
 from mindlora.plugin.launching.registry_checks import check_classes
 from mindlora.plugin.log import logger
@@ -87,6 +88,7 @@ def fill(config: MindFormerConfig) -> None:
         train_step_settings.prepare_budget(config)
         arrange_callbacks(config)
         train_step_settings.record_gradient_norms(config)
+        prepare_adapters(config)
     packing.check_eval_data(config)
     cut_rows_for_eval(config)
     _move_lora_plus(config)

@@ -17,7 +17,7 @@ from mindlora.common.text import listed
 from mindlora.errors import ConfigError
 from mindlora.nn.adalora import is_adaptive
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.network import base_of, collect_state, distribute_state
 from mindlora.plugin.log import logger
 from mindlora.save_load import check_base, load_lora, save_lora
 from mindlora.training.rate_factor import TRANSIENT
@@ -116,6 +116,7 @@ def save(folder: str, params: InternalCallbackParam, values: Optional[Mapping[st
     if values is not None:
         _save_adapter(params, folder, values)
         return
+    collect_state(params.train_network)
     # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
     tensors = {p.name: p.asnumpy().copy() for p in state_parameters(params.train_network)}
     metadata = {
@@ -144,6 +145,7 @@ def save_best(
     values: Optional[Mapping[str, np.ndarray]] = None,
 ) -> None:
     """Writes the best adapter so far, atomically, with its step and its metric; ``values`` are as for ``save``."""
+    collect_state(params.train_network)
     with atomic.replace_folder(folder) as new:
         _save_adapter(params, new, values)
         write_json(os.path.join(new, _BEST_METADATA), {"step": params.cur_step_num, metric: value})
@@ -172,6 +174,7 @@ def restore(folder: str, params: InternalCallbackParam) -> None:
     check_base(network, folder, exact=True)
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))
+    distribute_state(params.train_network)
     params.cur_step_num = metadata["step"]
     for name in restore_callbacks(metadata.get("callbacks") or {}, params.list_callback):
         logger.warning(

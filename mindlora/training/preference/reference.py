@@ -1,13 +1,13 @@
 """The reference of preference training: the network as training finds it, with the base's own parameters."""
 
-import copy
 from typing import Dict
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, nn
 
 from mindlora.errors import ConfigError
 from mindlora.nn.cell import LoRACell
+from mindlora.nn.copies import copy_cells
 from mindlora.nn.noisy_embedding import NoisyEmbedding
 from mindlora.nn.tree import lora_cells, replace_children
 from mindlora.training.rate_factor import TRANSIENT
@@ -29,34 +29,17 @@ def reference_network(network: nn.Cell) -> nn.Cell:
             "reference, precomputed_reference: True), use another lora_init, or a loss without a reference: simpo, "
             "orpo or cpo."
         )
-    shared = _shared_objects(network)
     new = [cell for _, cell in lora_cells(network) if adds_nothing(cell)]
     left_out = {id(parameter) for cell in new for parameter in cell.lora_parameters()}
-    for parameter in network.get_parameters():
-        is_copied = parameter.requires_grad and id(parameter) not in left_out
-        shared[id(parameter)] = _copy(parameter) if is_copied else parameter
-    reference = copy.deepcopy(network, shared)
-    replacements: Dict[int, nn.Cell] = {id(shared[id(cell)]): shared[id(cell)].plain_cell() for cell in new}
+    trained = [p for p in network.get_parameters() if p.requires_grad and id(p) not in left_out]
+    reference, copies = copy_cells(network, {id(parameter): _copy(parameter) for parameter in trained})
+    replacements: Dict[int, nn.Cell] = {id(copies[id(cell)]): copies[id(cell)].plain_cell() for cell in new}
     for _, cell in reference.cells_and_names():
         if isinstance(cell, NoisyEmbedding):
             replacements[id(cell)] = cell.embedding
     replace_children(reference, replacements)
     reference.set_train(network.training)
     return reference
-
-
-def _shared_objects(network):
-    """Returns {id: object} of what a copy of all cells has: their constants, and nothing that computes a cell again."""
-    shared = {}
-    for _, cell in network.cells_and_names():
-        # MindSpore's for recompute() cannot be copied, and without a gradient it has nothing to do.
-        recomputation = getattr(cell, "_recompute_cell", None)
-        if recomputation is not None:
-            shared[id(recomputation)] = None
-        for value in vars(cell).values():
-            if isinstance(value, Tensor) and not isinstance(value, Parameter):
-                shared[id(value)] = value
-    return shared
 
 
 def adds_nothing(cell: LoRACell) -> bool:

@@ -1,0 +1,214 @@
+"""pet_config.adapters: several adapters that train in one run, and what they need from the rest of the YAML."""
+
+import dataclasses
+import re
+from typing import Any, Dict, Iterator, List, Mapping, Optional
+
+from mindlora.checks.finding import Finding, error
+from mindlora.checks.key_ranges import named_items, setting
+from mindlora.checks.mcore import is_mcore
+from mindlora.checks.model import model_name
+from mindlora.checks.pet_config import PetLoraConfig
+from mindlora.checks.training import WRAPPER, train_step
+from mindlora.common.fields import NOT_NEGATIVE, check_number
+from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.text import suggestion
+from mindlora.common.yaml_file import PET, value_at
+from mindlora.config.variants.registry import LORA
+from mindlora.errors import ConfigError, LoraError
+from mindlora.numerics.initializers import changes_base
+
+KEY = f"{PET}.adapters"
+OPTIMIZER = "AdamW"
+# What adapters may differ in: keys of pet_config, besides name and learning_rate.
+_DIFFER = (
+    *("lora_rank", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform"),
+    *("lora_init", "lora_a_init", "lora_b_init", "seed"),
+)
+OWN_KEYS = ("name", "learning_rate", *_DIFFER)
+# Other keys that one could want to differ, and why they cannot.
+_SHARED = {
+    "quantize_base": "all adapters of a run share one base in memory, in one form",
+    "quantize_exclude": "all adapters of a run share one base in memory, in one form",
+    "load_checkpoint": "all adapters of a run share one base in memory",
+    "param_init_type": "the A of all adapters are one parameter, and so are the B",
+    "compute_dtype": "the products of all adapters are computed at once",
+    "lora_dropout": "the inputs of all adapters are dropped out at once",
+}
+# Fields of pet_config that a run with several adapters does not carry out.
+_NOT_WITH_OTHERS = (
+    *("target_parameters", "freeze_lora_a", "modules_to_save", "freeze_include", "freeze_exclude"),
+    *("adapter_path", "loraplus_lr_ratio", "neftune_alpha"),
+)
+# Callbacks of the whole run, and those of which each adapter has its own.
+OF_RUN = ("MFLossMonitor", "ProgressBar", "GracefulStop")
+OF_ADAPTER = (
+    *("HeldOutLoss", "TrainingGuard", "WarmUp", "ReduceOnPlateau", "GradientNormRate", "EarlyStopping"),
+    *("LoraCheckpoint", "LossCurve", "RunReport"),
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
+# Keys of nodes that a run with several adapters reads.
+_KNOWN_KEYS = {
+    "runner_wrapper": ("type", "scale_sense", "use_clip_grad", "max_grad_norm"),
+    "optimizer": ("type", "betas", "eps", "weight_decay"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedAdapter:
+    """One adapter of a run with several.
+
+    Attributes:
+        name (str): What its folder is called.
+        config (PetLoraConfig): pet_config, with what the adapter has of its own.
+        learning_rate (float or None): In place of lr_schedule.learning_rate; None for that one.
+        own (dict): The keys of pet_config that it has of its own.
+    """
+
+    name: str
+    config: PetLoraConfig
+    learning_rate: Optional[float]
+    own: Dict[str, Any]
+
+
+def trained_adapters(pet_config: PetLoraConfig) -> List[TrainedAdapter]:
+    """Returns the adapters that pet_config.adapters describes.
+
+    Raises:
+        ConfigError: A key of an adapter is unknown, out of range or one in which adapters cannot differ, or two
+            adapters have one name.
+    """
+    nodes = pet_config.adapters
+    if not isinstance(nodes, (list, tuple)) or not nodes or not all(isinstance(node, Mapping) for node in nodes):
+        raise ConfigError(
+            "adapters must be a list of nodes, one for each adapter, such as '- {name: small, lora_rank: 8}'."
+        )
+    adapters = [_adapter(pet_config, dict(node), number) for number, node in enumerate(nodes, 1)]
+    names = [adapter.name for adapter in adapters]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"adapters has the name {twice[0]!r} twice: each adapter has a folder of that name.")
+    return adapters
+
+
+def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> TrainedAdapter:
+    where = f"adapters[{number - 1}]"
+    for key in node:
+        if key in _SHARED:
+            raise ConfigError(f"{where} has {key}, in which adapters cannot differ: {_SHARED[key]}. Use two runs.")
+        if key not in OWN_KEYS:
+            raise ConfigError(
+                f"{where} has the key {key!r}, in which adapters cannot differ.{suggestion(str(key), list(OWN_KEYS))}"
+            )
+    name = node.pop("name", f"adapter_{number}")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where}: name is {name!r}, but it must be the name of a folder: letters, digits and . _ = + - only."
+        )
+    rate = node.pop("learning_rate", None)
+    if rate is not None:
+        check_number(rate, f"{where}: learning_rate", NOT_NEGATIVE)
+    try:
+        return TrainedAdapter(name, dataclasses.replace(pet_config, adapters=None, **node), rate, node)
+    except LoraError as refusal:
+        raise ConfigError(f"{where}: {refusal}") from refusal
+
+
+def check_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each setting that keeps several adapters from training in one run."""
+    if value_at(config, KEY) is None:
+        return
+    if config.get("run_mode") not in TRAINING_MODES:
+        yield error(
+            KEY,
+            f"run_mode is {config.get('run_mode')}, and pet_config.adapters names adapters to train.",
+            "Name one that is trained in adapter_path, and leave adapters out.",
+        )
+        return
+    try:
+        pet_config = PetLoraConfig.from_pet_config(value_at(config, PET))
+        adapters = trained_adapters(pet_config)
+    except LoraError as refusal:
+        yield error(KEY, str(refusal))
+        return
+    yield from _check_kind(pet_config, adapters)
+    yield from _check_run(config)
+    yield from _check_keys(config)
+    for name, callback in named_items(config.get("callbacks")):
+        if callback.get("resume"):
+            yield error(
+                f"callbacks.{name}", f"callbacks.{name} has resume, and a run with several adapters begins anew."
+            )
+        if callback.get("type") not in (*OF_RUN, *OF_ADAPTER):
+            yield error(
+                f"callbacks.{name}",
+                f"callbacks.{name} is for a run with one adapter, and pet_config has adapters.",
+                f"Remove it; there are {', '.join((*OF_RUN, *OF_ADAPTER))}.",
+            )
+
+
+def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+    if pet_config.variant is not LORA:
+        yield error(KEY, f"{pet_config.variant.field} is True, and only plain LoRA trains beside others.", "Remove it.")
+    for field in _NOT_WITH_OTHERS:
+        if getattr(pet_config, field):
+            yield error(
+                f"{PET}.{field}",
+                f"{field} is {getattr(pet_config, field)!r}, which a run with several adapters does not carry out.",
+                "Remove it, or train one adapter at a time.",
+            )
+    for adapter in adapters:
+        if changes_base(adapter.config.lora_init):
+            yield error(
+                KEY,
+                f"lora_init of {adapter.name} is {adapter.config.lora_init}, which changes the base that the other "
+                "adapters train on.",
+                "Use kaiming, gaussian or orthogonal.",
+            )
+
+
+def _check_run(config: Mapping[str, Any]) -> Iterator[Finding]:
+    requirements = (
+        ("runner_wrapper.type", train_step(config), WRAPPER, "the train step keeps the adapters apart"),
+        ("optimizer.type", value_at(config, "optimizer.type"), OPTIMIZER, "it is the optimizer that keeps them apart"),
+        ("use_parallel", config.get("use_parallel") or False, False, "it was made for one device"),
+        (
+            "do_eval",
+            config.get("do_eval") or False,
+            False,
+            "MindFormers' evaluation knows one adapter; use HeldOutLoss",
+        ),
+        ("runner_config.sink_mode", setting(config, "runner_config.sink_mode"), False, "each step is judged by itself"),
+    )
+    for key, value, needed, reason in requirements:
+        if value != needed:
+            yield error(key, f"{key} is {value!r}, and pet_config has adapters: {reason}.", f"Set it to {needed}.")
+    if setting(config, "context.mode") not in (0, "GRAPH_MODE"):
+        yield error("context.mode", "context.mode is PyNative, and adapters train beside each other in graph mode.")
+    if is_mcore(config) or "Llama" not in str(model_name(config)):
+        yield error(
+            "model",
+            f"The model is {model_name(config)}, and several adapters train on MindFormers' legacy Llama alone.",
+            "Train one adapter at a time.",
+        )
+    if config.get("grouped_lr_schedule"):
+        yield error("grouped_lr_schedule", "grouped_lr_schedule is set, and each adapter has one learning rate.")
+
+
+def _check_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
+    for node, known in _KNOWN_KEYS.items():
+        for key, value in (config.get(node) or {}).items():
+            if key not in known and value not in (None, False):
+                yield error(
+                    f"{node}.{key}",
+                    f"{node}.{key} is {value!r}, which a run with several adapters does not carry out.",
+                    f"Remove it; there are {', '.join(known)}.",
+                )
+    scale = value_at(config, "runner_wrapper.scale_sense")
+    if isinstance(scale, Mapping):
+        yield error(
+            "runner_wrapper.scale_sense",
+            "runner_wrapper.scale_sense is a node, and a loss scale that moves with one adapter would move the others.",
+            "Write a number.",
+        )

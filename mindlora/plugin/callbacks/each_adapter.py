@@ -1,0 +1,151 @@
+"""EachAdapter: in a run with several adapters, the callbacks of each of them, which see it as a run of its own."""
+
+from typing import Any, Dict, List, Mapping, Optional
+
+from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
+from mindspore import Callback
+from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
+
+from mindlora.checks.adapters import OF_ADAPTER
+from mindlora.errors import DivergenceError, LoraError
+from mindlora.plugin.callbacks.common import register
+from mindlora.plugin.callbacks.run_description import facts_of_configuration
+from mindlora.plugin.graph.network import innermost, train_step_of
+from mindlora.plugin.graph.stacked.held_out import HeldOutOfAdapters
+from mindlora.plugin.graph.stacked.step_of_adapter import StepOfAdapter
+from mindlora.plugin.log import logger
+
+# What callbacks are told of an adapter alone.
+_OF_ITS_OWN = ("train_network", "list_callback", "net_outputs", "eval_results", "training_events", "run_facts")
+
+
+class AdapterRun:
+    """One adapter's part of a run: its callbacks, and what they are told.
+
+    Attributes:
+        name (str): What the adapter's folder is called.
+        ended (str or None): Why it learns no more; "" for the end of the run.
+    """
+
+    def __init__(self, name: str, configuration: Mapping[str, Any], shared: InternalCallbackParam, step: StepOfAdapter):
+        self.name = name
+        self.step = step
+        self.ended: Optional[str] = None
+        nodes = [dict(node) for node in configuration["callbacks"] if node["type"] in OF_ADAPTER]
+        self.callbacks: List[Callback] = [
+            MindFormerRegister.get_instance_from_cfg(MindFormerConfig(**node), MindFormerModuleType.CALLBACK)
+            for node in nodes
+        ]
+        self.params = InternalCallbackParam()
+        self.params.update(shared)
+        self.params.update(train_network=step, list_callback=self.callbacks)
+        self.params["run_facts"] = facts_of_configuration(self.params, configuration)
+        self.context = RunContext(self.params)
+
+    def follow(self, shared: InternalCallbackParam) -> None:
+        """Takes over what is the same for all adapters: step, epoch and so on."""
+        self.params.update({key: value for key, value in shared.items() if key not in _OF_ITS_OWN})
+
+    def call(self, event: str) -> None:
+        """Calls each callback for an event, such as "on_train_begin"."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self.context)
+
+    def end_step(self) -> None:
+        """Tells the callbacks what the last step has done to the adapter; ends its run if one of them asks for it."""
+        record = self.step.last_record()
+        self.params["net_outputs"] = (record.loss, record.skipped, self.step.scale_sense, record.learning_rate, None)
+        self.call("on_train_step_end")
+        if self.context.get_stop_requested():
+            self.end()
+
+    def end(self) -> None:
+        """Ends the adapter's run: it is saved as it is, and learns no more."""
+        # As MindSpore does at the end of training.
+        self.params.pop("eval_results", None)
+        self.call("on_train_end")
+        self.step.stop()
+        reasons = []
+        for callback in self.callbacks:
+            try:
+                callback.__exit__(None, None, None)
+            except LoraError as error:
+                reasons.append(str(error))
+        self.ended = " ".join(reasons)
+
+
+@register
+class EachAdapter(Callback):
+    """Calls the callbacks of each adapter, in a run with several, as a run with that adapter alone would.
+
+    Where one of them stops its run, the adapter is saved and learns no more, and the others go on; with the last one
+    the run ends. mindlora-run adds this callback to a run with pet_config.adapters.
+
+    Args:
+        runs (list of dict): For each adapter its "name", and the "configuration" of a run with it alone.
+    """
+
+    def __init__(self, runs: List[Dict[str, Any]]):
+        super().__init__()
+        self.nodes = runs
+        self.runs: List[AdapterRun] = []
+        self.held_out: Optional[HeldOutOfAdapters] = None
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Gives the adapters their initial values, or resumes them."""
+        params = run_context.original_args()
+        step = train_step_of(params.train_network)
+        stack = innermost(params.train_network, lambda cell: hasattr(cell, "stack")).stack
+        stack.set_initial_values()
+        self.held_out = HeldOutOfAdapters(step.network, stack.count)
+        for number, node in enumerate(self.nodes):
+            of_adapter = StepOfAdapter(stack, step, number, self.held_out)
+            self.runs.append(AdapterRun(node["name"], node["configuration"], params, of_adapter))
+            self.runs[-1].call("on_train_begin")
+        params.cur_step_num = self.runs[0].params.cur_step_num
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Tells the callbacks of each adapter that learns."""
+        self._call("on_train_epoch_begin", run_context)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Tells the callbacks of each adapter that learns."""
+        self._call("on_train_epoch_end", run_context)
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """Tells the callbacks of each adapter that learns."""
+        self.held_out.forget()
+        self._call("on_train_step_begin", run_context)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Tells the callbacks of each adapter what it has done, and ends the run with that of the last adapter."""
+        params = run_context.original_args()
+        for run in self._learning(params):
+            run.end_step()
+            if run.ended:
+                logger.warning("step %d: the adapter %s learns no more. %s", params.cur_step_num, run.name, run.ended)
+        if not self._learning(params):
+            run_context.request_stop()
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Ends the runs of the adapters that learn until now."""
+        for run in self._learning(run_context.original_args()):
+            run.end()
+
+    def __exit__(self, *error: Any) -> None:
+        """Raises DivergenceError if a guard has ended the run of every adapter."""
+        failures = [f"{run.name}: {run.ended}" for run in self.runs if run.ended]
+        if error[0] is None and failures and len(failures) == len(self.runs):
+            raise DivergenceError(" ".join(failures))
+
+    def _learning(self, params):
+        """Returns the runs of the adapters that learn, which have been told the step."""
+        learning = [run for run in self.runs if run.ended is None]
+        for run in learning:
+            run.follow(params)
+        return learning
+
+    def _call(self, event, run_context):
+        for run in self._learning(run_context.original_args()):
+            run.call(event)

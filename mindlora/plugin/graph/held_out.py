@@ -1,0 +1,41 @@
+"""The held-out loss of a MindFormers model, as a cell."""
+
+from typing import Tuple
+
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+
+class HeldOutLossCell(nn.Cell):
+    """The sum of a causal language model's cross entropy over the labels that count, and the number of these labels.
+
+    In evaluation mode, called with tokens [batch, N] and labels [batch, N], MindFormers' model returns (logits
+    [batch, N, vocabulary], tokens, mask [batch, N]).
+
+    Inputs:
+        - **input_ids** (Tensor) - int32 [batch, N + 1].
+        - **labels** (Tensor) - int32 [batch, N + 1]; label i belongs to token i. If the model's configuration sets
+          input_sliced_sig, both are [batch, N] and label i belongs to token i + 1, as in training.
+
+    Outputs:
+        Tuple of two float32 scalars: the sum and the count; with ``by_row`` of two tensors float32 [batch].
+    """
+
+    def __init__(self, network: nn.Cell, ignore_token_id: int, by_row: bool = False):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.ignore_token_id = ignore_token_id
+        self.by_row = by_row
+        self.is_sliced = bool(getattr(getattr(network, "config", None), "input_sliced_sig", False))
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        if not self.is_sliced:
+            # Position i predicts token i + 1, as in training.
+            input_ids, labels = input_ids[:, :-1], labels[:, 1:]
+        logits, _, mask = self.network(input_ids, labels)
+        log_probabilities = ops.log_softmax(logits.astype(mstype.float32), -1)
+        safe_labels = ops.select(labels == self.ignore_token_id, ops.zeros_like(labels), labels)
+        picked = ops.gather_elements(log_probabilities, -1, safe_labels.expand_dims(-1)).squeeze(-1)
+        if self.by_row:
+            return -(picked * mask).sum(-1), mask.sum(-1)
+        return -(picked * mask).sum(), mask.sum()

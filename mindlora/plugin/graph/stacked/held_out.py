@@ -1,0 +1,67 @@
+"""The held-out losses of several adapters, measured in one pass over the data."""
+
+from typing import Dict, Tuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.common import dtype as mstype
+
+from mindlora.plugin.graph.held_out import HeldOutLossCell
+from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.stacked.losses import RowsOfAdapters
+
+
+class HeldOutRows(nn.Cell):
+    """The held-out loss of each row under each of K adapters.
+
+    Inputs:
+        - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1], as for HeldOutLossCell.
+
+    Outputs:
+        Tuple of two tensors float32 [K, rows]: the sum of the losses of each row, and how many labels count in it.
+    """
+
+    def __init__(self, network: nn.Cell, adapters: int):
+        super().__init__(auto_prefix=False)
+        model = base_of(network)
+        self.network = RowsOfAdapters(HeldOutLossCell(model, model.config.ignore_token_id, by_row=True), adapters)
+        self.adapters = adapters
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        losses, counts = self.network(input_ids, labels)
+        return losses.reshape((self.adapters, -1)), counts.reshape((self.adapters, -1))
+
+
+class HeldOutOfAdapters:
+    """Measures the held-out loss of all adapters when that of one is asked for, once in each step.
+
+    Attributes:
+        rows (dict): Path of the data -> (losses [K, rows], counts [rows]) of its rows, as last measured.
+    """
+
+    def __init__(self, network: nn.Cell, adapters: int):
+        self.cell = HeldOutRows(network, adapters)
+        self.rows: Dict[str, Tuple[np.ndarray, np.ndarray]] = {}
+
+    def forget(self) -> None:
+        """Begins a new step: what is asked for next is measured anew."""
+        self.rows = {}
+
+    def loss(self, adapter: int, dataset_dir: str, batch_size: int) -> float:
+        """Returns the mean loss, in nats per label, of an adapter on a MindRecord; 0 if no label counts."""
+        if dataset_dir not in self.rows:
+            self.rows[dataset_dir] = self._measure(dataset_dir, batch_size)
+        losses, counts = self.rows[dataset_dir]
+        return float(losses[adapter].sum() / max(counts.sum(), 1.0))
+
+    def _measure(self, dataset_dir, batch_size):
+        data = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
+        losses, counts = [], []
+        self.cell.set_train(False)
+        for input_ids, labels in data.batch(batch_size).create_tuple_iterator(num_epochs=1):
+            sums = self.cell(input_ids.astype(mstype.int32), labels.astype(mstype.int32))
+            losses.append(sums[0].asnumpy().astype(np.float64))
+            counts.append(sums[1].asnumpy()[0].astype(np.float64))
+        self.cell.set_train(True)
+        return np.concatenate(losses, 1), np.concatenate(counts)

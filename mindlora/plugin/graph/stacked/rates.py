@@ -1,0 +1,38 @@
+"""AdapterRates: the schedules of several adapters' learning rates, as one schedule of MindFormers."""
+
+from typing import Any, Sequence
+
+from mindformers.core.lr import build_lr
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Tensor, nn, ops
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+
+@MindFormerRegister.register(MindFormerModuleType.LR, legacy=True)
+class AdapterRates(LearningRateSchedule):
+    """One schedule of MindFormers or MindSpore for each of K adapters, which differ in their learning_rate.
+
+    Args:
+        schedule (str): The schedules' type, as in lr_schedule.
+        learning_rates (sequence of float): The learning_rate of each; its type is that of lr_schedule.learning_rate.
+        learning_rate (float): That of lr_schedule, which no adapter need have.
+        **keys: The schedules' other keys.
+
+    Inputs:
+        - **global_step** (Tensor) - int32 [K, 1]: the step of each adapter.
+
+    Outputs:
+        float32 [K].
+    """
+
+    def __init__(self, schedule: str, learning_rates: Sequence[float], learning_rate: float, **keys: Any):
+        super().__init__()
+        self.learning_rate = learning_rate
+        schedules = [build_lr(class_name=schedule, learning_rate=rate, **keys) for rate in learning_rates]
+        self.schedules = nn.CellList(schedules)
+
+    def construct(self, global_step: Tensor) -> Tensor:
+        rates = ()
+        for adapter, schedule in enumerate(self.schedules):
+            rates += (schedule(global_step[adapter]).reshape(()),)
+        return ops.stack(rates)

@@ -1,0 +1,101 @@
+"""StackedAdamW: AdamW on the parameters of several adapters, each with a learning rate and a step count of its own."""
+
+from typing import Any, Sequence, Tuple
+
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import initializer
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+_adamw = ops.MultitypeFuncGraph("stacked_adamw")
+
+
+@_adamw.register(*["Tensor"] * 11)
+def _update(beta1, beta2, eps, step, rate, applied, decay, parameter, gradient, first, second):
+    """Updates a parameter [K, r, n] and its moments; step, rate and applied are [K]."""
+    gradient = gradient.astype(mstype.float32)
+    new_first = first * beta1 + gradient * (1.0 - beta1)
+    new_second = second * beta2 + gradient * gradient * (1.0 - beta2)
+    correction1 = 1.0 - ops.pow(beta1, step)
+    correction2 = 1.0 - ops.pow(beta2, step)
+    shape = parameter.shape
+    denominator = ops.sqrt(new_second / _column(correction2, shape)) + eps
+    moved = parameter.astype(mstype.float32) * _column(1.0 - rate * decay, shape)
+    moved = moved - new_first / denominator * _column(rate / correction1, shape)
+    # Not a product with 0: what is not applied may be NaN.
+    is_applied = _column(applied, shape)
+    done = ops.assign(first, ops.select(is_applied, new_first, first))
+    done = ops.depend(ops.assign(second, ops.select(is_applied, new_second, second)), done)
+    new = ops.select(is_applied, moved.astype(parameter.dtype), parameter)
+    return ops.depend(ops.assign(parameter, new), done)
+
+
+def _column(values, shape):
+    """Returns [K] as [K, r, n], without the tables that MindSpore's CPU kernels keep for what they broadcast."""
+    return ops.broadcast_to(values.reshape((-1, 1, 1)), shape)
+
+
+class StackedAdamW(nn.Optimizer):
+    r"""AdamW for parameters [K, r, n] of K adapters, each with a learning rate and a count of steps t of its own.
+
+    .. math::
+        m = \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2, \quad
+        w = w (1 - \eta \lambda) - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+
+    So each adapter takes the steps that MindFormers' AdamW would take with it alone. One whose gradients are not
+    applied keeps its weights, its moments and its t, bit for bit, whatever the gradients hold. Where weights and
+    gradients are zero, as in the rows and columns beyond an adapter's rank, they stay zero.
+
+    Args:
+        params (list): Parameters [K, r, n], or groups of them as for MindSpore's optimizers, without rates.
+        learning_rate (LearningRateSchedule): Returns the rates float32 [K] for steps int32 [K].
+        betas (list of float): beta_1 and beta_2. Default: (0.9, 0.999).
+        eps (float): epsilon. Default: 1e-8.
+        weight_decay (float): lambda. Default: 0.0.
+
+    Inputs:
+        - **gradients** (tuple of Tensor) - In the shapes of the parameters.
+        - **rates** (Tensor) - float32 [K].
+        - **applied** (Tensor) - bool [K]: whether the gradients of an adapter count.
+
+    Outputs:
+        Tuple of the new values of the parameters.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: LearningRateSchedule,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(learning_rate, params, weight_decay=weight_decay)
+        adapters = self.parameters[0].shape[0]
+        self.beta1, self.beta2 = (Tensor([beta], mstype.float32) for beta in betas)
+        self.eps = Tensor([eps], mstype.float32)
+        self.global_step = Parameter(Tensor(np.zeros((adapters, 1)), mstype.int32), "global_step", requires_grad=False)
+        self.exp_avg = self._moments("adam_m")
+        self.exp_avg_sq = self._moments("adam_v")
+        decays = self.weight_decay if self.is_group else [self.weight_decay] * len(self.parameters)
+        self.decays = tuple(Tensor([_number(decay)], mstype.float32) for decay in decays)
+
+    def _moments(self, prefix):
+        return ParameterTuple(
+            Parameter(initializer("zeros", p.shape, mstype.float32), f"{prefix}.{p.name}", requires_grad=False)
+            for p in self.parameters
+        )
+
+    def construct(self, gradients: Tuple[Tensor, ...], rates: Tensor, applied: Tensor) -> Tuple[Tensor, ...]:
+        steps = self.global_step.reshape((-1,)) + applied.astype(mstype.int32)
+        counted = ops.assign(self.global_step, steps.reshape(self.global_step.shape))
+        step = ops.depend(steps, counted).astype(mstype.float32)
+        update = ops.partial(_adamw, self.beta1, self.beta2, self.eps, step, rates, applied)
+        return self.hyper_map(update, self.decays, self._parameters, gradients, self.exp_avg, self.exp_avg_sq)
+
+
+def _number(decay):
+    return float(decay.asnumpy()) if isinstance(decay, Tensor) else float(decay)

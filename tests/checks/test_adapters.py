@@ -1,0 +1,110 @@
+"""pet_config.adapters in a YAML: what adapters may differ in, and what a run with several needs."""
+
+import copy
+import re
+
+import pytest
+
+from mindlora.checks.adapters import KEY, check_adapters, trained_adapters
+from mindlora.checks.pet_config import PetLoraConfig
+from mindlora.common.yaml_file import PET
+from mindlora.errors import ConfigError
+
+ADAPTERS = [{"name": "small", "lora_rank": 2}, {"learning_rate": 1.0e-3, "target_modules": ".*wk", "seed": 5}]
+
+
+def pet_config(adapters=ADAPTERS, **keys):
+    """A pet_config with adapters."""
+    return {"pet_type": "lora", "lora_rank": 8, "target_modules": ".*wq", "adapters": copy.deepcopy(adapters), **keys}
+
+
+def config(pet=None, **changes):
+    """A YAML that trains two adapters."""
+    model = {"arch": {"type": "LlamaForCausalLM"}, "model_config": {"type": "LlamaConfig", "pet_config": pet_config()}}
+    model["model_config"]["pet_config"].update(pet or {})
+    return {
+        "run_mode": "finetune",
+        "use_parallel": False,
+        "context": {"mode": 0},
+        "runner_config": {"sink_mode": False},
+        "runner_wrapper": {"type": "LoraTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": True},
+        "optimizer": {"type": "AdamW", "betas": [0.9, 0.95]},
+        "callbacks": [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint"}],
+        "model": model,
+        **changes,
+    }
+
+
+def found(yaml):
+    return [(finding.severity, finding.key, str(finding)) for finding in check_adapters(yaml)]
+
+
+def test_what_an_adapter_does_not_say_is_that_of_pet_config():
+    small, second = trained_adapters(PetLoraConfig.from_pet_config(pet_config()))
+    assert (small.name, small.config.lora_rank, small.config.target_modules) == ("small", 2, ".*wq")
+    assert (second.name, second.config.lora_rank, second.learning_rate) == ("adapter_2", 8, 1e-3)
+    assert (second.config.target_modules, second.config.seed) == (".*wk", 5)
+    assert small.learning_rate is None and small.config.adapters is None
+
+
+@pytest.mark.parametrize(
+    "adapters, message",
+    [
+        ([], "must be a list of nodes"),
+        ({"small": {"lora_rank": 8}}, "must be a list of nodes"),
+        ([{"quantize_base": "nf4"}], r"adapters\[0\] has quantize_base.* share one base in memory, in one form"),
+        ([{"load_checkpoint": "base"}], "share one base in memory. Use two runs"),
+        ([{"lora_dropout": 0.1}], "dropped out at once"),
+        ([{"lora_rang": 8}], "the key 'lora_rang'.* Did you mean 'lora_rank'"),
+        ([{"name": "a"}, {"name": "a"}], "has the name 'a' twice"),
+        ([{"name": "../a"}], "must be the name of a folder"),
+        ([{"name": 1}], "must be the name of a folder"),
+        ([{"learning_rate": -1.0}], "a number of at least 0"),
+        ([{"lora_rank": 0}], r"adapters\[0\]: lora_rank is 0"),
+    ],
+)
+def test_wrong_adapters(adapters, message):
+    with pytest.raises(ConfigError, match=message):
+        trained_adapters(PetLoraConfig.from_pet_config(pet_config(adapters)))
+
+
+def test_a_yaml_without_faults():
+    assert found(config()) == []
+    assert found({"run_mode": "finetune", "optimizer": {"type": "Adam"}}) == []
+
+
+@pytest.mark.parametrize(
+    "pet, changes, key, message",
+    [
+        ({}, {"run_mode": "predict"}, KEY, "Name one that is trained in adapter_path"),
+        ({"adapters": [{"lora_rank": 0}]}, {}, KEY, r"adapters\[0\]"),
+        ({"use_dora": True}, {}, KEY, "use_dora is True, and only plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, {}, f"{PET}.modules_to_save", "does not carry out"),
+        ({"adapters": [{"name": "p", "lora_init": "pissa"}]}, {}, KEY, "p is pissa, which changes the base"),
+        ({}, {"optimizer": {"type": "Lion"}}, "optimizer.type", "'Lion'.* Set it to AdamW"),
+        ({}, {"optimizer": {"type": "AdamW", "use_fused": True}}, "optimizer.use_fused", "betas, eps, weight_decay"),
+        ({}, {"runner_wrapper": {"type": "MFTrainOneStepCell"}}, "runner_wrapper.type", "LoraTrainOneStepCell"),
+        ({}, {"use_parallel": True}, "use_parallel", "made for one device"),
+        ({}, {"runner_config": {}}, "runner_config.sink_mode", "Set it to False"),
+        ({}, {"context": {"mode": 1}}, "context.mode", "in graph mode"),
+        ({}, {"use_legacy": False}, "model", "legacy Llama alone"),
+        ({}, {"grouped_lr_schedule": {"default": {}}}, "grouped_lr_schedule", "one learning rate"),
+        ({}, {"callbacks": [{"type": "SampleAnswers"}]}, "callbacks.SampleAnswers", "for a run with one adapter"),
+        (
+            {},
+            {"runner_wrapper": {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}},
+            "runner_wrapper.preference",
+            "does not carry out",
+        ),
+        (
+            {},
+            {"runner_wrapper": {"type": "LoraTrainOneStepCell", "scale_sense": {"type": "DynamicLossScaleUpdateCell"}}},
+            "runner_wrapper.scale_sense",
+            "Write a number",
+        ),
+    ],
+)
+def test_what_keeps_adapters_from_training_in_one_run(pet, changes, key, message):
+    findings = found(config(pet, **changes))
+    assert [(severity, place) for severity, place, _ in findings] == [("error", key)]
+    assert re.search(message, findings[0][2])

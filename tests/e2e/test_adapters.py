@@ -1,0 +1,91 @@
+"""mindlora-run with several adapters: each is what a run with it alone makes of it, also beside one that diverges."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mindlora.training.history import read_history
+from tests.support import tiny_runs
+from tests.support.runs import succeeded
+
+STEPS = 30
+ADAPTERS = {
+    "plain": {"learning_rate": 1.0e-2, "seed": 1},
+    "other": {
+        "learning_rate": 3.0e-3,
+        "lora_rank": 3,
+        "lora_alpha": 16,
+        "use_rslora": True,
+        "target_modules": ".*wq|.*wk",
+    },
+    "diverges": {"learning_rate": 1.0e25, "seed": 3},
+}
+
+
+def config(folder, adapters=None, **changes):
+    """A run of 30 steps with shuffled data, weight decay, clipping, held-out rows and a guard."""
+    callbacks = [
+        {"type": "LossCurve"},
+        {"type": "HeldOutLoss", "dataset_dir": str(folder / "held_out.mindrecord"), "every_steps": 6, "batch_size": 4},
+        {"type": "TrainingGuard", "max_rollbacks": 1, "max_skipped": 2},
+        {"type": "LoraCheckpoint", "save_steps": 12, "best_metric": "held_out_loss"},
+    ]
+    yaml = tiny_runs.tiny_config(folder / "train.mindrecord", 5, callbacks)
+    yaml["train_dataset"]["data_loader"]["shuffle"] = True
+    yaml["optimizer"]["weight_decay"] = 0.01
+    yaml["model"]["model_config"]["pet_config"].update(changes)
+    if adapters:
+        nodes = [{"name": name, **own} for name, own in adapters.items()]
+        yaml["model"]["model_config"]["pet_config"]["adapters"] = nodes
+    return yaml
+
+
+@pytest.fixture(scope="module")
+def folder(library, tmp_path_factory):
+    """The output of a run with three adapters, and of runs with two of them alone."""
+    folder = tmp_path_factory.mktemp("adapters")
+    tiny_runs.write_data(folder / "train.mindrecord", 24)
+    tiny_runs.write_data(folder / "held_out.mindrecord", 10, seed=3)
+    succeeded(tiny_runs.launch(config(folder, ADAPTERS), folder / "several"))
+    for name in ("plain", "other"):
+        own = dict(ADAPTERS[name])
+        rate = own.pop("learning_rate")
+        alone = config(folder, **own)
+        alone["lr_schedule"]["learning_rate"] = rate
+        succeeded(tiny_runs.launch(alone, folder / name))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["plain", "other"])
+def test_each_adapter_learns_what_it_learns_alone(folder, name):
+    alone, beside = (tiny_runs.losses(output) for output in (folder / name, folder / "several" / name))
+    assert len(alone) == STEPS and alone.keys() == beside.keys()
+    np.testing.assert_allclose(list(beside.values()), list(alone.values()), rtol=1e-6)
+    histories = [read_history(str(output)) for output in (folder / name, folder / "several" / name)]
+    for series, tolerance in (("held_out_loss", 1e-6), ("gradient_norm", 1e-5), ("tokens", 0), ("learning_rate", 1e-6)):
+        expected, measured = (history.series(series) for history in histories)
+        np.testing.assert_allclose(measured, expected, rtol=tolerance, err_msg=series)
+
+
+@pytest.mark.parametrize("name", ["plain", "other"])
+@pytest.mark.parametrize("step", [12, 30])
+def test_what_is_saved_of_an_adapter_is_what_a_run_alone_saves(folder, name, step):
+    saved = [output / "lora_checkpoint" / f"step_{step}" for output in (folder / name, folder / "several" / name)]
+    alone, beside = map(tiny_runs.state, saved)
+    assert alone.keys() == beside.keys()
+    for key, array in alone.items():
+        tolerance = 1e-6 if "lora" in key and "adam" not in key else 5e-6
+        np.testing.assert_allclose(beside[key], array, rtol=0, atol=tolerance * np.abs(array).max(), err_msg=key)
+    settings = [json.loads((path / "adapter_config.json").read_text(encoding="utf-8")) for path in saved]
+    assert settings[0] == settings[1]
+    best = [json.loads((path.parent / "best" / "best.json").read_text(encoding="utf-8")) for path in saved]
+    assert best[0]["step"] == best[1]["step"]
+
+
+def test_one_that_diverges_is_stopped_and_the_others_go_on(folder):
+    history = read_history(str(folder / "several" / "diverges"))
+    assert [event["event"] for event in history.events][-1] == "divergence"
+    assert len(history.steps) < STEPS == len(read_history(str(folder / "several" / "plain")).steps)
+    # What is saved of it is the last good state.
+    assert (folder / "several" / "diverges" / "lora_checkpoint").is_dir()
