@@ -16,7 +16,9 @@ _MODEL = {
     "use_rope_slice": (True, "the other rotary embedding needs a broadcast that CPU kernels do not support"),
     "use_past": (False, "paged attention has no CPU kernel"),
 }
-_DTYPES = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype", "param_init_type")
+_COMPUTED = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype")
+_DTYPES = (*_COMPUTED, "param_init_type")
+_FLOAT32 = ("float32", "fp32")
 _LLAMA_DEFAULTS = {
     "use_flash_attention": False,
     "fused_rms_norm": True,
@@ -47,19 +49,26 @@ def check_cpu(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def check_cpu_serving(model_config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error with everything that must be set differently, unless the model can be served on a CPU."""
-    changes = list(_model_changes(model_config, ("fused_rms_norm",)))
+    changes = list(_model_changes(model_config, ("fused_rms_norm",), _COMPUTED))
+    # Linear cells take weights of 16 bits as they are; the lookup of an embedding does not.
+    weights = model_config.get("param_init_type", _LLAMA_DEFAULTS["param_init_type"])
+    embedding = model_config.get("embedding_init_type") or weights
+    if embedding not in _FLOAT32:
+        changes.append(f"model.model_config.embedding_init_type: float32 (found {embedding})")
     if changes:
         yield error(_KEY, f"{_KEY} is CPU, where this model cannot be served.", f"Set: {'; '.join(changes)}.")
 
 
-def _model_changes(model_config: Mapping[str, Any], keys: Sequence[str] = tuple(_MODEL)) -> Iterator[str]:
+def _model_changes(
+    model_config: Mapping[str, Any], keys: Sequence[str] = tuple(_MODEL), dtypes: Sequence[str] = _DTYPES
+) -> Iterator[str]:
     for key in keys:
         needed, reason = _MODEL[key]
         if bool(model_config.get(key, _LLAMA_DEFAULTS[key])) != needed:
             yield f"model.model_config.{key}: {needed} ({reason})"
-    for key in _DTYPES:
+    for key in dtypes:
         dtype = model_config.get(key, _LLAMA_DEFAULTS[key])
-        if dtype not in ("float32", "fp32"):
+        if dtype not in _FLOAT32:
             yield f"model.model_config.{key}: float32 (found {dtype})"
 
 

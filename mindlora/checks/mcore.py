@@ -16,10 +16,9 @@ from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture
 
 _ROUTER = "decoder.layers.0.mlp.router.weight"
-_SERVED_DTYPES = ("params_dtype", "compute_dtype")
 # What the network that serves mcore models computes: key of model_config -> the value that it must have, if any.
 _SERVED_KEYS: Dict[str, Any] = {
-    **dict.fromkeys(_SERVED_DTYPES, "float32"),
+    "compute_dtype": "float32",
     "hidden_act": "silu",
     "position_embedding_type": "rope",
     "rope_scaling": None,
@@ -115,7 +114,7 @@ def _served_changes(config: Mapping[str, Any]) -> Iterator[str]:
     model_config = model_config_of(config)
     for key, needed in _SERVED_KEYS.items():
         found = model_config.get(key)
-        found = dtype_name(found, key) if found is not None and key in _SERVED_DTYPES else found
+        found = dtype_name(found, key) if found is not None and key == "compute_dtype" else found
         if found not in (None, needed):
             yield f"model.model_config.{key}: {'null' if needed is None else needed} (found {found})"
     if (model_config.get("pet_config") or {}).get("quantize_base"):

@@ -13,6 +13,7 @@ from mindlora.errors import ConfigError
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture
 from mindlora.models.hugging_face import HuggingFaceConfig
+from mindlora.numerics.dtypes import FLOATS, dtype_name
 
 _GENERATION = "generation_config.json"
 
@@ -27,6 +28,7 @@ class ModelFolder:
         model_config (dict): The same for MindFormers, without dtypes, lengths and tokens.
         ids (SpecialIds): The tokens with which `mindlora data` begins, ends and pads rows.
         ends (int or list of int): The tokens that end an answer.
+        stored (str): The dtype of the weights' matrices; "float32" if they differ.
     """
 
     path: str
@@ -35,6 +37,7 @@ class ModelFolder:
     model_config: Dict[str, Any]
     ids: SpecialIds
     ends: Union[int, List[int]]
+    stored: str = "float32"
 
     @property
     def name(self) -> str:
@@ -60,9 +63,9 @@ def read_folder(path: str) -> ModelFolder:
             "in bfloat16 first, or take the original one."
         )
     model_config = architecture.from_hugging_face(config)
-    _check_weights(path, architecture, model_config)
+    stored = _check_weights(path, architecture, model_config)
     ids = special_ids(load_tokenizer(path))
-    return ModelFolder(path, config, architecture, model_config, ids, _ends(path, config, ids))
+    return ModelFolder(path, config, architecture, model_config, ids, _ends(path, config, ids), stored)
 
 
 def _read_config(folder: str) -> HuggingFaceConfig:
@@ -91,14 +94,15 @@ def _unknown_model(config: HuggingFaceConfig) -> str:
     return f"{described}: no YAML is written for it. Choose a model of model_type {kinds}."
 
 
-def _check_weights(folder: str, architecture: Architecture, model_config: Dict[str, Any]) -> None:
-    """Raises ConfigError unless the tensors are those of the model that config.json describes.
+def _check_weights(folder: str, architecture: Architecture, model_config: Dict[str, Any]) -> str:
+    """Raises ConfigError unless the tensors are those of the model that config.json describes; returns their dtype.
 
     What MindFormers did not find it would leave random, and what it has no place for it would drop.
     """
     tied = bool(model_config.get("tie_word_embeddings"))
     with BaseCheckpoint(folder) as base:
         stored = {tensor.name: tuple(tensor.shape) for tensor in in_mindformers_names(base)[0]}
+        dtypes = {tensor.dtype for tensor in base.tensors.values() if len(tensor.shape) > 1}
         head = architecture.head_weight(base.world)
         if head not in base.tensors and not tied:
             raise ConfigError(
@@ -123,6 +127,7 @@ def _check_weights(folder: str, architecture: Architecture, model_config: Dict[s
             f"{folder}: {name} has the shape {list(stored[name])}, and as {CONFIG} says it has {list(expected[name])}. "
             "Copy the model again."
         )
+    return dtype_name(dtypes.pop()) if len(dtypes) == 1 and dtypes <= set(FLOATS) else "float32"
 
 
 def _ends(folder: str, config: HuggingFaceConfig, ids: SpecialIds) -> Union[int, List[int]]:

@@ -89,12 +89,20 @@ def _positions(folder: ModelFolder) -> int:
 
 
 def served_content(folder: ModelFolder, device: str) -> Dict[str, Any]:
-    """Returns the content of a YAML by which a model is served, or answers."""
+    """Returns the content of a YAML by which a model is served, or answers.
+
+    On a CPU the weights of linear cells are held in the dtype in which they are stored.
+    """
+    nodes = model_nodes(folder, device, seq_length_of(folder, None))
+    if device == CPU:
+        legacy = folder.architecture.legacy
+        held = {"param_init_type": folder.stored, "embedding_init_type": "float32"}
+        nodes["model"]["model_config"].update(held if legacy else {"params_dtype": folder.stored})
     return {
         "run_mode": "predict",
         "load_checkpoint": folder.path,
         "load_ckpt_format": "safetensors",
         "trainer": {"type": "CausalLanguageModelingTrainer", "model_name": folder.name},
         "use_parallel": False,
-        **model_nodes(folder, device, seq_length_of(folder, None)),
+        **nodes,
     }

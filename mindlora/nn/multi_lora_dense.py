@@ -10,6 +10,8 @@ from mindlora.nn.cell import carry_settings
 from mindlora.nn.linear_base import LinearBase, adopt_linear, adopt_weight, plain_linear_types
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.qlora import Nf4Base
+from mindlora.nn.tensors import to_array, to_tensor
+from mindlora.numerics.dtypes import to_float32
 from mindlora.ops.multi_lora_delta import MultiLoraDelta
 from mindlora.ops.multi_lora_linear import MultiLoraLinear, MultiLoraLinearWithBias
 
@@ -76,6 +78,12 @@ class MultiLoRADense(nn.Cell):
         self.slots_of_tokens = slots_of_tokens
         self.delta = MultiLoraDelta()
         self.linear = MultiLoraLinearWithBias() if self.has_bias else MultiLoraLinear()
+        # A weight of 16 bits stays as it is: the operator widens it as it reads.
+        self.widens = self.linear.path == "cpu" and self.dtype == mstype.float32
+        if self.has_bias and self.widens:
+            # MindSpore's operators on a CPU do not take one of bfloat16.
+            bias = to_tensor(to_float32(to_array(self.bias)))
+            self.bias = Parameter(bias, name=self.bias.name, requires_grad=False)
         self.few = False
         self.gained = False
         carry_settings(cell, self)
@@ -106,7 +114,7 @@ class MultiLoRADense(nn.Cell):
 
     def _one_pass(self, x, slots):
         """For few tokens: base and adapters in one operator."""
-        weight = self.cast(self.weight, self.dtype)
+        weight = self.weight if self.widens else self.cast(self.weight, self.dtype)
         if self.has_bias:
             bias = self.cast(self.bias, self.dtype)
             return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias)

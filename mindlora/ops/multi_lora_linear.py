@@ -2,6 +2,7 @@
 
 from typing import Optional, Tuple
 
+import mindspore as ms
 from mindspore import Tensor, ops
 
 from mindlora.ops.multi_lora_delta import INDEX_DTYPES, INDEX_NAMES, MultiLoraDelta, refuse_gradient
@@ -18,7 +19,7 @@ class MultiLoraLinear(OperatorCell):
     Inputs:
         - **x** (Tensor) - Shape [..., K]; float32, float16 or bfloat16; all axes but the last are tokens. All sums are
           in float32 on a CPU.
-        - **w** (Tensor) - Shape [N, K], dtype of x.
+        - **w** (Tensor) - Shape [N, K], dtype of x; with x in float32 any of the three: it is widened as it is read.
         - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of x: see MultiLoraDelta.
         - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
         - **scales** (Tensor) - Shape [slots], float32.
@@ -44,14 +45,18 @@ class MultiLoraLinear(OperatorCell):
         self.delta = MultiLoraDelta()
 
     def construct(self, x: Tensor, w: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
-        self.check((x.dtype, w.dtype, pool.dtype), (ranks.dtype, scales.dtype, indices.dtype))
+        self.check(w.dtype, (x.dtype, pool.dtype), (ranks.dtype, scales.dtype, indices.dtype))
         if self.path == "cpu":
             return self.kernel(x, w, pool, ranks, scales, indices)
         return self.composed(x, w, pool, ranks, scales, indices)
 
-    def check(self, dtypes: Tuple, index_dtypes: Tuple) -> None:
+    def check(self, weight: ms.dtype.Type, dtypes: Tuple, index_dtypes: Tuple) -> None:
         """Raises BackendError for a dtype that is not supported. Runs when a graph is compiled."""
-        check_dtypes(self.op, self.path, ("x", "W", "pool", "bias"), dtypes)
+        check_dtypes(self.op, self.path, ("x", "pool", "bias"), dtypes)
+        if dtypes[0] == ms.float32:
+            check_dtypes(self.op, self.path, ("W",), (weight,))
+        else:
+            check_dtypes(self.op, self.path, ("x", "W"), (dtypes[0], weight))
         check_fixed_dtypes(self.op, self.path, INDEX_NAMES, index_dtypes, INDEX_DTYPES)
 
     def composed(
@@ -100,7 +105,7 @@ class MultiLoraLinearWithBias(MultiLoraLinear):
     def construct(
         self, x: Tensor, w: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor, bias: Tensor
     ) -> Tensor:
-        self.check((x.dtype, w.dtype, pool.dtype, bias.dtype), (ranks.dtype, scales.dtype, indices.dtype))
+        self.check(w.dtype, (x.dtype, pool.dtype, bias.dtype), (ranks.dtype, scales.dtype, indices.dtype))
         if self.path == "cpu":
             return self.kernel(x, w, pool, ranks, scales, indices, bias)
         return self.composed(x, w, pool, ranks, scales, indices, bias)

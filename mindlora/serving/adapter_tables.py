@@ -19,7 +19,7 @@ class BaseTables(NamedTuple):
     """The base's tables.
 
     Attributes:
-        embedding (array): [vocabulary, hidden], float32; on a CPU MindSpore's own memory.
+        embedding (array): [vocabulary, hidden], of any dtype; on a CPU MindSpore's own memory.
         tied (bool): Whether it is the output head too.
     """
 
@@ -53,7 +53,7 @@ class AdapterTables(NamedTuple):
 
     def embed(self, tokens: np.ndarray, base: BaseTables) -> np.ndarray:
         """Returns float32 [tokens, hidden]."""
-        rows = (base.embedding if self.embedding is None else self.embedding)[tokens]
+        rows = to_float32((base.embedding if self.embedding is None else self.embedding)[tokens])
         return rows if self.pair is None else rows + self.pair[0][tokens] @ self.pair[1]
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from mindlora.nn.adapter_matching import cell_shapes
 from mindlora.nn.base_fingerprint import fingerprints_of, joined_fingerprints_of
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import weight_of
-from mindlora.numerics.dtypes import BFLOAT16, to_float32
+from mindlora.numerics.dtypes import BFLOAT16
 from mindlora.quantize import quantize_base
 from mindlora.serving.adapter_memory import AdapterMemory
 from mindlora.serving.adapter_registry import AdapterRegistry
@@ -91,4 +91,4 @@ def _tables(network: nn.Cell) -> Optional[BaseTables]:
     if ms.get_context("device_target") != "CPU":
         return None
     table = embedding_of(network)[1]
-    return BaseTables(to_float32(to_array(table)), network.lm_head.weight is table)
+    return BaseTables(to_array(table), network.lm_head.weight is table)

@@ -15,7 +15,7 @@ from mindspore.nn.utils import no_init_parameters
 from mindlora.checks.finding import refuse
 from mindlora.checks.mcore import check_served, family_of
 from mindlora.models import registry
-from mindlora.models.architecture import HF, Architecture
+from mindlora.models.architecture import HF, Architecture, dtype_of
 from mindlora.models.decoder_sizes import DecoderSizes, decoder_sizes
 from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
@@ -25,16 +25,18 @@ from mindlora.serving.settings import EngineSettings
 
 
 def build_mcore(model_config: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
-    """Builds the network of an mcore YAML with a paged key-value cache, for a CPU and in float32.
+    """Builds the network of an mcore YAML with a paged key-value cache, for a CPU.
 
-    Its parameters have no values until load_base fills them. Raises ConfigError if it is not one that is served.
+    It computes in float32; the weights of linear cells are held in params_dtype. Its parameters have no values until
+    load_base fills them. Raises ConfigError if it is not one that is served.
     """
     yaml = {"use_legacy": False, "context": {"device_target": "CPU"}, "model": {"model_config": model_config}}
     refuse(check_served(yaml))
     architecture = cast(Architecture, registry.by_model_type(family_of(yaml)))
     sizes = decoder_sizes(architecture, dict(model_config))
+    dtype = getattr(mstype, dtype_of(dict(model_config), "params_dtype"))
     with no_init_parameters():
-        network = McoreNetwork(sizes, settings)
+        network = McoreNetwork(sizes, settings, dtype)
     network.config.eos_token_id = model_config.get("eos_token_id")
     return network.set_train(False)
 
@@ -49,13 +51,13 @@ class McoreNetwork(nn.Cell):
 
     parameter_names = HF
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
         super().__init__()
         self.config = types.SimpleNamespace(
             vocab_size=sizes.vocabulary, num_heads=sizes.heads, n_kv_heads=sizes.kv_heads, eos_token_id=None
         )
-        self.model = Decoder(sizes, settings)
-        self.lm_head = _linear(sizes.hidden, sizes.vocabulary)
+        self.model = Decoder(sizes, settings, dtype)
+        self.lm_head = _linear(sizes.hidden, sizes.vocabulary, dtype)
         if sizes.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -74,10 +76,10 @@ class Decoder(nn.Cell):
         Tensor [1, T, hidden], float32.
     """
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
         super().__init__()
         self.embed_tokens = Embedding(sizes.vocabulary, sizes.hidden)
-        self.layers = nn.CellList([DecoderLayer(sizes, settings) for _ in range(sizes.layers)])
+        self.layers = nn.CellList([DecoderLayer(sizes, settings, dtype) for _ in range(sizes.layers)])
         self.norm = Norm(sizes.hidden, sizes.norm_eps)
         cos, sin = _rotary_tables(settings.seq_length, sizes.head_dim, sizes.rope_theta)
         self.cos, self.sin = Tensor(cos), Tensor(sin)
@@ -103,12 +105,12 @@ class Decoder(nn.Cell):
 class DecoderLayer(nn.Cell):
     """h = x + attention(norm(x)); y = h + feed_forward(norm(h))."""
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
         super().__init__()
         self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps)
-        self.self_attn = Attention(sizes, settings)
+        self.self_attn = Attention(sizes, settings, dtype)
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps)
-        self.mlp = FeedForward(sizes.hidden, sizes.inner)
+        self.mlp = FeedForward(sizes.hidden, sizes.inner, dtype)
 
     def construct(self, x, rotary, context_lengths, query_lengths, block_tables, slot_mapping):
         attended = self.self_attn(
@@ -125,14 +127,14 @@ class Attention(nn.Cell):
         n_kv_head, head_dim (int): By them adapters on linear_qkv are split for q, k and v.
     """
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
         super().__init__()
         self.n_kv_head, self.head_dim = sizes.kv_heads, sizes.head_dim
         queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.q_proj = _linear(sizes.hidden, queries, sizes.has_bias)
-        self.k_proj = _linear(sizes.hidden, keys, sizes.has_bias)
-        self.v_proj = _linear(sizes.hidden, keys, sizes.has_bias)
-        self.o_proj = _linear(queries, sizes.hidden)
+        self.q_proj = _linear(sizes.hidden, queries, dtype, sizes.has_bias)
+        self.k_proj = _linear(sizes.hidden, keys, dtype, sizes.has_bias)
+        self.v_proj = _linear(sizes.hidden, keys, dtype, sizes.has_bias)
+        self.o_proj = _linear(queries, sizes.hidden, dtype)
         self.has_norms = sizes.has_head_norms
         if self.has_norms:
             self.q_norm = Norm(sizes.head_dim, sizes.norm_eps)
@@ -166,11 +168,11 @@ class Attention(nn.Cell):
 class FeedForward(nn.Cell):
     """y = down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden: int, inner: int):
+    def __init__(self, hidden: int, inner: int, dtype: mstype.Type):
         super().__init__()
-        self.gate_proj = _linear(hidden, inner)
-        self.up_proj = _linear(hidden, inner)
-        self.down_proj = _linear(inner, hidden)
+        self.gate_proj = _linear(hidden, inner, dtype)
+        self.up_proj = _linear(hidden, inner, dtype)
+        self.down_proj = _linear(inner, hidden, dtype)
         self.silu = nn.SiLU()
 
     def construct(self, x: Tensor) -> Tensor:
@@ -202,8 +204,11 @@ class Norm(nn.Cell):
         return self.norm(x, self.weight, self.eps)
 
 
-def _linear(in_channels: int, out_channels: int, has_bias: bool = False) -> nn.Dense:
-    return nn.Dense(in_channels, out_channels, has_bias=has_bias)
+def _linear(in_channels: int, out_channels: int, dtype: mstype.Type, has_bias: bool = False) -> nn.Dense:
+    cell = nn.Dense(in_channels, out_channels, has_bias=has_bias, dtype=dtype)
+    # In which it computes, whatever its weight is held in.
+    cell.dtype = mstype.float32
+    return cell
 
 
 def _weight(*shape: int) -> Parameter:

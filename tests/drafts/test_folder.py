@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mindlora.drafts.folder import read_folder
-from mindlora.drafts.model import seq_length_of
+from mindlora.drafts.model import CPU, seq_length_of, served_content
 from mindlora.errors import ConfigError, TokenizerError
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
@@ -43,6 +43,13 @@ def test_what_config_json_says_is_in_model_config(make):
     model = read_folder(make(tied=True, tie_word_embeddings=True, rope_theta=5e5, eos_token_id=[3, 4]))
     assert model.model_config["tie_word_embeddings"] is True and model.model_config["theta"] == 5e5
     assert model.ends == [3, 4] and model.name == "model" and model.architecture.title == "Llama and Qwen2"
+
+
+def test_a_cpu_serves_weights_in_the_dtype_in_which_they_are_stored(make):
+    model = read_folder(make())
+    config = served_content(model, CPU)["model"]["model_config"]
+    assert (config["param_init_type"], config["embedding_init_type"]) == ("bfloat16", "float32")
+    assert config["compute_dtype"] == "float32" and model.stored == "bfloat16"
 
 
 def test_generation_config_says_which_tokens_end_an_answer(make):

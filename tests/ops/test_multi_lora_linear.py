@@ -97,6 +97,16 @@ def threads(library):
 SIZES = pytest.mark.parametrize("k, n", [(37, 53), (300, 530)])
 
 
+@pytest.mark.parametrize("held", ["float16", "bfloat16"])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_a_weight_of_16_bits_is_widened_as_it_is_read(isa, held, tokens):
+    inputs = case(tokens, "uniform")
+    inputs[1] = normal(N, K, seed=2, dtype=held)
+    dtypes = ["float32", held, "float32", "int32", "float32", "int32", "float32"]
+    found = call("MultiLoraLinear", list(zip(inputs, dtypes)), (tokens, N), "float32")
+    np.testing.assert_array_equal(found, native("float32", inputs))
+
+
 @SIZES
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_threads_gives_the_same_bits(isa, threads, reference, dtype, k, n):
@@ -210,7 +220,7 @@ def test_a_gradient_is_refused(mode, path, kind):
 @pytest.mark.parametrize(
     "at, dtype, message",
     [
-        (1, ms.float16, "W is Float16 and x is Float32: cast them to one dtype."),
+        (1, ms.int32, "W is Int32: it must be Float32, Float16 or BFloat16."),
         (2, ms.bfloat16, "pool is BFloat16 and x is Float32: cast them to one dtype."),
         (3, ms.int64, "ranks is Int64: it must be Int32."),
         (4, ms.float16, "scales is Float16: it must be Float32."),

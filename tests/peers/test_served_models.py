@@ -64,7 +64,9 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
 ):
     kind, config = MODELS[name]
     model = tmp_path / "model"
-    peer.make_folder(folder=model, kind=kind, config={**SIZES, **config}, seed=1)
+    # Two of them in 16 bits, in which they are held; PEFT computes in float32 too.
+    dtype = {"qwen3": "bfloat16", "qwen2.5": "bfloat16"}.get(name, "float32")
+    peer.make_folder(folder=model, kind=kind, config={**SIZES, **config}, seed=1, dtype=dtype)
     tokenizer.save_pretrained(model)
     adapters = {**ADAPTERS, **(TIED if config.get("tie_word_embeddings") else UNTIED)}
     for seed, (adapter, settings) in enumerate(adapters.items()):
@@ -89,12 +91,14 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
         for stream in streams:
             stream.text()
         engine.stop()
-    answers = set()
+    answers, compared = {}, 0
     for (adapter, prompt), stream in zip(asked, streams):
         folder = tmp_path / adapter if adapter else None
         tokens, gaps = peer.generate(model=model, ids=prompt, new=NEW, adapter=folder)
+        # Where two logits tie, either token is right, and what follows depends on it.
         decided = next((at for at, gap in enumerate(gaps) if gap < TIE), NEW)
-        assert decided >= NEW // 2, f"{adapter}: two logits tie at token {decided}"
-        assert stream.request.generated[:decided] == tokens[:decided]
-        answers.add(tuple(tokens))
-    assert len(answers) == len(asked)
+        assert stream.request.generated[:decided] == tokens[:decided], adapter
+        answers.setdefault(adapter, []).append(tokens)
+        compared += decided
+    assert compared >= 0.8 * NEW * len(asked)
+    assert all(answers[adapter] != answers[None] for adapter in adapters)

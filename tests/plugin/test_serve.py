@@ -66,3 +66,12 @@ def test_what_a_cpu_cannot_compute_is_listed(refused):
         "context.device_target is CPU, where this model cannot be served. Set: model.model_config.compute_dtype: "
         "float32 (found bfloat16)."
     )
+
+
+def test_weights_may_have_16_bits_but_not_the_embedding_s(refused):
+    held = ("--model.model_config.param_init_type", "bfloat16")
+    assert refused(*held) == (
+        "context.device_target is CPU, where this model cannot be served. Set: "
+        "model.model_config.embedding_init_type: float32 (found bfloat16)."
+    )
+    assert "context cannot be used" in refused(*held, "--model.model_config.embedding_init_type", "float32")

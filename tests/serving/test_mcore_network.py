@@ -3,6 +3,7 @@
 tests/peers/test_served_models.py compares what it says with transformers and PEFT.
 """
 
+import mindspore as ms
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from mindlora.load_base import load_base
 from mindlora.models import names
 from mindlora.nn.adapter_matching import cell_shapes
 from mindlora.nn.base_fingerprint import joined_fingerprints_of
+from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
 from mindlora.serving.network import build_network, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
@@ -68,6 +70,16 @@ def test_checkpoints_in_either_names_fill_the_same_network(filled, checkpoints):
     for name, array in expected.items():
         np.testing.assert_array_equal(arrays[name], array)
         np.testing.assert_array_equal(filled.parameters_dict()[name].asnumpy(), array)
+
+
+def test_linear_weights_are_held_in_params_dtype(checkpoints):
+    made = network(params_dtype="bfloat16")
+    load_base(made, checkpoints[0])
+    for name, array in load(checkpoints[0]).items():
+        parameter = made.parameters_dict()[name]
+        linear = name.endswith("proj.weight") or name == "lm_head.weight"
+        assert parameter.dtype == (ms.bfloat16 if linear else ms.float32)
+        np.testing.assert_array_equal(to_float32(to_array(parameter)), to_float32(array))
 
 
 def test_a_tied_head_is_the_embedding(tmp_path):
@@ -137,7 +149,7 @@ def test_an_adapter_must_have_been_trained_on_the_base(filled, checkpoints, tmp_
 @pytest.mark.parametrize(
     "keys, expected",
     [
-        ({"params_dtype": "bf16"}, "Set: model.model_config.params_dtype: float32 (found bfloat16)."),
+        ({"compute_dtype": "bf16"}, "Set: model.model_config.compute_dtype: float32 (found bfloat16)."),
         ({"rope_scaling": {"type": "yarn"}}, "model.model_config.rope_scaling: null (found {'type': 'yarn'})"),
         ({"pet_config": {"quantize_base": "nf4"}}, "null (found quantize_base: the base of an mcore model is"),
         ({"architectures": "DeepseekV3ForCausalLM"}, "of which mindlora serves Qwen3ForCausalLM. Merge the adapter"),

@@ -46,7 +46,9 @@ MINDLORA_EXPORT int MultiLoraLinear(
     using namespace mindlora;
     const Shapes s(kOp, ndims, shapes);
     Check(s);
-    CheckDtype(kOp, "W", dtypes[kW], dtypes[kX]);
+    // A weight of 16 bits is widened as it is read.
+    const bool widened = std::string(dtypes[kX]) == "float32";
+    if (!widened) CheckDtype(kOp, "W", dtypes[kW], dtypes[kX]);
     CheckDtype(kOp, "pool", dtypes[kPool], dtypes[kX]);
     CheckDtype(kOp, "ranks", dtypes[kRanks], "int32");
     CheckDtype(kOp, "scales", dtypes[kScales], "float32");
@@ -62,12 +64,18 @@ MINDLORA_EXPORT int MultiLoraLinear(
     const auto* ranks = static_cast<const int32_t*>(data[kRanks]);
     const auto* indices = static_cast<const int32_t*>(data[kIndices]);
     const std::vector<int64_t> order = SortedBySlot(kOp, indices, ranks, tokens, s.At(kPool, 0), max_rank);
-    WithElement(kOp, dtypes[kX], [&](auto element) {
+    const auto run = [&](auto element, auto weight) {
         using T = decltype(element);
+        using W = decltype(weight);
         const auto in = [&](int i) { return static_cast<const T*>(data[i]); };
-        MINDLORA_DISPATCH(MultiLoraLinear, in(kX), in(kW), in(kPool), ranks, static_cast<const float*>(data[kScales]),
-            indices, has_bias ? in(kBias) : nullptr, order, tokens, s.At(kW, 1), s.At(kW, 0), max_rank,
-            omp_get_max_threads(), static_cast<T*>(data[count - 1]));
-    });
+        MINDLORA_DISPATCH(MultiLoraLinear, in(kX), static_cast<const W*>(data[kW]), in(kPool), ranks,
+            static_cast<const float*>(data[kScales]), indices, has_bias ? in(kBias) : nullptr, order, tokens,
+            s.At(kW, 1), s.At(kW, 0), max_rank, omp_get_max_threads(), static_cast<T*>(data[count - 1]));
+    };
+    if (widened) {
+        WithElement(kOp, dtypes[kW], [&](auto weight) { run(0.0f, weight); });
+    } else {
+        WithElement(kOp, dtypes[kX], [&](auto element) { run(element, element); });
+    }
     return 0;
 }

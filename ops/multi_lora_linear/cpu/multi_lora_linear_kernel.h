@@ -12,13 +12,13 @@ MINDLORA_INLINE void AddExpand(const float* low, const T* bt, int64_t stride, in
 }
 
 // Columns start to end of y, for all tokens: x W^T + bias into `sum` [tokens, end - start].
-template <class T>
+template <class T, class W>
 static void BaseColumns(
-    const float* wide, const T* w, const T* bias, int64_t tokens, int64_t in, int64_t start, int64_t end, float* sum)
+    const float* wide, const W* w, const T* bias, int64_t tokens, int64_t in, int64_t start, int64_t end, float* sum)
 {
     const int64_t columns = end - start;
     for (int64_t n = start; n < end; n += kVectors) {
-        const T* rows[kVectors];
+        const W* rows[kVectors];
         RowsAt(w, n, end, in, rows);
         PrefetchNext(rows, in);
         for (int64_t t = 0; t < tokens; t += kRows) {
@@ -53,8 +53,8 @@ static void ShrinkRows(const int64_t* order, int64_t count, const T* x, const T*
 }
 
 // `order` holds the tokens with an adapter, those of one adapter together.
-template <class T>
-static void MultiLoraLinear(const T* x, const T* w, const T* pool, const int32_t* ranks, const float* scales,
+template <class T, class W>
+static void MultiLoraLinear(const T* x, const W* w, const T* pool, const int32_t* ranks, const float* scales,
     const int32_t* indices, const T* bias, const std::vector<int64_t>& order, int64_t tokens, int64_t in, int64_t out,
     int64_t max_rank, int threads, T* y)
 {
