@@ -1,7 +1,7 @@
 """load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses one that lacks any."""
 
 import os
-from typing import Dict
+from typing import Dict, Set
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -13,6 +13,7 @@ from mindlora.base.writer import OutputTensor
 from mindlora.common.text import listed
 from mindlora.errors import CheckpointError, ConfigError
 from mindlora.models.architecture import HF, LEGACY
+from mindlora.nn.score import score_of
 from mindlora.nn.tensors import to_tensor
 from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
@@ -26,7 +27,8 @@ def load_base(network: nn.Cell, path: str) -> None:
     """Fills the parameters of a network from a checkpoint of its base.
 
     One tensor at a time is read and takes the parameter's dtype, so that the host holds one copy of the base and one
-    tensor more. Parameters of adapters, caches, and saved modules that have values already stay as they are.
+    tensor more. Parameters of adapters, caches, saved modules that have values already, and a classifier's head that
+    the checkpoint lacks stay as they are.
 
     Args:
         network (nn.Cell): A legacy model of MindFormers, its linear cells quantized if the checkpoint's are; or a
@@ -48,15 +50,17 @@ def load_base(network: nn.Cell, path: str) -> None:
     parameters = _parameters_of_base(network)
     with BaseCheckpoint(path) as base:
         tensors = _tensors_for(network, parameters, base)
-        missing = sorted(set(parameters) - set(tensors))
+        new = _new_heads(network) - set(tensors)
+        missing = sorted(set(parameters) - set(tensors) - new)
         if missing:
             raise CheckpointError(
                 f"{path} lacks {len(missing)} parameters of the network: {listed(missing)}. Name the checkpoint of the "
                 "model that the YAML describes."
             )
-        for name, parameter in parameters.items():
+        filled = {name: parameter for name, parameter in parameters.items() if name not in new}
+        for name, parameter in filled.items():
             _check(parameter, tensors[name], path)
-        for name, parameter in parameters.items():
+        for name, parameter in filled.items():
             _fill(parameter, tensors[name])
 
 
@@ -69,6 +73,12 @@ def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:
         for parameter in network.get_parameters()
         if parameter.name not in others and not parameter.name.endswith(_CACHES)
     }
+
+
+def _new_heads(network: nn.Cell) -> Set[str]:
+    """Returns the parameters that a checkpoint of the base may lack: those of the head of a classifier."""
+    score = score_of(network)
+    return set() if score is None else {parameter.name for parameter in score.get_parameters()}
 
 
 def _tensors_for(network: nn.Cell, parameters: Dict[str, Parameter], base: BaseCheckpoint) -> Dict[str, OutputTensor]:

@@ -26,6 +26,7 @@ from mindlora.nn.adapter_matching import NetworkCells, cell_shapes, check_rank_a
 from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of
 from mindlora.nn.registry import adaptable_types
 from mindlora.nn.routed_experts import cells_and_weights
+from mindlora.nn.score import score_of
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 from mindlora.numerics.dtypes import dtype_name, to_float32
@@ -124,6 +125,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
         dialect="network",
         embeddings={path for path, cell in cells.items() if cell.layout is EMBEDDING},
         projection_key=max(cell.projection_key for cell in cells.values()),
+        peft_fields=_task_fields(network),
     )
     if not all(cell.variant.in_files for cell in cells.values()):
         target = sum(cell.budget_settings.target_r for cell in cells.values())
@@ -132,6 +134,12 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
     adapter.complete_pairs("The network")
     initialize.append_initial_pairs(adapter, cells)
     return adapter
+
+
+def _task_fields(network):
+    """Returns the field of PEFT's configuration that says what a classifier is for; none of any other model."""
+    score = score_of(network)
+    return {} if score is None else {"task_type": score.task.peft}
 
 
 def _saved_tensors(cells):

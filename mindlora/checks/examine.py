@@ -4,6 +4,7 @@ from typing import Any, Iterator, List, Mapping, Optional
 
 from mindlora.checks.adapters import check_adapters
 from mindlora.checks.base_weights import check_base_weights
+from mindlora.checks.classifiers import check_classifier
 from mindlora.checks.cpu import check_cpu
 from mindlora.checks.data_rows import FirstRows, check_rows
 from mindlora.checks.dtypes import check_dtypes
@@ -34,6 +35,7 @@ def check_settings(config: Mapping[str, Any]) -> List[Finding]:
     if not errors(findings):
         findings += [*check_sizes(config), *check_training(config), *check_preference(config)]
         findings += check_adapters(config)
+        findings += check_classifier(config)
         findings += check_sharded(config)
     return [*findings, *check_run_mode(config), *at(key, check_pet_config(model)[1])]
 

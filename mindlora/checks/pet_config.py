@@ -12,6 +12,7 @@ from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import PET_TYPES, LoraConfig
 from mindlora.errors import ConfigError, LoraError
+from mindlora.models.llama_classifiers import task_of, with_score
 
 PET_TYPE = "lora"
 # MindFormers builds these itself, and mindlora leaves them alone.
@@ -93,6 +94,8 @@ def check_pet_config(config: Mapping[str, Any]) -> Tuple[Optional[PetLoraConfig]
             lora = cast(PetLoraConfig, PetLoraConfig.from_pet_config(pet_config))
         except LoraError as refusal:
             return None, [error(_key_of(str(refusal), pet_config), str(refusal))]
+    if task_of(value_at(config, "model.arch.type")) is not None:
+        lora.modules_to_save = with_score(lora.modules_to_save)
     messages = [str(each.message) for each in caught]
     return lora, [warning(_key_of(message, pet_config), message) for message in messages]
 

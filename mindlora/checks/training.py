@@ -21,7 +21,8 @@ EXCHANGE = "runner_wrapper.gradient_exchange"
 # Where one of these is above 1, no rank holds the whole adapter.
 _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
 _METRICS = ["held_out_loss", "loss"]
-# What HeldOutLoss measures beside the loss where a run learns from preferences.
+# What HeldOutLoss measures beside the loss where a run trains a classifier, and where it learns from preferences.
+_OF_LABELS = ["held_out_accuracy", "held_out_f1"]
 _OF_PREFERENCES = [f"held_out_{name}" for name in MEASURES]
 
 
@@ -163,6 +164,7 @@ def _check_metrics(config: Mapping[str, Any]) -> Iterator[Finding]:
     # Evaluation and callbacks of the user's own may report metrics of their own.
     others = config.get("do_eval") or any(callback.get("auto_register") for callback in config.get("callbacks") or [])
     held_out = ["held_out_loss", *(_OF_PREFERENCES if value_at(config, "runner_wrapper.preference") else ())]
+    held_out += _OF_LABELS if value_at(config, "model.model_config.num_labels") else ()
     for where, callback in callbacks_of(config, "LoraCheckpoint"):
         metric = callback.get("best_metric", "loss")
         if metric in held_out:

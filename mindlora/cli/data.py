@@ -42,6 +42,7 @@ def _data_options(parser):
     _add_chat_template(preference)
     _add_example_options(preference)
     add_command(preference, _convert_preference)
+    _add_labels(kinds)
     text = kinds.add_parser("text", help="plain text to pretrain on, packed into full rows")
     text.add_argument("--input", required=True, metavar="FILE.txt", help="the file to convert")
     _add_conversion_options(text)
@@ -49,6 +50,19 @@ def _data_options(parser):
         "--paragraphs", action="store_true", help="make each paragraph a document, with bos and eos around it"
     )
     add_command(text, _convert_text)
+
+
+def _add_labels(kinds):
+    labels = kinds.add_parser("labels", help="labeled texts, or words with a tag each, for a classifier")
+    _add_inputs(labels, "text, label, tokens, tags")
+    _add_conversion_options(labels)
+    labels.add_argument(
+        "--labels",
+        metavar="A,B,...",
+        help="names of the labels in the order of their numbers (default: all that occur, sorted)",
+    )
+    _add_example_options(labels)
+    add_command(labels, _convert_labels)
 
 
 def _add_chat_template(parser):
@@ -223,6 +237,14 @@ def _convert_preference(arguments: argparse.Namespace) -> "DataReport":
     return preference.convert_preference(
         *_conversion(arguments), chat_template=arguments.chat_template, **_example_settings(arguments)
     )
+
+
+def _convert_labels(arguments: argparse.Namespace) -> "DataReport":
+    _quiet_transformers()
+    from mindlora.data import labels
+
+    names = arguments.labels.split(",") if arguments.labels else None
+    return labels.convert_labels(*_conversion(arguments), label_names=names, **_example_settings(arguments))
 
 
 def _convert_text(arguments: argparse.Namespace) -> "DataReport":

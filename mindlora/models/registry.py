@@ -8,6 +8,7 @@ from mindlora.models.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V3_APART
 from mindlora.models.glm2 import GLM2
 from mindlora.models.glm4 import GLM4
 from mindlora.models.llama import LLAMA
+from mindlora.models.llama_classifiers import SEQUENCES, TOKENS
 from mindlora.models.qwen2 import QWEN2
 from mindlora.models.qwen3 import QWEN3
 from mindlora.models.qwen3_moe import QWEN3_MOE
@@ -21,6 +22,8 @@ ARCHITECTURES: Tuple[Architecture, ...] = (
     DEEPSEEK_V3_APART,
     GLM2,
     GLM4,
+    SEQUENCES,
+    TOKENS,
 )  # fmt: skip
 
 

@@ -242,7 +242,7 @@ class Activations:
 
     def loss(self) -> int:
         """Returns the bytes of the logits and the loss at their widest point."""
-        vocabulary = self.run.vocabulary
+        vocabulary = self.run.outputs
         division = self.run.division
         parts = 1 if division.whole_vocabulary or vocabulary % division.model else division.model
         return LOSS_TENSORS * 4 * self.sizes.tokens * vocabulary // parts

@@ -27,6 +27,7 @@ from mindlora.formats.mindrecord_files import column_shapes, mindrecord_files
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture, ParameterSize
 from mindlora.models.attention import Attention
+from mindlora.models.llama_classifiers import task_of
 from mindlora.numerics.pair_shapes import EXPERTS, LINEAR
 from mindlora.plan.division import Division
 
@@ -126,6 +127,11 @@ class Run:
     def vocabulary(self) -> int:
         """Tokens that the embedding knows."""
         return self.embedding[1][0]
+
+    @property
+    def outputs(self) -> int:
+        """Scores that the model gives a position: of tokens, or of a classifier's labels."""
+        return self.vocabulary if task_of(model_name(self.config)) is None else self.number("num_labels", 1)
 
     @property
     def hidden(self) -> int:

@@ -45,7 +45,7 @@ STEP_FIELDS = (
     "memory_bytes",
     *MEASURES,
 )
-HELD_OUT_FIELDS = ("held_out_loss", *(f"held_out_{name}" for name in MEASURES))
+HELD_OUT_FIELDS = ("held_out_loss", "held_out_accuracy", "held_out_f1", *(f"held_out_{name}" for name in MEASURES))
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 

@@ -7,7 +7,7 @@ from mindlora.plan.alternatives import layouts_of
 from mindlora.plan.memory import kv_cache_per_token, memory_of
 from mindlora.plan.run import read_run
 from tests.support import moe_networks
-from tests.support.planned_runs import LORA, TINY, adapted, run_of
+from tests.support.planned_runs import LORA, TINY, adapted, run_of, yaml_of
 
 SHARDED = {"use_parallel": True, "parallel": {"parallel_mode": 1}}
 # Eight layers of eight heads, so that everything can be divided by 8, and large enough for optimizer parallelism.
@@ -72,6 +72,22 @@ def test_a_pair_that_is_not_packed_is_two_rows_of_the_model():
     one = lines(run_of(runner_config={"batch_size": 2}))
     pairs = lines(run_of(runner_config={"batch_size": 1}, runner_wrapper=PREFERENCE))
     assert pairs["activations"] == one["activations"] and pairs["logits and loss"] == one["logits and loss"]
+
+
+@pytest.mark.parametrize("model_class, has_bias", [("Sequence", False), ("Token", True)])
+def test_a_classifier_is_planned_with_its_head(model_class, has_bias, mindformers):
+    from mindlora.plugin.graph import classifiers
+
+    name = f"LlamaFor{model_class}Classification"
+    config = yaml_of({"num_labels": 3})
+    config["model"]["arch"] = {"type": name}
+    run = read_run(config)
+    built = getattr(classifiers, name)(mindformers.LlamaConfig(**{**TINY, "type": None, "num_labels": 3}))
+    adapted(built, {**LORA, "modules_to_save": ["score"]})
+    assert {w.name: w.shape for w in run.weights} == {p.name: tuple(p.shape) for p in built.get_parameters()}
+    trained = {weight.name for weight in run.weights if weight.trained and not weight.adapter}
+    assert trained == {"score.weight", *(["score.bias"] if has_bias else [])}
+    assert lines(run)["logits and loss"] == 4 * 4 * 2 * TINY["seq_length"] * 3
 
 
 def test_states_that_are_swapped_take_nothing_on_the_device():

@@ -11,8 +11,10 @@ from mindspore.train import RunContext
 
 from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
+from mindlora.evaluation.labels import label_measures
+from mindlora.nn.score import score_of
 from mindlora.plugin.callbacks.common import PeriodicCallback, register, reported_metrics
-from mindlora.plugin.graph.held_out import HeldOutLossCell
+from mindlora.plugin.graph.held_out import HeldOutLabelsCell, HeldOutLossCell
 from mindlora.plugin.graph.network import base_of, train_step_of
 from mindlora.plugin.graph.packing import check_held_out
 from mindlora.plugin.graph.stacked.step_of_adapter import StepOfAdapter
@@ -27,7 +29,8 @@ class HeldOutLoss(PeriodicCallback):
     """Measures the loss on held-out data while training and reports it as the metric ``held_out_loss``.
 
     It is the mean cross entropy, or where the run learns from preferences the loss that it learns, on preferences. Then
-    ``held_out_reward_accuracy`` and the other MEASURES are reported too (see docs/preferences.md).
+    ``held_out_reward_accuracy`` and the other MEASURES are reported too (see docs/preferences.md). Of a classifier,
+    ``held_out_accuracy`` and ``held_out_f1`` are too (see label_measures).
 
     The metric is reported only at the steps at which it is measured. LoraCheckpoint sees it if the YAML lists
     LoraCheckpoint after this callback.
@@ -77,11 +80,14 @@ class HeldOutLoss(PeriodicCallback):
         """Returns the metrics, the same on every rank."""
         if isinstance(self.cell, StepOfAdapter):
             return {"held_out_loss": self.cell.held_out_loss(self.dataset_dir, self.batch_size)}
-        # What the ranks decide by it must be the same on all of them.
         if isinstance(self.cell, PreferenceLoss):
             measures = held_out_preferences(self.cell, self.dataset_dir, self.batch_size)
-            return {f"held_out_{name}": mean_over_ranks(value) for name, value in measures.items()}
-        return {"held_out_loss": mean_over_ranks(held_out_loss(self.cell, self.dataset_dir, self.batch_size))}
+        elif isinstance(self.cell, HeldOutLabelsCell):
+            measures = held_out_labels(self.cell, self.dataset_dir, self.batch_size)
+        else:
+            measures = {"loss": held_out_loss(self.cell, self.dataset_dir, self.batch_size)}
+        # What the ranks decide by it must be the same on all of them.
+        return {f"held_out_{name}": mean_over_ranks(value) for name, value in measures.items()}
 
     def make_cell(self, train_network: nn.Cell) -> nn.Cell:
         """Returns what computes the loss of a batch, as HeldOutLossCell does, or a PreferenceLoss.
@@ -94,6 +100,9 @@ class HeldOutLoss(PeriodicCallback):
         if getattr(step, "learns_preferences", False):
             return step.token_gradients.network
         network = base_of(train_network)
+        score = score_of(network)
+        if score is not None:
+            return HeldOutLabelsCell(network, network.config.ignore_token_id, score.num_labels)
         return HeldOutLossCell(network, network.config.ignore_token_id)
 
 
@@ -112,6 +121,19 @@ def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> f
         total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
     cell.set_train(was_training)
     return total / max(count, 1.0)
+
+
+def held_out_labels(cell: HeldOutLabelsCell, dataset_dir: str, batch_size: int) -> Dict[str, float]:
+    """Returns the mean cross entropy of the labels of a MindRecord, as ``loss``, and label_measures."""
+    dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
+    was_training = cell.network.training
+    cell.set_train(False)
+    total, confusion = 0.0, np.zeros((cell.num_labels, cell.num_labels))
+    for input_ids, labels in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1):
+        batch_total, _, counts = cell(input_ids.astype(mstype.int32), labels.astype(mstype.int32))
+        total, confusion = total + float(batch_total.asnumpy()), confusion + counts.asnumpy()
+    cell.set_train(was_training)
+    return {"loss": total / max(confusion.sum(), 1.0), **label_measures(confusion)}
 
 
 def held_out_preferences(cell: PreferenceLoss, dataset_dir: str, batch_size: int) -> Dict[str, float]:

@@ -1,4 +1,4 @@
-"""The held-out loss of a MindFormers model, as a cell."""
+"""The held-out loss of a MindFormers model, as a cell; of a classifier with the labels that it gives."""
 
 from typing import Tuple
 
@@ -29,13 +29,45 @@ class HeldOutLossCell(nn.Cell):
         self.is_sliced = bool(getattr(getattr(network, "config", None), "input_sliced_sig", False))
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        log_probabilities, labels, mask = self.of_batch(input_ids, labels)
+        return self.loss(log_probabilities, labels, mask)
+
+    def of_batch(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """Returns log-probabilities [batch, N, vocabulary], labels [batch, N], and a mask [batch, N] of what counts."""
         if not self.is_sliced:
             # Position i predicts token i + 1, as in training.
             input_ids, labels = input_ids[:, :-1], labels[:, 1:]
         logits, _, mask = self.network(input_ids, labels)
-        log_probabilities = ops.log_softmax(logits.astype(mstype.float32), -1)
         safe_labels = ops.select(labels == self.ignore_token_id, ops.zeros_like(labels), labels)
-        picked = ops.gather_elements(log_probabilities, -1, safe_labels.expand_dims(-1)).squeeze(-1)
+        return ops.log_softmax(logits.astype(mstype.float32), -1), safe_labels, mask
+
+    def loss(self, log_probabilities: Tensor, labels: Tensor, mask: Tensor) -> Tuple[Tensor, Tensor]:
+        """Returns the sum and the count."""
+        picked = ops.gather_elements(log_probabilities, -1, labels.expand_dims(-1)).squeeze(-1)
         if self.by_row:
             return -(picked * mask).sum(-1), mask.sum(-1)
         return -(picked * mask).sum(), mask.sum()
+
+
+class HeldOutLabelsCell(HeldOutLossCell):
+    """What HeldOutLossCell gives of a classifier, and how often it gives which label for which.
+
+    Inputs:
+        - **input_ids**, **labels** (Tensor) - As of HeldOutLossCell.
+
+    Outputs:
+        Tuple of two float32 scalars, the sum and the count, and float32 [labels, labels]: how many of the labels of a
+        row are given that of a column.
+    """
+
+    def __init__(self, network: nn.Cell, ignore_token_id: int, num_labels: int):
+        super().__init__(network, ignore_token_id)
+        self.num_labels = num_labels
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        log_probabilities, labels, mask = self.of_batch(input_ids, labels)
+        total, count = self.loss(log_probabilities, labels, mask)
+        one, zero = Tensor(1, mstype.float32), Tensor(0, mstype.float32)
+        actual = ops.one_hot(labels.reshape((-1,)), self.num_labels, one, zero) * mask.reshape((-1, 1))
+        given = ops.one_hot(log_probabilities.argmax(-1).reshape((-1,)), self.num_labels, one, zero)
+        return total, count, ops.matmul(actual.T, given)

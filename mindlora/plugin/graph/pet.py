@@ -14,8 +14,10 @@ from mindlora.checks.adapters import trained_adapters
 from mindlora.checks.parallel import is_scattered
 from mindlora.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
 from mindlora.errors import ConfigError
+from mindlora.models.llama_classifiers import with_score
 from mindlora.nn.initial_values import initial_draws
 from mindlora.nn.noisy_embedding import add_embedding_noise
+from mindlora.nn.score import score_of
 from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.plugin.graph.cpu_cells import use_cpu_cells
 from mindlora.plugin.graph.loaded_base import LoadedBase
@@ -44,6 +46,8 @@ class MindloraModel(LoraModel):
         apply_lora, freeze_base and load_lora.
         """
         config = self.config.pet_config
+        if score_of(base_model) is not None:
+            config.modules_to_save = with_score(config.modules_to_save)
         self.unchecked = None
         # With load_checkpoint, MindFormers builds the network without values and loads the base after the adapter.
         self._base_comes_later = any(parameter.has_init for parameter in base_model.get_parameters())

@@ -29,8 +29,10 @@ _QUANTITIES = (
 )
 
 
-# Of preference training: field of a step, title.
+# Of classifiers and of preference training: field of a step, title.
 _PREFERENCES = (
+    ("accuracy", "Share of the labels that are right"),
+    ("f1", "F1, the mean over labels"),
     ("reward_accuracy", "Share of the examples with the right reward"),
     ("reward_margin", "Reward of the chosen answer above the rejected one's"),
     ("reward_chosen", "Reward of the chosen answer"),

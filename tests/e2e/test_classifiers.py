@@ -1,0 +1,62 @@
+"""The example of docs/classifiers.md on stories260K: held-out texts get their labels, and the adapter is PEFT's."""
+
+import json
+import re
+import shlex
+
+import pytest
+import yaml
+
+from mindlora.adapters import files
+from mindlora.training.history import read_history
+from tests.support import stories260k
+from tests.support.runs import ROOT, python, succeeded
+
+PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.plugin.launcher"}
+PAGE = ROOT / "docs" / "classifiers.md"
+
+
+def blocks(kind):
+    """The blocks of the page of one kind."""
+    return re.findall(rf"^```{kind}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def run(library, tmp_path_factory):
+    """The folder of the run of the page, and what its commands printed."""
+    folder = tmp_path_factory.mktemp("classifiers")
+    stories260k.write_folder(folder / "model")
+    succeeded(python(["-c", blocks("python")[0]], folder))
+    commands = re.search(r"^```\n(mindlora data .*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[1]
+    printed = ""
+    for command in commands.splitlines():
+        program, *words = shlex.split(command)
+        printed += succeeded(python(["-m", PROGRAMS[program], *words], folder))
+    config = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+    changes = yaml.safe_load(blocks("yaml")[0])
+    config["model"]["arch"].update(changes["model"]["arch"])
+    config["model"]["model_config"].update(changes["model"]["model_config"])
+    # The same steps, faster.
+    config["runner_config"].update(batch_size=16, gradient_accumulation_steps=1)
+    (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    printed += succeeded(python(["-m", PROGRAMS["mindlora-run"], "--config", "run.yaml"], folder))
+    return folder, printed
+
+
+def test_held_out_texts_get_their_labels(run):
+    folder, printed = run
+    assert "model_config: num_labels: 2 (0 happy, 1 sad)" in printed
+    assert json.loads((folder / "stories-labels.json").read_text()) == ["happy", "sad"]
+    history = read_history(str(folder / "output"))
+    accuracy, f1 = (history.series(f"held_out_{name}")[1] for name in ("accuracy", "f1"))
+    assert accuracy[-1] > 0.9 and f1[-1] > 0.9
+    losses = history.series("loss")[1]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_adapter_is_a_classifiers(run):
+    folder = run[0] / "output" / "lora_checkpoint" / "best"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]
+    adapter = files.read(str(folder))
+    assert adapter.saved_modules["score.weight"].shape == (2, 64) and "score" not in adapter.paths

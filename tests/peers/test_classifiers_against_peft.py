@@ -1,0 +1,99 @@
+"""Classifiers with adapters, on Llama and Qwen2: scores of PEFT's adapters here, and of ours in PEFT."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
+from mindlora.load_base import load_base
+from tests.peers.conftest import TOKENS, llama_keys
+from tests.support.peers import cases
+from tests.support.peers.peer import read_json
+
+LABELS = 3
+LORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.0}
+CLASSES = {"SEQ_CLS": "LlamaForSequenceClassification", "TOKEN_CLS": "LlamaForTokenClassification"}
+# Texts of several lengths, padded at the end.
+IDS = np.random.default_rng(3).integers(3, cases.VOCABULARY, (3, TOKENS)).astype(np.int32)
+IDS[1, 9:] = IDS[2, 4:] = 0
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def model(request, made, peer, tmp_path_factory):
+    """The folder of a base, and what else MindFormers must know of it."""
+    if request.param == "llama":
+        return made.models["grouped"], {}
+    folder = tmp_path_factory.mktemp("qwen2")
+    config = {**cases.MODELS["grouped"][1], "use_sliding_window": False}
+    peer.make_folder(folder=folder, kind="qwen2", config=config, seed=5)
+    return folder, {"qkv_has_bias": True}
+
+
+@pytest.fixture
+def make_classifier(model, make_llama):
+    """Returns a function that builds the classifier of a task with the base's weights."""
+
+    def make(task):
+        from mindformers import LlamaConfig
+
+        from mindlora.plugin.graph import classifiers
+        from tests.support.cpu_llama import ON_CPU
+
+        folder, keys = model
+        keys = {**ON_CPU, **llama_keys(folder), **keys, "batch_size": 1, "pad_token_id": 0}
+        network = getattr(classifiers, CLASSES[task])(LlamaConfig(**keys, num_labels=LABELS))
+        load_base(network, str(folder))
+        return network
+
+    return make
+
+
+def scores(network, task):
+    """The scores of IDS as transformers gives them, without padding's: of a text, those of its last token."""
+    network.set_train(False)
+    found = network(Tensor(IDS))[0].asnumpy()
+    if task == "TOKEN_CLS":
+        return found[IDS != 0]
+    last = (IDS != 0).sum(-1) - 1
+    return found[np.arange(len(IDS)), last]
+
+
+def peft_scores(peer, model, adapter, task, tmp_path):
+    path = tmp_path / "scores.npy"
+    peer.classifier_logits(model=model[0], adapter=adapter, ids=IDS.tolist(), path=path, task=task, labels=LABELS)
+    found = np.load(path)
+    return found[IDS != 0] if task == "TOKEN_CLS" else found
+
+
+@pytest.mark.parametrize("task", CLASSES)
+def test_an_adapter_of_peft_scores_here_as_in_peft(task, model, peer, make_classifier, tmp_path, pynative_mode):
+    adapter = tmp_path / "adapter"
+    peer.make_classifier_adapter(model=model[0], folder=adapter, task=task, labels=LABELS, config=LORA)
+    network = make_classifier(task)
+    load_lora(network, str(adapter))
+    found = scores(network, task)
+    np.testing.assert_allclose(found, peft_scores(peer, model, adapter, task, tmp_path), atol=2e-5)
+    assert np.abs(found).max() > 0.1
+    # Saved again, it is PEFT's.
+    save_lora(network, str(tmp_path / "again"))
+    again = read_json(tmp_path / "again", "adapter_config.json")
+    assert again["task_type"] == task and again["modules_to_save"] == ["score"]
+    np.testing.assert_allclose(peft_scores(peer, model, tmp_path / "again", task, tmp_path), found, atol=2e-5)
+
+
+@pytest.mark.parametrize("task", CLASSES)
+def test_an_adapter_of_a_new_head_scores_in_peft_as_here(task, model, peer, make_classifier, tmp_path, pynative_mode):
+    network = make_classifier(task)
+    config = LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "w2"], modules_to_save=["score"])
+    apply_lora(network, config)
+    freeze_base(network, config)
+    rng = np.random.default_rng(0)
+    for parameter in network.trainable_params():
+        parameter.set_data(Tensor(rng.normal(0, 0.2, parameter.shape).astype(np.float32)))
+    trained = {parameter.name for parameter in network.trainable_params() if "lora" not in parameter.name}
+    assert trained == {"score.weight"} | ({"score.bias"} if task == "TOKEN_CLS" else set())
+    save_lora(network, str(tmp_path / "adapter"))
+    expected = peft_scores(peer, model, tmp_path / "adapter", task, tmp_path)
+    np.testing.assert_allclose(scores(network, task), expected, atol=2e-5)
+    assert ms.get_context("mode") == ms.PYNATIVE_MODE
