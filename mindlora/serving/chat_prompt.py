@@ -1,6 +1,7 @@
 """Prompts: messages, or one user's text, to the tokens behind which the answer begins."""
 
 import dataclasses
+import json
 from typing import Any, Dict, FrozenSet, List, Optional, Protocol, Sequence
 
 from mindlora.data import tokenizers
@@ -11,7 +12,7 @@ from mindlora.data.templates import TEMPLATES, prompt_template
 from mindlora.errors import RequestError, TokenizerError
 
 # OpenAI's newer name, which templates do not know.
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class ChatPrompt(Protocol):
@@ -19,12 +20,15 @@ class ChatPrompt(Protocol):
 
     ends: FrozenSet[int]
 
-    def tokens(self, messages: Sequence[Any]) -> List[int]:
+    def tokens(self, messages: Sequence[Any], tools: Optional[List[Dict[str, Any]]] = None) -> List[int]:
         """Returns the tokens of a conversation and of what begins the assistant's turn.
 
         Args:
-            messages (sequence of dict): Each {"role": system, developer, user or assistant, "content": text, or a list
-                of parts {"type": "text", "text"}}; a template may know more, such as "name".
+            messages (sequence of dict): Each {"role": system, developer, user, assistant or tool, "content": text, or
+                a list of parts {"type": "text", "text"}}; a template may know more, such as "name". The assistant's may
+                have "tool_calls", as OpenAI has them, and no content.
+            tools (list of dict, optional): What the assistant may call, as OpenAI has it; chat templates alone show
+                them.
 
         Raises:
             RequestError: A message holds something else, or the conversation cannot be put into this form.
@@ -65,9 +69,14 @@ class TemplatePrompt:
         self._template = ChatTemplate(tokenizer, template)
         self.ends = self._find_ends()
 
-    def tokens(self, messages: Sequence[Any]) -> List[int]:
+    @property
+    def template(self) -> str:
+        """The template's text, as it is where there are tools."""
+        return str(self._tokenizer.get_chat_template(self._template.source, [{}]))
+
+    def tokens(self, messages: Sequence[Any], tools: Optional[List[Dict[str, Any]]] = None) -> List[int]:
         """See ChatPrompt."""
-        conversation = Conversation(read_messages(messages), None)
+        conversation = Conversation(read_messages(messages), tools)
         try:
             text = self._template.render(conversation, prompt=True)
         except Exception as error:  # a template is a program, which fails in its own ways
@@ -98,7 +107,7 @@ class InstructionPrompt:
         bos = tokenizers.special_ids(tokenizer).bos
         self._bos = [] if bos is None else [bos]
 
-    def tokens(self, messages: Sequence[Any]) -> List[int]:
+    def tokens(self, messages: Sequence[Any], tools: Optional[List[Dict[str, Any]]] = None) -> List[int]:
         """See ChatPrompt."""
         turns = read_messages(messages)
         roles = [message["role"] for message in turns]
@@ -128,10 +137,35 @@ def _message(message, where):
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{where} has the role {role!r}, which is not supported: use {', '.join(_ROLES)}.")
     rest = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
-    refused = sorted(rest.keys() & {"tool_calls", "tool_call_id", "function_call", "audio", "refusal"})
+    refused = sorted(rest.keys() & {"function_call", "audio", "refusal"})
     if refused:
         raise RequestError(f"{where} has {refused[0]}, which is not supported: send text alone.")
-    return {**rest, "role": _ROLES[role], "content": _text(message.get("content"), where)}
+    calls = rest.pop("tool_calls", None)
+    content = message.get("content")
+    if not calls:
+        return {**rest, "role": _ROLES[role], "content": _text(content, where)}
+    if role != "assistant":
+        raise RequestError(
+            f"{where} has tool_calls and the role {role!r}: use assistant, whose turns alone have calls."
+        )
+    text = "" if content is None else _text(content, where)
+    return {**rest, "role": role, "content": text, "tool_calls": _calls(calls, where)}
+
+
+def _calls(calls, where):
+    """Returns calls with their arguments as an object, as templates take them; OpenAI has JSON in a string."""
+    read = []
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        try:
+            arguments = json.loads(function["arguments"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise RequestError(
+                f"{where}.tool_calls[{place}] must have a function with a name, and its arguments as JSON in a string: "
+                "send the call as it came."
+            ) from error
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return read
 
 
 def _text(content, where):
@@ -196,7 +230,7 @@ class RawPrompt:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
-    def tokens(self, messages: Sequence[Any]) -> List[int]:
+    def tokens(self, messages: Sequence[Any], tools: Optional[List[Dict[str, Any]]] = None) -> List[int]:
         """Returns the tokens of the last message; see ChatPrompt."""
         text = read_messages(messages)[-1]["content"]
         return list(self._tokenizer.encode(text, add_special_tokens=True, verbose=False))

@@ -28,6 +28,8 @@ _STACK = 1 << 29
 # Between the parts of JSON: nothing, a space, or a new line with its indentation. A model that may write white space
 # without end sometimes does.
 _WHITE_SPACE = r"(\x20|\n\x20{0,40})"
+# How a schema is read, over what it may say of that itself ("x-guidance").
+JSON_RULES = {"whitespace_pattern": _WHITE_SPACE, "lenient": False, "coerce_one_of": False}
 _FORBIDDEN = np.float32(-np.inf)
 
 
@@ -37,7 +39,8 @@ class Constraint:
 
     Attributes:
         kind (str): "json" (``value`` is a JSON schema, as an object or its text), "regex" (all of the answer matches
-            it, in the syntax of Rust's regex), "choice" (one of a list of texts) or "grammar" (in Lark or GBNF).
+            it, in the syntax of Rust's regex), "choice" (one of a list of texts), "grammar" (in Lark or GBNF) or
+            "lark".
         field (str): The field of the request that asks for it, for errors.
     """
 
@@ -183,9 +186,9 @@ def _grammar(constraint: Constraint) -> str:
     if constraint.kind == "grammar" and "::=" in text and len(text) > LONGEST_GBNF:
         raise ValueError(f"it has {len(text)} characters, and {LONGEST_GBNF} are the limit in GBNF; Lark may have more")
     if constraint.kind == "json":
-        # Over what the schema itself may say of it ("x-guidance").
-        rules = {"whitespace_pattern": _WHITE_SPACE, "lenient": False, "coerce_one_of": False}
-        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=rules)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_RULES)
+    if constraint.kind == "lark":
+        return llguidance.LLMatcher.grammar_from_lark(text)
     return llguidance.grammar_from(constraint.kind, text)
 
 

@@ -93,7 +93,15 @@ def write_adapter(folder, name, mark="marked "):
 
 
 def make_engine(
-    folder=None, slots=4, max_running=8, max_waiting=16, num_blocks=256, block_size=4, name=BASE, paths=None
+    folder=None,
+    slots=4,
+    max_running=8,
+    max_waiting=16,
+    num_blocks=256,
+    block_size=4,
+    name=BASE,
+    paths=None,
+    seq_length=SEQ_LENGTH,
 ):
     """Returns an engine that has not been started; engine.runner is a ScriptedRunner."""
     tokenizer = chat_tokenizer(CHATML)
@@ -109,7 +117,7 @@ def make_engine(
     memory = AdapterMemory(AdapterRegistry(folder, paths), prepare, max_bytes=1 << 20)
     adapters = AdapterSlots(memory, slots, lambda slot, packed: runner.marks.__setitem__(slot, packed.mark))
     pool = BlockPool(num_blocks, block_size)
-    scheduler = Scheduler(pool, adapters, max_running, 64, max_waiting, SEQ_LENGTH)
+    scheduler = Scheduler(pool, adapters, max_running, 64, max_waiting, seq_length)
     return Engine(runner, scheduler, adapters, tokenizer, end_tokens(tokenizer), name)
 
 

@@ -1,17 +1,21 @@
 """/v1/chat/completions."""
 
-from typing import Any, Dict, List, Sequence, Set
+import functools
+import uuid
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mindlora.serving.constraints import Constraint
 from mindlora.serving.detokenizer import REPLACEMENT
 from mindlora.serving.server import schemas
 from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
-from mindlora.serving.server.prompts import TokenTexts
+from mindlora.serving.server.prompts import Prompts, TokenTexts
+from mindlora.serving.tools import CallBegin, CallReader, Part, tool_constraint
 
 
 class ChatForm(Form):
@@ -19,22 +23,33 @@ class ChatForm(Form):
 
     prefix = "chatcmpl"
 
-    def __init__(self, model: str, texts: TokenTexts):
+    def __init__(self, model: str, texts: TokenTexts, make_reader: Optional[Callable[[], CallReader]] = None):
         super().__init__(model, texts)
-        self._begun: Set[int] = set()
+        self._make_reader = make_reader
+        # Choice -> what takes its calls apart, where it may have any.
+        self._begun: Dict[int, Optional[CallReader]] = {}
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.ChatChoice]:
         """Returns what shows a piece: first the role, then each time what there is to add."""
         choices = []
         if choice not in self._begun:
-            self._begun.add(choice)
+            self._begun[choice] = self._make_reader() if self._make_reader else None
             role = schemas.Answer(role="assistant", content="")
             choices.append(schemas.ChatChoice(index=choice, delta=role, logprobs=None, finish_reason=None))
         logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
-        if piece.text or logprobs or piece.finish_reason:
-            delta = schemas.Answer(content=piece.text) if piece.text else schemas.Answer()
-            reason = piece.finish_reason
-            choices.append(schemas.ChatChoice(index=choice, delta=delta, logprobs=logprobs, finish_reason=reason))
+        reader = self._begun[choice]
+        reason = piece.finish_reason
+        if reader is None:
+            deltas = [schemas.Answer(content=piece.text)] if piece.text else []
+        else:
+            deltas = [_delta(part) for part in reader.read(piece.text, reason is not None)]
+            reason = "tool_calls" if reason == "stop" and reader.complete else reason
+        if not deltas and (logprobs or reason):
+            deltas = [schemas.Answer()]
+        for delta in deltas:
+            choices.append(schemas.ChatChoice(index=choice, delta=delta, logprobs=None, finish_reason=None))
+        if deltas:
+            choices[-1] = choices[-1].model_copy(update={"logprobs": logprobs, "finish_reason": reason})
         return choices
 
     def chunk(self, choices: Sequence[schemas.ChatChoice], **usage: Any) -> schemas.ChatCompletion:
@@ -46,7 +61,10 @@ class ChatForm(Form):
         answers = []
         for index, parts in enumerate(choices):
             text = "".join(part.delta.content or "" for part in parts)
+            calls = _joined_calls(parts)
             message = schemas.Answer(role="assistant", content=text)
+            if calls:
+                message = schemas.Answer(role="assistant", content=text or None, tool_calls=calls)
             reason = parts[-1].finish_reason
             logprobs = joined_logprobs(parts)
             answers.append(schemas.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason))
@@ -66,19 +84,79 @@ class ChatForm(Form):
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
+def _delta(part: Part) -> schemas.Answer:
+    """Returns what a part of an answer adds to it."""
+    if isinstance(part, str):
+        return schemas.Answer(content=part)
+    if isinstance(part, CallBegin):
+        function = schemas.CalledFunction(name=part.name, arguments="")
+        identity = f"call_{uuid.uuid4().hex[:24]}"
+        call = schemas.CalledTool(index=part.number, id=identity, type="function", function=function)
+    else:
+        call = schemas.CalledTool(index=part.number, function=schemas.CalledFunction(arguments=part.text))
+    return schemas.Answer(tool_calls=[call])
+
+
+def _joined_calls(parts: Sequence[schemas.ChatChoice]) -> List[schemas.CalledTool]:
+    """Returns the whole calls of an answer from those of the choices that show its pieces."""
+    calls: List[schemas.CalledTool] = []
+    for part in parts:
+        for call in part.delta.tool_calls or ():
+            if call.id is not None:
+                function = schemas.CalledFunction(name=call.function.name, arguments="")
+                calls.append(schemas.CalledTool(id=call.id, type="function", function=function))
+            else:
+                calls[-1].function.arguments += call.function.arguments
+    return calls
+
+
 def add_routes(router: APIRouter) -> None:
-    """Adds /v1/chat/completions."""
+    """Adds /v1/chat/completions, and an answer to those who ask for /v1/responses."""
+
+    @router.post("/v1/responses", response_model=schemas.ErrorAnswer, status_code=404)
+    async def respond() -> Response:
+        raise ApiError(
+            "This server has no /v1/responses, OpenAI's Responses API: use /v1/chat/completions.",
+            404,
+            code="unsupported_endpoint",
+        )
 
     @router.post("/v1/chat/completions", response_model=schemas.ChatCompletion)
     async def complete_chat(body: schemas.ChatRequest, request: Request) -> Response:
         context = accept(request, body, 1, [message.for_template() for message in body.messages])
         _check_messages(body)
-        form = ChatForm(body.model, context.texts)
+        functions = body.callable_tools()
+        make_reader = None
+        if functions:
+            names = [function.name for function in functions]
+            make_reader = functools.partial(CallReader, context.prompts.tool_format(), names)
+        form = ChatForm(body.model, context.texts, make_reader)
+        constraint = _constraint(body, functions, context.prompts)
 
         def tokens(context: Context) -> List[List[int]]:
-            return [context.prompts.chat(body.messages)]
+            return [context.prompts.chat(body.messages, body.tools)]
 
-        return await answer(request, body, form, tokens, body.max_completion_tokens or body.max_tokens, None)
+        limit = body.max_completion_tokens or body.max_tokens
+        return await answer(request, body, form, tokens, constraint, limit, None)
+
+
+def _constraint(
+    body: schemas.ChatRequest, functions: Sequence[schemas.Function], prompts: Prompts
+) -> Optional[Constraint]:
+    """Returns what an answer must be that may call ``functions``; None for any text."""
+    said = body.constraint()
+    if not functions:
+        return said
+    if said is not None:
+        raise ApiError(
+            f"tools and {said.field} both say what the answer must be: leave one of them out, or set tool_choice none.",
+            param=said.field,
+        )
+    tools = [{"name": each.name, "parameters": each.parameters or {"type": "object"}} for each in functions]
+    required = body.tool_choice not in (None, "auto")
+    # A named tool is called once.
+    several = body.parallel_tool_calls is not False and body.tool_choice in (None, "auto", "required")
+    return tool_constraint(prompts.tool_format(), tools, required, several, prompts.own_tokens)
 
 
 def _check_messages(body: schemas.ChatRequest) -> None:
@@ -86,6 +164,9 @@ def _check_messages(body: schemas.ChatRequest) -> None:
         message.check_extra(f"messages.{number}.")
         for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             part.check_extra(f"messages.{number}.content.{place}.")
+        for place, call in enumerate(message.tool_calls or ()):
+            call.check_extra(f"messages.{number}.tool_calls.{place}.")
+            call.function.check_extra(f"messages.{number}.tool_calls.{place}.function.")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError("top_logprobs is only for logprobs: true. Set it too.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

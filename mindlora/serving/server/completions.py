@@ -92,7 +92,7 @@ def add_routes(router: APIRouter) -> None:
                 form.echoes = [context.prompts.text(prompt) for prompt in prompts for _ in range(body.n or 1)]
             return [context.prompts.tokens(prompt, body.add_special_tokens is not False) for prompt in prompts]
 
-        return await answer(request, body, form, tokens, body.max_tokens, _MAX_TOKENS)
+        return await answer(request, body, form, tokens, body.constraint(), body.max_tokens, _MAX_TOKENS)
 
 
 def _check_scoring(body: schemas.CompletionRequest) -> None:

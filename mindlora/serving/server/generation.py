@@ -377,7 +377,13 @@ def _compiled(context: Context, constraint: Optional[Constraint]) -> Optional[Gr
 
 
 async def answer(
-    request: Request, body: Body, form: Form, prepare: Prepare, max_tokens: Optional[int], default: Optional[int]
+    request: Request,
+    body: Body,
+    form: Form,
+    prepare: Prepare,
+    constraint: Optional[Constraint],
+    max_tokens: Optional[int],
+    default: Optional[int],
 ) -> Response:
     """Answers a request whose body has been checked; ``prepare`` makes the tokens of the prompts, in a thread.
 
@@ -389,7 +395,7 @@ async def answer(
         context.models.check(body.model)
         prompts = prepare(context)
         sampling = body.sampling(context.prompts.ends)
-        grammar = _compiled(context, body.constraint())
+        grammar = _compiled(context, constraint)
         rooms = [context.prompts.room(tokens, max_tokens, default) for tokens in prompts]
         samplings = [dataclasses.replace(sampling, max_tokens=room, grammar=grammar) for room in rooms]
         return Asked(body.model, prompts, samplings, body.n or 1)

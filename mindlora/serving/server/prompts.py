@@ -8,8 +8,9 @@ from mindlora.errors import TokenizerError
 from mindlora.serving.chat_prompt import ChatPrompt, make_chat_prompt
 from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.server.errors import ApiError
-from mindlora.serving.server.schemas import Message
+from mindlora.serving.server.schemas import Message, Tool
 from mindlora.serving.server.settings import ServerSettings
+from mindlora.serving.tools import ToolFormat, format_of
 
 
 class Prompts:
@@ -47,14 +48,33 @@ class Prompts:
         """Returns the text of token ids; a text stays what it is."""
         return prompt if isinstance(prompt, str) else self._decoder.decode(prompt)
 
-    def chat(self, messages: Sequence[Message]) -> List[int]:
+    def chat(self, messages: Sequence[Message], tools: Optional[Sequence[Tool]] = None) -> List[int]:
         """Returns the tokens of a conversation, with the beginning of the assistant's turn.
 
         Raises ApiError, 400, if the model has no chat template, or RequestError if the messages do not fit into it.
         """
         if self._chat is None:
             raise ApiError(f"This model cannot chat: use /v1/completions. {self._why_not}", code="no_chat_template")
-        return self._chat.tokens([message.for_template() for message in messages])
+        shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+        return self._chat.tokens([message.for_template() for message in messages], shown or None)
+
+    def tool_format(self) -> ToolFormat:
+        """Returns how the model calls tools; raises ApiError, 400, if its chat template does not say so."""
+        template = getattr(self._chat, "template", "")
+        form = format_of(template)
+        if form is None:
+            raise ApiError(
+                "tools needs a chat template that shows tools as Hermes, Qwen or Llama 3 do, which this model has not: "
+                "leave tools out.",
+                code="unsupported_field",
+                param="tools",
+            )
+        return form
+
+    @property
+    def own_tokens(self) -> Sequence[str]:
+        """The texts that the tokenizer was given as tokens of their own."""
+        return tuple(self._tokenizer.get_added_vocab())
 
     def room(self, tokens: Sequence[int], asked: Optional[int], default: Optional[int]) -> int:
         """Returns how many tokens the answer to a prompt may have, where the request gave ``asked`` as its max_tokens.

@@ -253,6 +253,51 @@ class ContentPart(_Asked):
     text: Text
 
 
+class FunctionCall(_Asked):
+    """Which function the assistant called, and its arguments as JSON in a string."""
+
+    name: Text
+    arguments: Text
+
+
+class ToolCall(_Asked):
+    """A call in a turn of the assistant."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Optional[int] = Field(None, description="as it came in a stream")
+
+
+class Function(_Asked):
+    """A function that the assistant may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Optional[Text] = None
+    parameters: Optional[Dict[str, Any]] = Field(None, description="a JSON schema, which the arguments keep")
+    strict: Optional[bool] = Field(None, description="the schema is kept in any case")
+
+
+class Tool(_Asked):
+    """A tool: a function alone."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Asked):
+    """The name of a tool."""
+
+    name: Text
+
+
+class NamedTool(_Asked):
+    """The tool that the answer must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class Message(_Asked):
     """A turn of a conversation."""
 
@@ -262,16 +307,17 @@ class Message(_Asked):
         "function_call": (),
         "reasoning_content": (),
         "refusal": (),
-        "tool_call_id": (),
-        "tool_calls": ([],),
     }
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Union[Text, List[ContentPart], None] = None
     name: Optional[Text] = None
+    tool_calls: Optional[List[ToolCall]] = Field(None, description="of the assistant")
+    tool_call_id: Optional[Text] = Field(None, description="of a tool's answer: the call that it answers")
 
     def for_template(self) -> Dict[str, Any]:
         """The message as mindlora.serving.chat_prompt reads it."""
-        return self.model_dump(include={"role", "content", "name"}, exclude_none=True)
+        fields = {"role", "content", "name", "tool_calls", "tool_call_id"}
+        return self.model_dump(include=fields, exclude_none=True)
 
 
 class ChatRequest(_Generation):
@@ -291,19 +337,52 @@ class ChatRequest(_Generation):
         "functions": ([],),
         "include_reasoning": (True, False),
         "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),
         "prediction": (),
         "reasoning_effort": ("none",),
         "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "verbosity": (),
         "web_search_options": (),
     }
     messages: List[Message] = Field(min_length=1)
+    tools: Optional[List[Tool]] = Field(None, max_length=128)
+    tool_choice: Union[Literal["none", "auto", "required"], NamedTool, None] = None
+    parallel_tool_calls: Optional[bool] = Field(None, description="whether an answer may call several tools")
     max_completion_tokens: Optional[int] = Field(None, ge=1, description="the same as max_tokens")
     logprobs: Optional[bool] = None
     top_logprobs: Optional[int] = Field(None, ge=0, le=MAX_LOGPROBS, description="likeliest tokens to report")
+
+    def check_extra(self, where: str = "") -> None:
+        """See _Asked; tools are looked at too."""
+        super().check_extra(where)
+        for number, tool in enumerate(self.tools or ()):
+            tool.check_extra(f"tools.{number}.")
+            tool.function.check_extra(f"tools.{number}.function.")
+        if isinstance(self.tool_choice, NamedTool):
+            self.tool_choice.check_extra("tool_choice.")
+            self.tool_choice.function.check_extra("tool_choice.function.")
+
+    def callable_tools(self) -> List[Function]:
+        """The functions that the answer may call: none, all, or the one that tool_choice names.
+
+        Raises ApiError, 400, if tool_choice asks for a tool that is not there, or two tools have one name.
+        """
+        functions = [tool.function for tool in self.tools or ()]
+        names = [function.name for function in functions]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ApiError(f"Two of the tools have the name {twice!r}: give each its own name.", param="tools")
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in names:
+                raise ApiError(
+                    f"tool_choice names {name!r}, which is none of the tools ({', '.join(names) or 'none'}): give one "
+                    "of them.",
+                    param="tool_choice",
+                )
+            return [function for function in functions if function.name == name]
+        if self.tool_choice == "required" and not functions:
+            raise ApiError("tool_choice is required, and there are no tools: give some.", param="tool_choice")
+        return [] if self.tool_choice == "none" else functions
 
     def sampling(self, ends: Iterable[int]) -> Sampling:
         """How to continue the conversation, up to one of the tokens ``ends``; max_tokens is still to be set."""
@@ -316,6 +395,7 @@ class TokenizeRequest(_Asked):
     model: Optional[Text] = Field(None, max_length=1000, description="the base's name, or an adapter's")
     prompt: Optional[Text] = None
     messages: Optional[List[Message]] = Field(None, min_length=1)
+    tools: Optional[List[Tool]] = Field(None, max_length=128)
     add_special_tokens: Optional[bool] = Field(None, description="of a prompt: begin with the tokenizer's bos")
     return_token_strs: Optional[bool] = None
 
@@ -421,11 +501,28 @@ class ChatLogprobs(BaseModel):
     content: List[TokenLogprobs]
 
 
+class CalledFunction(BaseModel):
+    """The function of a call; streamed, its name first and then pieces of its arguments."""
+
+    name: Optional[str] = None
+    arguments: str
+
+
+class CalledTool(BaseModel):
+    """A call in an answer; streamed, ``index`` says which one is added to."""
+
+    index: Optional[int] = None
+    id: Optional[str] = None
+    type: Optional[Literal["function"]] = None
+    function: CalledFunction
+
+
 class Answer(BaseModel):
     """What the assistant says; streamed, what it adds."""
 
     role: Optional[Literal["assistant"]] = None
     content: Optional[str] = None
+    tool_calls: Optional[List[CalledTool]] = None
 
 
 class ChatChoice(BaseModel):

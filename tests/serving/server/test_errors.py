@@ -42,8 +42,6 @@ def test_a_damaged_adapter_fails_alone_and_says_why(app):
 
 
 ASKED_FOR = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
     "best_of": 2,
     "audio": {"voice": "alloy"},
@@ -76,8 +74,9 @@ def test_unknown_fields_are_refused_by_name_wherever_they_are(app):
     refused(chat(app, messages=messages), 400, "unknown_field", "messages.0.content.0.cache")
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     refused(chat(app, **options), 400, "unsupported_field", "stream_options.continuous_usage_stats")
-    calls = [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]
-    refused(chat(app, messages=calls), 400, "unsupported_field", "messages.0.tool_calls")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", "color": 1}}
+    calls = [{"role": "assistant", "content": "x", "tool_calls": [call]}]
+    refused(chat(app, messages=calls), 400, "unknown_field", "messages.0.tool_calls.0.function.color")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_missing_fields_are_named(app):
 
 def test_messages_that_do_not_fit_the_template_are_refused(app):
     refused(chat(app, messages=[]), 400, "invalid_value", "messages")
-    refused(chat(app, messages=[{"role": "tool", "content": "x"}]), 400, "invalid_value", "messages.0.role")
+    refused(chat(app, messages=[{"role": "clerk", "content": "x"}]), 400, "invalid_value", "messages.0.role")
     assert "no content" in refused(chat(app, messages=[{"role": "user", "content": None}]), 400, "invalid_value")
 
 

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindlora.serving.server import schemas
+from tests.support.chat_templates import HERMES_TOOLS
 from tests.support.scripted_engine import BASE
 from tests.support.served_apps import CHAT, ask, error_of, events, make_app
 
@@ -37,6 +38,8 @@ def fitting(schema, parts):
     if "enum" in schema or "const" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])
     kind = schema.get("type")
+    if kind == "string" and "pattern" in schema:
+        return st.from_regex(schema["pattern"], fullmatch=True)
     if kind == "array":
         return st.lists(fitting(schema["items"], parts), min_size=schema.get("minItems", 0), max_size=3)
     if "patternProperties" in schema:
@@ -60,8 +63,12 @@ def fitting(schema, parts):
 
 
 @pytest.fixture(scope="module")
-def app(running):
-    return make_app(running, allow_runtime_loading=True, max_body_bytes=4000, max_choices=6)
+def app(running, tmp_path_factory):
+    # One that shows tools.
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text(HERMES_TOOLS)
+    limits = {"max_body_bytes": 4000, "max_choices": 6}
+    return make_app(running, allow_runtime_loading=True, chat_template=str(template), **limits)
 
 
 def check(app, path, body):

@@ -1,0 +1,186 @@
+"""Tools in /v1/chat/completions: calls in answers and in deltas, as OpenAI has them; tools' answers in messages."""
+
+import json
+
+import openai
+import pytest
+
+from tests.support.chat_templates import CHATML, HERMES_TOOLS, LLAMA3
+from tests.support.scripted_engine import BASE, make_engine, started, write_adapter
+from tests.support.served_apps import ask, chat, error_of, events, live, make_app
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def tool(name, schema=SCHEMA):
+    return {"type": "function", "function": {"name": name, "description": "tells", "parameters": schema}}
+
+
+WEATHER, TIME = tool("weather"), tool("time", NOTHING)
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ARGUMENTS = '{"city": "Rome", "days": 3}'
+HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+LLAMA3_CALL = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
+
+
+@pytest.fixture(scope="module")
+def callers(tmp_path_factory):
+    """An engine with adapters that call a tool in each format, one after some text."""
+    folder = tmp_path_factory.mktemp("callers")
+    write_adapter(folder, "hermes", HERMES_CALL)
+    write_adapter(folder, "polite", "Let me see.\n" + HERMES_CALL)
+    write_adapter(folder, "llama3", LLAMA3_CALL)
+    with started(make_engine(str(folder), num_blocks=1024, seq_length=1024)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=["hermes", "llama3"])
+def served(request, callers, tmp_path_factory):
+    """The app with a chat template that shows tools, and the adapter that calls in its format."""
+    path = tmp_path_factory.mktemp("template") / "template.jinja"
+    path.write_text({"hermes": HERMES_TOOLS, "llama3": LLAMA3}[request.param])
+    return make_app(callers, chat_template=str(path)), request.param
+
+
+def checked(call, names=("weather",)):
+    assert call["type"] == "function" and call["id"].startswith("call_") and call["function"]["name"] in names
+    arguments = json.loads(call["function"]["arguments"])
+    jsonschema.validate(arguments, SCHEMA if call["function"]["name"] == "weather" else NOTHING)
+    return arguments
+
+
+def joined(answer):
+    """Returns the message that the chunks of a streamed answer add up to, and why it ended."""
+    content, calls, reasons = "", [], []
+    for chunk in events(answer.text):
+        for choice in chunk["choices"]:
+            content += choice["delta"].get("content") or ""
+            reasons.append(choice["finish_reason"])
+            for call in choice["delta"].get("tool_calls", ()):
+                if call["index"] == len(calls):
+                    calls.append({**call, "function": dict(call["function"])})
+                else:
+                    assert "id" not in call and "name" not in call["function"]
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    assert set(reasons[:-1]) <= {None}
+    return content, calls, reasons[-1]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED, "auto", None])
+def test_a_call_has_arguments_of_its_schema(served, choice):
+    app, adapter = served
+    fields = {"model": adapter, "tools": [WEATHER, TIME], "max_tokens": 150, "parallel_tool_calls": False}
+    fields |= {} if choice is None else {"tool_choice": choice}
+    said = chat(app, **fields).json()["choices"][0]
+    assert said["finish_reason"] == "tool_calls" and said["message"]["content"] is None
+    (call,) = said["message"]["tool_calls"]
+    assert checked(call) == json.loads(ARGUMENTS) and "index" not in call
+    content, calls, reason = joined(chat(app, stream=True, **fields))
+    assert (content, reason) == ("", "tool_calls") and checked(calls[0]) == json.loads(ARGUMENTS)
+
+
+def test_whoever_would_say_something_else_must_call(served):
+    app, _ = served
+    for seed in range(3):
+        fields = {"tools": [WEATHER, TIME], "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+        said = chat(app, max_tokens=200, **fields).json()["choices"][0]
+        assert said["finish_reason"] == "tool_calls", said
+        checked(said["message"]["tool_calls"][0], ("weather", "time"))
+        named = chat(app, max_tokens=200, **{**fields, "tool_choice": NAMED}).json()["choices"][0]
+        checked(named["message"]["tool_calls"][0])
+
+
+def test_without_a_need_to_call_the_answer_is_text(served):
+    app, _ = served
+    for choice in ("none", "auto"):
+        said = chat(app, tools=[WEATHER], tool_choice=choice, max_tokens=8).json()["choices"][0]
+        assert said["message"]["content"] and "tool_calls" not in said["message"]
+        assert said["finish_reason"] == "length"
+
+
+def test_text_may_come_before_a_call(callers, tmp_path):
+    (tmp_path / "t").write_text(HERMES_TOOLS)
+    app = make_app(callers, chat_template=str(tmp_path / "t"))
+    fields = {"model": "polite", "tools": [WEATHER], "parallel_tool_calls": False, "max_tokens": 200}
+    message = chat(app, **fields).json()["choices"][0]["message"]
+    assert message["content"].strip() == "Let me see." and checked(message["tool_calls"][0])
+    content, calls, reason = joined(chat(app, stream=True, **fields))
+    assert content.strip() == "Let me see." and checked(calls[0]) and reason == "tool_calls"
+
+
+def test_a_call_that_is_cut_off_is_no_call_to_carry_out(served):
+    app, adapter = served
+    said = chat(app, model=adapter, tools=[WEATHER], tool_choice="required", max_tokens=60).json()["choices"][0]
+    assert said["finish_reason"] in ("length", "tool_calls")
+    short = chat(app, model=adapter, tools=[WEATHER], tool_choice="required", max_tokens=2).json()["choices"][0]
+    assert short["finish_reason"] == "length"
+
+
+def test_the_openai_package_calls_a_tool_and_sends_its_answer(served):
+    app, adapter = served
+    with live(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+        messages = [{"role": "user", "content": "rain?"}]
+        options = {"model": adapter, "tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+        answer = client.chat.completions.create(messages=messages, max_tokens=150, **options).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        (call,) = answer.message.tool_calls
+        assert json.loads(call.function.arguments) == json.loads(ARGUMENTS)
+        messages += [answer.message.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "no rain"}]
+        assert client.chat.completions.create(model=BASE, messages=messages, tools=[WEATHER], tool_choice="none")
+        tokens = ask(app, "/tokenize", {"messages": messages, "tools": [WEATHER]}).json()["tokens"]
+        prompt = ask(app, "/detokenize", {"tokens": tokens}).json()["prompt"]
+        assert all(text in prompt for text in ("tells", '"city": "Rome", "days": 3}', "no rain"))
+        with client.chat.completions.stream(messages=messages[:1], max_tokens=150, **options) as stream:
+            final = stream.get_final_completion().choices[0]
+        assert json.loads(final.message.tool_calls[0].function.arguments) == json.loads(ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    "fields, param, message",
+    [
+        ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex", "tools and guided_regex both say"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "Two of the tools have the name 'weather'"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools: give some"),
+        (
+            {"tools": [TIME], "tool_choice": NAMED},
+            "tool_choice",
+            "names 'weather', which is none of the tools (time): give",
+        ),
+        ({"tools": [tool("weather", {"type": "strange"})]}, "tools", "tools cannot be used"),
+        ({"tools": [{**WEATHER, "cache": 1}]}, "tools.0.cache", "is not a field of this request"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(served, fields, param, message):
+    answer = chat(served[0], **fields)
+    error = error_of(answer)
+    assert answer.status_code == 400 and error["param"] == param and message in error["message"]
+
+
+def test_arguments_that_are_no_json_are_refused(served):
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{"}}
+    turns = [{"role": "user", "content": "rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = ask(served[0], "/v1/chat/completions", {"model": BASE, "messages": turns})
+    assert answer.status_code == 400 and "its arguments as JSON in a string" in error_of(answer)["message"]
+
+
+def test_a_template_without_tools_refuses_them(callers, tmp_path):
+    (tmp_path / "t").write_text(CHATML)
+    answer = chat(make_app(callers, chat_template=str(tmp_path / "t")), tools=[WEATHER])
+    assert answer.status_code == 400 and "needs a chat template that shows tools" in error_of(answer)["message"]
+
+
+def test_responses_are_refused_by_name(served):
+    answer = ask(served[0], "/v1/responses", {"model": BASE, "input": "hi"})
+    error = error_of(answer)
+    assert answer.status_code == 404 and "/v1/responses" in error["message"]
+    assert "use /v1/chat/completions" in error["message"]
