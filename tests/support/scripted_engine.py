@@ -102,9 +102,10 @@ def make_engine(
     name=BASE,
     paths=None,
     seq_length=SEQ_LENGTH,
+    tokenizer=None,
 ):
     """Returns an engine that has not been started; engine.runner is a ScriptedRunner."""
-    tokenizer = chat_tokenizer(CHATML)
+    tokenizer = tokenizer or chat_tokenizer(CHATML)
     runner = ScriptedRunner(tokenizer)
 
     def prepare(path):
