@@ -13,9 +13,9 @@ ROUNDING = {"float32": (2.0**-24, 2.0**-150), "float16": (2.0**-11, 2.0**-25), "
 def to_float32(array: np.ndarray) -> np.ndarray:
     """Returns ``array`` as float32; exact for bfloat16 and float16."""
     if array.dtype == BFLOAT16:
-        bits = array["bfloat16"].astype(np.uint32)
-        bits <<= 16
-        return bits.view(np.float32)
+        widened = np.empty(array.shape, np.float32)
+        np.left_shift(array["bfloat16"], 16, out=widened.view(np.uint32), dtype=np.uint32)
+        return widened
     return array.astype(np.float32, copy=False)
 
 

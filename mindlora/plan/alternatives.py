@@ -9,6 +9,7 @@ from mindlora.checks.training import WRAPPER, train_step
 from mindlora.common.yaml_file import merged, value_at
 from mindlora.errors import LoraError
 from mindlora.plan.division import Division
+from mindlora.plan.loading import needed_by
 from mindlora.plan.memory import memory_of
 from mindlora.plan.run import Run, read_run
 
@@ -119,7 +120,7 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
     ``devices`` says on how many devices the run may be divided.
     """
     usable = int(memory * (1 - RESERVE))
-    needed = memory_of(run).total
+    needed = needed_by(run)
     if needed <= usable:
         return Fit(memory, usable, True, (), "")
     tried: List[Trial] = []
@@ -228,6 +229,6 @@ def _joined(first: List[_Change], second: List[_Change]) -> List[_Change]:
 def _needed_with(run: Run, keys: Dict[str, Any]) -> Optional[int]:
     """Returns the bytes that a run needs with a change, or None if it cannot be made."""
     try:
-        return memory_of(read_run(merged(run.config, keys))).total
+        return needed_by(read_run(merged(run.config, keys)))
     except LoraError:
         return None

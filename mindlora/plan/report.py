@@ -14,11 +14,13 @@ from mindlora.errors import ConfigError
 from mindlora.plan.adapter_file import adapter_file_size
 from mindlora.plan.alternatives import RESERVE, Fit, Layout, fit, layouts_of
 from mindlora.plan.division import Division
+from mindlora.plan.loading import loading_of, needed_by
 from mindlora.plan.memory import (
     ARITHMETIC,
     EXACT,
     OPTIMIZERS,
     DeviceMemory,
+    Line,
     kv_cache_per_token,
     memory_of,
     optimizer_of,
@@ -53,7 +55,8 @@ class PlanReport:
         devices (int): How many devices the YAML divides the run among.
         division (str): How, in words.
         batch (str): A step's rows in words; empty if the run does not train.
-        needed (int): Bytes on the device that needs most; ``device`` says what they are.
+        needed (int): Bytes on the device that needs most; ``device`` says what they are, and on a CPU ``loading``.
+        loading (Line): The peak of each process on its host while the base is loaded.
         kv_cache_per_token (int): Bytes of the keys and values of a token.
         kv_cache_basis (str): What that rests on.
         schedule (Schedule): Steps and tokens, or None if the run does not train.
@@ -76,6 +79,7 @@ class PlanReport:
     batch: str
     needed: int
     device: DeviceMemory
+    loading: Line
     kv_cache_per_token: int
     kv_cache_basis: str
     seq_length: int
@@ -132,8 +136,9 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         division.devices,
         _division(division),
         _batch(run) if run.trains else "",
-        device.total,
+        needed_by(run),
         device,
+        loading_of(run),
         kv_cache_per_token(run),
         EXACT if run.architecture.legacy and run.architecture.trains else ARITHMETIC,
         run.seq_length,
@@ -242,10 +247,11 @@ def _memory(report: PlanReport) -> str:
         (f"base, {report.dtype}" if line.name == "base" else line.name, gib(line.size), line.basis)
         for line in device.lines
     ]
-    rows.append(("in all", gib(report.needed), ""))
+    rows.append(("in all", gib(device.total), ""))
     if device.kept_at_most:
         rows.append(("  activations with nothing recomputed", gib(device.kept_at_most), ""))
         rows.append(("  activations with all layers recomputed", gib(device.kept_at_least), ""))
+    rows.append((f"  host of each process, {report.loading.name}", gib(report.loading.size), report.loading.basis))
     cache = gib(report.kv_cache_per_token * report.seq_length)
     rows.append(("  KV cache of one row, when asked", cache, report.kv_cache_basis))
     title = f"one device of {report.devices}, {report.division}" if report.devices > 1 else "one device"
