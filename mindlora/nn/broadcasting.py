@@ -24,10 +24,10 @@ class BroadcastMul(nn.Cell):
     """
 
     def construct(self, x: Tensor, b: Tensor) -> Tensor:
-        return x * ops.broadcast_to(b, x.shape)
+        return x * _broadcast(b, x)
 
     def bprop(self, x: Tensor, b: Tensor, out: Tensor, dout: Tensor) -> Tuple[Tensor, Tensor]:
-        return dout * ops.broadcast_to(b, x.shape), _sum_to(dout * x, b.shape)
+        return dout * _broadcast(b, dout), _sum_to(dout * x, b.shape)
 
 
 class BroadcastAdd(nn.Cell):
@@ -88,6 +88,11 @@ class SwapHeads(nn.Cell):
         rows = ops.range(0, batch * first * second, 1).reshape((batch, first, second))
         rows = self.transpose(rows, (0, 2, 1)).reshape((-1,))
         return self.gather(x.reshape((-1, width)), rows, 0).reshape((batch, second, first, width))
+
+
+def _broadcast(b, x):
+    """Returns b in the shape of x, made once x is there: else MindSpore makes those of all layers as a step begins."""
+    return ops.broadcast_to(ops.depend(b, x), x.shape)
 
 
 def _sum_to(x, shape):

@@ -13,6 +13,7 @@ from mindspore.communication import get_group_size, get_local_rank_size, get_ran
 from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.nn.adalora import is_adaptive
+from mindlora.plugin.graph.cpu_adamw import use_cpu_adamw
 from mindlora.plugin.graph.mcore_model import McoreLoss
 from mindlora.plugin.graph.network import base_of, count_tokens_in_loss
 from mindlora.plugin.graph.packing import install_segment_mask
@@ -79,7 +80,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
 
     In the semi-automatic parallel modes, and where MindFormers dumps local norms, the step is MindFormers' own, and
     what is said above does not hold. MindFormers detects overflow with kernels that only Ascend has. On any other
-    device, this cell reports an overflow if an element of a gradient is NaN or infinite, as those kernels do.
+    device, this cell reports an overflow if an element of a gradient is NaN or infinite, as those kernels do, or so
+    large that the norm is.
 
     Args:
         network (Cell): As for mindformers.wrapper.MFTrainOneStepCell.
@@ -117,6 +119,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         **kwargs: Any,
     ):
         rate = RateFactor(optimizer)
+        use_cpu_adamw(optimizer)
         super().__init__(network, optimizer, **kwargs)
         # MFTrainOneStepCell has copied the schedules, and a copy would not see the factor change.
         self.learning_rate = optimizer.learning_rate
@@ -124,6 +127,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         self.rate_factor = rate.parameter
         self.checks_values = ms.get_context("device_target") != "Ascend"
         self.no_status = Tensor([0] * 8, mstype.int32)
+        self.one = Tensor(1, mstype.float32)
         mode = ms.get_auto_parallel_context("parallel_mode")
         self.is_mindformers_step = (
             mode not in ("stand_alone", "data_parallel")
@@ -192,15 +196,14 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.rank_budget is not None:
             gradients = self.rank_budget.regularized(gradients)
 
-        overflow = self.get_overflow_status(status, gradients)
-        if self.exchange is not None:
-            overflow = ops.logical_or(overflow, elsewhere > 0)
-        overflow = self.process_loss_scale(overflow)
         squares = ops.stack(self.hyper_map(_sum_of_squares, gradients))
         norm = ops.sqrt(squares.sum())
+        overflow = self.overflows(status, gradients, norm, elsewhere)
+        overflow = self.process_loss_scale(overflow)
         global_norm = None
         if self.use_clip_grad:
-            gradients, global_norm = self.clip_grad_norm(gradients)
+            gradients = self.clipped(gradients, norm)
+            global_norm = norm.reshape((1,))
         learning_rate = self.current_rate()
 
         skipped = ops.logical_or(overflow, self.exceeds_limits(loss, norm))
@@ -214,6 +217,23 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.local_norm:
             return loss, overflow, scale, learning_rate, global_norm, local_norm, size
         return loss, overflow, scale, learning_rate, global_norm
+
+    def overflows(self, status: Tensor, gradients: Tuple[Tensor, ...], norm: Tensor, elsewhere: Any) -> Tensor:
+        """Returns whether a gradient has overflowed, here or, by a number that is not 0, ``elsewhere``: bool []."""
+        if self.checks_values:
+            # The norm over all ranks tells as much as each gradient, for which there would be three operators more.
+            overflow = ops.logical_not(ops.isfinite(norm))
+        else:
+            overflow = self.get_overflow_status(status, gradients)
+        if self.exchange is not None:
+            overflow = ops.logical_or(overflow, elsewhere > 0)
+        return overflow
+
+    def clipped(self, gradients: Tuple[Tensor, ...], norm: Tensor) -> Tuple[Tensor, ...]:
+        """Returns the gradients, of this norm, scaled to max_grad_norm if the norm is above; as ClipGradNorm does."""
+        most = self.clip_grad_norm.clip_norm
+        factor = ops.minimum(most / (ops.maximum(norm, most) + 1e-6), self.one)
+        return self.hyper_map(ops.partial(_scaled, factor), gradients)
 
     def of_all_ranks(self, total: Tensor, elsewhere: Tensor, stop: Tensor, sums: Tensor) -> Tuple[Tensor, ...]:
         """Returns the sums over all ranks of three numbers, float32 [], and of sums, float32 [M]."""
@@ -272,7 +292,6 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
     def get_overflow_status(self, status: Tensor, compute_output: Any) -> Tensor:
         """Returns whether the gradients in ``compute_output`` have overflowed."""
         if self.checks_values:
-            # The gradients have been summed over the ranks by now, so every rank sees the same ones.
             counts = self.hyper_map(_not_finite, compute_output)
             return ops.addn(counts) > 0
         return super().get_overflow_status(status, compute_output)
