@@ -30,6 +30,7 @@ class LossKind(NamedTuple):
         sft_weight (float): Likewise.
         beta (float): Likewise.
         pairs (bool): Whether it learns from pairs; else from single answers, each desirable or not.
+        scores (bool): Whether it compares a reward model's scores, and not log-probabilities.
     """
 
     source: str
@@ -39,6 +40,7 @@ class LossKind(NamedTuple):
     sft_weight: float = 0.0
     beta: float = 0.1
     pairs: bool = True
+    scores: bool = False
 
     @property
     def columns(self) -> Tuple[str, ...]:
@@ -55,6 +57,7 @@ LOSSES: Dict[str, LossKind] = {
         "Meng et al., 2024", ("label_smoothing", "margin"), uses_reference=False, length_normalization=True, beta=2.0
     ),
     "orpo": LossKind("Hong et al., 2024", uses_reference=False, length_normalization=True, sft_weight=1.0),
+    "reward": LossKind("Ouyang et al., 2022", uses_reference=False, beta=1.0, scores=True),
     "cpo": LossKind("Xu et al., 2024", ("label_smoothing",), uses_reference=False, sft_weight=1.0),
 }
 
@@ -64,9 +67,9 @@ class PreferenceSettings:
     """How a run learns from preferences; docs/preferences.md has the equations.
 
     Args:
-        loss (str): dpo, ipo, hinge, kto, simpo, orpo or cpo. Default: "dpo".
+        loss (str): dpo, ipo, hinge, kto, simpo, orpo, cpo, or for a reward model reward. Default: "dpo".
         beta (float): How strongly the answers are weighed against the reference; of orpo, the weight of the odds
-            ratio. Default: None, 0.1, and 2 for simpo.
+            ratio. Default: None, 0.1, and 2 for simpo, 1 for reward.
         label_smoothing (float): Share of the pairs that are taken to be the wrong way round: dpo, simpo, cpo. Default:
             0.
         margin (float): By how much simpo wants the reward of the chosen answer to be larger. Default: None, 0.5 for
@@ -110,6 +113,11 @@ class PreferenceSettings:
         if self.precomputed_reference and not self.kind.uses_reference:
             raise ConfigError(
                 f"preference: precomputed_reference is True, and the loss {self.loss} has no reference. Remove it."
+            )
+        if self.kind.scores and (self.sft_weight or self.length_normalization):
+            raise ConfigError(
+                f"preference: the loss {self.loss} compares scores, and sft_weight and length_normalization are about "
+                "log-probabilities. Remove them."
             )
         if self.loss == "orpo" and not self.length_normalization:
             raise ConfigError(

@@ -11,7 +11,11 @@ def found(model_class="LlamaForSequenceClassification", num_labels=2, pet_config
     return list(check_classifier({"run_mode": "finetune", "model": model, **nodes}))
 
 
+REWARD = {"preference": {"loss": "reward"}}
+
+
 def test_a_yaml_without_faults():
+    assert found(num_labels=1, runner_wrapper=REWARD) == []
     assert found() == [] and found("LlamaForTokenClassification", 9) == []
     assert found("LlamaForCausalLM", None) == []
 
@@ -26,6 +30,17 @@ def test_a_yaml_without_faults():
         ({"pet_config": {"adapters": [{"name": "a"}]}}, f"{PET}.adapters", "a classifier has one head"),
         ({"run_mode": "predict"}, "run_mode", "writes no text"),
         ({"runner_wrapper": {"preference": {}}}, "runner_wrapper.preference", "the model is a classifier"),
+        ({"runner_wrapper": REWARD}, "runner_wrapper.preference", "needs one score of a text"),
+        (
+            {"runner_wrapper": REWARD, "model_class": "LlamaForTokenClassification", "num_labels": 1},
+            "runner_wrapper.preference",
+            "needs one score of a text",
+        ),
+        (
+            {"runner_wrapper": REWARD, "model_class": "LlamaForCausalLM", "num_labels": None},
+            "runner_wrapper.preference",
+            "the model is LlamaForCausalLM with num_labels None",
+        ),
         ({"callbacks": [{"type": "SampleAnswers"}]}, "callbacks.SampleAnswers", "the model is a classifier"),
     ],
 )

@@ -22,10 +22,16 @@ def blocks(kind):
 
 
 @pytest.fixture(scope="module")
-def run(library, tmp_path_factory):
-    """The folder of the run of the page, and what its commands printed."""
+def folder(library, tmp_path_factory):
+    """A folder with the model."""
     folder = tmp_path_factory.mktemp("classifiers")
     stories260k.write_folder(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """The folder of the run of the page, and what its commands printed."""
     succeeded(python(["-c", blocks("python")[0]], folder))
     commands = re.search(r"^```\n(mindlora data .*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[1]
     printed = ""
@@ -41,6 +47,33 @@ def run(library, tmp_path_factory):
     (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     printed += succeeded(python(["-m", PROGRAMS["mindlora-run"], "--config", "run.yaml"], folder))
     return folder, printed
+
+
+def test_a_reward_model_learns_which_of_two_answers_is_better(folder, tmp_path):
+    """By the pairs of docs/preferences.md, and with the keys that docs/classifiers.md names."""
+    page = (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")
+    model = folder / "model"
+    succeeded(python(["-c", re.search(r"^```python\n(.*?)^```", page, re.M | re.S)[1]], tmp_path))
+    convert = ("--input", "pairs.jsonl", "--output", "pairs.mindrecord", "--tokenizer", model, "--seq-length", "128")
+    succeeded(python(["-m", "mindlora.cli", "data", "preference", *convert, "--pack", "--holdout", "0.1"], tmp_path))
+    draft = ("--from", model, "--data", "pairs.mindrecord", "--device", "cpu", "--output", "run.yaml")
+    succeeded(python(["-m", "mindlora.cli", "configs", *draft], tmp_path))
+    config = yaml.safe_load((tmp_path / "run.yaml").read_text(encoding="utf-8"))
+    changes = yaml.safe_load(blocks("yaml")[1])
+    config["model"]["arch"].update(changes["model"]["arch"])
+    config["model"]["model_config"].update(changes["model"]["model_config"])
+    config["runner_wrapper"].update(changes["runner_wrapper"])
+    config["train_dataset"].update(changes["train_dataset"])
+    config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
+    # The rate is for more steps than this test takes.
+    config["lr_schedule"]["learning_rate"] = 1e-3
+    config["runner_config"].update(epochs=1, batch_size=4, gradient_accumulation_steps=1)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    succeeded(python(["-m", PROGRAMS["mindlora-run"], "--config", "run.yaml"], tmp_path))
+    history = read_history(str(tmp_path / "output"))
+    assert history.series("held_out_reward_accuracy")[1][-1] > 0.9
+    adapter = files.read(str(tmp_path / "output" / "lora_checkpoint" / "best"))
+    assert adapter.saved_modules["score.weight"].shape == (1, 64)
 
 
 def test_held_out_texts_get_their_labels(run):

@@ -34,7 +34,7 @@ def model(request, made, peer, tmp_path_factory):
 def make_classifier(model, make_llama):
     """Returns a function that builds the classifier of a task with the base's weights."""
 
-    def make(task):
+    def make(task, labels=LABELS):
         from mindformers import LlamaConfig
 
         from mindlora.plugin.graph import classifiers
@@ -42,7 +42,7 @@ def make_classifier(model, make_llama):
 
         folder, keys = model
         keys = {**ON_CPU, **llama_keys(folder), **keys, "batch_size": 1, "pad_token_id": 0}
-        network = getattr(classifiers, CLASSES[task])(LlamaConfig(**keys, num_labels=LABELS))
+        network = getattr(classifiers, CLASSES[task])(LlamaConfig(**keys, num_labels=labels))
         load_base(network, str(folder))
         return network
 
@@ -59,9 +59,9 @@ def scores(network, task):
     return found[np.arange(len(IDS)), last]
 
 
-def peft_scores(peer, model, adapter, task, tmp_path):
+def peft_scores(peer, model, adapter, task, tmp_path, ids=IDS, labels=LABELS):
     path = tmp_path / "scores.npy"
-    peer.classifier_logits(model=model[0], adapter=adapter, ids=IDS.tolist(), path=path, task=task, labels=LABELS)
+    peer.classifier_logits(model=model[0], adapter=adapter, ids=ids.tolist(), path=path, task=task, labels=labels)
     found = np.load(path)
     return found[IDS != 0] if task == "TOKEN_CLS" else found
 
@@ -97,3 +97,26 @@ def test_an_adapter_of_a_new_head_scores_in_peft_as_here(task, model, peer, make
     expected = peft_scores(peer, model, tmp_path / "adapter", task, tmp_path)
     np.testing.assert_allclose(scores(network, task), expected, atol=2e-5)
     assert ms.get_context("mode") == ms.PYNATIVE_MODE
+
+
+def test_a_pair_is_compared_by_the_rewards_that_peft_gives(model, peer, make_classifier, tmp_path, pynative_mode):
+    from mindlora.plugin.graph.preference import preference_loss
+    from mindlora.training.preference import preference_measures, preference_settings
+
+    adapter = tmp_path / "adapter"
+    peer.make_classifier_adapter(model=model[0], folder=adapter, task="SEQ_CLS", labels=1, config=LORA)
+    network = make_classifier("SEQ_CLS", labels=1)
+    load_lora(network, str(adapter))
+    settings = preference_settings({"loss": "reward"})
+    loss = preference_loss(network, settings).set_train()
+    ids = np.zeros((2, TOKENS + 1), np.int32)
+    ids[:, :-1] = IDS[1:]
+    answers = np.where(ids != 0, np.array([[0], [1]]), -1).astype(np.int32)
+    # Prompts of three tokens.
+    answers[:, :3] = -1
+    columns = [ids, np.where(answers >= 0, ids, -100).astype(np.int32), answers]
+    total, sums = loss(*(Tensor(column[None]) for column in columns), Tensor(np.ones((1, 1), np.int32)))
+    chosen, rejected = peft_scores(peer, model, adapter, "SEQ_CLS", tmp_path, IDS[1:], 1)[:, 0]
+    assert abs(float(total.asnumpy()) - np.logaddexp(0, rejected - chosen)) < 2e-5
+    found = preference_measures(sums.asnumpy(), settings)
+    np.testing.assert_allclose([found["reward_chosen"], found["reward_rejected"]], [chosen, rejected], atol=2e-5)

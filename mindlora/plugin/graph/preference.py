@@ -31,6 +31,13 @@ class LabelLogProbabilities(nn.Cell):
         return -self.negative_log_likelihood(log_probabilities, one_hot)
 
 
+class Rewards(nn.Cell):
+    """The only score of each position of a reward model: as LabelLogProbabilities, but labels do not matter."""
+
+    def construct(self, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        return scores.reshape((-1,))
+
+
 class RowLogProbabilities(nn.Cell):
     """The log-probability of each label but the first of rows, which a MindFormers model computes.
 
@@ -43,7 +50,7 @@ class RowLogProbabilities(nn.Cell):
         float32 [rows * N]; 0 for labels that do not count.
     """
 
-    def __init__(self, network: nn.Cell, of_labels: LabelLogProbabilities):
+    def __init__(self, network: nn.Cell, of_labels: nn.Cell):
         super().__init__(auto_prefix=False)
         self.network = network
         self.of_labels = of_labels
@@ -70,7 +77,7 @@ def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> Preferenc
                 f"preference needs the logits of every token, and {type(base_of(network)).__name__} does not give them "
                 "to a CrossEntropyLoss of MindFormers' legacy models. Use a legacy model, such as LlamaForCausalLM."
             )
-    model.loss = LabelLogProbabilities(model.loss)
+    model.loss = Rewards() if settings.kind.scores else LabelLogProbabilities(model.loss)
     reference = None
     if settings.kind.uses_reference and not settings.precomputed_reference:
         reference = reference_network(network)

@@ -34,7 +34,8 @@ class PreferenceLoss(nn.Cell):
 
     Args:
         network (Cell): Called with tokens and labels, int32 [rows, N + 1] each, it returns the log-probability of each
-            label but the first, float32 [rows * N], and 0 where the label does not count.
+            label but the first, float32 [rows * N], and 0 where the label does not count; or a reward model's score of
+            each token but the last.
         reference (Cell, optional): Likewise; None for a loss that needs none, or if the data has its log-probabilities.
         settings (PreferenceSettings): The loss.
 
@@ -62,6 +63,7 @@ class PreferenceLoss(nn.Cell):
         self.settings = settings
         self.pairs = settings.kind.pairs
         self.uses_reference = settings.kind.uses_reference
+        self.has_scores = settings.kind.scores
         self.pair_loss = PAIR_LOSSES.get(settings.loss)
         self.beta = float(settings.beta)
         self.smoothing = float(settings.label_smoothing)
@@ -80,7 +82,7 @@ class PreferenceLoss(nn.Cell):
         width = input_ids.shape[-1]
         tokens, labels = input_ids.reshape((-1, width)), labels.reshape((-1, width))
         batch, examples = marks.shape
-        which = answers.reshape((-1, width))[:, 1:].reshape((batch, -1))
+        which = self.places(answers.reshape((-1, width))).reshape((batch, -1))
         which = self.one_hot(which, 2 * examples, self.on, self.off)
         lengths = which.sum(1).reshape((batch, examples, 2))
         of_tokens = self.network(tokens, labels)
@@ -110,6 +112,19 @@ class PreferenceLoss(nn.Cell):
             losses = losses - self.sft_weight * mean * (marks > 0).astype(mstype.float32)
         sums = self.sums(ops.stop_gradient(compared), ops.stop_gradient(policy), lengths, judged, kl)
         return (losses * exists).sum(), sums
+
+    def places(self, answers: Tensor) -> Tensor:
+        """Returns the answer that each of the network's N positions tells something of, int32 [rows, N], or -1.
+
+        A log-probability is that of the next token. A score counts at the last token of an answer; at the one before if
+        that is the last of the row, which the network does not see.
+        """
+        here, following = answers[:, :-1], answers[:, 1:]
+        if not self.has_scores:
+            return following
+        ends = ops.select(here == following, ops.zeros_like(here) - 1, here)
+        last = ops.select(following[:, -1:] >= 0, following[:, -1:], ends[:, -1:])
+        return ops.concat((ends[:, :-1], last), 1)
 
     def reference_of(self, tokens: Tensor, labels: Tensor, column: Optional[Tensor]) -> Tensor:
         """Returns the log-probabilities of the reference, float32 [rows * N], computed or from the data."""
@@ -160,8 +175,9 @@ def preference_measures(sums: Sequence[float], settings: PreferenceSettings) -> 
     """
     total = dict(zip(SUMS, map(float, sums)))
     measures = {}
+    names = ("reward",) if settings.kind.scores else ("reward", "log_probability", "tokens")
     for side in ("chosen", "rejected"):
-        for name in ("reward", "log_probability", "tokens"):
+        for name in names:
             if total[side]:
                 measures[f"{name}_{side}"] = total[f"{name}_{side}"] / total[side]
     if total["chosen"] and total["rejected"]:

@@ -22,7 +22,8 @@ def sigmoid_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float
     """-(1 - smoothing) log sigmoid(h) - smoothing log sigmoid(-h) with h = beta (chosen - rejected) - margin.
 
     DPO (Rafailov et al., 2023), with smoothing conservative DPO (Mitchell, 2023); without a reference CPO (Xu et al.,
-    2024), and with mean log-probabilities and a margin SimPO (Meng et al., 2024).
+    2024), and with mean log-probabilities and a margin SimPO (Meng et al., 2024). Of a reward model's scores it is the
+    loss of Bradley and Terry (1952; Ouyang et al., 2022).
     """
     h = beta * (chosen - rejected) - margin
     return -(1 - smoothing) * log_sigmoid(h) - smoothing * log_sigmoid(-h)
@@ -63,4 +64,5 @@ PAIR_LOSSES: Dict[str, Callable] = {
     "simpo": sigmoid_loss,
     "orpo": odds_loss,
     "cpo": sigmoid_loss,
+    "reward": sigmoid_loss,
 }

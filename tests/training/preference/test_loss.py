@@ -68,7 +68,7 @@ def expected_losses(settings, policy, reference, judgments):
 
 
 CASES = [
-    *({"loss": loss} for loss in LOSSES),
+    *({"loss": loss} for loss, kind in LOSSES.items() if not kind.scores),
     {"loss": "dpo", "label_smoothing": 0.2, "sft_weight": 0.7},
     {"loss": "dpo", "length_normalization": True, "beta": 1.5},
     {"loss": "simpo", "margin": 1.5, "label_smoothing": 0.1},
@@ -113,6 +113,50 @@ def slopes(settings, loss, values, answers):
         below[index] -= step
         result[index] = (loss(above) - loss(below)) / (2 * step)
     return result
+
+
+class Scores(nn.Cell):
+    """A network that has one score for each token but the last."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values = Parameter(Tensor(values))
+
+    def construct(self, tokens, labels):
+        return self.values.reshape(-1)
+
+
+def test_a_reward_counts_at_the_last_token_of_an_answer(pynative_mode):
+    settings = preference_settings({"loss": "reward"})
+    columns = batch()
+    answers = columns[2]
+    columns[3][:] = [[1, 1, 0], [1, 0, 0]]
+    answers[0, answers[0] > 3] = answers[1, answers[1] > 0] = -1
+    # An answer that ends with the row is read one token before.
+    answers[1, -1] = 1
+    scores = log_probabilities(0)
+    ends = {}
+    for (row, place), answer in np.ndenumerate(answers[:, :-1]):
+        if answer >= 0:
+            ends[row, int(answer)] = place
+    ends[1, 1] = WIDTH - 2
+    network = Scores(scores)
+    loss = PreferenceLoss(network, None, settings)
+    (total, sums), (gradient,) = ms.value_and_grad(loss, None, network.trainable_params(), has_aux=True)(
+        *map(Tensor, columns)
+    )
+    differences, expected = [], np.zeros_like(scores)
+    for row, example in ((0, 0), (0, 1), (1, 0)):
+        chosen, rejected = ends[row, 2 * example], ends[row, 2 * example + 1]
+        difference = float(scores[row, chosen]) - float(scores[row, rejected])
+        differences.append(difference)
+        expected[row, chosen] -= 1 / (1 + np.exp(difference))
+        expected[row, rejected] += 1 / (1 + np.exp(difference))
+    np.testing.assert_allclose(total.asnumpy(), np.logaddexp(0, -np.array(differences)).sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradient.asnumpy(), expected, rtol=1e-5, atol=1e-7)
+    found = preference_measures(sums.asnumpy(), settings)
+    assert found.keys() == {"reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"}
+    assert found["reward_margin"] == pytest.approx(np.mean(differences), rel=1e-5)
 
 
 def test_the_gradient_where_dpo_begins(pynative_mode):
