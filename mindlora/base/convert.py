@@ -7,7 +7,7 @@ import dataclasses
 import time
 from typing import Callable, List, Mapping, Optional, Tuple
 
-from mindlora.base import pynative
+from mindlora.base import experts, pynative
 from mindlora.base.hf_config import hugging_face_config
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.renaming import Plan, tensor_of
@@ -163,12 +163,15 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
 def in_hugging_face_names(base: BaseCheckpoint, heads: int, kv_heads: int) -> List[OutputTensor]:
     """Returns the tensors of ``base`` as convert_base would write them for Hugging Face.
 
-    By the numbers of heads joined tensors are split.
+    By the numbers of heads joined tensors are split. The weights of a layer's routed experts are stacked, as
+    transformers 5 has them.
     """
     if base.world == HF:
-        return [tensor_of(base, name) for name in base.tensors]
-    plan = Plan(base, HF, False, heads, kv_heads)
-    return [tensor for shard in plan.shards for tensor in shard.tensors]
+        tensors = [tensor_of(base, name) for name in base.tensors]
+    else:
+        plan = Plan(base, HF, False, heads, kv_heads)
+        tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+    return experts.stacked(tensors, base.architecture.experts)
 
 
 def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: bool) -> None:

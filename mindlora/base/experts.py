@@ -7,7 +7,7 @@ gate_up_proj [experts, 2 inner, hidden] and down_proj [experts, hidden, inner] o
 
 import functools
 import re
-from typing import List, NamedTuple, Optional
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 
@@ -128,3 +128,46 @@ def _parts(base: BaseCheckpoint, own: ExpertTensor) -> List[List[str]]:
     for expert in range(experts):
         parts.append([f"{own.holder}.{expert}.{part}.weight" for part in own.stack.parts])
     return parts
+
+
+def stacked(tensors: List[OutputTensor], stacks: Sequence[Experts]) -> List[OutputTensor]:
+    """Returns the tensors with those of single experts (Hugging Face's names) stacked: [experts, out, in].
+
+    Raises CheckpointError if some experts are missing.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    others = []
+    made: Dict[str, OutputTensor] = {}
+    for name in by_name:
+        match = _SINGLE.match(name)
+        stack = match and next((stack for stack in stacks if match[3] in stack.parts), None)
+        if match is None or stack is None:
+            others.append(by_name[name])
+            continue
+        target = f"{match[1]}.{stack.names.leaves.hf}"
+        if target not in made:
+            made[target] = _stack(target, match[1], stack.parts, by_name)
+    return [*others, *made.values()]
+
+
+def _stack(target: str, holder: str, kinds: Sequence[str], tensors: Mapping[str, OutputTensor]) -> OutputTensor:
+    """Returns the tensor ``target`` of all experts, in whose matrices those of ``kinds`` are one after the other."""
+    singles = filter(None, map(_SINGLE.match, tensors))
+    count = 1 + max(int(single[2]) for single in singles if single[1] == holder)
+    parts = []
+    for expert in range(count):
+        parts.append([f"{holder}.{expert}.{kind}.weight" for kind in kinds])
+    missing = [name for names in parts for name in names if name not in tensors]
+    if missing:
+        raise CheckpointError(f"The checkpoint lacks {examples(missing)}, of which {target} is made. Copy it again.")
+    first = [tensors[name] for name in parts[0]]
+    heights = [tensor.shape[0] for tensor in first]
+
+    def rows(begin: int, end: int) -> np.ndarray:
+        matrices = []
+        for names in parts[begin:end]:
+            blocks = [tensors[name].rows(0, height) for name, height in zip(names, heights)]
+            matrices.append(np.concatenate(blocks))
+        return np.stack(matrices)
+
+    return OutputTensor(target, first[0].dtype, (count, sum(heights), first[0].shape[1]), rows)

@@ -25,6 +25,9 @@ _SERVED_KEYS: Dict[str, Any] = {
     "rotary_interleaved": False,
     "partial_rotary_factor": 1.0,
     "add_bias_linear": False,
+    "routed_scaling_factor": 1.0,
+    "moe_router_enable_expert_bias": False,
+    "n_shared_experts": 0,
 }
 _HELP = "docs/mcore.md says which mcore models train with adapters."
 

@@ -8,7 +8,9 @@ from mindlora.models.mcore_sizes import ModelConfig, layers_of
 
 _ATTENTION = "decoder.layers.0.self_attention"
 # Those of MindFormers' Qwen3Config.
-_DEFAULTS = {"norm_eps": 1e-6, "rope_theta": 10000.0}
+_DEFAULTS = {"norm_eps": 1e-6, "rope_theta": 10000.0, "chosen": 8}
+# Rows of the router's weight, and columns of what an expert gives back.
+_ROUTER, _EXPERT_WEIGHTS = "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.weight1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +18,9 @@ class DecoderSizes:
     """The sizes of a model whose layers are alike: attention in groups of heads, then a gated feed-forward network.
 
     Attributes:
-        inner (int): Width of the feed-forward network.
+        inner (int): Width of the feed-forward network, or of each expert.
+        experts, chosen (int): Routed experts of a layer, and how many of them a token goes to; 0 without.
+        sums_to_one (bool): Whether the weights of those are made to sum to 1.
         has_bias (bool): Whether q, k and v have biases.
         has_head_norms (bool): Whether the heads of q and k go through norms.
         tied (bool): Whether the output head is the embedding.
@@ -34,6 +38,9 @@ class DecoderSizes:
     has_bias: bool
     has_head_norms: bool
     tied: bool
+    experts: int = 0
+    chosen: int = 0
+    sums_to_one: bool = False
 
 
 def decoder_sizes(architecture: Architecture, model_config: Dict[str, Any]) -> DecoderSizes:
@@ -45,11 +52,22 @@ def decoder_sizes(architecture: Architecture, model_config: Dict[str, Any]) -> D
     attention = architecture.attention(model_config, {"w_qkv": joined, "wo": output})
     head_dim = attention.output // attention.heads
     vocabulary, hidden = linear["output_layer"]
+    experts: Dict[str, Any] = {}
+    if _ROUTER in parameters:
+        inner = parameters[_EXPERT_WEIGHTS].shape[1] // 2
+        experts = {
+            "experts": parameters[_ROUTER].shape[0],
+            "chosen": int(config["chosen"]),
+            # A softmax over the chosen alone gives what the softmax over all does, made to sum to 1.
+            "sums_to_one": bool(model_config.get("norm_topk_prob") or not model_config.get("moe_router_pre_softmax")),
+        }
+    else:
+        inner = linear["decoder.layers.0.mlp.linear_fc2"][1]
     return DecoderSizes(
         layers=len(layers_of(linear)),
         vocabulary=vocabulary,
         hidden=hidden,
-        inner=linear["decoder.layers.0.mlp.linear_fc2"][1],
+        inner=inner,
         heads=attention.heads,
         kv_heads=attention.keys // head_dim,
         head_dim=head_dim,
@@ -58,4 +76,5 @@ def decoder_sizes(architecture: Architecture, model_config: Dict[str, Any]) -> D
         has_bias=f"{_ATTENTION}.linear_qkv.bias" in parameters,
         has_head_norms=f"{_ATTENTION}.q_layernorm.weight" in parameters,
         tied=architecture.head_weight(MCORE) not in parameters,
+        **experts,
     )

@@ -30,6 +30,7 @@ _KEYS: Dict[str, Tuple[str, ...]] = {
     "rotary_head": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
     "v_head": ("v_head_dim",),
     "mla_joined": ("mla_qkv_concat",),
+    "chosen": ("num_experts_per_tok", "moe_router_topk", "num_experts_chosen"),
     "norm_eps": ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"),
     "rope_theta": ("rope_theta", "theta", "rotary_base"),
     "further_layers": ("num_nextn_predict_layers", "mtp_num_layers"),

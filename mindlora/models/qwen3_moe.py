@@ -61,5 +61,5 @@ QWEN3_MOE = dataclasses.replace(
     hub_names=r"qwen3-(?!next|vl|omni|asr)[a-z-]*[\d.]+b-a[\d.]+b",
     experts=EXPERTS,
     router=ROUTER,
-    served=False,
+    served=True,
 )

@@ -32,6 +32,7 @@ OP_TYPES = {
     "multi_lora_slot_write": "MultiLoraSlotWrite",
     "nf4_linear": "Nf4Linear",
     "rms_norm": "RmsNorm",
+    "routed_experts": "RoutedExperts",
     "rotary_embedding": "RotaryEmbedding",
     "kv_cache_write": "KvCacheWrite",
     "paged_attention": "PagedAttention",
@@ -39,6 +40,7 @@ OP_TYPES = {
 # Those on the cpu path alone, and MindSpore's own operators that do the same on an NPU.
 CPU_ONLY = {
     "rms_norm": "RmsNorm",
+    "routed_experts": "GroupedMatmul",
     "rotary_embedding": "ApplyRotaryPosEmb",
     "kv_cache_write": "ReshapeAndCache",
     "paged_attention": "PagedAttention",
@@ -63,7 +65,7 @@ MAX_RANK = 256
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 7
+_LIBRARY_VERSION = 8
 # Of a short prompt, or of a step of training with few rows: decode is lora_linear's.
 TOKENS_OF_A_CELL = 512
 # By what a kernel's estimate must exceed that of plain operators, which knows nothing of their launches.

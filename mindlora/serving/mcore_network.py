@@ -1,4 +1,4 @@
-"""The network by which Qwen3 is served on a CPU, where the cells of MindFormers' mcore models do not run.
+"""The network by which Qwen3 and Qwen3-MoE are served on a CPU, where MindFormers' mcore cells do not run.
 
 Cells and parameters have Hugging Face's names, with q, k, v, gate and up apart: adapters in joined pairs are split.
 """
@@ -21,6 +21,7 @@ from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
+from mindlora.ops.routed_experts import RoutedExperts
 from mindlora.serving.settings import EngineSettings
 
 
@@ -110,7 +111,7 @@ class DecoderLayer(nn.Cell):
         self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps)
         self.self_attn = Attention(sizes, settings, dtype)
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps)
-        self.mlp = FeedForward(sizes.hidden, sizes.inner, dtype)
+        self.mlp = RoutedFeedForward(sizes, dtype) if sizes.experts else FeedForward(sizes.hidden, sizes.inner, dtype)
 
     def construct(self, x, rotary, context_lengths, query_lengths, block_tables, slot_mapping):
         attended = self.self_attn(
@@ -177,6 +178,59 @@ class FeedForward(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         return self.down_proj(self.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RoutedFeedForward(nn.Cell):
+    """y = sum_j p_j expert_j(x) over the experts j to which the router gives the largest probabilities p_j.
+
+    Only the base's experts and router: adapters of them have no place here.
+    """
+
+    def __init__(self, sizes: DecoderSizes, dtype: mstype.Type):
+        super().__init__()
+        self.hidden, self.chosen, self.sums_to_one = sizes.hidden, sizes.chosen, sizes.sums_to_one
+        self.gate = Router(sizes.experts, sizes.hidden)
+        self.experts = StackedExperts(sizes, dtype)
+        self.softmax = ops.Softmax(-1)
+        self.top = ops.TopK(sorted=True)
+
+    def construct(self, x: Tensor) -> Tensor:
+        probabilities = self.softmax(self.gate(ops.reshape(x, (-1, self.hidden))))
+        weights, chosen = self.top(probabilities, self.chosen)
+        if self.sums_to_one:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        return self.experts(x, chosen, weights)
+
+
+class Router(nn.Cell):
+    """x W^T, the logits of all experts for each token."""
+
+    def __init__(self, experts: int, hidden: int):
+        super().__init__()
+        self.weight = _weight(experts, hidden)
+        self.product = ops.MatMul(transpose_b=True)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight)
+
+
+class StackedExperts(nn.Cell):
+    """The weights of a layer's experts, as transformers stacks them."""
+
+    def __init__(self, sizes: DecoderSizes, dtype: mstype.Type):
+        super().__init__()
+        shapes = {
+            "gate_up_proj": (sizes.experts, 2 * sizes.inner, sizes.hidden),
+            "down_proj": (sizes.experts, sizes.hidden, sizes.inner),
+        }
+        self.gate_up_proj, self.down_proj = (
+            Parameter(initializer("zeros", list(shape), dtype), name=name, requires_grad=False)
+            for name, shape in shapes.items()
+        )
+        self.compute = RoutedExperts()
+
+    def construct(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return self.compute(x, chosen, weights, self.gate_up_proj, self.down_proj)
 
 
 class Embedding(nn.Cell):

@@ -6,7 +6,7 @@ from typing import Callable, Dict, List, Mapping, NamedTuple, Optional
 
 import numpy as np
 
-from mindlora.adapters import files, matching
+from mindlora.adapters import expert_pairs, files, matching
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.matching import CellShape
 from mindlora.common.text import listed
@@ -121,6 +121,9 @@ def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None
     variant = adapter.variant
     if variant.row_norms and layout.weights is None:
         refuse_served(source, f"{variant.tensors} ({variant.field}), which need the base in float, and on a CPU")
+    experts = [path for path in adapter.paths if names.is_expert_weight(path) or expert_pairs.is_single(path)]
+    if experts:
+        refuse_served(source, f"pairs of routed experts: {listed(experts)}")
     served = {names.to_mindformers(path) for path in layout.cells}
     heads = [path for path in adapter.paths if names.is_output_head(path) and names.to_mindformers(path) not in served]
     if heads:

@@ -196,7 +196,7 @@ def test_without_the_library_the_operators_of_serving_have_no_path(graph_mode, m
 def test_on_ascend_the_operators_of_serving_are_mindspores_own(monkeypatch):
     real = ms.get_context
     monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
-    owners = ("RmsNorm", "ApplyRotaryPosEmb", "ReshapeAndCache", "PagedAttention")
+    owners = ("RmsNorm", "GroupedMatmul", "ApplyRotaryPosEmb", "ReshapeAndCache", "PagedAttention")
     assert cpu_only() == [("none", f"on an NPU MindSpore's own {owner} runs") for owner in owners]
     with pytest.raises(BackendError, match="kv_cache_write cannot run here: on an NPU MindSpore's own ReshapeAndCache"):
         KvCacheWrite()

@@ -12,12 +12,13 @@ from mindlora.serving.build import make_engine
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode
-from tests.peers.test_folders_against_transformers import LEGACY, SIZES, tokenizer  # noqa: F401
+from tests.peers.test_folders_against_transformers import LEGACY, MCORE, SIZES, tokenizer  # noqa: F401
 from tests.support.mixed_requests import TIE
 
 PROMPTS, NEW = ([1, 9, 31, 44, 5], list(range(40, 75))), 12
 EVERY_CELL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MODELS = {
+    "qwen3-moe": MCORE["qwen3-moe"],
     "qwen3": ("qwen3", {"head_dim": 16, "rope_theta": 1e4}),
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen2.5": ("qwen2", {**LEGACY["qwen2.5"][1], "tie_word_embeddings": True}),
@@ -33,7 +34,7 @@ ADAPTERS = {
         "use_rslora": True,
         "target_modules": ["q_proj", "v_proj", "down_proj"],
         "rank_pattern": {"v_proj": 2},
-        "alpha_pattern": {"down_proj": 24},
+        "alpha_pattern": {"q_proj": 24},
     },
     "dora": {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": EVERY_CELL},
 }
@@ -48,7 +49,20 @@ TIED = {
 }
 
 
-def settings_for(model):
+def adapters_for(config):
+    """Returns the adapters of a model: those of cells that it has."""
+    adapters = {**ADAPTERS, **(TIED if config.get("tie_word_embeddings") else UNTIED)}
+    if "num_experts" not in config:
+        return adapters
+    # Those of experts have no place, so here only attention is adapted.
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"}
+    return {
+        name: {**settings, "target_modules": [cell for cell in settings["target_modules"] if cell in attention]}
+        for name, settings in adapters.items()
+    }
+
+
+def settings_for():
     """The sizes of an engine for short texts."""
     return EngineSettings(seq_length=64, block_size=8, max_running=16, max_tokens_per_step=300, slots=6, max_rank=8)
 
@@ -68,7 +82,7 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
     dtype = {"qwen3": "bfloat16", "qwen2.5": "bfloat16"}.get(name, "float32")
     peer.make_folder(folder=model, kind=kind, config={**SIZES, **config}, seed=1, dtype=dtype)
     tokenizer.save_pretrained(model)
-    adapters = {**ADAPTERS, **(TIED if config.get("tie_word_embeddings") else UNTIED)}
+    adapters = adapters_for(config)
     for seed, (adapter, settings) in enumerate(adapters.items()):
         peer.make_adapter(
             model=model,
@@ -83,7 +97,7 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
     registry = AdapterRegistry(None, {adapter: str(tmp_path / adapter) for adapter in adapters})
     content = served_content(read_folder(str(model)), CPU)
     with in_mode(0):
-        engine = make_engine(content["model"], str(model), load_tokenizer(str(model)), registry, settings_for(name))
+        engine = make_engine(content["model"], str(model), load_tokenizer(str(model)), registry, settings_for())
         engine.start()
         asked = list(itertools.product((None, *adapters), PROMPTS))
         sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)

@@ -23,7 +23,18 @@ from mindlora.serving.network import build_network, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.settings import EngineSettings
 from tests.support.llama_checkpoints import load, save_base
-from tests.support.mcore_checkpoints import CONFIG, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, qwen3
+from tests.support.mcore_checkpoints import (
+    CONFIG,
+    EXPERT_INNER,
+    EXPERTS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    VOCAB,
+    qwen3,
+)
 
 MODEL_CONFIG = {
     "architectures": "Qwen3ForCausalLM",
@@ -36,6 +47,7 @@ MODEL_CONFIG = {
 SETTINGS = EngineSettings(seq_length=16, max_running=1, max_tokens_per_step=4)
 # Rows of linear_qkv, by hand: for each key-value head its two heads of q, then k, then v.
 GROUP = HEADS // KV_HEADS
+PARTS = ("gate_proj", "up_proj", "down_proj")
 # Paths that adapters are kept under.
 QKV, OUT = "model.layers.{}.attention.w_qkv", "model.layers.{}.attention.wo"
 
@@ -70,6 +82,26 @@ def test_checkpoints_in_either_names_fill_the_same_network(filled, checkpoints):
     for name, array in expected.items():
         np.testing.assert_array_equal(arrays[name], array)
         np.testing.assert_array_equal(filled.parameters_dict()[name].asnumpy(), array)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["single", "stacked"])
+def test_experts_are_stacked_whatever_the_checkpoint_has(tmp_path, stacked):
+    tensors = qwen3(experts=EXPERTS, stacked=stacked)
+    source = save_base(tmp_path / "hf", tensors, **CONFIG)
+    convert_base(source, str(tmp_path / "mcore.safetensors"), None, "mcore")
+    keys = {"architectures": "Qwen3MoeForCausalLM", "num_experts": EXPERTS, "moe_intermediate_size": EXPERT_INNER}
+    start, wide = "model.layers.1.mlp.experts.", {name: to_float32(array) for name, array in tensors.items()}
+    if stacked:
+        expected = {name: wide[f"{start}{name}"] for name in ("gate_up_proj", "down_proj")}
+    else:
+        matrix = {part: [wide[f"{start}{expert}.{part}.weight"] for expert in range(EXPERTS)] for part in PARTS}
+        both = np.concatenate([matrix["gate_proj"], matrix["up_proj"]], axis=1)
+        expected = {"gate_up_proj": both, "down_proj": np.stack(matrix["down_proj"])}
+    for checkpoint in (source, str(tmp_path / "mcore.safetensors")):
+        made = network(**keys)
+        load_base(made, checkpoint)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(made.parameters_dict()[f"{start}{name}"].asnumpy(), array)
 
 
 def test_linear_weights_are_held_in_params_dtype(checkpoints):
@@ -152,7 +184,10 @@ def test_an_adapter_must_have_been_trained_on_the_base(filled, checkpoints, tmp_
         ({"compute_dtype": "bf16"}, "Set: model.model_config.compute_dtype: float32 (found bfloat16)."),
         ({"rope_scaling": {"type": "yarn"}}, "model.model_config.rope_scaling: null (found {'type': 'yarn'})"),
         ({"pet_config": {"quantize_base": "nf4"}}, "null (found quantize_base: the base of an mcore model is"),
-        ({"architectures": "DeepseekV3ForCausalLM"}, "of which mindlora serves Qwen3ForCausalLM. Merge the adapter"),
+        (
+            {"architectures": "DeepseekV3ForCausalLM"},
+            "of which mindlora serves Qwen3ForCausalLM, Qwen3MoeForCausalLM. ",
+        ),
     ],
 )
 def test_what_it_cannot_compute_is_refused(keys, expected):

@@ -241,6 +241,12 @@ def test_pairs_of_embeddings_and_heads_are_refused(tmp_path, path, kind):
     refused_with_a_way_out(written(tmp_path, adapter), f"pairs of {kind}: {path}")
 
 
+def test_pairs_of_routed_experts_are_refused(tmp_path):
+    path = "model.layers.0.mlp.experts.weight1"
+    adapter = Adapter({(path, "A"): np.ones((3, 2, 6), F32), (path, "B"): np.ones((3, 8, 2), F32)}, {path: 4.0})
+    refused_with_a_way_out(written(tmp_path, adapter), f"pairs of routed experts: {path}")
+
+
 def test_a_rank_that_a_slot_cannot_hold_is_refused(tmp_path):
     source = written(tmp_path, adapter_of(("wq", "wk", "wv"), ranks=(4,)))
     assert prepare(source, layout(max_rank=4)).rank_max == 4

@@ -58,6 +58,9 @@ def cases() -> Dict[str, Tensors]:
         "Nf4LinearGrad": floats((9, 300)) + nf4(300, 130) + written(9, 192),
         "Nf4LinearGradLike": floats((9, 300)) + nf4(300, 130) + floats((9, 130)) + written(9, 130),
         "RmsNorm": floats((300, 512), (512,)) + [SCALE] + written(300, 512),
+        "RoutedExperts": floats((70, 64))
+        + [(np.arange(140, dtype=np.int32).reshape(70, 2) % 5, "int32"), *floats((70, 2), (5, 66, 64), (5, 64, 33))]
+        + written(70, 64),
         "RotaryEmbedding": floats((300, 128), (300, 64), (300, 64)) + written(300, 128),
         "KvCacheWrite": floats((320, 60), (320, 60), (5, 8, 3, 20), (5, 8, 3, 20))
         + [(slots, "int32")]
