@@ -14,6 +14,7 @@ from mindlora.common.text import listed
 from mindlora.errors import CheckpointError, ConfigError
 from mindlora.models.architecture import HF, LEGACY
 from mindlora.nn.score import score_of
+from mindlora.nn.stacked_dense import StackedLoRADense
 from mindlora.nn.tensors import to_tensor
 from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
@@ -66,7 +67,8 @@ def load_base(network: nn.Cell, path: str) -> None:
 
 def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:
     others = {parameter.name for parameter in saved_module_parameters(network) if not parameter.has_init}
-    for _, cell in lora_cells(network):
+    stacked = [cell for _, cell in network.cells_and_names() if isinstance(cell, StackedLoRADense)]
+    for cell in (*(cell for _, cell in lora_cells(network)), *stacked):
         others.update(parameter.name for parameter in cell.lora_parameters())
     return {
         parameter.name: parameter

@@ -32,6 +32,7 @@ BENCHMARKS = (
     "serving",
     "io",
     "scale",
+    "sweep",
 )
 
 

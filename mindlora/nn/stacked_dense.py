@@ -1,6 +1,6 @@
 """StackedLoRADense: a frozen linear cell with K adapters beside it, each of which trains on its own rows of a batch."""
 
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -73,6 +73,10 @@ class StackedLoRADense(nn.Cell):
         self.reshape = ops.Reshape()
         carry_settings(cell, self)
         return self
+
+    def lora_parameters(self) -> Tuple[Parameter, Parameter]:
+        """Returns A and B of all adapters."""
+        return self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
 
     def construct(self, x: Tensor) -> Tensor:
         tokens = self.base.tokens(x)

@@ -1,21 +1,31 @@
 """EachAdapter: in a run with several adapters, the callbacks of each of them, which see it as a run of its own."""
 
+import dataclasses
+import importlib.util
+import os
 from typing import Any, Dict, List, Mapping, Optional
 
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_output_root_path
 from mindspore import Callback
 from mindspore.train import RunContext
 from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.checks.adapters import OF_ADAPTER
+from mindlora.common.json_files import write_json
 from mindlora.errors import DivergenceError, LoraError
+from mindlora.evaluation.comparison import compare
 from mindlora.plugin.callbacks.common import register
 from mindlora.plugin.callbacks.run_description import facts_of_configuration
+from mindlora.plugin.callbacks.run_report import RunReport
 from mindlora.plugin.graph.network import innermost, train_step_of
 from mindlora.plugin.graph.stacked.held_out import HeldOutOfAdapters
 from mindlora.plugin.graph.stacked.step_of_adapter import StepOfAdapter
 from mindlora.plugin.log import logger
+from mindlora.training.report import write_report
 
+# What the output folder of the run has besides a folder for each adapter.
+COMPARISON, PAGE = "comparison.json", "comparison.html"
 # What callbacks are told of an adapter alone.
 _OF_ITS_OWN = ("train_network", "list_callback", "net_outputs", "eval_results", "training_events", "run_facts")
 
@@ -89,6 +99,7 @@ class EachAdapter(Callback):
     def __init__(self, runs: List[Dict[str, Any]]):
         super().__init__()
         self.nodes = runs
+        self.directory = os.path.abspath(get_output_root_path())
         self.runs: List[AdapterRun] = []
         self.held_out: Optional[HeldOutOfAdapters] = None
 
@@ -115,7 +126,7 @@ class EachAdapter(Callback):
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Tells the callbacks of each adapter that learns."""
-        self.held_out.forget()
+        self.held_out.begin(run_context.original_args().cur_step_num)
         self._call("on_train_step_begin", run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -129,15 +140,45 @@ class EachAdapter(Callback):
             run_context.request_stop()
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Ends the runs of the adapters that learn until now."""
+        """Ends the runs of the adapters that learn until now, and compares all of them."""
         for run in self._learning(run_context.original_args()):
             run.end()
+        comparisons = list(self._comparisons())
+        for comparison in comparisons:
+            logger.info("The adapters on %s:\n%s", comparison.measure.source, comparison)
+        write_json(os.path.join(self.directory, COMPARISON), [dataclasses.asdict(each) for each in comparisons])
+        self._write_page(comparisons)
 
     def __exit__(self, *error: Any) -> None:
         """Raises DivergenceError if a guard has ended the run of every adapter."""
         failures = [f"{run.name}: {run.ended}" for run in self.runs if run.ended]
         if error[0] is None and failures and len(failures) == len(self.runs):
             raise DivergenceError(" ".join(failures))
+
+    def _comparisons(self):
+        """Yields a Comparison of the adapters for each data that their held-out loss was measured on."""
+        for path, best in self.held_out.best.items():
+            names = {number: self.runs[number].name for number in best}
+            losses = {names[number]: rows for number, (rows, _, _) in best.items()}
+            steps = {names[number]: step for number, (_, _, step) in best.items()}
+            counts = next(iter(best.values()))[1]
+            comparison = compare(losses, counts, steps, os.path.basename(path))
+            if comparison is not None:
+                yield comparison
+
+    def _write_page(self, comparisons):
+        """Writes the page on which all adapters are beside each other."""
+        folders = [callback.directory for run in self.runs for callback in run.callbacks if type(callback) is RunReport]
+        if importlib.util.find_spec("jinja2") is None or not folders:
+            return
+        page = os.path.join(self.directory, PAGE)
+        try:
+            write_report(folders, page, comparisons)
+        except (LoraError, OSError) as error:
+            # A run of days must not end because of its report.
+            logger.warning("The page could not be written (%s); make it with mindlora report.", error)
+        else:
+            logger.info("All adapters are on one page: %s.", page)
 
     def _learning(self, params):
         """Returns the runs of the adapters that learn, which have been told the step."""

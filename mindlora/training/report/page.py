@@ -49,8 +49,8 @@ class Run:
     facts: List[Tuple[str, List[Tuple[str, str]]]]
 
 
-def render(histories: Sequence[History]) -> str:
-    """Returns the HTML page of the runs with these histories."""
+def render(histories: Sequence[History], comparisons: Sequence[Any] = ()) -> str:
+    """Returns the HTML page of the runs with these histories, and of comparisons (mindlora.evaluation.comparison)."""
     try:
         import jinja2
     except ImportError as error:
@@ -68,6 +68,7 @@ def render(histories: Sequence[History]) -> str:
     )
     return environment.get_template("page.html").render(
         runs=[_run(history, name, number) for number, (history, name) in enumerate(zip(histories, names))],
+        comparisons=comparisons,
         charts=charts.charts(histories, names),
         differing=differing([_latest_run(history) for history in histories]),
         heat=heat_map,

@@ -79,8 +79,7 @@ class AdapterStack:
         found = []
         for path, cell in lora_cells(self.networks[number]):
             stacked = self.cells[path]
-            found.append(Slice(stacked.mindpet_delta_lora_a, number, cell.mindpet_delta_lora_a))
-            found.append(Slice(stacked.mindpet_delta_lora_b, number, cell.mindpet_delta_lora_b))
+            found += [Slice(both, number, own) for both, own in zip(stacked.lora_parameters(), cell.lora_parameters())]
         return found
 
     def set_initial_values(self) -> None:

@@ -37,22 +37,29 @@ class HeldOutOfAdapters:
     """Measures the held-out loss of all adapters when that of one is asked for, once in each step.
 
     Attributes:
-        rows (dict): Path of the data -> (losses [K, rows], counts [rows]) of its rows, as last measured.
+        rows (dict): Path of the data -> (losses [K, rows], counts [rows]) of its rows, as measured in this step.
+        best (dict): Path of the data -> adapter -> (losses [rows], counts [rows], step) where its loss was least.
     """
 
     def __init__(self, network: nn.Cell, adapters: int):
         self.cell = HeldOutRows(network, adapters)
         self.rows: Dict[str, Tuple[np.ndarray, np.ndarray]] = {}
+        self.best: Dict[str, Dict[int, Tuple[np.ndarray, np.ndarray, int]]] = {}
+        self.step = 0
 
-    def forget(self) -> None:
-        """Begins a new step: what is asked for next is measured anew."""
+    def begin(self, step: int) -> None:
+        """Begins a step: what is asked for next is measured anew."""
         self.rows = {}
+        self.step = step
 
     def loss(self, adapter: int, dataset_dir: str, batch_size: int) -> float:
         """Returns the mean loss, in nats per label, of an adapter on a MindRecord; 0 if no label counts."""
         if dataset_dir not in self.rows:
             self.rows[dataset_dir] = self._measure(dataset_dir, batch_size)
         losses, counts = self.rows[dataset_dir]
+        best = self.best.setdefault(dataset_dir, {})
+        if adapter not in best or losses[adapter].sum() < best[adapter][0].sum():
+            best[adapter] = losses[adapter], counts, self.step
         return float(losses[adapter].sum() / max(counts.sum(), 1.0))
 
     def _measure(self, dataset_dir, batch_size):

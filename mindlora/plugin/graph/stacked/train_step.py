@@ -103,7 +103,9 @@ class StackedTrainOneStepCell(nn.Cell):
         gradients = self.hyper_map(ops.partial(_scaled_by_adapter, positions / (self.scale_sense * counts)), gradients)
         norms = ops.sqrt(ops.stack(self.hyper_map(_squares_by_adapter, gradients)).sum(0))
         if self.use_clip_grad:
-            factors = self.max_grad_norm / ops.maximum(norms, self.max_grad_norm)
+            # As LoraTrainOneStepCell clips.
+            factors = self.max_grad_norm / (ops.maximum(norms, self.max_grad_norm) + 1e-6)
+            factors = ops.minimum(factors, Tensor(1, mstype.float32))
             gradients = self.hyper_map(ops.partial(_scaled_by_adapter, factors), gradients)
         rates = self.learning_rate(self.optimizer.global_step) * self.rate_factors
         # A comparison with NaN is false.

@@ -1,0 +1,113 @@
+"""mindlora sweep: one run that tries several learning rates, ranks, alphas and seeds, and says which is best."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+from typing import Any, Dict, List, Tuple
+
+import yaml
+
+from mindlora.cli.verb import Verb, add_command
+from mindlora.common import atomic
+from mindlora.common.overrides import read_value
+from mindlora.common.yaml_file import PET, read_yaml, value_at
+from mindlora.errors import ConfigError
+
+# Option -> the key of an adapter that it sets, and how a folder's name begins where it varies.
+_OPTIONS = {
+    "lr": ("learning_rate", "lr"),
+    "rank": ("lora_rank", "r"),
+    "alpha": ("lora_alpha", "alpha"),
+    "seed": ("seed", "seed"),
+}
+_COMPARISON, _PAGE = "comparison.json", "comparison.html"
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepReport:
+    """What mindlora sweep ran.
+
+    Attributes:
+        yaml (str): The YAML of the run, with all adapters.
+        page (str): The page that compares them; empty if the run has failed.
+        adapters (tuple of str): Their names, which are those of their folders.
+        best (str): The adapter with the smallest held-out loss; empty if none was measured.
+        exit_code (int): That of mindlora-run.
+    """
+
+    yaml: str
+    page: str
+    adapters: Tuple[str, ...]
+    best: str
+    exit_code: int
+
+    def __str__(self) -> str:
+        if self.exit_code:
+            return f"{self.yaml}: the run has failed."
+        folder = os.path.dirname(self.page)
+        if not self.best:
+            return f"{self.page}: {', '.join(self.adapters)}. Add HeldOutLoss to callbacks to know which is best."
+        return f"{self.page}\nbest: {self.best}, in {os.path.join(folder, self.best)}"
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.description += (
+        " Every combination becomes an adapter of pet_config.adapters; all train beside each other over one base. "
+        "--a.b.c VALUE and the flags of mindlora-run override keys of the YAML."
+    )
+    parser.add_argument("yaml", metavar="YAML", help="complete MindFormers YAML of a training run with pet_config")
+    parser.add_argument("--lr", metavar="X,X", help="learning rates, in place of lr_schedule.learning_rate")
+    parser.add_argument("--rank", metavar="N,N", help="ranks, in place of lora_rank")
+    parser.add_argument("--alpha", metavar="X,X", help="alphas, in place of lora_alpha")
+    parser.add_argument("--seed", metavar="N,N", help="seeds of the initial values")
+    parser.add_argument("--output_dir", metavar="FOLDER", help="output folder (default: that of the YAML)")
+    parser.set_defaults(overrides=[])
+    add_command(parser, _sweep)
+
+
+def _sweep(arguments: argparse.Namespace) -> SweepReport:
+    config = read_yaml(arguments.yaml)
+    adapters = _adapters(arguments)
+    pet_config = value_at(config, PET)
+    if not isinstance(pet_config, dict):
+        raise ConfigError(f"{arguments.yaml} has no pet_config, and a sweep tries settings of an adapter. Add it.")
+    if pet_config.get("adapters"):
+        raise ConfigError(f"{arguments.yaml} has pet_config.adapters already: start it with mindlora-run.")
+    pet_config["adapters"] = adapters
+    output = os.path.abspath(arguments.output_dir or config.get("output_dir") or "output")
+    os.makedirs(output, exist_ok=True)
+    path = os.path.join(output, "sweep.yaml")
+    with atomic.replace_file(path) as written, open(written, "w", encoding="utf-8") as file:
+        yaml.safe_dump(config, file, sort_keys=False)
+    comparison = os.path.join(output, _COMPARISON)
+    if os.path.exists(comparison):
+        # What an earlier run found must not be taken for what this one finds.
+        os.remove(comparison)
+    from mindlora.plugin import launcher
+
+    exit_code = launcher.main(["--config", path, "--output_dir", output, *arguments.overrides])
+    best = ""
+    if not exit_code and os.path.exists(comparison):
+        with open(comparison, encoding="utf-8") as file:
+            best = next((found["best"] for found in json.load(file)), "")
+    names = tuple(adapter["name"] for adapter in adapters)
+    return SweepReport(path, os.path.join(output, _PAGE), names, best, exit_code)
+
+
+def _adapters(arguments: argparse.Namespace) -> List[Dict[str, Any]]:
+    """Returns a node of pet_config.adapters for each combination of what the options name."""
+    values = {option: getattr(arguments, option) for option in _OPTIONS}
+    chosen = {option: text.split(",") for option, text in values.items() if text is not None}
+    if not chosen:
+        raise ConfigError("Nothing varies: name values of --lr, --rank, --alpha or --seed, such as --lr 1e-5,1e-4.")
+    adapters = []
+    for texts in itertools.product(*chosen.values()):
+        pairs = list(zip(chosen, texts))
+        name = "_".join(f"{_OPTIONS[option][1]}{text}" for option, text in pairs)
+        adapters.append({"name": name, **{_OPTIONS[option][0]: read_value(text) for option, text in pairs}})
+    return adapters
+
+
+VERBS = (Verb("sweep", "Train adapters of several learning rates, ranks and alphas in one run.", _options),)
