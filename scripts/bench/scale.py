@@ -47,7 +47,10 @@ SIZES = {
     "1.1B": Size(2048, 22, 32, 4, 5632, 32000, 256),
     "7B NF4": Size(4096, 32, 32, 32, 11008, 32000, 128, quantized=True),
 }
-QUICK_SIZES = {"quick": Size(64, 2, 4, 2, 96, 128, 16), "quick NF4": Size(64, 2, 4, 2, 96, 128, 16, quantized=True)}
+QUICK_SIZES = {
+    "quick": Size(1024, 2, 16, 4, 2816, 16000, 256),
+    "quick NF4": Size(64, 2, 4, 2, 96, 128, 16, quantized=True),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
