@@ -33,6 +33,7 @@ BENCHMARKS = (
     "io",
     "scale",
     "sweep",
+    "science",
 )
 
 

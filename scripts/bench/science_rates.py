@@ -1,0 +1,63 @@
+"""The search for the best learning rate."""
+
+import math
+import statistics
+from typing import Callable, Dict, List, Sequence
+
+# How often a search goes on to the next rate.
+MOVES = 6
+
+
+class Sweep:
+    """The losses of trainings over learning rates, which are powers of two, and seeds."""
+
+    def __init__(self, loss_of: Callable[[float, int], float], seeds: Sequence[int]):
+        self.loss_of = loss_of
+        self.seeds = seeds
+        self.losses: Dict[float, List[float]] = {}
+
+    def mean(self, rate: float) -> float:
+        """Returns the mean loss of all seeds at a rate, which trains if nobody has asked before."""
+        if rate not in self.losses:
+            self.losses[rate] = [self.loss_of(rate, seed) for seed in self.seeds]
+        mean = statistics.mean(self.losses[rate])
+        return mean if math.isfinite(mean) else math.inf
+
+    def search(self, rate: float, moves: int = MOVES) -> "Sweep":
+        """Goes downhill from a rate until both its half and its double are worse."""
+        for _ in range(moves + 1):
+            best = min((rate, rate / 2, rate * 2), key=self.mean)
+            if best == rate:
+                break
+            rate = best
+        return self
+
+    @property
+    def best(self) -> float:
+        """The rate of the least mean loss."""
+        return min(self.losses, key=self.mean)
+
+    @property
+    def best_losses(self) -> List[float]:
+        """The loss of each seed at the best rate."""
+        return self.losses[self.best]
+
+    @property
+    def is_enclosed(self) -> bool:
+        """Whether the half and the double of the best rate were tried too."""
+        return {self.best / 2, self.best * 2} <= set(self.losses)
+
+    def optimum(self, seed: int) -> float:
+        """Returns the rate at the lowest point of the parabola through a seed's losses at the best rate and beside it.
+
+        The parabola is over the logarithm of the rate.
+        """
+        number = list(self.seeds).index(seed)
+        if not self.is_enclosed:
+            return self.best
+        low, middle, high = (self.losses[self.best * factor][number] for factor in (0.5, 1, 2))
+        curvature = low - 2 * middle + high
+        if not curvature > 0:
+            return self.best
+        shift = 0.5 * (low - high) / curvature
+        return self.best * 2 ** max(-1.0, min(1.0, shift))

@@ -1,0 +1,66 @@
+"""scripts/bench.py science: the search for the best rate, the rows, one group with next to no steps."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.support.stories260k import data_file
+
+sys.path.insert(0, os.path.join(ROOT, "scripts"))
+from bench import science_data, science_rates  # noqa: E402
+
+BENCH = os.path.join(ROOT, "scripts", "bench.py")
+
+
+def test_a_search_encloses_the_best_rate_and_its_parabola_finds_the_optimum():
+    optimum = 2.0**-3.7
+    sweep = science_rates.Sweep(lambda rate, seed: (math.log2(rate / optimum)) ** 2 + seed, [1, 2]).search(2.0**-9)
+    assert sweep.best == 2.0**-4 and sweep.is_enclosed
+    assert sweep.best_losses == pytest.approx([1.09, 2.09])
+    assert sweep.optimum(2) == pytest.approx(optimum)
+
+
+def test_a_search_that_ends_early_has_not_enclosed_the_best_rate_and_what_diverges_is_worst():
+    assert not science_rates.Sweep(lambda rate, seed: -rate, [1]).search(1.0, moves=0).is_enclosed
+    diverging = science_rates.Sweep(lambda rate, seed: math.nan if rate > 1 else 1 / rate, [1]).search(0.25)
+    assert diverging.best == 1.0
+
+
+def test_only_the_sentences_of_e2e_count_and_no_meaning_is_in_both_halves():
+    folder = os.path.dirname(data_file("e2e_valid.txt"))
+    task = science_data.read_e2e(folder, 128)
+    meanings = {}
+    for name, rows in task._asdict().items():
+        assert rows.tokens.shape == rows.labels.shape == (len(rows.tokens), 129)
+        counted = rows.labels != science_data.IGNORED
+        np.testing.assert_array_equal(rows.labels[counted], rows.tokens[counted])
+        assert (rows.labels[:, 0] == science_data.IGNORED).all() and (counted.sum(1) > 0).all()
+        first = counted.argmax(1)
+        meanings[name] = {tuple(row[:length]) for row, length in zip(rows.tokens.tolist(), first)}
+    assert not meanings["train"] & meanings["held_out"]
+
+
+def test_a_group_trains_both_sides_and_says_whether_its_claim_held(mindformers, tmp_path):
+    folder = os.path.dirname(data_file("stories260K.bin"))
+    path = tmp_path / "figures.json"
+    command = [sys.executable, BENCH, "science", "rate", "--quick", "--data", folder, "--json", str(path)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    group = json.loads(path.read_text())["groups"]["rate"]
+    assert group["verdict"] in ("pass", "fail", "not told apart") and group["claim"] in process.stdout
+    assert [line["side"] for line in group["rows"]] == ["E2E, full", "E2E, LoRA", "plays, full", "plays, LoRA"]
+    losses = group["details"]["losses"]
+    assert all(len(rates) == 3 and all(len(seeds) == 2 for seeds in rates.values()) for rates in losses.values())
+    assert all(0 < line["least"] <= line["loss"] <= line["greatest"] < 6 for line in group["rows"])
+
+
+def test_a_group_that_there_is_not_is_refused_with_the_names_of_all():
+    command = [sys.executable, BENCH, "science", "ranks", "--data", "."]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode != 0 and "ranks: no such group" in process.stderr and "There are: rate" in process.stderr
