@@ -4,12 +4,13 @@ import statistics
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from bench.science_data import Task
-from bench.science_rates import Sweep
+from bench.science_rates import LOWER, NOT_TOLD_APART, Difference, Sweep, difference
 from bench.science_training import Trainings
 
-PASS, FAIL, NOT_TOLD_APART = "pass", "fail", "not told apart"
+PASS, FAIL = "pass", "fail"
 # As LoRA Without Regret has it for all ranks.
 ALPHA = 32
+ATTENTION, FEED_FORWARD = ".*wq|.*wk|.*wv|.*wo", ".*w1|.*w2|.*w3"
 # Where the searches for the best rate begin.
 FULL_RATE, LORA_RATE = 2.0**-8, 2.0**-5
 
@@ -49,9 +50,9 @@ class Result(NamedTuple):
     details: Dict[str, Any]
 
 
-def adapter(rank: int) -> Dict[str, Any]:
+def adapter(rank: int, **fields: Any) -> Dict[str, Any]:
     """Returns the fields of a LoraConfig."""
-    return {"target_modules": "all-linear", "lora_rank": rank, "lora_alpha": ALPHA}
+    return {"target_modules": "all-linear", "lora_rank": rank, "lora_alpha": ALPHA, **fields}
 
 
 def row(side: str, sweep: Sweep, **more: Any) -> Dict[str, Any]:
@@ -70,6 +71,18 @@ def row(side: str, sweep: Sweep, **more: Any) -> Dict[str, Any]:
 def curves(sweeps: Dict[str, Sweep]) -> Dict[str, Any]:
     """Returns {side: {rate: losses}} for the JSON file."""
     return {side: {f"{rate:g}": losses for rate, losses in sorted(s.losses.items())} for side, s in sweeps.items()}
+
+
+def verdict_of(found: str, expected: str) -> str:
+    """Returns the verdict on a claim that one side is lower, or higher."""
+    if found == NOT_TOLD_APART:
+        return NOT_TOLD_APART
+    return PASS if found == expected else FAIL
+
+
+def told(found: Difference) -> str:
+    """Returns a difference with its interval as text."""
+    return f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
 
 
 def rate(setting: Setting) -> Result:
@@ -96,4 +109,30 @@ def rate(setting: Setting) -> Result:
     )
 
 
-GROUPS: Dict[str, Callable[[Setting], Result]] = {"rate": rate}
+def cells(setting: Setting) -> Result:
+    """Attention alone, feed-forward alone and all linear cells, at equal parameters and each at its best rate."""
+    sides = {
+        "attention, rank 13": adapter(13, target_modules=ATTENTION),
+        "feed-forward, rank 8": adapter(8, target_modules=FEED_FORWARD),
+        "all linear, rank 5": adapter(5),
+    }
+    rows, sweeps = [], {}
+    for side, lora in sides.items():
+        trainings = setting.trainings(lora)
+        sweeps[side] = setting.search(trainings, setting.plays)
+        rows.append(row(side, sweeps[side], trained=trainings.trained))
+    attention, feed_forward, everything = (sweep.best_losses for sweep in sweeps.values())
+    gain = difference(everything, attention)
+    return Result(
+        "all linear cells beat attention alone at equal parameters",
+        "Schulman et al., LoRA Without Regret, 2025",
+        rows,
+        verdict_of(gain.verdict, LOWER),
+        f"all linear against attention: {told(gain)}; feed-forward against attention: "
+        f"{told(difference(feed_forward, attention))}; all linear against feed-forward: "
+        f"{told(difference(everything, feed_forward))}",
+        {"losses": curves(sweeps)},
+    )
+
+
+GROUPS: Dict[str, Callable[[Setting], Result]] = {"rate": rate, "cells": cells}

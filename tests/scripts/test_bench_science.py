@@ -32,6 +32,18 @@ def test_a_search_that_ends_early_has_not_enclosed_the_best_rate_and_what_diverg
     assert diverging.best == 1.0
 
 
+def test_a_difference_is_told_apart_only_if_its_interval_leaves_out_zero():
+    second = [1.0, 2.0, 3.0]
+    lower = science_rates.difference([0.9, 1.8, 2.9], second)
+    # 95 % of Student's distribution with two degrees of freedom.
+    half = 4.30 * np.std([-0.1, -0.2, -0.1], ddof=1) / math.sqrt(3)
+    assert lower == pytest.approx((-0.4 / 3, -0.4 / 3 - half, -0.4 / 3 + half))
+    assert lower.verdict == science_rates.NOT_TOLD_APART
+    assert science_rates.difference([0.9, 1.89, 2.9], second).verdict == science_rates.LOWER
+    assert science_rates.difference([1.1, 2.11, 3.1], second).verdict == science_rates.HIGHER
+    assert science_rates.difference([0.5], [1.0]).verdict == science_rates.NOT_TOLD_APART
+
+
 def test_only_the_sentences_of_e2e_count_and_no_meaning_is_in_both_halves():
     folder = os.path.dirname(data_file("e2e_valid.txt"))
     task = science_data.read_e2e(folder, 128)
