@@ -6,7 +6,7 @@ from mindlora.checks.finding import Finding, error
 from mindlora.checks.key_ranges import named_items, setting
 from mindlora.common.fields import COUNT
 from mindlora.common.run_modes import TRAINING_MODES
-from mindlora.common.text import suggestion
+from mindlora.common.text import shown, suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config.exchange import exchange_settings
 from mindlora.config.preference import MEASURES
@@ -161,6 +161,13 @@ def _check_saving(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _check_metrics(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields what keeps LoraCheckpoint from choosing the best adapter."""
+    for where, callback in list(callbacks_of(config, "HeldOutLoss"))[1:]:
+        yield error(
+            where,
+            f"{where}: callbacks has another HeldOutLoss before the one of {shown(callback.get('dataset_dir'))}, and "
+            "both report the same metrics.",
+            "Remove one.",
+        )
     # Evaluation and callbacks of the user's own may report metrics of their own.
     others = config.get("do_eval") or any(callback.get("auto_register") for callback in config.get("callbacks") or [])
     held_out = ["held_out_loss", *(_OF_PREFERENCES if value_at(config, "runner_wrapper.preference") else ())]

@@ -53,6 +53,14 @@ MISTAKES = {
     "vocabulary": ([f"{MODEL}vocab_size", "32"], "and model_config.vocab_size is 32: the data was converted with"),
     "held-out file": (["--callbacks", HELD_OUT % "nowhere.mindrecord"], "HeldOutLoss: dataset_dir is nowhere.mind"),
     "held-out rows": (["--callbacks", HELD_OUT % "{data}/short.mindrecord"], "HeldOutLoss: the rows have 9 tokens"),
+    "two held-out files": (
+        [
+            "--callbacks",
+            '[{"type": "HeldOutLoss", "dataset_dir": "{data}/train.mindrecord"},'
+            ' {"type": "HeldOutLoss", "dataset_dir": "{data}/train.mindrecord"}]',
+        ],
+        "callbacks has another HeldOutLoss before the one of '",
+    ),
     "metric": (["--callbacks.LoraCheckpoint.best_metric", "held_out_loss"], "and callbacks has no HeldOutLoss"),
     "intervals": (
         [

@@ -20,10 +20,10 @@ def blocks(kind):
     return re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)
 
 
-def commands():
-    """The commands of the example."""
+def commands(program):
+    """The commands of the example that begin so."""
     text = (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")
-    return re.search(r"^```\n(mindlora data .*?)^```", text, re.M | re.S)[1].splitlines()
+    return re.search(rf"^```\n({program} .*?)^```", text, re.M | re.S)[1].splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,20 @@ def history(library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     stories260k.write_folder(folder / "model")
     succeeded(python(["-c", blocks("python")[0]], folder))
-    for command in commands():
+    for command in commands("mindlora data"):
         program, *words = shlex.split(command)
         succeeded(python(["-m", PROGRAMS[program], *words], folder))
     config = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
     changes = yaml.safe_load(blocks("yaml")[0])
     config["train_dataset"].update(changes["train_dataset"])
     config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
-    config["callbacks"] += changes["callbacks"]
     asking = {"type": "SampleAnswers", "prompts": [PROMPT], "tokenizer": "model", "template": "plain", "max_tokens": 12}
     config["callbacks"].append(asking)
     config["runner_wrapper"].update(changes["runner_wrapper"])
     config["runner_config"]["epochs"] = 1
     (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    succeeded(python(["-m", PROGRAMS["mindlora-run"], "--config", "run.yaml"], folder))
+    (training,) = commands("mindlora-run")
+    succeeded(python(["-m", PROGRAMS["mindlora-run"], *shlex.split(training)[1:]], folder))
     return read_history(str(folder / "output"))
 
 
