@@ -9,7 +9,7 @@ from mindlora.plugin.callbacks.order import ORDER
 # Callbacks that need what graph mode alone has.
 _GRAPH_MODE_ALONE = (
     *("BaseCheck", "BaseWeights", "LoraStart", "LoraInitialization", "AdapterSlices", "ExchangeCheck", "RankBudget"),
-    *("Forgetting", "ForgettingBudget", "SampleAnswers"),
+    *("Forgetting", "ForgettingBudget", "SampleAnswers", "EachAdapter", "ReferenceCheck"),
 )
 CALLBACKS = tuple(name for name in ORDER if name not in _GRAPH_MODE_ALONE)
 # Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
