@@ -9,7 +9,7 @@ from mindlora.errors import ConfigError
 @pytest.mark.parametrize("loss", LOSSES)
 def test_defaults_depend_on_the_loss(loss):
     settings = preference_settings({"loss": loss})
-    assert settings.beta == (2.0 if loss == "simpo" else 0.1)
+    assert settings.beta == {"simpo": 2.0, "reward": 1.0}.get(loss, 0.1)
     assert settings.length_normalization == (loss in ("ipo", "simpo", "orpo"))
     assert settings.sft_weight == (1.0 if loss in ("orpo", "cpo") else 0.0)
     assert settings.margin == (0.5 if loss == "simpo" else 0.0)
