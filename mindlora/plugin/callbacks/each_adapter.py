@@ -104,7 +104,7 @@ class EachAdapter(Callback):
         self.held_out: Optional[HeldOutOfAdapters] = None
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Gives the adapters their initial values, or resumes them."""
+        """Gives the adapters their initial values."""
         params = run_context.original_args()
         step = train_step_of(params.train_network)
         stack = innermost(params.train_network, lambda cell: hasattr(cell, "stack")).stack
@@ -114,7 +114,6 @@ class EachAdapter(Callback):
             of_adapter = StepOfAdapter(stack, step, number, self.held_out)
             self.runs.append(AdapterRun(node["name"], node["configuration"], params, of_adapter))
             self.runs[-1].call("on_train_begin")
-        params.cur_step_num = self.runs[0].params.cur_step_num
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Tells the callbacks of each adapter that learns."""
