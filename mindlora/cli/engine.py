@@ -33,6 +33,7 @@ _SIZES: Tuple[Tuple[str, str], ...] = (
     ("max-running", "requests that a step serves together"),
     ("max-tokens-per-step", "tokens that a step computes (default: 512)"),
     ("max-waiting", "requests that wait"),
+    ("prompt-lookup", "tokens that are guessed at a time from the text so far: faster where it copies (default: 0)"),
 )
 # Options that are fields of Sampling: name, type, help.
 _SAMPLING = (

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import threading
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from mindlora.errors import LoraError
 from mindlora.serving.request import Request
@@ -30,6 +30,26 @@ class Piece:
     prompt_logprobs: Optional[List[Sampled]] = None
     finish_reason: Optional[str] = None
     error: Optional[Exception] = None
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Returns what several pieces of an answer, one after the other, add to it together."""
+    if len(pieces) == 1:
+        return pieces[0]
+    tokens: List[int] = []
+    logprobs: Optional[List[Sampled]] = None
+    for piece in pieces:
+        tokens += piece.tokens
+        if piece.logprobs is not None:
+            logprobs = [*(logprobs or []), *piece.logprobs]
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        tokens,
+        logprobs,
+        pieces[0].prompt_logprobs,
+        pieces[-1].finish_reason,
+        pieces[-1].error,
+    )
 
 
 Listener = Callable[[Piece], None]

@@ -22,7 +22,7 @@ from mindlora.serving.blocks import BlockPool
 from mindlora.serving.detokenizer import end_tokens
 from mindlora.serving.engine import Engine
 from mindlora.serving.mcore_network import McoreNetwork
-from mindlora.serving.network import add_pools, build_network, embedding_of, linear_cells
+from mindlora.serving.network import FEW_TOKENS, add_pools, build_network, embedding_of, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.scheduler import Scheduler
@@ -74,6 +74,8 @@ def make_engine(
         settings.max_tokens_per_step,
         settings.max_waiting,
         settings.seq_length,
+        settings.prompt_lookup,
+        FEW_TOKENS,
     )
     ends = end_tokens(tokenizer, network.config.eos_token_id)
     return Engine(runner, scheduler, adapters, tokenizer, ends, model_name)

@@ -8,7 +8,7 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, T
 
 from mindlora.errors import RequestError, ServingError
 from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
-from mindlora.serving.answer import Piece, Stream
+from mindlora.serving.answer import Piece, Stream, joined
 from mindlora.serving.detokenizer import Detokenizer, Stopping, TextDecoder
 from mindlora.serving.prompt_scores import score_prompts, scores_of
 from mindlora.serving.request import Part, Request, Sampling, State
@@ -42,6 +42,7 @@ class EngineSnapshot:
         steps, preemptions (int): Steps, and requests that lost their blocks and were computed again.
         prompt_tokens, cached_tokens, generated_tokens (int): Tokens of prompts, those of them that were in the cache
             already, and tokens of answers.
+        drafted_tokens, accepted_tokens (int): Tokens of answers that were guessed, and those that were right.
     """
 
     waiting: int
@@ -56,6 +57,8 @@ class EngineSnapshot:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     adapters: AdapterStats
 
 
@@ -91,6 +94,7 @@ class Engine:
         self._open = self._stopping = False
         self._ready = threading.Event()
         self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._drafted_tokens = self._accepted_tokens = 0
         adapters.memory.on_ready = lambda name: self._wake()
 
     def start(self) -> "Engine":
@@ -182,6 +186,8 @@ class Engine:
                 prompt_tokens=self._prompt_tokens,
                 cached_tokens=self._cached_tokens,
                 generated_tokens=self._generated_tokens,
+                drafted_tokens=self._drafted_tokens,
+                accepted_tokens=self._accepted_tokens,
                 adapters=stats,
             )
 
@@ -244,18 +250,21 @@ class Engine:
         with self._changed:
             self.scheduler.advance(parts)
             self._steps += 1
-            sampling = [part.request for part in parts if part.samples]
-            rows = [
-                (row, request, self._answers[request.number])
-                for row, request in enumerate(sampling)
-                if request.state is State.RUNNING
-            ]
+            sampling = []
+            rows: List[int] = []
+            row = 0
+            for part in parts:
+                begin, row = row, row + part.samples + len(part.drafts)
+                if part.samples and part.request.state is State.RUNNING:
+                    sampling.append((part, self._answers[part.request.number]))
+                    rows += range(begin, row)
         if not rows and not failed:
             return []
-        chosen = sample_batch(
-            [answer.sampler for _, _, answer in rows],
-            logits if len(rows) == len(logits) else logits[[row for row, _, _ in rows]],
-            [request.generated for _, request, _ in rows],
+        runs = sample_batch(
+            [answer.sampler for _, answer in sampling],
+            logits if len(rows) == len(logits) else logits[rows],
+            [part.request.generated for part, _ in sampling],
+            [part.drafts for part, _ in sampling],
         )
         with self._changed:
             pieces = [
@@ -264,10 +273,26 @@ class Engine:
                 if request.state is State.RUNNING
             ]
             return pieces + [
-                (answer.stream, self._take(request, answer, sampled))
-                for (_, request, answer), sampled in zip(rows, chosen)
-                if request.state is State.RUNNING
+                (answer.stream, self._take_run(part, answer, run))
+                for (part, answer), run in zip(sampling, runs)
+                if part.request.state is State.RUNNING
             ]
+
+    def _take_run(self, part: Part, answer: _Answer, run: Sequence[Any]) -> Piece:
+        """Appends tokens to a request, the first ones as they were drafted, and returns what its caller gets."""
+        request = part.request
+        pieces: List[Piece] = []
+        for sampled in run:
+            if pieces:
+                self.scheduler.accept(request)
+            pieces.append(self._take(request, answer, sampled))
+            if request.state is not State.RUNNING:
+                break
+        if part.drafts:
+            request.lookup.note(len(pieces) - 1)
+            self._drafted_tokens += len(part.drafts)
+            self._accepted_tokens += len(pieces) - 1
+        return joined(pieces)
 
     def _take(self, request: Request, answer: _Answer, sampled: Any) -> Piece:
         """Appends a token to a request and returns what its caller gets."""

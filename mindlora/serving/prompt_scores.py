@@ -42,7 +42,7 @@ def _wanted(parts: Sequence[Part]) -> List[Tuple[int, Request, int]]:
     first = 0
     for part in parts:
         wanted += [(first + index - 1 - part.start, part.request, index) for index in part.scores]
-        first += part.count
+        first += len(part.tokens)
     return wanted
 
 

@@ -6,6 +6,8 @@ import itertools
 import time
 from typing import Any, Dict, List, Optional, Tuple
 
+from mindlora.serving.prompt_lookup import PromptLookup
+
 _IDS = itertools.count()
 
 
@@ -86,6 +88,7 @@ class Request:
         computed (int): The tokens from the start whose keys and values are in the cache.
         cached (int): Those of the prompt's tokens that were in the cache before the request came.
         blocks (list of int): The blocks of the cache that hold them, in order.
+        lookup (PromptLookup or None): What guesses its next tokens, if the engine speculates.
         prompt_logprobs (dict): Index in the prompt -> Sampled, of the tokens that were asked for and are computed.
         lease (Lease or None): The adapter's slot, while the request runs; None for the base.
         finish_reason (str or None): "stop", "length", "cancelled" or "error" when it is finished.
@@ -101,6 +104,7 @@ class Request:
     computed: int = 0
     cached: int = 0
     blocks: List[int] = dataclasses.field(default_factory=list)
+    lookup: Optional[PromptLookup] = None
     prompt_logprobs: Dict[int, Any] = dataclasses.field(default_factory=dict)
     lease: Optional[Lease] = None
     state: State = State.WAITING
@@ -135,11 +139,20 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one step computes for one request: tokens[start : start + count]; those before it are in the cache."""
+    """What one step computes for one request: tokens[start : start + count]; those before it are in the cache.
+
+    ``drafts`` are guesses of the tokens that come next, which the step computes too if it samples.
+    """
 
     request: Request
     start: int
     count: int
+    drafts: Tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> List[int]:
+        """The tokens that the step computes."""
+        return [*self.request.tokens[self.start : self.start + self.count], *self.drafts]
 
     @property
     def samples(self) -> bool:

@@ -20,7 +20,7 @@ from mindlora.serving.settings import EngineSettings
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """B parts with T tokens together, of which R choose a next token. All arrays are int32.
+    """B parts with T tokens together, after R of which a next token is chosen. All arrays are int32.
 
     Attributes:
         tokens (array [T]): Token ids, part after part.
@@ -30,7 +30,7 @@ class StepInputs:
         query_lengths (array [B]): Tokens of each request in the step.
         block_tables (array [B, max_blocks]): The blocks of each request, in order; -1 after the last.
         slot_mapping (array [T]): Where the key and value of each token go: block * block_size + place in the block.
-        last (array [R]): Index in tokens of the last one of each part that samples.
+        last (array [R]): Index in tokens of the last one of each part that samples, and of its drafts behind it.
     """
 
     tokens: np.ndarray
@@ -46,13 +46,13 @@ class StepInputs:
 def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> StepInputs:
     """Returns the arrays for a step of at least one part; ``max_blocks`` is those of the longest sequence."""
     starts = np.array([part.start for part in parts], np.int32)
-    counts = np.array([part.count for part in parts], np.int32)
+    counts = np.array([part.count + len(part.drafts) for part in parts], np.int32)
     slots = np.array([part.request.slot for part in parts], np.int32)
     ends = np.cumsum(counts, dtype=np.int32)
     tokens: List[int] = []
     tables = np.full((len(parts), max_blocks), -1, np.int32)
     for row, part in zip(tables, parts):
-        tokens += part.request.tokens[part.start : part.start + part.count]
+        tokens += part.tokens
         row[: len(part.request.blocks)] = part.request.blocks
     rows = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
     positions = np.arange(len(tokens), dtype=np.int32) + (starts - ends + counts)[rows]
@@ -64,8 +64,16 @@ def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> Step
         query_lengths=counts,
         block_tables=tables,
         slot_mapping=tables[rows, positions // block_size] * block_size + positions % block_size,
-        last=ends[[part.samples for part in parts]] - 1,
+        last=np.flatnonzero(np.concatenate([_sampled(part) for part in parts])).astype(np.int32),
     )
+
+
+def _sampled(part: Part) -> np.ndarray:
+    """Tells of each token of a part whether the next one is chosen after it: the last one, and drafts."""
+    sampled = np.zeros(part.count + len(part.drafts), bool)
+    if part.samples:
+        sampled[part.count - 1 :] = True
+    return sampled
 
 
 class SlotPools:
@@ -192,7 +200,8 @@ class ModelRunner:
     def forward(self, parts: Sequence[Part]) -> np.ndarray:
         """Computes one step: writes the keys and values of its tokens to the cache.
 
-        Returns float32 [rows, vocabulary], the logits after the last token of each part that samples, in order.
+        Returns float32 [rows, vocabulary], the logits after the last token of each part that samples and after each of
+        its drafts, in order.
         """
         inputs = step_inputs(parts, self.settings.block_size, self.settings.blocks_per_request)
         return self._run(inputs, takes_few(inputs.query_lengths, inputs.last))

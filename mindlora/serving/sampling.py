@@ -188,6 +188,7 @@ class Sampler:
         self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self.greedy = sampling.temperature < COLDEST or sampling.top_k == 1
         self._penalties = Penalties(sampling, prompt_tokens)
+        self._ends = ends
         self._matcher = sampling.grammar.matcher(ends) if sampling.grammar else None
         self._random = np.random.default_rng(self.seed % 2**64)
 
@@ -203,6 +204,28 @@ class Sampler:
         tokens, masses = self._masses(self._adjusted(logits, generated))
         tokens = np.arange(len(masses)) if tokens is None else tokens
         return tokens, masses / masses.sum(dtype=np.float64)
+
+    def run(
+        self, logits: np.ndarray, generated: Sequence[int], drafts: Sequence[int], likeliest: Sequence[int]
+    ) -> List[Union[Sampled, ServingError]]:
+        """Returns the next tokens: up to the first that is not the draft in its place, that ends the answer or fails.
+
+        They are those that ``sample`` would give one after the other: ``logits``, float32 [1 + drafts, vocabulary], are
+        those after the last token and after each draft. ``likeliest`` is the place of the largest in each row, or of a
+        NaN.
+        """
+        sampled: List[Union[Sampled, ServingError]] = []
+        generated = list(generated)
+        for row, place, draft in zip(logits, likeliest, [*drafts, None]):
+            try:
+                sampled.append(self._sample(row, generated, place))
+            except ServingError as error:
+                return [*sampled, error]
+            token = sampled[-1].token
+            generated.append(token)
+            if token != draft or token in self._ends:
+                break
+        return sampled
 
     def _sample(self, logits, generated, likeliest: int) -> Sampled:
         """As sample; ``likeliest`` is the place of the largest logit, or of a NaN."""
@@ -266,17 +289,20 @@ def _not_finite(adapter: Optional[str], where: str) -> ServingError:
 
 
 def sample_batch(
-    samplers: Sequence[Sampler], logits: np.ndarray, generated: Sequence[Sequence[int]]
-) -> List[Union[Sampled, ServingError]]:
-    """Returns the next token of each request, or the error of a request that fails alone; a row each, as for sample."""
-    results: List[Union[Sampled, ServingError]] = []
+    samplers: Sequence[Sampler], logits: np.ndarray, generated: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]
+) -> List[List[Union[Sampled, ServingError]]]:
+    """Returns the next tokens of each request, or the error of one that fails alone, as ``Sampler.run`` does.
+
+    ``logits`` has the rows of all requests, one after the other; a request without drafts has one.
+    """
     # A NaN counts as the largest: one call tells the greedy tokens, what exp needs and whether a row can be used.
-    for sampler, row, tokens, likeliest in zip(samplers, logits, generated, logits.argmax(axis=1).tolist()):
-        try:
-            results.append(sampler._sample(row, tokens, likeliest))
-        except ServingError as error:
-            results.append(error)
-    return results
+    likeliest = logits.argmax(axis=1).tolist()
+    runs = []
+    end = 0
+    for sampler, tokens, drafted in zip(samplers, generated, drafts):
+        begin, end = end, end + 1 + len(drafted)
+        runs.append(sampler.run(logits[begin:end], tokens, drafted, likeliest[begin:end]))
+    return runs
 
 
 def check_sampling(sampling: Sampling) -> None:

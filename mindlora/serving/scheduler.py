@@ -1,14 +1,16 @@
 """Scheduler: which requests run, and what each step computes for them."""
 
 import collections
+import dataclasses
 import itertools
 import time
-from typing import Deque, Hashable, Iterator, List, Optional, Sequence
+from typing import Deque, Hashable, Iterator, List, Optional, Sequence, Tuple
 
 from mindlora.errors import LoraError, QueueFullError, RequestError
 from mindlora.serving.adapter_slots import AdapterSlots
 from mindlora.serving.blocks import BlockPool
 from mindlora.serving.fairness import FairQueue
+from mindlora.serving.prompt_lookup import PromptLookup
 from mindlora.serving.request import Part, Request, State
 
 
@@ -29,6 +31,10 @@ class Scheduler:
     al., 2023); it keeps its tokens and its adapter's slot. The request that was admitted first can have the blocks of
     all others, and each request alone fits into the cache, so some request always goes on.
 
+    With ``prompt_lookup``, a request that needs its next token only gets drafts, guesses of the tokens behind it, so
+    that one step can give it several tokens (Leviathan et al., Fast Inference from Transformers via Speculative
+    Decoding, 2023). They fill a step up to ``drafted_tokens``, evenly, and take blocks that nobody else needs soon.
+
     The scheduler is not locked: calls must not overlap. They may come at any moment between two others, for example
     add() and cancel() while a step is computed.
 
@@ -36,6 +42,8 @@ class Scheduler:
         max_tokens_per_step (int): Not less than max_running, the requests in a step.
         max_waiting (int): Requests that wait for the first time, at most.
         seq_length (int): Tokens of a prompt and its answer together, at most.
+        prompt_lookup (int): Drafts of a request in a step, at most.
+        drafted_tokens (int): Tokens of a step that has drafts, at most.
 
     Attributes:
         running (list of Request): Those that have blocks, in the order in which they were admitted.
@@ -52,6 +60,8 @@ class Scheduler:
         max_tokens_per_step: int,
         max_waiting: int,
         seq_length: int,
+        prompt_lookup: int = 0,
+        drafted_tokens: int = 64,
     ):
         self.pool = pool
         self.adapters = adapters
@@ -59,6 +69,8 @@ class Scheduler:
         self.max_tokens_per_step = max_tokens_per_step
         self.max_waiting = max_waiting
         self.seq_length = seq_length
+        self.prompt_lookup = prompt_lookup
+        self.drafted_tokens = min(drafted_tokens, max_tokens_per_step)
         self.running: List[Request] = []
         self.failed: List[Request] = []
         self.preemptions = 0
@@ -91,6 +103,8 @@ class Scheduler:
             )
         if request.adapter is not None:
             self.adapters.prefetch(request.adapter)
+        if self.prompt_lookup:
+            request.lookup = PromptLookup(self.prompt_lookup)
         self._queue.push(request)
 
     def plan(self) -> List[Part]:
@@ -100,26 +114,28 @@ class Scheduler:
         tokens in all. Empty if nothing can be computed now: no requests, or adapters are not ready.
         """
         parts = self._next_tokens()
-        return parts + self._chunks(self.max_tokens_per_step - len(parts))
+        chunks = self._chunks(self.max_tokens_per_step - len(parts))
+        if self.prompt_lookup:
+            computed = len(parts) + sum(part.count for part in chunks)
+            parts = self._with_drafts(parts, self.drafted_tokens - computed)
+        return parts + chunks
 
     def advance(self, parts: Sequence[Part]) -> None:
         """Takes note that a step was computed, as plan() gave it; parts of requests that have finished are left out.
 
         The tokens that it gave are appended to the requests after this.
         """
-        size = self.pool.block_size
         for part in parts:
-            request = part.request
-            if request.state is not State.RUNNING:
+            if part.request.state is not State.RUNNING:
                 continue
             if part.samples:
-                self._queue.charge(request.adapter, 1)
-            full = request.computed // size
-            request.computed = part.start + part.count
-            for i in range(full, request.computed // size):
-                before = request.blocks[i - 1] if i else None
-                tokens = request.tokens[i * size : (i + 1) * size]
-                request.blocks[i] = self.pool.fill(request.blocks[i], before, _salt(request), tokens)
+                self._queue.charge(part.request.adapter, 1)
+            self._note_computed(part.request, part.start + part.count)
+
+    def accept(self, request: Request) -> None:
+        """Takes note that the first draft was right, which is the request's last token now; then of the next one."""
+        self._queue.charge(request.adapter, 1)
+        self._note_computed(request, request.computed + 1)
 
     def finish(self, request: Request, reason: str, error: Optional[Exception] = None) -> bool:
         """Ends a request: its blocks and its adapter's slot are for others from now on.
@@ -167,6 +183,16 @@ class Scheduler:
                 f"there are {self.pool.num_blocks}: shorten the prompt, lower max_tokens or raise num_blocks."
             )
 
+    def _note_computed(self, request: Request, end: int) -> None:
+        """Takes note that the keys and values of a request's first ``end`` tokens are in the cache."""
+        size = self.pool.block_size
+        full = request.computed // size
+        request.computed = end
+        for i in range(full, end // size):
+            before = request.blocks[i - 1] if i else None
+            tokens = request.tokens[i * size : (i + 1) * size]
+            request.blocks[i] = self.pool.fill(request.blocks[i], before, _salt(request), tokens)
+
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)
 
@@ -181,6 +207,28 @@ class Scheduler:
             if len(request.tokens) - start == 1 and (start < len(request.blocks) * size or self._make_room(request)):
                 parts.append(Part(request, start, 1))
         return parts
+
+    def _with_drafts(self, parts: Sequence[Part], room: int) -> List[Part]:
+        """Returns the parts of next tokens with drafts, ``room`` of them at most."""
+        drafted = []
+        for place, part in enumerate(parts):
+            drafts = self._drafts(part, room // (len(parts) - place))
+            room -= len(drafts)
+            drafted.append(dataclasses.replace(part, drafts=drafts))
+        return drafted
+
+    def _drafts(self, part: Part, room: int) -> Tuple[int, ...]:
+        request = part.request
+        # The step gives one token more than drafts were right, and the last token of an answer is never computed.
+        left = request.sampling.max_tokens - len(request.generated) - 1
+        room = min(room, left)
+        if room <= 0:
+            return ()
+        drafts = request.lookup.guess(request.tokens, room)
+        missing = self._blocks_for(part.start + 1 + len(drafts)) - len(request.blocks)
+        if missing > 0:
+            request.blocks += self.pool.allocate(min(missing, max(0, self._spare_blocks())))
+        return tuple(drafts[: len(request.blocks) * self.pool.block_size - part.start - 1])
 
     def _make_room(self, request: Request) -> bool:
         """Gives a request one more block; False if it had to be preempted itself."""
@@ -303,8 +351,9 @@ class Scheduler:
 
         Without the one more, a request could be admitted and preempted for another's next token.
         """
-        needed = sum(1 + self._blocks_for(len(request.tokens)) - len(request.blocks) for request in self.running)
-        return self.pool.blocks_available - needed
+        # One that had drafts can have more than it needs.
+        needed = [1 + self._blocks_for(len(request.tokens)) - len(request.blocks) for request in self.running]
+        return self.pool.blocks_available - sum(max(0, blocks) for blocks in needed)
 
     def _start(self, request: Request) -> bool:
         """Makes a request run, with the blocks that hold its beginning already; False if too few are left."""

@@ -22,6 +22,7 @@ class EngineSettings:
         slots (int): Adapters on the device at once.
         max_rank (int): The largest rank of an adapter, 1 to 256.
         adapter_memory (int): Bytes of host memory for adapters that are ready to be copied into a slot.
+        prompt_lookup (int): Tokens of an answer that are guessed at a time, at most: see PromptLookup. 0 for none.
 
     Raises:
         ConfigError: A size is out of range.
@@ -36,10 +37,11 @@ class EngineSettings:
     slots: int = 8
     max_rank: int = 64
     adapter_memory: int = 2 << 30
+    prompt_lookup: int = 0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            least = 0 if field.name == "num_blocks" else 1
+            least = 0 if field.name in ("num_blocks", "prompt_lookup") else 1
             check_number(getattr(self, field.name), field.name, whole_numbers(least))
         if self.max_rank > 256:
             raise ConfigError(f"max_rank is {self.max_rank}: it must be 1 to 256.")

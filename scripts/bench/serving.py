@@ -5,6 +5,7 @@
     nf4       a base in NF4 against the same in float32, twice as wide
     adapters  from disk to the first token, switching between two, 10,000 registered
     load      requests that arrive at random, for 64 adapters over 16 slots
+    lookup    prompt lookup, where answers copy their prompt and where they do not
 
 A random Llama is made in a temporary folder, with PEFT folders of random adapters. The sides of a table take turns in
 one process (PyTorch's in one that waits meanwhile), each with two threads; each figure is the median over the rounds,
@@ -24,7 +25,7 @@ from typing import Any, Callable, Dict, Iterator
 
 from bench.common import add_number, load_average
 
-PARTS = ("decode", "peft", "nf4", "adapters", "load")
+PARTS = ("decode", "peft", "nf4", "adapters", "load", "lookup")
 # Both sides of a comparison get as many, in this process and in another.
 THREADS = 2
 
@@ -85,7 +86,7 @@ def measure(part: str, files: Any, size: Any) -> Iterator[Dict[str, Any]]:
 
 def tables_of(part: str) -> Callable[[Any, Any], Iterator[Dict[str, Any]]]:
     """Returns the function that yields the tables of a part."""
-    from bench import serving_adapters, serving_decode, serving_peft
+    from bench import serving_adapters, serving_decode, serving_lookup, serving_peft
 
     return {
         "decode": serving_decode.decode,
@@ -93,4 +94,5 @@ def tables_of(part: str) -> Callable[[Any, Any], Iterator[Dict[str, Any]]]:
         "nf4": serving_decode.nf4,
         "adapters": serving_adapters.adapters,
         "load": serving_adapters.load,
+        "lookup": serving_lookup.lookup,
     }[part]

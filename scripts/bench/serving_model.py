@@ -115,9 +115,19 @@ class Files:
                 files.write(random_adapter(size, ranks[name], name), path)
         return paths
 
-    def engine(self, size: Size, registry: Optional[AdapterRegistry] = None, nf4: bool = False, **sizes: int) -> Engine:
-        """Returns an engine, not started, on the model in float32 or NF4; ``sizes`` as of EngineSettings."""
-        checkpoint = self.nf4(size) if nf4 else self.base(size)
+    def engine(
+        self,
+        size: Size,
+        registry: Optional[AdapterRegistry] = None,
+        nf4: bool = False,
+        checkpoint: Optional[str] = None,
+        **sizes: int,
+    ) -> Engine:
+        """Returns an engine, not started, on the model in float32 or NF4; ``sizes`` as of EngineSettings.
+
+        ``checkpoint`` is another of the same sizes.
+        """
+        checkpoint = checkpoint or (self.nf4(size) if nf4 else self.base(size))
         settings = EngineSettings(**{"seq_length": max(size.contexts) + 128, "max_running": 8, "slots": 1, **sizes})
         return make_engine(
             mindformers_node(size), checkpoint, tokenizer(size), registry or AdapterRegistry(), settings, quantize=nf4

@@ -33,6 +33,27 @@ def test_an_answer_is_told_piece_by_piece_and_whole(engine):
     assert [entry["top"][0]["token"] for entry in answer.logprobs] == tokens
 
 
+def test_tokens_that_come_together_are_one_piece():
+    """A prompt that repeats itself is answered in fewer steps, with the same text and log-probabilities."""
+    told = []
+    for lookup in (0, 6):
+        with started(make_engine(prompt_lookup=lookup)) as engine:
+            stream = ask(engine, "cats and cats and cats and cats", logprobs=1)
+            pieces = list(stream)
+            told.append((told_together(pieces), len(pieces), engine.snapshot()))
+    (plain, most, counted), (drafted, fewer, guessed) = told
+    assert drafted == plain and fewer < most
+    assert (counted.drafted_tokens, counted.accepted_tokens) == (0, 0)
+    assert guessed.accepted_tokens == most - fewer and guessed.generated_tokens == counted.generated_tokens == most
+
+
+def told_together(pieces):
+    """Returns what pieces tell together."""
+    tokens = [token for piece in pieces for token in piece.tokens]
+    logprobs = [sampled for piece in pieces for sampled in piece.logprobs]
+    return "".join(piece.text for piece in pieces), tokens, logprobs, pieces[-1].finish_reason
+
+
 def test_a_failure_is_an_answer_too(engine):
     engine.runner.error = ValueError("broken")
     try:

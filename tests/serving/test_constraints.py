@@ -95,7 +95,7 @@ def test_rows_without_a_constraint_are_as_before_and_logprobs_are_the_networks(c
     grammar = compiled(compiler, "choice", ["yes"])
     free, bound = (Sampler(Sampling(seed=4, logprobs=2, grammar=given), [1]) for given in (None, grammar))
     alone = Sampler(Sampling(seed=4, logprobs=2), [1]).sample(logits[0], [])
-    both = sample_batch([free, bound], logits, [[], []])
+    both = [run[0] for run in sample_batch([free, bound], logits, [[], []], [(), ()])]
     assert both[0] == alone and np.array_equal(logits, kept)
     assert tokenizer.decode([both[1].token]) == "y"
     exact = logits[1] - np.log(np.exp(logits[1].astype(np.float64)).sum())

@@ -3,6 +3,7 @@
 import os
 import random
 
+import numpy as np
 import pytest
 
 from mindlora.errors import AdapterNotFoundError, LoraError, RequestError, TruncatedAdapterError
@@ -27,6 +28,7 @@ def served(library, mindformers, tmp_path_factory):
     with in_mode(0), pytest.MonkeyPatch.context() as patch:
         # So that the graph of many tokens has work too.
         patch.setattr("mindlora.serving.network.FEW_TOKENS", 6)
+        patch.setattr("mindlora.serving.build.FEW_TOKENS", 6)
         found = MixedServing(folder)
         found.engine.start()
         yield found
@@ -81,6 +83,41 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(served, sampling):
     together = [answer.wait().tokens for answer in answers]
     assert [served.alone(job, seed=number, **sampling) for number, job in enumerate(jobs)] == together
     assert [served.alone(job, seed=number + 9, **sampling) for number, job in enumerate(jobs)] != together
+
+
+def test_prompt_lookup_changes_no_token_whatever_is_asked(served):
+    """Many adapters in one batch, greedy, drawn and penalized, with log-probabilities and stop strings."""
+    asked = (
+        {},
+        {"logprobs": 2},
+        {"stop": ("e",)},
+        {"repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)},
+        {"temperature": 1.2, "top_p": 0.9, "seed": 3},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.2},
+    )
+    names = [*served.names, *MARKED]
+    scheduler = served.engine.scheduler
+
+    def answers():
+        jobs = [Job(prompt(4, number) * 3, name, 30) for number, name in enumerate(names)]
+        sent = [Answer(served.engine, job, **asked[place % len(asked)]) for place, job in enumerate(jobs)]
+        logprobs = [[entry.logprob for entry in answer.logprobs] for answer in map(Answer.wait, sent)]
+        return [(answer.tokens, answer.text, answer.reason) for answer in sent], logprobs
+
+    plain, expected = answers()
+    before = served.engine.snapshot()
+    assert before.drafted_tokens == 0
+    scheduler.prompt_lookup = 5
+    try:
+        drafted, logprobs = answers()
+    finally:
+        scheduler.prompt_lookup = 0
+    after = served.engine.snapshot()
+    assert drafted == plain
+    for one, other in zip(logprobs, expected):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert after.drafted_tokens > after.accepted_tokens > 40
+    assert after.steps - before.steps < before.steps
 
 
 def test_a_damaged_adapter_fails_alone(served):

@@ -74,8 +74,9 @@ def test_a_seed_gives_the_same_tokens_in_any_batch():
     for step in range(len(logits) + len(settings)):
         running = [place for place in range(len(settings)) if 0 <= step - place < len(logits)]
         batch = np.concatenate([rows(2, seed=step), logits[[step - place for place in running]]])
-        found = sample_batch([*others, *(samplers[place] for place in running)], batch, [[]] * len(batch))
-        for place, sampled in zip(running, found[2:]):
+        asked = [*others, *(samplers[place] for place in running)]
+        found = sample_batch(asked, batch, [[]] * len(batch), [()] * len(batch))
+        for place, (sampled,) in zip(running, found[2:]):
             drawn[place].append(sampled.token)
     assert drawn == [tokens for _, tokens in alone]
 
@@ -110,8 +111,44 @@ def test_logits_stay_as_they_are():
         {"top_p": 0.5},
         {"presence_penalty": 1.0, "logprobs": 3},
     ]
-    sample_batch([Sampler(Sampling(**each), [1]) for each in asked], logits, [[2]] * 4)
+    sample_batch([Sampler(Sampling(**each), [1]) for each in asked], logits, [[2]] * 4, [()] * 4)
     assert (logits == before).all()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 7, "logprobs": 2},
+        {"temperature": 0.0, "presence_penalty": 9.0},
+    ],
+)
+def test_drafts_give_the_tokens_that_one_after_the_other_would(settings):
+    logits = rows(6, scale=3.0)
+    alone, tokens = Sampler(Sampling(**settings), [1]), []
+    each = []
+    for row in logits:
+        each.append(alone.sample(row, tokens))
+        tokens.append(each[-1].token)
+    for right in range(6):
+        drafts = [token if place < right else (token + 1) % VOCABULARY for place, token in enumerate(tokens[:5])]
+        other = greedy()
+        batch = np.concatenate([rows(1, seed=3), logits])
+        found = sample_batch([other, Sampler(Sampling(**settings), [1])], batch, [[], []], [(), drafts])
+        assert [len(run) for run in found] == [1, right + 1]
+        assert found[1] == each[: right + 1]
+
+
+def test_a_run_of_drafts_ends_with_the_answer_or_where_logits_fail():
+    logits = rows(4)
+    tokens = logits.argmax(axis=1).tolist()
+    logits[3] = np.nan
+    sampler = Sampler(Sampling(temperature=0.0), [1], ends=frozenset([tokens[1]]))
+    ((first, last),) = sample_batch([sampler], logits, [[]], [tokens[:3]])
+    assert (first.token, last.token) == (tokens[0], tokens[1])
+    (run,) = sample_batch([greedy()], logits, [[]], [tokens[:3]])
+    assert [sampled.token for sampled in run[:3]] == tokens[:3]
+    assert "not finite at token 4 of the answer" in str(run[3])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +179,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(bad):
     logits = rows(3)
     logits[1, 5] = bad
     samplers = [Sampler(Sampling(seed=1), [1], name) for name in ("first", "broken", None)]
-    found = sample_batch(samplers, logits, [[]] * 3)
+    found = [run[0] for run in sample_batch(samplers, logits, [[]] * 3, [()] * 3)]
     assert [found[place].token for place in (0, 2)] == [
         Sampler(Sampling(seed=1), [1]).sample(logits[place], []).token for place in (0, 2)
     ]

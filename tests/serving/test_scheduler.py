@@ -220,6 +220,52 @@ def test_prompts_that_hold_all_blocks_between_them_do_not_wait_for_each_other():
     engine.drain(limit=60)
 
 
+def test_drafts_fill_a_step_evenly_and_end_with_the_answer():
+    engine = Engine(scheduler(lookup=9, drafted=12))
+    first, second, short = request([1, 2] * 4, 20), request([3, 4, 5] * 3, 20), request([6, 7] * 3, 3)
+    engine.add(first, second, short)
+    parts = engine.step()
+    assert [part.drafts for part in parts] == [()] * 3, "prompts have none"
+    for one in (first, second, short):
+        one.tokens[-1] = one.prompt[0]
+    parts = engine.scheduler.plan()
+    assert [part.drafts for part in parts] == [(2, 1, 2), (4, 5, 3), (7,)], "nine tokens are left, and short needs one"
+    engine.scheduler.prompt_lookup = 0
+    assert [part.drafts for part in engine.scheduler.plan()] == [()] * 3
+
+
+def test_drafts_take_no_block_that_others_need_soon():
+    engine = Engine(scheduler(blocks=5, block_size=4, lookup=9))
+    one, other = request([1, 2, 1], 12), request([3] * 7, 2)
+    engine.add(one)
+    engine.step()
+    one.tokens[-1] = 2
+    assert [len(part.drafts) for part in engine.scheduler.plan()] == [9] and len(one.blocks) == 4
+    engine = Engine(scheduler(blocks=5, block_size=4, lookup=9))
+    one = request([1, 2, 1], 12)
+    engine.add(one, other)
+    engine.step()
+    one.tokens[-1] = 2
+    assert [len(part.drafts) for part in engine.scheduler.plan()] == [0, 0], "two of five blocks are left, one each"
+    assert len(engine.scheduler.running) == 2
+
+
+def test_right_drafts_are_found_by_the_next_turn():
+    engine = Engine(scheduler(block_size=4, lookup=3))
+    one = request([1, 2, 1, 2, 1], 6)
+    engine.add(one)
+    engine.step()
+    one.tokens[-1] = 2
+    (part,) = engine.scheduler.plan()
+    assert part.drafts == (1, 2, 1)
+    engine.compute([part])
+    engine.scheduler.advance([part])
+    for token in part.drafts:
+        one.tokens.append(token)
+        engine.scheduler.accept(one)
+    assert one.computed == 9 and len(engine.scheduler.pool.find(None, [1, 2] * 5)) == 2
+
+
 @pytest.mark.parametrize("moment", ["waiting", "prompt", "answer", "preempted", "computing", "finished"])
 def test_a_request_can_be_cancelled_at_any_moment(moment):
     engine = Engine(scheduler(blocks=6, block_size=2, step=4))

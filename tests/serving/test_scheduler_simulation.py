@@ -21,7 +21,8 @@ class Life:
         size, blocks, running = choose([1, 2, 3, 4, 8]), choose([4, 6, 10, 16, 40]), choose([2, 3, 4, 8])
         self.adapters = FakeAdapters(choose([1, 2, 3]), lambda: choose([0, 0, 1, 5, 30]), {"bad"})
         budget, waiting = running + choose([0, 1, 5, 30]), choose([3, 1000])
-        self.scheduler = scheduler(blocks, size, running, budget, waiting, 200, self.adapters)
+        lookup, drafted = choose([0, 0, 3, 9]), choose([running, 7, 64])
+        self.scheduler = scheduler(blocks, size, running, budget, waiting, 200, self.adapters, lookup, drafted)
         self.engine = Engine(self.scheduler, seed)
         self.room = min(blocks * size + 1, 200)
 
@@ -62,5 +63,6 @@ def test_every_request_ends_once_reads_its_own_tokens_and_gives_everything_back(
     assert sum(life.scheduler.preemptions for life in lives) > 10
     assert sum(life.scheduler.pool.hits for life in lives) > 50
     assert sum(life.scheduler.pool.evictions for life in lives) > 100
+    assert sum(life.engine.accepted for life in lives) > 100
     reasons = [one.finish_reason for life in lives for one in life.engine.ended]
     assert min(reasons.count(reason) for reason in ("length", "cancelled", "error")) > 20

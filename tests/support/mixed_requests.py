@@ -42,6 +42,7 @@ class Answer:
 
     def __init__(self, engine, job, **sampling):
         self.job, self.tokens, self.reason, self.error, self._ended = job, [], None, None, threading.Event()
+        self.text, self.logprobs = "", []
         self.from_outside = bool(job.cancelled_after and job.cancelled_after % 2)
         settings = Sampling(**{"max_tokens": job.new, "temperature": 0.0, "ignore_eos": True, **sampling})
         self.stream = engine.submit(list(job.prompt), settings, job.adapter)
@@ -51,6 +52,8 @@ class Answer:
 
     def _take(self, piece):
         self.tokens += piece.tokens
+        self.text += piece.text
+        self.logprobs += piece.logprobs or ()
         if piece.finish_reason is not None:
             self.reason, self.error = piece.finish_reason, piece.error
             self._ended.set()

@@ -64,10 +64,10 @@ class ScriptedRunner:
         self.steps += 1
         if self.error is not None:
             raise self.error
-        self._computed = [
-            token for part in parts for token in part.request.tokens[part.start : part.start + part.count]
+        self._computed = [token for part in parts for token in part.tokens]
+        rows = [
+            self._next(part.request, ahead) for part in parts for ahead in range(1 + len(part.drafts)) if part.samples
         ]
-        rows = [self._next(part.request) for part in parts if part.samples]
         logits = np.zeros((len(rows), self.vocab_size), np.float32)
         logits[np.arange(len(rows)), rows] = 50.0  # nothing else is ever drawn
         return logits
@@ -78,9 +78,9 @@ class ScriptedRunner:
         logits[np.arange(len(rows)), [self._computed[row] for row in rows]] = 5.0
         return logits
 
-    def _next(self, request):
+    def _next(self, request, ahead):
         line = [*self.marks[request.slot], *request.prompt, self._end]
-        return line[len(request.generated) % len(line)]
+        return line[(len(request.generated) + ahead) % len(line)]
 
 
 def write_adapter(folder, name, mark="marked "):
@@ -103,6 +103,7 @@ def make_engine(
     paths=None,
     seq_length=SEQ_LENGTH,
     tokenizer=None,
+    prompt_lookup=0,
 ):
     """Returns an engine that has not been started; engine.runner is a ScriptedRunner."""
     tokenizer = tokenizer or chat_tokenizer(CHATML)
@@ -118,7 +119,7 @@ def make_engine(
     memory = AdapterMemory(AdapterRegistry(folder, paths), prepare, max_bytes=1 << 20)
     adapters = AdapterSlots(memory, slots, lambda slot, packed: runner.marks.__setitem__(slot, packed.mark))
     pool = BlockPool(num_blocks, block_size)
-    scheduler = Scheduler(pool, adapters, max_running, 64, max_waiting, seq_length)
+    scheduler = Scheduler(pool, adapters, max_running, 64, max_waiting, seq_length, prompt_lookup)
     return Engine(runner, scheduler, adapters, tokenizer, end_tokens(tokenizer), name)
 
 

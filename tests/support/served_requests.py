@@ -67,10 +67,12 @@ def request(prompt=4, new=4, adapter=None, token=1):
     return Request(tokens, Sampling(max_tokens=new), adapter)
 
 
-def scheduler(blocks=64, block_size=4, running=4, step=32, waiting=10_000, length=256, adapters=None):
+def scheduler(
+    blocks=64, block_size=4, running=4, step=32, waiting=10_000, length=256, adapters=None, lookup=0, drafted=64
+):
     """Returns a small scheduler."""
     pool = BlockPool(blocks, block_size)
-    return Scheduler(pool, adapters or FakeAdapters(), running, step, waiting, length)
+    return Scheduler(pool, adapters or FakeAdapters(), running, step, waiting, length, lookup, drafted)
 
 
 class Engine:
@@ -83,7 +85,7 @@ class Engine:
     def __init__(self, scheduler, seed=0):
         self.scheduler, self.random = scheduler, random.Random(seed)
         self.cache = np.full(scheduler.pool.num_blocks * scheduler.pool.block_size, -1, np.int64)
-        self.added, self.live, self.ended = [], [], []
+        self.added, self.live, self.ended, self.accepted = [], [], [], 0
 
     def add(self, *requests):
         for one in requests:
@@ -111,18 +113,30 @@ class Engine:
         self.check_parts(parts, alone)
         if parts:
             self.compute(parts)
-        sampling = [part.request for part in parts if part.samples]
+        sampling = [part for part in parts if part.samples]
         between()
         self.scheduler.advance(parts)
         self.check()
-        for one in sampling:
-            if one.state is State.RUNNING:
-                one.tokens.append(self.random.randrange(3))
-                if len(one.generated) == one.sampling.max_tokens:
-                    assert self.scheduler.finish(one, "length")
-                    self.ended.append(one)
+        for part in sampling:
+            if part.request.state is State.RUNNING:
+                self.take(part)
         self.check()
         return parts
+
+    def take(self, part):
+        """Appends the tokens that a step gave to a request; mostly its drafts are right."""
+        one, right = part.request, 0
+        while right < len(part.drafts) and self.random.random() < 0.8:
+            one.tokens.append(part.drafts[right])
+            self.scheduler.accept(one)
+            right += 1
+        one.tokens.append(self.random.randrange(3))
+        if part.drafts:
+            one.lookup.note(right)
+            self.accepted += right
+        if len(one.generated) == one.sampling.max_tokens:
+            assert self.scheduler.finish(one, "length")
+            self.ended.append(one)
 
     def until(self, condition, limit=200):
         """Steps until a condition holds, which must be within ``limit`` steps."""
@@ -141,9 +155,9 @@ class Engine:
 
     def compute(self, parts):
         """Writes the fingerprints of the step's tokens, then reads those of all tokens of its requests."""
-        pool, expected = self.scheduler.pool, [fingerprints(part.request) for part in parts]
+        pool, expected = self.scheduler.pool, [fingerprints(part) for part in parts]
         inputs = step_inputs(parts, pool.block_size, pool.num_blocks)
-        written = [np.array(e[p.start : p.start + p.count]) for e, p in zip(expected, parts)]
+        written = [np.array(e[p.start : p.start + len(p.tokens)]) for e, p in zip(expected, parts)]
         assert len(set(inputs.slot_mapping.tolist())) == len(inputs.slot_mapping), "two tokens in one place"
         self.cache[inputs.slot_mapping] = np.concatenate(written)
         places = inputs.block_tables[:, :, None] * pool.block_size + np.arange(pool.block_size)
@@ -153,11 +167,15 @@ class Engine:
     def check_parts(self, parts, alone):
         plan, size = self.scheduler, self.scheduler.pool.block_size
         assert len({part.request.number for part in parts}) == len(parts)
-        assert sum(part.count for part in parts) <= plan.max_tokens_per_step
+        assert sum(len(part.tokens) for part in parts) <= plan.max_tokens_per_step
+        if any(part.drafts for part in parts):
+            assert sum(len(part.tokens) for part in parts) <= plan.drafted_tokens
         for part in parts:
             assert part.start == part.request.computed and part.count >= 1
             assert part.start + part.count <= len(part.request.tokens)
-            assert len(part.request.blocks) == -(-(part.start + part.count) // size)
+            needed = -(-(part.start + len(part.tokens)) // size)
+            assert len(part.request.blocks) == needed or (plan.prompt_lookup and len(part.request.blocks) > needed)
+            assert len(part.request.generated) + len(part.drafts) < max(1, part.request.sampling.max_tokens)
             assert part.request.state is State.RUNNING
         # Those that need one token come first, and all of them but those that were preempted.
         kept = [one for one in alone if one.state is State.RUNNING]
@@ -182,10 +200,11 @@ class Engine:
         assert all(one.lease is not None for one in plan.running if one.adapter is not None)
 
 
-def fingerprints(one):
-    """Returns a number for each token of a running request: of the adapter's version and all tokens up to this one."""
+def fingerprints(part):
+    """Returns a number for each token of a request and its drafts: of the adapter's version and all tokens up to it."""
+    one = part.request
     value, found = hash((one.adapter, one.lease and one.lease.version)), []
-    for token in one.tokens:
+    for token in [*one.tokens, *part.drafts]:
         value = hash((value, token)) >> 1
         found.append(value)
     return found

@@ -49,6 +49,8 @@ _COUNTERS = {
     "prompt_tokens": ("mindlora_prompt_tokens", "Tokens of prompts."),
     "cached_tokens": ("mindlora_prompt_tokens_cached", "Tokens of prompts that were in the cache."),
     "generated_tokens": ("mindlora_generated_tokens", "Tokens of answers."),
+    "drafted_tokens": ("mindlora_drafted_tokens", "Tokens of answers that prompt lookup guessed."),
+    "accepted_tokens": ("mindlora_drafted_tokens_accepted", "Guessed tokens that were right."),
 }
 
 
