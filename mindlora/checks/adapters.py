@@ -71,6 +71,11 @@ class TrainedAdapter:
     learning_rate: Optional[float]
     own: Dict[str, Any]
 
+    @property
+    def settings(self) -> Dict[str, Any]:
+        """All that it has of its own, but the name."""
+        return {**self.own, **({} if self.learning_rate is None else {"learning_rate": self.learning_rate})}
+
 
 def trained_adapters(pet_config: PetLoraConfig) -> List[TrainedAdapter]:
     """Returns the adapters that pet_config.adapters describes.
@@ -136,9 +141,12 @@ def check_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _check_run(config)
     yield from _check_keys(config)
     for name, callback in named_items(config.get("callbacks")):
-        if callback.get("resume"):
+        if callback.get("keep_last") == 1:
             yield error(
-                f"callbacks.{name}", f"callbacks.{name} has resume, and a run with several adapters begins anew."
+                f"callbacks.{name}.keep_last",
+                f"callbacks.{name}.keep_last is 1, and pet_config has adapters, which are saved one after another: "
+                "killed between two of them, the run would have no step that all have saved.",
+                "Set it to 2 or more.",
             )
         if callback.get("type") not in (*OF_RUN, *OF_ADAPTER):
             yield error(

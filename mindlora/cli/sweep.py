@@ -63,6 +63,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alpha", metavar="X,X", help="alphas, in place of lora_alpha")
     parser.add_argument("--seed", metavar="N,N", help="seeds of the initial values")
     parser.add_argument("--output_dir", metavar="FOLDER", help="output folder (default: that of the YAML)")
+    parser.add_argument("--resume", action="store_true", help="go on with the same sweep, which was stopped")
     parser.set_defaults(overrides=[])
     add_command(parser, _sweep)
 
@@ -87,7 +88,8 @@ def _sweep(arguments: argparse.Namespace) -> SweepReport:
         os.remove(comparison)
     from mindlora.plugin import launcher
 
-    exit_code = launcher.main(["--config", path, "--output_dir", output, *arguments.overrides])
+    resume = ["--resume"] if arguments.resume else []
+    exit_code = launcher.main(["--config", path, "--output_dir", output, *resume, *arguments.overrides])
     best = ""
     if not exit_code and os.path.exists(comparison):
         with open(comparison, encoding="utf-8") as file:

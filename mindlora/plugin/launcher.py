@@ -212,7 +212,11 @@ def _say_how_to_go_on(config, began):
         return
     from mindlora.plugin.resume.training_state import checkpoint_directory, step_folders
 
-    for callback in config.callbacks or []:
+    callbacks = list(config.callbacks or [])
+    for each in config.callbacks or []:
+        # Of several adapters, each has callbacks of its own.
+        callbacks += [callback for run in each.get("runs") or [] for callback in run["configuration"]["callbacks"]]
+    for callback in callbacks:
         if callback.get("type") == "LoraCheckpoint":
             folders = step_folders(checkpoint_directory(callback.get("directory")))
             if folders and os.path.getmtime(folders[-1]) >= began:
@@ -220,6 +224,7 @@ def _say_how_to_go_on(config, began):
                     f"mindlora-run: saved in {folders[-1]}. To go on from there, repeat the command with --resume.",
                     file=sys.stderr,
                 )
+                return
 
 
 def _screen(config) -> contextlib.AbstractContextManager:

@@ -92,6 +92,12 @@ def test_a_yaml_without_faults():
         ({}, {"callbacks": [{"type": "SampleAnswers"}]}, "callbacks.SampleAnswers", "for a run with one adapter"),
         (
             {},
+            {"callbacks": [{"type": "LoraCheckpoint", "keep_last": 1}]},
+            "callbacks.LoraCheckpoint.keep_last",
+            "no step that all have saved. Set it to 2 or more",
+        ),
+        (
+            {},
             {"runner_wrapper": {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}},
             "runner_wrapper.preference",
             "does not carry out",

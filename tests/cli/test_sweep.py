@@ -36,10 +36,11 @@ def test_each_combination_is_an_adapter(tmp_path, monkeypatch, capsys):
     launched = []
     monkeypatch.setattr(launcher, "main", lambda words: launched.append(words) or 1)
     words = ["sweep", write(tmp_path), "--lr", "1e-4,3e-4", "--rank", "8,32", "--output_dir", str(tmp_path / "tried")]
-    assert main([*words, "--runner_config.epochs", "1"]) == 1
+    assert main([*words, "--resume", "--runner_config.epochs", "1"]) == 1
     assert "the run has failed" in capsys.readouterr().out
     path = tmp_path / "tried" / "sweep.yaml"
-    assert launched == [["--config", str(path), "--output_dir", str(tmp_path / "tried"), "--runner_config.epochs", "1"]]
+    flags = ["--config", str(path), "--output_dir", str(tmp_path / "tried")]
+    assert launched == [[*flags, "--resume", "--runner_config.epochs", "1"]]
     adapters = yaml.safe_load(path.read_text())["model"]["model_config"]["pet_config"]["adapters"]
     assert adapters[1] == {"name": "lr1e-4_r32", "learning_rate": 1e-4, "lora_rank": 32}
     assert [adapter["name"] for adapter in adapters] == ["lr1e-4_r8", "lr1e-4_r32", "lr3e-4_r8", "lr3e-4_r32"]

@@ -1,13 +1,14 @@
 """mindlora-run with several adapters: each is what a run with it alone makes of it, also beside one that diverges."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from mindlora.training.history import read_history
 from tests.support import tiny_runs
-from tests.support.runs import succeeded
+from tests.support.runs import files, succeeded
 
 STEPS = 30
 ADAPTERS = {
@@ -81,6 +82,44 @@ def test_what_is_saved_of_an_adapter_is_what_a_run_alone_saves(folder, name, ste
     assert settings[0] == settings[1]
     best = [json.loads((path.parent / "best" / "best.json").read_text(encoding="utf-8")) for path in saved]
     assert best[0]["step"] == best[1]["step"]
+
+
+@pytest.fixture(scope="module")
+def resumed(folder):
+    """The run with three adapters as if killed after step 12, when one of them had been stopped, and resumed."""
+    shutil.copytree(folder / "several", folder / "resumed")
+    for name in ("plain", "other"):
+        for step in (24, 30):
+            shutil.rmtree(folder / "resumed" / name / "lora_checkpoint" / f"step_{step}")
+    yaml = config(folder, ADAPTERS)
+    yaml["callbacks"][-1]["resume"] = True
+    succeeded(tiny_runs.launch(yaml, folder / "resumed"))
+    return folder / "resumed"
+
+
+def test_a_resumed_run_is_the_same_run(folder, resumed):
+    for name in ("plain", "other"):
+        whole, again = tiny_runs.losses(folder / "several" / name), tiny_runs.losses(resumed / name)
+        assert list(again) == list(range(13, STEPS + 1)) and again.items() <= whole.items()
+        saved = [output / name / "lora_checkpoint" for output in (folder / "several", resumed)]
+        for step in (24, STEPS):
+            tiny_runs.assert_same_state(*(path / f"step_{step}" for path in saved))
+            states = [(path / f"step_{step}" / "training_state.json").read_bytes() for path in saved]
+            assert states[0] == states[1]
+        adapters = [(path / "best" / "adapter_model.safetensors").read_bytes() for path in saved]
+        assert adapters[0] == adapters[1]
+        assert (saved[0] / "best" / "best.json").read_bytes() == (saved[1] / "best" / "best.json").read_bytes()
+    assert (folder / "several" / "comparison.json").read_bytes() == (resumed / "comparison.json").read_bytes()
+
+
+def test_one_that_had_been_stopped_stays_as_it_was(folder, resumed):
+    assert (folder / "several" / "adapters.json").read_bytes() == (resumed / "adapters.json").read_bytes()
+    record = json.loads((resumed / "adapters.json").read_text(encoding="utf-8"))["adapters"]
+    assert [each["name"] for each in record if each["ended"]] == ["diverges"]
+    assert "ended the run at step" in record[2]["ended"]["reason"]
+    outputs = [output / "diverges" for output in (folder / "several", resumed)]
+    assert files(outputs[0]) == files(outputs[1])
+    assert (outputs[0] / "metrics.jsonl").read_bytes() == (outputs[1] / "metrics.jsonl").read_bytes()
 
 
 def test_one_that_diverges_is_stopped_and_the_others_go_on(folder):

@@ -16,12 +16,14 @@ from mindlora.common.json_files import write_json
 from mindlora.errors import DivergenceError, LoraError
 from mindlora.evaluation.comparison import compare
 from mindlora.plugin.callbacks.common import register
+from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.plugin.callbacks.run_description import facts_of_configuration
 from mindlora.plugin.callbacks.run_report import RunReport
 from mindlora.plugin.graph.network import innermost, train_step_of
 from mindlora.plugin.graph.stacked.held_out import HeldOutOfAdapters
 from mindlora.plugin.graph.stacked.step_of_adapter import StepOfAdapter
 from mindlora.plugin.log import logger
+from mindlora.plugin.resume import several_adapters, training_state
 from mindlora.training.report import write_report
 
 # What the output folder of the run has besides a folder for each adapter.
@@ -30,22 +32,45 @@ COMPARISON, PAGE = "comparison.json", "comparison.html"
 _OF_ITS_OWN = ("train_network", "list_callback", "net_outputs", "eval_results", "training_events", "run_facts")
 
 
+class BestRows(Callback):
+    """Has the rows of an adapter's best held-out loss, by which the adapters are compared, saved with its state."""
+
+    def __init__(self, held_out: HeldOutOfAdapters, number: int):
+        super().__init__()
+        self.held_out = held_out
+        self.number = number
+
+    def training_state(self) -> Dict[str, Any]:
+        """Returns what a resumed run needs, as JSON values."""
+        return self.held_out.state_of(self.number)
+
+    def restore_training_state(self, state: Dict[str, Any]) -> None:
+        """Takes over what ``training_state`` returned."""
+        self.held_out.restore(self.number, state)
+
+
 class AdapterRun:
     """One adapter's part of a run: its callbacks, and what they are told.
 
     Attributes:
         name (str): What the adapter's folder is called.
-        ended (str or None): Why it learns no more; "" for the end of the run.
+        settings (dict): What the adapter has of its own.
+        ended (dict or None): Where it learns no more: the "step" and the "reason", "" for the end of the run.
     """
 
-    def __init__(self, name: str, configuration: Mapping[str, Any], shared: InternalCallbackParam, step: StepOfAdapter):
-        self.name = name
+    def __init__(self, node: Mapping[str, Any], shared: InternalCallbackParam, step: StepOfAdapter, rows: BestRows):
+        self.name = node["name"]
+        self.settings = node["settings"]
         self.step = step
-        self.ended: Optional[str] = None
-        nodes = [dict(node) for node in configuration["callbacks"] if node["type"] in OF_ADAPTER]
+        self.ended: Optional[Dict[str, Any]] = None
+        configuration = node["configuration"]
+        nodes = [dict(callback) for callback in configuration["callbacks"] if callback["type"] in OF_ADAPTER]
         self.callbacks: List[Callback] = [
-            MindFormerRegister.get_instance_from_cfg(MindFormerConfig(**node), MindFormerModuleType.CALLBACK)
-            for node in nodes
+            rows,
+            *(
+                MindFormerRegister.get_instance_from_cfg(MindFormerConfig(**callback), MindFormerModuleType.CALLBACK)
+                for callback in nodes
+            ),
         ]
         self.params = InternalCallbackParam()
         self.params.update(shared)
@@ -82,7 +107,13 @@ class AdapterRun:
                 callback.__exit__(None, None, None)
             except LoraError as error:
                 reasons.append(str(error))
-        self.ended = " ".join(reasons)
+        self.ended = {"step": self.params.cur_step_num, "reason": " ".join(reasons)}
+
+    def stay(self, folder: str, ended: Mapping[str, Any]) -> None:
+        """Makes the adapter what it was when it ended, before the run was resumed."""
+        training_state.restore_state(folder, self.params)
+        self.step.stop()
+        self.ended = dict(ended)
 
 
 @register
@@ -90,21 +121,25 @@ class EachAdapter(Callback):
     """Calls the callbacks of each adapter, in a run with several, as a run with that adapter alone would.
 
     Where one of them stops its run, the adapter is saved and learns no more, and the others go on; with the last one
-    the run ends. mindlora-run adds this callback to a run with pet_config.adapters.
+    the run ends. adapters.json says which have been stopped. A resumed run continues exactly as if it had never
+    stopped, as with LoraCheckpoint. mindlora-run adds this callback to a run with pet_config.adapters.
 
     Args:
-        runs (list of dict): For each adapter its "name", and the "configuration" of a run with it alone.
+        runs (list of dict): For each adapter its "name", the "settings" that it has of its own, the "configuration" of
+            a run with it alone, and, if it stays as it was saved, where it "ended" and the "folder".
+        directory (str): Where adapters.json is.
     """
 
-    def __init__(self, runs: List[Dict[str, Any]]):
+    def __init__(self, runs: List[Dict[str, Any]], directory: str):
         super().__init__()
         self.nodes = runs
+        self.saved_in = directory
         self.directory = os.path.abspath(get_output_root_path())
         self.runs: List[AdapterRun] = []
         self.held_out: Optional[HeldOutOfAdapters] = None
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Gives the adapters their initial values."""
+        """Gives the adapters their initial values, or those that a resumed run goes on with."""
         params = run_context.original_args()
         step = train_step_of(params.train_network)
         stack = innermost(params.train_network, lambda cell: hasattr(cell, "stack")).stack
@@ -112,11 +147,24 @@ class EachAdapter(Callback):
         self.held_out = HeldOutOfAdapters(step.network, stack.count)
         for number, node in enumerate(self.nodes):
             of_adapter = StepOfAdapter(stack, step, number, self.held_out)
-            self.runs.append(AdapterRun(node["name"], node["configuration"], params, of_adapter))
-            self.runs[-1].call("on_train_begin")
+            run = AdapterRun(node, params, of_adapter, BestRows(self.held_out, number))
+            self.runs.append(run)
+            if node.get("ended"):
+                run.stay(node["folder"], node["ended"])
+                at, reason = run.ended["step"], run.ended["reason"]
+                logger.info("The adapter %s stays as it was at step %d. %s", run.name, at, reason)
+            else:
+                run.call("on_train_begin")
+        # All that learn begin at one step.
+        params.cur_step_num = next(run.params.cur_step_num for run in self.runs if run.ended is None)
+        params["how_to_go_on"] = self._how_to_go_on()
+        self._write_record()
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Tells the callbacks of each adapter that learns."""
+        params = run_context.original_args()
+        # MindSpore counts epochs from 1 even in a resumed run.
+        params.cur_epoch_num = params.cur_step_num // params.batch_num + 1
         self._call("on_train_epoch_begin", run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
@@ -133,8 +181,10 @@ class EachAdapter(Callback):
         params = run_context.original_args()
         for run in self._learning(params):
             run.end_step()
-            if run.ended:
-                logger.warning("step %d: the adapter %s learns no more. %s", params.cur_step_num, run.name, run.ended)
+            if run.ended is not None and params.cur_step_num < training_state.total_steps(params):
+                reason = run.ended["reason"]
+                logger.warning("step %d: the adapter %s learns no more. %s", params.cur_step_num, run.name, reason)
+                self._write_record()
         if not self._learning(params):
             run_context.request_stop()
 
@@ -150,9 +200,22 @@ class EachAdapter(Callback):
 
     def __exit__(self, *error: Any) -> None:
         """Raises DivergenceError if a guard has ended the run of every adapter."""
-        failures = [f"{run.name}: {run.ended}" for run in self.runs if run.ended]
+        failures = [f"{run.name}: {run.ended['reason']}" for run in self.runs if run.ended and run.ended["reason"]]
         if error[0] is None and failures and len(failures) == len(self.runs):
             raise DivergenceError(" ".join(failures))
+
+    def _write_record(self):
+        adapters = [{"name": run.name, "settings": run.settings, "ended": run.ended} for run in self.runs]
+        several_adapters.write_record(self.saved_in, adapters)
+
+    def _how_to_go_on(self):
+        """Returns what is said where the run is stopped."""
+        if not any(isinstance(callback, LoraCheckpoint) for run in self.runs for callback in run.callbacks):
+            return "Nothing was saved: callbacks has no LoraCheckpoint."
+        return (
+            f"All adapters are saved in {self.saved_in}. To go on, repeat the command with --resume, or set "
+            "resume: True in LoraCheckpoint."
+        )
 
     def _comparisons(self):
         """Yields a Comparison of the adapters for each data that their held-out loss was measured on."""

@@ -11,12 +11,11 @@ from mindlora.checks.files import check_files
 from mindlora.checks.finding import Finding, error, refuse
 from mindlora.checks.mcore import is_mcore
 from mindlora.checks.parallel import is_scattered
-from mindlora.checks.training import WRAPPER, accumulates_here, callbacks_of, train_step
+from mindlora.checks.training import WRAPPER, accumulates_here, train_step
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import value_at
 from mindlora.config import PRESETS, expand_pet_type
 from mindlora.config.preference import preference_settings
-from mindlora.errors import ConfigError
 from mindlora.numerics import initializers
 from mindlora.plugin.callbacks.order import arrange_callbacks
 from mindlora.plugin.graph import lora_plus, packing, train_step_settings
@@ -25,8 +24,8 @@ from mindlora.plugin.graph.mindrecords import first_rows
 from mindlora.plugin.graph.stacked.settings import prepare_adapters
 from mindlora.plugin.launching.launch_checks import fill_base
 from mindlora.plugin.launching.registry_checks import check_classes
+from mindlora.plugin.launching.resuming import fill_resume
 from mindlora.plugin.log import logger
-from mindlora.plugin.resume import training_state
 from mindlora.plugin.run_configuration import remember_configuration
 
 # Callbacks that carry out a lora_init that changes the base. LoraStart was LoraInitialization's name in version 0.1.
@@ -79,7 +78,6 @@ def fill(config: MindFormerConfig) -> None:
     if config.run_mode in TRAINING_MODES:
         _fill_adapter_slices(config)
         _fill_preset_learning_rate(config)
-        _fill_resume(config)
         _add_initialization(config)
         _add_reference_check(config)
         packing.set_boundary(config)
@@ -89,6 +87,7 @@ def fill(config: MindFormerConfig) -> None:
         arrange_callbacks(config)
         train_step_settings.record_gradient_norms(config)
         prepare_adapters(config)
+        fill_resume(config)
     packing.check_eval_data(config)
     cut_rows_for_eval(config)
     _move_lora_plus(config)
@@ -149,21 +148,3 @@ def _move_lora_plus(config):
     ratio = (config.model.model_config.pet_config or {}).pop(lora_plus.KEY, None)
     if ratio is not None and config.run_mode in TRAINING_MODES:
         lora_plus.set_groups(config, ratio)
-
-
-def _fill_resume(config):
-    """Makes the data start where the checkpoint stopped: MindFormers builds the dataset before any callback runs."""
-    for _, callback in callbacks_of(config, "LoraCheckpoint"):
-        if callback.get("resume"):
-            directory = training_state.checkpoint_directory(callback.get("directory"))
-            folder = training_state.resume_folder(directory, callback["resume"])
-            metadata = training_state.read_metadata(folder)
-            epochs = config.runner_config.epochs
-            if not config.runner_config.sink_mode and metadata["step"] >= metadata["steps_per_epoch"] * epochs:
-                raise ConfigError(
-                    f"{folder} was saved at the last step of {epochs} epochs, so nothing is left to train. "
-                    "Raise runner_config.epochs to train longer."
-                )
-            config.data_skip_steps = metadata["step"]
-            callback["resume"] = folder
-            logger.info("Resuming from %s: the data starts at step %d.", folder, config.data_skip_steps)

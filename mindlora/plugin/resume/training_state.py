@@ -164,6 +164,15 @@ def restore(folder: str, params: InternalCallbackParam) -> None:
     """
     metadata = read_metadata(folder)
     _check_steps(folder, metadata, params)
+    restore_state(folder, params)
+    params.cur_step_num = metadata["step"]
+
+
+def restore_state(folder: str, params: InternalCallbackParam) -> None:
+    """Restores what a step folder holds, at whichever step the run is: adapter, moments and so on, callbacks' state.
+
+    Raises ConfigError if it was saved by a run with another optimizer, loss scale or network.
+    """
     tensors = load_file(os.path.join(folder, _STATE_TENSORS))
     parameters = {p.name: p for p in state_parameters(params.train_network)}
     _check_parameters(folder, tensors, parameters)
@@ -175,8 +184,7 @@ def restore(folder: str, params: InternalCallbackParam) -> None:
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))
     distribute_state(params.train_network)
-    params.cur_step_num = metadata["step"]
-    for name in restore_callbacks(metadata.get("callbacks") or {}, params.list_callback):
+    for name in restore_callbacks(read_metadata(folder).get("callbacks") or {}, params.list_callback):
         logger.warning(
             "%s has no state of %s, which starts anew. Resume with the callbacks of the run to go on exactly.",
             folder,

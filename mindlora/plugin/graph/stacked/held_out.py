@@ -1,6 +1,6 @@
 """The held-out losses of several adapters, measured in one pass over the data."""
 
-from typing import Dict, Tuple
+from typing import Any, Dict, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -61,6 +61,16 @@ class HeldOutOfAdapters:
         if adapter not in best or losses[adapter].sum() < best[adapter][0].sum():
             best[adapter] = losses[adapter], counts, self.step
         return float(losses[adapter].sum() / max(counts.sum(), 1.0))
+
+    def state_of(self, adapter: int) -> Dict[str, Any]:
+        """Returns what a resumed run needs of an adapter, as JSON values: path of the data -> its part of ``best``."""
+        best = {path: each[adapter] for path, each in self.best.items() if adapter in each}
+        return {path: [losses.tolist(), counts.tolist(), step] for path, (losses, counts, step) in best.items()}
+
+    def restore(self, adapter: int, state: Dict[str, Any]) -> None:
+        """Takes over what ``state_of`` returned."""
+        for path, (losses, counts, step) in state.items():
+            self.best.setdefault(path, {})[adapter] = np.array(losses), np.array(counts), step
 
     def _measure(self, dataset_dir, batch_size):
         data = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)

@@ -28,7 +28,10 @@ def prepare_adapters(config: MindFormerConfig) -> None:
     if not (pet_config or {}).get("adapters"):
         return
     adapters = trained_adapters(PetLoraConfig.from_pet_config(pet_config))
-    runs = [{"name": adapter.name, "configuration": alone(plain(config), adapter)} for adapter in adapters]
+    runs = [
+        {"name": adapter.name, "settings": plain(adapter.settings), "configuration": alone(plain(config), adapter)}
+        for adapter in adapters
+    ]
     keys = dict(config.lr_schedule)
     rates = [run["configuration"]["lr_schedule"]["learning_rate"] for run in runs]
     config.lr_schedule = MindFormerConfig(
@@ -37,7 +40,9 @@ def prepare_adapters(config: MindFormerConfig) -> None:
     config.optimizer.type = StackedAdamW.__name__
     config.runner_wrapper.type = StackedTrainOneStepCell.__name__
     shared = [callback for callback in config.callbacks if callback.get("type") not in OF_ADAPTER]
-    config.callbacks = [*shared, MindFormerConfig(type="EachAdapter", runs=runs)]
+    saving = next((callback for callback in config.callbacks if callback.get("type") == "LoraCheckpoint"), {})
+    directory = os.path.abspath(saving.get("directory") or get_output_root_path())
+    config.callbacks = [*shared, MindFormerConfig(type="EachAdapter", runs=runs, directory=directory)]
 
 
 def alone(configuration: Dict[str, Any], adapter: TrainedAdapter) -> Dict[str, Any]:
