@@ -14,11 +14,25 @@ import sys
 from typing import Optional, Sequence
 
 from mindlora import __version__
-from mindlora.cli import adapters, base, chat, configs, data, eva, eval, generate, reference, runs, serve, sweep
+from mindlora.cli import (
+    adapters,
+    base,
+    chat,
+    classify,
+    configs,
+    data,
+    eva,
+    eval,
+    generate,
+    reference,
+    runs,
+    serve,
+    sweep,
+)
 from mindlora.common.overrides import split_overrides
 from mindlora.errors import LoraError
 
-_GROUPS = (data, adapters, base, configs, runs, eva, reference, generate, chat, eval, serve, sweep)
+_GROUPS = (data, adapters, base, configs, runs, eva, reference, generate, chat, classify, eval, serve, sweep)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -93,12 +93,19 @@ class Labeled(NamedTuple):
         return {"input_ids": input_ids, "labels": labels}
 
 
-class _Record(NamedTuple):
-    """A text with a label, or words with a label each."""
+class Record(NamedTuple):
+    """A text with a label, or words with a label each; without labels where none are needed."""
 
     words: List[str]
     labels: List[Label]
     is_text: bool
+
+
+class Places(NamedTuple):
+    """The tokens of a text or of words, and the index of the token at which each of them is labeled."""
+
+    tokens: List[int]
+    places: List[int]
 
 
 class LabelExamples(Examples):
@@ -113,9 +120,9 @@ class LabelExamples(Examples):
         self.seen: Dict[Label, None] = {}
         self.are_texts: Optional[bool] = None
 
-    def parse(self, record: Any) -> _Record:
+    def parse(self, record: Any) -> Record:
         """See Examples."""
-        read = _read(record)
+        read = read_record(record)
         if self.are_texts not in (None, read.is_text):
             raise UnusableRow("a labeled text among labeled words" if read.is_text else "labeled words among texts")
         unknown = [label for label in read.labels if self.is_given and not self._is_known(label)]
@@ -128,7 +135,7 @@ class LabelExamples(Examples):
     def _is_known(self, label):
         return label in self.names if isinstance(label, str) else label < len(self.names)
 
-    def text(self, parsed: _Record) -> str:
+    def text(self, parsed: Record) -> str:
         """See Examples."""
         return " ".join(parsed.words)
 
@@ -145,21 +152,13 @@ class LabelExamples(Examples):
         else:
             self.names = sorted(self.seen)
 
-    def encode(self, parsed: _Record, tokenizer: Any) -> Labeled:
-        """See Examples: a text as it is, words with a space before each but the first; a word's first token has its
-        label."""
-        special = tokenizers.special_ids(tokenizer)
-        tokens = [] if special.bos is None else [special.bos]
-        labels = [_NO_LABEL] * len(tokens)
-        for number, (word, label) in enumerate(zip(parsed.words, parsed.labels)):
-            pieces = tokenizers.encode(tokenizer, f" {word}" if number else word)
-            if not pieces:
-                raise UnusableRow("a word without tokens" if not parsed.is_text else "a text without tokens")
-            place = len(tokens) + (len(pieces) - 1 if parsed.is_text else 0)
-            tokens += pieces
-            labels += [_NO_LABEL] * len(pieces)
+    def encode(self, parsed: Record, tokenizer: Any) -> Labeled:
+        """See Examples."""
+        tokens, places = encode_record(parsed, tokenizer)
+        labels = np.full(len(tokens), _NO_LABEL, np.int32)
+        for place, label in zip(places, parsed.labels):
             labels[place] = label if isinstance(label, int) else self.names.index(label)
-        return Labeled(np.array(tokens, np.int32), np.array(labels, np.int32))
+        return Labeled(np.array(tokens, np.int32), labels)
 
     def length(self, encoded: Labeled) -> int:
         """See Examples: the last token needs a place behind it for its label."""
@@ -181,8 +180,28 @@ class LabelExamples(Examples):
         return [f"model_config: num_labels: {len(self.names)} ({shown}{more})"]
 
 
-def _read(record: Any) -> _Record:
-    """Returns what a record holds; raises UnusableRow if it is neither a labeled text nor labeled words."""
+def encode_record(parsed: Record, tokenizer: Any) -> Places:
+    """Returns a text as it is, which is labeled at its last token, or words with a space before each but the first.
+
+    A word is labeled at its first token. Raises UnusableRow for a word or a text without tokens.
+    """
+    special = tokenizers.special_ids(tokenizer)
+    tokens = [] if special.bos is None else [special.bos]
+    places = []
+    for number, word in enumerate(parsed.words):
+        pieces = tokenizers.encode(tokenizer, f" {word}" if number else word)
+        if not pieces:
+            raise UnusableRow("a word without tokens" if not parsed.is_text else "a text without tokens")
+        places.append(len(tokens) + (len(pieces) - 1 if parsed.is_text else 0))
+        tokens += pieces
+    return Places(tokens, places)
+
+
+def read_record(record: Any, needs_labels: bool = True) -> Record:
+    """Returns what a record holds; raises UnusableRow if it is neither a labeled text nor labeled words.
+
+    Without ``needs_labels``, the field of the labels may be missing.
+    """
     if not isinstance(record, dict):
         raise UnusableRow("not an object")
     text, words = record.get("text"), record.get("tokens")
@@ -192,12 +211,16 @@ def _read(record: Any) -> _Record:
         words, labels = [text], [record.get("label")]
     else:
         labels = record.get("tags")
+        if labels is None and not needs_labels and isinstance(words, list):
+            labels = [None] * len(words)
         if not isinstance(words, list) or not isinstance(labels, list) or len(words) != len(labels) or not words:
             raise UnusableRow('"tokens" and "tags" are not lists of one length')
     if not all(isinstance(word, str) and word.strip() for word in words):
         raise UnusableRow("an empty text" if text is not None else "a word that is empty or no text")
+    if not needs_labels and all(label is None for label in labels):
+        return Record(words, [], text is not None)
     for label in labels:
         is_number = isinstance(label, int) and not isinstance(label, bool) and label >= 0
         if not is_number and not (isinstance(label, str) and label):
             raise UnusableRow(f"a label that is no name and no number from 0: {label!r}")
-    return _Record(words, labels, text is not None)
+    return Record(words, labels, text is not None)

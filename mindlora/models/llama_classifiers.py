@@ -7,6 +7,8 @@ from mindlora.models import llama
 from mindlora.models.architecture import Architecture, Names, ParameterSize
 
 SCORE = Names("score", "score", "")
+# The class of the language model that they are made of.
+CAUSAL_LM = "LlamaForCausalLM"
 
 
 class Task(NamedTuple):

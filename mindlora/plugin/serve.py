@@ -14,6 +14,7 @@ from mindlora.checks.pet_config import refuse_pet_config
 from mindlora.config import expand_pet_type
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.errors import ConfigError
+from mindlora.models.llama_classifiers import CAUSAL_LM, task_of
 from mindlora.plugin.launcher import build_config
 from mindlora.plugin.launching.preflight import set_base_format
 from mindlora.serving.adapter_registry import AdapterRegistry
@@ -55,6 +56,9 @@ def build_engine(
     if pet_config:
         expand_pet_type(pet_config)
         refuse_pet_config(pet_config)
+    if model.arch and task_of(model.arch.type) is not None:
+        # Its adapters bring their heads along, on the language model that a classifier is made of.
+        model.arch.type = CAUSAL_LM
     refuse(check_served(yaml))
     if is_mcore(yaml):
         model = {"model_config": model_config_of(yaml)}

@@ -5,6 +5,8 @@ import statistics
 import threading
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
+import numpy as np
+
 from mindlora.errors import LoraError
 from mindlora.serving.request import Request
 from mindlora.serving.sampling import Sampled
@@ -20,6 +22,7 @@ class Piece:
         logprobs (list of Sampled or None): One for each token, if the request asks for logprobs.
         prompt_logprobs (list of Sampled or None): In the first piece, one for each token of the prompt, if the request
             asks for prompt_logprobs. Those before scored_from have the logprob None.
+        vectors (array or None): In the last piece, float32 [tokens, width], if the request is a reading.
         finish_reason (str or None): "stop", "length", "cancelled" or "error" in the last piece, else None.
         error (Exception or None): Why the request failed, with "error".
     """
@@ -28,6 +31,7 @@ class Piece:
     tokens: List[int] = dataclasses.field(default_factory=list)
     logprobs: Optional[List[Sampled]] = None
     prompt_logprobs: Optional[List[Sampled]] = None
+    vectors: Optional[np.ndarray] = None
     finish_reason: Optional[str] = None
     error: Optional[Exception] = None
 
@@ -47,8 +51,8 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         tokens,
         logprobs,
         pieces[0].prompt_logprobs,
-        pieces[-1].finish_reason,
-        pieces[-1].error,
+        finish_reason=pieces[-1].finish_reason,
+        error=pieces[-1].error,
     )
 
 

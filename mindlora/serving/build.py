@@ -63,7 +63,9 @@ def make_engine(
     pooled = add_pools(network, cells, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).dtype)]
     tables = _tables(network)
-    layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint, None if quantize else _weights(cells), tables)
+    weights = None if quantize else _weights(cells)
+    hidden = embedding_of(network)[1].shape[1]
+    layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint, weights, tables, hidden)
     runner = ModelRunner(network, pooled, dtype, settings, tables)
     memory = AdapterMemory(registry, lambda path: prepare(path, layout), settings.adapter_memory)
     adapters = AdapterSlots(memory, settings.slots, runner.pools.write)

@@ -11,6 +11,7 @@ from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
 from mindlora.serving.answer import Piece, Stream, joined
 from mindlora.serving.detokenizer import Detokenizer, Stopping, TextDecoder
 from mindlora.serving.prompt_scores import score_prompts, scores_of
+from mindlora.serving.readings import read_texts, vectors_of
 from mindlora.serving.request import Part, Request, Sampling, State
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.sampling import Sampler, sample_batch
@@ -132,7 +133,8 @@ class Engine:
         """Asks an adapter, or the base if it is None, for an answer to the tokens of a prompt.
 
         With ``sampling.prompt_logprobs``, request.prompt_logprobs of what is returned is complete when the answer
-        begins; with max_tokens 0 too, there is no answer and the prompt is all that is computed.
+        begins; with max_tokens 0 too, there is no answer and the prompt is all that is computed. With
+        ``sampling.reading`` and max_tokens 0, the one piece of the answer has vectors.
 
         Raises:
             RequestError: The prompt or a number of ``sampling`` cannot be used.
@@ -243,7 +245,7 @@ class Engine:
     def _step(self, parts: List[Part]) -> List[Tuple[Stream, Piece]]:
         try:
             logits = self.runner.forward(parts)
-            failed = score_prompts(self.runner, parts)
+            failed = {**score_prompts(self.runner, parts), **read_texts(self.runner, parts)}
         except Exception as error:  # whatever it is, the other requests can go on
             logger.exception("A step failed.")
             return self._fail(parts, error)
@@ -305,7 +307,7 @@ class Engine:
             self._cached_tokens += request.cached
             prompt_logprobs = scores_of(request)
         if request.sampling.max_tokens == 0:
-            return self._end(request, "length", prompt_logprobs=prompt_logprobs)
+            return self._end(request, "length", prompt_logprobs=prompt_logprobs, vectors=vectors_of(request))
         request.tokens.append(sampled.token)
         self._generated_tokens += 1
         text, reason = answer.stopping.add(sampled.token)

@@ -15,6 +15,7 @@ from mindlora.models import names
 from mindlora.nn.dora import row_norms
 from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
 from mindlora.serving.adapter_tables import AdapterTables, BaseTables, refuse_served, take_tables
+from mindlora.serving.score_head import ScoreHead, take_score
 
 # What is at least this large rounds to infinity: halfway from the largest number to the next power of two.
 _LIMITS = {np.dtype("<f2"): 65520.0, BFLOAT16: (2 - 2.0**-8) * 2.0**127}
@@ -34,6 +35,7 @@ class ServedLayout:
         weights (mapping or None): Adapter path -> the base's weight [out, in] there, for DoRA; None where there are
             none in float.
         tables (BaseTables or None): The base's embedding and head, for adapters with their own; None refuses them.
+        hidden (int or None): The width of the model, for the heads of classifiers; None takes any.
     """
 
     cells: Mapping[str, CellShape]
@@ -42,6 +44,7 @@ class ServedLayout:
     fingerprint: Optional[Callable[[List[str]], Optional[dict]]] = None
     weights: Optional[Mapping[str, np.ndarray]] = None
     tables: Optional[BaseTables] = None
+    hidden: Optional[int] = None
 
 
 class Block(NamedTuple):
@@ -72,6 +75,7 @@ class PackedAdapter:
         blocks (dict): Adapter path -> Block. A cell that is not in it gets rank 0.
         fingerprint (dict or None): That of the base that it was trained on, as the file has it.
         tables (AdapterTables): Its own embedding and output head.
+        score (ScoreHead or None): The head of a classifier; None of an adapter that writes text.
     """
 
     source: str
@@ -80,6 +84,7 @@ class PackedAdapter:
     rank_max: int
     fingerprint: Optional[dict] = None
     tables: AdapterTables = AdapterTables()
+    score: Optional[ScoreHead] = None
 
 
 def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
@@ -91,12 +96,13 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
         MissingTensorsError, ShapeMismatchError, NotFiniteError, ScaleMismatchError: A tensor cannot be used.
-        UnexpectedTensorsError: A tensor has no place, as of saved modules other than embedding and output head.
+        UnexpectedTensorsError: A tensor has no place, as of saved modules other than embedding, output head and score.
         RankMismatchError: A rank is above max_rank.
         BaseMismatchError: It was trained on another base.
     """
     adapter = files.read(source)
     adapter.check_finite(source)
+    score = take_score(adapter, layout.hidden, source)
     tables = take_tables(adapter, layout.tables, source)
     _check_servable(adapter, layout, source)
     # An adapter can be of tables alone.
@@ -109,10 +115,11 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     return PackedAdapter(
         source,
         blocks,
-        sum(block.nbytes for block in blocks.values()) + tables.nbytes,
+        sum(block.nbytes for block in blocks.values()) + tables.nbytes + (score.nbytes if score else 0),
         max((len(block.rows) for block in blocks.values()), default=0),
         adapter.fingerprint,
         tables,
+        score,
     )
 
 

@@ -4,11 +4,24 @@ import dataclasses
 import enum
 import itertools
 import time
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from mindlora.serving.prompt_lookup import PromptLookup
 
 _IDS = itertools.count()
+
+
+class Reading(NamedTuple):
+    """What is asked of a text in place of an answer.
+
+    Attributes:
+        scores (bool): Whether that are the scores of the adapter's head, and not what a head takes, the hidden state
+            behind the last norm.
+        every (bool): Of every token, and not of the last one alone.
+    """
+
+    scores: bool
+    every: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +29,8 @@ class Sampling:
     """How tokens are chosen, and when a request ends.
 
     Attributes:
-        max_tokens (int): New tokens at most; 0 with prompt_logprobs, to have a text scored and nothing added.
+        max_tokens (int): New tokens at most; 0 with prompt_logprobs, to have a text scored and nothing added, and with
+            reading.
         temperature (float): Divides the logits; 0 always takes the likeliest token.
         top_p (float): Only the likeliest tokens whose probabilities add up to top_p are drawn from.
         top_k (int): Only the top_k likeliest tokens are drawn from; 0 for all.
@@ -34,6 +48,7 @@ class Sampling:
         scored_from (int): Index of the first token of the prompt to report; at least 1, since nothing predicts the
             first.
         grammar (Grammar or None): What the answer must be: see mindlora.serving.constraints.
+        reading (Reading or None): What is asked in place of an answer.
     """
 
     max_tokens: int = 16
@@ -52,6 +67,7 @@ class Sampling:
     prompt_logprobs: Optional[int] = None
     scored_from: int = 1
     grammar: Optional[Any] = None
+    reading: Optional[Reading] = None
 
 
 class State(enum.Enum):
@@ -83,13 +99,14 @@ class Request:
         prompt (list of int): Token ids, at least one.
         adapter (str or None): Name of the adapter; None for the base.
         number (int): Unique in the process, in the order of creation.
-        tokens (list of int): The prompt and what was generated. With max_tokens 0, the prompt without its last token,
-            after which nothing is asked.
+        tokens (list of int): The prompt and what was generated. Where a prompt is scored alone, the prompt without its
+            last token, after which nothing is asked.
         computed (int): The tokens from the start whose keys and values are in the cache.
         cached (int): Those of the prompt's tokens that were in the cache before the request came.
         blocks (list of int): The blocks of the cache that hold them, in order.
         lookup (PromptLookup or None): What guesses its next tokens, if the engine speculates.
         prompt_logprobs (dict): Index in the prompt -> Sampled, of the tokens that were asked for and are computed.
+        vectors (dict): Index in the prompt -> float32 [width], of the tokens that a reading asks for and are computed.
         lease (Lease or None): The adapter's slot, while the request runs; None for the base.
         finish_reason (str or None): "stop", "length", "cancelled" or "error" when it is finished.
         preemptions (int): How often it lost its blocks and was computed again.
@@ -106,6 +123,7 @@ class Request:
     blocks: List[int] = dataclasses.field(default_factory=list)
     lookup: Optional[PromptLookup] = None
     prompt_logprobs: Dict[int, Any] = dataclasses.field(default_factory=dict)
+    vectors: Dict[int, Any] = dataclasses.field(default_factory=dict)
     lease: Optional[Lease] = None
     state: State = State.WAITING
     finish_reason: Optional[str] = None
@@ -117,7 +135,8 @@ class Request:
     finished: float = 0.0
 
     def __post_init__(self):
-        self.tokens = self.prompt[:-1] if self.sampling.max_tokens == 0 else list(self.prompt)
+        is_scored_alone = self.sampling.max_tokens == 0 and self.sampling.reading is None
+        self.tokens = self.prompt[:-1] if is_scored_alone else list(self.prompt)
 
     @property
     def generated(self) -> List[int]:
@@ -127,6 +146,8 @@ class Request:
     @property
     def reusable(self) -> int:
         """How many of its first tokens need no step if their keys and values are in the cache already."""
+        if self.sampling.reading is not None and self.sampling.reading.every:
+            return 0
         if self.sampling.prompt_logprobs is None:
             return len(self.tokens) - 1
         return min(self.sampling.scored_from, len(self.tokens)) - 1
@@ -166,3 +187,11 @@ class Part:
         if sampling.prompt_logprobs is None:
             return range(0)
         return range(max(self.start + 1, sampling.scored_from), end)
+
+    @property
+    def reads(self) -> range:
+        """The tokens of the prompt, by index, whose vectors the step gives."""
+        reading, end = self.request.sampling.reading, self.start + self.count
+        if reading is None or not (reading.every or self.samples):
+            return range(0)
+        return range(self.start if reading.every else end - 1, end)

@@ -15,6 +15,7 @@ from mindlora.serving.adapter_tables import AdapterTables, BaseTables
 from mindlora.serving.network import ServedHead, ServedStep, open_embedding, set_stage, takes_few
 from mindlora.serving.packed_adapter import PackedAdapter
 from mindlora.serving.request import Part
+from mindlora.serving.score_head import ScoreHead
 from mindlora.serving.settings import EngineSettings
 
 
@@ -82,6 +83,7 @@ class SlotPools:
     Attributes:
         gained (set of int): The slots whose adapter has gains (DoRA).
         tables (dict): Slot -> AdapterTables, of adapters with an embedding or an output head of their own.
+        scores (dict): Slot -> ScoreHead, of classifiers.
     """
 
     def __init__(self, cells: Mapping[str, MultiLoRADense], dtype: np.dtype):
@@ -91,6 +93,7 @@ class SlotPools:
         self._widths = {path: cell.out_channels for path, cell in cells.items()}
         self.gained: Set[int] = set()
         self.tables: Dict[int, AdapterTables] = {}
+        self.scores: Dict[int, ScoreHead] = {}
         # What a cell gets that the adapter leaves as it is: one row that adds nothing.
         self._nothing = [to_tensor(np.zeros((1, cell.lora_pool.shape[2]), dtype)) for cell in cells.values()]
 
@@ -108,6 +111,9 @@ class SlotPools:
         self.tables.pop(slot, None)
         if packed.tables.nbytes:
             self.tables[slot] = packed.tables
+        self.scores.pop(slot, None)
+        if packed.score is not None:
+            self.scores[slot] = packed.score
 
     def warm_up(self) -> None:
         """Compiles the graph, and leaves every slot empty."""
@@ -223,6 +229,15 @@ class ModelRunner:
             set_stage(self.network, True, beyond_pairs)
         logits = self._heads[beyond_pairs](hidden, slots, Tensor(np.array(rows, np.int32))).asnumpy()
         return self._with_own_heads(logits, rows)
+
+    def hidden_at(self, rows: Sequence[int]) -> np.ndarray:
+        """Returns float32 [rows, hidden], what the head takes for tokens of the step that forward has computed last."""
+        hidden, _, _ = self._last
+        return to_float32(to_array(hidden)[list(rows)])
+
+    def score_head(self, slot: int) -> Optional[ScoreHead]:
+        """Returns the head of the classifier in a slot; None for one that writes text, and for the base, -1."""
+        return self.pools.scores.get(slot)
 
     def _step_for(self, few: bool, beyond_pairs: bool) -> ServedStep:
         if (few, beyond_pairs) not in self._steps:

@@ -166,10 +166,11 @@ class Scheduler:
     def _check(self, request: Request) -> None:
         prompt = len(request.prompt)
         new = request.sampling.max_tokens
-        if new < (request.sampling.prompt_logprobs is None):
+        reads = request.sampling.reading is not None
+        if new < (request.sampling.prompt_logprobs is None and not reads):
             raise RequestError(f"max_tokens is {new}: ask for at least one token.")
         if not request.tokens:
-            least = "one" if new else "two, the second of which has a log-probability"
+            least = "one" if new or reads else "two, the second of which has a log-probability"
             raise RequestError(f"The prompt has {prompt} tokens: give it at least {least}.")
         if len(request.tokens) + new > self.seq_length:
             raise RequestError(

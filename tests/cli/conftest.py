@@ -4,10 +4,11 @@ import contextlib
 import io
 import types
 
+import numpy as np
 import pytest
 
 from mindlora import cli
-from tests.support.scripted_engine import make_engine, write_adapter
+from tests.support.scripted_engine import HIDDEN, make_engine, write_adapter
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +21,20 @@ def adapters(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory):
+    """A folder of adapters with score heads, and one without."""
+    folder = tmp_path_factory.mktemp("classifiers")
+    write_adapter(folder, "pirate", "Arr, ")
+    rng = np.random.default_rng(0)
+    for name, labels in (("judge", 3), ("reward", 1), ("tagger", 2)):
+        score = rng.normal(size=(labels, HIDDEN)).astype(np.float32)
+        write_adapter(folder, name, score=score, of_tokens=name == "tagger")
+    return str(folder)
+
+
 @pytest.fixture
-def run(adapters, capsys, monkeypatch):
+def run(adapters, classifiers, capsys, monkeypatch):
     """Returns a function that runs a command line in place of a terminal's user.
 
     It takes words, what is typed (``typed``; None for a terminal at which nothing is) and the engine's error, and
@@ -30,7 +43,7 @@ def run(adapters, capsys, monkeypatch):
 
     @contextlib.contextmanager
     def loaded_engine(arguments, named, defaults):
-        engine = ran.engine = make_engine(adapters)
+        engine = ran.engine = make_engine(arguments.adapters)
         engine.runner.error = ran.error
         for name in named.chosen:
             engine.adapters.memory.load(name)
@@ -40,7 +53,7 @@ def run(adapters, capsys, monkeypatch):
             if engine.alive:
                 engine.stop()
 
-    for module in ("generate", "chat"):
+    for module in ("generate", "chat", "classify"):
         monkeypatch.setattr(f"mindlora.cli.{module}.loaded_engine", loaded_engine)
 
     def ran(*words, typed=None, error=None):
@@ -49,7 +62,8 @@ def run(adapters, capsys, monkeypatch):
         monkeypatch.setattr(stdin, "isatty", lambda: typed is None)
         monkeypatch.setattr("sys.stdin", stdin)
         verb, *rest = words
-        code = cli.main([verb, "--config", "run.yaml", "--adapters", adapters, *rest])
+        folder = classifiers if verb == "classify" else adapters
+        code = cli.main([verb, "--config", "run.yaml", "--adapters", folder, *rest])
         printed = capsys.readouterr()
         return types.SimpleNamespace(code=code, out=printed.out, err=printed.err.splitlines())
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from mindlora.data.tokenizers import load_tokenizer
@@ -9,7 +10,7 @@ from mindlora.drafts.folder import read_folder
 from mindlora.drafts.model import CPU, served_content
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
-from mindlora.serving.request import Sampling
+from mindlora.serving.request import Reading, Sampling
 from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode
 from tests.peers.test_folders_against_transformers import LEGACY, MCORE, SIZES, tokenizer  # noqa: F401
@@ -62,9 +63,36 @@ def adapters_for(config):
     }
 
 
+# Name -> task and labels, of adapters with a score head.
+CLASSIFIERS = {"texts": ("SEQ_CLS", 3), "words": ("TOKEN_CLS", 2), "reward": ("SEQ_CLS", 1)}
+CLASSIFIER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+
+
 def settings_for():
     """The sizes of an engine for short texts."""
     return EngineSettings(seq_length=64, block_size=8, max_running=16, max_tokens_per_step=300, slots=6, max_rank=8)
+
+
+def read_texts(engine, names):
+    """Returns (name, prompt, every) -> vectors of every token, or of the last alone."""
+    streams = {}
+    for name, prompt in itertools.product(names, PROMPTS):
+        for every in (True, False):
+            sampling = Sampling(max_tokens=0, reading=Reading(name in CLASSIFIERS, every))
+            streams[name, tuple(prompt), every] = engine.submit(prompt, sampling, name)
+    return {key: list(stream)[-1].vectors for key, stream in streams.items()}
+
+
+def peft_vectors(peer, model, folder, name, prompt, path):
+    """Returns what transformers and PEFT give for every token of a prompt, or where it is a score, for the last."""
+    asked = {"model": model, "ids": [prompt], "path": path, "adapter": folder / name if name else None}
+    if name in CLASSIFIERS:
+        task, labels = CLASSIFIERS[name]
+        peer.classifier_logits(task=task, labels=labels, **asked)
+    else:
+        peer.hidden_states(**asked)
+    found = np.load(path)
+    return found[0] if found.ndim == 3 else found
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,7 +122,10 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
             safetensors=True,
             embeddings=False,
         )
-    registry = AdapterRegistry(None, {adapter: str(tmp_path / adapter) for adapter in adapters})
+    for adapter, (task, labels) in CLASSIFIERS.items():
+        config = CLASSIFIER
+        peer.make_classifier_adapter(model=model, folder=tmp_path / adapter, task=task, labels=labels, config=config)
+    registry = AdapterRegistry(None, {adapter: str(tmp_path / adapter) for adapter in (*adapters, *CLASSIFIERS)})
     content = served_content(read_folder(str(model)), CPU)
     with in_mode(0):
         engine = make_engine(content["model"], str(model), load_tokenizer(str(model)), registry, settings_for())
@@ -104,7 +135,13 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
         streams = [engine.submit(prompt, sampling, adapter) for adapter, prompt in asked]
         for stream in streams:
             stream.text()
+        readings = read_texts(engine, (None, "some", "dora", *CLASSIFIERS))
         engine.stop()
+    for (adapter, prompt, every), vectors in readings.items():
+        expected = peft_vectors(peer, model, tmp_path, adapter, prompt, tmp_path / "vectors.npy")
+        if every and len(expected) == 1:
+            vectors = vectors[-1:]
+        np.testing.assert_allclose(vectors, expected if every else expected[-1:], atol=2e-5, err_msg=f"{adapter}")
     answers, compared = {}, 0
     for (adapter, prompt), stream in zip(asked, streams):
         folder = tmp_path / adapter if adapter else None

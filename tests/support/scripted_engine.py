@@ -1,7 +1,8 @@
 """The engine with a runner that has no model: what it answers is known, and it is as slow or as broken as a test asks.
 
 The base repeats the prompt, an end token behind it, and then the same again. An adapter says its mark first: the text
-in its file adapter_model.bin.
+in its file adapter_model.bin. One with a file score.npy, [labels, HIDDEN], is a classifier, and with
+tags.npy one of words.
 """
 
 import contextlib
@@ -20,10 +21,12 @@ from mindlora.serving.blocks import BlockPool
 from mindlora.serving.detokenizer import end_tokens
 from mindlora.serving.engine import Engine
 from mindlora.serving.scheduler import Scheduler
+from mindlora.serving.score_head import ScoreHead
 from tests.support.chat_templates import CHATML, chat_tokenizer
 
 BASE = "tiny-base"
 SEQ_LENGTH = 256
+HIDDEN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +35,12 @@ class Packed:
 
     Attributes:
         mark (list of int): Tokens that its answers begin with.
+        score (ScoreHead or None): The head of a classifier.
         nbytes (int): Bytes of memory.
     """
 
     mark: list
+    score: object = None
     nbytes: int = 64
 
 
@@ -52,6 +57,9 @@ class ScriptedRunner:
     def __init__(self, tokenizer):
         self.vocab_size, self._end = len(tokenizer), tokenizer.eos_token_id
         self.marks, self.delay, self.error, self.steps = {-1: []}, 0.0, None, 0
+        self.heads = {}
+        # The hidden state of a token, whatever is before it.
+        self.hidden = np.random.default_rng(0).normal(size=(self.vocab_size, HIDDEN)).astype(np.float32)
         self.going = threading.Event()
         self.going.set()
 
@@ -78,17 +86,28 @@ class ScriptedRunner:
         logits[np.arange(len(rows)), [self._computed[row] for row in rows]] = 5.0
         return logits
 
+    def hidden_at(self, rows):
+        return self.hidden[[self._computed[row] for row in rows]]
+
+    def score_head(self, slot):
+        return self.heads.get(slot)
+
+    def write(self, slot, packed):
+        self.marks[slot], self.heads[slot] = packed.mark, packed.score
+
     def _next(self, request, ahead):
         line = [*self.marks[request.slot], *request.prompt, self._end]
         return line[(len(request.generated) + ahead) % len(line)]
 
 
-def write_adapter(folder, name, mark="marked "):
-    """Writes an adapter, which says its mark; without a mark it is damaged."""
+def write_adapter(folder, name, mark="marked ", score=None, of_tokens=False):
+    """Writes an adapter, which says its mark; without a mark it is damaged. With a score it is a classifier."""
     path = os.path.join(folder, name)
     os.makedirs(path, exist_ok=True)
     with open(os.path.join(path, "adapter_model.bin"), "w", encoding="utf-8") as file:
         file.write(mark)
+    if score is not None:
+        np.save(os.path.join(path, "tags.npy" if of_tokens else "score.npy"), score)
     return path
 
 
@@ -114,13 +133,22 @@ def make_engine(
             mark = file.read()
         if not mark:
             raise AdapterFormatError(f"{os.path.basename(path)} holds no tensors: copy the adapter again.")
-        return Packed(tokenizer.encode(mark, add_special_tokens=False))
+        return Packed(tokenizer.encode(mark, add_special_tokens=False), _score_of(path))
 
     memory = AdapterMemory(AdapterRegistry(folder, paths), prepare, max_bytes=1 << 20)
-    adapters = AdapterSlots(memory, slots, lambda slot, packed: runner.marks.__setitem__(slot, packed.mark))
+    adapters = AdapterSlots(memory, slots, runner.write)
     pool = BlockPool(num_blocks, block_size)
     scheduler = Scheduler(pool, adapters, max_running, 64, max_waiting, seq_length, prompt_lookup)
     return Engine(runner, scheduler, adapters, tokenizer, end_tokens(tokenizer), name)
+
+
+def _score_of(path):
+    for name in ("score.npy", "tags.npy"):
+        if os.path.exists(os.path.join(path, name)):
+            weight = np.load(os.path.join(path, name))
+            names = tuple(f"LABEL_{number}" for number in range(len(weight)))
+            return ScoreHead(weight, None, names, of_tokens=name == "tags.npy")
+    return None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ CLASSES = {
 
 def _load(model, task, labels):
     torch.manual_seed(7)
-    return CLASSES[task].from_pretrained(model, num_labels=labels).eval()
+    return CLASSES[task].from_pretrained(model, num_labels=labels, dtype=torch.float32).eval()
 
 
 def make_classifier_adapter(model, folder, task, labels, config):
@@ -30,3 +30,12 @@ def classifier_logits(model, adapter, ids, path, task, labels):
     loaded = PeftModel.from_pretrained(_load(model, task, labels), adapter).eval()
     with torch.no_grad():
         np.save(path, loaded(torch.tensor(ids)).logits.numpy())
+
+
+def hidden_states(model, ids, path, adapter=None):
+    """Saves what the head takes for token ids, with an adapter loaded as PEFT loads it."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if adapter:
+        loaded = PeftModel.from_pretrained(loaded, adapter)
+    with torch.no_grad():
+        np.save(path, loaded.eval()(torch.tensor(ids), output_hidden_states=True).hidden_states[-1].numpy())

@@ -19,7 +19,7 @@ import numpy as np  # noqa: E402
 import peft  # noqa: E402
 import torch  # noqa: E402
 from adalora_side import adalora_steps  # noqa: E402
-from classifiers_side import classifier_logits, make_classifier_adapter  # noqa: E402
+from classifiers_side import classifier_logits, hidden_states, make_classifier_adapter  # noqa: E402
 from diffusers_side import (  # noqa: E402
     diffusion_cells,
     diffusion_outputs,
@@ -348,6 +348,7 @@ VERBS = {
         save_diffusion,
         make_classifier_adapter,
         classifier_logits,
+        hidden_states,
     )
 }
 
