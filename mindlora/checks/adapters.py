@@ -1,6 +1,7 @@
 """pet_config.adapters: several adapters that train in one run, and what they need from the rest of the YAML."""
 
 import dataclasses
+import os
 import re
 from typing import Any, Dict, Iterator, List, Mapping, Optional
 
@@ -16,17 +17,18 @@ from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config.variants.registry import LORA
 from mindlora.errors import ConfigError, LoraError
+from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.numerics.initializers import changes_base
 
 KEY = f"{PET}.adapters"
 OPTIMIZER = "AdamW"
-# What adapters may differ in: keys of pet_config, besides name and learning_rate.
+# What adapters may differ in: keys of pet_config, besides name, learning_rate and data.
 _DIFFER = (
     *("lora_rank", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform"),
     *("lora_init", "lora_a_init", "lora_b_init", "seed"),
 )
-OWN_KEYS = ("name", "learning_rate", *_DIFFER)
+OWN_KEYS = ("name", "learning_rate", "data", *_DIFFER)
 # Other keys that one could want to differ, and why they cannot.
 _SHARED = {
     "quantize_base": "all adapters of a run share one base in memory, in one form",
@@ -63,18 +65,21 @@ class TrainedAdapter:
         name (str): What its folder is called.
         config (PetLoraConfig): pet_config, with what the adapter has of its own.
         learning_rate (float or None): In place of lr_schedule.learning_rate; None for that one.
+        data (str or None): MindRecord, or folder of them, in place of that of train_dataset; None for that one.
         own (dict): The keys of pet_config that it has of its own.
     """
 
     name: str
     config: PetLoraConfig
     learning_rate: Optional[float]
+    data: Optional[str]
     own: Dict[str, Any]
 
     @property
     def settings(self) -> Dict[str, Any]:
         """All that it has of its own, but the name."""
-        return {**self.own, **({} if self.learning_rate is None else {"learning_rate": self.learning_rate})}
+        beside = {"learning_rate": self.learning_rate, "data": self.data}
+        return {**self.own, **{key: value for key, value in beside.items() if value is not None}}
 
 
 def trained_adapters(pet_config: PetLoraConfig) -> List[TrainedAdapter]:
@@ -114,8 +119,11 @@ def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> Tr
     rate = node.pop("learning_rate", None)
     if rate is not None:
         check_number(rate, f"{where}: learning_rate", NOT_NEGATIVE)
+    data = node.pop("data", None)
+    if data is not None and not isinstance(data, str):
+        raise ConfigError(f"{where}: data is {data!r}, but it must be the path of a MindRecord, or of a folder.")
     try:
-        return TrainedAdapter(name, dataclasses.replace(pet_config, adapters=None, **node), rate, node)
+        return TrainedAdapter(name, dataclasses.replace(pet_config, adapters=None, **node), rate, data, node)
     except LoraError as refusal:
         raise ConfigError(f"{where}: {refusal}") from refusal
 
@@ -138,6 +146,7 @@ def check_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield error(KEY, str(refusal))
         return
     yield from _check_kind(pet_config, adapters)
+    yield from _check_data(config, adapters)
     yield from _check_run(config)
     yield from _check_keys(config)
     for name, callback in named_items(config.get("callbacks")):
@@ -173,6 +182,34 @@ def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter]) -> It
                 f"lora_init of {adapter.name} is {adapter.config.lora_init}, which changes the base that the other "
                 "adapters train on.",
                 "Use kaiming, gaussian or orthogonal.",
+            )
+
+
+def _check_data(config: Mapping[str, Any], adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+    own = [adapter for adapter in adapters if adapter.data]
+    for adapter in own:
+        path = adapter.data or ""
+        if not mindrecord_files(path) or not os.path.exists(path):
+            yield error(
+                KEY,
+                f"data of the adapter {adapter.name} is {path}, where there is no MindRecord (the current "
+                f"folder is {os.getcwd()}).",
+                "Correct the path.",
+            )
+    if own and value_at(config, "lr_schedule.warmup_epochs"):
+        yield error(
+            "lr_schedule.warmup_epochs",
+            f"lr_schedule.warmup_epochs is set, and {own[0].name} has data of its own, with epochs of another length.",
+            "Set warmup_steps or warmup_ratio.",
+        )
+    needed = (("train_dataset.data_loader.type", "MindDataset"), ("train_dataset.drop_remainder", True))
+    for key, value in needed if own else ():
+        if value_at(config, key) != value:
+            yield error(
+                key,
+                f"{key} is {value_at(config, key)!r}, and {own[0].name} has data of its own, which is read as a "
+                "MindRecord and in batches of equal size.",
+                f"Set it to {value}.",
             )
 
 

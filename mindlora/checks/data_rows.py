@@ -13,7 +13,7 @@ from mindlora.checks.model import architecture_of
 from mindlora.checks.training import callbacks_of
 from mindlora.common.fields import COUNT
 from mindlora.common.run_modes import TRAINING_MODES
-from mindlora.common.yaml_file import value_at
+from mindlora.common.yaml_file import PET, value_at
 from mindlora.formats.mindrecord_files import mindrecord_files, row_count
 
 Data = Union[str, Sequence[str]]
@@ -68,6 +68,10 @@ def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[st
     lengths = _lengths(config)
     if training:
         yield "train_dataset", _rows_of(data_of(config.get("train_dataset")), first_rows), lengths
+        for number, adapter in enumerate(value_at(config, f"{PET}.adapters") or ()):
+            own = adapter.get("data") if isinstance(adapter, Mapping) else None
+            if isinstance(own, str) and os.path.exists(own):
+                yield f"{PET}.adapters[{number}].data", _rows_of(own, first_rows), lengths
     if config.get("run_mode") == "eval" or (training and config.get("do_eval")):
         length = value_at(config, "model.model_config.seq_length")
         evaluated = lengths if _takes_shifted_labels(config) else (length, length + 1)

@@ -61,6 +61,7 @@ def test_what_an_adapter_does_not_say_is_that_of_pet_config():
         ([{"name": 1}], "must be the name of a folder"),
         ([{"learning_rate": -1.0}], "a number of at least 0"),
         ([{"lora_rank": 0}], r"adapters\[0\]: lora_rank is 0"),
+        ([{"data": ["a.mindrecord"]}], r"adapters\[0\]: data is \['a.mindrecord'\], but it must be the path"),
     ],
 )
 def test_wrong_adapters(adapters, message):
@@ -71,6 +72,23 @@ def test_wrong_adapters(adapters, message):
 def test_a_yaml_without_faults():
     assert found(config()) == []
     assert found({"run_mode": "finetune", "optimizer": {"type": "Adam"}}) == []
+
+
+def test_data_of_an_adapter(tmp_path):
+    (tmp_path / "own.mindrecord").touch()
+    pet = {"adapters": [{"name": "own", "data": str(tmp_path / "own.mindrecord")}, {}]}
+    data = {"data_loader": {"type": "MindDataset"}, "drop_remainder": True}
+    assert found(config(pet, train_dataset=data)) == []
+    pet["adapters"][0]["data"] = str(tmp_path / "other.mindrecord")
+    ((_, key, message),) = found(config(pet, train_dataset=data))
+    assert key == KEY and "data of the adapter own is" in message and "there is no MindRecord" in message
+    pet["adapters"][0]["data"] = str(tmp_path / "own.mindrecord")
+    changes = {"train_dataset": {"data_loader": {"type": "TFRecordDataset"}}, "lr_schedule": {"warmup_epochs": 1}}
+    findings = found(config(pet, **changes))
+    assert [key for _, key, _ in findings] == [
+        *("lr_schedule.warmup_epochs", "train_dataset.data_loader.type", "train_dataset.drop_remainder")
+    ]
+    assert "Set warmup_steps or warmup_ratio" in findings[0][2] and "in batches of equal size" in findings[2][2]
 
 
 @pytest.mark.parametrize(

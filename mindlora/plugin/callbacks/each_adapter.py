@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Mapping, Optional
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_output_root_path
 from mindspore import Callback
+from mindspore.dataset import Dataset
 from mindspore.train import RunContext
 from mindspore.train.callback._callback import InternalCallbackParam
 
@@ -20,6 +21,7 @@ from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.plugin.callbacks.run_description import facts_of_configuration
 from mindlora.plugin.callbacks.run_report import RunReport
 from mindlora.plugin.graph.network import innermost, train_step_of
+from mindlora.plugin.graph.stacked.data import datasets_of
 from mindlora.plugin.graph.stacked.held_out import HeldOutOfAdapters
 from mindlora.plugin.graph.stacked.step_of_adapter import StepOfAdapter
 from mindlora.plugin.log import logger
@@ -29,7 +31,10 @@ from mindlora.training.report import write_report
 # What the output folder of the run has besides a folder for each adapter.
 COMPARISON, PAGE = "comparison.json", "comparison.html"
 # What callbacks are told of an adapter alone.
-_OF_ITS_OWN = ("train_network", "list_callback", "net_outputs", "eval_results", "training_events", "run_facts")
+_OF_ITS_OWN = (
+    *("train_network", "list_callback", "train_dataset", "batch_num"),
+    *("net_outputs", "eval_results", "training_events", "run_facts"),
+)
 
 
 class BestRows(Callback):
@@ -58,7 +63,9 @@ class AdapterRun:
         ended (dict or None): Where it learns no more: the "step" and the "reason", "" for the end of the run.
     """
 
-    def __init__(self, node: Mapping[str, Any], shared: InternalCallbackParam, step: StepOfAdapter, rows: BestRows):
+    def __init__(
+        self, node: Mapping[str, Any], shared: InternalCallbackParam, step: StepOfAdapter, data: Dataset, rows: BestRows
+    ):
         self.name = node["name"]
         self.settings = node["settings"]
         self.step = step
@@ -74,7 +81,8 @@ class AdapterRun:
         ]
         self.params = InternalCallbackParam()
         self.params.update(shared)
-        self.params.update(train_network=step, list_callback=self.callbacks)
+        self.params.update(train_network=step, list_callback=self.callbacks, train_dataset=data)
+        self.params["batch_num"] = data.get_dataset_size()
         self.params["run_facts"] = facts_of_configuration(self.params, configuration)
         self.context = RunContext(self.params)
 
@@ -92,7 +100,7 @@ class AdapterRun:
         record = self.step.last_record()
         self.params["net_outputs"] = (record.loss, record.skipped, self.step.scale_sense, record.learning_rate, None)
         self.call("on_train_step_end")
-        if self.context.get_stop_requested():
+        if self.context.get_stop_requested() or self.params.cur_step_num >= training_state.total_steps(self.params):
             self.end()
 
     def end(self) -> None:
@@ -145,9 +153,11 @@ class EachAdapter(Callback):
         stack = innermost(params.train_network, lambda cell: hasattr(cell, "stack")).stack
         stack.set_initial_values()
         self.held_out = HeldOutOfAdapters(step.network, stack.count)
+        datasets = datasets_of(params.train_dataset, stack.count)
         for number, node in enumerate(self.nodes):
             of_adapter = StepOfAdapter(stack, step, number, self.held_out)
-            run = AdapterRun(node, params, of_adapter, BestRows(self.held_out, number))
+            rows = BestRows(self.held_out, number)
+            run = AdapterRun(node, params, of_adapter, datasets[number], rows)
             self.runs.append(run)
             if node.get("ended"):
                 run.stay(node["folder"], node["ended"])
@@ -182,7 +192,7 @@ class EachAdapter(Callback):
         for run in self._learning(params):
             run.end_step()
             if run.ended is not None and params.cur_step_num < training_state.total_steps(params):
-                reason = run.ended["reason"]
+                reason = run.ended["reason"] or "Its run has ended."
                 logger.warning("step %d: the adapter %s learns no more. %s", params.cur_step_num, run.name, reason)
                 self._write_record()
         if not self._learning(params):

@@ -6,6 +6,7 @@ from mindformers.tools.register import MindFormerConfig
 
 from mindlora.checks.training import callbacks_of
 from mindlora.errors import ConfigError
+from mindlora.plugin.graph.stacked.data import DataOfAdapters
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume import several_adapters, training_state
 
@@ -38,6 +39,8 @@ def _resume_adapters(config: MindFormerConfig, runs: List[Dict[str, Any]], direc
         if ended:
             run.update(folder=folder, ended=ended)
     _start_data_after(config, next(folder for folder, ended in saved.values() if not ended))
+    if config.train_dataset_task.type == DataOfAdapters.__name__:
+        config.train_dataset_task.first_step = config.data_skip_steps
 
 
 def _saving(run: Dict[str, Any]) -> Dict[str, Any]:

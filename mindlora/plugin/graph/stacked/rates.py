@@ -1,6 +1,6 @@
 """AdapterRates: the schedules of several adapters' learning rates, as one schedule of MindFormers."""
 
-from typing import Any, Sequence
+from typing import Any, Optional, Sequence
 
 from mindformers.core.lr import build_lr
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -16,6 +16,7 @@ class AdapterRates(LearningRateSchedule):
         schedule (str): The schedules' type, as in lr_schedule.
         learning_rates (sequence of float): The learning_rate of each; its type is that of lr_schedule.learning_rate.
         learning_rate (float): That of lr_schedule, which no adapter need have.
+        own_total_steps (sequence of int, optional): total_steps of each, where they differ. Default: None, they do not.
         **keys: The schedules' other keys.
 
     Inputs:
@@ -25,10 +26,21 @@ class AdapterRates(LearningRateSchedule):
         float32 [K].
     """
 
-    def __init__(self, schedule: str, learning_rates: Sequence[float], learning_rate: float, **keys: Any):
+    def __init__(
+        self,
+        schedule: str,
+        learning_rates: Sequence[float],
+        learning_rate: float,
+        own_total_steps: Optional[Sequence[int]] = None,
+        **keys: Any,
+    ):
         super().__init__()
         self.learning_rate = learning_rate
-        schedules = [build_lr(class_name=schedule, learning_rate=rate, **keys) for rate in learning_rates]
+        schedules = []
+        for adapter, rate in enumerate(learning_rates):
+            if own_total_steps is not None:
+                keys["total_steps"] = own_total_steps[adapter]
+            schedules.append(build_lr(class_name=schedule, learning_rate=rate, **keys))
         self.schedules = nn.CellList(schedules)
 
     def construct(self, global_step: Tensor) -> Tensor:

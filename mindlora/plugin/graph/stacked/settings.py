@@ -8,7 +8,11 @@ from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, M
 from mindformers.tools.utils import get_output_root_path
 
 from mindlora.checks.adapters import OF_ADAPTER, TrainedAdapter, trained_adapters
+from mindlora.checks.data_rows import data_of
 from mindlora.checks.pet_config import PetLoraConfig
+from mindlora.formats.mindrecord_files import mindrecord_files
+from mindlora.plugin.graph.packing import boundary_of
+from mindlora.plugin.graph.stacked.data import DataOfAdapters, name_data, steps_in_epoch
 from mindlora.plugin.graph.stacked.rates import AdapterRates
 from mindlora.plugin.graph.stacked.train_step import StackedTrainOneStepCell
 from mindlora.plugin.run_configuration import plain
@@ -37,12 +41,30 @@ def prepare_adapters(config: MindFormerConfig) -> None:
     config.lr_schedule = MindFormerConfig(
         **{**keys, "type": AdapterRates.__name__, "schedule": keys["type"], "learning_rates": rates}
     )
+    _prepare_data(config, adapters)
     config.optimizer.type = StackedAdamW.__name__
     config.runner_wrapper.type = StackedTrainOneStepCell.__name__
     shared = [callback for callback in config.callbacks if callback.get("type") not in OF_ADAPTER]
     saving = next((callback for callback in config.callbacks if callback.get("type") == "LoraCheckpoint"), {})
     directory = os.path.abspath(saving.get("directory") or get_output_root_path())
     config.callbacks = [*shared, MindFormerConfig(type="EachAdapter", runs=runs, directory=directory)]
+
+
+def _prepare_data(config, adapters):
+    """Has the run read the data of all adapters, if some have their own; each trains as long as it would alone."""
+    data = [adapter.data for adapter in adapters]
+    if not any(data):
+        return
+    shared = data_of(config.train_dataset)
+    # All rows go through one network, which keeps the examples of a row apart or does not.
+    boundary_of([file for path in data for file in mindrecord_files(path or shared)])
+    config.train_dataset_task.task = config.train_dataset_task.type
+    config.train_dataset_task.type = DataOfAdapters.__name__
+    config.train_dataset_task.data = data
+    if config.lr_schedule.get("total_steps") in (None, -1):
+        rows = config.runner_config.batch_size
+        steps = [steps_in_epoch(config.train_dataset, path or shared, rows) for path in data]
+        config.lr_schedule.own_total_steps = [config.runner_config.epochs * each for each in steps]
 
 
 def alone(configuration: Dict[str, Any], adapter: TrainedAdapter) -> Dict[str, Any]:
@@ -53,6 +75,8 @@ def alone(configuration: Dict[str, Any], adapter: TrainedAdapter) -> Dict[str, A
     pet_config.update(adapter.own)
     if adapter.learning_rate is not None:
         configuration["lr_schedule"]["learning_rate"] = adapter.learning_rate
+    if adapter.data is not None:
+        name_data(configuration["train_dataset"], adapter.data)
     for callback in configuration["callbacks"]:
         if callback["type"] in _WRITING:
             folder = callback.get("directory") or get_output_root_path()
