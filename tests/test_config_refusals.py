@@ -11,6 +11,11 @@ from mindlora.errors import ConfigError
     "fields, message",
     [
         ({"r": 16}, "LoraConfig has no field 'r'. Did you mean 'lora_rank'?"),
+        (
+            {"alora_invocation_tokens": [1]},
+            "LoraConfig has no field 'alora_invocation_tokens'. aLoRA does not train here: train it with PEFT, and "
+            "serve it (mindlora serve).",
+        ),
         ({"lora_rank": 0}, "lora_rank is 0: it must be a whole number of at least 1."),
         ({"lora_rank": -3}, "lora_rank is -3: it must be a whole number of at least 1."),
         ({"lora_rank": True}, "lora_rank is True: it must be a whole number of at least 1."),

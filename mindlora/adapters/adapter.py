@@ -71,6 +71,8 @@ class Adapter:
         initializer (str): "pissa" or "olora", if A and B are for the base that this initializer changed (see
             mindlora.adapters.initial_pairs); None otherwise.
         token_rows (dict): Path of an embedding -> (indices [n], rows [n, dim]) that replace rows of its table.
+        invocation_tokens (tuple of int): The tokens from whose last place in a prompt on it acts (Greenewald et al.,
+            aLoRA, 2025); empty if it acts on all.
     """
 
     tensors: Dict[PartKey, np.ndarray]
@@ -89,6 +91,7 @@ class Adapter:
     peft_fields: Dict[str, Any] = dataclasses.field(default_factory=dict)
     initializer: Optional[str] = None
     token_rows: Dict[str, Tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
+    invocation_tokens: Tuple[int, ...] = ()
 
     @property
     def paths(self) -> List[str]:

@@ -127,7 +127,7 @@ def convert_adapter(
         adapter_files.check_adapter_output(output, to)
     parts.check_part(part)
     wanted = parts.Wanted(part, parts.read_paths(target_paths))
-    adapter = adapter_files.read(source, allow_pickle, wanted, Extras(token_rows=to == "peft"))
+    adapter = adapter_files.read(source, allow_pickle, wanted, _extras(to))
     # A GGUF file has the cells of PEFT's folder.
     form = FORMS[peft.Peft.form if is_gguf else to]
     if form.world:
@@ -163,6 +163,12 @@ def convert_adapter(
         tuple(sorted({adapter.rank(path) for path in adapter.paths})),
         tuple(sorted(set(adapter.alphas.values()))),
     )
+
+
+def _extras(to: str) -> Extras:
+    """Returns what PEFT's form alone has a place for."""
+    is_peft = to == peft.Peft.form
+    return Extras(token_rows=is_peft, invocation_tokens=is_peft)
 
 
 def _base_in_llama_cpp(architecture: Optional[str], config: Dict[str, Any], heads: Heads) -> llama_cpp.Base:

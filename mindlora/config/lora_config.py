@@ -310,6 +310,8 @@ class LoraConfig:
 
 
 def _meant(key, known) -> str:
+    if key == "alora_invocation_tokens":
+        return " aLoRA does not train here: train it with PEFT, and serve it (mindlora serve)."
     return f" Did you mean '{_PEFT_NAMES[key]}'?" if key in _PEFT_NAMES else suggestion(key, known)
 
 

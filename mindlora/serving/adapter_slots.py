@@ -4,10 +4,10 @@ import collections
 import dataclasses
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Set
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 from mindlora.errors import RequestError
-from mindlora.serving.adapter_memory import AdapterMemory, Counts, MemoryStats, Tally
+from mindlora.serving.adapter_memory import AdapterMemory, Counts, Loaded, MemoryStats, Tally
 from mindlora.serving.request import Lease
 
 
@@ -39,6 +39,7 @@ class _Slot:
         self.number = number
         self.name: Optional[str] = None
         self.version = 0
+        self.invocation_tokens: Tuple[int, ...] = ()
         self.users = 0
 
 
@@ -103,7 +104,7 @@ class AdapterSlots:
             raise
         self._writes += 1
         with self._lock:
-            return self._place(name, victim, loaded.version, time.perf_counter() - begin)
+            return self._place(name, victim, loaded, time.perf_counter() - begin)
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back. The adapter keeps its slot until another one needs it."""
@@ -196,7 +197,7 @@ class AdapterSlots:
             return old
         return self._slots[next(iter(self._idle))] if self._idle else None
 
-    def _place(self, name: str, slot: _Slot, version: int, seconds: float) -> Lease:
+    def _place(self, name: str, slot: _Slot, loaded: Loaded, seconds: float) -> Lease:
         """Notes that an adapter has come into a slot; one with an older version is left to those that still use it."""
         old = self._current.get(name)
         if old:
@@ -204,7 +205,8 @@ class AdapterSlots:
         if name in self.registry:
             slot.name = name
             self._current[name] = slot
-        slot.version = version
+        slot.version = loaded.version
+        slot.invocation_tokens = loaded.packed.invocation_tokens
         self._tally.add(name, "misses")
         self._tally.add(name, "loads")
         self._tally.add(name, "seconds", seconds)
@@ -213,7 +215,7 @@ class AdapterSlots:
     def _lease(self, slot: _Slot, name: Optional[str] = None) -> Lease:
         slot.users += 1
         self._idle.pop(slot.number, None)
-        return Lease(name or slot.name or "", slot.number, slot.version)
+        return Lease(name or slot.name or "", slot.number, slot.version, slot.invocation_tokens)
 
     def _empty(self, slot: _Slot, evicted: bool = False) -> None:
         """Nobody gets the slot's adapter from it any more."""

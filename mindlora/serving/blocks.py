@@ -85,16 +85,18 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def find(self, salt: Hashable, tokens: Sequence[int]) -> List[int]:
+    def find(self, salt: Hashable, tokens: Sequence[int], common: int = 0) -> List[int]:
         """Returns the full blocks with this salt that hold the beginning of a text, in order, without taking them.
 
-        The last token is never among them: it must be computed for what follows it.
+        Blocks that end within the first ``common`` tokens have the salt None. The last token is never among them: it
+        must be computed for what follows it.
         """
         size = self.block_size
         number = 0
         blocks: List[int] = []
         for start in range(0, len(tokens) - size, size):
-            block = self._block_of.get((salt, number, tuple(tokens[start : start + size])))
+            of_block = None if start + size <= common else salt
+            block = self._block_of.get((of_block, number, tuple(tokens[start : start + size])))
             if block is None:
                 break
             blocks.append(block)

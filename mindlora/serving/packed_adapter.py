@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
-from typing import Callable, Dict, List, Mapping, NamedTuple, Optional
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 
 from mindlora.adapters import expert_pairs, files, matching
 from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.matching import CellShape
 from mindlora.common.text import listed
-from mindlora.errors import NotFiniteError, RankMismatchError
+from mindlora.errors import NotFiniteError, RankMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 from mindlora.nn.dora import row_norms
 from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
@@ -76,6 +77,7 @@ class PackedAdapter:
         fingerprint (dict or None): That of the base that it was trained on, as the file has it.
         tables (AdapterTables): Its own embedding and output head.
         score (ScoreHead or None): The head of a classifier; None of an adapter that writes text.
+        invocation_tokens (tuple of int): Those from which on it acts; empty if on all tokens.
     """
 
     source: str
@@ -85,6 +87,7 @@ class PackedAdapter:
     fingerprint: Optional[dict] = None
     tables: AdapterTables = AdapterTables()
     score: Optional[ScoreHead] = None
+    invocation_tokens: Tuple[int, ...] = ()
 
 
 def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
@@ -100,10 +103,15 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
         RankMismatchError: A rank is above max_rank.
         BaseMismatchError: It was trained on another base.
     """
-    adapter = files.read(source)
+    adapter = files.read(source, extras=Extras(invocation_tokens=True))
     adapter.check_finite(source)
     score = take_score(adapter, layout.hidden, source)
     tables = take_tables(adapter, layout.tables, source)
+    if adapter.invocation_tokens and (tables.nbytes or score is not None):
+        raise UnexpectedTensorsError(
+            f"{source} cannot be served: it acts from its invocation tokens on (alora_invocation_tokens), and holds an "
+            "embedding or head of its own, which acts on all tokens. Train it without modules_to_save."
+        )
     _check_servable(adapter, layout, source)
     # An adapter can be of tables alone.
     rearranged = bool(adapter.paths) and matching.match(adapter, matching.Cells(layout.cells), source)
@@ -120,6 +128,7 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
         adapter.fingerprint,
         tables,
         score,
+        adapter.invocation_tokens,
     )
 
 

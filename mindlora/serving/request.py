@@ -4,8 +4,10 @@ import dataclasses
 import enum
 import itertools
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+from mindlora.common.text import shown
+from mindlora.errors import RequestError
 from mindlora.serving.prompt_lookup import PromptLookup
 
 _IDS = itertools.count()
@@ -83,12 +85,28 @@ class Lease:
     """A slot of the pools that holds an adapter and keeps it while requests use it.
 
     ``version`` is new each time files are read, so that keys and values of an adapter that was replaced on disk are
-    never used with its successor.
+    never used with its successor. ``invocation_tokens`` are those from which on the adapter acts; none if on all.
     """
 
     name: str
     slot: int
     version: int
+    invocation_tokens: Tuple[int, ...] = ()
+
+    def acts_from(self, prompt: Sequence[int]) -> int:
+        """Returns the index of the first token of a prompt that the adapter acts on.
+
+        That is the first of the invocation tokens where they come last (Greenewald et al., Activated LoRA, 2025; PEFT
+        has it so). Raises RequestError if they do not come at all.
+        """
+        invocation = list(self.invocation_tokens)
+        for start in range(len(prompt) - len(invocation), -1, -1):
+            if list(prompt[start : start + len(invocation)]) == invocation:
+                return start if invocation else 0
+        raise RequestError(
+            f"The prompt lacks the tokens {shown(invocation)}, from which on {shown(self.name)} acts "
+            "(alora_invocation_tokens): add their text, or ask the base."
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,6 +126,7 @@ class Request:
         prompt_logprobs (dict): Index in the prompt -> Sampled, of the tokens that were asked for and are computed.
         vectors (dict): Index in the prompt -> float32 [width], of the tokens that a reading asks for and are computed.
         lease (Lease or None): The adapter's slot, while the request runs; None for the base.
+        adapted_from (int): The index of the first token that the adapter acts on.
         finish_reason (str or None): "stop", "length", "cancelled" or "error" when it is finished.
         preemptions (int): How often it lost its blocks and was computed again.
         arrived, admitted, first_token, finished (float): Times, in seconds of time.monotonic(); 0.0 until they come.
@@ -125,6 +144,7 @@ class Request:
     prompt_logprobs: Dict[int, Any] = dataclasses.field(default_factory=dict)
     vectors: Dict[int, Any] = dataclasses.field(default_factory=dict)
     lease: Optional[Lease] = None
+    adapted_from: int = 0
     state: State = State.WAITING
     finish_reason: Optional[str] = None
     error: Optional[Exception] = None

@@ -26,7 +26,7 @@ class StepInputs:
     Attributes:
         tokens (array [T]): Token ids, part after part.
         positions (array [T]): Position of each in its request.
-        slots (array [T]): Slot of the adapter of each, -1 for the base.
+        slots (array [T]): Slot of the adapter of each, -1 for the base and before the first token that it acts on.
         context_lengths (array [B]): Tokens of each request in the cache after the step.
         query_lengths (array [B]): Tokens of each request in the step.
         block_tables (array [B, max_blocks]): The blocks of each request, in order; -1 after the last.
@@ -49,6 +49,7 @@ def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> Step
     starts = np.array([part.start for part in parts], np.int32)
     counts = np.array([part.count + len(part.drafts) for part in parts], np.int32)
     slots = np.array([part.request.slot for part in parts], np.int32)
+    adapted_from = np.array([part.request.adapted_from for part in parts], np.int32)
     ends = np.cumsum(counts, dtype=np.int32)
     tokens: List[int] = []
     tables = np.full((len(parts), max_blocks), -1, np.int32)
@@ -60,7 +61,7 @@ def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> Step
     return StepInputs(
         tokens=np.array(tokens, np.int32),
         positions=positions,
-        slots=slots[rows],
+        slots=np.where(positions < adapted_from[rows], np.int32(-1), slots[rows]),
         context_lengths=starts + counts,
         query_lengths=counts,
         block_tables=tables,

@@ -22,6 +22,8 @@ class Scheduler:
     et al., Sarathi, 2023). Of what is left for prompts, the oldest takes half if others want it too, the next one half
     of the rest, and so on: a short prompt need not wait until a long one is done.
 
+    Blocks in which an adapter does not act yet (aLoRA) are the base's: all such adapters share them with it.
+
     Waiting requests are admitted as FairQueue says, while there are blocks for all tokens that running requests have,
     and one more for each: prompts never hold blocks and wait for each other's. Of prompts with the same beginning that
     come together, the first is computed and the others wait for its blocks.
@@ -192,7 +194,8 @@ class Scheduler:
         for i in range(full, end // size):
             before = request.blocks[i - 1] if i else None
             tokens = request.tokens[i * size : (i + 1) * size]
-            request.blocks[i] = self.pool.fill(request.blocks[i], before, _salt(request), tokens)
+            salt = _salt(request, (i + 1) * size)
+            request.blocks[i] = self.pool.fill(request.blocks[i], before, salt, tokens)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)
@@ -279,7 +282,6 @@ class Scheduler:
 
     def _waits_for_block(self, request: Request) -> bool:
         """Gives a request the blocks that others have computed since; True if one before it computes the next."""
-        salt = _salt(request)
         size = self.pool.block_size
         if request.computed < len(request.blocks) * size:
             return False  # in the middle of a block of its own
@@ -294,13 +296,16 @@ class Scheduler:
             return False
         for other in itertools.takewhile(lambda other: other is not request, self.running):
             will_compute = other.computed < end <= len(other.tokens)
-            if will_compute and _salt(other) == salt and other.tokens[:end] == request.tokens[:end]:
+            same = _salt(other, end) == _salt(request, end) and other.tokens[:end] == request.tokens[:end]
+            if will_compute and same:
                 return True
         return False
 
     def _find(self, request: Request) -> List[int]:
         """Returns the blocks of the cache that hold the beginning of a request, and that it need not compute."""
-        return self.pool.find(_salt(request), request.tokens)[: request.reusable // self.pool.block_size]
+        salt = _salt(request, len(request.tokens))
+        found = self.pool.find(salt, request.tokens, request.adapted_from)
+        return found[: request.reusable // self.pool.block_size]
 
     def _chunk(self, request: Request, count: int) -> List[Part]:
         """Returns the part for as many tokens as there are blocks for; none if there are not any."""
@@ -324,6 +329,7 @@ class Scheduler:
                     if request.lease is None:
                         self._queue.refuse(line, self.adapters.lacks_slot(request.adapter))
                         continue
+                    request.adapted_from = request.lease.acts_from(request.prompt)
             except LoraError as error:
                 self.finish(request, "error", error)
                 self.failed.append(request)
@@ -370,6 +376,11 @@ class Scheduler:
         return True
 
 
-def _salt(request: Request) -> Hashable:
-    """Returns what tells whose keys and values may be used for a request."""
-    return (request.lease.name, request.lease.version) if request.lease is not None else None
+def _salt(request: Request, end: int) -> Hashable:
+    """Returns what tells whose keys and values may be used for a block of a request that ends there.
+
+    None is for the base's, which are those of an adapter too where it does not act yet.
+    """
+    if request.lease is None or end <= request.adapted_from:
+        return None
+    return request.lease.name, request.lease.version, request.adapted_from

@@ -74,14 +74,15 @@ def test_every_command_does_it_or_says_in_a_line_why_not(tmp_path, name, base, m
         error = capsys.readouterr().err.strip().splitlines()[-1:]
         assert done[command] == 0 or command == "served" or error[0].startswith("mindlora: error: ")
     form = FORMS[name]
-    assert (done["peft"] == 0) is (not form.reads or name == "trained tokens")
+    assert (done["peft"] == 0) is (not form.reads or name in ("trained tokens", "aLoRA"))
     assert (done["merge"] == 0) is peft_corpus.is_loaded(name)
     # It needs no network to be looked at: only what cannot be told from the files is refused.
     shown = {"no r, of another rank", "r is null", "dora without magnitudes", "a saved head that is not there"}
     assert (done["inspect"] == 0) is (name not in shown | {"IA3", "LoHa"})
     if done["peft"] == 0:
         before, after = (json.loads((tmp_path / at / "adapter_config.json").read_text()) for at in ("A", "peft"))
-        for field in ("task_type", "base_model_name_or_path", "inference_mode", "unsloth_fixed", "peft_version"):
+        kept = ("task_type", "base_model_name_or_path", "inference_mode", "unsloth_fixed", "peft_version")
+        for field in (*kept, "alora_invocation_tokens"):
             assert after.get(field) == before.get(field), field
 
 

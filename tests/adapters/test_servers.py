@@ -118,7 +118,7 @@ def without_head(key):
         (without_head, {"r": ..., "lora_alpha": 8, "rank_pattern": {".*": 4}}, "Its configuration lacks r, without"),
         (str, {}, "It holds weights besides A and B (lm_head.weight), which are refused."),
         (without_head, {"init_lora_weights": "pissa"}, "the adapter belongs to a base that this initializer changed"),
-        (without_head, {"alora_invocation_tokens": [1]}, "the adapter then acts on some tokens only"),
+        (without_head, {"alora_invocation_tokens": [1]}, "so the adapter acts from these tokens on only"),
     ],
     ids=["named", "required", "unnamed", "pissa", "aLoRA"],
 )

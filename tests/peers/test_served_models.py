@@ -16,7 +16,8 @@ from tests.conftest import in_mode
 from tests.peers.test_folders_against_transformers import LEGACY, MCORE, SIZES, tokenizer  # noqa: F401
 from tests.support.mixed_requests import TIE
 
-PROMPTS, NEW = ([1, 9, 31, 44, 5], list(range(40, 75))), 12
+INVOCATION = [44, 5]
+PROMPTS, NEW = ([1, 9, 31, *INVOCATION], [*range(40, 60), *INVOCATION, *range(60, 75), *INVOCATION, 50]), 12
 EVERY_CELL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MODELS = {
     "qwen3-moe": MCORE["qwen3-moe"],
@@ -39,6 +40,8 @@ ADAPTERS = {
     },
     "dora": {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": EVERY_CELL},
 }
+# It acts from the last INVOCATION of a prompt on.
+ACTIVATED = {"r": 8, "lora_alpha": 16, "target_modules": EVERY_CELL, "alora_invocation_tokens": INVOCATION}
 # Without tied embeddings, and with them: then PEFT gives the head what it gives the embedding.
 UNTIED = {
     "tables": {"r": 4, "target_modules": ["q_proj", "up_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
@@ -54,7 +57,7 @@ def adapters_for(config):
     """Returns the adapters of a model: those of cells that it has."""
     adapters = {**ADAPTERS, **(TIED if config.get("tie_word_embeddings") else UNTIED)}
     if "num_experts" not in config:
-        return adapters
+        return {**adapters, "activated": ACTIVATED}
     # Those of experts have no place, so here only attention is adapted.
     attention = {"q_proj", "k_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"}
     return {
@@ -70,7 +73,7 @@ CLASSIFIER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o
 
 def settings_for():
     """The sizes of an engine for short texts."""
-    return EngineSettings(seq_length=64, block_size=8, max_running=16, max_tokens_per_step=300, slots=6, max_rank=8)
+    return EngineSettings(seq_length=64, block_size=8, max_running=16, max_tokens_per_step=300, slots=7, max_rank=8)
 
 
 def read_texts(engine, names):
@@ -153,3 +156,6 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
         compared += decided
     assert compared >= 0.8 * NEW * len(asked)
     assert all(answers[adapter] != answers[None] for adapter in adapters)
+    if "activated" in adapters:
+        activated = streams[asked.index(("activated", PROMPTS[1]))].request
+        assert (activated.adapted_from, activated.cached) == (37, 32), "the base computed the blocks before"

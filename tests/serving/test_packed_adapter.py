@@ -82,6 +82,18 @@ def test_blocks_add_what_the_adapter_adds(tmp_path, form, use_rslora):
     assert packed.nbytes == sum(block.rows.nbytes for block in packed.blocks.values())
 
 
+def test_invocation_tokens_come_with_an_adapter_that_has_no_tables(tmp_path):
+    adapter = adapter_of(("wq",))
+    assert prepare(written(tmp_path, adapter), layout()).invocation_tokens == ()
+    adapter.invocation_tokens = (5, 2)
+    assert prepare(written(tmp_path, adapter), layout()).invocation_tokens == (5, 2)
+    table = np.ones((7, 6), np.float32)
+    adapter.saved_modules["lm_head.weight"] = table
+    source = written(tmp_path, adapter)
+    with pytest.raises(UnexpectedTensorsError, match="which acts on all tokens. Train it without modules_to_save"):
+        prepare(source, dataclasses.replace(layout(), tables=BaseTables(table, tied=False)))
+
+
 @pytest.mark.parametrize("stored", [F32, F16, BFLOAT16], ids=["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("served", [F32, F16, BFLOAT16], ids=["float32", "float16", "bfloat16"])
 def test_any_stored_dtype_goes_into_pools_of_any_with_one_rounding(tmp_path, stored, served):

@@ -168,6 +168,64 @@ def test_a_beginning_is_not_shared_between_versions_of_an_adapter():
             adapters.replace("a")
 
 
+def activated(**sizes):
+    """Returns an engine whose adapters ``a`` and ``b`` act from 7, 7 on, and ``c`` from 8 on."""
+    invocations = {"a": (7, 7), "b": (7, 7), "c": (8,)}
+    return Engine(scheduler(block_size=4, adapters=FakeAdapters(4, invocations=invocations), **sizes))
+
+
+def test_what_comes_before_the_first_adapted_token_is_the_bases():
+    engine, common = activated(), list(range(20, 33))
+    cached = []
+    for name, prompt in (
+        (None, [*common, 1]),
+        ("a", [*common, 7, 7, 3]),
+        ("b", [*common, 7, 7, 3, 4]),
+        ("b", [*common, 7, 7, 3, 4, 5, 6]),
+        ("c", [*common, 7, 7, 3, 8, 1]),
+        (None, [*common, 7, 7, 3, 4, 5, 6]),
+    ):
+        one = request(prompt, 3, adapter=name)
+        engine.add(one)
+        engine.drain()
+        cached.append(one.cached)
+    # The block of tokens 12 to 15 is b's own; c's is the base's, which nobody had computed before.
+    assert cached == [0, 12, 12, 16, 12, 16]
+
+
+def test_an_adapter_acts_from_the_last_invocation_on():
+    engine, first = activated(), request([1, 8, 2], 2, adapter="c")
+    engine.add(first)
+    engine.step()
+    first.tokens[-1] = 8
+    engine.drain()
+    assert (first.adapted_from, first.computed) == (1, 4)
+    again = request([1, 8, 2, 8, 5, 6], 2, adapter="c")
+    engine.add(again)
+    engine.drain()
+    assert (again.adapted_from, again.cached) == (3, 0), "the same tokens, but one of them is the base's now"
+
+
+def test_requests_that_come_together_share_the_bases_part():
+    engine, common = activated(), list(range(20, 32))
+    first, second = request([*common, 7, 7], 2, adapter="a"), request([*common, 7, 7, 9], 2, adapter="b")
+    engine.add(first, second)
+    engine.drain()
+    assert (first.cached, second.cached) == (0, 12)
+
+
+def test_a_prompt_that_does_not_invoke_its_adapter_is_refused_by_name():
+    engine = activated()
+    one, other = request([7, 1, 7], 2, adapter="a"), request([1], 2)
+    engine.add(one, other)
+    engine.drain()
+    assert str(one.error) == (
+        "The prompt lacks the tokens [7, 7], from which on 'a' acts (alora_invocation_tokens): add their text, or ask "
+        "the base."
+    )
+    assert (one.finish_reason, other.finish_reason) == ("error", "length")
+
+
 def test_when_blocks_run_out_the_newest_loses_its_own_and_is_computed_again():
     engine = Engine(scheduler(blocks=6, block_size=2, running=4))
     first, second = request([1, 1, 1], 9, adapter="a"), request([2, 2, 2], 8, adapter="b")

@@ -19,7 +19,8 @@ class Life:
         self.random, self.steps = random.Random(seed), steps
         choose = self.random.choice
         size, blocks, running = choose([1, 2, 3, 4, 8]), choose([4, 6, 10, 16, 40]), choose([2, 3, 4, 8])
-        self.adapters = FakeAdapters(choose([1, 2, 3]), lambda: choose([0, 0, 1, 5, 30]), {"bad"})
+        invocations = {"c": (1,), "d": (0, 1)}
+        self.adapters = FakeAdapters(choose([1, 2, 3]), lambda: choose([0, 0, 1, 5, 30]), {"bad"}, invocations)
         budget, waiting = running + choose([0, 1, 5, 30]), choose([3, 1000])
         lookup, drafted = choose([0, 0, 3, 9]), choose([running, 7, 64])
         self.scheduler = scheduler(blocks, size, running, budget, waiting, 200, self.adapters, lookup, drafted)

@@ -37,11 +37,13 @@ class Packed:
         mark (list of int): Tokens that its answers begin with.
         score (ScoreHead or None): The head of a classifier.
         nbytes (int): Bytes of memory.
+        invocation_tokens (tuple of int): Those from which on it acts.
     """
 
     mark: list
     score: object = None
     nbytes: int = 64
+    invocation_tokens: tuple = ()
 
 
 class ScriptedRunner:

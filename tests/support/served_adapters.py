@@ -19,6 +19,7 @@ class Packed:
 
     value: int
     nbytes: int = 10
+    invocation_tokens: tuple = ()
 
 
 def read(path):

@@ -14,10 +14,13 @@ from mindlora.serving.scheduler import Scheduler
 
 
 class FakeAdapters:
-    """Slots that are bounded, written once a step and kept while leased; loads take some steps; some names fail."""
+    """Slots that are bounded, written once a step and kept while leased; loads take some steps; some names fail.
 
-    def __init__(self, slots=2, load_steps=lambda: 0, broken=()):
-        self.load_steps, self.broken = load_steps, set(broken)
+    ``invocations`` has the invocation tokens of those adapters that act from these on.
+    """
+
+    def __init__(self, slots=2, load_steps=lambda: 0, broken=(), invocations=None):
+        self.load_steps, self.broken, self.invocations = load_steps, set(broken), invocations or {}
         self.holds = [None] * slots  # (name, version) in each slot
         self.recent = list(range(slots))  # slots, the least recently used first
         self.leases = collections.Counter()  # by slot
@@ -50,7 +53,7 @@ class FakeAdapters:
         slot = self.holds.index(wanted)
         self.recent.append(self.recent.pop(self.recent.index(slot)))
         self.leases[slot] += 1
-        return Lease(name, slot, wanted[1])
+        return Lease(name, slot, wanted[1], self.invocations.get(name, ()))
 
     def release(self, lease):
         assert self.holds[lease.slot] == (lease.name, lease.version)
@@ -157,6 +160,9 @@ class Engine:
         """Writes the fingerprints of the step's tokens, then reads those of all tokens of its requests."""
         pool, expected = self.scheduler.pool, [fingerprints(part) for part in parts]
         inputs = step_inputs(parts, pool.block_size, pool.num_blocks)
+        slots = [part.request.slot for part in parts]
+        acting = inputs.positions >= np.repeat([part.request.adapted_from for part in parts], inputs.query_lengths)
+        assert inputs.slots.tolist() == np.where(acting, np.repeat(slots, inputs.query_lengths), -1).tolist()
         written = [np.array(e[p.start : p.start + len(p.tokens)]) for e, p in zip(expected, parts)]
         assert len(set(inputs.slot_mapping.tolist())) == len(inputs.slot_mapping), "two tokens in one place"
         self.cache[inputs.slot_mapping] = np.concatenate(written)
@@ -201,10 +207,15 @@ class Engine:
 
 
 def fingerprints(part):
-    """Returns a number for each token of a request and its drafts: of the adapter's version and all tokens up to it."""
+    """Returns a number for each token of a request and its drafts: of the adapter's version and all tokens up to it.
+
+    Those before the first token that the adapter acts on are the base's.
+    """
     one = part.request
-    value, found = hash((one.adapter, one.lease and one.lease.version)), []
-    for token in [*one.tokens, *part.drafts]:
+    value, found = 0, []
+    for place, token in enumerate([*one.tokens, *part.drafts]):
+        if one.lease is not None and place == one.adapted_from:
+            value = hash((value, one.lease.name, one.lease.version))
         value = hash((value, token)) >> 1
         found.append(value)
     return found

@@ -111,6 +111,7 @@ class Peft(Dialect):
         adapter.selection = dict(config.selection)
         adapter.peft_fields = dict(config.kept)
         adapter.initializer = config.initializer
+        adapter.invocation_tokens = config.invocation_tokens
         _take_token_rows(adapter, config, source)
         _check_saved_modules(adapter, config, source)
         biases = [name for name in adapter.saved_modules if name.endswith(".bias")]
@@ -233,6 +234,7 @@ def adapter_config(adapter: Adapter) -> Dict:
         "target_modules": sorted(module for path, module in modules.items() if module and path not in stacked),
         "use_rslora": adapter.use_rslora,
         **({"target_parameters": sorted(modules[path] for path in stacked)} if stacked else {}),
+        **({"alora_invocation_tokens": list(adapter.invocation_tokens)} if adapter.invocation_tokens else {}),
         **adapter.selection,
     }
     return peft_tuners.of_lora(config, adapter)

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import re
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 from mindlora.adapters.adapter import ALPHA
 from mindlora.adapters.dialects import peft_tuners
@@ -42,7 +42,6 @@ _NEUTRAL = (
 _OF_INITIALIZERS = ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
 # Fields that change the forward or the base.
 _UNSUPPORTED = {
-    "alora_invocation_tokens": "the adapter then acts on some tokens only",
     "arrow_config": "the adapter is then a mixture of several",
     "kasa_config": "the update then has singular values of its own",
     "layer_replication": "the base then repeats layers",
@@ -56,6 +55,7 @@ _UNSUPPORTED = {
 _EXACT_INITIALIZERS = ("pissa", "olora")
 _BASE_CHANGING_INITIALIZERS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _USED = (
+    "alora_invocation_tokens",
     "base_model_name_or_path",
     "bias",
     # PEFT resets it where a cell is linear, and a file of A and B is the same either way.
@@ -81,11 +81,13 @@ class Extras:
     Attributes:
         initial_pairs (bool): An adapter as PiSSA or OLoRA trains it, whose initial pairs follow from the base.
         token_rows (bool): Single rows of the embedding (trainable_token_indices).
+        invocation_tokens (bool): An adapter that acts from its invocation tokens on (alora_invocation_tokens).
         refusals (list of str): If given, what cannot be read is added to it in words, and the rest is read.
     """
 
     initial_pairs: bool = False
     token_rows: bool = False
+    invocation_tokens: bool = False
     refusals: Optional[List[str]] = None
 
     def refuse(self, error: AdapterError) -> None:
@@ -127,6 +129,7 @@ class PeftConfig:
         bias (str): "none", or which biases of the base were trained.
         initializer (str): "pissa" or "olora", if the adapter is for the base that this initializer changed; or None.
         token_rows (dict): Module -> indices of the rows of its weight that were trained (trainable_token_indices).
+        invocation_tokens (tuple of int): The tokens from which on it acts (alora_invocation_tokens); empty if on all.
         kept (dict): The fields that change nothing here and are written again as they are, unknown ones among them.
     """
 
@@ -144,6 +147,7 @@ class PeftConfig:
     bias: str = "none"
     initializer: Optional[str] = None
     token_rows: Dict[str, List[int]] = dataclasses.field(default_factory=dict)
+    invocation_tokens: Tuple[int, ...] = ()
     kept: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def rank_of(self, path: str) -> int:
@@ -197,6 +201,7 @@ def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
         bias=content.get("bias", "none"),
         initializer=_exact_initializer(content) if extras.initial_pairs else None,
         token_rows=_token_rows(content.get("trainable_token_indices"), path),
+        invocation_tokens=_invocation_tokens(content.get("alora_invocation_tokens"), path),
         kept={field: content[field] for field in content if field in (*_KEPT, *unknown)},
     )
 
@@ -245,6 +250,13 @@ def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
             "were trained too, which only PEFT's form has a place for. Load it (load_lora), or merge it."
         )
         extras.refuse(AdapterFormatError(message))
+    if content.get("alora_invocation_tokens") and not extras.invocation_tokens:
+        message = (
+            f"{path}: alora_invocation_tokens is {shown(content['alora_invocation_tokens'])}, so the adapter acts from "
+            "these tokens on only (aLoRA), which has no merged form and does not train here. Serve it (mindlora serve, "
+            "generate, chat), or leave it in PEFT's form."
+        )
+        extras.refuse(AdapterFormatError(message))
     initializer = content.get("init_lora_weights", True)
     changes_base = isinstance(initializer, str) and initializer.lower().startswith(_BASE_CHANGING_INITIALIZERS)
     if changes_base and not (extras.initial_pairs and _exact_initializer(content)):
@@ -280,6 +292,15 @@ def _token_rows(value: Any, path: str) -> Dict[str, List[int]]:
                 "such a list for each module."
             )
     return tables
+
+
+def _invocation_tokens(value: Any, path: str) -> Tuple[int, ...]:
+    tokens = [] if value is None else value
+    if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+        raise AdapterFormatError(
+            f"{path}: alora_invocation_tokens is {shown(value)}; it must be a list of token numbers."
+        )
+    return tuple(tokens)
 
 
 def _number(value: Any, range_: Range, field: str, path: str) -> Any:

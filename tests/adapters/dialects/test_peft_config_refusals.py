@@ -76,7 +76,6 @@ def test_flags_must_be_true_or_false(tmp_path, value):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("alora_invocation_tokens", [1, 2]),
         ("arrow_config", {"top_k": 2}),
         ("kasa_config", {"a": 1}),
         ("layer_replication", [[0, 4], [2, 5]]),
@@ -92,6 +91,25 @@ def test_what_changes_the_mathematics_is_refused_by_name(tmp_path, field, value)
         written(tmp_path, {**PLAIN, field: value}),
         f": {field} is {value!r}, which is not supported: {peft_config._UNSUPPORTED[field]}.",
     )
+
+
+def test_an_adapter_that_acts_from_some_tokens_on_is_for_those_who_take_it(tmp_path):
+    path = written(tmp_path, {**PLAIN, "alora_invocation_tokens": [7, 2]})
+    refused(
+        path,
+        ": alora_invocation_tokens is [7, 2], so the adapter acts from these tokens on only (aLoRA), which has no "
+        "merged form and does not train here. Serve it (mindlora serve, generate, chat), or leave it in PEFT's form.",
+    )
+    assert peft_config.read(path, peft_config.Extras(invocation_tokens=True)).invocation_tokens == (7, 2)
+    for value in (None, []):
+        assert peft_config.read(written(tmp_path, {**PLAIN, "alora_invocation_tokens": value})).invocation_tokens == ()
+
+
+@pytest.mark.parametrize("value", [7, "7", [7.0], [True], [-1], {"7": 2}])
+def test_invalid_invocation_tokens(tmp_path, value):
+    path = written(tmp_path, {**PLAIN, "alora_invocation_tokens": value})
+    with pytest.raises(AdapterFormatError, match="it must be a list of token numbers"):
+        peft_config.read(path, peft_config.Extras(invocation_tokens=True))
 
 
 def test_every_such_field_is_tried_above():
