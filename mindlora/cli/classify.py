@@ -141,8 +141,7 @@ def _heads(engine: "Engine", adapters: Adapters, names: Optional[List[str]]) -> 
 
     heads = {}
     for name in adapters.chosen:
-        engine.adapters.memory.load(name)
-        head = engine.adapters.memory.take(name).packed.score
+        head = engine.score_head(name)
         problem = misuse(name, head, wants_scores=True)
         if problem is not None:
             raise problem

@@ -1,5 +1,6 @@
 """Puts an engine together: network, the base's weights, pools, adapter cache, scheduler."""
 
+import os
 from typing import Any, Dict, Mapping, Optional
 
 import mindspore as ms
@@ -80,7 +81,8 @@ def make_engine(
         FEW_TOKENS,
     )
     ends = end_tokens(tokenizer, network.config.eos_token_id)
-    return Engine(runner, scheduler, adapters, tokenizer, ends, model_name)
+    folder = checkpoint if os.path.isdir(checkpoint) else None
+    return Engine(runner, scheduler, adapters, tokenizer, ends, model_name, folder)
 
 
 def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, np.ndarray]]:

@@ -16,6 +16,7 @@ from mindlora.serving.request import Part, Request, Sampling, State
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.sampling import Sampler, sample_batch
 from mindlora.serving.scheduler import Scheduler
+from mindlora.serving.score_head import ScoreHead
 
 logger = logging.getLogger("mindlora")
 
@@ -68,7 +69,8 @@ class Engine:
 
     One thread, which start() begins, runs the network. Everything else can be called from any thread; a step of the
     network is never waited for. ``ends`` are tokens that end an answer (see end_tokens), ``adapters`` those of the
-    scheduler; callers name the base ``model_name``. A prompt and its answer have ``seq_length`` tokens at most.
+    scheduler; callers name the base ``model_name``, and ``base_folder`` is where it lies, if it is a folder. A prompt
+    and its answer have ``seq_length`` tokens at most.
     """
 
     def __init__(
@@ -79,12 +81,14 @@ class Engine:
         tokenizer: Any,
         ends: FrozenSet[int],
         model_name: str = "base",
+        base_folder: Optional[str] = None,
     ):
         self.runner = runner
         self.scheduler = scheduler
         self.adapters = adapters
         self.tokenizer = tokenizer
         self.model_name = model_name
+        self.base_folder = base_folder
         self.seq_length = scheduler.seq_length
         self._decoder = TextDecoder(tokenizer)
         self._ends = ends
@@ -169,6 +173,19 @@ class Engine:
             self._answers[request.number] = _Answer(stream, sampler, stopping)
             self._changed.notify_all()
         return stream
+
+    def score_head(self, adapter: Optional[str]) -> Optional[ScoreHead]:
+        """Returns the head of an adapter, whose files are read if need be; None of the base and of one that writes.
+
+        Raises LoraError if there is no such adapter, or it cannot be used.
+        """
+        if adapter is None:
+            return None
+        loaded = None
+        while loaded is None:  # others may have taken its room meanwhile
+            self.adapters.memory.load(adapter)
+            loaded = self.adapters.memory.take(adapter)
+        return loaded.packed.score
 
     def snapshot(self) -> EngineSnapshot:
         """Returns what the engine is doing and what it has done."""

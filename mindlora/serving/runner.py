@@ -192,6 +192,7 @@ class ModelRunner:
         # What the head took in the last step, the slots of its tokens, and whether these have more than pairs.
         self._last: Optional[Tuple[Tensor, Tensor, bool]] = None
         self.vocab_size: int = network.config.vocab_size
+        self.hidden_size: int = self._embedding.hidden
 
     def warm_up(self) -> None:
         """Compiles all graphs, and leaves cache and pools as they were."""

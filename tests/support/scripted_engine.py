@@ -7,7 +7,9 @@ tags.npy one of words.
 
 import contextlib
 import dataclasses
+import json
 import os
+import pathlib
 import threading
 import time
 
@@ -27,6 +29,8 @@ from tests.support.chat_templates import CHATML, chat_tokenizer
 BASE = "tiny-base"
 SEQ_LENGTH = 256
 HIDDEN = 8
+# Subfolder and kind of each of sentence-transformers' modules.
+MODULES = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +63,7 @@ class ScriptedRunner:
     def __init__(self, tokenizer):
         self.vocab_size, self._end = len(tokenizer), tokenizer.eos_token_id
         self.marks, self.delay, self.error, self.steps = {-1: []}, 0.0, None, 0
-        self.heads = {}
+        self.heads, self.hidden_size = {}, HIDDEN
         # The hidden state of a token, whatever is before it.
         self.hidden = np.random.default_rng(0).normal(size=(self.vocab_size, HIDDEN)).astype(np.float32)
         self.going = threading.Event()
@@ -113,6 +117,20 @@ def write_adapter(folder, name, mark="marked ", score=None, of_tokens=False):
     return path
 
 
+def write_pooling(folder, mode="mean_tokens", modules=MODULES, **config):
+    """Writes what sentence-transformers writes beside a model."""
+    entries = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(modules)
+    ]
+    flags = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    folder = pathlib.Path(folder)
+    (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": HIDDEN, **flags}))
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def make_engine(
     folder=None,
     slots=4,
@@ -124,6 +142,7 @@ def make_engine(
     paths=None,
     seq_length=SEQ_LENGTH,
     tokenizer=None,
+    base_folder=None,
     prompt_lookup=0,
 ):
     """Returns an engine that has not been started; engine.runner is a ScriptedRunner."""
@@ -141,7 +160,7 @@ def make_engine(
     adapters = AdapterSlots(memory, slots, runner.write)
     pool = BlockPool(num_blocks, block_size)
     scheduler = Scheduler(pool, adapters, max_running, 64, max_waiting, seq_length, prompt_lookup)
-    return Engine(runner, scheduler, adapters, tokenizer, end_tokens(tokenizer), name)
+    return Engine(runner, scheduler, adapters, tokenizer, end_tokens(tokenizer), name, base_folder)
 
 
 def _score_of(path):

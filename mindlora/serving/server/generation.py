@@ -340,18 +340,25 @@ def joined_logprobs(choices: Sequence[Any]) -> Optional[Any]:
     return kind(**lists)
 
 
+def note_asked(request: Request, model: str, choices: int, texts: List[Any]) -> Context:
+    """Notes for the log what a request asks for; returns the context."""
+    context = context_of(request)
+    record = request.scope["state"]["record"]
+    record.model = model
+    record.choices = choices
+    if context.settings.log_prompts:
+        record.prompt = texts
+    return context
+
+
 def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Context:
     """Notes for the log what a request asks for, and checks what the schemas do not say.
 
     Raises ApiError, 400, if a field asks for what this server lacks, or two fields contradict each other.
     """
-    context = context_of(request)
+    context = note_asked(request, body.model, prompts * (body.n or 1), texts)
     record = request.scope["state"]["record"]
-    record.model = body.model
     record.stream = bool(body.stream)
-    record.choices = prompts * (body.n or 1)
-    if context.settings.log_prompts:
-        record.prompt = texts
     body.check_extra()
     if body.stream_options is not None:
         body.stream_options.check_extra("stream_options.")

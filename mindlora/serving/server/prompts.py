@@ -38,11 +38,13 @@ class Prompts:
         """Tokens that end the assistant's turn."""
         return self._chat.ends if self._chat is not None else frozenset()
 
-    def tokens(self, prompt: Union[str, Sequence[int]], add_special_tokens: bool) -> List[int]:
-        """Returns the tokens of a text; token ids stay what they are."""
+    def tokens(
+        self, prompt: Union[str, Sequence[int]], add_special_tokens: bool, second: Optional[str] = None
+    ) -> List[int]:
+        """Returns the tokens of a text, or of two texts as the tokenizer joins them; token ids stay what they are."""
         if not isinstance(prompt, str):
             return list(prompt)
-        return list(self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False))
+        return list(self._tokenizer.encode(prompt, second, add_special_tokens=add_special_tokens, verbose=False))
 
     def text(self, prompt: Union[str, Sequence[int]]) -> str:
         """Returns the text of token ids; a text stays what it is."""
@@ -75,6 +77,19 @@ class Prompts:
     def own_tokens(self) -> Sequence[str]:
         """The texts that the tokenizer was given as tokens of their own."""
         return tuple(self._tokenizer.get_added_vocab())
+
+    def check_text(self, tokens: Sequence[int], field: str, limit: Optional[int] = None) -> None:
+        """Checks the tokens of a text that is only read; ``limit`` is how many the model was made for, if it says so.
+
+        Raises ApiError, 400, that names the field, if there are none or too many.
+        """
+        limits = (limit, self._seq_length, self._settings.max_prompt_tokens)
+        most = min(value for value in limits if value is not None)
+        if not tokens:
+            raise ApiError(f"A text of {field} has no tokens: leave it out.", param=field)
+        if len(tokens) > most:
+            message = f"A text of {field} has {len(tokens)} tokens, and this server takes {most} at most: shorten it."
+            raise ApiError(message, code="context_length_exceeded", param=field)
 
     def room(self, tokens: Sequence[int], asked: Optional[int], default: Optional[int]) -> int:
         """Returns how many tokens the answer to a prompt may have, where the request gave ``asked`` as its max_tokens.

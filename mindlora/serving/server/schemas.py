@@ -389,6 +389,23 @@ class ChatRequest(_Generation):
         return self._sampling((self.top_logprobs or 0) if self.logprobs else None, ends)
 
 
+class TextsRequest(_Asked):
+    """What requests have in common that give texts to be read; text_field is the field of these, for messages."""
+
+    unsupported: ClassVar[_Table] = {
+        "activation": (True,),
+        "embed_dtype": ("float32",),
+        "endianness": ("little", "native"),
+        "messages": ([],),
+        "normalize": (True,),
+        "priority": (0,),
+        "truncate_prompt_tokens": (),
+    }
+    text_field: ClassVar[str] = "input"
+    model: Text = Field(max_length=1000, description="the base's name, or an adapter's")
+    add_special_tokens: Optional[bool] = Field(None, description="as in vLLM: begin texts with the tokenizer's bos")
+
+
 class TokenizeRequest(_Asked):
     """Body of /tokenize, as vLLM has it: a prompt or a conversation."""
 

@@ -4,11 +4,12 @@ import os
 import re
 import subprocess
 
+import numpy as np
 import pytest
 
 from mindlora.serving.server.settings import ServerSettings
 from tests.conftest import ROOT
-from tests.support.scripted_engine import make_engine, started, write_adapter
+from tests.support.scripted_engine import HIDDEN, make_engine, started, write_adapter, write_pooling
 from tests.support.served_apps import ask, complete, live, make_app
 
 with open(os.path.join(ROOT, "docs", "serving.md"), encoding="utf-8") as file:
@@ -22,9 +23,13 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     for name in ("support", "sql"):
         write_adapter(folder, name, f"{name}: ")
+    for name, labels in (("judge", 1), ("topics", 3)):
+        write_adapter(folder, name, score=np.ones((labels, HIDDEN), np.float32))
+    base = tmp_path_factory.mktemp("base")
+    write_pooling(base)
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("anyone sk-example\n")
-    with started(make_engine(str(folder), name="llama2_7b")) as engine:
+    with started(make_engine(str(folder), name="llama2_7b", base_folder=str(base))) as engine:
         apps = [make_app(engine, allow_runtime_loading=True), make_app(engine, api_key_file=str(keys))]
         with live(apps[0]) as free, live(apps[1]) as guarded:
             yield {False: free, True: guarded}
@@ -40,7 +45,7 @@ def test_each_curl_line_works(server, command):
 
 
 def test_there_are_curl_lines():
-    assert len(COMMANDS) == 11 and any("stream" in command for command in COMMANDS)
+    assert len(COMMANDS) == 14 and any("stream" in command for command in COMMANDS)
 
 
 def test_every_code_is_in_the_table():

@@ -175,7 +175,7 @@ def test_a_body_that_is_not_json_is_refused(app, content, kind, code):
 
 
 def test_paths_and_methods_that_do_not_exist_have_errors_of_the_same_form(app):
-    refused(ask(app, "/v1/embeddings", {}), 404, "not_found")
+    refused(ask(app, "/v1/rerank", {}), 404, "not_found")
     refused(ask(app, "/v1/completions"), 405, "method_not_allowed")
 
 

@@ -66,8 +66,10 @@ def test_errors_are_the_packages_own(client):
         client.completions.create(model="broken", prompt="x")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="sk-bob").models.list()
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match="names no pooling"):
         client.embeddings.create(model=BASE, input="x")
+    with pytest.raises(openai.NotFoundError):
+        client.moderations.create(input="x")
 
 
 def test_an_error_in_the_middle_of_a_stream_is_raised(client, engine):
