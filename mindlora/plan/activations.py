@@ -347,7 +347,7 @@ class Activations:
         return self.run.chosen_experts if leaf in _EXPERTS else 1
 
     def _rank(self, weight: Weight) -> int:
-        return self.run.lora.for_cell(weight.path).lora_rank if self.run.lora else 0
+        return max(self.run.ranks(weight.path), default=0)
 
     def _casts(self, by_leaf: Dict[str, List[Weight]], needed: Dict[str, bool], gates_need: bool) -> Iterator[Kept]:
         """Yields the copies in the compute dtype of parameters that are stored in another one."""

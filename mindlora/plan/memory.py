@@ -114,6 +114,8 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
         lines.append(Line(f"optimizer: {moments}, on the host (swap)", 0, EXACT))
     else:
         lines.append(Line(f"optimizer: {moments}", tensors.states, exact))
+    if run.adapters and run.on_cpu:
+        lines.append(Line("copies of each adapter and its moments, which are saved", _copies(run), exact))
     activations = Activations(run, weights)
     recomputation = read_recomputation(run.config, run.division, run.layers)
     kept = _kept(run, activations, recomputation, stage)
@@ -211,6 +213,12 @@ def _reference(run: Run) -> int:
     is_new = not value_at(run.config, f"{PET}.adapter_path")
     copies = sum(weight.size for weight in run.weights if weight.trained and not (weight.adapter and is_new))
     return copies + 4 * run.tokens * run.vocabulary
+
+
+def _copies(run: Run) -> int:
+    """Returns the bytes of the parameters from which each of several adapters is saved as if it were alone."""
+    tensors = [_tensors(alone, alone.weights) for alone in run.alone]
+    return sum(each.adapter + each.states for each in tensors)
 
 
 def _described(recomputation: Recomputation, count: int) -> str:

@@ -50,7 +50,9 @@ class PlanReport:
         trained (int): Elements of those that are trained.
         adapted (tuple of str): Paths of the cells with an adapter.
         adapter (str): The adapter in words; empty if there is none.
-        adapter_file (int): Bytes of adapter_model.safetensors, or None if there is no adapter.
+        adapters (int): How many there are.
+        adapter_file (int): Bytes of adapter_model.safetensors, of several adapters together, or None if there is no
+            adapter.
         dtype (str): The dtype of most of the base.
         devices (int): How many devices the YAML divides the run among.
         division (str): How, in words.
@@ -72,6 +74,7 @@ class PlanReport:
     trained: int
     adapted: Tuple[str, ...]
     adapter: str
+    adapters: int
     adapter_file: Optional[int]
     dtype: str
     devices: int
@@ -131,7 +134,8 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         sum(weight.count for weight in weights if weight.trained),
         run.adapted,
         _adapter(run),
-        adapter_file_size(run),
+        len(run.adapters) or int(run.lora is not None),
+        _files_size(run),
         _dtype(weights),
         division.devices,
         _division(division),
@@ -143,7 +147,8 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         EXACT if run.architecture.legacy and run.architecture.trains else ARITHMETIC,
         run.seq_length,
         schedule_of(run) if run.trains else None,
-        tuple(layouts_of(run, devices)),
+        # Several adapters train on one device.
+        () if run.adapters else tuple(layouts_of(run, devices)),
         None if memory is None else fit(run, memory, devices),
         tuple(_notes(run)),
     )
@@ -152,8 +157,15 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
 def _adapter(run: Run) -> str:
     if run.lora is None:
         return ""
-    ranks = sorted({run.lora.for_cell(path).lora_rank for path in run.adapted})
-    return f"{run.lora.variant.name} of rank {', '.join(map(str, ranks))} on {len(run.adapted)} cells"
+    ranks = sorted({rank for path in run.adapted for rank in run.ranks(path)})
+    several = f"{len(run.adapters)} adapters, each " if run.adapters else ""
+    return f"{several}{run.lora.variant.name} of rank {', '.join(map(str, ranks))} on {len(run.adapted)} cells"
+
+
+def _files_size(run: Run) -> Optional[int]:
+    """Returns the bytes of adapter_model.safetensors, of several adapters together, or None if there is no telling."""
+    sizes = [adapter_file_size(alone) for alone in run.alone]
+    return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _dtype(weights: List[Weight]) -> str:
@@ -193,7 +205,7 @@ def _notes(run: Run) -> List[str]:
     if run.lora is not None and not run.lora.variant.in_files:
         name = run.lora.variant.name
         notes.append(f"Note: {name} saves the ranks that training leaves: the size of its file is known after the run.")
-    elif run.lora is not None and adapter_file_size(run) is None:
+    elif run.lora is not None and _files_size(run) is None:
         notes.append(
             "Note: the pairs of a joined cell's parts are saved as one, of a rank that depends on their values, so the "
             "size of the file is known after the run."
@@ -223,7 +235,8 @@ def _facts(report: PlanReport) -> str:
         facts.append(("adapter", f"{report.adapter}: {listed(report.adapted)}"))
     if report.adapter_file:
         size = f"{size_text(report.adapter_file)} ({report.adapter_file:,} bytes)"
-        facts.append(("adapter file", f"adapter_model.safetensors: {size}, exact"))
+        of_all = f" of {report.adapters} adapters" if report.adapters > 1 else ""
+        facts.append(("adapter file", f"adapter_model.safetensors{of_all}: {size}, exact"))
     if report.batch:
         facts.append(("batch", report.batch))
     if report.schedule:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+import math
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
+from mindlora.checks.adapters import TrainedAdapter, trained_adapters
 from mindlora.checks.data_rows import data_of
 from mindlora.checks.examine import check_settings
 from mindlora.checks.finding import refuse
@@ -14,7 +16,7 @@ from mindlora.checks.preference import KEY as PREFERENCE
 from mindlora.checks.training import WRAPPER, train_step
 from mindlora.common.fields import dtype_name
 from mindlora.common.run_modes import TRAINING_MODES
-from mindlora.common.text import suggestion
+from mindlora.common.text import listed, suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.config.description import Description
@@ -41,7 +43,9 @@ class Run:
         mode (str): "train", "finetune", "eval" or "predict".
         rows (int): Rows in a batch on each device; with gradient accumulation, in a micro-batch.
         accumulation (int): Micro-batches in a step.
-        rows_of_model (int): Rows of the model that a row of the data is: 2 for a preference that is not packed.
+        rows_of_model (int): Rows of the model that a row of the data is: 2 for a preference that is not packed, and
+            one for each adapter of a run with several.
+        adapters (tuple of TrainedAdapter): Those of a run with several, of which ``lora`` is the first.
     """
 
     config: Dict[str, Any]
@@ -54,6 +58,15 @@ class Run:
     epochs: int
     division: Division
     rows_of_model: int = 1
+    adapters: Tuple[TrainedAdapter, ...] = ()
+
+    @functools.cached_property
+    def alone(self) -> List["Run"]:
+        """The runs with each of several adapters alone; of one adapter, or none, the run itself."""
+        if not self.adapters:
+            return [self]
+        configs = [adapter.config.for_network() for adapter in self.adapters]
+        return [dataclasses.replace(self, lora=config, adapters=(), rows_of_model=1) for config in configs]
 
     @property
     def model(self) -> Dict[str, Any]:
@@ -104,13 +117,38 @@ class Run:
     @functools.cached_property
     def weights(self) -> List[Weight]:
         """All parameters of the network, the adapter's included; raises what ``select`` does."""
+        if self.adapters:
+            return [*(weight for weight in self.alone[0].weights if not weight.adapter), *self._stacked_weights()]
         weights = weights_of(self.network, self.lora, self.selection)
         return weights if self.trains else [dataclasses.replace(weight, trained=False) for weight in weights]
 
     @property
     def adapted(self) -> Tuple[str, ...]:
-        """The prefixes of the cells that get an adapter."""
+        """The prefixes of the cells that get an adapter, or any of several."""
+        if self.adapters:
+            return tuple(path for path in self.linear if self.ranks(path))
         return tuple(self.selection.parts) if self.selection else ()
+
+    def ranks(self, path: str) -> List[int]:
+        """Returns the ranks of the adapters on a cell."""
+        on_cell = [run.lora for run in self.alone if run.lora and run.selection and path in run.selection.parts]
+        return [lora.for_cell(path).lora_rank for lora in on_cell]
+
+    def _stacked_weights(self) -> Iterator[Weight]:
+        """Yields A and B of each cell with any of several adapters: of all of them, filled up to the largest rank."""
+        others = sorted({path for run in self.alone for path in run.adapted} - set(self.adapted))
+        if others:
+            raise ConfigError(
+                f"{listed(others)} cannot carry several adapters: only linear cells with plain LoRA train beside "
+                "others. Add it to exclude_modules."
+            )
+        count, dtype = len(self.adapters), self.adapters[0].config.param_init_type
+        for path in self.adapted:
+            rows, columns = self.linear[path]
+            ranks = self.ranks(path)
+            for part, shape in (("A", (max(ranks), columns)), ("B", (rows, max(ranks)))):
+                own = math.prod(shape) // max(ranks) * sum(ranks)
+                yield Weight(path, part, (count, *shape), dtype, own, self.trains, True)
 
     @functools.cached_property
     def linear(self) -> Dict[str, Tuple[int, int]]:
@@ -216,17 +254,19 @@ def read_run(config: Dict[str, Any]) -> Run:
             f"run_mode is {mode!r}, and MindFormers has {architecture.title} for prediction alone. Plan it with "
             "run_mode: predict."
         )
+    lora, adapters = _adapters(config)
     run = Run(
         config,
         architecture,
         network_of(architecture, config["model"]["model_config"]),
-        _adapter(config),
+        lora,
         mode,
         setting(config, "runner_config.batch_size") * setting(config, "micro_batch_interleave_num"),
         setting(config, "runner_config.gradient_accumulation_steps"),
         setting(config, "runner_config.epochs"),
         Division.of_yaml(config),
-        _rows_of_model(config) if mode in TRAINING_MODES else 1,
+        len(adapters) or (_rows_of_model(config) if mode in TRAINING_MODES else 1),
+        adapters,
     )
     return run
 
@@ -256,11 +296,13 @@ def _architecture(config: Dict[str, Any]) -> Architecture:
     raise ConfigError(f"The model is {name!r}, whose sizes are not known.{suggestion(str(name), types)}")
 
 
-def _adapter(config: Dict[str, Any]) -> Optional[LoraConfig]:
+def _adapters(config: Dict[str, Any]) -> Tuple[Optional[LoraConfig], Tuple[TrainedAdapter, ...]]:
+    """Returns the adapter of a run, and, if it has several, all of them."""
     lora = check_pet_config(config)[0]
     if lora is None and value_at(config, PET):
         pet_type = value_at(config, f"{PET}.pet_type")
         raise ConfigError(f"pet_type is {pet_type!r}, which is MindFormers' own: set pet_type: lora to plan the run.")
     if lora is not None and lora.adapters:
-        raise ConfigError("pet_config has adapters, and a plan is for a run with one: leave adapters out to plan it.")
-    return None if lora is None else lora.for_network()
+        adapters = tuple(trained_adapters(lora))
+        return adapters[0].config.for_network(), adapters
+    return None if lora is None else lora.for_network(), ()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple, Union
 
 from mindlora.common.yaml_file import value_at
 from mindlora.formats.mindrecord_files import mindrecord_files, row_count
@@ -45,11 +45,21 @@ def schedule_of(run: Run) -> Schedule:
 
 
 def count_rows(run: Run) -> Tuple[Optional[int], str]:
-    """Returns the number of rows of the training data, or None, and where they were counted or why not."""
+    """Returns the number of rows of the training data, or None, and where they were counted or why not.
+
+    Where adapters have data of their own, it is the longest of all data.
+    """
     keys = ("dataset_files", "dataset_dir")
     source = next(filter(None, (value_at(run.config, f"train_dataset.data_loader.{key}") for key in keys)), None)
     if not source:
         return None, "the YAML names no data: pass --train_dataset_dir"
+    counted = [_count(adapter.data or source) for adapter in run.adapters] or [_count(source)]
+    unknown = [each for each in counted if each[0] is None]
+    return unknown[0] if unknown else max(counted, key=lambda each: each[0] or 0)
+
+
+def _count(source: Union[str, Sequence[str]]) -> Tuple[Optional[int], str]:
+    """Returns the same for the data at one path."""
     files = list(filter(os.path.isfile, mindrecord_files(source)))
     if not files:
         return None, f"{source} holds no MindRecord"

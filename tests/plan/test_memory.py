@@ -7,7 +7,7 @@ from mindlora.plan.alternatives import layouts_of
 from mindlora.plan.memory import kv_cache_per_token, memory_of
 from mindlora.plan.run import read_run
 from tests.support import moe_networks
-from tests.support.planned_runs import LORA, TINY, adapted, run_of, yaml_of
+from tests.support.planned_runs import LORA, SEVERAL, TINY, adapted, run_of, yaml_of
 
 SHARDED = {"use_parallel": True, "parallel": {"parallel_mode": 1}}
 # Eight layers of eight heads, so that everything can be divided by 8, and large enough for optimizer parallelism.
@@ -52,6 +52,34 @@ def test_the_states_are_those_that_the_optimizer_allocates(kind, make_llama):
     known = {p.name for p in trained}
     states = [p for p in built.get_parameters() if p.name not in known and p.size > 1]
     assert sum(p.nbytes for p in states) == lines(run_of({}, pet, optimizer={"type": kind}))["optimizer"]
+
+
+def test_several_adapters_are_counted_as_they_are_built(make_llama):
+    from mindspore import nn
+
+    from mindlora import LoraConfig
+    from mindlora.training.stacked import StackedAdamW, stack_adapters
+
+    shared = {key: value for key, value in SEVERAL.items() if key != "adapters"}
+    network = make_llama(**{**TINY, "type": None})
+    stack = stack_adapters(network, [LoraConfig.from_pet_config({**shared, **own}) for own in SEVERAL["adapters"]])
+    run = run_of(pet=SEVERAL)
+    assert {w.name: w.shape for w in run.weights} == {p.name: tuple(p.shape) for p in network.get_parameters()}
+    optimizer = StackedAdamW(network.trainable_params(), nn.CosineDecayLR(0.1, 0.2, 3))
+    found = lines(run)
+    adapters = sum(p.nbytes for p in network.trainable_params())
+    assert (found["adapter"], found["gradients"]) == (adapters, adapters)
+    assert found["optimizer"] == sum(p.nbytes for p in (*optimizer.exp_avg, *optimizer.exp_avg_sq))
+    own = [parameter for each in stack.networks for parameter in each.trainable_params()]
+    # Each adapter's A, B and two moments.
+    assert found["copies of each adapter and its moments"] == 3 * sum(p.nbytes for p in own)
+    assert sum(w.count for w in run.weights if w.adapter) == sum(p.size for p in own)
+    assert run.tokens == 3 * run_of().tokens
+
+
+def test_what_cannot_carry_several_adapters():
+    with pytest.raises(ConfigError, match="tok_embeddings cannot carry several adapters.* Add it to exclude_modules"):
+        lines(run_of(pet={**SEVERAL, "target_modules": ".*tok_embeddings|.*wq"}))
 
 
 PREFERENCE = {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}

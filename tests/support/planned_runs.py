@@ -16,6 +16,7 @@ TINY = {
     **ON_CPU,
 }
 LORA = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+SEVERAL = {**LORA, "adapters": [{"lora_rank": 4}, {"lora_rank": 12, "target_modules": ".*wq|.*w2"}, {}]}
 
 
 def yaml_of(model=None, pet=None, **nodes):
@@ -23,7 +24,7 @@ def yaml_of(model=None, pet=None, **nodes):
     pet = dict(LORA if pet is None else pet)
     return {
         "run_mode": "finetune",
-        "runner_config": {"batch_size": 2, "epochs": 1},
+        "runner_config": {"batch_size": 2, "epochs": 1, "sink_mode": False},
         "optimizer": {"type": "AdamW"},
         "context": {"device_target": "CPU"},
         "model": {
@@ -41,10 +42,14 @@ def run_of(model=None, pet=None, **nodes):
 
 
 def adapted(network, pet):
-    """Returns ``network`` with the adapter of a pet_config, and all else frozen."""
+    """Returns ``network`` with the adapter of a pet_config, or with several, and all else frozen."""
     from mindlora import LoraConfig, apply_lora, freeze_base
+    from mindlora.training.stacked import stack_adapters
 
-    if pet:
+    if pet.get("adapters"):
+        shared = {key: value for key, value in pet.items() if key != "adapters"}
+        stack_adapters(network, [LoraConfig.from_pet_config({**shared, **own}) for own in pet["adapters"]])
+    elif pet:
         config = LoraConfig.from_pet_config(pet)
         apply_lora(network, config)
         freeze_base(network, config)

@@ -34,7 +34,7 @@ class Node:
         self.types = self.scope = ""
         self.is_backward = False
         self.operator = re.match(r"(?:PrimFunc_)?(\w+)", text)[1]
-        self.inputs = re.findall(r"%(\w+)", re.sub(r"cnode_attrs.*|\{instance name.*", "", text))
+        self.inputs = names_in(text)
 
     @property
     def begins_backward(self) -> bool:
@@ -54,6 +54,11 @@ class Node:
         return list(zip(dtypes, map(numbers, re.findall(r"\(([^()]*)\)", several[2]))))
 
 
+def names_in(text: str) -> List[str]:
+    """Returns the names of the operators that a line takes the outputs of."""
+    return re.findall(r"%(\w+)", re.sub(r"cnode_attrs.*|\{instance name.*", "", text))
+
+
 def numbers(text: str) -> Tuple[int, ...]:
     """Returns the whole numbers of a shape as the graph has it."""
     return tuple(int(part) for part in text.split(",") if part.strip())
@@ -70,6 +75,9 @@ def read_graph(path: str) -> Dict[str, Node]:
                 node = nodes[begin[1]] = Node(begin[1], begin[2])
             elif node and not node.types and line.startswith("      : ("):
                 node.types = line.strip()
+            elif node and not node.types:
+                # The values of a constant take lines of their own, and other inputs follow it.
+                node.inputs += names_in(line)
             elif node and not node.scope and "Fullname with scope: (" in line:
                 node.scope = line.split("Fullname with scope: (", 1)[1].rstrip()[:-1]
     # In the text, what an operator takes comes before it.
