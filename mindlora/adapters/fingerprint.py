@@ -1,7 +1,7 @@
 """A short fingerprint of the base weights under an adapter, to detect that an adapter is loaded onto another base."""
 
 import hashlib
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -26,8 +26,28 @@ def sampled_paths(paths: Iterable[str]) -> List[str]:
 
 def sampled_elements(weight: np.ndarray) -> np.ndarray:
     """Returns the sampled elements of a weight, or of its codes if it is quantized."""
-    flat = weight.reshape(-1)
-    return flat[np.linspace(0, flat.size - 1, min(_SAMPLES_PER_WEIGHT, flat.size)).astype(np.int64)]
+    # Not of reshape(-1), which would copy a transposed weight.
+    return weight[np.unravel_index(_sampled_places(weight.size), weight.shape)]
+
+
+def sampled_elements_of_rows(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
+    """Returns sampled_elements of the weight that has the rows of ``parts`` in another order, without making it.
+
+    ``order`` holds for each of its rows the number of that row in the parts, counted one part after the other.
+    """
+    rows, columns = np.divmod(_sampled_places(len(order) * parts[0].shape[1]), parts[0].shape[1])
+    rows = order[rows]
+    sampled = np.empty(len(rows), parts[0].dtype)
+    begin = 0
+    for part in parts:
+        inside = (rows >= begin) & (rows < begin + len(part))
+        sampled[inside] = part[rows[inside] - begin, columns[inside]]
+        begin += len(part)
+    return sampled
+
+
+def _sampled_places(size: int) -> np.ndarray:
+    return np.linspace(0, size - 1, min(_SAMPLES_PER_WEIGHT, size)).astype(np.int64)
 
 
 def fingerprint_from(shapes: Dict[str, Tuple[int, ...]], samples: Dict[str, np.ndarray]) -> Dict[str, str]:

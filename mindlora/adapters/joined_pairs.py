@@ -135,12 +135,16 @@ def member_weights(
     return dict(zip(members, split_rows(weight, [count // groups for count in rows.values()])))
 
 
-def joined_weight(path: str, weights: Sequence[np.ndarray], kv_heads: Optional[int] = None) -> np.ndarray:
+def joined_weight(
+    path: str, weights: Sequence[np.ndarray], kv_heads: Optional[int] = None, layout: Optional[RowLayout] = None
+) -> np.ndarray:
     """Returns the weight of the joined cell at ``path``, of those of its members: the reverse of member_weights.
 
-    Raises AdapterError if kv_heads is needed and missing, or does not divide the rows.
+    ``layout`` is how the cell orders its rows; None if as its record says. Raises AdapterError if kv_heads is needed
+    and missing, or does not divide the rows.
     """
-    return join_rows(weights, _groups(path, names.joined_cell(path).layout, list(map(len, weights)), kv_heads))
+    layout = layout or names.joined_cell(path).layout
+    return join_rows(weights, _groups(path, layout, list(map(len, weights)), kv_heads))
 
 
 def _check_can_be_joined(adapter: Adapter, path: str) -> None:

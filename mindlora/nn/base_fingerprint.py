@@ -1,16 +1,23 @@
 """The fingerprint of the base weights under the adapters of a network."""
 
-from typing import Callable, Container, Dict, Iterable, Optional, Tuple
+from typing import Callable, Container, Dict, Iterable, Mapping, Optional, Tuple
 
 import numpy as np
 from mindspore import nn
 
-from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
+from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_elements_of_rows, sampled_paths
 from mindlora.adapters.joined_pairs import joined_weight
 from mindlora.models import names
+from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowLayout
 from mindlora.nn.nf4 import matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells, weight_of
+from mindlora.numerics.pair_shapes import is_expert_stack
+
+# The orders of rows in which MindFormers' mcore models train, as use_contiguous_weight_layout_attention and
+# use_interleaved_weight_layout_mlp ask for them: name of a joined cell -> its layout, if not its record's.
+_QKV, _GATE_UP = {"linear_qkv": QueryKeyValueInTurn()}, {"linear_fc1": PartAfterPart()}
+ROW_ORDERS: Tuple[Mapping[str, RowLayout], ...] = ({}, _QKV, _GATE_UP, {**_QKV, **_GATE_UP})
 
 
 def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optional[dict]:
@@ -59,19 +66,36 @@ def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Opti
     return fingerprint
 
 
-def joined_fingerprints_of(cells: Dict[str, nn.Cell], kv_heads: int) -> Callable[[Iterable[str]], Optional[dict]]:
-    """As fingerprints_of, of the cells that MindFormers' mcore models have in the place of ``cells``, joined ones.
+def joined_fingerprints_of(
+    weights: Mapping[str, np.ndarray], kv_heads: int, layouts: Mapping[str, RowLayout]
+) -> Callable[[Iterable[str]], Optional[dict]]:
+    """As fingerprints_of, of the cells that MindFormers' mcore models have in the place of Hugging Face's.
 
-    Adapters are trained on those. ``cells`` are in float and hold all parts of each joined cell.
+    Adapters are trained on those.
+
+    Args:
+        weights (mapping): Adapter path -> weight [out, in] in float, all parts of each joined cell among them; or
+            [experts, out, in] of stacked experts.
+        kv_heads (int): Key-value heads.
+        layouts (mapping): Name of a joined cell in mcore -> the order of its rows, where it is not the record's.
     """
-    trained = {path: _mcore_path(path) for path in cells}
+    trained = {path: _mcore_path(path) for path in weights}
     shapes: Dict[str, Tuple[int, ...]] = {}
     samples: Dict[str, np.ndarray] = {}
     for mcore_path in dict.fromkeys(trained.values()):
-        arrays = [to_array(weight_of(cells[path])) for path in trained if trained[path] == mcore_path]
-        weight = arrays[0] if len(arrays) == 1 else joined_weight(mcore_path, arrays, kv_heads)
-        shapes[mcore_path] = weight.shape
-        samples[mcore_path] = sampled_elements(weight)
+        parts = [weights[path] for path in trained if trained[path] == mcore_path]
+        if is_expert_stack(parts[0]):
+            experts, rows, columns = parts[0].shape
+            shapes[mcore_path] = (experts * columns, rows)
+            samples[mcore_path] = sampled_elements(parts[0].swapaxes(1, 2))
+            continue
+        shapes[mcore_path] = (sum(map(len, parts)), parts[0].shape[1])
+        if len(parts) == 1:
+            samples[mcore_path] = sampled_elements(parts[0])
+            continue
+        numbers = np.split(np.arange(shapes[mcore_path][0]), np.cumsum([len(part) for part in parts])[:-1])
+        order = joined_weight(mcore_path, numbers, kv_heads, layouts.get(mcore_path.rpartition(".")[2]))
+        samples[mcore_path] = sampled_elements_of_rows(parts, order)
 
     def fingerprint(paths: Iterable[str]) -> dict:
         chosen = {trained[path] for path in paths}

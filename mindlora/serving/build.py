@@ -1,16 +1,17 @@
 """Puts an engine together: network, the base's weights, pools, adapter cache, scheduler."""
 
 import os
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+from mindlora.adapters.matching import CellShape
 from mindlora.config import Patterns
 from mindlora.load_base import load_base
 from mindlora.nn.adapter_matching import cell_shapes
-from mindlora.nn.base_fingerprint import fingerprints_of, joined_fingerprints_of
+from mindlora.nn.base_fingerprint import ROW_ORDERS, fingerprints_of, joined_fingerprints_of
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import weight_of
 from mindlora.numerics.dtypes import BFLOAT16
@@ -23,7 +24,7 @@ from mindlora.serving.blocks import BlockPool
 from mindlora.serving.detokenizer import end_tokens
 from mindlora.serving.engine import Engine
 from mindlora.serving.mcore_network import McoreNetwork
-from mindlora.serving.network import FEW_TOKENS, add_pools, build_network, embedding_of, linear_cells
+from mindlora.serving.network import FEW_TOKENS, add_pools, build_network, embedding_of, expert_weights, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.scheduler import Scheduler
@@ -57,16 +58,24 @@ def make_engine(
     cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
     shapes = cell_shapes(network, cells)
-    if isinstance(network, McoreNetwork):
-        fingerprint = joined_fingerprints_of(cells, network.config.n_kv_heads)
-    else:
-        fingerprint = fingerprints_of(cells)
+    experts = {path: to_array(weight) for path, weight in expert_weights(network).items()}
+    fingerprint, *others = _fingerprints(network, cells, experts)
     pooled = add_pools(network, cells, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).dtype)]
     tables = _tables(network)
     weights = None if quantize else _weights(cells)
     hidden = embedding_of(network)[1].shape[1]
-    layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint, weights, tables, hidden)
+    layout = ServedLayout(
+        {**shapes, **_shapes_of(experts)},
+        settings.max_rank,
+        dtype,
+        fingerprint,
+        weights,
+        tables,
+        hidden,
+        max(map(len, experts.values()), default=0),
+        tuple(others),
+    )
     runner = ModelRunner(network, pooled, dtype, settings, tables)
     memory = AdapterMemory(registry, lambda path: prepare(path, layout), settings.adapter_memory)
     adapters = AdapterSlots(memory, settings.slots, runner.pools.write)
@@ -83,6 +92,21 @@ def make_engine(
     ends = end_tokens(tokenizer, network.config.eos_token_id)
     folder = checkpoint if os.path.isdir(checkpoint) else None
     return Engine(runner, scheduler, adapters, tokenizer, ends, model_name, folder)
+
+
+def _fingerprints(
+    network: nn.Cell, cells: Mapping[str, nn.Cell], experts: Mapping[str, np.ndarray]
+) -> List[Callable[[Iterable[str]], Optional[dict]]]:
+    """Returns what gives the fingerprint of the base's weights, for each order of rows that training has."""
+    if not isinstance(network, McoreNetwork):
+        return [fingerprints_of(dict(cells))]
+    weights = {**{path: to_array(weight_of(cell)) for path, cell in cells.items()}, **experts}
+    kv_heads = network.config.n_kv_heads
+    return [joined_fingerprints_of(weights, kv_heads, layouts) for layouts in ROW_ORDERS]
+
+
+def _shapes_of(experts: Mapping[str, np.ndarray]) -> Dict[str, CellShape]:
+    return {path: CellShape(weight.shape[2], weight.shape[1], experts=True) for path, weight in experts.items()}
 
 
 def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, np.ndarray]]:

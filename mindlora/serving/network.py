@@ -1,6 +1,6 @@
 """MindFormers' network, made for serving: with its key-value cache, and pools of adapters on its linear cells."""
 
-from typing import Any, Dict, Mapping, Tuple
+from typing import Any, Dict, Mapping, Tuple, Union
 
 import mindspore as ms
 import numpy as np
@@ -11,12 +11,13 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.errors import ConfigError
 from mindlora.nn.multi_lora_dense import MultiLoRADense
+from mindlora.nn.multi_lora_experts import MultiLoRAExperts
 from mindlora.nn.tree import adapter_path, replace_children
 from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
-from mindlora.serving.mcore_network import McoreNetwork, build_mcore
+from mindlora.serving.mcore_network import McoreNetwork, StackedExperts, build_mcore
 from mindlora.serving.settings import EngineSettings
 
 # Up to this many tokens, one pass over each weight beats MatMul and the adapters' operator on a CPU, threefold at 16.
@@ -78,10 +79,22 @@ def linear_cells(network: nn.Cell) -> Dict[str, nn.Cell]:
     }
 
 
-def add_pools(network: nn.Cell, cells: Mapping[str, nn.Cell], settings: EngineSettings) -> Dict[str, MultiLoRADense]:
-    """Puts a pool of adapters on the cells that linear_cells returned, in place.
+def expert_weights(network: nn.Cell) -> Dict[str, Parameter]:
+    """Returns adapter path -> weight [experts, out, in] for every stacked weight of routed experts."""
+    return {
+        f"{path}.{name}": getattr(cell, name)
+        for path, cell in network.cells_and_names()
+        if isinstance(cell, StackedExperts)
+        for name in cell.weights
+    }
 
-    The network's weights must have been loaded. Returns adapter path -> MultiLoRADense.
+
+def add_pools(
+    network: nn.Cell, cells: Mapping[str, nn.Cell], settings: EngineSettings
+) -> Dict[str, Union[MultiLoRADense, MultiLoRAExperts]]:
+    """Puts a pool of adapters on the cells that linear_cells returned, and on the experts, in place.
+
+    The network's weights must have been loaded. Returns adapter path -> pool, linear cells first.
     """
     slots_of_tokens = Parameter(
         initializer(-1, [settings.max_tokens_per_step], mstype.int32), name="slots_of_tokens", requires_grad=False
@@ -91,7 +104,12 @@ def add_pools(network: nn.Cell, cells: Mapping[str, nn.Cell], settings: EngineSe
         for path, cell in cells.items()
     }
     replace_children(network, {id(cell): pooled[path] for path, cell in cells.items()})
-    return pooled
+    pools: Dict[str, Union[MultiLoRADense, MultiLoRAExperts]] = dict(pooled)
+    for path, cell in list(network.cells_and_names()):
+        if isinstance(cell, StackedExperts):
+            of_experts = cell.add_pools(settings.slots, settings.max_rank, slots_of_tokens)
+            pools.update({f"{path}.{name}": pool for name, pool in of_experts.items()})
+    return pools
 
 
 class ServedStep(nn.Cell):

@@ -2,19 +2,21 @@
 
 import dataclasses
 import math
-from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, cast
 
 import numpy as np
 
 from mindlora.adapters import expert_pairs, files, matching
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects.peft_config import Extras
+from mindlora.adapters.fingerprint import base_difference
 from mindlora.adapters.matching import CellShape
 from mindlora.common.text import listed
 from mindlora.errors import NotFiniteError, RankMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 from mindlora.nn.dora import row_norms
 from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
+from mindlora.numerics.pair_shapes import EXPERTS, Shape
 from mindlora.serving.adapter_tables import AdapterTables, BaseTables, refuse_served, take_tables
 from mindlora.serving.score_head import ScoreHead, take_score
 
@@ -37,6 +39,9 @@ class ServedLayout:
             none in float.
         tables (BaseTables or None): The base's embedding and head, for adapters with their own; None refuses them.
         hidden (int or None): The width of the model, for the heads of classifiers; None takes any.
+        experts (int): How many experts a stacked weight among the cells has; 0 where there are none.
+        other_fingerprints (tuple of callables): As fingerprint, of the base as models were trained that order the rows
+            of their joined cells otherwise.
     """
 
     cells: Mapping[str, CellShape]
@@ -46,13 +51,16 @@ class ServedLayout:
     weights: Optional[Mapping[str, np.ndarray]] = None
     tables: Optional[BaseTables] = None
     hidden: Optional[int] = None
+    experts: int = 0
+    other_fingerprints: Tuple[Callable[[List[str]], Optional[dict]], ...] = ()
 
 
 class Block(NamedTuple):
     """What one cell's slot holds.
 
     Attributes:
-        rows (array): [r, in_channels + out_channels] of the pool's dtype: row j is A[j, :] followed by B[:, j].
+        rows (array): [r, in_channels + out_channels] of the pool's dtype: row j is A[j, :] followed by B[:, j]. Of
+            stacked experts, [experts * r, in_channels + out_channels]: those of each expert in turn.
         scale (float): What B A is multiplied by.
         gain (array or None): DoRA's m / ||W + scale B A|| - 1 of each row, float32 [out_channels]; None for 0.
     """
@@ -90,6 +98,21 @@ class PackedAdapter:
     invocation_tokens: Tuple[int, ...] = ()
 
 
+class _ServedCells(matching.Cells):
+    """The cells of a layout."""
+
+    def __init__(self, layout: ServedLayout):
+        super().__init__(layout.cells)
+        self.experts = layout.experts
+
+    def part_shapes(self, adapter: Adapter, path: str) -> Mapping[str, Shape]:
+        cell = self.shapes[path]
+        if not cell.experts:
+            return super().part_shapes(adapter, path)
+        size = cast(Shape, (self.experts, cell.out_channels, cell.in_channels))
+        return EXPERTS.pair_shapes(size, adapter.rank(path))
+
+
 def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     """Reads an adapter in any known form, checks it as load_lora does, and packs it for the pools of a network.
 
@@ -113,18 +136,18 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
             "embedding or head of its own, which acts on all tokens. Train it without modules_to_save."
         )
     _check_servable(adapter, layout, source)
+    _multiply_projection(adapter, layout)
     # An adapter can be of tables alone.
-    rearranged = bool(adapter.paths) and matching.match(adapter, matching.Cells(layout.cells), source)
+    rearranged = bool(adapter.paths) and matching.match(adapter, _ServedCells(layout), source)
     _check_ranks(adapter, source, rearranged, layout.max_rank)
-    fingerprint = layout.fingerprint
-    if fingerprint is not None and not rearranged and adapter.paths:
-        matching.check_base(adapter, source, lambda: fingerprint(adapter.paths), "error")
+    if not rearranged and adapter.paths:
+        _check_base(adapter, layout, source)
     blocks = {path: _block(adapter, path, layout, source) for path in adapter.paths}
     return PackedAdapter(
         source,
         blocks,
         sum(block.nbytes for block in blocks.values()) + tables.nbytes + (score.nbytes if score else 0),
-        max((len(block.rows) for block in blocks.values()), default=0),
+        max(map(adapter.rank, blocks), default=0),
         adapter.fingerprint,
         tables,
         score,
@@ -138,12 +161,43 @@ def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None
     if variant.row_norms and layout.weights is None:
         refuse_served(source, f"{variant.tensors} ({variant.field}), which need the base in float, and on a CPU")
     experts = [path for path in adapter.paths if names.is_expert_weight(path) or expert_pairs.is_single(path)]
-    if experts:
+    if experts and not layout.experts:
         refuse_served(source, f"pairs of routed experts: {listed(experts)}")
     served = {names.to_mindformers(path) for path in layout.cells}
     heads = [path for path in adapter.paths if names.is_output_head(path) and names.to_mindformers(path) not in served]
     if heads:
         refuse_served(source, f"pairs of output heads: {listed(heads)}")
+
+
+def _multiply_projection(adapter: Adapter, layout: ServedLayout) -> None:
+    """Gives each cell a pair of its own in the place of a shared projection (VeRA), so that pairs can be joined."""
+    if adapter.variant.own_pair:
+        return
+    widths: Dict[str, Optional[int]] = {}
+    for path, cell in layout.cells.items():
+        name = names.to_mindformers(path)
+        for alias in (name, names.joined_path(name), *names.joined_parts(name)):
+            widths[alias or name] = cell.in_channels
+    for path in adapter.paths:
+        adapter.narrow(path, widths.get(names.to_mindformers(path)))
+    pairs = {path: (*adapter.pair(path), adapter.alphas.get(path)) for path in adapter.paths}
+    for path, (a, b, alpha) in pairs.items():
+        adapter.remove(path)
+        adapter.tensors[path, "A"], adapter.tensors[path, "B"] = a, b
+        if alpha is not None:
+            adapter.alphas[path] = alpha
+
+
+def _check_base(adapter: Adapter, layout: ServedLayout, source: str) -> None:
+    """Raises BaseMismatchError if the adapter was trained on another base, whatever the order of rows there was."""
+    if layout.fingerprint is None or adapter.fingerprint is None:
+        return
+    current = layout.fingerprint(adapter.paths)
+    for other in layout.other_fingerprints:
+        reordered = other(adapter.paths)
+        if reordered and not base_difference(adapter.fingerprint, reordered):
+            current = reordered
+    matching.check_base(adapter, source, lambda: current, "error")
 
 
 def _check_ranks(adapter: Adapter, source: str, rearranged: bool, max_rank: int) -> None:
@@ -165,9 +219,12 @@ def _block(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Bl
             f"{source} holds numbers at {path} that {dtype_name(dtype)}, in which this network computes, cannot hold. "
             "Set model.model_config.compute_dtype to bfloat16 or float32."
         )
-    rows = np.empty((len(a), a.shape[1] + len(b)), dtype)
-    rows[:, : a.shape[1]] = from_float32(a, dtype)
-    rows[:, a.shape[1] :] = from_float32(b, dtype).T
+    wide = a.shape[-1]
+    # Of experts, both have an axis of experts before.
+    rows = np.empty((*a.shape[:-1], wide + b.shape[-2]), dtype)
+    rows[..., :wide] = from_float32(a, dtype)
+    rows[..., wide:] = from_float32(b, dtype).swapaxes(-1, -2)
+    rows = rows.reshape(-1, rows.shape[-1])
     return Block(rows, adapter.scale(path), _gain(adapter, path, layout, source))
 
 

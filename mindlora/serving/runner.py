@@ -90,8 +90,9 @@ class SlotPools:
     def __init__(self, cells: Mapping[str, MultiLoRADense], dtype: np.dtype):
         self._paths = list(cells)
         self._write = _WriteAll(list(cells.values()))
-        self._write_gains = _WriteGains(list(cells.values()))
-        self._widths = {path: cell.out_channels for path, cell in cells.items()}
+        gained = {path: cell for path, cell in cells.items() if isinstance(cell, MultiLoRADense)}
+        self._write_gains = _WriteGains(list(gained.values()))
+        self._widths = {path: cell.out_channels for path, cell in gained.items()}
         self.gained: Set[int] = set()
         self.tables: Dict[int, AdapterTables] = {}
         self.scores: Dict[int, ScoreHead] = {}

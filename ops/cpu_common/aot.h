@@ -93,14 +93,20 @@ public:
         CheckLoraRank(At(a, 0));
     }
 
-    // pool [slots, max_rank, K + N], ranks [slots] and scales [slots].
-    void CheckPool(int pool, int ranks, int scales) const
+    // pool [slots, rows, K + N], ranks [slots] and scales [slots].
+    void CheckSlots(int pool, int ranks, int scales) const
     {
         CheckRank(pool, "pool", 3);
         CheckRank(ranks, "ranks", 1);
         CheckRank(scales, "scales", 1);
         CheckSame("the number of slots", At(pool, 0), At(ranks, 0));
         CheckSame("the number of slots", At(pool, 0), At(scales, 0));
+    }
+
+    // The same with max_rank rows of one pair.
+    void CheckPool(int pool, int ranks, int scales) const
+    {
+        CheckSlots(pool, ranks, scales);
         CheckLoraRank(At(pool, 1));
     }
 

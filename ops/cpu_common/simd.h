@@ -200,6 +200,29 @@ MINDLORA_INLINE void Shrink(
     }
 }
 
+// Expand: sum[n] += low[j] * bt[j, n] for J rows of B^T, which lie `stride` apart.
+template <int J, class T>
+MINDLORA_INLINE void ExpandRows(const float* low, const T* bt, int64_t stride, int64_t count, float* sum)
+{
+    for (int64_t n = 0; n < count; n += kWidth) {
+        Vec acc = LoadUpTo(sum + n, count - n);
+        for (int j = 0; j < J; ++j) acc += low[j] * LoadUpTo(bt + j * stride + n, count - n);
+        StoreUpTo(acc, sum + n, count - n);
+    }
+}
+
+// The same for all `rank` rows.
+template <class T>
+MINDLORA_INLINE void AddExpand(const float* low, const T* bt, int64_t stride, int64_t rank, int64_t count, float* sum)
+{
+    constexpr int kTogether = 8;
+    int64_t j = 0;
+    for (; j + kTogether <= rank; j += kTogether) {
+        ExpandRows<kTogether>(low + j, bt + j * stride, stride, count, sum);
+    }
+    for (; j < rank; ++j) ExpandRows<1>(low + j, bt + j * stride, stride, count, sum);
+}
+
 // Calls f with the constant that equals `rows`, 1 to kRows, so that loops over rows unroll.
 template <class F>
 MINDLORA_INLINE void WithRows(int64_t rows, F f)

@@ -58,12 +58,15 @@ def adapters_for(config):
     adapters = {**ADAPTERS, **(TIED if config.get("tie_word_embeddings") else UNTIED)}
     if "num_experts" not in config:
         return {**adapters, "activated": ACTIVATED}
-    # Those of experts have no place, so here only attention is adapted.
+    # A single expert is no module of transformers: it is the stacked weights of all that are adapted.
     attention = {"q_proj", "k_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"}
-    return {
+    adapters = {
         name: {**settings, "target_modules": [cell for cell in settings["target_modules"] if cell in attention]}
         for name, settings in adapters.items()
     }
+    adapters["every"]["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters["experts"] = {"r": 2, "lora_alpha": 24, "target_modules": [], "target_parameters": ["experts.down_proj"]}
+    return adapters
 
 
 # Name -> task and labels, of adapters with a score head.

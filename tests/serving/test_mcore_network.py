@@ -16,10 +16,10 @@ from mindlora.errors import BaseMismatchError, CheckpointError, ConfigError
 from mindlora.load_base import load_base
 from mindlora.models import names
 from mindlora.nn.adapter_matching import cell_shapes
-from mindlora.nn.base_fingerprint import joined_fingerprints_of
+from mindlora.nn.base_fingerprint import ROW_ORDERS, joined_fingerprints_of
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
-from mindlora.serving.network import build_network, linear_cells
+from mindlora.serving.network import build_network, expert_weights, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.settings import EngineSettings
 from tests.support.llama_checkpoints import load, save_base
@@ -102,6 +102,14 @@ def test_experts_are_stacked_whatever_the_checkpoint_has(tmp_path, stacked):
         load_base(made, checkpoint)
         for name, array in expected.items():
             np.testing.assert_array_equal(made.parameters_dict()[f"{start}{name}"].asnumpy(), array)
+    # Adapters are trained on mcore's weights, whose fingerprint they hold.
+    weights = {path: to_array(weight) for path, weight in expert_weights(made).items()}
+    trained = load(str(tmp_path / "mcore.safetensors"))
+    path = "decoder.layers.1.mlp.experts.weight1"
+    array = to_float32(trained[path])
+    assert joined_fingerprints_of(weights, KV_HEADS, {})([f"{start}gate_up_proj"]) == fingerprint_from(
+        {path: array.shape}, {path: sampled_elements(array)}
+    )
 
 
 def test_linear_weights_are_held_in_params_dtype(checkpoints):
@@ -136,7 +144,9 @@ def joined_adapter(paths, **fields):
 
 def layout_of(filled):
     cells = linear_cells(filled)
-    return ServedLayout(cell_shapes(filled, cells), 2, fingerprint=joined_fingerprints_of(cells, KV_HEADS))
+    weights = {path: to_array(cell.weight) for path, cell in cells.items()}
+    first, *others = (joined_fingerprints_of(weights, KV_HEADS, layouts) for layouts in ROW_ORDERS)
+    return ServedLayout(cell_shapes(filled, cells), 2, fingerprint=first, other_fingerprints=tuple(others))
 
 
 def test_a_pair_of_joined_cells_is_split_with_its_rank(filled, tmp_path):
@@ -159,10 +169,16 @@ def test_a_pair_of_joined_cells_is_split_with_its_rank(filled, tmp_path):
         np.testing.assert_allclose(scale * rows[:, wide:].T @ rows[:, :wide], delta, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("contiguous", [False, True], ids=["by head", "contiguous"])
 @pytest.mark.parametrize("paths", [[OUT.format(0), OUT.format(1)], [QKV.format(0), OUT.format(0)]])
-def test_an_adapter_must_have_been_trained_on_the_base(filled, checkpoints, tmp_path, paths):
+def test_an_adapter_must_have_been_trained_on_the_base(filled, checkpoints, tmp_path, paths, contiguous):
     weights = load(checkpoints[1])
     arrays = {path: weights[f"{path}.weight"] for path in map(names.to_mcore, paths)}
+    if contiguous:
+        # As use_contiguous_weight_layout_attention has it: all of q, then k, then v.
+        joined = names.to_mcore(QKV.format(0))
+        parts = [load(checkpoints[0])[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
+        arrays.update({joined: np.concatenate(parts)} if joined in arrays else {})
     trained = fingerprint_from(
         {path: array.shape for path, array in arrays.items()},
         {path: sampled_elements(arrays[path]) for path in sampled_paths(arrays)},

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mindlora.adapters import files
+from mindlora.adapters import expert_pairs, files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.fingerprint import fingerprint_from
 from mindlora.adapters.matching import CellShape
@@ -19,7 +19,7 @@ from mindlora.errors import (
 )
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.serving.adapter_tables import BaseTables
-from mindlora.serving.packed_adapter import ServedLayout, prepare
+from mindlora.serving.packed_adapter import Block, ServedLayout, prepare
 from tests.support.refusals import part, refused
 
 OUT = {"wq": 8, "wk": 4, "wv": 4, "wo": 6, "w1": 5, "w2": 6, "w3": 5}
@@ -134,28 +134,25 @@ def test_pairs_of_joined_cells_go_into_separate_ones(tmp_path):
     np.testing.assert_allclose(found[QKV_ROWS], 2.0 * b @ a, rtol=1e-5, atol=1e-5)
 
 
-def test_vera_is_multiplied_out(tmp_path):
-    rng, adapter = np.random.default_rng(3), Adapter({})
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+def test_vera_is_multiplied_out(tmp_path, joined):
+    rng, adapter, leaves = np.random.default_rng(3), Adapter({}), ("wq", "wk", "wv", "wo")
     a, b = rng.normal(size=(2, 8)).astype(np.float32), rng.normal(size=(8, 2)).astype(np.float32)
-    for leaf in ("wq", "wo"):
-        path = path_of(leaf)
+    expected = {}
+    for leaf in leaves:
+        path, width = path_of(leaf), IN.get(leaf, 6)
+        d, low = (rng.normal(size=size).astype(np.float32) for size in (2, OUT[leaf]))
         adapter.tensors.update({(path, "A"): a, (path, "B"): b[: OUT[leaf]]})
-        adapter.tensors[path, "lambda_d"] = rng.normal(size=2).astype(np.float32)
-        adapter.tensors[path, "lambda_b"] = rng.normal(size=OUT[leaf]).astype(np.float32)
+        adapter.tensors.update({(path, "lambda_d"): d, (path, "lambda_b"): low})
         adapter.alphas[path] = 2.0
-    packed = prepare(written(tmp_path, adapter), layout())
-    for leaf in ("wq", "wo"):
-        d, low, width = (
-            adapter.tensors[path_of(leaf), "lambda_d"],
-            adapter.tensors[path_of(leaf), "lambda_b"],
-            IN.get(leaf, 6),
-        )
-        expected = np.diag(low) @ b[: OUT[leaf]] @ np.diag(d) @ a[:, :width]
-        np.testing.assert_allclose(delta_of(packed.blocks[path_of(leaf)], width), expected, rtol=1e-5, atol=1e-6)
-    message = (
-        "VeRA's vectors belong to rows of matrices that all cells share: such pairs can be neither joined nor split"
-    )
-    refused(files.AdapterError, part(message), prepare, str(tmp_path / "adapter"), layout(joined=True))
+        expected[leaf] = np.diag(low) @ b[: OUT[leaf]] @ np.diag(d) @ a[:, :width]
+    packed = prepare(written(tmp_path, adapter), layout(joined=joined))
+    if joined:
+        expected = {"w_qkv": np.concatenate([expected[leaf] for leaf in leaves[:3]])[QKV_ROWS], "wo": expected["wo"]}
+    assert packed.blocks.keys() == {path_of(leaf) for leaf in expected}
+    for leaf, delta in expected.items():
+        found = delta_of(packed.blocks[path_of(leaf)], IN.get(leaf, 6))
+        np.testing.assert_allclose(found, delta, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
@@ -253,7 +250,33 @@ def test_pairs_of_embeddings_and_heads_are_refused(tmp_path, path, kind):
     refused_with_a_way_out(written(tmp_path, adapter), f"pairs of {kind}: {path}")
 
 
-def test_pairs_of_routed_experts_are_refused(tmp_path):
+@pytest.mark.parametrize("form, single", [("peft", False), ("peft", True), ("mindformers", False)])
+def test_pairs_of_experts_lie_one_after_the_other(tmp_path, form, single):
+    rng, made, (experts, hidden, inner) = np.random.default_rng(4), Adapter({}), (3, 6, 5)
+    sizes = {"weight1": (2 * inner, hidden), "weight2": (hidden, inner)}
+    for name, (high, wide) in sizes.items():
+        path = f"model.layers.0.mlp.experts.{name}"
+        made.tensors[path, "A"] = rng.normal(size=(experts, 2, wide)).astype(np.float32)
+        made.tensors[path, "B"] = rng.normal(size=(experts, high, 2)).astype(np.float32)
+        made.alphas[path] = 3.0
+    deltas = {path: 1.5 * made.tensors[path, "B"] @ made.tensors[path, "A"] for path in made.paths}
+    if single:
+        expert_pairs.unstack_pairs(made)
+    cells = {
+        f"model.layers.0.mlp.experts.{name}": CellShape(*reversed(sizes[of]), experts=True)
+        for name, of in (("gate_up_proj", "weight1"), ("down_proj", "weight2"))
+    }
+    packed = prepare(written(tmp_path, made, form), ServedLayout(cells, 16, experts=experts))
+    assert packed.rank_max == 2 and packed.blocks.keys() == cells.keys()
+    for (path, cell), delta in zip(cells.items(), deltas.values()):
+        rows, scale, gain = packed.blocks[path]
+        assert gain is None and rows.shape == (experts * 2, cell.in_channels + cell.out_channels)
+        for expert in range(experts):
+            block = Block(rows[2 * expert : 2 * expert + 2], scale)
+            np.testing.assert_allclose(delta_of(block, cell.in_channels), delta[expert], rtol=1e-5, atol=1e-6)
+
+
+def test_pairs_of_routed_experts_are_refused_where_there_are_none(tmp_path):
     path = "model.layers.0.mlp.experts.weight1"
     adapter = Adapter({(path, "A"): np.ones((3, 2, 6), F32), (path, "B"): np.ones((3, 8, 2), F32)}, {path: 4.0})
     refused_with_a_way_out(written(tmp_path, adapter), f"pairs of routed experts: {path}")

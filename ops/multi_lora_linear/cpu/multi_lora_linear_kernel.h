@@ -1,16 +1,5 @@
 // The kernel of multi_lora_linear. Included by for_each_isa.h, once in the namespace of each instruction set.
 
-// sum[n] += low[j] * bt[j, n] for J rows of B^T, which lie `stride` apart.
-template <int J, class T>
-MINDLORA_INLINE void AddExpand(const float* low, const T* bt, int64_t stride, int64_t count, float* sum)
-{
-    for (int64_t n = 0; n < count; n += kWidth) {
-        Vec acc = LoadUpTo(sum + n, count - n);
-        for (int j = 0; j < J; ++j) acc += low[j] * LoadUpTo(bt + j * stride + n, count - n);
-        StoreUpTo(acc, sum + n, count - n);
-    }
-}
-
 // Columns start to end of y, for all tokens: x W^T + bias into `sum` [tokens, end - start].
 template <class T, class W>
 static void BaseColumns(
@@ -98,15 +87,7 @@ static void MultiLoraLinear(const T* x, const W* w, const T* pool, const int32_t
             for (const int64_t t : order) {
                 const int32_t i = indices[t];
                 const T* bt = pool + i * max_rank * stride + in + start;
-                constexpr int kTogether = 8;
-                const int64_t rank = ranks[i];
-                int64_t j = 0;
-                for (; j + kTogether <= rank; j += kTogether) {
-                    AddExpand<kTogether>(low + t * max_rank + j, bt + j * stride, stride, columns, sum + t * columns);
-                }
-                for (; j < rank; ++j) {
-                    AddExpand<1>(low + t * max_rank + j, bt + j * stride, stride, columns, sum + t * columns);
-                }
+                AddExpand(low + t * max_rank, bt, stride, ranks[i], columns, sum + t * columns);
             }
             for (int64_t t = 0; t < tokens; ++t) {
                 for (int64_t n = 0; n < columns; n += kWidth) {

@@ -11,7 +11,7 @@ enum { kPool, kRanks, kScales, kSlot, kPacked, kScale, kWritten };
 
 void Check(const Shapes& s)
 {
-    s.CheckPool(kPool, kRanks, kScales);
+    s.CheckSlots(kPool, kRanks, kScales);
     s.CheckRank(kSlot, "slot", 1);
     s.CheckRank(kPacked, "packed", 2);
     s.CheckSame("the size of slot", s.At(kSlot, 0), 1);

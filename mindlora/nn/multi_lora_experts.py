@@ -1,0 +1,39 @@
+"""MultiLoRAExperts: a pool of adapters of one stacked weight of routed experts."""
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import initializer
+
+
+class MultiLoRAExperts(nn.Cell):
+    r"""Holds A_ie and B_ie of each slot i and expert e, for W_e + scale_i B_ie A_ie.
+
+    It computes nothing itself: mindlora.ops.routed_experts does. The pool takes memory only where an adapter has been
+    written.
+
+    Weights:
+        lora_pool [slots, experts * max_rank, in_channels + out_channels] float32, lora_ranks [slots] int32 and
+        lora_scales [slots] float32, which multi_lora_slot_write fills (layout: RoutedExperts). A slot of fewer rows
+        than experts is empty.
+
+    Args:
+        weight (Parameter): The base's, [experts, out_channels, in_channels].
+        slots (int): How many adapters the pool holds at once.
+        max_rank (int): The largest rank of an adapter.
+    """
+
+    def __init__(self, weight: Parameter, slots: int, max_rank: int):
+        super().__init__()
+        self.experts, self.out_channels, self.in_channels = weight.shape
+        self.dtype = mstype.float32
+        shape = (slots, self.experts * max_rank, self.in_channels + self.out_channels)
+        self.lora_pool = _zeros(f"{weight.name}.lora_pool", shape, mstype.float32)
+        # The zeros of NumPy have no memory until they are written to: a pool can be larger than the model.
+        self.lora_pool.set_data(Tensor.from_numpy(np.zeros(shape, np.float32)))
+        self.lora_ranks = _zeros(f"{weight.name}.lora_ranks", (slots,), mstype.int32)
+        self.lora_scales = _zeros(f"{weight.name}.lora_scales", (slots,), mstype.float32)
+
+
+def _zeros(name, shape, dtype):
+    return Parameter(initializer("zeros", list(shape), dtype), name=name, requires_grad=False)
