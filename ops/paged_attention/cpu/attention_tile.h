@@ -162,10 +162,10 @@ MINDLORA_INLINE void LoadValues(const V* row, int64_t rest, Vec (&value)[J])
 }
 
 // Adds weights times values to the sums of M rows, for J vectors of columns. Row m sees seen[m] keys, the last row
-// most.
-template <int M, int J, class V>
+// most. Calls `ask` for each cache line of values.
+template <int M, int J, class V, class Ask>
 MINDLORA_INLINE void AddValues(const float* weights, const V* const* values, int64_t column, int64_t size,
-    int64_t pitch, const int64_t* seen, float* state)
+    int64_t pitch, const int64_t* seen, float* state, Ask ask)
 {
     Vec acc[M][J];
     for (int m = 0; m < M; ++m) {
@@ -176,6 +176,7 @@ MINDLORA_INLINE void AddValues(const float* weights, const V* const* values, int
     for (int64_t key = 0; key < all; ++key) {
         Vec value[J];
         LoadValues(values[key] + column, size - column, value);
+        for (size_t line = 0; line < J * kWidth * sizeof(V); line += 64) ask();
         for (int m = 0; m < M; ++m) {
             for (int j = 0; j < J; ++j) acc[m][j] += weights[m * kKeys + key] * value[j];
         }
@@ -215,14 +216,14 @@ MINDLORA_INLINE void WithVectors(int64_t count, F f)
 }
 
 // The same for all columns.
-template <int M, class V>
-MINDLORA_INLINE void AddAllValues(
-    const float* weights, const V* const* values, int64_t size, int64_t pitch, const int64_t* seen, float* state)
+template <int M, class V, class Ask>
+MINDLORA_INLINE void AddAllValues(const float* weights, const V* const* values, int64_t size, int64_t pitch,
+    const int64_t* seen, float* state, Ask ask)
 {
     for (int64_t column = 0; column < size;) {
         WithVectors((size - column) / kWidth, [&](auto constant) {
             constexpr int J = decltype(constant)::value;
-            AddValues<M, J>(weights, values, column, size, pitch, seen, state);
+            AddValues<M, J>(weights, values, column, size, pitch, seen, state, ask);
             column += J * kWidth;
         });
     }

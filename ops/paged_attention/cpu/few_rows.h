@@ -9,24 +9,47 @@ struct Tokens {
     int64_t count;
 
     MINDLORA_MEMBER const T* At(int64_t i) const { return from + places[i]; }
+};
 
-    // Asks for part `i` of `parts` of the tokens, `width` numbers of each. To the second-level cache: the heads of many
-    // tokens lie a power of two apart, and few of them would stay in the first. What is asked for in the order in which
-    // it lies, the processor continues by itself.
-    MINDLORA_MEMBER void Prefetch(int64_t i, int64_t parts, int64_t width) const
+// Asks for `width` numbers of each of the tokens while others are computed. To the second-level cache: the heads of
+// many tokens lie a power of two apart, and few of them would stay in the first.
+template <class T>
+class Ahead {
+public:
+    MINDLORA_MEMBER Ahead(const Tokens<T>& tokens, int64_t width) : tokens_(tokens), width_(width) {}
+
+    // All lines of the tokens up to part `i` of `parts`. What is asked for in the order in which it lies, the processor
+    // continues by itself: best where there is little to compute meanwhile.
+    MINDLORA_MEMBER void AskTo(int64_t i, int64_t parts)
     {
-        for (int64_t j = count * i / parts; j < count * (i + 1) / parts; ++j) {
-            for (int64_t d = 0; d < width; d += 64 / sizeof(T)) __builtin_prefetch(At(j) + d, 0, 2);
-        }
+        while (token_ < tokens_.count * i / parts) AskLine();
     }
+
+    // The next line. Several at once would wait for each other, and what is computed meanwhile for them.
+    MINDLORA_MEMBER void AskLine()
+    {
+        if (token_ == tokens_.count) return;
+        __builtin_prefetch(tokens_.At(token_) + place_, 0, 2);
+        place_ += 64 / sizeof(T);
+        if (place_ < width_) return;
+        place_ = 0;
+        ++token_;
+    }
+
+private:
+    const Tokens<T> tokens_;
+    const int64_t width_;
+    int64_t token_ = 0, place_ = 0;
 };
 
 // The scores of one head of kWidth keys for H heads and M rows of each.
-template <int H, int M>
-MINDLORA_INLINE void HeadScores(const float* q, const float* kt, int64_t size, float* scores)
+template <int H, int M, class T>
+MINDLORA_INLINE void HeadScores(const float* q, const float* kt, int64_t size, float* scores, Ahead<T>* ahead)
 {
     Vec acc[H][M] = {};
     for (int64_t d = 0; d < size; ++d) {
+        // As many lines as these keys are.
+        for (size_t line = 0; M > 1 && line < kWidth * sizeof(T); line += 64) ahead->AskLine();
         for (int h = 0; h < H; ++h) {
             const Vec key = Load(kt + (h * size + d) * kWidth);
             for (int m = 0; m < M; ++m) acc[h][m] += q[h * M * size + d * M + m] * key;
@@ -44,23 +67,24 @@ static void FewScores(
 {
     constexpr int kHeads = 4;
     const int64_t size = rows.size;
+    Ahead<T> ahead(next, rows.heads * size);
     for (int64_t h = 0, heads; h < rows.heads; h += heads) {
         // One row is one chain of sums for each head: four at once hide how long an addition takes.
         heads = rows.count == 1 && rows.heads - h >= kHeads ? kHeads : 1;
         for (int64_t i = 0; i < heads; ++i) {
             const T* of_head[kWidth];
             for (int64_t j = 0; j < kWidth; ++j) of_head[j] = keys.At(std::min(j, keys.count - 1)) + (h + i) * size;
-            next.Prefetch(h + i, rows.heads, rows.heads * size);
+            if (rows.count == 1) ahead.AskTo(h + i + 1, rows.heads);
             PackKeys(of_head, size, kWidth, kt + i * size * kWidth);
         }
         if (heads == kHeads) {
-            HeadScores<kHeads, 1>(q + h * size, kt, size, scores + h * kKeys);
+            HeadScores<kHeads, 1>(q + h * size, kt, size, scores + h * kKeys, &ahead);
             continue;
         }
         for (int64_t r = h * rows.count; r < (h + 1) * rows.count;) {
             WithTileRows((h + 1) * rows.count - r, [&](auto constant) {
                 constexpr int M = decltype(constant)::value;
-                HeadScores<1, M>(q + r * size, kt, size, scores + r * kKeys);
+                HeadScores<1, M>(q + r * size, kt, size, scores + r * kKeys, &ahead);
                 r += M;
             });
         }
@@ -72,16 +96,20 @@ template <class T>
 static void FewValues(const Rows& rows, const Tokens<T>& values, const Tokens<T>& next, const int64_t* seen,
     const float* weights, float* state)
 {
+    Ahead<T> ahead(next, rows.heads * rows.size);
     for (int64_t h = 0; h < rows.heads; ++h) {
         const T* of_head[kWidth];
         for (int64_t j = 0; j < values.count; ++j) of_head[j] = values.At(j) + h * rows.size;
-        next.Prefetch(h, rows.heads, rows.heads * rows.size);
+        if (rows.count == 1) ahead.AskTo(h + 1, rows.heads);
         for (int64_t r = 0; r < rows.count;) {
             WithTileRows(rows.count - r, [&](auto constant) {
                 constexpr int M = decltype(constant)::value;
                 const int64_t row = h * rows.count + r;
+                const auto ask = [&ahead] {
+                    if (M > 1) ahead.AskLine();
+                };
                 AddAllValues<M>(
-                    weights + row * kKeys, of_head, rows.size, rows.pitch, seen + r, state + row * rows.pitch);
+                    weights + row * kKeys, of_head, rows.size, rows.pitch, seen + r, state + row * rows.pitch, ask);
                 r += M;
             });
         }

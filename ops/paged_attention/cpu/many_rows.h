@@ -15,7 +15,7 @@ static void RowTile(
         });
     }
     Weigh<M>(scores, seen, rows.pitch, state);
-    AddAllValues<M>(scores, values, rows.size, rows.pitch, seen, state);
+    AddAllValues<M>(scores, values, rows.size, rows.pitch, seen, state, [] {});
 }
 
 // One head of the keys and values of up to kKeys tokens in float32, the keys as columns.
@@ -27,8 +27,10 @@ static void PackTile(const Tokens<T>& keys, const Tokens<T>& values, int64_t ahe
         const T* rows[kWidth];
         for (int64_t i = 0; i < kWidth; ++i) rows[i] = keys.At(std::min(j + i, keys.count - 1));
         const int64_t next = std::max<int64_t>(0, std::min<int64_t>(kWidth, ahead - j));
-        Tokens<T>{keys.from, keys.places + kKeys + j, next}.Prefetch(0, 1, size);
-        Tokens<T>{values.from, values.places + kKeys + j, next}.Prefetch(0, 1, size);
+        for (const Tokens<T>& tokens : {keys, values}) {
+            const Tokens<T> later{tokens.from, tokens.places + kKeys + j, next};
+            Ahead<T>(later, size).AskTo(1, 1);
+        }
         PackKeys(rows, size, kKeys, w.kt + j);
     }
     for (int64_t j = 0; j < values.count; ++j) {
