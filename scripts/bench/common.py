@@ -1,6 +1,7 @@
 """What the benchmarks share: options, the machine, sides that take turns, tables, and the JSON file."""
 
 import argparse
+import ctypes
 import importlib.metadata
 import itertools
 import json
@@ -14,6 +15,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 from bench import ROOT
 
+# As mindlora_set_isa counts.
+AVX2 = 1
 BASE, AGAIN = "base", "base, again"
 WARM_UP = 4
 PACKAGES = ("mindspore", "mindformers", "numpy")
@@ -98,6 +101,14 @@ def machine(*packages: str) -> Dict[str, Any]:
 def is_limited() -> bool:
     """Returns whether MindSpore's products are limited to AVX2, as ONEDNN_MAX_CPU_ISA says."""
     return os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2"
+
+
+def limit_operators() -> None:
+    """Limits mindlora's CPU operators as MindSpore's products are."""
+    if is_limited():
+        from mindlora.ops import backend
+
+        ctypes.CDLL(backend.LIBRARY).mindlora_set_isa(AVX2)
 
 
 def version(package: str) -> str:

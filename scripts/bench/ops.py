@@ -11,7 +11,6 @@ On a processor with AVX-512, ONEDNN_MAX_CPU_ISA=AVX2 measures what one with AVX2
 """
 
 import argparse
-import ctypes
 import functools
 import os
 from typing import Any, Callable, Dict, Iterator
@@ -20,16 +19,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from bench.common import AGAIN, BASE, add_number, compare, is_limited, text
+from bench.common import AGAIN, BASE, add_number, compare, limit_operators, text
 from mindlora import LoraConfig, LoRADense
-from mindlora.ops import LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite, backend, backend_report
+from mindlora.ops import LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite, backend_report
 
 RANK = 16
 # The path of the kernels and the dtype, by device.
 DEVICES = {"CPU": ("cpu", ms.float32), "Ascend": ("ascend", ms.float16)}
 CELL = "LoRADense"
-# As mindlora_set_isa counts.
-AVX2 = 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Dict[str, Any]:
     """Prints the tables and returns their figures."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target=args.device)
-    if is_limited():
-        ctypes.CDLL(backend.LIBRARY).mindlora_set_isa(AVX2)
+    limit_operators()
     print(f"{backend_report()}\n")
     tables = []
     for part, measure in (("forward", forward), ("training", training), ("many", many)):

@@ -5,12 +5,16 @@
     nf4       a base in NF4 against the same in float32, twice as wide
     adapters  from disk to the first token, switching between two, 10,000 registered
     load      requests that arrive at random, for 64 adapters over 16 slots
+    attention decode attention against a bare read of its keys and values
+    border    the graphs of few and of many tokens, where the runner changes from one to the other
+    mask      what a constraint costs a step
     lookup    prompt lookup, where answers copy their prompt and where they do not
 
 A random Llama is made in a temporary folder, with PEFT folders of random adapters. The sides of a table take turns in
 one process (PyTorch's in one that waits meanwhile), each with two threads; each figure is the median over the rounds,
 each ratio the median of the ratios within a round. Where the base is measured twice, no ratio can be trusted further
 than the ratio of these two is from 1.
+On a processor with AVX-512, ONEDNN_MAX_CPU_ISA=AVX2 measures what one with AVX2 alone would.
 """
 
 import argparse
@@ -23,9 +27,9 @@ import tempfile
 import time
 from typing import Any, Callable, Dict, Iterator
 
-from bench.common import add_number, load_average
+from bench.common import add_number, limit_operators, load_average
 
-PARTS = ("decode", "peft", "nf4", "adapters", "load", "lookup")
+PARTS = ("decode", "peft", "nf4", "adapters", "load", "attention", "border", "mask", "lookup")
 # Both sides of a comparison get as many, in this process and in another.
 THREADS = 2
 
@@ -45,6 +49,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     size = dataclasses.replace(QUICK if args.quick else FULL, rounds=args.rounds)
+    limit_operators()
     print(f"{size}; {THREADS} threads\n", flush=True)
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log.txt"), "w", encoding="utf-8") as log:
         # MindFormers writes output/ in the working folder, and logs to the stdout that it finds when it is imported.
@@ -86,7 +91,7 @@ def measure(part: str, files: Any, size: Any) -> Iterator[Dict[str, Any]]:
 
 def tables_of(part: str) -> Callable[[Any, Any], Iterator[Dict[str, Any]]]:
     """Returns the function that yields the tables of a part."""
-    from bench import serving_adapters, serving_decode, serving_lookup, serving_peft
+    from bench import serving_adapters, serving_decode, serving_kernels, serving_lookup, serving_peft
 
     return {
         "decode": serving_decode.decode,
@@ -94,5 +99,8 @@ def tables_of(part: str) -> Callable[[Any, Any], Iterator[Dict[str, Any]]]:
         "nf4": serving_decode.nf4,
         "adapters": serving_adapters.adapters,
         "load": serving_adapters.load,
+        "attention": serving_kernels.attention,
+        "border": serving_kernels.border,
+        "mask": serving_kernels.mask,
         "lookup": serving_lookup.lookup,
     }[part]
