@@ -24,7 +24,7 @@ _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BF
 _CACHES = (".key_cache", ".value_cache")
 
 
-def load_base(network: nn.Cell, path: str) -> None:
+def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
     """Fills the parameters of a network from a checkpoint of its base.
 
     One tensor at a time is read and takes the parameter's dtype, so that the host holds one copy of the base and one
@@ -36,6 +36,9 @@ def load_base(network: nn.Cell, path: str) -> None:
             network whose ``parameter_names`` are "hf", Hugging Face's. Best built under
             mindspore.nn.utils.no_init_parameters, so that no value is drawn which is replaced here.
         path (str): A file or folder with names of MindFormers or Hugging Face.
+        mapped (bool): Whether parameters that a safetensors file holds as they are stay in it, on a CPU: their pages
+            come into memory when they are used, and processes share them. What is written to a parameter stays in this
+            process. The file must not be written to as long as the network is used. Default: False.
 
     Raises:
         ConfigError: There is no path, or nothing is there.
@@ -49,7 +52,7 @@ def load_base(network: nn.Cell, path: str) -> None:
     if not os.path.exists(path):
         raise ConfigError(f"load_checkpoint: {path} does not exist. Correct the path (--load_checkpoint).")
     parameters = _parameters_of_base(network)
-    with BaseCheckpoint(path) as base:
+    with BaseCheckpoint(path, mapped) as base:
         tensors = _tensors_for(network, parameters, base)
         new = _new_heads(network) - set(tensors)
         missing = sorted(set(parameters) - set(tensors) - new)
@@ -114,13 +117,13 @@ def _check(parameter: Parameter, tensor: OutputTensor, path: str) -> None:
 
 def _fill(parameter: Parameter, tensor: OutputTensor) -> None:
     array = tensor.rows(0, tensor.row_count).reshape(tensor.shape)
-    if not _is_packed(parameter):
+    if not _is_packed(parameter) and array.dtype != _NUMPY[str(parameter.dtype)]:
         array = from_float32(to_float32(array), _NUMPY[str(parameter.dtype)])
     if array.dtype == BFLOAT16:
         parameter.set_data(to_tensor(array))
     else:
-        # The tensor takes over the array's memory: it is this function's alone, or copied here.
-        parameter.set_data(Tensor.from_numpy(np.require(array, requirements=("C", "W", "O"))))
+        # The tensor takes over the array's memory: it is this function's alone, mapped, or copied here.
+        parameter.set_data(Tensor.from_numpy(np.require(array, requirements=("C", "W", "A"))))
 
 
 def _is_packed(parameter: Parameter) -> bool:

@@ -8,6 +8,7 @@ from mindlora import LoraConfig, apply_lora
 from mindlora.base.convert import convert_base
 from mindlora.base.quantize import quantize_checkpoint
 from mindlora.errors import CheckpointError, ConfigError
+from mindlora.formats.safetensors_file import write_arrays
 from mindlora.load_base import load_base
 from mindlora.nn.tree import lora_cells
 from mindlora.numerics.dtypes import BFLOAT16, to_float32
@@ -48,6 +49,25 @@ def assert_loaded(made, weights):
     assert found.keys() == weights.keys()
     for name, parameter in found.items():
         np.testing.assert_array_equal(as_array(parameter), weights[name], err_msg=name)
+
+
+def test_a_mapped_base_stays_in_its_file(checkpoint, tmp_path):
+    path = str(tmp_path / "base.safetensors")
+    write_arrays(path, base_weights())
+    stored = (tmp_path / "base.safetensors").read_bytes()
+    made = network()
+    load_base(made, path, mapped=True)
+    assert_loaded(made, base_weights())
+    with open("/proc/self/smaps", encoding="ascii") as file:
+        maps = [line for line in file if line.rstrip().endswith(path)]
+    assert maps, "nothing holds the file"
+    begin, end = (int(word, 16) for word in maps[0].split()[0].split("-"))
+    for parameter in made.get_parameters():
+        if not parameter.name.endswith("_cache"):
+            assert begin <= parameter.asnumpy().ctypes.data < end, parameter.name
+    # What is written to a parameter stays here.
+    made.lm_head.weight.asnumpy()[:] = 3
+    assert (tmp_path / "base.safetensors").read_bytes() == stored
 
 
 @pytest.mark.parametrize("form", ["ckpt", "safetensors", "folder", "hf"])

@@ -59,6 +59,7 @@ class BaseCheckpoint:
         path (str): A folder with model.safetensors.index.json and its shards, a folder of .safetensors files without an
             index, a .safetensors file, or a .ckpt file, which is held in memory; or the folder of a step of MindFormers
             2's PyNative trainer, or that of all its steps, for the last one.
+        mapped (bool): Whether rows of safetensors stay in the file until they are used: see TensorFile. Default: False.
 
     Attributes:
         files (dict): Name of a file -> the open file, in the order of the names.
@@ -77,7 +78,7 @@ class BaseCheckpoint:
     Raises CheckpointError if nothing there can be read or the names are not known, AdapterError if a file is damaged.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, mapped: bool = False):
         self.path = os.path.abspath(path)
         atomic.finish_interrupted_swap(self.path)
         self.path = step_folder.last_step(self.path)
@@ -94,7 +95,8 @@ class BaseCheckpoint:
             for name in file_names:
                 # metadata.json stands for the files of all ranks, which it joins.
                 of_ranks = name == step_folder.METADATA
-                file = step_folder.StepFolder(self.folder) if of_ranks else _open(os.path.join(self.folder, name))
+                at = os.path.join(self.folder, name)
+                file = step_folder.StepFolder(self.folder) if of_ranks else _open(at, mapped)
                 self.files[name] = self._as_mcore(file)
                 stack.enter_context(self.files[name])
                 self._add(name)
@@ -302,6 +304,6 @@ def _read_object(path: str) -> dict:
         return parse_object(file.read(), path, CheckpointError)
 
 
-def _open(path: str) -> Union[TensorFile, CkptFile]:
+def _open(path: str, mapped: bool) -> Union[TensorFile, CkptFile]:
     refuse_pointer(path, CheckpointError)
-    return CkptFile(path) if path.endswith(".ckpt") else TensorFile(path)
+    return CkptFile(path) if path.endswith(".ckpt") else TensorFile(path, mapped)

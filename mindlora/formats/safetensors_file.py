@@ -54,12 +54,16 @@ class TensorFile:
 
     Its tensors are in the order of the bytes; ``metadata`` are the strings in its header. Raises AdapterError if it is
     cut off or no safetensors file, or has a tensor twice or a dtype that is not known.
+
+    With ``mapped``, what is read lies in the file: its pages come into memory when they are used, and processes share
+    them. What is written to such an array stays in this process. The file must not be written to while they exist.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, mapped: bool = False):
         self.path = str(path)
         self.tensors, self.metadata = _read_header(self.path)
         self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed on __exit__)
+        self._map = np.memmap(self.path, np.uint8, "c") if mapped else None
 
     def __enter__(self) -> "TensorFile":
         return self
@@ -70,18 +74,21 @@ class TensorFile:
     def read(self, key: str) -> np.ndarray:
         """Returns one tensor in its stored dtype; TruncatedAdapterError if the file became shorter meanwhile."""
         info = self.tensors[key]
-        array = np.empty(info.shape, info.dtype)
-        self._fill(memoryview(array.reshape(-1).view(np.uint8)), info.offset)
-        return array
+        return self._array(info.shape, info.dtype, info.offset)
 
     def read_rows(self, key: str, begin: int, end: int) -> np.ndarray:
         """Returns rows [begin, end) of a tensor along its first axis, as ``read`` does; a scalar counts as one row."""
         info = self.tensors[key]
         if not info.shape:
             return self.read(key)
-        array = np.empty((end - begin,) + info.shape[1:], info.dtype)
         row = info.size // max(info.shape[0], 1)
-        self._fill(memoryview(array.reshape(-1).view(np.uint8)), info.offset + begin * row)
+        return self._array((end - begin,) + info.shape[1:], info.dtype, info.offset + begin * row)
+
+    def _array(self, shape: Tuple[int, ...], dtype: np.dtype, offset: int) -> np.ndarray:
+        if self._map is not None:
+            return np.ndarray(shape, dtype, self._map, offset)
+        array = np.empty(shape, dtype)
+        self._fill(memoryview(array.reshape(-1).view(np.uint8)), offset)
         return array
 
     def _fill(self, view, offset):

@@ -54,7 +54,8 @@ def make_engine(
     network = build_network(model, settings)
     if quantize:
         quantize_base(network, quantize_exclude)
-    load_base(network, checkpoint)
+    # Elsewhere weights are copied to the device.
+    load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
     cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
     shapes = cell_shapes(network, cells)

@@ -131,6 +131,21 @@ def test_rows_are_those_of_the_tensor(tmp_path, dtype):
         assert file.read_rows("none", 1, 3).shape == (2, 0)
 
 
+@pytest.mark.parametrize("dtype", ["<f4", "<f2", BFLOAT16, "u1"])
+def test_what_is_mapped_is_the_file_s_and_a_change_of_it_is_the_process_s(tmp_path, dtype):
+    path = str(tmp_path / "a.safetensors")
+    write_arrays(path, {"one": sample(dtype, (5, 3)), "scalar": sample(dtype, ()), "void": sample(dtype, (0, 4))})
+    with TensorFile(path, mapped=True) as file:
+        arrays = {key: file.read(key) for key in file.tensors}
+        rows = file.read_rows("one", 1, 4)
+    with TensorFile(path) as file:
+        for key, array in arrays.items():
+            assert array.tobytes() == file.read(key).tobytes() and array.shape == file.tensors[key].shape
+        assert rows.tobytes() == arrays["one"][1:4].tobytes() and np.shares_memory(rows, arrays["one"])
+        rows.view(np.uint8)[:] = 7
+        assert arrays["one"][1:4].tobytes() == rows.tobytes() != file.read_rows("one", 1, 4).tobytes()
+
+
 def test_each_dtype_has_the_librarys_name():
     assert [dtype_name(np.dtype(dtype)) for _, _, dtype in DTYPES] == [library for _, library, _ in DTYPES]
 
