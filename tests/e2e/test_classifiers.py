@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 from mindlora.adapters import files
 from mindlora.training.history import read_history
@@ -26,6 +27,7 @@ def folder(library, tmp_path_factory):
     """A folder with the model."""
     folder = tmp_path_factory.mktemp("classifiers")
     stories260k.write_folder(folder / "model")
+    keep_layers(folder / "model", 2)
     return folder
 
 
@@ -33,20 +35,37 @@ def folder(library, tmp_path_factory):
 def run(folder):
     """The folder of the run of the page, and what its commands printed."""
     succeeded(python(["-c", blocks("python")[0]], folder))
-    commands = re.search(r"^```\n(mindlora data .*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[1]
-    printed = ""
-    for command in commands.splitlines():
-        program, *words = shlex.split(command)
-        printed += succeeded(python(["-m", PROGRAMS[program], *words], folder))
+    printed = carry_out("mindlora data ", folder)
     config = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
     changes = yaml.safe_load(blocks("yaml")[0])
     config["model"]["arch"].update(changes["model"]["arch"])
     config["model"]["model_config"].update(changes["model"]["model_config"])
-    # The same steps, faster.
-    config["runner_config"].update(batch_size=16, gradient_accumulation_steps=1)
+    # Fewer steps, and faster ones.
+    config["runner_config"].update(batch_size=16, gradient_accumulation_steps=1, epochs=1)
+    config["lr_schedule"]["learning_rate"] = 2e-3
     (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     printed += succeeded(python(["-m", PROGRAMS["mindlora-run"], "--config", "run.yaml"], folder))
     return folder, printed
+
+
+def carry_out(begin, folder):
+    """Carries out the commands of the page that begin so; returns what they print."""
+    commands = re.search(rf"^```\n({begin}.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[1]
+    printed = ""
+    for command in commands.splitlines():
+        program, *words = shlex.split(command)
+        printed += succeeded(python(["-m", PROGRAMS[program], *words], folder))
+    return printed
+
+
+def keep_layers(model, count):
+    """Keeps the first layers of a model: enough to tell words, and compiled faster."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
+    tensors = load_file(model / "model.safetensors")
+    others = tuple(f"model.layers.{layer}." for layer in range(count, config["num_hidden_layers"]))
+    kept = {name: array for name, array in tensors.items() if not name.startswith(others)}
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_a_reward_model_learns_which_of_two_answers_is_better(folder, tmp_path):
@@ -54,6 +73,8 @@ def test_a_reward_model_learns_which_of_two_answers_is_better(folder, tmp_path):
     page = (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")
     model = folder / "model"
     succeeded(python(["-c", re.search(r"^```python\n(.*?)^```", page, re.M | re.S)[1]], tmp_path))
+    pairs = (tmp_path / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "pairs.jsonl").write_text("\n".join(pairs[:240]), encoding="utf-8")
     convert = ("--input", "pairs.jsonl", "--output", "pairs.mindrecord", "--tokenizer", model, "--seq-length", "128")
     succeeded(python(["-m", "mindlora.cli", "data", "preference", *convert, "--pack", "--holdout", "0.1"], tmp_path))
     draft = ("--from", model, "--data", "pairs.mindrecord", "--device", "cpu", "--output", "run.yaml")
@@ -66,8 +87,8 @@ def test_a_reward_model_learns_which_of_two_answers_is_better(folder, tmp_path):
     config["train_dataset"].update(changes["train_dataset"])
     config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
     # The rate is for more steps than this test takes.
-    config["lr_schedule"]["learning_rate"] = 1e-3
-    config["runner_config"].update(epochs=1, batch_size=4, gradient_accumulation_steps=1)
+    config["lr_schedule"]["learning_rate"] = 3e-3
+    config["runner_config"].update(epochs=1, batch_size=8, gradient_accumulation_steps=1)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     succeeded(python(["-m", PROGRAMS["mindlora-run"], "--config", "run.yaml"], tmp_path))
     history = read_history(str(tmp_path / "output"))
@@ -93,3 +114,13 @@ def test_the_adapter_is_a_classifiers(run):
     assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]
     adapter = files.read(str(folder))
     assert adapter.saved_modules["score.weight"].shape == (2, 64) and "score" not in adapter.paths
+
+
+def test_texts_are_labeled_by_the_command_of_the_page(run):
+    printed = carry_out("mindlora classify ", run[0])
+    lines = [line.split("\t") for line in printed.splitlines() if line.count("\t") == 2]
+    assert [(label, text) for label, _, text in lines] == [
+        ("sad", "She was scared and ran away."),
+        ("happy", "It was the best day ever."),
+    ]
+    assert all(0.5 < float(probability) <= 1 for _, probability, _ in lines)

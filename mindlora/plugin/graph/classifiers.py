@@ -25,7 +25,8 @@ class _Classifier(LlamaForCausalLM):
 
     def __init__(self, config: LlamaConfig):
         check_number(getattr(config, "num_labels", None), "model_config.num_labels", COUNT)
-        super().__init__(config)
+        # By its name, where MindFormers looks for disable_lazy_inline: data parallel does not compile without it.
+        super().__init__(config=config)
         del self.lm_head
         self.score = Score(config.hidden_size, config.num_labels, TASKS[type(self).__name__])
         # What the construct of the Llama calls. Assigned as an attribute, it would rename the parameters.
