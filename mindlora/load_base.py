@@ -61,6 +61,7 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
                 f"{path} lacks {len(missing)} parameters of the network: {listed(missing)}. Name the checkpoint of the "
                 "model that the YAML describes."
             )
+        _check_biases(network, set(tensors) - set(parameters), path)
         filled = {name: parameter for name, parameter in parameters.items() if name not in new}
         for name, parameter in filled.items():
             _check(parameter, tensors[name], path)
@@ -103,6 +104,18 @@ def _add_joined(parameters: Dict[str, Parameter], tensors: Dict[str, OutputTenso
         parts = parts_of(name)
         if parts and all(part in tensors for part in parts):
             tensors[name] = join(name, [tensors[part] for part in parts], kv_heads)
+
+
+def _check_biases(network: nn.Cell, others: Set[str], path: str) -> None:
+    """Raises CheckpointError if a network under Hugging Face's names has no place for biases of the checkpoint.
+
+    Whether an mcore model has them is a key of its YAML, whose default is not that of every checkpoint.
+    """
+    biases = sorted(name for name in others if name.endswith("_proj.bias"))
+    if getattr(network, "parameter_names", LEGACY) == HF and biases:
+        raise CheckpointError(
+            f"{path} has biases that the network lacks: {listed(biases)}. Set model.model_config.attention_bias: True."
+        )
 
 
 def _check(parameter: Parameter, tensor: OutputTensor, path: str) -> None:

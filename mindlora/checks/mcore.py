@@ -20,10 +20,7 @@ _ROUTER = "decoder.layers.0.mlp.router.weight"
 _SERVED_KEYS: Dict[str, Any] = {
     "compute_dtype": "float32",
     "hidden_act": "silu",
-    "position_embedding_type": "rope",
     "rope_scaling": None,
-    "rotary_interleaved": False,
-    "partial_rotary_factor": 1.0,
     "add_bias_linear": False,
     "routed_scaling_factor": 1.0,
     "moe_router_enable_expert_bias": False,
@@ -108,14 +105,19 @@ def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"mindlora serves {architecture.title}, an mcore model (use_legacy: False), on a CPU alone.",
             "Set --device_target CPU, or serve it with vLLM (docs/serving.md, Moving to vLLM).",
         )
-    changes = list(_served_changes(config))
+    changes = list(_served_changes(config, architecture))
     if changes:
         yield error("model.model_config", "This model cannot be served.", f"Set: {'; '.join(changes)}.")
 
 
-def _served_changes(config: Mapping[str, Any]) -> Iterator[str]:
+def _served_changes(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     model_config = model_config_of(config)
-    for key, needed in _SERVED_KEYS.items():
+    rotary = architecture.rotary
+    needs = {"position_embedding_type": "rope", "partial_rotary_factor": 1.0, **_SERVED_KEYS}
+    if rotary.factor < 1:
+        needs["position_embedding_type"] = "partial_rope"
+        del needs["partial_rotary_factor"]
+    for key, needed in {**needs, "rotary_interleaved": rotary.interleaved}.items():
         found = model_config.get(key)
         found = dtype_name(found, key) if found is not None and key == "compute_dtype" else found
         if found not in (None, needed):

@@ -126,7 +126,7 @@ def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
         arguments.recipe,
         rows,
     )
-    folder = read_folder(arguments.folder)
+    folder = read_folder(arguments.folder, to_train=True)
     draft = draft_run(folder, request)
     with atomic.replace_file(arguments.output) as new:
         pathlib.Path(new).write_text(draft.text, encoding="utf-8")

@@ -45,15 +45,16 @@ class ModelFolder:
         return os.path.basename(os.path.abspath(self.path))
 
 
-def read_folder(path: str) -> ModelFolder:
+def read_folder(path: str, to_train: bool = False) -> ModelFolder:
     """Reads a folder of Hugging Face's: config.json, the tokenizer, and names and shapes of the weights.
 
-    Raises ConfigError if it is not one, or holds a model or a setting that MindFormers has not; CheckpointError if the
+    Raises ConfigError if it is not one, or holds a model or a setting that MindFormers has not, or with ``to_train``
+    one with which it only predicts; CheckpointError if the
     weights cannot be read; TokenizerError if there is no tokenizer.
     """
     config = _read_config(path)
     architecture = registry.by_hugging_face_type(config.model_type)
-    if architecture is None or architecture.from_hugging_face is None:
+    if architecture is None or architecture.from_hugging_face is None or to_train and not architecture.trains:
         raise ConfigError(_unknown_model(config))
     quantization = config.get("quantization_config")
     if quantization is not None:

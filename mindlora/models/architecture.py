@@ -89,6 +89,18 @@ class Experts(NamedTuple):
     parts: Tuple[str, ...]
 
 
+class Rotary(NamedTuple):
+    """How queries and keys are turned by their positions.
+
+    Attributes:
+        factor (float): The share of a head that is turned, its beginning, where partial_rotary_factor does not say.
+        interleaved (bool): Whether neighbours are turned together; else element i and i + half of what is turned.
+    """
+
+    factor: float = 1.0
+    interleaved: bool = False
+
+
 def _takes_all(model_config: dict) -> Optional[str]:
     return None
 
@@ -136,6 +148,8 @@ class Architecture:
         legacy (bool): Whether MindFormers has a legacy model of it. Default: True.
         trains (bool): Whether MindFormers' model trains; if not, it only predicts. Default: True.
         served (bool): Whether mindlora serves MindFormers' mcore model, by a network of its own. Default: False.
+        rotary (Rotary): Of the mcore model. Default: whole heads, in halves.
+        norm_eps (float): Of the mcore model's norms where a YAML does not say. Default: 1e-6.
     """
 
     title: str
@@ -165,6 +179,8 @@ class Architecture:
     legacy: bool = True
     trains: bool = True
     served: bool = False
+    rotary: Rotary = Rotary()
+    norm_eps: float = 1e-6
 
     def rename_path(self, path: str, source: str, target: str) -> Optional[str]:
         """Returns the path in the world ``target`` of the cell at ``path`` (or an end of it) in ``source``, or None."""

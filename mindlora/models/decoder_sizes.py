@@ -6,9 +6,10 @@ from typing import Any, Dict
 from mindlora.models.architecture import MCORE, Architecture
 from mindlora.models.mcore_sizes import ModelConfig, layers_of
 
-_ATTENTION = "decoder.layers.0.self_attention"
-# Those of MindFormers' Qwen3Config.
-_DEFAULTS = {"norm_eps": 1e-6, "rope_theta": 10000.0, "chosen": 8}
+_LAYER = "decoder.layers.0"
+_ATTENTION = f"{_LAYER}.self_attention"
+# Those of MindFormers' configurations.
+_DEFAULTS = {"rope_theta": 10000.0, "chosen": 8}
 # Rows of the router's weight, and columns of what an expert gives back.
 _ROUTER, _EXPERT_WEIGHTS = "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.weight1"
 
@@ -23,6 +24,10 @@ class DecoderSizes:
         sums_to_one (bool): Whether the weights of those are made to sum to 1.
         has_bias (bool): Whether q, k and v have biases.
         has_head_norms (bool): Whether the heads of q and k go through norms.
+        rotary (int): Elements of a head that are turned by its position, from its beginning on.
+        interleaved (bool): Whether neighbours among them are turned together.
+        has_output_norms (bool): Whether what attention and feed-forward network give goes through norms.
+        joins_gate_up (bool): Whether gate and up are one cell, the rows of gate before those of up.
         tied (bool): Whether the output head is the embedding.
     """
 
@@ -41,11 +46,15 @@ class DecoderSizes:
     experts: int = 0
     chosen: int = 0
     sums_to_one: bool = False
+    rotary: int = 0
+    interleaved: bool = False
+    has_output_norms: bool = False
+    joins_gate_up: bool = False
 
 
 def decoder_sizes(architecture: Architecture, model_config: Dict[str, Any]) -> DecoderSizes:
     """Returns the sizes of the mcore model that ``model_config`` of a YAML describes."""
-    config = ModelConfig(model_config, _DEFAULTS)
+    config = ModelConfig(model_config, {**_DEFAULTS, "norm_eps": architecture.norm_eps})
     linear = architecture.linear_sizes(model_config)
     parameters = architecture.parameter_sizes(model_config)
     joined, output = linear[f"{_ATTENTION}.linear_qkv"], linear[f"{_ATTENTION}.linear_proj"]
@@ -63,6 +72,7 @@ def decoder_sizes(architecture: Architecture, model_config: Dict[str, Any]) -> D
         }
     else:
         inner = linear["decoder.layers.0.mlp.linear_fc2"][1]
+    factor = model_config.get("partial_rotary_factor", architecture.rotary.factor)
     return DecoderSizes(
         layers=len(layers_of(linear)),
         vocabulary=vocabulary,
@@ -76,5 +86,9 @@ def decoder_sizes(architecture: Architecture, model_config: Dict[str, Any]) -> D
         has_bias=f"{_ATTENTION}.linear_qkv.bias" in parameters,
         has_head_norms=f"{_ATTENTION}.q_layernorm.weight" in parameters,
         tied=architecture.head_weight(MCORE) not in parameters,
+        rotary=int(head_dim * factor),
+        interleaved=architecture.rotary.interleaved,
+        has_output_norms=f"{_LAYER}.post_mlp_layernorm.weight" in parameters,
+        joins_gate_up=architecture.in_hugging_face(f"{_LAYER}.mlp.linear_fc1"),
         **experts,
     )

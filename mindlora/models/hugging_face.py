@@ -81,8 +81,10 @@ class HuggingFaceConfig:
         """The key of what ``rope`` reads, for messages."""
         return "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
 
-    def rope(self) -> Rope:
+    def rope(self, *others_known: str) -> Rope:
         """Returns how positions are encoded; raises ConfigError if the setting cannot be read.
+
+        ``others_known`` are settings that the caller reads itself.
 
         transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
         """
@@ -93,7 +95,7 @@ class HuggingFaceConfig:
         if theta not in POSITIVE:
             self.refuse(self.rope_key, f"rope_theta must be {POSITIVE.words}")
         kind = str(settings.get("rope_type") or settings.get("type") or "default")
-        named = ("rope_theta", "rope_type", "type")
+        named = ("rope_theta", "rope_type", "type", *others_known)
         others = {key: value for key, value in settings.items() if key not in named and value is not None}
         rope = Rope(float(theta), kind, others)
         if kind == "default":

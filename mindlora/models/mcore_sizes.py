@@ -167,7 +167,7 @@ def biases_of(model_config: dict, linear: Mapping[str, Tuple[int, int]], default
     ``default`` tells whether q, k and v have biases where the YAML says nothing.
     """
     every_cell = model_config.get("add_bias_linear")
-    stated = (model_config[key] for key in ("attention_bias", "add_qkv_bias") if key in model_config)
+    stated = (model_config[key] for key in ("qkv_has_bias", "attention_bias", "add_qkv_bias") if key in model_config)
     attention = next(stated, default)
     dtype = dtype_of(model_config, "params_dtype")
     return {

@@ -22,4 +22,5 @@ QWEN2 = dataclasses.replace(
     hugging_face_types=(),
     from_hugging_face=None,
     trains=False,
+    served=True,
 )

@@ -1,4 +1,4 @@
-"""The network by which Qwen3 and Qwen3-MoE are served on a CPU, where MindFormers' mcore cells do not run.
+"""The network by which Qwen3, Qwen3-MoE and GLM4 are served on a CPU, where MindFormers' mcore cells do not run.
 
 Cells and parameters have Hugging Face's names, with q, k, v, gate and up apart: adapters in joined pairs are split.
 """
@@ -83,7 +83,7 @@ class Decoder(nn.Cell):
         self.embed_tokens = Embedding(sizes.vocabulary, sizes.hidden)
         self.layers = nn.CellList([DecoderLayer(sizes, settings, dtype) for _ in range(sizes.layers)])
         self.norm = Norm(sizes.hidden, sizes.norm_eps)
-        cos, sin = _rotary_tables(settings.seq_length, sizes.head_dim, sizes.rope_theta)
+        cos, sin = _rotary_tables(settings.seq_length, sizes)
         self.cos, self.sin = Tensor(cos), Tensor(sin)
         self.gather = ops.Gather()
 
@@ -105,21 +105,33 @@ class Decoder(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h))."""
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)); both sums may take norms of what is added."""
 
     def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
         super().__init__()
         self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps)
         self.self_attn = Attention(sizes, settings, dtype)
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps)
-        self.mlp = RoutedFeedForward(sizes, dtype) if sizes.experts else FeedForward(sizes.hidden, sizes.inner, dtype)
+        self.mlp = _feed_forward(sizes, dtype)
+        self.has_output_norms = sizes.has_output_norms
+        if self.has_output_norms:
+            self.post_self_attn_layernorm = Norm(sizes.hidden, sizes.norm_eps)
+            self.post_mlp_layernorm = Norm(sizes.hidden, sizes.norm_eps)
 
     def construct(self, x, rotary, context_lengths, query_lengths, block_tables, slot_mapping):
         attended = self.self_attn(
             self.input_layernorm(x), rotary, context_lengths, query_lengths, block_tables, slot_mapping
         )
-        hidden = x + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = x + (self.post_self_attn_layernorm(attended) if self.has_output_norms else attended)
+        fed = self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + (self.post_mlp_layernorm(fed) if self.has_output_norms else fed)
+
+
+def _feed_forward(sizes: DecoderSizes, dtype: mstype.Type) -> nn.Cell:
+    if sizes.experts:
+        return RoutedFeedForward(sizes, dtype)
+    kind = JoinedFeedForward if sizes.joins_gate_up else FeedForward
+    return kind(sizes.hidden, sizes.inner, dtype)
 
 
 class Attention(nn.Cell):
@@ -141,6 +153,7 @@ class Attention(nn.Cell):
         if self.has_norms:
             self.q_norm = Norm(sizes.head_dim, sizes.norm_eps)
             self.k_norm = Norm(sizes.head_dim, sizes.norm_eps)
+        self.order = _rotary_order(sizes)
         cache = [settings.block_count, settings.block_size, sizes.kv_heads, sizes.head_dim]
         self.key_cache, self.value_cache = (
             Parameter(initializer("zeros", cache, mstype.float32), name=name, requires_grad=False)
@@ -157,14 +170,19 @@ class Attention(nn.Cell):
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.has_norms:
             query, key = self._by_head(query, self.q_norm), self._by_head(key, self.k_norm)
+        if self.order is not None:
+            query, key = self._by_head(query, self._ordered), self._by_head(key, self._ordered)
         query, key = self.rotary(query, cos, sin), self.rotary(key, cos, sin)
         written = self.cache_write(key, value, self.key_cache, self.value_cache, slot_mapping)
         query = self.depend(query, written)
         output = self.attention(query, self.key_cache, self.value_cache, block_tables, context_lengths, query_lengths)
         return self.o_proj(output)
 
-    def _by_head(self, x, norm):
-        return self.reshape(norm(self.reshape(x, (-1, self.head_dim))), x.shape)
+    def _by_head(self, x, change):
+        return self.reshape(change(self.reshape(x, (-1, self.head_dim))), x.shape)
+
+    def _ordered(self, heads):
+        return ops.gather(heads, self.order, 1)
 
 
 class FeedForward(nn.Cell):
@@ -179,6 +197,22 @@ class FeedForward(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         return self.down_proj(self.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class JoinedFeedForward(nn.Cell):
+    """FeedForward with one cell for gate and up, whose rows follow each other."""
+
+    def __init__(self, hidden: int, inner: int, dtype: mstype.Type):
+        super().__init__()
+        self.inner = inner
+        self.gate_up_proj = _linear(hidden, 2 * inner, dtype)
+        self.down_proj = _linear(inner, hidden, dtype)
+        self.silu = nn.SiLU()
+
+    def construct(self, x: Tensor) -> Tensor:
+        both = self.gate_up_proj(x)
+        gate, up = ops.narrow(both, -1, 0, self.inner), ops.narrow(both, -1, self.inner, self.inner)
+        return self.down_proj(self.silu(gate) * up)
 
 
 class RoutedFeedForward(nn.Cell):
@@ -292,9 +326,26 @@ def _weight(*shape: int) -> Parameter:
     return Parameter(initializer("zeros", list(shape), mstype.float32), name="weight", requires_grad=False)
 
 
-def _rotary_tables(positions: int, head_dim: int, theta: float) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns cosine and sine [positions, head_dim] of the angles, each half of a head the same."""
-    frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
-    angles = np.outer(np.arange(positions, dtype=np.float32), frequencies.astype(np.float32))
+def _rotary_order(sizes: DecoderSizes) -> Optional[Tensor]:
+    """Returns the order of a head's elements in which element i and i + head_dim / 2 are turned together.
+
+    None where they are so already. In queries and keys alike, the order changes no score.
+    """
+    turned, half = sizes.rotary, sizes.head_dim // 2
+    if turned == sizes.head_dim and not sizes.interleaved:
+        return None
+    pairs = np.arange(turned).reshape((-1, 2) if sizes.interleaved else (2, -1))
+    first, second = pairs.T if sizes.interleaved else pairs
+    rest = np.arange(turned, sizes.head_dim)
+    kept = half - turned // 2
+    return Tensor(np.concatenate([first, rest[:kept], second, rest[kept:]]).astype(np.int32))
+
+
+def _rotary_tables(positions: int, sizes: DecoderSizes) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns cosine and sine [positions, head_dim] of the angles, each half of a head the same; 0 is not turned."""
+    frequencies = np.zeros(sizes.head_dim // 2, np.float32)
+    turned = np.arange(0, sizes.rotary, 2, dtype=np.float32)
+    frequencies[: len(turned)] = sizes.rope_theta ** -(turned / sizes.rotary)
+    angles = np.outer(np.arange(positions, dtype=np.float32), frequencies)
     angles = np.concatenate([angles, angles], axis=1)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -59,6 +59,11 @@ def test_generation_config_says_which_tokens_end_an_answer(make):
     assert read_folder(folder).ends == [3, 5]
 
 
+def test_a_model_that_only_predicts_is_not_for_training(make):
+    with pytest.raises(ConfigError, match="MindFormers has GLM4 for prediction alone"):
+        read_folder(make(model_type="glm4"), to_train=True)
+
+
 def test_a_scaled_rotary_embedding_is_carried(make):
     settings = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model = read_folder(make(rope_scaling={**settings, "original_max_position_embeddings": 64}))
@@ -74,7 +79,8 @@ def test_a_scaled_rotary_embedding_is_carried(make):
             {"model_type": "gemma2"},
             r"says model_type 'gemma2', architectures \['LlamaForCausalLM'\]: no YAML is written",
         ),
-        ({"model_type": "glm4"}, r"MindFormers has GLM4 for prediction alone"),
+        ({"model_type": "glm4", "hidden_act": "gelu"}, r"hidden_act is 'gelu', and MindFormers' GLM4 has silu alone"),
+        ({"model_type": "glm4", "rope_scaling": YARN}, r"does not scale the rotary embedding of GLM4"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"has quantization_config \(fp8\)"),
         ({"head_dim": 16}, r"head_dim is 16, and the heads of MindFormers' Llama have .* 8 elements here"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'"),

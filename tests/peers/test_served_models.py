@@ -20,6 +20,8 @@ INVOCATION = [44, 5]
 PROMPTS, NEW = ([1, 9, 31, *INVOCATION], [*range(40, 60), *INVOCATION, *range(60, 75), *INVOCATION, 50]), 12
 EVERY_CELL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MODELS = {
+    # Half of each head is turned, neighbours together; norms after attention and feed-forward network.
+    "glm4": ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True, "pad_token_id": 0}),
     "qwen3-moe": MCORE["qwen3-moe"],
     "qwen3": ("qwen3", {"head_dim": 16, "rope_theta": 1e4}),
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -56,6 +58,13 @@ TIED = {
 def adapters_for(config):
     """Returns the adapters of a model: those of cells that it has."""
     adapters = {**ADAPTERS, **(TIED if config.get("tie_word_embeddings") else UNTIED)}
+    if "partial_rotary_factor" in config:
+        # Its gate and up are one cell.
+        joined = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+        adapters = {
+            name: {**settings, "target_modules": [joined.get(cell, cell) for cell in settings["target_modules"]]}
+            for name, settings in adapters.items()
+        }
     if "num_experts" not in config:
         return {**adapters, "activated": ACTIVATED}
     # A single expert is no module of transformers: it is the stacked weights of all that are adapted.

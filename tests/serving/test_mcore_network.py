@@ -122,6 +122,23 @@ def test_linear_weights_are_held_in_params_dtype(checkpoints):
         np.testing.assert_array_equal(to_float32(to_array(parameter)), to_float32(array))
 
 
+def test_a_qwen2_has_the_biases_of_its_yaml_and_no_norms_of_heads(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {name: array for name, array in qwen3().items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        tensors[name.replace("weight", "bias")] = rng.normal(size=len(tensors[name])).astype(np.float32)
+    source = save_base(tmp_path / "qwen2", tensors, model_type="qwen2", **CONFIG)
+    made = network(architectures="Qwen2ForCausalLM", add_qkv_bias=True)
+    load_base(made, source)
+    held = {name for name in made.parameters_dict() if not name.endswith("_cache")}
+    assert held == tensors.keys()
+    np.testing.assert_array_equal(
+        made.model.layers[1].self_attn.k_proj.bias.asnumpy(), tensors["model.layers.1.self_attn.k_proj.bias"]
+    )
+    with pytest.raises(CheckpointError, match="has biases that the network lacks: .* Set model.model_config"):
+        load_base(network(architectures="Qwen2ForCausalLM"), source)
+
+
 def test_a_tied_head_is_the_embedding(tmp_path):
     made = network(tie_word_embeddings=True)
     load_base(made, save_base(tmp_path / "tied", qwen3(tied=True), **CONFIG))
@@ -198,11 +215,16 @@ def test_an_adapter_must_have_been_trained_on_the_base(filled, checkpoints, tmp_
     "keys, expected",
     [
         ({"compute_dtype": "bf16"}, "Set: model.model_config.compute_dtype: float32 (found bfloat16)."),
+        ({"rotary_interleaved": True}, "model.model_config.rotary_interleaved: False (found True)"),
+        (
+            {"architectures": "Glm4ForCausalLM", "position_embedding_type": "rope"},
+            "model.model_config.position_embedding_type: partial_rope (found rope)",
+        ),
         ({"rope_scaling": {"type": "yarn"}}, "model.model_config.rope_scaling: null (found {'type': 'yarn'})"),
         ({"pet_config": {"quantize_base": "nf4"}}, "null (found quantize_base: the base of an mcore model is"),
         (
             {"architectures": "DeepseekV3ForCausalLM"},
-            "of which mindlora serves Qwen3ForCausalLM, Qwen3MoeForCausalLM. ",
+            "of which mindlora serves Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2ForCausalLM, Glm4ForCausalLM. ",
         ),
     ],
 )
