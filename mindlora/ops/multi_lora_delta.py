@@ -7,8 +7,8 @@ from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.errors import BackendError
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
+from mindlora.ops.products import Products
 
 INDEX_NAMES = ("ranks", "scales", "indices")
 INDEX_DTYPES = (ms.int32, ms.float32, ms.int32)
@@ -19,8 +19,13 @@ class MultiLoraDelta(OperatorCell):
 
     Row j of a slot of the pool is A_i[j, :] followed by B_i[:, j], so an adapter of rank r is the first r rows of its
     slot; the other rows are never used. Rows of x with the same adapter need not be adjacent: the kernel sorts
-    them, so that one operator is both bgmv (an adapter for each row) and sgmv (one for each segment). It is meant for
-    serving: it has no gradient, and asking for one is an error.
+    them, so that one operator is both bgmv (an adapter for each row) and sgmv (one for each segment).
+
+    Every floating-point input has a gradient. With D[t] = (dy[t] B_i) * scale_i: dy0 = dy, dx[t] = D[t] A_i, and of the
+    pool dA_i = sum of D[t]^T x[t] and dB_i = sum of dy[t]^T ((x[t] A_i^T) * scale_i) over rows t with indices[t] = i.
+    The backward is plain MindSpore operators on every path: products of all rows with all adapters, of which those
+    count that belong together. Where a batch has equally many rows for each adapter, one after another, products that
+    are batched over the adapters are faster: StackedLoRADense trains by them.
 
     Inputs:
         - **y0** (Tensor) - Shape [tokens, N]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
@@ -36,8 +41,7 @@ class MultiLoraDelta(OperatorCell):
         Tensor [..., N] of the dtype of y0, with the axes of x.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient
-            is asked for.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: A shape, rank or index is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent
@@ -51,6 +55,9 @@ class MultiLoraDelta(OperatorCell):
         super().__init__()
         self.widen = ms.get_context("device_target") == "CPU"
         self.batch = ops.BatchMatMul()
+        self.products = Products()
+        # In the backward no function of ops that the forward calls: MindSpore cannot compile such a graph.
+        self.zeros_like = ops.ZerosLike()
 
     def construct(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("y0", "x", "pool"), (y0.dtype, x.dtype, pool.dtype))
@@ -109,16 +116,31 @@ class MultiLoraDelta(OperatorCell):
         out: Tensor,
         dout: Tensor,
     ) -> Tuple[Tensor, ...]:
-        refuse_gradient(self.op)
-        return dout, x, pool, ranks, scales, indices
-
-
-@constexpr
-def refuse_gradient(op: str) -> None:
-    """Raises BackendError. Runs when the backward of a graph is compiled."""
-    raise BackendError(
-        f"{op} has no gradient: it serves adapters that are trained already. Train with {op.removeprefix('multi_')}."
-    )
+        slots, max_rank, width = pool.shape
+        in_channels = x.shape[-1]
+        rows = ops.reshape(self.wide(x), (-1, in_channels))
+        dy = ops.reshape(self.wide(dout), (-1, y0.shape[-1]))
+        own = ops.expand_dims(ops.slice(indices, (0,), (rows.shape[0],)), 1) == ops.range(0, slots, 1)
+        # Zero where no adapter is: what is there may be NaN.
+        has_adapter = own.any(1)
+        rows = self.where(has_adapter, rows, self.zeros_like(rows))
+        dy = self.where(has_adapter, dy, self.zeros_like(dy))
+        used = ops.reshape(ops.range(0, max_rank, 1) < ops.expand_dims(ranks, 1), (-1,))
+        adapters = ops.reshape(self.wide(pool), (-1, width))
+        adapters = self.where(used, adapters, self.zeros_like(adapters))
+        a, bt = ops.split(adapters, [in_channels, width - in_channels], 1)
+        own = ops.repeat_interleave(ops.cast(own, rows.dtype), max_rank, 1)
+        low = self.products.times_transposed(rows, a) * own
+        d_low = self.products.times_transposed(dy, bt) * own
+        scale = ops.repeat_interleave(ops.cast(scales, rows.dtype), max_rank, 0)
+        dx = self.products.times(d_low * scale, a)
+        da = self.products.transposed_times(d_low * scale, rows)
+        db = self.products.transposed_times(low * scale, dy)
+        dpool = ops.cast(ops.reshape(ops.concat((da, db), 1), pool.shape), pool.dtype)
+        dscales = ops.reshape(ops.cast(low * d_low, mstype.float32).sum(0), (slots, max_rank)).sum(1)
+        dx = ops.cast(ops.reshape(dx, x.shape), x.dtype)
+        dy0 = ops.cast(ops.reshape(dout, y0.shape), y0.dtype)
+        return dy0, dx, dpool, self.zeros_like(ranks), dscales, self.zeros_like(indices)
 
 
 @constexpr

@@ -4,10 +4,20 @@ from typing import Optional, Tuple
 
 import mindspore as ms
 from mindspore import Tensor, ops
+from mindspore.ops.primitive import constexpr
 
-from mindlora.ops.multi_lora_delta import INDEX_DTYPES, INDEX_NAMES, MultiLoraDelta, refuse_gradient
+from mindlora.errors import BackendError
+from mindlora.ops.multi_lora_delta import INDEX_DTYPES, INDEX_NAMES, MultiLoraDelta
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes
 from mindlora.ops.products import Products
+
+
+@constexpr
+def refuse_gradient(op: str) -> None:
+    """Raises BackendError. Runs when the backward of a graph is compiled."""
+    raise BackendError(
+        f"{op} has no gradient: it serves adapters that are trained already. Train with {op.removeprefix('multi_')}."
+    )
 
 
 class MultiLoraLinear(OperatorCell):

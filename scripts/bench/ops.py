@@ -21,6 +21,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from bench.common import AGAIN, BASE, add_number, compare, limit_operators, text
 from mindlora import LoraConfig, LoRADense
+from mindlora.nn.stacked_dense import StackedLoRADense
 from mindlora.ops import LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite, backend_report
 
 RANK = 16
@@ -96,6 +97,27 @@ def training(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
         (normal(tokens, width),),
         rounds,
         "goal: 1.04",
+    )
+    yield several_adapters(quick, rounds)
+
+
+def several_adapters(quick: bool, rounds: int) -> Dict[str, Any]:
+    """Returns the table of training several adapters beside each other, each on as many rows as the others."""
+    adapters, width, tokens = (2, 256, 64) if quick else (8, 1024, 1024)
+    indices = np.repeat(np.arange(adapters, dtype=np.int32), tokens // adapters)
+    sides = {
+        BASE: Layers(functools.partial(stacked_cell, adapters), width, 1),
+        AGAIN: Layers(functools.partial(stacked_cell, adapters), width, 1),
+        f"multi_lora_delta ({kernels()})": Served(Layers(Base, width, 1), Pool(adapters, RANK, width), indices),
+    }
+    steps = {side: Step(network) for side, network in sides.items()}
+    return compare(
+        f"forward and backward, {adapters} adapters of rank {RANK}, frozen layer {width} x {width}, {tokens} tokens; "
+        "base: StackedLoRADense, products batched over the adapters",
+        steps,
+        (normal(tokens, width),),
+        rounds,
+        "the faster one trains",
     )
 
 
@@ -253,6 +275,19 @@ def adapted_cell(width: int, index: int) -> LoRADense:
     dense = nn.Dense(width, width, has_bias=False, dtype=dtype())
     dense.weight = frozen(width, index)
     return LoRADense.from_dense(dense, LoraConfig(lora_rank=RANK, lora_alpha=RANK / 2, lora_b_init="normal"))
+
+
+def stacked_cell(adapters: int, width: int, index: int) -> StackedLoRADense:
+    """Returns a linear cell with several adapters, as in a run with pet_config.adapters."""
+    alone = [adapted_cell(width, index) for _ in range(adapters)]
+    for cell in alone:
+        cell.name_parts(f"layer{index}")
+    dense = nn.Dense(width, width, has_bias=False, dtype=dtype())
+    dense.weight = frozen(width, index)
+    stacked = StackedLoRADense.from_cells(dense, alone)
+    stacked.mindpet_delta_lora_a.set_data(normal(adapters, RANK, width))
+    stacked.mindpet_delta_lora_b.set_data(normal(adapters, width, RANK))
+    return stacked
 
 
 class Layers(nn.Cell):

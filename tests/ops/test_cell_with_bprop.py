@@ -13,6 +13,7 @@ from mindlora.ops import (
     LoraLinear,
     LoraLinearWithBias,
     MultiLoraDelta,
+    MultiLoraLinear,
     Nf4Linear,
     Nf4LinearWithBias,
     quantize,
@@ -48,6 +49,11 @@ def delta_inputs():
     return [*floats((TOKENS, N), (TOKENS, K), (R, K), (N, R)), SCALE]
 
 
+def pool_inputs():
+    """Returns y0, x, pool, ranks, scales and indices of multi_lora_delta."""
+    return [*floats((TOKENS, N), (TOKENS, K)), *pooled(K + N), popularity("uniform", TOKENS)]
+
+
 def linear_inputs():
     """Returns x, W, A, B and the scale of lora_linear."""
     return [*floats((TOKENS, K), (N, K), (R, K), (N, R)), SCALE]
@@ -60,6 +66,7 @@ CELLS = {
     "lora_delta_with_dropout": (LoraDeltaWithDropout, lambda: [*delta_inputs(), SEED, RATE]),
     "lora_linear": (LoraLinear, linear_inputs),
     "lora_linear_with_bias": (LoraLinearWithBias, lambda: [*linear_inputs(), normal(N, seed=9)]),
+    "multi_lora_delta": (MultiLoraDelta, pool_inputs),
     "nf4_linear": (Nf4Linear, packed_linear),
     "nf4_linear_with_bias": (Nf4LinearWithBias, lambda: [*packed_linear(), normal(N, seed=9)]),
     "decoded_weight": (lambda: DecodedWeight(3, K, ms.float32), packed_linear),
@@ -113,10 +120,10 @@ def test_a_frozen_input_gets_no_gradient(path):
 
 
 def test_backward_is_refused_where_there_is_no_gradient(path):
-    arrays = [*floats((TOKENS, N), (TOKENS, K)), *pooled(K + N), popularity("uniform", TOKENS)]
+    arrays = [*floats((TOKENS, K), (N, K)), *pooled(K + N), popularity("uniform", TOKENS)]
     inputs = [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(arrays)]
-    with pytest.raises(BackendError, match="multi_lora_delta has no gradient"):
-        backward_gradients(MultiLoraDelta(), inputs, Tensor(normal(TOKENS, N)))
+    with pytest.raises(BackendError, match="multi_lora_linear has no gradient"):
+        backward_gradients(MultiLoraLinear(), inputs, Tensor(normal(TOKENS, N)))
 
 
 def test_every_cell_with_a_bprop_is_one_of_them():

@@ -7,6 +7,7 @@ from mindspore import Tensor, nn
 
 from mindlora.errors import BackendError
 from mindlora.ops import multi_lora_delta
+from mindlora.ops.multi_lora_delta import MultiLoraDelta
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, tensor, values
 from tests.support.op_paths import PATHS
 from tests.support.pooled_adapters import KINDS, MAX_RANK, SLOTS, TRUE_RANKS, pooled, popularity
@@ -153,9 +154,41 @@ def test_a_rank_beyond_the_pool_is_refused(library, pynative_mode, monkeypatch):
         Net()(*tensors("float32", inputs)).asnumpy()
 
 
-def test_a_gradient_is_refused(mode, path):
-    with pytest.raises(BackendError, match="multi_lora_delta has no gradient"):
-        ms.grad(Net(), 0)(*tensors("float32", case(4, "distinct")))
+@pytest.mark.usefixtures("pynative_mode")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_those_of_the_reference(path, reference, dtype):
+    inputs = case(11, "skipped", dtype)
+    dy = normal(11, N, seed=5, dtype=dtype)
+    gradient = ms.ops.GradOperation(get_all=True, sens_param=True)(MultiLoraDelta())
+    found = gradient(*tensors(dtype, inputs), tensor(dy, dtype))
+    expected = reference.multi_lora_delta_grad(dy, *inputs[1:])
+    for given, gradient, want in zip(inputs[:3], found, expected):
+        assert gradient.dtype == getattr(ms, dtype) and gradient.shape == given.shape
+        assert_near(values(gradient), want, dtype, TERMS)
+    # Where nothing is used, the pool holds NaN.
+    unused = np.arange(MAX_RANK) >= TRUE_RANKS[:, None]
+    assert not values(found[2])[unused].any()
+    assert_near(values(found[4]), expected[3], "float32", TERMS * N**0.5)
+
+
+def test_gradients_by_finite_differences(mode, path, reference):
+    inputs = case(5, "skipped", k=4, n=3, ranks=np.int32([2, 0, 1]), max_rank=2)
+    inputs = [array.astype(np.float64) if array.dtype.kind == "f" else array for array in inputs]
+    dy = normal(5, 3, seed=5)
+
+    def loss(*arrays):
+        return np.sum(reference.multi_lora_delta(*arrays) * dy)
+
+    single = [array.astype(np.float32) if array.dtype.kind == "f" else array for array in inputs]
+    gradient = ms.ops.GradOperation(get_all=True, sens_param=True)(MultiLoraDelta())
+    found = gradient(*map(Tensor, single), Tensor(dy))
+    for i in (0, 1, 2, 4):
+        for at in np.ndindex(inputs[i].shape):
+            low, high = ([array.copy() for array in inputs] for _ in range(2))
+            low[i][at] -= 1e-5
+            high[i][at] += 1e-5
+            slope = (loss(*high) - loss(*low)) / 2e-5
+            np.testing.assert_allclose(values(found[i])[at], slope, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

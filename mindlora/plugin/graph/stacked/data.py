@@ -1,6 +1,8 @@
 """The training data of several adapters of which some have data of their own: each batch has rows for every adapter."""
 
+import atexit
 import copy
+import threading
 from typing import Iterator, List, Optional, Sequence, Tuple
 
 import mindspore as ms
@@ -58,17 +60,28 @@ class Batches:
         self._step = first_step
         self._iterators = [_without_end(dataset) for dataset in datasets]
         self._last: Tuple[np.ndarray, ...] = ()
+        self._is_closed = False
+        self._reading = threading.Lock()
+        # As the process ends, MindSpore releases the datasets while a thread of its own still reads ahead from them.
+        atexit.register(self.close)
 
     def __len__(self) -> int:
         return max(dataset.get_dataset_size() for dataset in self.datasets)
 
     def __getitem__(self, number: int) -> Tuple[np.ndarray, ...]:
-        if self._step % len(self) == number or not self._last:
-            columns = zip(*(next(iterator) for iterator in self._iterators))
-            self._last = tuple(np.stack(column, 1) for column in columns)
-            self._step += 1
-        # Else a resumed run passes over the batches that it has seen.
-        return self._last
+        with self._reading:
+            is_next = self._step % len(self) == number or not self._last
+            # Else a resumed run passes over the batches that it has seen.
+            if is_next and not self._is_closed:
+                columns = zip(*(next(iterator) for iterator in self._iterators))
+                self._last = tuple(np.stack(column, 1) for column in columns)
+                self._step += 1
+            return self._last
+
+    def close(self) -> None:
+        """Reads no more from the datasets: returns the last batch from now on."""
+        with self._reading:
+            self._is_closed = True
 
 
 def _without_end(dataset: Dataset) -> Iterator[Tuple[np.ndarray, ...]]:
