@@ -2,6 +2,7 @@
 
     decode    one adapter and eight, ranks, popularity: against the base alone, in steps and through the whole engine
     peft      transformers and PEFT with the Python that MINDLORA_PEERS_PYTHON names: decoding, reading a prompt
+    vllm      vLLM on a CPU, with the Python that MINDLORA_VLLM_PYTHON names: answers in 16 bits, and ours in NF4
     nf4       a base in NF4 against the same in float32, twice as wide
     adapters  from disk to the first token, switching between two, 10,000 registered
     load      requests that arrive at random, for 64 adapters over 16 slots
@@ -29,7 +30,8 @@ from typing import Any, Callable, Dict, Iterator
 
 from bench.common import add_number, limit_operators, load_average
 
-PARTS = ("decode", "peft", "nf4", "adapters", "load", "attention", "border", "mask", "lookup")
+PEERS = ("peft", "vllm")
+PARTS = ("decode", *PEERS, "nf4", "adapters", "load", "attention", "border", "mask", "lookup")
 # Both sides of a comparison get as many, in this process and in another.
 THREADS = 2
 
@@ -37,6 +39,7 @@ THREADS = 2
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
     add_number(parser, "--rounds", 30, 5, "measured rounds")
+    parser.add_argument("--peer", choices=PEERS, help="the comparison with this one only")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="some parts only")
 
 
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
         with contextlib.redirect_stdout(log):
             import mindformers  # noqa: F401
         tables = []
-        for part in args.only:
+        for part in [args.peer] if args.peer else args.only:
             tables += measure(part, Files(folder), size)
     peak = {
         "GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -91,11 +94,12 @@ def measure(part: str, files: Any, size: Any) -> Iterator[Dict[str, Any]]:
 
 def tables_of(part: str) -> Callable[[Any, Any], Iterator[Dict[str, Any]]]:
     """Returns the function that yields the tables of a part."""
-    from bench import serving_adapters, serving_decode, serving_kernels, serving_lookup, serving_peft
+    from bench import serving_adapters, serving_decode, serving_kernels, serving_lookup, serving_peft, serving_vllm
 
     return {
         "decode": serving_decode.decode,
         "peft": serving_peft.against_peft,
+        "vllm": serving_vllm.against_vllm,
         "nf4": serving_decode.nf4,
         "adapters": serving_adapters.adapters,
         "load": serving_adapters.load,

@@ -50,7 +50,7 @@ def _on() -> str:
 
 def _counting_base(files: Files, size: Size) -> str:
     """Returns a folder with a model of the same size and cost that counts: its layers add nothing to an embedding."""
-    path = os.path.join(files.folder, f"counting-{size.width}")
+    path = os.path.join(files.folder, f"counting-{size.key}")
     os.makedirs(path)
     base = files.base(size)
     tensors = load_file(os.path.join(base, "model.safetensors"))

@@ -34,6 +34,11 @@ class Size:
         """Returns the same with twice the width, with heads of the same size."""
         return dataclasses.replace(self, width=2 * self.width, intermediate=2 * self.intermediate, heads=2 * self.heads)
 
+    @property
+    def key(self) -> str:
+        """What tells the files of two sizes apart."""
+        return f"{self.width}-{self.layers}-{self.vocabulary}"
+
     def cells(self) -> Dict[str, Tuple[int, int]]:
         """Returns name -> [out, in] of the linear cells of a layer."""
         square = (self.width, self.width)
@@ -75,7 +80,7 @@ class Files:
 
     def base(self, size: Size) -> str:
         """Returns a folder with a random model in Hugging Face's form, in float32."""
-        path = os.path.join(self.folder, f"base-{size.width}-{size.vocabulary}")
+        path = os.path.join(self.folder, f"base-{size.key}")
         if os.path.exists(path):
             return path
         os.makedirs(path)
@@ -102,14 +107,14 @@ class Files:
 
     def nf4(self, size: Size) -> str:
         """Returns the same model with its linear cells in NF4."""
-        path = os.path.join(self.folder, f"nf4-{size.width}-{size.vocabulary}.safetensors")
+        path = os.path.join(self.folder, f"nf4-{size.key}.safetensors")
         if not os.path.exists(path):
             quantize_checkpoint(self.base(size), path)
         return path
 
     def adapters(self, size: Size, ranks: Dict[str, int]) -> Dict[str, str]:
         """Returns name -> PEFT folder of a random adapter of that rank on all linear cells."""
-        paths = {name: os.path.join(self.folder, f"adapters-{size.width}", name) for name in ranks}
+        paths = {name: os.path.join(self.folder, f"adapters-{size.key}", name) for name in ranks}
         for name, path in paths.items():
             if not os.path.exists(path):
                 files.write(random_adapter(size, ranks[name], name), path)
@@ -121,17 +126,18 @@ class Files:
         registry: Optional[AdapterRegistry] = None,
         nf4: bool = False,
         checkpoint: Optional[str] = None,
+        dtype: str = "float32",
         **sizes: int,
     ) -> Engine:
         """Returns an engine, not started, on the model in float32 or NF4; ``sizes`` as of EngineSettings.
 
-        ``checkpoint`` is another of the same sizes.
+        ``checkpoint`` is another of the same sizes; ``dtype`` is what the linear cells that are not in NF4 are held in.
         """
         checkpoint = checkpoint or (self.nf4(size) if nf4 else self.base(size))
         settings = EngineSettings(**{"seq_length": max(size.contexts) + 128, "max_running": 8, "slots": 1, **sizes})
-        return make_engine(
-            mindformers_node(size), checkpoint, tokenizer(size), registry or AdapterRegistry(), settings, quantize=nf4
-        )
+        node = mindformers_node(size)
+        node["model_config"].update(param_init_type=dtype, embedding_init_type="float32")
+        return make_engine(node, checkpoint, tokenizer(size), registry or AdapterRegistry(), settings, quantize=nf4)
 
 
 def random_adapter(size: Size, rank: int, name: str) -> Adapter:

@@ -21,17 +21,22 @@ NAMES = [f"r16-{number}" for number in range(BATCH)]
 
 
 class Peer:
-    """The process of serving_peft_process.py; ``peer.verb(...)`` waits for its answer.
+    """A process such as that of serving_peft_process.py; ``peer.verb(...)`` waits for its answer.
 
     Args:
-        python (str): A Python with PyTorch, transformers and PEFT.
+        python (str): A Python with what the script needs.
         variables (mapping): Of its environment.
+        script (str): Name of a file of this folder.
+        named_by (str): The variable that names the Python, for errors.
     """
 
-    def __init__(self, python: str, variables: Mapping[str, str]):
+    def __init__(
+        self, python: str, variables: Mapping[str, str], script: str = "serving_peft_process.py", named_by: str = PYTHON
+    ):
+        self._named_by = named_by
         environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
         environment.update(HF_HUB_OFFLINE="1", **variables)
-        script = os.path.join(ROOT, "scripts", "bench", "serving_peft_process.py")
+        script = os.path.join(ROOT, "scripts", "bench", script)
         # Isolated (-I), it imports nothing of this folder: the package would set how PyTorch's threads wait.
         self._process = subprocess.Popen(
             [python, "-I", "-W", "ignore", script],
@@ -47,7 +52,7 @@ class Peer:
             self._process.stdin.flush()
             line = self._process.stdout.readline()
             if not line:
-                raise SystemExit(f"error: the process of {PYTHON} has ended; what it wrote is above.")
+                raise SystemExit(f"error: the process of {self._named_by} has ended; what it wrote is above.")
             return json.loads(line)
 
         return ask

