@@ -1,4 +1,4 @@
-"""Many clients for ten minutes against `mindlora serve`, on a small random Llama: is anything wrong, lost or leaked?
+"""Many clients for ten minutes against `mindlora serve`, on a small random model: is anything wrong, lost or leaked?
 
     python scripts/soak_serving.py --clients 100 --seconds 600 --json figures.json
 
@@ -27,7 +27,8 @@ from typing import Any, Dict, Iterator, List
 from bench import ROOT, common
 
 SIZES = {"slots": 4, "max-running": 24, "block-size": 4, "num-blocks": 80, "max-waiting": 64, "adapter-memory": 40_000}
-BASE = "llama"
+BASE = "tiny"
+MODELS = ("llama", "qwen3-moe")
 PROVOKED = ("evictions from slots", "evictions from memory", "adapters refused", "preemptions", "cancelled")
 
 
@@ -41,6 +42,7 @@ def main() -> int:
         ("seed", 0, "of all that is random"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning}. Default: {default}")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="small and random. Default: %(default)s")
     args = parser.parse_args()
     # Else transformers advises installing PyTorch.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -51,7 +53,7 @@ def main() -> int:
     print(f"{common.machine_line(machine)}\n{plan}\n{SIZES}\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         ended: List[str] = []
-        with serving(folder, ended) as server:
+        with serving(folder, ended, args.model) as server:
             figures = soak.soak(server, folder, BASE, plan)
     missing = [name for name in PROVOKED if not figures["server"][name]]
     figures["defects"] += [*(f"there were no {name}: other sizes would provoke them" for name in missing), *ended]
@@ -61,20 +63,26 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def serving(folder: str, ended: List[str]) -> Iterator[Any]:
-    """Runs `mindlora serve` on a small Llama in a folder; yields its url and pid, and ends it by SIGTERM.
+def serving(folder: str, ended: List[str], model: str) -> Iterator[Any]:
+    """Runs `mindlora serve` on a small model in a folder; yields its url and pid, and ends it by SIGTERM.
 
     Args:
         folder (str): An empty folder.
         ended (list of str): Takes what was wrong with its log and its end.
+        model (str): One of MODELS.
     """
-    from tests.support.served_llama import wait_until_ready, write_llama
+    from tests.support.served_llama import wait_until_ready, write_llama, write_qwen3_moe
 
-    write_llama(folder)
+    if model == "llama":
+        write_llama(folder)
+        source = ["--config", "run.yaml"]
+    else:
+        write_qwen3_moe(folder)
+        source = ["--model", "base"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
-    words = ["serve", "--config", "run.yaml", "--adapters", "adapters", "--port", str(port), "--model-name", BASE]
+    words = ["serve", *source, "--adapters", "adapters", "--port", str(port), "--model-name", BASE]
     command = [sys.executable, "-m", "mindlora.cli", *words, *options, "--request-log", "requests.jsonl"]
     path = os.path.join(folder, "log.txt")
     environment = {**os.environ, "PYTHONPATH": ROOT}

@@ -45,11 +45,12 @@ def test_the_folder_of_the_model_answers_as_its_yaml(ended, answers):
     assert told.startswith("mindlora: loading base ...") and json.loads(out)["model"] == "base"
 
 
-def test_a_qwen3_answers_from_its_folder(ended):
+def test_a_qwen3_chats_from_its_folder_through_its_template(ended):
     code, out, told = ended["qwen3"]
     assert code == 0, told
-    texts = [answer["text"] for answer in json.loads(out)["answers"]]
-    assert len(texts) == len(set(texts)) == len(PROMPTS) and all(texts)
+    *texts, again = out.removesuffix("\n").split("\n")
+    # Random weights look at little more than the end of the prompt, which the template gives to all of them.
+    assert len(texts) == len(PROMPTS) and all(texts) and again == texts[-1]
 
 
 def test_the_start_is_told_on_stderr_alone(ended):

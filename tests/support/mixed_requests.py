@@ -15,7 +15,17 @@ import numpy as np
 
 from mindlora.serving.request import Sampling
 from tests.support import tiny_serving
-from tests.support.tiny_serving import LAYERS, SHAPES, Plain, adapter, base_weights, merged, vocabulary
+from tests.support.tiny_serving import (
+    LAYERS,
+    SHAPES,
+    Plain,
+    adapter,
+    base_weights,
+    merged,
+    vocabulary,
+    with_magnitudes,
+    with_tables,
+)
 
 PATIENCE = 120  # Seconds that no answer takes but for a defect.
 # Two logits that are nearer than this are a tie: rounding may let either win.
@@ -92,11 +102,12 @@ class MixedServing:
 
     Args:
         folder (str): Where to write base and adapters.
-        adapters (int): How many, besides the marked ones. Default: 6.
+        adapters (int): How many, besides the marked ones. Default: 4, pairs alone; from the fifth on DoRAs and
+            own tables are among them, for which further graphs are compiled.
         sizes: EngineSettings'.
     """
 
-    def __init__(self, folder, adapters=6, **sizes):
+    def __init__(self, folder, adapters=4, **sizes):
         self.base = base_weights()
         self.folder = os.path.join(str(folder), "adapters")
         made = {f"adapter-{number}": _kind(number) for number in range(adapters)}
@@ -216,8 +227,13 @@ def _kind(number):
         {"ranks": {"attention.wq": 16, "attention.wv": 3}, "use_rslora": True, "size": 0.3},
         {"ranks": {"feed_forward.w1": 7, "feed_forward.w2": 2}, "alphas": {"feed_forward.w1": 20.0}},
         {"layers": [1]},
+        {"ranks": {"attention.wo": 5, "feed_forward.w3": 2}, "with": with_magnitudes},
+        {"ranks": {"attention.wk": 3}, "with": with_tables},
     )
-    return adapter(number, **kinds[number % len(kinds)])
+    fields = dict(kinds[number % len(kinds)])
+    changed = fields.pop("with", None)
+    made = adapter(number, **fields)
+    return changed(made, number) if changed else made
 
 
 def _marked(weights):

@@ -1,4 +1,4 @@
-"""A tiny Llama with a tokenizer and adapters on disk, and `mindlora serve` on it as a process of its own."""
+"""Tiny models with a tokenizer and adapters on disk, and `mindlora serve` on them as a process of its own."""
 
 import contextlib
 import json
@@ -27,6 +27,9 @@ VOCABULARY, LAYERS = 384, 2
 # Rank and cells of each adapter; one of them on some cells alone.
 ADAPTERS = {"first": (4, ("attention.wq", "feed_forward.w2")), "second": (8, ("attention.wo",))}
 WIDTHS = {"attention.wq": (HIDDEN, HIDDEN), "attention.wo": (HIDDEN, HIDDEN), "feed_forward.w2": (FFN, HIDDEN)}
+# Of a Qwen3-MoE, pairs of experts take the place of those of the feed-forward network.
+EXPERT_INNER, EXPERTS = 12, 3
+OF_EXPERTS = {"mlp.experts.weight1": (HIDDEN, 2 * EXPERT_INNER), "mlp.experts.weight2": (EXPERT_INNER, HIDDEN)}
 
 
 def write_llama(folder):
@@ -38,9 +41,7 @@ def write_llama(folder):
     tensors = {name: array * 0.3 if array.ndim == 2 else np.ones_like(array) for name, array in tensors.items()}
     config = {"vocab_size": VOCABULARY, "max_position_embeddings": 96, **HUGGING_FACE}
     base = save_base(os.path.join(folder, "base"), tensors, **config)
-    tokenizer = chat_tokenizer(CHATML)
-    assert len(tokenizer) <= VOCABULARY
-    tokenizer.save_pretrained(base)
+    _save_tokenizer(base)
     with open(LORA_YAML, encoding="utf-8") as file:
         config = yaml.safe_load(file)
     sizes = {"seq_length": 96, "hidden_size": HIDDEN, "num_layers": LAYERS, "vocab_size": VOCABULARY}
@@ -48,12 +49,58 @@ def write_llama(folder):
     config.update(load_checkpoint=base)
     with open(os.path.join(folder, "run.yaml"), "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file)
+    _write_adapters(folder)
+    return folder
+
+
+def write_qwen3_moe(folder):
+    """Writes base/, a Qwen3-MoE as Hugging Face has it, and adapters/ into a folder; returns it."""
+    heads, kv_heads, head_dim = HUGGING_FACE["num_attention_heads"], HUGGING_FACE["num_key_value_heads"], 8
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    norms = {"model.norm.weight": HIDDEN}
+    for layer in range(LAYERS):
+        start = f"model.layers.{layer}."
+        rows = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        shapes.update({f"{start}self_attn.{name}.weight": (count * head_dim, HIDDEN) for name, count in rows.items()})
+        shapes[f"{start}self_attn.o_proj.weight"] = (HIDDEN, heads * head_dim)
+        shapes[f"{start}mlp.gate.weight"] = (EXPERTS, HIDDEN)
+        shapes[f"{start}mlp.experts.gate_up_proj"] = (EXPERTS, 2 * EXPERT_INNER, HIDDEN)
+        shapes[f"{start}mlp.experts.down_proj"] = (EXPERTS, HIDDEN, EXPERT_INNER)
+        norms.update({f"{start}self_attn.{name}.weight": head_dim for name in ("q_norm", "k_norm")})
+        norms.update({f"{start}{name}.weight": HIDDEN for name in ("input_layernorm", "post_attention_layernorm")})
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors.update({name: np.ones(size, np.float32) for name, size in norms.items()})
+    config = {
+        **HUGGING_FACE,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": VOCABULARY,
+        "head_dim": head_dim,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": EXPERT_INNER,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 96,
+    }
+    _save_tokenizer(save_base(os.path.join(folder, "base"), tensors, **config))
+    _write_adapters(folder)
+    return folder
+
+
+def _save_tokenizer(base):
+    tokenizer = chat_tokenizer(CHATML)
+    assert len(tokenizer) <= VOCABULARY
+    tokenizer.save_pretrained(base)
+
+
+def _write_adapters(folder):
+    """Writes those of ADAPTERS, and half of one."""
     for seed, name in enumerate(ADAPTERS, 1):
         write_adapter(folder, name, seed)
     shutil.copytree(os.path.join(folder, "adapters", "first"), os.path.join(folder, "adapters", "damaged"))
     path = os.path.join(folder, "adapters", "damaged", "adapter_model.safetensors")
     os.truncate(path, os.path.getsize(path) // 2)
-    return folder
 
 
 def write_qwen3(folder):
@@ -73,11 +120,14 @@ def write_adapter(folder, name, seed, kind=None):
     """Writes an adapter in PEFT's form, with values that change what the model says; ``kind`` is one of ADAPTERS."""
     rng, tensors, alphas = np.random.default_rng(seed), {}, {}
     rank, cells = ADAPTERS[kind or name]
+    if not os.path.exists(os.path.join(folder, "run.yaml")):
+        cells = [cell for one in cells for cell in (OF_EXPERTS if one.startswith("feed_forward") else (one,))]
     for layer in range(LAYERS):
         for cell in cells:
-            path, (wide, high) = f"model.layers.{layer}.{cell}", WIDTHS[cell]
-            tensors[path, "A"] = rng.normal(size=(rank, wide)).astype(np.float32) * 0.3
-            tensors[path, "B"] = rng.normal(size=(high, rank)).astype(np.float32) * 0.3
+            path, (wide, high) = f"model.layers.{layer}.{cell}", {**WIDTHS, **OF_EXPERTS}[cell]
+            stack = (EXPERTS,) if cell in OF_EXPERTS else ()
+            tensors[path, "A"] = rng.normal(size=(*stack, rank, wide)).astype(np.float32) * 0.3
+            tensors[path, "B"] = rng.normal(size=(*stack, high, rank)).astype(np.float32) * 0.3
             alphas[path] = 2.0 * rank
     files.write(Adapter(tensors, alphas), os.path.join(folder, "adapters", name), "peft")
 

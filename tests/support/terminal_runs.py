@@ -103,7 +103,10 @@ def main():
     ended = {"generate": command(["generate", *MODEL, *asked])}
     # What the YAML says, config.json says too.
     ended["from the folder"] = command(["generate", "--model", "base", *MODEL[2:], *asked])
-    ended["qwen3"] = command(["generate", "--model", "qwen3", *asked])
+    lines = [*PROMPTS, "/again"]
+    ended["qwen3"] = command(
+        ["chat", "--model", "qwen3", "--temperature", "0", "--max-tokens", str(TOKENS)], "\n".join(lines) + "\n"
+    )
     chat = ["chat", *MODEL, "--template", "none", "--temperature", "0", "--max-tokens", str(TOKENS)]
     ended["chat"] = command(chat, "\n".join(LINES) + "\n")
     ended["greedy"] = [greedy(adapter) for adapter in (None, "first")]

@@ -1,4 +1,4 @@
-"""`mindlora serve` on MindFormers' network, asked by the openai package."""
+"""`mindlora serve` on a Qwen3-MoE with adapters of attention and experts, asked by the openai package."""
 
 import concurrent.futures
 import re
@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.served_apps import until
-from tests.support.served_llama import serving, write_adapter, write_llama
+from tests.support.served_llama import serving, write_adapter, write_qwen3_moe
 from tests.support.soak import Plan, soak
 
 PROMPT = "There are cats and dogs"
@@ -18,8 +18,9 @@ HI = [{"role": "user", "content": "How many cats are there?"}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = write_llama(str(tmp_path_factory.mktemp("served")))
-    with serving(folder, "--allow-runtime-loading", "--slots", "2", "--model-name", "llama") as found:
+    folder, source = write_qwen3_moe(str(tmp_path_factory.mktemp("served"))), ("--model", "base")
+    options = ("--adapters", "adapters", "--allow-runtime-loading", "--slots", "2", "--model-name", "qwen3-moe")
+    with serving(folder, *options, source=source) as found:
         found.folder = folder
         yield found
 
@@ -41,8 +42,8 @@ def metric(client, name):
 
 
 def test_the_base_and_each_adapter_answer_for_themselves(client):
-    assert [model.id for model in client.models.list()] == ["llama", "damaged", "first", "second"]
-    answers = {name: client.completions.create(model=name, **GREEDY) for name in ("llama", "first", "second")}
+    assert [model.id for model in client.models.list()] == ["qwen3-moe", "damaged", "first", "second"]
+    answers = {name: client.completions.create(model=name, **GREEDY) for name in ("qwen3-moe", "first", "second")}
     texts = {name: answer.choices[0].text for name, answer in answers.items()}
     assert len(set(texts.values())) == 3
     for name, answer in answers.items():
@@ -52,7 +53,7 @@ def test_the_base_and_each_adapter_answer_for_themselves(client):
 
 
 def test_answers_together_are_those_of_each_alone(client):
-    jobs = [(name, f"{PROMPT} {number}") for number in range(4) for name in ("llama", "first", "second")]
+    jobs = [(name, f"{PROMPT} {number}") for number in range(4) for name in ("qwen3-moe", "first", "second")]
 
     def text(job):
         return client.completions.create(model=job[0], **{**GREEDY, "prompt": job[1]}).choices[0].text
@@ -70,7 +71,7 @@ def test_each_token_of_a_prompt_is_scored_as_if_it_were_the_answer(client, serve
         answer = client.completions.create(model=name, prompt=prompt, temperature=0, logprobs=0, **given)
         return answer.choices[0].logprobs.token_logprobs
 
-    for name in ("llama", "first"):
+    for name in ("qwen3-moe", "first"):
         scores = logprobs(name, tokens, max_tokens=0, echo=True)
         assert len(scores) == len(tokens) and scores[0] is None
         for place in range(1, len(tokens)):
@@ -106,7 +107,7 @@ def test_constrained_answers_come_beside_free_ones(client):
         extra = {"extra_body": {"guided_regex": regex}} if constraint else {"extra_body": {"ignore_eos": True}}
         return client.completions.create(model=model, **{**GREEDY, **extra}).choices[0].text
 
-    jobs = [(model, constraint) for model in ("llama", "first", "second") for constraint in (True, False)]
+    jobs = [(model, constraint) for model in ("qwen3-moe", "first", "second") for constraint in (True, False)]
     alone = [text(job) for job in jobs]
     with concurrent.futures.ThreadPoolExecutor(6) as threads:
         assert list(threads.map(text, jobs)) == alone
@@ -145,7 +146,7 @@ def test_everything_is_given_back_and_logged(client, server):
 
 
 def test_clients_that_vanish_and_adapters_that_change_leave_every_answer_right(server):
-    found = soak(server, server.folder, "llama", Plan(clients=6, seconds=3.0, adapters=4, questions=2))
+    found = soak(server, server.folder, "qwen3-moe", Plan(clients=6, seconds=3.0, adapters=4, questions=2))
     assert found["defects"] == []
     assert found["tokens in whole answers"] > 0 and found["adapters changed"] > 0 and found["sent again"] == 0
     came = {words.split(": ")[1] for words in found["outcomes"]}
