@@ -8,8 +8,7 @@ python scripts/bench.py NAME --quick                    small shapes and few rou
 
 import argparse
 import ast
-import importlib
-import os
+import importlib.util
 import sys
 from typing import List
 
@@ -54,8 +53,7 @@ def main() -> None:
 
 def subject(name: str) -> str:
     """Returns the first line of a benchmark's docstring, without importing it."""
-    path = os.path.join(os.path.dirname(common.__file__), f"{name}.py")
-    with open(path, encoding="utf-8") as file:
+    with open(importlib.util.find_spec(f"bench.{name}").origin, encoding="utf-8") as file:
         return ast.get_docstring(ast.parse(file.read())).splitlines()[0]
 
 

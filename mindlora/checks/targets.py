@@ -4,6 +4,7 @@ import contextlib
 import logging
 from typing import Any, Iterator, List, Mapping
 
+from mindlora.checks.advice import advise
 from mindlora.checks.finding import Finding, error, note, warning
 from mindlora.checks.mcore import model_config_of
 from mindlora.checks.model import architecture_of, legacy_experts, model_name, network_of
@@ -18,6 +19,7 @@ from mindlora.config.weights import weights_of
 from mindlora.errors import ConfigError, LoraError
 from mindlora.models import target_modules
 from mindlora.models.target_modules import pattern_value
+from mindlora.numerics.pair_shapes import LINEAR
 
 
 def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
@@ -47,6 +49,7 @@ def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
         _count_parameters(selection),
         *_check_ranks(list(selection.cells.values()), lora),
         *_check_patterns(list(selection.parts), lora),
+        *advise(config, lora, selection.parts, [cell.prefix for cell in network.of_kind(LINEAR).values()]),
     ]
 
 

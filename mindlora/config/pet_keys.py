@@ -9,7 +9,7 @@ from mindlora.errors import ConfigError
 # mindlora-run puts it into lr_schedule when the YAML names none.
 PRESETS = {
     "small_dataset": {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.2, "learning_rate": 1e-4},
-    "large_dataset": {"lora_rank": 16, "lora_alpha": 64, "lora_dropout": 0.05, "learning_rate": 3e-5},
+    "large_dataset": {"lora_rank": 16, "lora_alpha": 64, "lora_dropout": 0.05, "learning_rate": 1e-4},
 }
 
 PET_TYPES = ["lora", "qlora"]

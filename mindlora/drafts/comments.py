@@ -9,11 +9,11 @@ from mindlora.drafts.request import Batch, Request, loads_folder
 
 _COMMENTS = {
     "runner_config.epochs": "how often the data is read",
-    "lr_schedule.learning_rate": "of all settings the one to try first: a third of it, three times as much",
+    "lr_schedule.learning_rate": "the one to try first: a third of it, three times as much; full tuning takes a tenth",
     "lr_schedule.total_steps": "computed from the data and epochs",
     "optimizer.weight_decay": "an adapter is small: none is needed",
-    "model.model_config.pet_config.target_modules": "or some of them, such as [q_proj, v_proj]",
-    "model.model_config.pet_config.lora_rank": "more for more data",
+    "model.model_config.pet_config.target_modules": "better than attention alone (Schulman et al., 2025)",
+    "model.model_config.pet_config.lora_rank": "more for more data; above 32 with use_rslora (Kalajdzievski, 2023)",
     "model.model_config.pet_config.param_init_type": "the optimizer changes A and B in small steps",
     "parallel.gradients_mean": "the loss is already the mean over the rows of all NPUs",
     "parallel.parallel_mode": "semi-automatic; with data_parallel alone only the batch is divided",

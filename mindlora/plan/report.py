@@ -5,6 +5,7 @@ import dataclasses
 import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from mindlora.checks.advice import advise
 from mindlora.common.overrides import apply_overrides
 from mindlora.common.tables import wrapped
 from mindlora.common.text import listed
@@ -222,7 +223,7 @@ def _notes(run: Run) -> List[str]:
         )
     if value_at(run.config, "swap_config.swap"):
         notes.append("Note: swap_config moves activations to the host; the plan counts them on the device.")
-    return notes
+    return notes + [f"Note: {advice}" for advice in advise(run.config, run.lora, run.adapted, run.linear)]
 
 
 def _facts(report: PlanReport) -> str:

@@ -1,9 +1,10 @@
-"""Training at real size on a CPU: memory, and the time to the first step, against the plan and PEFT.
+"""Training at real size on a CPU: memory, and the time to the first step, against the plan and PEFT; generate too.
 
 Each side trains LoRA of rank 16 on all linear cells in a process of its own, from a folder of random bfloat16 weights
 that is made for it and deleted: mindlora-run as a user calls it, PEFT with the Python that MINDLORA_PEERS_PYTHON names.
 "Load" is from the command to the loaded base, "compile" what the first step takes longer than a later one, "peak" the
-greatest resident memory of the process. PEFT has no 4-bit weights on a CPU.
+greatest resident memory of the process. PEFT has no 4-bit weights on a CPU. Then mindlora generate and transformers
+answer with one token each, from the same folder, in its bfloat16.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import yaml
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
             if os.environ.get(PYTHON) and not size.quantized:
                 figures[name]["PEFT"] = measure_peft(folder, args.steps)
                 print(line(f"{name}, PEFT", figures[name]["PEFT"]), flush=True)
+            if not size.quantized:
+                figures[name].update(measure_answers(name, size, folder))
     return {"sizes": {name: size._asdict() for name, size in sizes.items()}, "rank": RANK, "runs": figures}
 
 
@@ -104,12 +107,12 @@ def measure_mindlora(size: Size, folder: str, steps: int) -> Dict[str, float]:
         yaml.safe_dump(run_yaml(size, base, os.path.join(folder, "rows.mindrecord")), file)
     output = os.path.join(folder, "output")
     command = [sys.executable, "-m", "mindlora.plugin.launcher", "--config", path, "--output_dir", output]
-    began, peak = finished(command, folder)
+    done = finished(command, folder)
     with open(os.path.join(output, "metrics.jsonl"), encoding="utf-8") as file:
         records = [record for record in map(json.loads, file) if "loss" in record]
     first = records[0]["tokens"] / records[0]["tokens_per_second"]
     times = [record["time"] for record in records]
-    return {**timings(began, times[0] - first, times), "peak": peak, "plan": make_plan(path).needed}
+    return {**timings(done.began, times[0] - first, times), "peak": done.peak, "plan": make_plan(path).needed}
 
 
 def measure_peft(folder: str, steps: int) -> Dict[str, float]:
@@ -117,10 +120,37 @@ def measure_peft(folder: str, steps: int) -> Dict[str, float]:
     script = os.path.join(ROOT, "scripts", "bench", "scale_peft.py")
     times = os.path.join(folder, "times.json")
     words = [os.path.join(folder, "base"), os.path.join(folder, "rows.npy"), times, str(RANK), str(steps)]
-    began, peak = finished([os.environ[PYTHON], script, *words], folder)
+    done = finished([os.environ[PYTHON], script, *words], folder)
     with open(times, encoding="utf-8") as file:
         loaded, *ends = json.load(file)
-    return {**timings(began, loaded, ends), "peak": peak}
+    return {**timings(done.began, loaded, ends), "peak": done.peak}
+
+
+def measure_answers(name: str, size: Size, folder: str) -> Dict[str, Dict[str, float]]:
+    """Prints and returns seconds and bytes of mindlora generate and of transformers, for one token each."""
+    # Else transformers advises installing PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from bench.serving_model import tokenizer
+
+    base = os.path.join(folder, "base")
+    tokenizer(size.vocabulary).save_pretrained(base)
+    words = ["generate", "--model", base, "--prompt", "w3 w4", "--max-tokens", "1", "--seq-length", str(size.tokens)]
+    figures = {"generate": answered([sys.executable, "-m", "mindlora.cli", *words], folder)}
+    if os.environ.get(PYTHON):
+        script = os.path.join(ROOT, "scripts", "bench", "scale_transformers.py")
+        figures["transformers"] = answered([os.environ[PYTHON], script, base], folder)
+    for side, found in figures.items():
+        text = f"{name + ', ' + side:<20}{found['load']:>8.1f}{found['compile']:>11.1f}"
+        print(f"{text}{'':>9}{found['first']:>11.1f}{found['peak'] / GIB:>10.2f}", flush=True)
+    return figures
+
+
+def answered(command: List[str], folder: str) -> Dict[str, float]:
+    """Returns seconds and bytes of a command that says when it begins to compile and when it has compiled."""
+    done = finished(command, folder, ("compiling", "compiled"))
+    loaded, compiled = done.moments
+    first = done.ended - done.began
+    return {"load": loaded - done.began, "compile": compiled - loaded, "first": first, "peak": done.peak}
 
 
 def timings(began: float, loaded: float, ends: List[float]) -> Dict[str, float]:
@@ -129,19 +159,33 @@ def timings(began: float, loaded: float, ends: List[float]) -> Dict[str, float]:
     return {"load": loaded - began, "compile": ends[0] - loaded - step, "step": step, "first": ends[0] - began}
 
 
-def finished(command: List[str], folder: str) -> Tuple[float, int]:
-    """Runs a command; returns when it began, and the peak of its resident memory in bytes."""
-    log = os.path.join(folder, "log.txt")
-    with open(log, "w", encoding="utf-8") as file:
-        began = time.time()
-        environment = {**os.environ, "PYTHONPATH": ROOT}
-        process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+class Finished(NamedTuple):
+    """When a command began and ended, the peak of its resident memory in bytes, and when it said each of some words."""
+
+    began: float
+    ended: float
+    peak: int
+    moments: Tuple[float, ...]
+
+
+def finished(command: List[str], folder: str, words: Sequence[str] = ()) -> Finished:
+    """Runs a command; ``words`` are what it says on its way."""
+    moments: Dict[str, float] = {}
+    lines: List[str] = []
+    began = time.time()
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=folder, text=True, env=environment, **streams)
+    for text in process.stdout:
+        lines.append(text)
+        for word in words:
+            if word in text:
+                moments.setdefault(word, time.time())
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        with open(log, encoding="utf-8") as file:
-            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{file.read()[-4000:]}")
-    return began, usage.ru_maxrss * 1024
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(lines)[-4000:]}")
+    return Finished(began, time.time(), usage.ru_maxrss * 1024, tuple(moments[word] for word in words))
 
 
 def run_yaml(size: Size, base: str, rows: str) -> Dict[str, Any]:

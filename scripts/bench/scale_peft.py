@@ -1,4 +1,4 @@
-"""PEFT on PyTorch, for scale.py: trains LoRA on all linear layers. Only this file imports PyTorch.
+"""PEFT on PyTorch, for scale.py: trains LoRA on all linear layers.
 
 python scale_peft.py BASE ROWS TIMES RANK STEPS     writes when the base was loaded, and each step ended, to TIMES
 """

@@ -135,9 +135,9 @@ class Files:
         """
         checkpoint = checkpoint or (self.nf4(size) if nf4 else self.base(size))
         settings = EngineSettings(**{"seq_length": max(size.contexts) + 128, "max_running": 8, "slots": 1, **sizes})
-        node = mindformers_node(size)
+        words, node = tokenizer(size.vocabulary), mindformers_node(size)
         node["model_config"].update(param_init_type=dtype, embedding_init_type="float32")
-        return make_engine(node, checkpoint, tokenizer(size), registry or AdapterRegistry(), settings, quantize=nf4)
+        return make_engine(node, checkpoint, words, registry or AdapterRegistry(), settings, quantize=nf4)
 
 
 def random_adapter(size: Size, rank: int, name: str) -> Adapter:
@@ -153,13 +153,13 @@ def random_adapter(size: Size, rank: int, name: str) -> Adapter:
     return Adapter(tensors, alphas)
 
 
-def tokenizer(size: Size) -> Any:
-    """Returns a tokenizer with as many words as the model has tokens, so that answers are made into text."""
+def tokenizer(vocabulary: int) -> Any:
+    """Returns a tokenizer with so many words, as many as a model has tokens, so that answers are made into text."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{place}": place for place in range(3, size.vocabulary)}
+    words = {f"w{place}": place for place in range(3, vocabulary)}
     words.update({"<unk>": 0, "<s>": 1, "</s>": 2})
     made = Tokenizer(WordLevel(words, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

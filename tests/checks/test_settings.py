@@ -20,7 +20,8 @@ def test_a_yaml_without_faults(write):
             "note",
             f"{PET}.target_modules",
             "LoRA on 4 cells, 3,328 parameters: model.layers.{0..1}.attention.wq, model.layers.{0..1}.attention.wv.",
-        )
+        ),
+        ("note", f"{PET}.target_modules", "Only cells of attention have an adapter."),
     ]
 
 

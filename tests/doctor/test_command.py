@@ -17,7 +17,7 @@ def test_the_command_line(write, capsys):
     assert cli.main(["doctor"]) == 0
     assert "LoRADense" in capsys.readouterr().out
     assert cli.main(["doctor", good]) == 0
-    assert f"{good}: 1 note" in capsys.readouterr().out
+    assert f"{good}: 2 notes" in capsys.readouterr().out
     assert cli.main(["doctor", good, bad]) == 1
     out = capsys.readouterr().out
     assert f"{bad}: 1 error, 1 note" in out and max(map(len, out.splitlines())) <= max(WIDTH, len(bad) + 20)

@@ -13,63 +13,80 @@ from tests.conftest import ROOT
 from tests.support.stories260k import data_file
 
 sys.path.insert(0, os.path.join(ROOT, "scripts"))
-from bench import science_data, science_rates  # noqa: E402
+from bench.science import data, rates  # noqa: E402
+from bench.science.claims import faster, nf4  # noqa: E402
+from bench.science.training import Curve  # noqa: E402
 
 BENCH = os.path.join(ROOT, "scripts", "bench.py")
 
 
 def test_a_search_encloses_the_best_rate_and_its_parabola_finds_the_optimum():
     optimum = 2.0**-3.7
-    sweep = science_rates.Sweep(lambda rate, seed: (math.log2(rate / optimum)) ** 2 + seed, [1, 2]).search(2.0**-9)
+    sweep = rates.Sweep(lambda rate, seed: (math.log2(rate / optimum)) ** 2 + seed, [1, 2]).search(2.0**-9)
     assert sweep.best == 2.0**-4 and sweep.is_enclosed
     assert sweep.best_losses == pytest.approx([1.09, 2.09])
     assert sweep.optimum(2) == pytest.approx(optimum)
 
 
 def test_a_search_that_ends_early_has_not_enclosed_the_best_rate_and_what_diverges_is_worst():
-    assert not science_rates.Sweep(lambda rate, seed: -rate, [1]).search(1.0, moves=0).is_enclosed
-    diverging = science_rates.Sweep(lambda rate, seed: math.nan if rate > 1 else 1 / rate, [1]).search(0.25)
+    assert not rates.Sweep(lambda rate, seed: -rate, [1]).search(1.0, moves=0).is_enclosed
+    diverging = rates.Sweep(lambda rate, seed: math.nan if rate > 1 else 1 / rate, [1]).search(0.25)
     assert diverging.best == 1.0
 
 
 def test_a_difference_is_told_apart_only_if_its_interval_leaves_out_zero():
     second = [1.0, 2.0, 3.0]
-    lower = science_rates.difference([0.9, 1.8, 2.9], second)
+    lower = rates.difference([0.9, 1.8, 2.9], second)
     # 95 % of Student's distribution with two degrees of freedom.
     half = 4.30 * np.std([-0.1, -0.2, -0.1], ddof=1) / math.sqrt(3)
     assert lower == pytest.approx((-0.4 / 3, -0.4 / 3 - half, -0.4 / 3 + half))
-    assert lower.verdict == science_rates.NOT_TOLD_APART
-    assert science_rates.difference([0.9, 1.89, 2.9], second).verdict == science_rates.LOWER
-    assert science_rates.difference([1.1, 2.11, 3.1], second).verdict == science_rates.HIGHER
-    assert science_rates.difference([0.5], [1.0]).verdict == science_rates.NOT_TOLD_APART
+    assert lower.verdict == rates.NOT_TOLD_APART
+    assert rates.difference([0.9, 1.89, 2.9], second).verdict == rates.LOWER
+    assert rates.difference([1.1, 2.11, 3.1], second).verdict == rates.HIGHER
+    assert rates.difference([0.5], [1.0]).verdict == rates.NOT_TOLD_APART
 
 
 def test_only_the_sentences_of_e2e_count_and_no_meaning_is_in_both_halves():
     folder = os.path.dirname(data_file("e2e_valid.txt"))
-    task = science_data.read_e2e(folder, 128)
+    task = data.read_e2e(folder, 128)
     meanings = {}
     for name, rows in task._asdict().items():
         assert rows.tokens.shape == rows.labels.shape == (len(rows.tokens), 129)
-        counted = rows.labels != science_data.IGNORED
+        counted = rows.labels != data.IGNORED
         np.testing.assert_array_equal(rows.labels[counted], rows.tokens[counted])
-        assert (rows.labels[:, 0] == science_data.IGNORED).all() and (counted.sum(1) > 0).all()
+        assert (rows.labels[:, 0] == data.IGNORED).all() and (counted.sum(1) > 0).all()
         first = counted.argmax(1)
         meanings[name] = {tuple(row[:length]) for row, length in zip(rows.tokens.tolist(), first)}
     assert not meanings["train"] & meanings["held_out"]
 
 
-def test_a_group_trains_both_sides_and_says_whether_its_claim_held(mindformers, tmp_path):
+def test_a_group_trains_all_sides_and_says_whether_its_claim_held(mindformers, tmp_path):
     folder = os.path.dirname(data_file("stories260K.bin"))
     path = tmp_path / "figures.json"
-    command = [sys.executable, BENCH, "science", "rate", "--quick", "--data", folder, "--json", str(path)]
+    command = [sys.executable, BENCH, "science", "nf4", "--quick", "--data", folder, "--json", str(path)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
-    group = json.loads(path.read_text())["groups"]["rate"]
+    group = json.loads(path.read_text())["groups"]["nf4"]
     assert group["verdict"] in ("pass", "fail", "not told apart") and group["claim"] in process.stdout
-    assert [line["side"] for line in group["rows"]] == ["E2E, full", "E2E, LoRA", "plays, full", "plays, LoRA"]
-    losses = group["details"]["losses"]
-    assert all(len(rates) == 3 and all(len(seeds) == 2 for seeds in rates.values()) for rates in losses.values())
+    before = {line["side"]: line["before"] for line in group["rows"]}
+    assert list(before) == ["float", "NF4", "uniform"] and before["float"] < before["NF4"]
     assert all(0 < line["least"] <= line["loss"] <= line["greatest"] < 6 for line in group["rows"])
+
+
+def test_a_curve_reaches_a_loss_between_two_measurements_by_a_line():
+    curve = Curve([0, 10, 20], [3.0, 2.0, 1.0])
+    assert faster.steps_to(curve, 1.5) == pytest.approx(15)
+    assert faster.steps_to(curve, 0.5) == 21
+
+
+def test_15_equal_steps_end_at_the_absmax_of_each_block():
+    weight = np.random.default_rng(0).standard_normal((3, 130)).astype(np.float32)
+    rounded = nf4.uniform(weight)
+    for start in (0, 64, 128):
+        block, found = weight[:, start : start + 64], rounded[:, start : start + 64]
+        step = np.abs(block).max(1, keepdims=True) / 7
+        assert (np.abs(found - block) <= step / 2 * 1.0001).all()
+        np.testing.assert_allclose(np.abs(found).max(1, keepdims=True), 7 * step, rtol=1e-6)
 
 
 def test_a_group_that_there_is_not_is_refused_with_the_names_of_all():

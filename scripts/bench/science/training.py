@@ -1,11 +1,11 @@
 """Many short trainings of stories260K: a train step is compiled once, whatever the rate, the seed and the weights."""
 
 import os
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import numpy as np
 
-from bench.science_data import IGNORED, Rows, Task
+from bench.science.data import IGNORED, PAD, Rows, Task
 
 BATCH_SIZE, HELD_OUT_BATCH = 4, 32
 # As a YAML of this project has it.
@@ -13,46 +13,80 @@ MAX_GRADIENT_NORM = 1.0
 Weights = Dict[str, np.ndarray]
 
 
+class Curve(NamedTuple):
+    """The held-out loss of a training, in nats per token, after so many steps."""
+
+    steps: List[int]
+    losses: List[float]
+
+    @property
+    def last(self) -> float:
+        """The loss after the last step."""
+        return self.losses[-1]
+
+
 class Trainings:
     """Trainings of one base with one adapter, or in full if there is none.
 
-    Each begins with the base's weights and B zero, and takes its rows in an order that its seed draws.
+    Each begins with the base's weights and the adapter's initial ones, and takes its rows in an order that its seed
+    draws. B learns at ``ratio`` times the rate of A.
     """
 
-    def __init__(self, base: str, length: int, lora: Optional[Dict[str, Any]] = None):
+    def __init__(self, base: str, length: int, lora: Optional[Dict[str, Any]] = None, ratio: float = 1):
         import mindspore as ms
         from mindspore import nn
 
+        from mindlora import lora_plus_groups
         from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell
         from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
 
         ms.set_seed(0)
         self.network = build(base, length, lora)
+        trained = self.network.trainable_params() if ratio == 1 else lora_plus_groups(self.network, 1.0, ratio)
         self.step = LoraTrainOneStepCell(
-            self.network,
-            nn.Adam(self.network.trainable_params(), 1.0),
-            use_clip_grad=True,
-            max_grad_norm=MAX_GRADIENT_NORM,
-            scale_sense=1.0,
+            self.network, nn.Adam(trained, 1.0), use_clip_grad=True, max_grad_norm=MAX_GRADIENT_NORM, scale_sense=1.0
         )
         self.held_out = HeldOutLossCell(self.network, IGNORED)
         self.parameters = {p.name: p for p in self.step.get_parameters()}
         self.initial = {name: p.asnumpy().copy() for name, p in self.parameters.items()}
 
     @property
+    def base_weights(self) -> List[str]:
+        """The names of the weights under the adapters."""
+        from mindlora.nn.tree import lora_cells
+
+        return [cell.weight.name for _, cell in lora_cells(self.network)]
+
+    @property
     def trained(self) -> int:
         """How many numbers train."""
         return sum(p.size for p in self.network.trainable_params())
 
-    def train(self, task: Task, rate: float, seed: int, steps: int) -> float:
-        """Trains once, and returns the held-out loss after the last step."""
+    def train(
+        self,
+        task: Task,
+        rate: float,
+        seed: int,
+        steps: int,
+        every: Optional[int] = None,
+        weights: Optional[Weights] = None,
+    ) -> Curve:
+        """Trains once, and measures the held-out loss after the last step; with ``every``, also at 0, every, ... steps.
+
+        ``weights`` replaces some of the initial values.
+        """
         rng = np.random.default_rng(seed)
-        self.network.set_train(True)
-        self.begin(self.drawn(rng))
+        self.begin({**self.drawn(rng), **(weights or {})})
         self.step.set_rate_factor("science", rate)
-        for numbers in batches(rng, len(task.train.tokens), steps):
-            self.step(*tensors(task.train.take(numbers)))
-        return self.loss(task.held_out)
+        order = batches(rng, len(task.train.tokens), steps)
+        curve = Curve([], [])
+        for done in range(steps + 1):
+            if done == steps or (every and done % every == 0):
+                curve.steps.append(done)
+                curve.losses.append(self.loss(task.held_out))
+            if done < steps:
+                self.step(*tensors(task.train.take(order[done])))
+        return curve
 
     def begin(self, weights: Weights) -> None:
         """Sets all parameters, those of the optimizer included, to ``weights``, or to their initial values."""
@@ -63,15 +97,42 @@ class Trainings:
             ops.assign(parameter, Tensor(value, parameter.dtype))
 
     def drawn(self, rng: np.random.Generator) -> Weights:
-        """Returns an initial A of each cell: uniform as LoRA has it."""
+        """Returns an initial A of each cell that draws it: uniform as LoRA has it."""
         from mindlora.nn.tree import lora_cells
 
         weights = {}
         for _, cell in lora_cells(self.network):
-            a = cell.parts()["A"]
-            bound = 1 / np.sqrt(a.shape[1])
-            weights[a.name] = rng.uniform(-bound, bound, a.shape).astype(np.float32)
+            # PiSSA computes its A.
+            if cell.initial_pair is None:
+                a = cell.parts()["A"]
+                bound = 1 / np.sqrt(a.shape[1])
+                weights[a.name] = rng.uniform(-bound, bound, a.shape).astype(np.float32)
         return weights
+
+    def own_texts(self, count: int, length: int) -> Rows:
+        """Returns texts that the base says itself, drawn at temperature 1."""
+        from mindlora.plugin.callbacks.sample_answers import continuations
+
+        rng = np.random.default_rng(0)
+        self.begin({})
+        self.network.set_train(False)
+        config = self.network.config
+        texts = continuations(
+            self.network,
+            [[config.bos_token_id]] * count,
+            config.seq_length,
+            PAD,
+            config.eos_token_id,
+            length,
+            lambda logits: (logits + rng.gumbel(size=logits.shape)).argmax(-1),
+        )
+        self.network.set_train(True)
+        tokens = np.full((count, config.seq_length + 1), PAD, np.int32)
+        labels = np.full_like(tokens, IGNORED)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+            labels[row, 1 : len(text)] = text[1:]
+        return Rows(tokens, labels)
 
     def loss(self, rows: Rows) -> float:
         """Returns the mean cross entropy of the labels that count."""
@@ -81,12 +142,13 @@ class Trainings:
             batch = rows.take(np.arange(start, min(start + HELD_OUT_BATCH, len(rows.tokens))))
             sums = self.held_out(*tensors(batch))
             total, count = total + float(sums[0].asnumpy()), count + float(sums[1].asnumpy())
+        self.network.set_train(True)
         return total / count
 
 
 def batches(rng: np.random.Generator, rows: int, steps: int) -> np.ndarray:
     """Returns the numbers of each step's rows: [steps, BATCH_SIZE], each row once in an epoch."""
-    epochs = -(-steps * BATCH_SIZE // rows)
+    epochs = 1 + steps * BATCH_SIZE // rows
     order = np.concatenate([rng.permutation(rows) for _ in range(epochs)])
     return order[: steps * BATCH_SIZE].reshape(steps, BATCH_SIZE)
 
@@ -113,7 +175,7 @@ def build(base: str, length: int, lora: Optional[Dict[str, Any]]) -> Any:
     """Returns MindFormers' Llama with the base's weights, and with adapters that alone train if ``lora`` is given."""
     from mindformers.models import LlamaConfig, LlamaForCausalLM
 
-    from mindlora import LoraConfig, apply_lora, freeze_base
+    from mindlora import LoraConfig, apply_lora, freeze_base, initialize_adapters
     from mindlora.drafts.folder import read_folder
     from mindlora.drafts.model import CPU, model_nodes
     from mindlora.load_base import load_base
@@ -128,5 +190,7 @@ def build(base: str, length: int, lora: Optional[Dict[str, Any]]) -> Any:
         freeze_base(network)
     use_cpu_cells(network)
     compile_layers_once(network)
+    if lora is not None:
+        initialize_adapters(network)
     network.set_train(True)
     return network

@@ -2,12 +2,14 @@
 
 import math
 import statistics
-from typing import Callable, Dict, List, NamedTuple, Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 # Half the width of a 95 % interval of a mean in standard errors, by how many seeds there are (Student, 1908).
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 # How often a search goes on to the next rate.
 MOVES = 6
+# How many seeds a search trains at each rate.
+SEARCHING = 2
 LOWER, HIGHER, NOT_TOLD_APART = "lower", "higher", "not told apart"
 
 
@@ -37,18 +39,26 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 class Sweep:
-    """The losses of trainings over learning rates, which are powers of two, and seeds."""
+    """The losses of trainings over learning rates, which are powers of two, and seeds.
+
+    The first SEARCHING seeds search for the best rate. The others are trained where they are asked for.
+    """
 
     def __init__(self, loss_of: Callable[[float, int], float], seeds: Sequence[int]):
         self.loss_of = loss_of
         self.seeds = seeds
         self.losses: Dict[float, List[float]] = {}
 
+    def at(self, rate: float, count: Optional[int] = None) -> List[float]:
+        """Returns the losses of all seeds, or of the first ones, at a rate; trains those that nobody has asked for."""
+        found = self.losses.setdefault(rate, [])
+        for seed in self.seeds[len(found) : count]:
+            found.append(self.loss_of(rate, seed))
+        return found[:count]
+
     def mean(self, rate: float) -> float:
-        """Returns the mean loss of all seeds at a rate, which trains if nobody has asked before."""
-        if rate not in self.losses:
-            self.losses[rate] = [self.loss_of(rate, seed) for seed in self.seeds]
-        mean = statistics.mean(self.losses[rate])
+        """Returns the mean loss of the seeds that search."""
+        mean = statistics.mean(self.at(rate, SEARCHING))
         return mean if math.isfinite(mean) else math.inf
 
     def search(self, rate: float, moves: int = MOVES) -> "Sweep":
@@ -68,7 +78,7 @@ class Sweep:
     @property
     def best_losses(self) -> List[float]:
         """The loss of each seed at the best rate."""
-        return self.losses[self.best]
+        return self.at(self.best)
 
     @property
     def is_enclosed(self) -> bool:
@@ -83,7 +93,7 @@ class Sweep:
         number = list(self.seeds).index(seed)
         if not self.is_enclosed:
             return self.best
-        low, middle, high = (self.losses[self.best * factor][number] for factor in (0.5, 1, 2))
+        low, middle, high = (self.at(self.best * factor)[number] for factor in (0.5, 1, 2))
         curvature = low - 2 * middle + high
         if not curvature > 0:
             return self.best
