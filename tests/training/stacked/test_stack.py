@@ -1,5 +1,7 @@
 """AdapterStack: several adapters on one network, and each with a network of its own."""
 
+import dataclasses
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -57,6 +59,28 @@ def test_each_adapter_computes_what_it_computes_alone(stack):
             both = stack.cells[path](Tensor(np.resize(x, (8, cell.in_channels))))
             alone = cell(Tensor(np.resize(x, (8, cell.in_channels))[4 * number :][:4]))
             np.testing.assert_allclose(as_array(both)[4 * number :][:4], as_array(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_on_a_base_in_4_bits_each_adapter_computes_what_it_computes_alone():
+    configs = [dataclasses.replace(config, quantize_base="nf4") for config in CONFIGS]
+    stack = stack_adapters(network(), configs)
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    for number, config in enumerate(configs):
+        alone = network()
+        apply_lora(alone, config)
+        randomize([p for _, cell in lora_cells(alone) for p in cell.lora_parameters()], seed=number)
+        for path, cell in lora_cells(alone):
+            own = dict(lora_cells(stack.networks[number]))[path]
+            for part, parameter in zip(own.lora_parameters(), cell.lora_parameters()):
+                part.set_data(parameter)
+        push(stack.slices(number))
+        for path, cell in lora_cells(alone):
+            both = stack.cells[path]
+            assert both.packed
+            rows = np.resize(x, (8, cell.in_channels))
+            expected = as_array(cell(Tensor(rows[4 * number :][:4])))
+            found = as_array(both(Tensor(rows)))[4 * number :][:4]
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_adapter_is_saved_as_one_that_was_trained_alone(stack, tmp_path):
