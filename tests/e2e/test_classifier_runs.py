@@ -39,18 +39,12 @@ class Runs:
         write_mindrecord((row(rng) for _ in range(ROWS)), str(self.train))
         write_mindrecord((row(rng) for _ in range(8)), str(self.held_out))
 
-    def config(self, processes=1, **checkpoint):
+    def config(self, *callbacks, processes=1, **checkpoint):
         """The YAML of one process, or of several that have the batch of one together."""
         callbacks = [
+            *callbacks,
             {"type": "LossCurve"},
-            {"type": "HeldOutLoss", "dataset_dir": str(self.held_out), "every_steps": STEPS // 2},
-            {
-                "type": "LoraCheckpoint",
-                "save_steps": STEPS // 2,
-                "best_metric": "held_out_f1",
-                "best_mode": "max",
-                **checkpoint,
-            },
+            {"type": "LoraCheckpoint", "save_steps": STEPS // 2, **checkpoint},
             {"type": "TrainingGuard", "snapshot_steps": 4},
             {"type": "WarmUp", "steps": 4},
         ]
@@ -63,16 +57,14 @@ class Runs:
         # Adam divides by the size of the gradient, which would hide one twice as large.
         config["optimizer"]["eps"], config["lr_schedule"]["learning_rate"] = 1.0, 4.0
         if processes > 1:
-            # Each would compile it once more.
-            config["callbacks"] = [entry for entry in config["callbacks"] if entry["type"] != "HeldOutLoss"]
             config["use_parallel"], config["parallel_config"] = True, {"data_parallel": processes}
         return config
 
-    def start(self, name, **checkpoint):
+    def start(self, name, *callbacks, **checkpoint):
         """Runs it in one process, with a step whose loss is NaN."""
-        config = self.config(**checkpoint)
+        poison = {"type": "Poison", "factors": {BAD_STEP: float("nan")}}
+        config = self.config(*callbacks, poison, **checkpoint)
         config["runner_wrapper"]["type"] = "PoisonedStep"
-        config["callbacks"].append({"type": "Poison", "factors": {BAD_STEP: float("nan")}})
         output = self.folder / name
         process = tiny_runs.launch(config, output, POISONED)
         assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
@@ -101,7 +93,8 @@ def runs(library, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(runs):
-    return runs.start("whole")
+    held_out = {"type": "HeldOutLoss", "dataset_dir": str(runs.held_out), "every_steps": STEPS // 2}
+    return runs.start("whole", held_out, best_metric="held_out_f1", best_mode="max")
 
 
 def test_words_get_their_labels_and_a_bad_step_is_skipped(whole):
