@@ -23,7 +23,7 @@ REFUSED = {
     "missing_field": '{"model": "MODEL"}',
     "invalid_value": '{"model": "MODEL", "prompt": "x", "temperature": -1}',
     "unknown_field": '{"model": "MODEL", "prompt": "x", "colour": "red"}',
-    "unsupported_field": '{"model": "MODEL", "prompt": "x", "logit_bias": {"5": 1}}',
+    "unsupported_field": '{"model": "MODEL", "prompt": "x", "suffix": "y"}',
     "context_length_exceeded": '{"model": "MODEL", "prompt": "x", "max_tokens": 1000000}',
 }
 
