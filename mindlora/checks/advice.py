@@ -1,37 +1,32 @@
 """What published experience advises, where the settings of a run differ from it: notes of the doctor and of the plan.
 
-``scripts/bench.py science`` tries these claims on a small model; docs/benchmarks.md has what came out.
+``scripts/bench.py science`` tries published claims on a small model, and docs/benchmarks.md has what came out: only
+what held there is advised.
 """
 
-from typing import Any, Collection, Iterator, Mapping, Optional
+from typing import Any, Collection, Iterator, Mapping
 
 from mindlora.checks.finding import Finding, note
 from mindlora.checks.key_ranges import setting
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import PET
-from mindlora.config import LoraConfig
 
 # The usual rates of full fine-tuning end here, and those of LoRA begin above.
 _LOW_RATE = 5e-5
-# Above this rank, alpha / r is small.
-_LARGE_RANK = 32
 _RATE = "lr_schedule.learning_rate"
 # In the paths of cells of MindFormers' models.
 _FEED_FORWARD = (".feed_forward.", ".mlp.")
 
 
-def advise(
-    config: Mapping[str, Any], lora: Optional[LoraConfig], adapted: Collection[str], linear: Collection[str]
-) -> Iterator[Finding]:
+def advise(config: Mapping[str, Any], adapted: Collection[str], linear: Collection[str]) -> Iterator[Finding]:
     """Yields a note for each setting of a training run from which published experience advises otherwise.
 
     Args:
         config (dict): The YAML's content.
-        lora (LoraConfig or None): Its adapter.
-        adapted (collection of str): Paths of the cells that get an adapter.
+        adapted (collection of str): Paths of the cells that get an adapter; without one, nothing is advised.
         linear (collection of str): Paths of all linear cells.
     """
-    if lora is None or config.get("run_mode") not in TRAINING_MODES:
+    if not adapted or config.get("run_mode") not in TRAINING_MODES:
         return
     if any(map(_is_feed_forward, linear)) and not any(map(_is_feed_forward, adapted)):
         yield note(
@@ -40,20 +35,13 @@ def advise(
             "With as many parameters, all linear cells reach a lower loss (Schulman et al., LoRA Without Regret, "
             "2025): set target_modules: all-linear, with a smaller lora_rank.",
         )
-    if lora.variant.name == "LoRA" and lora.lora_rank > _LARGE_RANK and not lora.use_rslora:
-        yield note(
-            f"{PET}.lora_rank",
-            f"lora_rank is {lora.lora_rank}, and the scale is lora_alpha / lora_rank.",
-            f"Above rank {_LARGE_RANK}, set use_rslora: True (Kalajdzievski, 2023), since with this scale large ranks "
-            "learn no more than small ones.",
-        )
     rate = setting(config, _RATE)
     if isinstance(rate, float) and 0 < rate < _LOW_RATE:
         yield note(
             _RATE,
             f"learning_rate is {rate:g}.",
-            "LoRA's best rate is about ten times that of full fine-tuning (Schulman et al., LoRA Without Regret, "
-            "2025), mostly 1e-4 to 5e-4.",
+            "LoRA takes a higher rate than full fine-tuning, in large models about ten times (Schulman et al., LoRA "
+            "Without Regret, 2025): mostly 1e-4 to 5e-4.",
         )
 
 

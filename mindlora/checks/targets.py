@@ -49,7 +49,7 @@ def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
         _count_parameters(selection),
         *_check_ranks(list(selection.cells.values()), lora),
         *_check_patterns(list(selection.parts), lora),
-        *advise(config, lora, selection.parts, [cell.prefix for cell in network.of_kind(LINEAR).values()]),
+        *advise(config, selection.parts, [cell.prefix for cell in network.of_kind(LINEAR).values()]),
     ]
 
 

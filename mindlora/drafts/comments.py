@@ -13,7 +13,7 @@ _COMMENTS = {
     "lr_schedule.total_steps": "computed from the data and epochs",
     "optimizer.weight_decay": "an adapter is small: none is needed",
     "model.model_config.pet_config.target_modules": "better than attention alone (Schulman et al., 2025)",
-    "model.model_config.pet_config.lora_rank": "more for more data; above 32 with use_rslora (Kalajdzievski, 2023)",
+    "model.model_config.pet_config.lora_rank": "more for more data",
     "model.model_config.pet_config.param_init_type": "the optimizer changes A and B in small steps",
     "parallel.gradients_mean": "the loss is already the mean over the rows of all NPUs",
     "parallel.parallel_mode": "semi-automatic; with data_parallel alone only the batch is divided",

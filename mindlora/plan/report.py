@@ -223,7 +223,7 @@ def _notes(run: Run) -> List[str]:
         )
     if value_at(run.config, "swap_config.swap"):
         notes.append("Note: swap_config moves activations to the host; the plan counts them on the device.")
-    return notes + [f"Note: {advice}" for advice in advise(run.config, run.lora, run.adapted, run.linear)]
+    return notes + [f"Note: {advice}" for advice in advise(run.config, run.adapted, run.linear)]
 
 
 def _facts(report: PlanReport) -> str:
