@@ -45,7 +45,8 @@ class StackedAdamW(nn.Optimizer):
 
     So each adapter takes the steps that MindFormers' AdamW would take with it alone. One whose gradients are not
     applied keeps its weights, its moments and its t, bit for bit, whatever the gradients hold. Where weights and
-    gradients are zero, as in the rows and columns beyond an adapter's rank, they stay zero.
+    gradients are zero, as in the rows and columns beyond an adapter's rank, they stay zero. These are plain operators
+    on every device: MindSpore's kernel of Adam, which trains one adapter on a CPU, has one rate and one t for a tensor.
 
     Args:
         params (list): Parameters [K, r, n], or groups of them as for MindSpore's optimizers, without rates.
