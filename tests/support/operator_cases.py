@@ -43,6 +43,17 @@ def attention() -> Tensors:
     return [(array, "int32" if array.dtype == np.int32 else "float32") for array in inputs]
 
 
+def experts() -> Tensors:
+    """Returns 70 tokens, of which each goes to two of five experts with one of three adapters, or none."""
+    chosen = np.arange(140, dtype=np.int32).reshape(70, 2) % 5
+    tokens = floats((70, 64)) + [(chosen, "int32")] + floats((70, 2), (5, 66, 64), (5, 64, 33))
+    pools = []
+    for shape in ((3, 20, 130), (3, 20, 97)):
+        # So many rows are in use: of rank 4, 1 and 2 for each expert.
+        pools += [*floats(shape), (np.array([20, 5, 10], np.int32), "int32"), *floats((3,))]
+    return tokens + pools + [(np.arange(70, dtype=np.int32) % 4 - 1, "int32")]
+
+
 def cases() -> Dict[str, Tensors]:
     """Returns the inputs and the output of each operator, by the name of its function."""
     slots = np.arange(39, -1, -1, np.int32).repeat(8)
@@ -58,9 +69,7 @@ def cases() -> Dict[str, Tensors]:
         "Nf4LinearGrad": floats((9, 300)) + nf4(300, 130) + written(9, 192),
         "Nf4LinearGradLike": floats((9, 300)) + nf4(300, 130) + floats((9, 130)) + written(9, 130),
         "RmsNorm": floats((300, 512), (512,)) + [SCALE] + written(300, 512),
-        "RoutedExperts": floats((70, 64))
-        + [(np.arange(140, dtype=np.int32).reshape(70, 2) % 5, "int32"), *floats((70, 2), (5, 66, 64), (5, 64, 33))]
-        + written(70, 64),
+        "RoutedExperts": experts() + written(70, 64),
         "RotaryEmbedding": floats((300, 128), (300, 64), (300, 64)) + written(300, 128),
         "KvCacheWrite": floats((320, 60), (320, 60), (5, 8, 3, 20), (5, 8, 3, 20))
         + [(slots, "int32")]
