@@ -48,7 +48,7 @@ def test_several_devices_are_refused(refused):
 def test_a_model_that_is_not_served_is_named(refused):
     assert refused("--use_legacy", "False", "--model.model_config.model_type", "deepseek_v3").startswith(
         "DeepseekV3ForCausalLM is one of MindFormers' mcore models (use_legacy: False), of which mindlora serves "
-        "Qwen3ForCausalLM, Qwen3MoeForCausalLM."
+        "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2ForCausalLM, Glm4ForCausalLM."
     )
 
 
