@@ -9,7 +9,7 @@ from mindlora.drafts.request import Batch, Request, loads_folder
 
 _COMMENTS = {
     "runner_config.epochs": "how often the data is read",
-    "lr_schedule.learning_rate": "the one to try first: a third of it, three times as much; full tuning takes a tenth",
+    "lr_schedule.learning_rate": "of all settings the one to try first; full fine-tuning takes about a tenth",
     "lr_schedule.total_steps": "computed from the data and epochs",
     "optimizer.weight_decay": "an adapter is small: none is needed",
     "model.model_config.pet_config.target_modules": "better than attention alone (Schulman et al., 2025)",

@@ -1,4 +1,4 @@
-"""Training at real size on a CPU: memory, and the time to the first step, against the plan and PEFT; generate too.
+"""Training at real size on a CPU: memory, and time to the first step, against the plan and PEFT; generate.
 
 Each side trains LoRA of rank 16 on all linear cells in a process of its own, from a folder of random bfloat16 weights
 that is made for it and deleted: mindlora-run as a user calls it, PEFT with the Python that MINDLORA_PEERS_PYTHON names.

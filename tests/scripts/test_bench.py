@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ def bench(*words):
 
 
 def functions(name):
-    with open(os.path.join(ROOT, "scripts", "bench", f"{name}.py"), encoding="utf-8") as file:
+    with open(importlib.util.find_spec(f"bench.{name}").origin, encoding="utf-8") as file:
         return {node.name for node in ast.parse(file.read()).body if isinstance(node, ast.FunctionDef)}
 
 
