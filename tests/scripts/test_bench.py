@@ -4,6 +4,7 @@ import argparse
 import ast
 import importlib.util
 import os
+import pkgutil
 import subprocess
 import sys
 
@@ -33,8 +34,8 @@ def test_the_list_shows_what_each_benchmark_measures():
     for name, line in zip(names, lines):
         assert len(line) <= 120 and line.endswith("."), line
         assert {"add_options", "run"} <= functions(name), name
-    files = sorted(file[:-3] for file in os.listdir(os.path.join(ROOT, "scripts", "bench")) if file.endswith(".py"))
-    assert [name for name in files if {"add_options", "run"} <= functions(name)] == sorted(names)
+    modules = sorted(module.name for module in pkgutil.iter_modules([os.path.join(ROOT, "scripts", "bench")]))
+    assert [name for name in modules if {"add_options", "run"} <= functions(name)] == sorted(names)
 
 
 def test_a_benchmark_that_is_not_there_is_refused_with_the_names_of_all():
