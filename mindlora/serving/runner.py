@@ -8,6 +8,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.nn.multi_lora_dense import MultiLoRADense
+from mindlora.nn.repeated_layers import compile_layers_once
 from mindlora.nn.tensors import to_array, to_tensor
 from mindlora.numerics.dtypes import to_float32
 from mindlora.ops.multi_lora_slot_write import MultiLoraSlotWrite
@@ -128,8 +129,9 @@ class _WriteAll(nn.Cell):
 
     def __init__(self, cells):
         super().__init__(auto_prefix=False)
-        self.cells_with_pools = nn.CellList(cells, auto_prefix=False)
-        self.write = MultiLoraSlotWrite()
+        self.layers = nn.CellList([_Write(cell) for cell in cells], auto_prefix=False)
+        compile_layers_once(self)
+        self.split = ops.Split(0, len(cells))
         # As in ServedStep: always the same graph.
         self.phase = "prefill"
         self.set_inputs(
@@ -139,10 +141,22 @@ class _WriteAll(nn.Cell):
         )
 
     def construct(self, slot: Tensor, scales: Tensor, *blocks: Tensor) -> Tensor:
-        for index, cell in enumerate(self.cells_with_pools):
-            scale = scales[index : index + 1]
-            self.write(cell.lora_pool, cell.lora_ranks, cell.lora_scales, slot, blocks[index], scale)
+        scales = self.split(scales)
+        for index, write in enumerate(self.layers):
+            write(slot, scales[index], blocks[index])
         return slot
+
+
+class _Write(nn.Cell):
+    """The write to one cell's pool."""
+
+    def __init__(self, cell):
+        super().__init__(auto_prefix=False)
+        self.pool, self.ranks, self.scales = cell.lora_pool, cell.lora_ranks, cell.lora_scales
+        self.write = MultiLoraSlotWrite()
+
+    def construct(self, slot: Tensor, scale: Tensor, block: Tensor) -> Tensor:
+        return self.write(self.pool, self.ranks, self.scales, slot, block, scale)
 
 
 class _WriteGains(nn.Cell):
@@ -185,6 +199,7 @@ class ModelRunner:
         self.pools = SlotPools(cells, dtype)
         self._tables = tables
         self._embedding = open_embedding(network, settings)
+        compile_layers_once(network)
         shared = next(iter(cells.values())).slots_of_tokens
         self._shared_slots = shared
         # (few tokens, beyond pairs) -> graph; beyond pairs -> graph of the head.

@@ -168,6 +168,11 @@ def test_nothing_is_compiled_for_other_numbers_of_requests_and_tokens(served):
         assert len(served.compiled) == known >= 3
 
 
+def test_equal_layers_are_compiled_once(served):
+    (name,) = {layer.cell_init_args for layer in served.steps.runner.network.model.layers}
+    assert name.startswith("lazy_inline_")
+
+
 def test_models_without_a_paged_cache_are_refused(mindformers):
     settings = EngineSettings(seq_length=16, max_running=1, max_tokens_per_step=4)
     node = {

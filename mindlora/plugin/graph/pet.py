@@ -17,12 +17,12 @@ from mindlora.errors import ConfigError
 from mindlora.models.llama_classifiers import with_score
 from mindlora.nn.initial_values import initial_draws
 from mindlora.nn.noisy_embedding import add_embedding_noise
+from mindlora.nn.repeated_layers import compile_layers_once
 from mindlora.nn.score import score_of
 from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.plugin.graph.cpu_cells import use_cpu_cells
 from mindlora.plugin.graph.loaded_base import LoadedBase
 from mindlora.plugin.graph.mcore_model import McoreRows
-from mindlora.plugin.graph.repeated_layers import compile_layers_once
 from mindlora.plugin.log import logger
 from mindlora.plugin.run_configuration import run_configuration
 from mindlora.save_load import load_lora

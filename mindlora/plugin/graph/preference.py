@@ -4,8 +4,8 @@ from mindformers.core.loss.loss import CrossEntropyLoss
 from mindspore import Tensor, nn
 
 from mindlora.errors import ConfigError
+from mindlora.nn.repeated_layers import mark_reference
 from mindlora.plugin.graph.network import base_of
-from mindlora.plugin.graph.repeated_layers import mark_reference
 from mindlora.training.preference import PreferenceLoss, PreferenceSettings, reference_network
 
 

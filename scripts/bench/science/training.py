@@ -179,8 +179,8 @@ def build(base: str, length: int, lora: Optional[Dict[str, Any]]) -> Any:
     from mindlora.drafts.folder import read_folder
     from mindlora.drafts.model import CPU, model_nodes
     from mindlora.load_base import load_base
+    from mindlora.nn.repeated_layers import compile_layers_once
     from mindlora.plugin.graph.cpu_cells import use_cpu_cells
-    from mindlora.plugin.graph.repeated_layers import compile_layers_once
 
     settings = model_nodes(read_folder(base), CPU, length)["model"]["model_config"]
     network = LlamaForCausalLM(LlamaConfig(**settings))

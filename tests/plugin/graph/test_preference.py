@@ -7,8 +7,8 @@ from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.errors import ConfigError
+from mindlora.nn.repeated_layers import compile_layers_once, mark_reference
 from mindlora.plugin.graph.preference import preference_loss
-from mindlora.plugin.graph.repeated_layers import compile_layers_once, mark_reference
 from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
 from mindlora.training.preference import preference_settings, reference_network
 from mindlora.training.rate_factor import TRANSIENT

@@ -13,7 +13,7 @@ _OF_ITS_OWN = {"_create_time", "layer_id"}
 
 
 def compile_layers_once(network: nn.Cell) -> None:
-    """Marks layers of a MindFormers network that are alike, so that MindSpore's frontend compiles one of them.
+    """Marks cells of a network's lists called layers that are alike, so that MindSpore's frontend compiles one of them.
 
     This is what mindspore.lazy_inline with policy "front" does for cells whose class and arguments are equal. Here the
     cells are compared as they are now, adapters included: those that differ in anything but the values of their

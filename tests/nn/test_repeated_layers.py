@@ -2,8 +2,8 @@
 
 import pytest
 
+from mindlora.nn.repeated_layers import are_alike, compile_layers_once
 from mindlora.plugin.graph.cpu_cells import use_cpu_cells
-from mindlora.plugin.graph.repeated_layers import are_alike, compile_layers_once
 from tests.support.cpu_llama import ON_CPU
 
 
