@@ -115,6 +115,11 @@ class Adapter:
         """Returns the rank r of the pair at ``path``."""
         return self.layout(path).rank(self.tensors[path, "A"].shape)
 
+    @property
+    def ranks(self) -> Tuple[int, ...]:
+        """The distinct ranks of its pairs, the smallest first."""
+        return tuple(sorted({self.rank(path) for path in self.paths}))
+
     def scale(self, path: str) -> float:
         """Returns lora_alpha / r of the pair at ``path``, or lora_alpha / sqrt(r) with use_rslora.
 

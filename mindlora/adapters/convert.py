@@ -160,7 +160,7 @@ def convert_adapter(
         to,
         len(adapter.paths),
         len(adapter.saved_modules),
-        tuple(sorted({adapter.rank(path) for path in adapter.paths})),
+        adapter.ranks,
         tuple(sorted(set(adapter.alphas.values()))),
     )
 

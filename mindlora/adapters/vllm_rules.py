@@ -148,7 +148,7 @@ def _lone_stacks(stacked: List[str]) -> List[str]:
 
 
 def _scale_problems(adapter: Adapter, config: dict, version: Version) -> Iterator[str]:
-    ranks = sorted({adapter.rank(path) for path in adapter.paths})
+    ranks = adapter.ranks
     if ranks[-1] > _MAX_RANKS[-1]:
         yield (
             f"Its rank is {ranks[-1]}, and at most {_MAX_RANKS[-1]} is served. Make it smaller: mindlora resize "

@@ -34,6 +34,7 @@ def test_the_update_is_scale_b_a(rank, alpha, rslora, dtype):
 def test_paths_and_ranks():
     adapter = make({K: 3, Q: 1, "": 5})
     assert adapter.paths == [K, Q, ""] and [adapter.rank(path) for path in adapter.paths] == [3, 1, 5]
+    assert adapter.ranks == (1, 3, 5) and make({K: 2, Q: 2}).ranks == (2,)
 
 
 def test_without_alpha_there_is_no_scale_until_it_is_set():

@@ -93,13 +93,7 @@ class LoraCheckpoint(Callback):
         else:
             initialize_adapters(base_of(params.train_network))
         if get_real_rank() == 0:
-            aside = training_state.set_aside(self.directory, params.cur_step_num)
-            if aside:
-                logger.warning(
-                    "%s held saves of an earlier run; they have been moved to %s. Delete them once nobody needs them.",
-                    self.directory,
-                    aside,
-                )
+            training_state.set_aside(self.directory, params.cur_step_num)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Corrects MindSpore's count of epochs in a resumed run."""

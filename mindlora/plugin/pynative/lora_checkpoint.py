@@ -55,13 +55,7 @@ class LoraCheckpoint(TrainerCallback):
                 f"LoraCheckpoint saves in one process, and this run has {get_world_size()}, each with slices of the "
                 "adapter. Remove it from callbacks: MindFormers' own checkpoints hold the adapter."
             )
-        aside = training_state.set_aside(self.directory, state.global_step)
-        if aside:
-            logger.warning(
-                "%s held saves of an earlier run; they have been moved to %s. Delete them once nobody needs them.",
-                self.directory,
-                aside,
-            )
+        training_state.set_aside(self.directory, state.global_step)
 
     def on_step_end(self, args: Any, state: Any, model: Sequence[nn.Cell] = (), **kwargs: Any) -> None:
         """Saves if it is due."""

@@ -59,7 +59,7 @@ def step_folders(directory: str) -> List[str]:
 
 
 def set_aside(directory: str, step: int) -> Optional[str]:
-    """Moves what an earlier run saved after ``step`` into a folder of its own, so that two runs do not mix.
+    """Moves what an earlier run saved after ``step`` into a folder of its own and says so: two runs must not mix.
 
     This run starts at ``step``, 0 if it is new. Returns the folder, or None if there was nothing to move.
     """
@@ -76,6 +76,11 @@ def set_aside(directory: str, step: int) -> Optional[str]:
     os.mkdir(aside)
     for folder in later:
         os.renames(folder, os.path.join(aside, os.path.relpath(folder, directory)))
+    logger.warning(
+        "%s held saves of an earlier run; they have been moved to %s. Delete them once nobody needs them.",
+        directory,
+        aside,
+    )
     return aside
 
 

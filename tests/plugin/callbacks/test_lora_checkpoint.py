@@ -45,9 +45,11 @@ def test_directory_is_in_the_output_folder_by_default(tmp_path, monkeypatch):
     assert folders(tmp_path / "run" / "lora_checkpoint") == ["best", "step_2"]
 
 
-def test_what_an_earlier_run_saved_is_set_aside():
+def test_what_an_earlier_run_saved_is_set_aside(caplog):
     train([LoraCheckpoint(save_steps=1, directory="saved", keep_last=2)], [1, 1, 1, 1])
+    assert "earlier run" not in caplog.text
     train([LoraCheckpoint(save_steps=1, directory="saved", keep_last=2)], [9, 9])
+    assert "saved held saves of an earlier run; they have been moved to" in caplog.text
     train([LoraCheckpoint(save_steps=1, directory="saved", keep_last=2)], [5, 5])
     assert folders("saved") == ["best", "step_1", "step_2", "earlier_run_1", "earlier_run_2"]
     assert folders("saved/earlier_run_1") == ["best", "step_3", "step_4"]
