@@ -49,13 +49,13 @@ def read_folder(path: str, to_train: bool = False) -> ModelFolder:
     """Reads a folder of Hugging Face's: config.json, the tokenizer, and names and shapes of the weights.
 
     Raises ConfigError if it is not one, or holds a model or a setting that MindFormers has not, or with ``to_train``
-    one with which it only predicts; CheckpointError if the
-    weights cannot be read; TokenizerError if there is no tokenizer.
+    one with which it only predicts; CheckpointError if the weights cannot be read; TokenizerError if there is no
+    tokenizer.
     """
     config = _read_config(path)
     architecture = registry.by_hugging_face_type(config.model_type)
     if architecture is None or architecture.from_hugging_face is None or to_train and not architecture.trains:
-        raise ConfigError(_unknown_model(config))
+        raise ConfigError(_unknown_model(config, to_train))
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -82,17 +82,17 @@ def _read(path: str) -> Dict[str, Any]:
         return parse_object(file.read(), path, ConfigError)
 
 
-def _unknown_model(config: HuggingFaceConfig) -> str:
-    """Returns why no YAML can be written for a model, and for which ones there can."""
+def _unknown_model(config: HuggingFaceConfig, to_train: bool) -> str:
+    """Returns why a model cannot be taken from its folder, and which ones can."""
     classes = config.get("architectures", [])
     described = f"{config.path} says model_type {config.model_type!r}, architectures {classes}"
     architecture = registry.by_hugging_face_type(config.model_type)
     if architecture is not None and not architecture.trains:
         return f"{described}: MindFormers has {architecture.title} for prediction alone. Choose another model."
-    known = [one for one in registry.ARCHITECTURES if one.from_hugging_face is not None]
-    types = [kind for one in known for kind in one.hugging_face_types]
+    drafted = [one for one in registry.ARCHITECTURES if one.from_hugging_face is not None]
+    types = [kind for one in drafted if one.trains or not to_train for kind in one.hugging_face_types]
     kinds = ", ".join(dict.fromkeys(types))
-    return f"{described}: no YAML is written for it. Choose a model of model_type {kinds}."
+    return f"{described}: such a model cannot be taken from its folder. Choose one of model_type {kinds}."
 
 
 def _check_weights(folder: str, architecture: Architecture, model_config: Dict[str, Any]) -> str:

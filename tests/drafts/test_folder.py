@@ -64,6 +64,14 @@ def test_a_model_that_only_predicts_is_not_for_training(make):
         read_folder(make(model_type="glm4"), to_train=True)
 
 
+def test_the_models_that_are_offered_are_those_of_the_purpose(make):
+    folder = make(model_type="gemma2")
+    for to_train in (True, False):
+        with pytest.raises(ConfigError, match="Choose one of model_type llama, .*qwen3") as refused:
+            read_folder(folder, to_train=to_train)
+        assert ("glm4" in str(refused.value)) is not to_train
+
+
 def test_a_scaled_rotary_embedding_is_carried(make):
     settings = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model = read_folder(make(rope_scaling={**settings, "original_max_position_embeddings": 64}))
@@ -77,7 +85,7 @@ def test_a_scaled_rotary_embedding_is_carried(make):
     [
         (
             {"model_type": "gemma2"},
-            r"says model_type 'gemma2', architectures \['LlamaForCausalLM'\]: no YAML is written",
+            r"says model_type 'gemma2', architectures \['LlamaForCausalLM'\]: such a model cannot be taken",
         ),
         ({"model_type": "glm4", "hidden_act": "gelu"}, r"hidden_act is 'gelu', and MindFormers' GLM4 has silu alone"),
         ({"model_type": "glm4", "rope_scaling": YARN}, r"does not scale the rotary embedding of GLM4"),
