@@ -13,9 +13,9 @@ import time
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.cli.model_source import add_model_options, check_source, source_of, yaml_of
-from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.text import shown
 from mindlora.errors import ConfigError, RequestError
+from mindlora.plugin.imports import import_mindformers
 
 if TYPE_CHECKING:
     from mindlora.serving.adapter_registry import AdapterRegistry
@@ -195,7 +195,6 @@ def build(
     command line gives none. Raises LoraError if a setting is wrong, or a file cannot be read.
     """
     check_source(arguments)
-    require_mindformers()
     prepare_imports()
     overrides = [*arguments.overrides]
     if arguments.load_checkpoint:
@@ -203,6 +202,7 @@ def build(
     sizes = {**(defaults or {}), **given_fields(arguments, [name for name, _ in _SIZES])}
     with yaml_of(arguments) as config:
         # It takes seconds to import: what is wrong above is said before that.
+        import_mindformers()
         from mindlora.plugin.serve import build_engine
 
         return build_engine(config, overrides, arguments.tokenizer or arguments.model, registry, sizes, model_name)
@@ -241,6 +241,7 @@ def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: D
         say(f"loading {source_of(arguments)} ...")
         begin = time.monotonic()
         prepare_imports()
+        import_mindformers()
         with _warnings_on_screen():
             engine = build(arguments, adapters.registry, defaults=defaults)
             for name in adapters.chosen:

@@ -7,6 +7,7 @@ from typing import Any, Dict, Tuple
 
 from mindlora.cli.engine import log_elsewhere, prepare_imports
 from mindlora.cli.verb import Verb, add_command
+from mindlora.plugin.imports import import_mindformers
 
 _ROWS, _BATCH = 256, 4
 
@@ -87,7 +88,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _eva(arguments: argparse.Namespace) -> EvaReport:
     from mindlora.adapters import files
     from mindlora.common.fields import COUNT, check_number
-    from mindlora.common.mindformers_version import require_mindformers
     from mindlora.errors import ConfigError
 
     check_number(arguments.rows, "--rows", COUNT)
@@ -95,9 +95,9 @@ def _eva(arguments: argparse.Namespace) -> EvaReport:
     if os.path.exists(arguments.output) and not arguments.overwrite:
         raise ConfigError(f"{arguments.output} exists. Name another --output, or pass --overwrite.")
     files.check_adapter_output(arguments.output, "peft")
-    require_mindformers()
     prepare_imports()
     with log_elsewhere(arguments.verbose):
+        import_mindformers()
         from mindlora.plugin.eva import eva_of
 
         found = eva_of(

@@ -6,6 +6,7 @@ from typing import Dict
 
 from mindlora.cli.engine import log_elsewhere, prepare_imports
 from mindlora.cli.verb import Verb, add_command
+from mindlora.plugin.imports import import_mindformers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +45,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _reference(arguments: argparse.Namespace) -> ReferenceReport:
     from mindlora.common.fields import COUNT, check_number
-    from mindlora.common.mindformers_version import require_mindformers
 
     if arguments.batch_size is not None:
         check_number(arguments.batch_size, "--batch-size", COUNT)
-    require_mindformers()
     prepare_imports()
     with log_elsewhere(arguments.verbose):
+        import_mindformers()
         from mindlora.plugin.reference import keep_reference
 
         return ReferenceReport(keep_reference(arguments.yaml, arguments.overrides, arguments.batch_size))

@@ -20,11 +20,11 @@ import yaml
 from mindlora.checks.finding import refuse
 from mindlora.checks.key_ranges import check_names, check_run_mode, check_shape
 from mindlora.common.interrupts import Interrupts
-from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.overrides import keys_and_texts, set_flags, set_keys
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import read_merged
 from mindlora.errors import ConfigError, LoraError, RunStopped
+from mindlora.plugin.imports import import_mindformers
 from mindlora.plugin.launching.command_line import parse
 
 # MindFormers takes seconds to import, and --help does not need it: the functions below import it.
@@ -134,7 +134,7 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
     if not os.path.isfile(args.config):
         raise ConfigError(f"--config {args.config} does not exist. Check the path.")
     _use_register_path(args.register_path)
-    require_mindformers()
+    import_mindformers()
     config = _read_yaml(args.config, args.run_mode)
     _override(config, args, rest)
     refuse([*check_shape(config), *check_run_mode(config)])

@@ -15,8 +15,8 @@ from mindlora.config import expand_pet_type
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.errors import ConfigError
 from mindlora.models.llama_classifiers import CAUSAL_LM, task_of
+from mindlora.plugin import log  # noqa: F401  importing it sends mindlora's messages to MindFormers' log
 from mindlora.plugin.launcher import build_config
-from mindlora.plugin.launching.preflight import set_base_format
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.engine import Engine
@@ -70,7 +70,6 @@ def build_engine(
         )
     settings = EngineSettings(**{"seq_length": model["model_config"].get("seq_length"), **(sizes or {})})
     refuse(check_quantized_base(yaml))
-    set_base_format(yaml)
     # The graphs are what is fast. MindFormers refuses to predict with O1, with which its YAMLs train.
     yaml.context.mode = 0
     if (yaml.context.jit_config or {}).get("jit_level") == "O1":
