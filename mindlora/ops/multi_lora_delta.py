@@ -14,6 +14,18 @@ INDEX_NAMES = ("ranks", "scales", "indices")
 INDEX_DTYPES = (ms.int32, ms.float32, ms.int32)
 
 
+@constexpr
+def check_pool(op: str, path: str, name: str, dtype: ms.dtype.Type, pool: ms.dtype.Type, widens: bool) -> None:
+    """Raises BackendError for a pool that does not go with the dtype of an input. Runs when a graph is compiled.
+
+    ``widens`` says whether a pool of 16 bits is widened to float32 where the input ``name`` is.
+    """
+    if widens and dtype == ms.float32:
+        check_dtypes(op, path, ("pool",), (pool,))
+    else:
+        check_dtypes(op, path, (name, "pool"), (dtype, pool))
+
+
 class MultiLoraDelta(OperatorCell):
     r"""y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; y[t] = y0[t] where i is negative.
 
@@ -30,7 +42,8 @@ class MultiLoraDelta(OperatorCell):
     Inputs:
         - **y0** (Tensor) - Shape [tokens, N]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
         - **x** (Tensor) - Shape [..., K], dtype of y0; all axes but the last are tokens.
-        - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of y0; on the cpu path max_rank is 1 to 256.
+        - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of y0; on a CPU, with y0 in float32, any of the
+          three: it is widened as it is read. On the cpu path max_rank is 1 to 256.
         - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
         - **scales** (Tensor) - Shape [slots], float32.
         - **indices** (Tensor) - Shape [at least tokens], int32: those after the tokens are not looked at, so that a
@@ -60,7 +73,8 @@ class MultiLoraDelta(OperatorCell):
         self.zeros_like = ops.ZerosLike()
 
     def construct(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
-        check_dtypes(self.op, self.path, ("y0", "x", "pool"), (y0.dtype, x.dtype, pool.dtype))
+        check_dtypes(self.op, self.path, ("y0", "x"), (y0.dtype, x.dtype))
+        check_pool(self.op, self.path, "y0", y0.dtype, pool.dtype, self.widen)
         dtypes = ranks.dtype, scales.dtype, indices.dtype
         check_fixed_dtypes(self.op, self.path, INDEX_NAMES, dtypes, INDEX_DTYPES)
         if self.path == "cpu":

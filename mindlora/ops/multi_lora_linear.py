@@ -7,7 +7,7 @@ from mindspore import Tensor, ops
 from mindspore.ops.primitive import constexpr
 
 from mindlora.errors import BackendError
-from mindlora.ops.multi_lora_delta import INDEX_DTYPES, INDEX_NAMES, MultiLoraDelta
+from mindlora.ops.multi_lora_delta import INDEX_DTYPES, INDEX_NAMES, MultiLoraDelta, check_pool
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes
 from mindlora.ops.products import Products
 
@@ -30,7 +30,7 @@ class MultiLoraLinear(OperatorCell):
         - **x** (Tensor) - Shape [..., K]; float32, float16 or bfloat16; all axes but the last are tokens. All sums are
           in float32 on a CPU.
         - **w** (Tensor) - Shape [N, K], dtype of x; with x in float32 any of the three: it is widened as it is read.
-        - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of x: see MultiLoraDelta.
+        - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of x or as W: see MultiLoraDelta.
         - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
         - **scales** (Tensor) - Shape [slots], float32.
         - **indices** (Tensor) - Shape [at least tokens], int32: as in MultiLoraDelta.
@@ -55,14 +55,15 @@ class MultiLoraLinear(OperatorCell):
         self.delta = MultiLoraDelta()
 
     def construct(self, x: Tensor, w: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
-        self.check(w.dtype, (x.dtype, pool.dtype), (ranks.dtype, scales.dtype, indices.dtype))
+        self.check(w.dtype, pool.dtype, (x.dtype,), (ranks.dtype, scales.dtype, indices.dtype))
         if self.path == "cpu":
             return self.kernel(x, w, pool, ranks, scales, indices)
         return self.composed(x, w, pool, ranks, scales, indices)
 
-    def check(self, weight: ms.dtype.Type, dtypes: Tuple, index_dtypes: Tuple) -> None:
+    def check(self, weight: ms.dtype.Type, pool: ms.dtype.Type, dtypes: Tuple, index_dtypes: Tuple) -> None:
         """Raises BackendError for a dtype that is not supported. Runs when a graph is compiled."""
-        check_dtypes(self.op, self.path, ("x", "pool", "bias"), dtypes)
+        check_dtypes(self.op, self.path, ("x", "bias"), dtypes)
+        check_pool(self.op, self.path, "x", dtypes[0], pool, self.delta.widen)
         if dtypes[0] == ms.float32:
             check_dtypes(self.op, self.path, ("W",), (weight,))
         else:
@@ -115,7 +116,7 @@ class MultiLoraLinearWithBias(MultiLoraLinear):
     def construct(
         self, x: Tensor, w: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor, bias: Tensor
     ) -> Tensor:
-        self.check(w.dtype, (x.dtype, pool.dtype, bias.dtype), (ranks.dtype, scales.dtype, indices.dtype))
+        self.check(w.dtype, pool.dtype, (x.dtype, bias.dtype), (ranks.dtype, scales.dtype, indices.dtype))
         if self.path == "cpu":
             return self.kernel(x, w, pool, ranks, scales, indices, bias)
         return self.composed(x, w, pool, ranks, scales, indices, bias)

@@ -35,4 +35,4 @@ extern "C" int mindlora_set_isa(int isa)
     return mindlora::CurrentIsa();
 }
 
-extern "C" int mindlora_library_version() { return 9; }
+extern "C" int mindlora_library_version() { return 10; }

@@ -128,18 +128,22 @@ MINDLORA_INLINE void StoreUpTo(Vec v, T* to, int64_t count)
     }
 }
 
+// A vector of f(0), f(1), ...: a constant, if all is inlined.
+template <class F>
+MINDLORA_INLINE Lanes EachLane(F f)
+{
+    Lanes lanes;
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) lanes[i] = f(i);
+    return lanes;
+}
+
+template <int kHalf = kWidth / 2>
 MINDLORA_INLINE float Sum(Vec v)
 {
-#if MINDLORA_WIDTH == 16
-    return _mm512_reduce_add_ps(v);
-#else
-    for (int half = kWidth / 2; half > 0; half /= 2) {
-        Lanes from;
-        for (int i = 0; i < kWidth; ++i) from[i] = i ^ half;
-        v += __builtin_shuffle(v, from);
-    }
+    v += __builtin_shuffle(v, EachLane([](int i) { return i ^ kHalf; }));
+    if constexpr (kHalf > 1) return Sum<kHalf / 2>(v);
     return v[0];
-#endif
 }
 
 // Shrink: acc[m][j] += the products of row x[m] and row w[j], spread over the lanes.
@@ -184,13 +188,14 @@ MINDLORA_INLINE void PrefetchNext(const T* const (&rows)[R], int64_t stride)
 }
 
 // low[m * rank + j] = scale * x[m] . a[j] for M tokens and the `rank` rows of a, which lie `stride` apart.
-template <int M, class T>
+template <int M, class T, class P>
 MINDLORA_INLINE void Shrink(
-    const T* const* x, const T* a, int64_t stride, int64_t length, int64_t rank, float scale, float* low)
+    const T* const* x, const P* a, int64_t stride, int64_t length, int64_t rank, float scale, float* low)
 {
-    constexpr int kStep = kVectors;
+    // As many chains of sums as hide how long an addition takes.
+    constexpr int kStep = kRows * kVectors / M < 8 ? kRows * kVectors / M : 8;
     for (int64_t j = 0; j < rank; j += kStep) {
-        const T* rows[kStep];
+        const P* rows[kStep];
         RowsAt(a, j, rank, stride, rows);
         Vec acc[M][kStep] = {};
         Dots<M, kStep>(x, rows, length, acc);
@@ -235,11 +240,15 @@ MINDLORA_INLINE void WithRows(int64_t rows, F f)
     }
 }
 
-// Scratch memory of the calling thread. It only grows: allocating at each call would cost more than a small kernel.
+// Scratch memory of the calling thread, from the beginning of a cache line on: a vector that crosses one costs twice.
+// It only grows: allocating at each call would cost more than a small kernel.
 MINDLORA_INLINE float* Scratch(std::vector<float>* buffer, int64_t count)
 {
-    if (static_cast<int64_t>(buffer->size()) < count) buffer->resize(count);
-    return buffer->data();
+    constexpr int64_t kLine = 64;
+    const int64_t needed = count + kLine / sizeof(float);
+    if (static_cast<int64_t>(buffer->size()) < needed) buffer->resize(needed);
+    const intptr_t start = reinterpret_cast<intptr_t>(buffer->data());
+    return reinterpret_cast<float*>((start + kLine - 1) / kLine * kLine);
 }
 
 // Rows in float32: in place if they are float32, else converted once, since they are read again for each row of W.

@@ -52,6 +52,15 @@ def test_the_kernel_is_the_reference(isa, reference, dtype, kind):
         assert_near(native(dtype, inputs), reference.multi_lora_delta(*inputs), dtype, TERMS)
 
 
+@pytest.mark.parametrize("pool", ["float16", "bfloat16"])
+def test_a_pool_of_16_bits_is_widened_as_it_is_read(isa, reference, pool):
+    inputs = case(31, "uniform")
+    inputs[2] = pooled(K + N, dtype=pool)[0]
+    dtypes = ["float32", "float32", pool, "int32", "float32", "int32"]
+    found = call("MultiLoraDelta", list(zip(inputs, dtypes)), inputs[0].shape, "float32")
+    assert_near(found, reference.multi_lora_delta(*inputs), "float32", TERMS)
+
+
 @pytest.mark.parametrize("rank", [1, 7, 8, 9, 13, 16, 64, 128, 256])
 @pytest.mark.parametrize("k, n", [(1, 1), (15, 17), (64, 130)])
 def test_the_kernel_at_every_rank_and_at_the_edges_of_its_vectors(isa, reference, rank, k, n):
@@ -195,7 +204,7 @@ def test_gradients_by_finite_differences(mode, path, reference):
     "at, dtype, message",
     [
         (1, ms.float16, "x is Float16 and y0 is Float32: cast them to one dtype."),
-        (2, ms.bfloat16, "pool is BFloat16 and y0 is Float32: cast them to one dtype."),
+        (2, ms.int32, "pool is Int32: it must be Float32, Float16 or BFloat16."),
         (3, ms.int64, "ranks is Int64: it must be Int32."),
         (4, ms.float16, "scales is Float16: it must be Float32."),
         (5, ms.int64, "indices is Int64: it must be Int32."),

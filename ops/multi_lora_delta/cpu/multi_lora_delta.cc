@@ -41,7 +41,9 @@ MINDLORA_EXPORT int MultiLoraDelta(int, void** data, int* ndims, int64_t** shape
     const Shapes s(kOp, ndims, shapes);
     Check(s);
     CheckDtype(kOp, "x", dtypes[kX], dtypes[kY0]);
-    CheckDtype(kOp, "pool", dtypes[kPool], dtypes[kY0]);
+    // A pool of 16 bits is widened as it is read.
+    const bool widened = std::string(dtypes[kY0]) == "float32";
+    if (!widened) CheckDtype(kOp, "pool", dtypes[kPool], dtypes[kY0]);
     CheckDtype(kOp, "ranks", dtypes[kRanks], "int32");
     CheckDtype(kOp, "scales", dtypes[kScales], "float32");
     CheckDtype(kOp, "indices", dtypes[kIndices], "int32");
@@ -49,16 +51,22 @@ MINDLORA_EXPORT int MultiLoraDelta(int, void** data, int* ndims, int64_t** shape
     const auto* ranks = static_cast<const int32_t*>(data[kRanks]);
     const auto* indices = static_cast<const int32_t*>(data[kIndices]);
     const std::vector<int64_t> order = SortedBySlot(kOp, indices, ranks, tokens, s.At(kPool, 0), max_rank);
-    WithElement(kOp, dtypes[kY0], [&](auto element) {
+    const auto run = [&](auto element, auto adapter) {
         using T = decltype(element);
+        using P = decltype(adapter);
         const T* y0 = static_cast<const T*>(data[kY0]);
         T* y = static_cast<T*>(data[kY]);
         for (int64_t t = 0; t < tokens; ++t) {
             if (indices[t] < 0 || ranks[indices[t]] == 0) std::memcpy(y + t * out, y0 + t * out, out * sizeof(T));
         }
-        MINDLORA_DISPATCH(MultiLoraDelta, y0, static_cast<const T*>(data[kX]), static_cast<const T*>(data[kPool]),
+        MINDLORA_DISPATCH(MultiLoraDelta, y0, static_cast<const T*>(data[kX]), static_cast<const P*>(data[kPool]),
             ranks, static_cast<const float*>(data[kScales]), indices, order, in, out, max_rank, omp_get_max_threads(),
             y);
-    });
+    };
+    if (widened) {
+        WithElement(kOp, dtypes[kPool], [&](auto adapter) { run(0.0f, adapter); });
+    } else {
+        WithElement(kOp, dtypes[kY0], [&](auto element) { run(element, element); });
+    }
     return 0;
 }

@@ -1,8 +1,8 @@
 // The kernel of multi_lora_delta. Included by for_each_isa.h, once in the namespace of each instruction set.
 
 // sum[m, :] += low[m, j] * bt[j, :] for J rows of B^T, which lie `stride` apart.
-template <int M, int J, class T>
-MINDLORA_INLINE void AddRows(const float* low, int64_t rank, const T* bt, int64_t stride, int64_t out, float* sum)
+template <int M, int J, class P>
+MINDLORA_INLINE void AddRows(const float* low, int64_t rank, const P* bt, int64_t stride, int64_t out, float* sum)
 {
     for (int64_t n = 0; n < out; n += kWidth) {
         Vec column[J];
@@ -16,8 +16,8 @@ MINDLORA_INLINE void AddRows(const float* low, int64_t rank, const T* bt, int64_
 }
 
 // M rows of one adapter, whose block of the pool starts at `slot`.
-template <int M, class T>
-static void OneAdapter(const int64_t* rows, const T* y0, const T* x, const T* slot, int64_t rank, float scale,
+template <int M, class T, class P>
+static void OneAdapter(const int64_t* rows, const T* y0, const T* x, const P* slot, int64_t rank, float scale,
     int64_t in, int64_t out, T* y)
 {
     static thread_local std::vector<float> low_buffer, sum_buffer;
@@ -46,8 +46,8 @@ static void OneAdapter(const int64_t* rows, const T* y0, const T* x, const T* sl
 }
 
 // `order` holds the rows with an adapter, those of one adapter together; the others are copied by the caller.
-template <class T>
-static void MultiLoraDelta(const T* y0, const T* x, const T* pool, const int32_t* ranks, const float* scales,
+template <class T, class P>
+static void MultiLoraDelta(const T* y0, const T* x, const P* pool, const int32_t* ranks, const float* scales,
     const int32_t* indices, const std::vector<int64_t>& order, int64_t in, int64_t out, int64_t max_rank, int threads,
     T* y)
 {

@@ -8,6 +8,7 @@
 #include "cpu_common/aot.h"
 #include "cpu_common/isa.h"
 #include "cpu_common/slots.h"
+#include "cpu_common/tasks.h"
 #define MINDLORA_KERNEL "multi_lora_linear/cpu/multi_lora_linear_kernel.h"
 #include "cpu_common/for_each_isa.h"
 
@@ -46,10 +47,10 @@ MINDLORA_EXPORT int MultiLoraLinear(
     using namespace mindlora;
     const Shapes s(kOp, ndims, shapes);
     Check(s);
-    // A weight of 16 bits is widened as it is read.
+    // A weight or a pool of 16 bits is widened as it is read.
     const bool widened = std::string(dtypes[kX]) == "float32";
     if (!widened) CheckDtype(kOp, "W", dtypes[kW], dtypes[kX]);
-    CheckDtype(kOp, "pool", dtypes[kPool], dtypes[kX]);
+    if (!widened) CheckDtype(kOp, "pool", dtypes[kPool], dtypes[kX]);
     CheckDtype(kOp, "ranks", dtypes[kRanks], "int32");
     CheckDtype(kOp, "scales", dtypes[kScales], "float32");
     CheckDtype(kOp, "indices", dtypes[kIndices], "int32");
@@ -64,18 +65,20 @@ MINDLORA_EXPORT int MultiLoraLinear(
     const auto* ranks = static_cast<const int32_t*>(data[kRanks]);
     const auto* indices = static_cast<const int32_t*>(data[kIndices]);
     const std::vector<int64_t> order = SortedBySlot(kOp, indices, ranks, tokens, s.At(kPool, 0), max_rank);
-    const auto run = [&](auto element, auto weight) {
+    const auto run = [&](auto element, auto weight, auto adapter) {
         using T = decltype(element);
         using W = decltype(weight);
+        using P = decltype(adapter);
         const auto in = [&](int i) { return static_cast<const T*>(data[i]); };
-        MINDLORA_DISPATCH(MultiLoraLinear, in(kX), static_cast<const W*>(data[kW]), in(kPool), ranks,
-            static_cast<const float*>(data[kScales]), indices, has_bias ? in(kBias) : nullptr, order, tokens,
+        MINDLORA_DISPATCH(MultiLoraLinear, in(kX), static_cast<const W*>(data[kW]), static_cast<const P*>(data[kPool]),
+            ranks, static_cast<const float*>(data[kScales]), indices, has_bias ? in(kBias) : nullptr, order, tokens,
             s.At(kW, 1), s.At(kW, 0), max_rank, omp_get_max_threads(), static_cast<T*>(data[count - 1]));
     };
     if (widened) {
-        WithElement(kOp, dtypes[kW], [&](auto weight) { run(0.0f, weight); });
+        WithElement(kOp, dtypes[kW],
+            [&](auto weight) { WithElement(kOp, dtypes[kPool], [&](auto adapter) { run(0.0f, weight, adapter); }); });
     } else {
-        WithElement(kOp, dtypes[kX], [&](auto element) { run(element, element); });
+        WithElement(kOp, dtypes[kX], [&](auto element) { run(element, element, element); });
     }
     return 0;
 }

@@ -3,6 +3,7 @@
 
 #include "cpu_common/aot.h"
 #include "cpu_common/isa.h"
+#include "cpu_common/tasks.h"
 #define MINDLORA_KERNEL "nf4_linear/cpu/nf4_linear_kernel.h"
 #include "cpu_common/for_each_isa.h"
 

@@ -1,92 +1,79 @@
 // The kernels of nf4_linear. Included by for_each_isa.h, once in the namespace of each instruction set.
+#include "cpu_common/few_tokens.h"
 #include "cpu_common/panels.h"
 #include "nf4_linear/cpu/nf4_decode.h"
 
 // Few tokens: every weight is decoded in registers and used there.
 
-// sums[m][n] = x[m] . W[n] for the rows [first, end) of the weight; `absmax` has room for kFewRows rows of blocks.
-constexpr int kFewRows = 4;
-
-template <int M>
-static void FewTokens(
-    const float* x, int64_t stride, const Nf4& w, int64_t first, int64_t end, int64_t out, float* absmax, float* sums)
-{
-    // As many sums as hide the latency of adding and fit in the registers; more rows share what is loaded of x.
-    constexpr int kJ = M <= (kWidth == 16 ? 4 : 2) ? kFewRows : 2;
-    for (int64_t n = first; n < end; n += kJ) {
-        const uint8_t* codes[kJ];
-        for (int j = 0; j < kJ; ++j) {
-            // Past the end the last row is computed again, and the result dropped.
-            const int64_t row = std::min(n + j, end - 1);
-            codes[j] = w.codes + row * w.blocks * kBytes;
-            ReadAbsmax(w, row * w.blocks, w.blocks, absmax + j * w.blocks);
-        }
-        Vec acc[M][kJ] = {};
-        for (int64_t b = 0; b < w.blocks; ++b) {
-            const float* token = x + b * kBlock;
-            for (int j = 0; j < kJ; ++j) {
-                const Table table(absmax[j * w.blocks + b]);
-                // The rows are too short for the processor's own prefetching.
-                __builtin_prefetch(codes[j] + (kJ * w.blocks + b) * kBytes);
-                for (int i = 0; i < kBytes; i += kWidth) {
-                    const Lanes code = LoadCodes(codes[j] + b * kBytes + i);
-                    const Vec low = table.At(code), high = table.At(code >> 4);
-                    for (int m = 0; m < M; ++m) {
-                        acc[m][j] += Load(token + m * stride + i) * low;
-                        acc[m][j] += Load(token + m * stride + kBytes + i) * high;
-                    }
-                }
-            }
-        }
-        for (int j = 0; j < kJ && n + j < end; ++j) {
-            for (int m = 0; m < M; ++m) sums[m * out + n + j] = Sum(acc[m][j]);
-        }
-    }
-}
-
 constexpr int64_t kFewTokens = 8;
 
-template <class F>
-MINDLORA_INLINE void WithTokens(int64_t tokens, F f)
-{
-    switch (tokens) {
-        case 1: return f(std::integral_constant<int, 1>());
-        case 2: return f(std::integral_constant<int, 2>());
-        case 3: return f(std::integral_constant<int, 3>());
-        case 4: return f(std::integral_constant<int, 4>());
-        case 5: return f(std::integral_constant<int, 5>());
-        case 6: return f(std::integral_constant<int, 6>());
-        case 7: return f(std::integral_constant<int, 7>());
-        default: return f(std::integral_constant<int, 8>());
+// Rows of the weight, as FewTokens takes them.
+struct Nf4Rows {
+    const Nf4& weight;
+    int64_t count;
+
+    MINDLORA_MEMBER int64_t Row(int64_t row) const { return std::min(row, count - 1) * weight.blocks; }
+    MINDLORA_MEMBER const void* At(int64_t row) const { return weight.codes + Row(row) * kBytes; }
+
+    // acc[m][j] += the products of M tokens and row first + j, for `depth` numbers from `from` on. Past the last row it
+    // is computed again, and dropped by the caller.
+    template <int M, int J, class Ask>
+    MINDLORA_MEMBER void Add(
+        const float* x, int64_t first, int64_t from, int64_t depth, Vec (&acc)[M][J], Ask ask) const
+    {
+        constexpr int64_t kBlocks = kDeep / kBlock;
+        const int64_t end = (from + depth + kBlock - 1) / kBlock;
+        for (int64_t start = from / kBlock; start < end; start += kBlocks, x += kDeep) {
+            const int64_t blocks = std::min(kBlocks, end - start);
+            const uint8_t* codes[J];
+            float absmax[J][kBlocks];
+            for (int j = 0; j < J; ++j) {
+                codes[j] = weight.codes + (Row(first + j) + start) * kBytes;
+                ReadAbsmax(weight, Row(first + j) + start, blocks, absmax[j]);
+            }
+            for (int64_t b = 0; b < blocks; ++b) {
+                ask(J * kBytes);
+                for (int j = 0; j < J; ++j) AddBlock<M, J>(x + b * kBlock, codes[j] + b * kBytes, absmax[j][b], j, acc);
+            }
+        }
     }
-}
+
+    template <int M, int J>
+    MINDLORA_MEMBER static void AddBlock(const float* x, const uint8_t* codes, float absmax, int j, Vec (&acc)[M][J])
+    {
+        const Table table(absmax);
+        for (int i = 0; i < kBytes; i += kWidth) {
+            const Lanes code = LoadCodes(codes + i);
+            const Vec low = table.At(code), high = table.At(code >> 4);
+            for (int m = 0; m < M; ++m) {
+                acc[m][j] += Load(x + m * kDeep + i) * low;
+                acc[m][j] += Load(x + m * kDeep + kBytes + i) * high;
+            }
+        }
+    }
+};
 
 template <class T>
 static void LinearOfFew(
     const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
 {
-    static thread_local std::vector<float> wide_buffer, sums_buffer;
-    const int64_t stride = w.blocks * kBlock;
-    float *wide = Scratch(&wide_buffer, tokens * stride), *sums = Scratch(&sums_buffer, tokens * out);
-    for (int64_t m = 0; m < tokens; ++m) {
-        float* to = wide + m * stride;
-        for (int64_t k = 0; k < in; k += kWidth) StoreUpTo(LoadUpTo(x + m * in + k, in - k), to + k, in - k);
-        std::fill(to + in, to + stride, 0.0f);
-    }
+    static thread_local std::vector<float> packed_buffer;
+    float* packed = Scratch(&packed_buffer, PackedSize(tokens, in));
+    PackTokens<float>(x, tokens, in, packed);
+    const Nf4Rows rows{w, out};
     // A small layer is finished before a second thread wakes up.
-    const int64_t chunk = out * in < 1 << 17 ? out : std::max<int64_t>(16, out / (8 * threads) / 16 * 16);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunk < out)
-    for (int64_t start = 0; start < out; start += chunk) {
-        static thread_local std::vector<float> absmax_buffer;
-        float* absmax = Scratch(&absmax_buffer, kFewRows * w.blocks);
-        const int64_t end = std::min(out, start + chunk);
-        WithTokens(tokens,
-            [&](auto count) { FewTokens<decltype(count)::value>(wide, stride, w, start, end, out, absmax, sums); });
-        for (int64_t m = 0; m < tokens; ++m) {
-            for (int64_t n = start; n < end; n += kWidth) {
-                const Vec sum = LoadUpTo(sums + m * out + n, end - n);
-                StoreUpTo(bias == nullptr ? sum : sum + LoadUpTo(bias + n, end - n), y + m * out + n, end - n);
-            }
+    threads = out * in < 1 << 17 ? 1 : threads;
+    const int64_t range = threads == 1 ? out : std::max<int64_t>(kSums, out / (8 * threads) / kSums * kSums);
+    Tasks ranges((out + range - 1) / range, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        static thread_local std::vector<float> sum_buffer, block_buffer;
+        for (int64_t task; (task = ranges.Take(omp_get_thread_num())) >= 0;) {
+            const int64_t start = task * range, end = std::min(out, start + range), columns = end - start;
+            float* sum = Scratch(&sum_buffer, tokens * columns);
+            FewTokens(rows, packed, tokens, in, start, end, Scratch(&block_buffer, SumsSize(tokens)), sum);
+            if (bias != nullptr) AddBias(bias + start, tokens, columns, sum);
+            WriteColumns(sum, tokens, columns, out, y + start);
         }
     }
 }

@@ -9,16 +9,6 @@ MINDLORA_INLINE Vec Splat(float value) { return value - Vec{}; }
 
 MINDLORA_INLINE Vec Larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// A vector of f(0), f(1), ...: a constant, if all is inlined.
-template <class F>
-MINDLORA_INLINE Lanes EachLane(F f)
-{
-    Lanes lanes;
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) lanes[i] = f(i);
-    return lanes;
-}
-
 // The largest lane, in all lanes.
 template <int kHalf = kWidth / 2>
 MINDLORA_INLINE Vec Largest(Vec v)

@@ -24,10 +24,8 @@ MINDLORA_INLINE Workspace MakeWorkspace(const Rows& rows)
     const int64_t count = rows.heads * rows.count, step = Rounded(rows.size, 16),
                   state = Rounded(count * rows.pitch, 16);
     const int64_t needed = count * (step + kKeys) + 2 * state + 2 * kKeys * step;
-    // A vector that crosses a cache line costs twice.
-    const intptr_t start = Rounded(reinterpret_cast<intptr_t>(Scratch(&buffer, needed + 16)), 64);
     Workspace w;
-    w.q = reinterpret_cast<float*>(start);
+    w.q = Scratch(&buffer, needed);
     w.state = w.q + count * step;
     w.total = w.state + state;
     w.kt = w.total + state;
