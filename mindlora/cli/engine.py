@@ -72,6 +72,11 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
     for name, text in _SIZES:
         note = f" (default: {defaults[name]})" if name in defaults else ""
         sizes.add_argument(f"--{name}", type=int, metavar="N", help=text + note)
+    sizes.add_argument(
+        "--adapter-dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="what slots hold adapters in; one that it would round is refused (default: what the network computes in)",
+    )
 
 
 def add_answer_options(
@@ -199,7 +204,7 @@ def build(
     overrides = [*arguments.overrides]
     if arguments.load_checkpoint:
         overrides += ["--load_checkpoint", arguments.load_checkpoint]
-    sizes = {**(defaults or {}), **given_fields(arguments, [name for name, _ in _SIZES])}
+    sizes = {**(defaults or {}), **given_fields(arguments, ["adapter-dtype", *(name for name, _ in _SIZES)])}
     with yaml_of(arguments) as config:
         # It takes seconds to import: what is wrong above is said before that.
         import_mindformers()

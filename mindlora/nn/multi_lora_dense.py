@@ -1,6 +1,6 @@
 """MultiLoRADense: a frozen linear cell in which each token uses an adapter of its own, from a pool of slots."""
 
-from typing import Tuple
+from typing import Optional, Tuple
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -25,9 +25,9 @@ class MultiLoRADense(nn.Cell):
 
     Weights:
         Those of the cell that it adopts, whose weight may be 4-bit (NF4Dense); lora_pool [slots, max_rank, in_channels
-        + out_channels] of the compute dtype, lora_ranks [slots] int32 and lora_scales [slots] float32, which
-        multi_lora_slot_write fills (layout: MultiLoraDelta); and lora_gains [slots + 1, out_channels] float32, the last
-        row of zeros, that of the base.
+        + out_channels] of the compute dtype or of 16 bits, lora_ranks [slots] int32 and lora_scales [slots] float32,
+        which multi_lora_slot_write fills (layout: MultiLoraDelta); and lora_gains [slots + 1, out_channels] float32,
+        the last row of zeros, that of the base.
 
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].
@@ -46,7 +46,13 @@ class MultiLoRADense(nn.Cell):
 
     @classmethod
     def from_cell(
-        cls, cell: nn.Cell, prefix: str, slots: int, max_rank: int, slots_of_tokens: Parameter
+        cls,
+        cell: nn.Cell,
+        prefix: str,
+        slots: int,
+        max_rank: int,
+        slots_of_tokens: Parameter,
+        pool_dtype: Optional[mstype.Type] = None,
     ) -> "MultiLoRADense":
         """Puts a pool of adapters on an existing linear cell, and shares its parameters and operators with it.
 
@@ -57,6 +63,8 @@ class MultiLoRADense(nn.Cell):
             max_rank (int): The largest rank of an adapter.
             slots_of_tokens (Parameter): int32 [at least the tokens of any call], the slot of each token, -1 for the
                 base. All cells of a network share it.
+            pool_dtype (mindspore.dtype): What the pool holds adapters in; one of 16 bits goes with a compute dtype of
+                float32 on a CPU. Default: None, the compute dtype.
 
         Raises:
             UnsupportedCellError: The cell is of another kind, sharded, or holds experts.
@@ -71,7 +79,7 @@ class MultiLoRADense(nn.Cell):
         self.quantization = getattr(cell, "quantization", None)
         self.cast = ops.Cast()
         width = self.in_channels + self.out_channels
-        self.lora_pool = _pool("lora_pool", prefix, (slots, max_rank, width), self.dtype)
+        self.lora_pool = _pool("lora_pool", prefix, (slots, max_rank, width), pool_dtype or self.dtype)
         self.lora_ranks = _pool("lora_ranks", prefix, (slots,), mstype.int32)
         self.lora_scales = _pool("lora_scales", prefix, (slots,), mstype.float32)
         self.lora_gains = _pool("lora_gains", prefix, (slots + 1, self.out_channels), mstype.float32)

@@ -62,7 +62,7 @@ def make_engine(
     experts = {path: to_array(weight) for path, weight in expert_weights(network).items()}
     fingerprint, *others = _fingerprints(network, cells, experts)
     pooled = add_pools(network, cells, settings)
-    dtype = _NUMPY[str(next(iter(pooled.values())).dtype)]
+    dtype = _NUMPY[str(next(iter(pooled.values())).lora_pool.dtype)]
     tables = _tables(network)
     weights = None if quantize else _weights(cells)
     hidden = embedding_of(network)[1].shape[1]
@@ -76,6 +76,7 @@ def make_engine(
         hidden,
         max(map(len, experts.values()), default=0),
         tuple(others),
+        exact=settings.adapter_dtype is not None,
     )
     runner = ModelRunner(network, pooled, dtype, settings, tables)
     memory = AdapterMemory(registry, lambda path: prepare(path, layout), settings.adapter_memory)

@@ -94,13 +94,15 @@ def add_pools(
 ) -> Dict[str, Union[MultiLoRADense, MultiLoRAExperts]]:
     """Puts a pool of adapters on the cells that linear_cells returned, and on the experts, in place.
 
-    The network's weights must have been loaded. Returns adapter path -> pool, linear cells first.
+    The network's weights must have been loaded. Returns adapter path -> pool, linear cells first. Raises ConfigError if
+    they cannot be of settings.adapter_dtype.
     """
+    dtype = None if settings.adapter_dtype is None else getattr(mstype, settings.adapter_dtype)
     slots_of_tokens = Parameter(
         initializer(-1, [settings.max_tokens_per_step], mstype.int32), name="slots_of_tokens", requires_grad=False
     )
     pooled = {
-        path: MultiLoRADense.from_cell(cell, path, settings.slots, settings.max_rank, slots_of_tokens)
+        path: MultiLoRADense.from_cell(cell, path, settings.slots, settings.max_rank, slots_of_tokens, dtype)
         for path, cell in cells.items()
     }
     replace_children(network, {id(cell): pooled[path] for path, cell in cells.items()})
@@ -109,7 +111,24 @@ def add_pools(
         if isinstance(cell, StackedExperts):
             of_experts = cell.add_pools(settings.slots, settings.max_rank, slots_of_tokens)
             pools.update({f"{path}.{name}": pool for name, pool in of_experts.items()})
+    if dtype is not None:
+        _check_pools(pools)
     return pools
+
+
+def _check_pools(pools: Mapping[str, Union[MultiLoRADense, MultiLoRAExperts]]) -> None:
+    """Raises ConfigError if pools of the settings' adapter_dtype do not go with what the network computes in."""
+    held = {pool.lora_pool.dtype for pool in pools.values()}
+    computed = next(iter(pools.values())).dtype
+    if len(held) > 1:
+        raise ConfigError(
+            "adapter_dtype is set and the model has routed experts, whose pools are always in Float32. Leave it out."
+        )
+    if held != {computed} and (ms.get_context("device_target") != "CPU" or computed != mstype.float32):
+        raise ConfigError(
+            f"adapter_dtype is {held.pop()} and the network computes in {computed}: adapters are widened on a CPU "
+            "alone, and to Float32. Leave it out."
+        )
 
 
 class ServedStep(nn.Cell):

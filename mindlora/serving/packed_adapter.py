@@ -12,7 +12,7 @@ from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.fingerprint import base_difference
 from mindlora.adapters.matching import CellShape
 from mindlora.common.text import listed
-from mindlora.errors import NotFiniteError, RankMismatchError, UnexpectedTensorsError
+from mindlora.errors import AdapterError, NotFiniteError, RankMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 from mindlora.nn.dora import row_norms
 from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
@@ -42,6 +42,7 @@ class ServedLayout:
         experts (int): How many experts a stacked weight among the cells has; 0 where there are none.
         other_fingerprints (tuple of callables): As fingerprint, of the base as models were trained that order the rows
             of their joined cells otherwise.
+        exact (bool): Whether an adapter is refused whose numbers ``dtype`` does not hold as they are.
     """
 
     cells: Mapping[str, CellShape]
@@ -53,6 +54,7 @@ class ServedLayout:
     hidden: Optional[int] = None
     experts: int = 0
     other_fingerprints: Tuple[Callable[[List[str]], Optional[dict]], ...] = ()
+    exact: bool = False
 
 
 class Block(NamedTuple):
@@ -124,6 +126,7 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
         MissingTensorsError, ShapeMismatchError, NotFiniteError, ScaleMismatchError: A tensor cannot be used.
         UnexpectedTensorsError: A tensor has no place, as of saved modules other than embedding, output head and score.
         RankMismatchError: A rank is above max_rank.
+        AdapterError: The layout is exact, and its dtype would round a number.
         BaseMismatchError: It was trained on another base.
     """
     adapter = files.read(source, extras=Extras(invocation_tokens=True))
@@ -214,6 +217,11 @@ def _check_ranks(adapter: Adapter, source: str, rearranged: bool, max_rank: int)
 def _block(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Block:
     dtype = layout.dtype
     a, b = adapter.pair(path)
+    if layout.exact and not (_holds(dtype, a) and _holds(dtype, b)):
+        raise AdapterError(
+            f"{source} holds numbers at {path} that {dtype_name(dtype)} (adapter_dtype) would round. Serve without "
+            "adapter_dtype, or save the adapter in that dtype."
+        )
     if not max(map(_largest, (a, b))) < _LIMITS.get(dtype, math.inf):
         raise NotFiniteError(
             f"{source} holds numbers at {path} that {dtype_name(dtype)}, in which this network computes, cannot hold. "
@@ -240,6 +248,12 @@ def _gain(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Opt
             "base that it was trained on."
         )
     return to_float32(magnitude) / norms - 1
+
+
+def _holds(dtype: np.dtype, array: np.ndarray) -> bool:
+    """Tells whether a dtype holds all numbers of a float32 array as they are."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(to_float32(from_float32(array, dtype)), array)
 
 
 def _largest(array: np.ndarray) -> float:

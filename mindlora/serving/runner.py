@@ -137,7 +137,7 @@ class _WriteAll(nn.Cell):
         self.set_inputs(
             Tensor(shape=[1], dtype=mstype.int32),
             Tensor(shape=[len(cells)], dtype=mstype.float32),
-            *(Tensor(shape=[None, cell.lora_pool.shape[2]], dtype=cell.dtype) for cell in cells),
+            *(Tensor(shape=[None, cell.lora_pool.shape[2]], dtype=cell.lora_pool.dtype) for cell in cells),
         )
 
     def construct(self, slot: Tensor, scales: Tensor, *blocks: Tensor) -> Tensor:

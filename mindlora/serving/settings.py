@@ -1,8 +1,9 @@
 """EngineSettings: the sizes that are fixed when a network is made for serving."""
 
 import dataclasses
+from typing import Optional
 
-from mindlora.common.fields import check_number, whole_numbers
+from mindlora.common.fields import check_number, dtype_name, whole_numbers
 from mindlora.errors import ConfigError
 
 
@@ -22,10 +23,12 @@ class EngineSettings:
         slots (int): Adapters on the device at once.
         max_rank (int): The largest rank of an adapter, 1 to 256.
         adapter_memory (int): Bytes of host memory for adapters that are ready to be copied into a slot.
+        adapter_dtype (str or None): float32, float16 or bfloat16: what the pools hold adapters in. An adapter with
+            numbers that it cannot hold exactly is refused. None for the dtype in which the network computes.
         prompt_lookup (int): Tokens of an answer that are guessed at a time, at most: see PromptLookup. 0 for none.
 
     Raises:
-        ConfigError: A size is out of range.
+        ConfigError: A size is out of range, or there is no such dtype.
     """
 
     seq_length: int
@@ -37,10 +40,15 @@ class EngineSettings:
     slots: int = 8
     max_rank: int = 64
     adapter_memory: int = 2 << 30
+    adapter_dtype: Optional[str] = None
     prompt_lookup: int = 0
 
     def __post_init__(self):
+        if self.adapter_dtype is not None:
+            object.__setattr__(self, "adapter_dtype", dtype_name(self.adapter_dtype, "adapter_dtype"))
         for field in dataclasses.fields(self):
+            if field.name == "adapter_dtype":
+                continue
             least = 0 if field.name in ("num_blocks", "prompt_lookup") else 1
             check_number(getattr(self, field.name), field.name, whole_numbers(least))
         if self.max_rank > 256:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mindlora.errors import ConfigError
+from mindlora.numerics.dtypes import BFLOAT16, from_float32
 from mindlora.numerics.nf4 import dequantize, quantize
 from mindlora.serving.network import build_network
 from mindlora.serving.settings import EngineSettings
@@ -171,6 +172,33 @@ def test_nothing_is_compiled_for_other_numbers_of_requests_and_tokens(served):
 def test_equal_layers_are_compiled_once(served):
     (name,) = {layer.cell_init_args for layer in served.steps.runner.network.model.layers}
     assert name.startswith("lazy_inline_")
+
+
+def test_pools_of_16_bits_compute_what_was_saved(library, plain, tmp_path):
+    made = adapter(5, {"attention.wq": 8, "attention.wo": 3, "feed_forward.w2": 2})
+    made.tensors = {key: from_float32(array, BFLOAT16) for key, array in made.tensors.items()}
+    weights = base_weights()
+    steps = Steps(save_base(tmp_path / "base.ckpt", weights), adapter_dtype="bfloat16")
+    steps.put(1, save_adapter(tmp_path, "bfloat16", made))
+    tokens = prompt(9, 0)
+    own, base = steps.begin(tokens, 1), steps.begin(tokens)
+    # A chunk in the graph of many tokens, and the rest in that of few.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mindlora.serving.network.FEW_TOKENS", 6)
+        steps.step((own, 8), (base, 8))
+        found = steps.step((own, 1), (base, 1))
+    for row, of in zip(found, (merged(weights, made), weights)):
+        np.testing.assert_allclose(row, plain.logits(of, tokens)[-1], rtol=0, atol=TOLERANCE)
+
+
+def test_pools_of_another_dtype_than_a_network_in_16_bits_are_refused(library, mindformers, tmp_path):
+    checkpoint = save_base(tmp_path / "base.ckpt", base_weights())
+    with pytest.raises(
+        ConfigError, match="^adapter_dtype is BFloat16 and the network computes in Float16: adapters are"
+    ):
+        Steps(checkpoint, adapter_dtype="bfloat16", compute_dtype="float16")
+    with pytest.raises(ConfigError, match="^adapter_dtype is 'int8': it must be one of float32, float16, bfloat16"):
+        Steps(checkpoint, adapter_dtype="int8")
 
 
 def test_models_without_a_paged_cache_are_refused(mindformers):

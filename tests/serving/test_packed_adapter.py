@@ -10,6 +10,7 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.fingerprint import fingerprint_from
 from mindlora.adapters.matching import CellShape
 from mindlora.errors import (
+    AdapterError,
     BaseMismatchError,
     MissingTensorsError,
     NotFiniteError,
@@ -80,6 +81,26 @@ def test_blocks_add_what_the_adapter_adds(tmp_path, form, use_rslora):
         )
     assert (packed.source, packed.rank_max) == (source, 3)
     assert packed.nbytes == sum(block.rows.nbytes for block in packed.blocks.values())
+
+
+@pytest.mark.parametrize("saved, held", [(F16, F16), (BFLOAT16, BFLOAT16), (F32, F32)])
+def test_an_exact_layout_takes_the_numbers_as_they_were_saved(tmp_path, saved, held):
+    adapter = adapter_of(dtype=saved)
+    packed = prepare(written(tmp_path, adapter), dataclasses.replace(layout(dtype=held), exact=True))
+    for path, block in packed.blocks.items():
+        in_channels = layout().cells[path].in_channels
+        assert block.rows.dtype == held
+        np.testing.assert_array_equal(to_float32(block.rows[:, :in_channels]), to_float32(adapter.tensors[path, "A"]))
+
+
+@pytest.mark.parametrize("saved, held, name", [(F32, BFLOAT16, "bfloat16"), (BFLOAT16, F16, "float16")])
+def test_an_exact_layout_refuses_an_adapter_that_it_would_round(tmp_path, saved, held, name):
+    adapter = adapter_of(("wq",), layers=(0,), dtype=saved)
+    # No float16, but a bfloat16.
+    adapter.tensors[path_of("wq"), "A"][0, 0] = from_float32(np.float32([1e-30]), saved)[0]
+    source = written(tmp_path, adapter)
+    message = f"{source} holds numbers at {path_of('wq')} that {name} (adapter_dtype) would round. Serve without"
+    refused(AdapterError, part(message), prepare, source, dataclasses.replace(layout(dtype=held), exact=True))
 
 
 def test_invocation_tokens_come_with_an_adapter_that_has_no_tables(tmp_path):

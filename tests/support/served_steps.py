@@ -2,10 +2,9 @@
 
 import random
 
-import numpy as np
-
 from mindlora.load_base import load_base
 from mindlora.nn.adapter_matching import cell_shapes
+from mindlora.numerics.dtypes import named_dtype
 from mindlora.quantize import quantize_base
 from mindlora.serving.network import add_pools, build_network, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
@@ -21,19 +20,19 @@ class Steps:
     Args:
         checkpoint (str): The base.
         quantize (bool): Whether it is in NF4. Default: False.
+        adapter_dtype (str): What the pools hold. Default: None, what the network computes in.
         keys: LlamaConfig's.
     """
 
-    def __init__(self, checkpoint, quantize=False, **keys):
-        settings = EngineSettings(
-            SEQ_LENGTH, BLOCK_SIZE, num_blocks=100, max_running=8, max_tokens_per_step=40, slots=4, max_rank=16
-        )
+    def __init__(self, checkpoint, quantize=False, adapter_dtype=None, **keys):
+        sizes = {"num_blocks": 100, "max_running": 8, "max_tokens_per_step": 40, "slots": 4, "max_rank": 16}
+        settings = EngineSettings(SEQ_LENGTH, BLOCK_SIZE, adapter_dtype=adapter_dtype, **sizes)
         network = build_network(model(**keys), settings)
         if quantize:
             quantize_base(network)
         load_base(network, checkpoint)
         cells = linear_cells(network)
-        dtype = np.dtype(keys.get("compute_dtype", "float32"))
+        dtype = named_dtype(adapter_dtype or keys.get("compute_dtype", "float32"))
         self.layout = ServedLayout(cell_shapes(network, cells), settings.max_rank, dtype)
         self.runner = ModelRunner(network, add_pools(network, cells, settings), dtype, settings)
         self._free = random.Random(0).sample(range(100), 100)
