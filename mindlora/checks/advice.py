@@ -1,7 +1,7 @@
 """What published experience advises, where the settings of a run differ from it: notes of the doctor and of the plan.
 
 ``scripts/bench.py science`` tries published claims on a small model (docs/benchmarks.md). Advised is what held there:
-all linear cells, and a higher rate than that of full fine-tuning.
+all linear cells, a higher rate than that of full fine-tuning, and rsLoRA's scale for large ranks.
 """
 
 from typing import Any, Collection, Iterator, Mapping
@@ -9,11 +9,16 @@ from typing import Any, Collection, Iterator, Mapping
 from mindlora.checks.finding import Finding, note
 from mindlora.checks.key_ranges import setting
 from mindlora.common.run_modes import TRAINING_MODES
-from mindlora.common.yaml_file import PET
+from mindlora.common.yaml_file import PET, value_at
+from mindlora.config.variants.adalora import ADALORA
 
 # The usual rates of full fine-tuning end here, and those of LoRA begin above.
 _LOW_RATE = 5e-5
 _RATE = "lr_schedule.learning_rate"
+# Above it a rank is large, as far as the scale is concerned.
+_LARGE_RANK = 32
+# rsLoRA itself, and what cannot have it.
+_OTHER_SCALES = ("use_rslora", ADALORA.field)
 # In the paths of cells of MindFormers' models.
 _FEED_FORWARD = (".feed_forward.", ".mlp.")
 
@@ -35,6 +40,7 @@ def advise(config: Mapping[str, Any], adapted: Collection[str], linear: Collecti
             "With as many parameters, all linear cells reach a lower loss (Schulman et al., LoRA Without Regret, "
             "2025): set target_modules: all-linear, with a smaller lora_rank.",
         )
+    yield from _advise_scale(config)
     rate = setting(config, _RATE)
     if isinstance(rate, float) and 0 < rate < _LOW_RATE:
         yield note(
@@ -42,6 +48,20 @@ def advise(config: Mapping[str, Any], adapted: Collection[str], linear: Collecti
             f"learning_rate is {rate:g}.",
             "LoRA takes a higher rate than full fine-tuning, in large models about ten times (Schulman et al., LoRA "
             "Without Regret, 2025): mostly 1e-4 to 5e-4.",
+        )
+
+
+def _advise_scale(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields a note if the rank is large and lora_alpha does not keep up with it."""
+    rank, alpha = (value_at(config, f"{PET}.{field}") for field in ("lora_rank", "lora_alpha"))
+    if any(value_at(config, f"{PET}.{field}") for field in _OTHER_SCALES):
+        return
+    if isinstance(rank, int) and isinstance(alpha, (int, float)) and rank > _LARGE_RANK and 0 < alpha < rank:
+        yield note(
+            f"{PET}.lora_rank",
+            f"lora_rank is {rank}, and lora_alpha / lora_rank, the scale, is {alpha / rank:g}.",
+            "At the same learning rate, such an adapter learns no more than one of a low rank (Kalajdzievski, rsLoRA, "
+            "2023): set use_rslora: True, or try a higher rate.",
         )
 
 

@@ -32,6 +32,25 @@ def test_a_rate_of_full_fine_tuning_is_too_low(rate, told):
     assert all("ten times" in text for _, text in found)
 
 
+@pytest.mark.parametrize(
+    "keys, told",
+    [
+        ({"lora_rank": 64, "lora_alpha": 32}, 1),
+        ({"lora_rank": 64, "lora_alpha": 32, "use_rslora": True}, 0),
+        ({"lora_rank": 64, "lora_alpha": 32, "use_adalora": True}, 0),
+        ({"lora_rank": 64, "lora_alpha": 128}, 0),
+        ({"lora_rank": 32, "lora_alpha": 16}, 0),
+        ({"lora_rank": "64", "lora_alpha": 32}, 0),
+        ({"lora_rank": 64}, 0),
+    ],
+)
+def test_a_large_rank_whose_scale_does_not_keep_up_is_for_rslora(keys, told):
+    config = {"run_mode": "finetune", "model": {"model_config": {"pet_config": keys}}}
+    found = list(advise(config, [FEED_FORWARD], LINEAR))
+    assert [finding.key.rpartition(".")[2] for finding in found] == ["lora_rank"] * told
+    assert all("the scale, is 0.5" in finding.found and "Kalajdzievski" in finding.advice for finding in found)
+
+
 def test_a_run_that_does_not_train_an_adapter_gets_no_advice():
     assert advice(adapted=[ATTENTION], rate=1e-6, run_mode="predict") == []
     assert advice(adapted=[], rate=1e-6) == []

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.support.stories260k import data_file
 
 sys.path.insert(0, os.path.join(ROOT, "scripts"))
 from bench.science import data, rates  # noqa: E402
-from bench.science.claims import faster, nf4  # noqa: E402
+from bench.science.claims import faster, forgetting, nf4, rslora  # noqa: E402
 from bench.science.training import Curve  # noqa: E402
 
 BENCH = os.path.join(ROOT, "scripts", "bench.py")
@@ -77,6 +78,84 @@ def test_a_curve_reaches_a_loss_between_two_measurements_by_a_line():
     curve = Curve([0, 10, 20], [3.0, 2.0, 1.0])
     assert faster.steps_to(curve, 1.5) == pytest.approx(15)
     assert faster.steps_to(curve, 0.5) == 21
+
+
+def test_a_value_is_read_where_a_curve_reaches_a_loss():
+    assert rates.where_reached([3.0, 2.0, 1.0], [0.0, 0.2, 0.6], 1.5) == pytest.approx(0.4)
+    assert rates.where_reached([3.0, 2.0], [0.0, 0.2], 1.0) is None
+
+
+def test_where_full_fine_tuning_never_has_loras_loss_its_end_counts():
+    full = [forgetting.Course([3.0, 2.0], [0.0, 0.8]), forgetting.Course([3.0, 2.0], [0.0, 0.6])]
+    lora = [forgetting.Course([2.5], [0.1]), forgetting.Course([1.5], [0.2])]
+    assert forgetting.beside(lora, full) == pytest.approx([0.4, 0.6])
+
+
+class ScriptedTrainings:
+    """Trainings without a network: the loss falls by ``speed`` a step, and what was known is lost as fast."""
+
+    trained = 1
+
+    def __init__(self, speed):
+        self.speed = speed
+        self.done = 0
+        self.seed = 0
+
+    def begin(self, weights):
+        self.done = 0
+
+    def own_texts(self, count, length):
+        return "texts"
+
+    def loss(self, rows):
+        change = self.speed * self.done * (1 + 0.01 * self.seed)
+        return 1 + change if rows == "texts" else 3 - change
+
+    def states(self, rows, rate, seed, steps):
+        self.seed = seed
+        for self.done in range(steps + 1):
+            yield self.done
+
+    def train(self, task, rate, seed, steps, every):
+        points = [(done, self.loss("held out")) for done in self.states(None, rate, seed, steps) if done % every == 0]
+        return Curve(*map(list, zip(*points)))
+
+
+def setting(speed_of):
+    """Returns the setting of a claim; ``speed_of`` takes the fields of the adapter, None for full, and the ratio."""
+    plays = types.SimpleNamespace(train=None, held_out="held out")
+    return types.SimpleNamespace(
+        trainings=lambda lora=None, ratio=1: ScriptedTrainings(speed_of(lora, ratio)),
+        sweep=lambda trainings, task: rates.Sweep(
+            lambda rate, seed: trainings.train(task, rate, seed, 12, 1).last, [1, 2, 3]
+        ),
+        plays=plays,
+        seeds=[1, 2, 3],
+        steps=12,
+    )
+
+
+def test_at_one_rate_what_learns_half_as_fast_forgets_less_but_not_at_an_equal_loss():
+    result = forgetting.judge_at_one_rate(setting(lambda lora, ratio: 0.05 if lora else 0.1))
+    assert result.verdict == "pass" and [line["loss"] for line in result.rows] == pytest.approx([1.776, 2.388, 2.388])
+    assert "both at 0.000976562: KL -0.6120" in result.reason and result.reason.count("KL +0.0000 (") == 3
+    assert "rank 2 at 0.00390625 against itself at 0.000976562: loss +0.0000" in result.reason
+
+
+def test_at_one_rate_the_side_that_is_twice_as_fast_needs_half_the_steps():
+    result = faster.judge_at_one_rate(setting(lambda lora, ratio: 0.05 if ratio == 1 else 0.1))
+    steps = {line["side"]: line["steps to LoRA's loss"] for line in result.rows}
+    assert steps == pytest.approx({"LoRA": 12, "PiSSA": 12, "LoRA+": 6})
+    assert result.verdict == "not told apart" and "LoRA+ against LoRA: -6.0000" in result.reason
+
+
+def test_at_one_rate_the_update_of_rslora_grows_with_the_rank_and_that_of_lora_does_not():
+    def speed(lora, ratio):
+        return 0.01 * (lora["lora_rank"] ** 0.5 if lora["use_rslora"] else 2)
+
+    result = rslora.judge_at_one_rate(setting(speed))
+    assert result.verdict == "pass" and [line["rank"] for line in result.rows] == [4, 64, 4, 64]
+    assert "rsLoRA changes by -0.7344" in result.reason and "LoRA by +0.0000 (+0.0000 to +0.0000)" in result.reason
 
 
 def test_15_equal_steps_end_at_the_absmax_of_each_block():

@@ -3,7 +3,8 @@
 It learns Shakespeare's plays or E2E's descriptions of restaurants, sixty steps each time, with the product's
 own cells and train step in float32 on a CPU. Losses are on held-out rows, in nats per token. The seeds,
 the same for each side, draw A and the order of the rows; two of them search for a side's best rate among powers of two.
-A difference is told apart if its 95 % interval over the seeds leaves out 0.
+A difference is told apart if its 95 % interval over the seeds leaves out 0. The groups with "one-rate" in their
+names try claims again with one low rate for all sides.
     python scripts/bench.py science rate --data FOLDER --json figures.json
 """
 

@@ -38,6 +38,18 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     return Difference(mean, mean - half, mean + half)
 
 
+def where_reached(losses: Sequence[float], values: Sequence[float], goal: float) -> Optional[float]:
+    """Returns the value beside the loss at which a curve first reaches a goal, between two measurements by a line.
+
+    None if it does not reach it.
+    """
+    points = list(zip(losses, values))
+    for (loss, value), (next_loss, next_value) in zip(points, points[1:]):
+        if next_loss <= goal:
+            return value + (next_value - value) * (loss - goal) / (loss - next_loss)
+    return None
+
+
 class Sweep:
     """The losses of trainings over learning rates, which are powers of two, and seeds.
 

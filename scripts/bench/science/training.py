@@ -1,7 +1,7 @@
 """Many short trainings of stories260K: a train step is compiled once, whatever the rate, the seed and the weights."""
 
 import os
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
 import numpy as np
 
@@ -75,18 +75,24 @@ class Trainings:
 
         ``weights`` replaces some of the initial values.
         """
-        rng = np.random.default_rng(seed)
-        self.begin({**self.drawn(rng), **(weights or {})})
-        self.step.set_rate_factor("science", rate)
-        order = batches(rng, len(task.train.tokens), steps)
         curve = Curve([], [])
-        for done in range(steps + 1):
+        for done in self.states(task.train, rate, seed, steps, weights):
             if done == steps or (every and done % every == 0):
                 curve.steps.append(done)
                 curve.losses.append(self.loss(task.held_out))
-            if done < steps:
-                self.step(*tensors(task.train.take(order[done])))
         return curve
+
+    def states(
+        self, rows: Rows, rate: float, seed: int, steps: int, weights: Optional[Weights] = None
+    ) -> Iterator[int]:
+        """Trains once, and yields before the first step and after each how many are done: what is there to measure."""
+        rng = np.random.default_rng(seed)
+        self.begin({**self.drawn(rng), **(weights or {})})
+        self.step.set_rate_factor("science", rate)
+        yield 0
+        for done, numbers in enumerate(batches(rng, len(rows.tokens), steps), 1):
+            self.step(*tensors(rows.take(numbers)))
+            yield done
 
     def begin(self, weights: Weights) -> None:
         """Sets all parameters, those of the optimizer included, to ``weights``, or to their initial values."""
