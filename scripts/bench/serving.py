@@ -7,6 +7,7 @@
     adapters  from disk to the first token, switching between two, 10,000 registered
     load      requests that arrive at random, for 64 adapters over 16 slots
     attention decode attention against a bare read of its keys and values
+    product   the linear layers of a step against a bare read of their weights
     border    the graphs of few and of many tokens, where the runner changes from one to the other
     mask      what a constraint costs a step
     lookup    prompt lookup, where answers copy their prompt and where they do not
@@ -31,7 +32,7 @@ from typing import Any, Callable, Dict, Iterator
 from bench.common import add_number, limit_operators, load_average
 
 PEERS = ("peft", "vllm")
-PARTS = ("decode", *PEERS, "nf4", "adapters", "load", "attention", "border", "mask", "lookup")
+PARTS = ("decode", *PEERS, "nf4", "adapters", "load", "attention", "product", "border", "mask", "lookup")
 # Both sides of a comparison get as many, in this process and in another.
 THREADS = 2
 
@@ -104,6 +105,7 @@ def tables_of(part: str) -> Callable[[Any, Any], Iterator[Dict[str, Any]]]:
         "adapters": serving_adapters.adapters,
         "load": serving_adapters.load,
         "attention": serving_kernels.attention,
+        "product": serving_kernels.product,
         "border": serving_kernels.border,
         "mask": serving_kernels.mask,
         "lookup": serving_lookup.lookup,

@@ -1,15 +1,18 @@
-"""What a step is made of, for the benchmark serving: attention, the border of its two graphs, a constraint's mask."""
+"""What a step is made of, for the benchmark serving: attention, products, the border of its graphs, a mask."""
 
 import time
 from concurrent import futures
 from typing import Any, Callable, Dict, Iterator, List
 
+import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from bench.serving import THREADS
 from bench.serving_engine import Ratio, compare, timed_step
 from bench.serving_model import Files, Size, prompts
+from mindlora.nn.tensors import to_array
+from mindlora.ops.multi_lora_linear import MultiLoraLinear
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.serving import constraints
 from mindlora.serving.network import FEW_TOKENS
@@ -17,9 +20,11 @@ from mindlora.serving.request import Part, Request, Sampling
 from mindlora.serving.runner import ModelRunner, step_inputs
 
 BLOCK, BATCH = 16, 8
-# Caches that take turns, so that none of them is in the processor's own cache.
+# Caches and weights that take turns, so that none of them is in the processor's own cache.
 LAYERS = 8
+GOAL = "goal: at most 1.2"
 ATTENTION, READ = "paged_attention", "a bare read of its keys and values"
+PRODUCT, READ_WEIGHTS = "multi_lora_linear", "a bare read of its weights"
 FEW, MANY = "the graph of few tokens", "the graph of many tokens"
 STEP, MASK = "a step without it", "the mask of a constrained token"
 
@@ -29,60 +34,106 @@ def attention(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
     context = size.contexts[-1]
     head = size.width // size.heads
     for kv_heads in (size.heads, max(1, size.heads // 4)):
-        layers = [_Layer(size.heads, kv_heads, head, context, number) for number in range(LAYERS)]
-        with futures.ThreadPoolExecutor(THREADS) as pool:
-            sides = {ATTENTION: _each(layers, _Layer.attend), READ: _each(layers, lambda layer: layer.read(pool))}
-            ratios = {f"{ATTENTION} / {READ}": Ratio(ATTENTION, READ, "goal: at most 1.2")}
-            title = f"attention of a decode step of batch {BATCH}, context {context}, {size.heads} heads of {head}, "
-            title += f"{kv_heads} of keys and values, float32"
-            remark = f"{LAYERS} caches in turn; a read takes the largest number of each, in {THREADS} threads"
-            yield compare(
-                title,
-                sides,
-                size.rounds,
-                BATCH * LAYERS,
-                ratios,
-                remark,
-                f"milliseconds of the processor, {LAYERS} calls",
-            )
+        layers = _Attentions(kv_heads, head, context)
+        query = Tensor(np.random.default_rng(0).standard_normal((BATCH, size.width), np.float32))
+        title = f"attention of a decode step of batch {BATCH}, context {context}, {size.heads} heads of {head}, "
+        title += f"{kv_heads} of keys and values, float32"
+        yield _against_a_read(title, ATTENTION, READ, _call(layers, query), layers.arrays, size, GOAL)
 
 
-class _Layer:
-    """Keys and values of BATCH sequences, and a query for each."""
+class _Attentions(nn.Cell):
+    """The attentions of LAYERS layers in one graph, each with keys and values of BATCH sequences of its own."""
 
-    def __init__(self, heads: int, kv_heads: int, head: int, context: int, seed: int):
+    def __init__(self, kv_heads: int, head: int, context: int):
+        super().__init__()
         blocks = -(-context // BLOCK) * BATCH
-        rng = np.random.default_rng(seed)
-        self._caches = [
-            Parameter(Tensor(rng.standard_normal((blocks, BLOCK, kv_heads, head), np.float32)), name=name)
-            for name in ("keys", "values")
-        ]
-        self._arrays = [cache.asnumpy() for cache in self._caches]
-        self._inputs = [
-            Tensor(rng.standard_normal((BATCH, heads * head), np.float32)),
-            *self._caches,
-            Tensor(np.arange(blocks, dtype=np.int32).reshape(BATCH, -1)),
-            Tensor(np.full(BATCH, context, np.int32)),
-            Tensor(np.ones(BATCH, np.int32)),
-        ]
-        self._cell = PagedAttention()
+        rng = np.random.default_rng(0)
+        caches = []
+        for number in range(2 * LAYERS):
+            numbers = rng.standard_normal((blocks, BLOCK, kv_heads, head), np.float32)
+            caches.append(Parameter(Tensor(numbers), name=f"cache{number}", requires_grad=False))
+        self.keys, self.values = ParameterTuple(caches[:LAYERS]), ParameterTuple(caches[LAYERS:])
+        self.arrays = [cache.asnumpy() for cache in caches]
+        self.tables = Tensor(np.arange(blocks, dtype=np.int32).reshape(BATCH, -1))
+        self.contexts = Tensor(np.full(BATCH, context, np.int32))
+        self.counts = Tensor(np.ones(BATCH, np.int32))
+        self.attention = PagedAttention()
 
-    def attend(self) -> None:
-        self._cell(*self._inputs).asnumpy()
-
-    def read(self, pool: futures.Executor) -> None:
-        for array in self._arrays:
-            list(pool.map(np.max, np.array_split(array, THREADS)))
+    def construct(self, query: Tensor) -> Tensor:
+        for keys, values in zip(self.keys, self.values):
+            query = self.attention(query, keys, values, self.tables, self.contexts, self.counts)
+        return query
 
 
-def _each(layers: List[_Layer], call: Callable[[_Layer], None]) -> Callable[[], float]:
-    def run() -> float:
-        begin = time.process_time()
-        for layer in layers:
-            call(layer)
-        return time.process_time() - begin
+def product(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
+    """Yields the tables of the linear layers of a step against a read of their weights, in 16 bits and in 32."""
+    width = 2 * size.width
+    for dtype in ("bfloat16", "float32"):
+        layers = _Products(width, dtype)
+        for tokens in (1, BATCH):
+            x = Tensor(np.random.default_rng(0).standard_normal((tokens, width), np.float32))
+            title = f"{LAYERS} products of {tokens} tokens with [{width}, {width}] in {dtype}"
+            # More tokens are bound by what the processor computes.
+            goal = GOAL if tokens == 1 else ""
+            table = _against_a_read(title, PRODUCT, READ_WEIGHTS, _call(layers, x), layers.arrays, size, goal)
+            seconds = table["seconds"][PRODUCT]["median"]
+            table["more"] = {
+                PRODUCT: {
+                    "GB/s a core": sum(array.nbytes for array in layers.arrays) / seconds / 1e9,
+                    "GFLOP/s a core": 2 * tokens * LAYERS * width * width / seconds / 1e9,
+                }
+            }
+            yield table
 
-    return run
+
+class _Products(nn.Cell):
+    """LAYERS square layers without adapters in one graph."""
+
+    def __init__(self, width: int, dtype: str):
+        super().__init__()
+        rng = np.random.default_rng(0)
+        weights = []
+        for number in range(LAYERS):
+            numbers = Tensor(rng.standard_normal((width, width), np.float32) / np.float32(width**0.5))
+            weights.append(Parameter(numbers.astype(getattr(ms, dtype)), name=f"weight{number}", requires_grad=False))
+        self.weights = ParameterTuple(weights)
+        self.arrays = [to_array(weight).view(np.int32) for weight in weights]
+        self.pool = Tensor(np.zeros((1, 1, 2 * width), np.float32))
+        self.ranks, self.scales = Tensor(np.zeros(1, np.int32)), Tensor(np.zeros(1, np.float32))
+        self.indices = Tensor(np.full(BATCH, -1, np.int32))
+        self.linear = MultiLoraLinear()
+
+    def construct(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = self.linear(x, weight, self.pool, self.ranks, self.scales, self.indices)
+        return x
+
+
+def _call(layers: nn.Cell, x: Tensor) -> Callable[[], Any]:
+    return lambda: layers(x).asnumpy()
+
+
+def _against_a_read(
+    title: str, side: str, read: str, call: Callable[[], Any], arrays: List[np.ndarray], size: Size, goal: str
+) -> Dict[str, Any]:
+    """Returns the table of a call against a read of the arrays that it reads, by as many threads."""
+    with futures.ThreadPoolExecutor(THREADS) as pool:
+
+        def timed_read() -> float:
+            begin = time.process_time()
+            for array in arrays:
+                list(pool.map(np.max, np.array_split(array, THREADS)))
+            return time.process_time() - begin
+
+        def timed_call() -> float:
+            begin = time.process_time()
+            call()
+            return time.process_time() - begin
+
+        ratios = {f"{side} / {read}": Ratio(side, read, goal)}
+        remark = f"{LAYERS} layers in one graph; a read takes the largest number of each array, in {THREADS} threads"
+        sides = {side: timed_call, read: timed_read}
+        return compare(title, sides, size.rounds, LAYERS, ratios, remark, "milliseconds of the processor")
 
 
 def border(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
