@@ -14,6 +14,7 @@ from mindlora.config import LoraConfig
 from mindlora.config.trainable import freeze, select
 from mindlora.errors import LoraError, UnsupportedCellError
 from mindlora.nn.description import describe
+from mindlora.nn.invocation import invocation_marker
 from mindlora.nn.nf4 import parameter_count
 from mindlora.nn.registry import kind_of
 from mindlora.nn.routed_experts import cells_and_weights, holders_with
@@ -105,6 +106,7 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
         adapted = kind.from_cell(cell, config, shared[kind])
         adapted.name_parts(path)
         replacements[id(cell)] = adapted
+    replacements.update(invocation_marker(network, {path: replacements[id(cell)] for path, cell in cells.items()}))
     replacements.update(holders_with(network, [(cell, replacements[id(cell)]) for cell in cells.values()]))
     replace_children(network, replacements)
     renew_recomputed_parameters(network)

@@ -105,6 +105,11 @@ def _check(config: LoraConfig, rho: float, tau: float) -> None:
             f"EVA computes A for plain LoRA on a float base, and pet_config has {other}. Leave that out to compute the "
             "adapter."
         )
+    if config.alora_invocation_tokens:
+        raise ConfigError(
+            "EVA looks at the inputs of all tokens, and alora_invocation_tokens is set. Leave that out to compute the "
+            "adapter."
+        )
     if config.lora_init:
         raise ConfigError(f"lora_init is {config.lora_init!r}, and EVA is an initialization itself. Remove lora_init.")
 

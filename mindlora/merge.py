@@ -201,6 +201,12 @@ def _check_can_merge(network, cells):
         raise MergeError(
             f"The network is in training mode, at {listed(training)}: call network.set_train(False) before merging."
         )
+    activated = [path for path, cell in cells if cell.invocation_tokens]
+    if activated:
+        raise MergeError(
+            f"The adapter acts from its invocation tokens on (alora_invocation_tokens), at {listed(activated)}, and "
+            "merged weights act on all tokens. Keep it unmerged, and serve it (mindlora serve, generate, chat)."
+        )
     quantized = [(path, cell) for path, cell in cells if cell.quantization]
     if quantized:
         error, change = requantization_error(*(cell for _, cell in quantized))

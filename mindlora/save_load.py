@@ -22,7 +22,14 @@ from mindlora.config import LoraConfig
 from mindlora.config.variants.registry import SHARED
 from mindlora.errors import AdapterError, LoraError, NotFiniteError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
-from mindlora.nn.adapter_matching import NetworkCells, cell_shapes, check_rank_and_scale, selection_of, split_joined
+from mindlora.nn.adapter_matching import (
+    NetworkCells,
+    cell_shapes,
+    check_invocation,
+    check_rank_and_scale,
+    selection_of,
+    split_joined,
+)
 from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of
 from mindlora.nn.registry import adaptable_types
 from mindlora.nn.routed_experts import cells_and_weights
@@ -71,6 +78,11 @@ def save_lora(
     if not cells:
         raise LoraError("The network holds no LoRADense cell, so there is no adapter to save. Call apply_lora first.")
     adapter = adapter_of(network, values)
+    if adapter.invocation_tokens and format != "peft":
+        raise LoraError(
+            f"The adapter acts from its invocation tokens on (alora_invocation_tokens), for which {format!r} has no "
+            "place. Save it with format 'peft'."
+        )
     adapter.base_model = base_model
     if format == "peft":
         split_joined(adapter, network, cells)
@@ -126,6 +138,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
         embeddings={path for path, cell in cells.items() if cell.layout is EMBEDDING},
         projection_key=max(cell.projection_key for cell in cells.values()),
         peft_fields=_task_fields(network),
+        invocation_tokens=next(iter(cells.values())).invocation_tokens,
     )
     if not all(cell.variant.in_files for cell in cells.values()):
         target = sum(cell.budget_settings.target_r for cell in cells.values())
@@ -201,7 +214,7 @@ def load_lora(
 
 def _read(network, path, allow_pickle=False, part=None):
     """Reads an adapter under the paths of a network."""
-    cell_paths, extras = _cell_paths(network), Extras(initial_pairs=True, token_rows=True)
+    cell_paths, extras = _cell_paths(network), Extras(initial_pairs=True, token_rows=True, invocation_tokens=True)
     adapter = adapter_files.read(path, allow_pickle, parts.Wanted(part, cell_paths), extras)
     parts.for_network(adapter, cell_paths, path)
     return adapter
@@ -240,6 +253,7 @@ def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
     rearranged = matching.match(adapter, NetworkCells(network, cells), source, strict, weight_of)
     initial_pairs = initialize.split_initial_pairs(adapter, network, source)
     check_rank_and_scale(adapter, cells, source)
+    check_invocation(adapter, cells, source)
     saved_modules = _saved_module_parameters(adapter, source, network, cells, strict)
     adapter.check_finite(source)
     if not rearranged:
@@ -295,6 +309,7 @@ def _config(adapter, path) -> LoraConfig:
             lora_dropout=0.0 if path in stacked_paths(adapter) else adapter.dropout,
             use_rslora=adapter.use_rslora,
             param_init_type=dtype if dtype in ("float16", "bfloat16") else "float32",
+            alora_invocation_tokens=list(adapter.invocation_tokens) or None,
             **adapter.variant.fields_for(adapter),
         )
 

@@ -95,6 +95,7 @@ def test_defaults_are_those_of_the_documentation():
         "beta1": None,
         "beta2": None,
         "orth_reg_weight": None,
+        "alora_invocation_tokens": None,
         "freeze_lora_a": False,
         "rank_pattern": None,
         "alpha_pattern": None,

@@ -65,6 +65,7 @@ def test_pet_config_becomes_fields():
         "beta1": None,
         "beta2": None,
         "orth_reg_weight": None,
+        "alora_invocation_tokens": None,
         "freeze_lora_a": True,
         "rank_pattern": {"wv": 2},
         "alpha_pattern": {"wq": 1.5},
@@ -90,7 +91,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
     with pytest.raises(ConfigError) as error:
         LoraConfig.from_pet_config({**PET, "lora_rnak": 8})
     assert str(error.value) == (
-        "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: alpha_pattern, beta1, beta2, "
+        "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: alora_invocation_tokens, "
+        "alpha_pattern, beta1, beta2, "
         "compute_dtype, d_initial, deltaT, exclude_layers, exclude_modules, freeze_exclude, freeze_include, "
         "freeze_lora_a, init_r, layers_to_transform, lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, "
         "lora_rank, modules_to_save, orth_reg_weight, param_init_type, pet_type, preset, projection_prng_key, "
@@ -116,7 +118,7 @@ def test_the_suggestion_is_the_key_that_was_meant(key, meant):
 def test_a_key_like_no_other_gets_no_suggestion():
     with pytest.raises(ConfigError) as error:
         LoraConfig.from_pet_config({**PET, "zzz": 1})
-    assert "Did you mean" not in str(error.value) and "'zzz'. Known: alpha_pattern" in str(error.value)
+    assert "Did you mean" not in str(error.value) and "'zzz'. Known: alora_invocation_tokens" in str(error.value)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

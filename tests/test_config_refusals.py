@@ -11,10 +11,25 @@ from mindlora.errors import ConfigError
     "fields, message",
     [
         ({"r": 16}, "LoraConfig has no field 'r'. Did you mean 'lora_rank'?"),
-        (
-            {"alora_invocation_tokens": [1]},
-            "LoraConfig has no field 'alora_invocation_tokens'. aLoRA does not train here: train it with PEFT, and "
-            "serve it (mindlora serve).",
+        *(
+            (
+                {"alora_invocation_tokens": value},
+                f"alora_invocation_tokens is {value!r}: it must be a list of token numbers, those of the text from "
+                "which on the adapter acts.",
+            )
+            for value in ([], 7, "7", [7.0], [True], [-1], {7: 1})
+        ),
+        *(
+            (
+                {"alora_invocation_tokens": [7], field: value},
+                f"alora_invocation_tokens is set and {field} is {value!r}: {reason}. Leave one of them out.",
+            )
+            for field, value, reason in (
+                ("use_dora", True, "only plain LoRA acts on some tokens alone"),
+                ("use_vera", True, "only plain LoRA acts on some tokens alone"),
+                ("modules_to_save", ["norm"], "they would change all tokens, those before the invocation too"),
+                ("lora_init", "pissa", "it changes the base, or makes up for a change, for all tokens"),
+            )
         ),
         ({"lora_rank": 0}, "lora_rank is 0: it must be a whole number of at least 1."),
         ({"lora_rank": -3}, "lora_rank is -3: it must be a whole number of at least 1."),

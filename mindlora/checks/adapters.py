@@ -41,7 +41,7 @@ _SHARED = {
 # Fields of pet_config that a run with several adapters does not carry out.
 _NOT_WITH_OTHERS = (
     *("target_parameters", "freeze_lora_a", "modules_to_save", "freeze_include", "freeze_exclude"),
-    *("adapter_path", "loraplus_lr_ratio", "neftune_alpha"),
+    *("adapter_path", "loraplus_lr_ratio", "neftune_alpha", "alora_invocation_tokens"),
 )
 # Callbacks of the whole run, and those of which each adapter has its own.
 OF_RUN = ("MFLossMonitor", "ProgressBar", "GracefulStop")

@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import numpy as np
 
 from mindlora.checks.finding import Finding, error, warning
+from mindlora.checks.invocation import check_invocation_in_rows
 from mindlora.checks.key_ranges import setting
 from mindlora.checks.mcore import is_mcore
 from mindlora.checks.model import architecture_of
@@ -60,6 +61,7 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
     for where, rows, lengths in _sets(config, first_rows):
         if rows:
             yield from _check_set(where, rows, lengths, model)
+            yield from check_invocation_in_rows(where, rows, model, model.get("ignore_token_id", _IGNORED))
 
 
 def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[str, List[Row], Sequence[int]]]:

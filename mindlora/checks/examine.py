@@ -10,6 +10,7 @@ from mindlora.checks.data_rows import FirstRows, check_rows
 from mindlora.checks.dtypes import check_dtypes
 from mindlora.checks.files import check_quantized_base
 from mindlora.checks.finding import Finding, error, errors
+from mindlora.checks.invocation import check_invocation
 from mindlora.checks.key_ranges import check_keys, check_run_mode, check_shape
 from mindlora.checks.mcore import check_mcore
 from mindlora.checks.memory import check_memory_options
@@ -36,6 +37,7 @@ def check_settings(config: Mapping[str, Any]) -> List[Finding]:
         findings += [*check_sizes(config), *check_training(config), *check_preference(config)]
         findings += check_adapters(config)
         findings += check_classifier(config)
+        findings += check_invocation(config)
         findings += check_sharded(config)
     return [*findings, *check_run_mode(config), *at(key, check_pet_config(model)[1])]
 

@@ -145,6 +145,8 @@ def _needing_wholes(pet_config: Mapping[str, Any]) -> List[Tuple[str, str]]:
     for variant in VARIANTS:
         if pet_config.get(variant.field):
             needing.append((variant.field, variant.unsupported_on[SHARDED]))
+    if pet_config.get("alora_invocation_tokens"):
+        needing.append(("alora_invocation_tokens", "each device has tokens of its own"))
     lora_init = pet_config.get("lora_init")
     if initializers.changes_base(lora_init) and not pet_config.get("adapter_path"):
         needing.append((f"lora_init {lora_init}", "A and B are computed from all of it"))

@@ -8,6 +8,7 @@ from typing import Dict, List, Optional, Type, TypeVar, Union
 
 from mindlora.common.fields import (
     COUNT,
+    INDEX,
     POSITIVE,
     Range,
     check_flag,
@@ -81,6 +82,9 @@ class LoraConfig:
             2023; see AdaLoRADense). Default: False.
         init_r, target_r, tinit, tfinal, deltaT, beta1, beta2, orth_reg_weight: AdaLoRA's settings (see BudgetSettings);
             init_r takes the place of lora_rank. Default: None, those of BudgetSettings with use_adalora.
+        alora_invocation_tokens (list of int): Tokens from whose last place in a row on the adapter acts (Greenewald et
+            al., Activated LoRA, 2025; see mindlora.nn.invocation); in rows without them it does nothing. Default: None,
+            it acts on all tokens.
         freeze_lora_a (bool): Train only B: A keeps its initial value, and needs neither gradient nor optimizer state
             (Zhang et al., LoRA-FA, 2023). Default: False.
         rank_pattern, alpha_pattern (dict): Regular expression -> lora_rank or lora_alpha of the cells that it matches,
@@ -128,6 +132,7 @@ class LoraConfig:
     beta1: Optional[float] = None
     beta2: Optional[float] = None
     orth_reg_weight: Optional[float] = None
+    alora_invocation_tokens: Optional[List[int]] = None
     freeze_lora_a: bool = False
     rank_pattern: Optional[Dict[str, int]] = None
     alpha_pattern: Optional[Dict[str, float]] = None
@@ -172,6 +177,8 @@ class LoraConfig:
         for variant in registry.VARIANTS:
             variant.settle(self)
         self._check_quantization()
+        if self.alora_invocation_tokens is not None:
+            self._check_invocation()
         if _is_zero(self.lora_a_init) and (self.lora_b_init is None or _is_zero(self.lora_b_init)):
             raise ConfigError(
                 "lora_a_init and lora_b_init are both zeros: then no gradient ever reaches A or B. "
@@ -206,6 +213,27 @@ class LoraConfig:
                 f"quantize_base is {self.quantize_base!r} and {field} is {getattr(self, field)!r}: {reason}. "
                 "Leave one of them out; for a quantized base there is lora_init: loftq."
             )
+
+    def _check_invocation(self):
+        tokens = self.alora_invocation_tokens
+        if not isinstance(tokens, (list, tuple)) or not tokens or not all(token in INDEX for token in tokens):
+            raise ConfigError(
+                f"alora_invocation_tokens is {tokens!r}: it must be a list of token numbers, those of the text from "
+                "which on the adapter acts."
+            )
+        self.alora_invocation_tokens = list(tokens)
+        reasons = {
+            self.variant.field: "only plain LoRA acts on some tokens alone",
+            "modules_to_save": "they would change all tokens, those before the invocation too",
+            "lora_init": "it changes the base, or makes up for a change, for all tokens",
+        }
+        changed = initializers.changes_base(self.lora_init) or initializers.is_loftq(self.lora_init)
+        for field, reason in reasons.items():
+            if field and getattr(self, field) and (field != "lora_init" or changed):
+                raise ConfigError(
+                    f"alora_invocation_tokens is set and {field} is {getattr(self, field)!r}: {reason}. Leave one of "
+                    "them out."
+                )
 
     @property
     def budget_settings(self) -> rank_schedule.BudgetSettings:
@@ -299,6 +327,7 @@ class LoraConfig:
             "modules_to_save",
             "layers_to_transform",
             "quantize_exclude",
+            "alora_invocation_tokens",
         ):
             if isinstance(settings.get(key), tuple):
                 settings[key] = list(settings[key])
@@ -310,8 +339,6 @@ class LoraConfig:
 
 
 def _meant(key, known) -> str:
-    if key == "alora_invocation_tokens":
-        return " aLoRA does not train here: train it with PEFT, and serve it (mindlora serve)."
     return f" Did you mean '{_PEFT_NAMES[key]}'?" if key in _PEFT_NAMES else suggestion(key, known)
 
 

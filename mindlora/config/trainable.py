@@ -11,6 +11,7 @@ from typing import Collection, Dict, List, Mapping, Optional, Set, Tuple
 from mindlora.common.text import listed
 from mindlora.config.description import AdaptableCell, Description
 from mindlora.config.lora_config import LoraConfig
+from mindlora.config.variants.variant import HEADS
 from mindlora.errors import ConfigError, TargetError, UnsupportedCellError
 from mindlora.models import names, pipeline_parts, target_modules
 from mindlora.numerics import initializers
@@ -185,7 +186,8 @@ def _check_not_joined(module: str, parameters: List[str]) -> None:
 def _check_supported(adapted: Mapping[str, AdaptableCell], config: LoraConfig) -> None:
     refused = {}
     for path, cell in adapted.items():
-        refusal = cell.refusal or config.variant.refusal(config, cell.layout.cells, *cell.bases)
+        head = (HEADS,) if names.is_output_head(path) else ()
+        refusal = cell.refusal or config.variant.refusal(config, cell.layout.cells, *cell.bases, *head)
         if refusal:
             refused[path] = refusal
     if refused:

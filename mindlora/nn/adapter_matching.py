@@ -8,10 +8,16 @@ from mindlora.adapters import joined_pairs, matching
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.matching import CellShape, rename
-from mindlora.common.text import listed
+from mindlora.common.text import listed, shown
 from mindlora.config import LoraConfig
 from mindlora.config.variants.registry import STORED
-from mindlora.errors import MissingTensorsError, RankMismatchError, ScaleMismatchError, UnexpectedTensorsError
+from mindlora.errors import (
+    AdapterError,
+    MissingTensorsError,
+    RankMismatchError,
+    ScaleMismatchError,
+    UnexpectedTensorsError,
+)
 from mindlora.models import names
 from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowLayout
 from mindlora.nn.cell import LoRACell
@@ -106,6 +112,19 @@ def check_rank_and_scale(adapter: Adapter, cells: Dict[str, LoRACell], source: s
         raise ScaleMismatchError(
             f"{source} was trained with {field} {trained}, but the network was built with {built}: set {field} to "
             f"{trained}{_only(wrong, paths, 'alpha_pattern')}, or its effect is scaled wrongly."
+        )
+
+
+def check_invocation(adapter: Adapter, cells: Dict[str, LoRACell], source: str) -> None:
+    """Raises AdapterError if an adapter acts from other tokens on than the cells of a network were built with."""
+    built = next(iter(cells.values())).invocation_tokens
+    trained = adapter.invocation_tokens
+    if trained != built:
+        named = shown(list(trained)) if trained else "None"
+        raise AdapterError(
+            f"{source} was trained with alora_invocation_tokens {named}, but the network was built with "
+            f"{shown(list(built)) if built else 'None'}: set alora_invocation_tokens to {named}, or the adapter acts "
+            "on other tokens than it learned on."
         )
 
 

@@ -37,6 +37,7 @@ class LoRACell(nn.Cell):
         variant (Variant): The variant of LoRA that it computes.
         layout (PairLayout): What A and B look like on it.
         parameter_names (mapping): Part -> name of its parameter.
+        invocation_tokens (tuple of int): The tokens from which on it acts (alora_invocation_tokens); empty if on all.
         lora_init (str or None): As in LoraConfig; None once a loaded adapter has replaced the initial one.
         initial_pair (InitialPair or None): The initial A and B whose product was subtracted from the base (see
             initialize_adapters); None if nothing was subtracted.
@@ -92,6 +93,7 @@ class LoRACell(nn.Cell):
         self.use_rslora = config.use_rslora
         self.scale = config.scale
         self.dropout_rate = float(config.lora_dropout)
+        self.invocation_tokens = tuple(config.alora_invocation_tokens or ())
         self.lora_init = config.lora_init
         self.freeze_lora_a = config.freeze_lora_a
         self._adopt(cell, config)

@@ -19,6 +19,7 @@ def copy_cells(network: nn.Cell, own: Optional[Mapping[int, Parameter]] = None) 
         if recomputation is not None:
             copies[id(recomputation)] = None
         for value in vars(cell).values():
-            if isinstance(value, Tensor) and not isinstance(value, Parameter):
-                copies[id(value)] = value
+            # Parameters among them are those that MindSpore is not told of (mindlora.nn.invocation).
+            if isinstance(value, Tensor):
+                copies.setdefault(id(value), value)
     return copy.deepcopy(network, copies), copies

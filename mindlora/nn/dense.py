@@ -7,7 +7,7 @@ from mindspore import Tensor, nn, ops
 from mindlora.config import LoraConfig
 from mindlora.nn.cell import LoRACell, refuse_unsupported
 from mindlora.nn.linear_base import LinearBase, adopt_linear, adopt_weight, channels_of
-from mindlora.nn.low_rank import composed_low_rank
+from mindlora.nn.low_rank import activated_low_rank, composed_low_rank
 
 
 class LoRADense(LoRACell):
@@ -122,7 +122,9 @@ class LoRADense(LoRACell):
         adopt_linear(self, cell, self.base_kind.of(cell, config.compute_dtype))
         adopt_weight(self, cell)
         self.cast = ops.Cast()
-        if self.not_fused:
+        if config.alora_invocation_tokens:
+            picks = activated_low_rank(self.dropout_rate)
+        elif self.not_fused:
             picks = composed_low_rank(self.dropout_rate, self.not_fused)
         else:
             picks = self.base.pick_low_rank(self.lora_rank, self.dropout_rate)

@@ -1,7 +1,7 @@
 """LoRAEmbedding: a frozen embedding table with a trainable low-rank path beside it."""
 
 import sys
-from typing import Tuple
+from typing import Dict, Tuple
 
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -103,6 +103,21 @@ def embedding_types() -> Tuple[type, ...]:
     """Returns the classes that LoRAEmbedding can replace: MindSpore's, and MindFormers' if that is imported."""
     layers = sys.modules.get("mindformers.models.llama.llama_layer")
     return (nn.Embedding, layers.LlamaEmbedding) if layers else (nn.Embedding,)
+
+
+def only_embedding(network: nn.Cell, field: str, purpose: str) -> nn.Cell:
+    """Returns the one input embedding of a network, with or without an adapter.
+
+    Raises UnsupportedCellError, which says what ``field`` of LoraConfig does at the embedding, if there is not one.
+    """
+    kinds = (LoRAEmbedding, *embedding_types())
+    embeddings: Dict[str, nn.Cell] = {path: cell for path, cell in network.cells_and_names() if isinstance(cell, kinds)}
+    if len(embeddings) != 1:
+        raise UnsupportedCellError(
+            f"{field} {purpose} the one embedding of a network, but {type(network).__name__} has {len(embeddings)}: "
+            f"{', '.join(embeddings) or 'none'}. Remove {field}."
+        )
+    return next(iter(embeddings.values()))
 
 
 def _table_name(cell) -> str:

@@ -7,7 +7,7 @@ that their operators belong to its scope (for recomputation) and PyNative does n
 
 from typing import NamedTuple, Optional, Tuple, Union
 
-from mindspore import Tensor, get_context, nn, ops
+from mindspore import Parameter, Tensor, get_context, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops import functional
 
@@ -25,7 +25,7 @@ _ONE_PASS_TOKENS = {"cpu": 64, "ascend": 8}
 
 # How the base's product is sharded: ((tokens, in), (out, in)).
 Strategy = Tuple[Tuple[int, int], Tuple[int, int]]
-# One number; with VeRA, one for each row of A.
+# One number; with VeRA, one for each row of A; with aLoRA, one for each token.
 Scale = Union[float, Tensor]
 
 
@@ -68,6 +68,29 @@ class ComposedLowRank(nn.Cell):
         """y + ((x A^T) * scale) B^T."""
         low_rank = self.mul(self.a_matmul(x, a), self.cast(scale, x.dtype))
         return self.sum(y, self.b_matmul(low_rank, b))
+
+
+class ActivatedLowRank(ComposedLowRank):
+    """y[t] + a[t] ((dropout(x[t]) A^T) * scale) B^T, where a[t] says whether the adapter acts on token t: 1 or 0.
+
+    a is the beginning of a parameter that all cells of a network share (see mindlora.nn.invocation).
+    """
+
+    def __init__(self, dropout_rate: float):
+        super().__init__(dropout_rate)
+        self.active = None
+        # An index would read the parameter as it was before this step wrote it: MindSpore takes it for a view.
+        self.slice = ops.Slice()
+
+    def read(self, active: Parameter) -> None:
+        """Has the path read ``active``, float32 [at least the tokens of any call]."""
+        # Past nn.Cell, which would list the parameter among those of the network.
+        self.__dict__["active"] = active
+
+    def add_without_dropout(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
+        """y[t] + a[t] ((x[t] A^T) * scale) B^T."""
+        active = self.slice(self.active, (0,), (x.shape[0],)).expand_dims(1)
+        return super().add_without_dropout(y, x, a, b, active * scale)
 
 
 class FusedLowRank(nn.Cell):
@@ -187,6 +210,12 @@ def _one_pass_tokens(path):
     if adopted is None or adopted.one_pass_tokens is None:
         return _ONE_PASS_TOKENS[path]
     return adopted.one_pass_tokens
+
+
+def activated_low_rank(dropout_rate: float) -> LowRankPicks:
+    """Returns the picks for an adapter that acts from its invocation tokens on."""
+    choice = Choice("lora_delta", "composed", "aLoRA acts on some tokens alone")
+    return LowRankPicks(choice, ActivatedLowRank(dropout_rate), None)
 
 
 def composed_low_rank(dropout_rate: float, reason: str) -> LowRankPicks:

@@ -1,14 +1,12 @@
 """NEFTune: noise on the output of the input embedding, in training alone."""
 
 import math
-from typing import Dict
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
-from mindlora.nn.embedding import LoRAEmbedding, embedding_types
+from mindlora.nn.embedding import only_embedding
 from mindlora.nn.tree import replace_children
 
 
@@ -50,12 +48,5 @@ class NoisyEmbedding(nn.Cell):
 
 def add_embedding_noise(network: nn.Cell, alpha: float) -> None:
     """Puts NoisyEmbedding around the embedding of ``network``, which must have exactly one."""
-    kinds = (LoRAEmbedding, *embedding_types())
-    embeddings: Dict[str, nn.Cell] = {path: cell for path, cell in network.cells_and_names() if isinstance(cell, kinds)}
-    if len(embeddings) != 1:
-        raise UnsupportedCellError(
-            f"neftune_alpha adds noise to the one embedding of a network, but {type(network).__name__} has "
-            f"{len(embeddings)}: {', '.join(embeddings) or 'none'}. Remove neftune_alpha."
-        )
-    (cell,) = embeddings.values()
+    cell = only_embedding(network, "neftune_alpha", "adds noise to")
     replace_children(network, {id(cell): NoisyEmbedding(cell, alpha)})

@@ -6,6 +6,7 @@ import itertools
 import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+from mindlora.checks.invocation import last_start
 from mindlora.common.text import shown
 from mindlora.errors import RequestError
 from mindlora.serving.prompt_lookup import PromptLookup
@@ -100,9 +101,11 @@ class Lease:
         has it so). Raises RequestError if they do not come at all.
         """
         invocation = list(self.invocation_tokens)
-        for start in range(len(prompt) - len(invocation), -1, -1):
-            if list(prompt[start : start + len(invocation)]) == invocation:
-                return start if invocation else 0
+        if not invocation:
+            return 0
+        start = last_start(list(prompt), invocation)
+        if start is not None:
+            return start
         raise RequestError(
             f"The prompt lacks the tokens {shown(invocation)}, from which on {shown(self.name)} acts "
             "(alora_invocation_tokens): add their text, or ask the base."

@@ -3,6 +3,8 @@
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.nn.segments import segment_numbers
+
 
 class SegmentMask(nn.Cell):
     """Adds to a causal mask that tokens of different examples do not see each other.
@@ -21,11 +23,10 @@ class SegmentMask(nn.Cell):
         super().__init__(auto_prefix=False)
         self.causal_mask = causal_mask
         self.boundary = boundary
-        self.count = ops.CumSum()  # mint's has no CPU kernel
 
     def construct(self, tokens: Tensor) -> Tensor:
         mask = self.causal_mask(tokens)
-        segment = self.count((tokens == self.boundary).astype(mstype.int32), 1)
+        segment = segment_numbers(tokens, self.boundary)
         different = (segment.expand_dims(2) != segment.expand_dims(1)).expand_dims(1)
         masked = 1 if mask.dtype == mstype.uint8 else -10000.0
         return ops.where(different, Tensor(masked, mask.dtype), mask)

@@ -28,20 +28,25 @@ def write_rows(path, rows=ROWS, length=SEQUENCE + 1, step=3, seed=0, counted=1.0
     ``counted`` is the share of the labels that count in the loss: of all rows, or of each one. A label is the token
     ``shift`` places further on.
     """
-    from mindspore.mindrecord import FileWriter
-
     starts = np.random.default_rng(seed).integers(0, 60, rows)
     tokens = ((starts[:, None] + step * np.arange(length)) % 60 + 4).astype(np.int32)
     first_ignored = np.round(np.broadcast_to(counted, rows) * length)[:, None]
     targets = (starts[:, None] + step * (shift + np.arange(length))) % 60 + 4
     labels = np.where(np.arange(length) < first_ignored, targets, -100).astype(np.int32)
+    write_tokens(path, tokens, labels)
+    return tokens
+
+
+def write_tokens(path, tokens, labels):
+    """Writes rows of tokens and of labels, int32 [rows, length] each, as MindRecord."""
+    from mindspore.mindrecord import FileWriter
+
     writer = FileWriter(str(path), 1, overwrite=True)
     writer.set_page_size(1 << 15)
-    column = {"type": "int32", "shape": [length]}
+    column = {"type": "int32", "shape": [tokens.shape[1]]}
     writer.add_schema({"input_ids": column, "labels": column}, "counting")
     writer.write_raw_data([{"input_ids": ids, "labels": row} for ids, row in zip(tokens, labels)])
     writer.commit()
-    return tokens
 
 
 def environment(installed=True):

@@ -253,7 +253,7 @@ def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
     if content.get("alora_invocation_tokens") and not extras.invocation_tokens:
         message = (
             f"{path}: alora_invocation_tokens is {shown(content['alora_invocation_tokens'])}, so the adapter acts from "
-            "these tokens on only (aLoRA), which has no merged form and does not train here. Serve it (mindlora serve, "
+            "these tokens on only (aLoRA), which has no merged form. Load it (load_lora), serve it (mindlora serve, "
             "generate, chat), or leave it in PEFT's form."
         )
         extras.refuse(AdapterFormatError(message))

@@ -24,6 +24,7 @@ QUANTIZED = "quantized weights"
 SHARDED = "sharded cells"
 # Sharded cells whose weight is cut; sharding by tokens leaves it whole.
 CUT = "sharded weights"
+HEADS = "output heads"
 # What to do besides changing the setting; for the other bases it is _EXCLUDE.
 _WAYS_OUT = {
     QUANTIZED: "leave quantize_base out",
@@ -31,6 +32,12 @@ _WAYS_OUT = {
     CUT: "set model_parallel: 1",
 }
 _EXCLUDE = "add the cell to exclude_modules"
+# Base -> why no adapter on it acts from its invocation tokens on.
+_NOT_ACTIVATED = {
+    **dict.fromkeys(NOT_LINEAR, "only linear cells get the tokens of a batch in their order"),
+    SHARDED: "each device has tokens of its own",
+    HEADS: "while a text is written, they get its last token alone",
+}
 
 
 class Part(NamedTuple):
@@ -164,6 +171,8 @@ class Variant:
             yield Unsupported(
                 "lora_dropout", "lora_dropout", "it would drop elements of a token before it is sent to its experts"
             )
+        if base in _NOT_ACTIVATED and config.alora_invocation_tokens:
+            yield Unsupported("alora_invocation_tokens", "alora_invocation_tokens", _NOT_ACTIVATED[base])
         lora_init = config.lora_init
         if base == QUANTIZED:
             unsupported = initializers.changes_base(lora_init)

@@ -10,6 +10,7 @@ from mindlora.checks.data_rows import BOUNDARY, Data, data_of
 from mindlora.checks.training import WRAPPER
 from mindlora.errors import ConfigError
 from mindlora.formats.mindrecord_files import mindrecord_files
+from mindlora.nn.invocation import FIELD, pack_invocations
 from mindlora.plugin.graph.mindrecords import first_rows
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.log import logger
@@ -58,6 +59,7 @@ def install_segment_mask(network: nn.Cell, boundary: int) -> None:
             "row apart. Switch it off, or convert the data without --pack."
         )
     model.casual_mask = SegmentMask(model.casual_mask, boundary)
+    pack_invocations(network, boundary)
 
 
 def installed_boundary(network: nn.Cell) -> Optional[int]:
@@ -126,6 +128,12 @@ def check_eval_data(config: MindFormerConfig) -> None:
 
 def _check_ends(config):
     """Checks packed data whose rows say in actual_seq_len where their examples end, for flash attention."""
+    if (config.model.model_config.pet_config or {}).get(FIELD):
+        raise ConfigError(
+            f"use_eod_attn_mask_compression is True, the data is packed and pet_config has {FIELD}, which finds the "
+            "examples of a row by the token with which they begin. Set use_eod_attn_mask_compression: False, or "
+            "convert the data without --pack."
+        )
     if ENDS not in (config.train_dataset.input_columns or []):
         raise ConfigError(
             "use_eod_attn_mask_compression is True, and train_dataset.input_columns lacks actual_seq_len, without "

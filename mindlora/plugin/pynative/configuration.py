@@ -29,7 +29,12 @@ _INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
 _HERE = "under MindFormers' PyNative Trainer"
 _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 # Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
-_NOT_YET = ("adapters", "seed", *(variant.field for variant in VARIANTS if variant not in (DORA, VERA, MISS)))
+_NOT_YET = (
+    "adapters",
+    "seed",
+    "alora_invocation_tokens",
+    *(variant.field for variant in VARIANTS if variant not in (DORA, VERA, MISS)),
+)
 # Keys that need whole weights, or all of the model.
 _IN_ONE_PROCESS = ("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude")
 

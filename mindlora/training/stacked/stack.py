@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindlora.apply import apply_lora, freeze_base
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
-from mindlora.errors import UnsupportedCellError
+from mindlora.errors import ConfigError, UnsupportedCellError
 from mindlora.nn.copies import copy_cells
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.initial_values import initial_draws
@@ -119,6 +119,11 @@ def stack_adapters(
         LoraError: As apply_lora, for any of the adapters; the network is unchanged, but for a base that was quantized.
     """
     first = configs[0]
+    if any(config.alora_invocation_tokens for config in configs):
+        raise ConfigError(
+            "alora_invocation_tokens is set for one of several adapters, which act on all tokens of their rows. Train "
+            "it in a run of its own."
+        )
     seeds = seeds or [None] * len(configs)
     if first.quantize_base:
         quantize_base(network, first.quantize_exclude)

@@ -98,7 +98,7 @@ def test_an_adapter_that_acts_from_some_tokens_on_is_for_those_who_take_it(tmp_p
     refused(
         path,
         ": alora_invocation_tokens is [7, 2], so the adapter acts from these tokens on only (aLoRA), which has no "
-        "merged form and does not train here. Serve it (mindlora serve, generate, chat), or leave it in PEFT's form.",
+        "merged form. Load it (load_lora), serve it (mindlora serve, generate, chat), or leave it in PEFT's form.",
     )
     assert peft_config.read(path, peft_config.Extras(invocation_tokens=True)).invocation_tokens == (7, 2)
     for value in (None, []):

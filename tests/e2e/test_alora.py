@@ -1,0 +1,114 @@
+"""aLoRA by one more line in a YAML: the trained adapter acts behind its tokens alone, and is served as it trained."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from mindlora import load_lora
+from mindlora.adapters import files
+from mindlora.adapters.dialects.peft_config import Extras
+from mindlora.nn.tree import lora_cells
+from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell, held_out_loss
+from mindlora.plugin.callbacks.sample_answers import greedy_answers
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.build import make_engine
+from mindlora.serving.request import Sampling
+from mindlora.serving.settings import EngineSettings
+from mindlora.training.history import read_history
+from tests.support.runs import (
+    LORA_YAML,
+    SEQUENCE,
+    SIZES,
+    launch,
+    read_yaml,
+    step_losses,
+    succeeded,
+    write_tokens,
+    write_yaml,
+)
+from tests.support.tiny_serving import tokenizer
+
+INVOCATION, FIELD = [61, 5, 62], "alora_invocation_tokens"
+BEFORE, ROWS, PAD, NEW = 6, 64, 3, 6
+# 64 rows in batches of 2 times 4, four times over.
+LAST = "step_32"
+KEYS = {FIELD: INVOCATION, "target_modules": "all-linear", "lora_rank": 8, "lora_alpha": 32}
+
+
+def examples(rows, seed):
+    """Rows that count by threes, as the base does; behind the invocation the answer counts by fives."""
+    starts = np.random.default_rng(seed).integers(0, 60, (rows, 1))
+    question = (starts + 3 * np.arange(BEFORE)) % 60 + 4
+    answer = (starts + 5 * np.arange(SEQUENCE + 1 - BEFORE - len(INVOCATION))) % 60 + 4
+    tokens = np.concatenate([question, np.tile(INVOCATION, (rows, 1)), answer], 1).astype(np.int32)
+    counted = np.arange(SEQUENCE + 1) >= BEFORE + len(INVOCATION)
+    return tokens, np.where(counted, tokens, -100).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """What a run printed, in micro-batches, with a held-out loss; and the folder of its adapter."""
+    folder = tmp_path_factory.mktemp("activated")
+    for name, rows, seed in (("train", ROWS, 1), ("held_out", 8, 2)):
+        write_tokens(folder / f"{name}.mindrecord", *examples(rows, seed))
+    config = read_yaml(LORA_YAML)
+    config["model"]["model_config"]["pet_config"].update(KEYS)
+    config["callbacks"] = [
+        {"type": "HeldOutLoss", "dataset_dir": str(folder / "held_out.mindrecord"), "every_steps": 8},
+        *(callback for callback in config["callbacks"] if callback["type"] != "HeldOutLoss"),
+    ]
+    config["runner_config"]["gradient_accumulation_steps"] = 2
+    flags = ("--train_dataset_dir", folder / "train.mindrecord", "--load_checkpoint", base)
+    sizes = ("--batch_size", "4", "--epochs", "4")
+    output = succeeded(launch(folder, *flags, *sizes, config=write_yaml(folder, config)))
+    return output, folder / "output" / "lora_checkpoint" / LAST
+
+
+def test_the_run_learns_and_saves_what_peft_reads(run):
+    output, folder = run
+    losses = step_losses(output)
+    assert losses[-1] < losses[0] - 0.3
+    assert json.loads((folder / "adapter_config.json").read_text())[FIELD] == INVOCATION
+    assert files.read(str(folder), extras=Extras(invocation_tokens=True)).invocation_tokens == tuple(INVOCATION)
+
+
+def served(base, folder, prompts):
+    """Returns the tokens with which the engine goes on, for the base and for the adapter, from one cache."""
+    model = {"type": "LlamaConfig", **read_yaml(LORA_YAML)["model"]["model_config"], **SIZES}
+    model.pop("pet_config")
+    settings = EngineSettings(seq_length=SEQUENCE, block_size=4, max_running=8, max_tokens_per_step=64, slots=2)
+    node = {"model_config": model, "arch": {"type": "LlamaForCausalLM"}}
+    engine = make_engine(node, str(base), tokenizer(), AdapterRegistry(str(folder.parent)), settings)
+    sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+    engine.start()
+    streams = {name: [engine.submit(prompt, sampling, name) for prompt in prompts] for name in (None, LAST)}
+    for stream in itertools.chain.from_iterable(streams.values()):
+        stream.text()
+    engine.stop()
+    return {name: [stream.request.generated for stream in each] for name, each in streams.items()}
+
+
+def test_the_server_gives_the_tokens_of_the_network_that_trained(run, base, fresh_network):
+    _, folder = run
+    prompts = [row[: BEFORE + len(INVOCATION)].tolist() for row in examples(3, seed=9)[0]]
+    network = fresh_network(**KEYS)
+    answers = {None: greedy_answers(network, prompts, SEQUENCE, PAD, -1, NEW)}
+    load_lora(network, str(folder))
+    answers[LAST] = greedy_answers(network, prompts, SEQUENCE, PAD, -1, NEW)
+    assert answers[None] != answers[LAST]
+    found = served(base, folder, prompts)
+    assert found == answers
+
+
+def test_the_held_out_loss_is_that_of_the_saved_adapter(run, fresh_network):
+    _, folder = run
+    network = fresh_network(**KEYS)
+    load_lora(network, str(folder))
+    rows, cell = str(folder.parents[2] / "held_out.mindrecord"), HeldOutLossCell(network, -100)
+    measured = held_out_loss(cell, rows, 8)
+    assert measured == pytest.approx(read_history(str(folder.parents[1])).held_out[-1]["held_out_loss"], abs=1e-5)
+    for _, adapted in lora_cells(network):
+        adapted.silence()
+    assert held_out_loss(cell, rows, 8) > measured + 0.3
