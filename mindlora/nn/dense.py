@@ -8,6 +8,7 @@ from mindlora.config import LoraConfig
 from mindlora.nn.cell import LoRACell, refuse_unsupported
 from mindlora.nn.linear_base import LinearBase, adopt_linear, adopt_weight, channels_of
 from mindlora.nn.low_rank import activated_low_rank, composed_low_rank
+from mindlora.nn.trained_read import TrainedRead
 
 
 class LoRADense(LoRACell):
@@ -122,6 +123,7 @@ class LoRADense(LoRACell):
         adopt_linear(self, cell, self.base_kind.of(cell, config.compute_dtype))
         adopt_weight(self, cell)
         self.cast = ops.Cast()
+        self.trained = TrainedRead()
         if config.alora_invocation_tokens:
             picks = activated_low_rank(self.dropout_rate)
         elif self.not_fused:
@@ -159,7 +161,8 @@ class LoRADense(LoRACell):
 
     def _cast_pair(self):
         """A and B in the dtype of the products."""
-        return self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
+        a, b = self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
+        return self.trained.of(a, self.dtype), self.trained.of(b, self.dtype)
 
     def extend_repr(self) -> str:
         quantization = f", quantization={self.quantization}" if self.quantization else ""

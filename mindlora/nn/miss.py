@@ -54,7 +54,7 @@ class MiSSDense(LoRADense):
         x = self.low_rank.drop(x)
         x = x if self.is_filled else self.fill(x)
         low_rank = self.sum_shards(self.reshape(x, (-1, self.shards, self.lora_rank)), 1)
-        return self.add(y, self.expand(low_rank, self.cast(self.mindpet_delta_lora_miss_block, self.dtype)))
+        return self.add(y, self.expand(low_rank, self.trained.of(self.mindpet_delta_lora_miss_block, self.dtype)))
 
     def pair(self) -> Tuple[np.ndarray, np.ndarray]:
         block = self.mindpet_delta_lora_miss_block.asnumpy().astype(np.float32)

@@ -10,6 +10,7 @@ from mindlora.nn.broadcasting import BroadcastMul
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.linear_base import adopt_linear, adopt_weight
+from mindlora.nn.trained_read import TrainedRead
 
 
 class StackedLoRADense(nn.Cell):
@@ -70,6 +71,7 @@ class StackedLoRADense(nn.Cell):
         self.product = ops.BatchMatMul(transpose_b=True)
         self.scale = BroadcastMul()
         self.cast = ops.Cast()
+        self.trained = TrainedRead()
         self.reshape = ops.Reshape()
         carry_settings(cell, self)
         return self
@@ -89,7 +91,8 @@ class StackedLoRADense(nn.Cell):
         """((dropout(x_k) A_k^T) scale_k) B_k^T of all tokens, [tokens, out]."""
         if self.dropout is not None and self.training:
             tokens = self.dropout(tokens)
-        a, b = self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
+        a = self.trained.of(self.mindpet_delta_lora_a, self.dtype)
+        b = self.trained.of(self.mindpet_delta_lora_b, self.dtype)
         low = self.product(self.reshape(tokens, (self.adapters, -1, self.in_channels)), a)
         low = self.scale(low, self.cast(self.scales, self.dtype))
         return self.reshape(self.product(low, b), (-1, self.out_channels))

@@ -350,10 +350,12 @@ class Activations:
         return max(self.run.ranks(weight.path), default=0)
 
     def _casts(self, by_leaf: Dict[str, List[Weight]], needed: Dict[str, bool], gates_need: bool) -> Iterator[Kept]:
-        """Yields the copies in the compute dtype of parameters that are stored in another one."""
+        """Yields the copies in the compute dtype of parameters that are stored in another one, and TrainedRead's."""
         for leaf, weights in by_leaf.items():
             for weight in weights:
-                if len(weight.shape) < 2 or weight.dtype in (self.run.compute_dtype, "uint8"):
+                reads_a_copy = self.run.on_cpu and weight.part in ("A", "B", "block")
+                is_computed_in = weight.dtype == self.run.compute_dtype and not reads_a_copy
+                if len(weight.shape) < 2 or weight.dtype == "uint8" or is_computed_in:
                     continue
                 parts = self.run.division.part_of(leaf, weight.part, weight.shape)
                 if weight.adapter or needed.get(leaf, gates_need):
