@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Optional
 
-from mindlora.checks.finding import refuse
-from mindlora.checks.mcore import check_device
 from mindlora.common.fields import COUNT, check_number
 from mindlora.drafts.data import Rows
 from mindlora.drafts.folder import ModelFolder
@@ -87,7 +85,10 @@ def check_request(folder: ModelFolder, request: Request) -> None:
             f"tokens, which are of seq_length {row_length(folder, request.rows)}. Leave it out."
         )
     if request.device == CPU and not folder.architecture.legacy:
-        refuse(check_device("CPU"))
+        raise ConfigError(
+            f"--device is cpu, and {folder.architecture.title} trains on NPUs alone: it is one of MindFormers' mcore "
+            "models, which need operators that a CPU lacks. Give --device npu."
+        )
     if request.device == CPU and request.devices > 1:
         raise ConfigError(
             f"--devices is {request.devices}, and on several CPU processes MindFormers cannot load a base. Use one."

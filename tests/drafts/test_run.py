@@ -83,3 +83,9 @@ def test_eight_npus_share_the_batch(folder):
 def test_what_cannot_be_is_refused(asked, said, folder):
     with pytest.raises(ConfigError, match=said):
         draft(folder, **asked)
+
+
+def test_an_mcore_model_is_not_for_a_cpu(folder):
+    architecture = replace(folder.architecture, title="Qwen3", legacy=False)
+    with pytest.raises(ConfigError, match="--device is cpu, and Qwen3 trains on NPUs alone"):
+        draft(replace(folder, architecture=architecture))
