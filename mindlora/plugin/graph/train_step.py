@@ -11,6 +11,7 @@ from mindspore.common import dtype as mstype
 from mindspore.communication import get_group_size, get_local_rank_size, get_rank
 
 from mindlora.common.fields import COUNT, check_number
+from mindlora.common.heap import give_back_freed_memory
 from mindlora.errors import ConfigError
 from mindlora.nn.adalora import is_adaptive
 from mindlora.plugin.graph.cpu_adamw import use_cpu_adamw
@@ -163,6 +164,15 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         self.sums = _transient("sums", np.zeros(counts))
         self.norms = _transient("gradient_norms", np.zeros(len(self.weights))) if record_gradient_norms else None
         self.records_norms = record_gradient_norms
+        self.was_compiled = False
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the step; what the compiler has freed does not stay beside what the first step needs."""
+        super().compile(*args, **kwargs)
+        # MindSpore calls this before every step.
+        if not self.was_compiled:
+            self.was_compiled = True
+            give_back_freed_memory()
 
     def _model(self, network):
         """Returns what is differentiated: it gives the sum of losses and how many there are."""

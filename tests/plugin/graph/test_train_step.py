@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
+from mindlora.plugin.graph import train_step as train_step_module
 from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
 from tests.support import tiny_runs
 
@@ -128,6 +129,16 @@ def test_a_loss_scale_that_is_too_large_is_lowered_until_a_step_succeeds(mode, d
     assert len(scales) > 1 and scales[-1] >= lowest
     expected_weight = expected_step(weight, x, target, LEARNING_RATE)[2]
     np.testing.assert_allclose(weight_of(cell), expected_weight, atol=1e-2 if dtype == ms.float16 else 1e-5)
+
+
+def test_what_the_compiler_has_freed_goes_back_before_the_first_step_alone(graph_mode, data, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(train_step_module, "give_back_freed_memory", lambda: given_back.append(cell.was_compiled))
+    weight, x, target = data
+    cell = train_step(Loss(weight))
+    for _ in range(3):
+        cell(Tensor(x), Tensor(target))
+    assert given_back == [True]
 
 
 def test_no_class_of_mindformers_is_changed(tmp_path):
