@@ -18,10 +18,12 @@ from mindlora.nn.stacked_dense import StackedLoRADense
 from mindlora.nn.tensors import to_tensor
 from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
+from mindlora.numerics.nf4 import TENSOR_NAMES
 
 _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
 # What a network for serving has besides the base's weights.
 _CACHES = (".key_cache", ".value_cache")
+_OF_GROUPS = tuple(TENSOR_NAMES[field] for field in ("scales", "offsets"))
 
 
 def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
@@ -120,7 +122,8 @@ def _check_biases(network: nn.Cell, others: Set[str], path: str) -> None:
 
 def _check(parameter: Parameter, tensor: OutputTensor, path: str) -> None:
     packed = _is_packed(parameter)
-    if tuple(tensor.shape) != tuple(parameter.shape) or packed != (tensor.dtype == np.uint8):
+    same_shape = tuple(tensor.shape) == tuple(parameter.shape) or _has_smaller_groups(parameter, tensor)
+    if not same_shape or packed != (tensor.dtype == np.uint8):
         raise CheckpointError(
             f"{path}: {tensor.name} is {list(tensor.shape)} of {tensor.dtype}, and the network needs "
             f"{list(parameter.shape)} of {parameter.dtype}. Name the checkpoint of the model that the YAML describes"
@@ -136,7 +139,13 @@ def _fill(parameter: Parameter, tensor: OutputTensor) -> None:
         parameter.set_data(to_tensor(array))
     else:
         # The tensor takes over the array's memory: it is this function's alone, mapped, or copied here.
-        parameter.set_data(Tensor.from_numpy(np.require(array, requirements=("C", "W", "A"))))
+        value = Tensor.from_numpy(np.require(array, requirements=("C", "W", "A")))
+        parameter.set_data(value, slice_shape=value.shape != parameter.shape)
+
+
+def _has_smaller_groups(parameter: Parameter, tensor: OutputTensor) -> bool:
+    """Whether they are the scales or offsets of a 4-bit weight that was taken out of a joined one."""
+    return parameter.name.endswith(_OF_GROUPS) and len(tensor.shape) == 1 and tensor.shape[0] > parameter.shape[0]
 
 
 def _is_packed(parameter: Parameter) -> bool:

@@ -9,6 +9,7 @@ from typing import Callable, List, Mapping, Optional, Tuple
 
 from mindlora.base import experts, pynative
 from mindlora.base.hf_config import hugging_face_config
+from mindlora.base.quantized_names import quantized_weights, taken_apart
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.renaming import Plan, tensor_of
 from mindlora.base.writer import PYNATIVE, OutputTensor, check_checkpoint_output, is_file_name, write
@@ -164,10 +165,12 @@ def in_hugging_face_names(base: BaseCheckpoint, heads: int, kv_heads: int) -> Li
     """Returns the tensors of ``base`` as convert_base would write them for Hugging Face.
 
     By the numbers of heads joined tensors are split. The weights of a layer's routed experts are stacked, as
-    transformers 5 has them.
+    transformers 5 has them. Of a quantized base see mindlora.base.quantized_names.
     """
     if base.world == HF:
         tensors = [tensor_of(base, name) for name in base.tensors]
+    elif quantized_weights(base.tensors):
+        tensors = taken_apart(base, heads, kv_heads)
     else:
         plan = Plan(base, HF, False, heads, kv_heads)
         tensors = [tensor for shard in plan.shards for tensor in shard.tensors]

@@ -8,7 +8,6 @@ from typing import List, Optional, Tuple
 
 import numpy as np
 
-from mindlora.base.reader import BaseCheckpoint
 from mindlora.base.writer import OutputTensor
 from mindlora.errors import CheckpointError
 from mindlora.models import names
@@ -64,23 +63,22 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
     return OutputTensor(joined, tensors[0].dtype, (sum(counts),) + tensors[0].shape[1:], rows, unit)
 
 
-def split(base: BaseCheckpoint, name: str, joined: str, targets: List[str], model: HeadSizes) -> List[OutputTensor]:
-    """Returns the tensors ``targets``, in the order of their rows, that tensor ``name`` of ``base`` is divided into.
+def split(tensor: OutputTensor, joined: str, targets: List[str], model: HeadSizes) -> List[OutputTensor]:
+    """Returns the tensors ``targets``, in the order of their rows, that a joined one is divided into.
 
-    ``joined`` is ``name`` under MindFormers' names; ``base`` stays open until the tensors are written. Raises
-    CheckpointError if the rows do not match the numbers of heads, or these are needed but not known.
+    ``joined`` is its name under MindFormers' names. Raises CheckpointError if the rows do not match the numbers of
+    heads, or these are needed but not known.
     """
-    info = base.tensors[name]
-    sizes = _group_sizes(name, _cell(joined), info.shape[0], model)
-    groups = info.shape[0] // sum(sizes)
+    sizes = _group_sizes(tensor.name, _cell(joined), tensor.shape[0], model)
+    groups = tensor.shape[0] // sum(sizes)
 
     def read(part: int, begin: int, end: int) -> np.ndarray:
         begin //= sizes[part]
         end //= sizes[part]
-        return split_rows(base.read_rows(name, begin * sum(sizes), end * sum(sizes)), sizes)[part]
+        return split_rows(tensor.rows(begin * sum(sizes), end * sum(sizes)), sizes)[part]
 
     return [
-        OutputTensor(target, info.dtype, (groups * size,) + info.shape[1:], functools.partial(read, part), size)
+        OutputTensor(target, tensor.dtype, (groups * size,) + tensor.shape[1:], functools.partial(read, part), size)
         for part, (target, size) in enumerate(zip(targets, sizes))
     ]
 

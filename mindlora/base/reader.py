@@ -21,6 +21,7 @@ from mindlora.formats import ckpt_file, step_folder
 from mindlora.formats.safetensors_file import TensorFile, TensorInfo
 from mindlora.models import names, registry
 from mindlora.models.architecture import HF, LEGACY, MCORE, Architecture
+from mindlora.numerics.nf4 import split_name
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -235,7 +236,7 @@ def detect_world(path: str, tensor_names: Iterable[str], architecture: Architect
     """
     kinds: Dict[str, List[str]] = {world: [] for world in WORLDS}
     for name in tensor_names:
-        worlds = names.worlds_of(name, architecture)
+        worlds = names.worlds_of(split_name(name)[0], architecture)
         if len(worlds) == 1:
             kinds[worlds[0]].append(name)
     examples_by_world = {world: known for world, known in kinds.items() if known}

@@ -88,7 +88,7 @@ class Plan:
             return self._joined_at(self._legacy[name], joined)
         if parts:
             targets = [self._in_target(part) for part in parts]
-            return split(self.base, name, self._legacy[name], targets, self._sizes)
+            return split(tensor_of(self.base, name), self._legacy[name], targets, self._sizes)
         target = self._renamed(name, self.base.world, self._to) or name
         return [tensor_of(self.base, name)._replace(name=target)]
 

@@ -122,8 +122,6 @@ def _served_changes(config: Mapping[str, Any], architecture: Architecture) -> It
         found = dtype_name(found, key) if found is not None and key == "compute_dtype" else found
         if found not in (None, needed):
             yield f"model.model_config.{key}: {'null' if needed is None else needed} (found {found})"
-    if (model_config.get("pet_config") or {}).get("quantize_base"):
-        yield "model.model_config.pet_config: null (found quantize_base: the base of an mcore model is served in float)"
 
 
 def _check_base(config: Mapping[str, Any]) -> Iterator[Finding]:

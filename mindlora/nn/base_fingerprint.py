@@ -1,5 +1,6 @@
 """The fingerprint of the base weights under the adapters of a network."""
 
+from types import MappingProxyType
 from typing import Callable, Container, Dict, Iterable, Mapping, Optional, Tuple
 
 import numpy as np
@@ -67,7 +68,10 @@ def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Opti
 
 
 def joined_fingerprints_of(
-    weights: Mapping[str, np.ndarray], kv_heads: int, layouts: Mapping[str, RowLayout]
+    weights: Mapping[str, np.ndarray],
+    kv_heads: int,
+    layouts: Mapping[str, RowLayout],
+    packed: Mapping[str, Tuple[int, int]] = MappingProxyType({}),
 ) -> Callable[[Iterable[str]], Optional[dict]]:
     """As fingerprints_of, of the cells that MindFormers' mcore models have in the place of Hugging Face's.
 
@@ -75,11 +79,14 @@ def joined_fingerprints_of(
 
     Args:
         weights (mapping): Adapter path -> weight [out, in] in float, all parts of each joined cell among them; or
-            [experts, out, in] of stacked experts.
+            [experts, out, in] of stacked experts. Of quantized weights, the codes.
         kv_heads (int): Key-value heads.
         layouts (mapping): Name of a joined cell in mcore -> the order of its rows, where it is not the record's.
+        packed (mapping): Adapter path -> shape of W, of the quantized weights; [experts * in, out] of experts.
     """
     trained = {path: _mcore_path(path) for path in weights}
+    forms = {trained[path]: "nf4" for path in packed}
+    widths = {trained[path]: shape[1] for path, shape in packed.items()}
     shapes: Dict[str, Tuple[int, ...]] = {}
     samples: Dict[str, np.ndarray] = {}
     for mcore_path in dict.fromkeys(trained.values()):
@@ -89,7 +96,7 @@ def joined_fingerprints_of(
             shapes[mcore_path] = (experts * columns, rows)
             samples[mcore_path] = sampled_elements(parts[0].swapaxes(1, 2))
             continue
-        shapes[mcore_path] = (sum(map(len, parts)), parts[0].shape[1])
+        shapes[mcore_path] = (sum(map(len, parts)), widths.get(mcore_path, parts[0].shape[1]))
         if len(parts) == 1:
             samples[mcore_path] = sampled_elements(parts[0])
             continue
@@ -99,8 +106,10 @@ def joined_fingerprints_of(
 
     def fingerprint(paths: Iterable[str]) -> dict:
         chosen = {trained[path] for path in paths}
-        return fingerprint_from(
-            {path: shapes[path] for path in chosen}, {path: samples[path] for path in sampled_paths(chosen)}
+        return _described(
+            {path: shapes[path] for path in chosen},
+            {path: samples[path] for path in sampled_paths(chosen)},
+            {forms.get(path) for path in chosen},
         )
 
     return fingerprint

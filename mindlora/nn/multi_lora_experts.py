@@ -1,5 +1,7 @@
 """MultiLoRAExperts: a pool of adapters of one stacked weight of routed experts."""
 
+from typing import Tuple
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
@@ -18,21 +20,22 @@ class MultiLoRAExperts(nn.Cell):
         than experts is empty.
 
     Args:
-        weight (Parameter): The base's, [experts, out_channels, in_channels].
+        name (str): Of the base's weight.
+        shape (tuple): [experts, out_channels, in_channels] of it.
         slots (int): How many adapters the pool holds at once.
         max_rank (int): The largest rank of an adapter.
     """
 
-    def __init__(self, weight: Parameter, slots: int, max_rank: int):
+    def __init__(self, name: str, shape: Tuple[int, int, int], slots: int, max_rank: int):
         super().__init__()
-        self.experts, self.out_channels, self.in_channels = weight.shape
+        self.experts, self.out_channels, self.in_channels = shape
         self.dtype = mstype.float32
-        shape = (slots, self.experts * max_rank, self.in_channels + self.out_channels)
-        self.lora_pool = _zeros(f"{weight.name}.lora_pool", shape, mstype.float32)
+        pool = (slots, self.experts * max_rank, self.in_channels + self.out_channels)
+        self.lora_pool = _zeros(f"{name}.lora_pool", pool, mstype.float32)
         # The zeros of NumPy have no memory until they are written to: a pool can be larger than the model.
-        self.lora_pool.set_data(Tensor.from_numpy(np.zeros(shape, np.float32)))
-        self.lora_ranks = _zeros(f"{weight.name}.lora_ranks", (slots,), mstype.int32)
-        self.lora_scales = _zeros(f"{weight.name}.lora_scales", (slots,), mstype.float32)
+        self.lora_pool.set_data(Tensor.from_numpy(np.zeros(pool, np.float32)))
+        self.lora_ranks = _zeros(f"{name}.lora_ranks", (slots,), mstype.int32)
+        self.lora_scales = _zeros(f"{name}.lora_scales", (slots,), mstype.float32)
 
 
 def _zeros(name, shape, dtype):

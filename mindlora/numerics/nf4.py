@@ -5,6 +5,7 @@ Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
 """
 
 import dataclasses
+import math
 from typing import Dict, Tuple
 
 import numpy as np
@@ -53,7 +54,7 @@ class Nf4Array:
         codes (ndarray): uint8 [N, blocks * 32]. Byte i of a block's 32 holds the code of its weight i in the low half
             and of weight 32 + i in the high one. A code is an index of TABLE.
         absmax (ndarray): uint8 [N, blocks], the code of the largest absolute value of each block.
-        scales (ndarray): float32 [groups]. Groups are runs of 256 blocks, row after row.
+        scales (ndarray): float32 [groups]. Groups are runs of 256 blocks, row after row; of fewer, see by_row.
         offsets (ndarray): float32 [groups]. The absmax of a block is offset + scale * code.
         shape (tuple): (N, K).
     """
@@ -150,10 +151,40 @@ def tensor_name(weight: str, field: str) -> str:
     return weight + TENSOR_NAMES[field][len(_WEIGHT) :]
 
 
+def split_name(name: str) -> Tuple[str, str]:
+    """Returns the name of a weight, and what the name of a tensor of it has after that: "" for the codes."""
+    ends = (tensor_name("", field) for field in TENSOR_NAMES if field != "codes")
+    end = next((end for end in ends if name.endswith(end)), "")
+    return name[: len(name) - len(end)], end
+
+
 def dequantize_absmax(absmax: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """absmax' [N, blocks] = offset + scale * code, with the scale and offset, [groups], of the block's group."""
-    group = (np.arange(absmax.size) // GROUP).reshape(absmax.shape)
+    group = (np.arange(absmax.size) // group_size(absmax.size, len(scales))).reshape(absmax.shape)
     return offsets[group] + scales[group] * absmax
+
+
+def group_size(blocks: int, groups: int) -> int:
+    """Returns the largest power of two, 256 at most, of which so many blocks make so many groups; 0 for none."""
+    size = GROUP
+    while size and -(-blocks // size) != groups:
+        size //= 2
+    return size
+
+
+def by_row(of_groups: np.ndarray, rows: int, blocks: int) -> np.ndarray:
+    """Returns the scales or offsets of groups that do not cross rows: [rows, groups of a row].
+
+    Each group of 256 blocks becomes several that have its scale and offset, so that rows can be taken out of a weight:
+    what they decode to stays the same to the last bit.
+
+    Args:
+        of_groups (ndarray): [groups].
+        rows, blocks (int): Of the weight, and of each of its rows.
+    """
+    size = math.gcd(blocks, GROUP)
+    first = np.arange(0, rows * blocks, size)
+    return of_groups[first // GROUP].reshape(rows, -1)
 
 
 def _blocked(weight: np.ndarray, blocks: int) -> np.ndarray:

@@ -7,20 +7,22 @@ from mindspore.common import dtype as mstype
 from mindspore.ops import functional
 from mindspore.ops.primitive import constexpr
 
-from mindlora.numerics.nf4 import BLOCK, BYTE_VALUES, GROUP
+from mindlora.numerics.nf4 import BLOCK, BYTE_VALUES, GROUP, group_size
 from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
 from mindlora.ops.products import Products
 
+_group_size = constexpr(group_size)
 # The four tensors of a weight, as mindlora.numerics.nf4.quantize makes them.
-_WEIGHT_NAMES = ("codes", "absmax", "scales", "offsets")
-_WEIGHT_DTYPES = (mstype.uint8, mstype.uint8, mstype.float32, mstype.float32)
+WEIGHT_NAMES = ("codes", "absmax", "scales", "offsets")
+WEIGHT_DTYPES = (mstype.uint8, mstype.uint8, mstype.float32, mstype.float32)
 
 
 class Nf4Linear(OperatorCell):
     r"""y = x W^T with W = absmax' * TABLE[codes], and dx = dy W. W is frozen: its tensors get zero gradients.
 
     absmax' = offset + scale * absmax, with the offset and scale of the block's group. blocks = ceil(K / 64), groups =
-    ceil(N * blocks / 256). mindlora.numerics.nf4.quantize makes the four tensors.
+    ceil(N * blocks / 256). mindlora.numerics.nf4.quantize makes the four tensors. On a CPU, groups may be of 1, 2, 4 to
+    256 blocks (mindlora.numerics.nf4.by_row): how many there are tells.
 
     The cpu path never holds W whole: about 0.3 MB of it at a time in each thread. The ascend path holds it during a
     product, in the dtype of x: Ascend C decodes, MindSpore's MatMul multiplies, and the backward decodes again. The
@@ -64,7 +66,7 @@ class Nf4Linear(OperatorCell):
     def construct(self, x: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("x",), (x.dtype,))
         dtypes = codes.dtype, absmax.dtype, scales.dtype, offsets.dtype
-        check_fixed_dtypes(self.op, self.path, _WEIGHT_NAMES, dtypes, _WEIGHT_DTYPES)
+        check_fixed_dtypes(self.op, self.path, WEIGHT_NAMES, dtypes, WEIGHT_DTYPES)
         if self.path == "cpu":
             return self.kernel(x, codes, absmax, scales, offsets)
         return ops.cast(self.composed(x, codes, absmax, scales, offsets), x.dtype)
@@ -102,8 +104,13 @@ class Nf4Linear(OperatorCell):
 
     def of_blocks(self, of_groups: Tensor, absmax: Tensor) -> Tensor:
         """For each block, the value of its group."""
-        repeated = ops.reshape(self.tile(ops.reshape(of_groups, (-1, 1)), (1, GROUP)), (-1,))
-        return repeated[: absmax.shape[0] * absmax.shape[1]]
+        blocks = absmax.shape[0] * absmax.shape[1]
+        size = GROUP
+        # As they are of a network's parameters.
+        if functional.isconstant(absmax.shape[0]) and functional.isconstant(of_groups.shape[0]):
+            size = _group_size(blocks, of_groups.shape[0])
+        repeated = ops.reshape(self.tile(ops.reshape(of_groups, (-1, 1)), (1, size)), (-1,))
+        return repeated[:blocks]
 
     def grad(
         self, dout: Tensor, x: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor
@@ -147,7 +154,7 @@ class Nf4LinearWithBias(Nf4Linear):
     ) -> Tensor:
         check_dtypes(self.op, self.path, ("x", "bias"), (x.dtype, bias.dtype))
         dtypes = codes.dtype, absmax.dtype, scales.dtype, offsets.dtype
-        check_fixed_dtypes(self.op, self.path, _WEIGHT_NAMES, dtypes, _WEIGHT_DTYPES)
+        check_fixed_dtypes(self.op, self.path, WEIGHT_NAMES, dtypes, WEIGHT_DTYPES)
         if self.path == "cpu":
             return self.kernel(x, codes, absmax, scales, offsets, bias)
         return ops.cast(self.composed(x, codes, absmax, scales, offsets) + self.products.wide(bias), x.dtype)

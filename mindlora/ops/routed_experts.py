@@ -3,7 +3,8 @@
 from mindspore import Tensor
 from mindspore.common import dtype as mstype
 
-from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes
+from mindlora.ops.nf4_linear import WEIGHT_DTYPES, WEIGHT_NAMES
+from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_dtypes, check_fixed_dtypes
 
 _NAMES = ("x", "experts", "weights", "slots")
 _DTYPES = (mstype.float32, mstype.int32, mstype.float32, mstype.int32)
@@ -70,3 +71,67 @@ class RoutedExperts(OperatorCell):
             dtypes = pool.dtype, ranks.dtype, scales.dtype
             check_fixed_dtypes(self.op, self.path, _POOL_NAMES, dtypes, _POOL_DTYPES)
         return self.kernel(x, experts, weights, gate_up, down, *gate_up_pairs, *down_pairs, slots)
+
+
+class Nf4RoutedExperts(OperatorCell):
+    r"""RoutedExperts with weights in 4-bit NormalFloat, decoded where they are multiplied.
+
+    Inputs:
+        - **x**, **experts**, **weights** (Tensor) - As in RoutedExperts.
+        - **gate_up**, **gate_up_absmax**, **gate_up_scales**, **gate_up_offsets** (Tensor) - The matrix [experts * H,
+          2 I] of all (G_e; U_e)^T, as mindlora.numerics.nf4.quantize makes them.
+        - **down**, **down_absmax**, **down_scales**, **down_offsets** (Tensor) - That of all D_e^T, [experts * I, H].
+        - **gate_up_pool**, **gate_up_ranks**, **gate_up_scale**, **down_pool**, **down_ranks**, **down_scale**,
+          **slots** (Tensor) - As in RoutedExperts, which calls the scales of adapters gate_up_scales and down_scales.
+
+    Outputs:
+        Tensor of the shape of x, float32.
+
+    Raises:
+        BackendError: As in RoutedExperts.
+        RuntimeError: As in RoutedExperts.
+
+    Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+    """
+
+    op = "routed_experts"
+    inputs = 18
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = CpuKernel("Nf4RoutedExperts", self.inputs)
+
+    def construct(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        gate_up_absmax: Tensor,
+        gate_up_scales: Tensor,
+        gate_up_offsets: Tensor,
+        down: Tensor,
+        down_absmax: Tensor,
+        down_scales: Tensor,
+        down_offsets: Tensor,
+        gate_up_pool: Tensor,
+        gate_up_ranks: Tensor,
+        gate_up_scale: Tensor,
+        down_pool: Tensor,
+        down_ranks: Tensor,
+        down_scale: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        dtypes = x.dtype, experts.dtype, weights.dtype, slots.dtype
+        check_fixed_dtypes(self.op, self.path, _NAMES, dtypes, _DTYPES)
+        gate_up_weight = gate_up, gate_up_absmax, gate_up_scales, gate_up_offsets
+        down_weight = down, down_absmax, down_scales, down_offsets
+        for codes, absmax, scales, offsets in (gate_up_weight, down_weight):
+            dtypes = codes.dtype, absmax.dtype, scales.dtype, offsets.dtype
+            check_fixed_dtypes(self.op, self.path, WEIGHT_NAMES, dtypes, WEIGHT_DTYPES)
+        gate_up_pairs = gate_up_pool, gate_up_ranks, gate_up_scale
+        down_pairs = down_pool, down_ranks, down_scale
+        for pool, ranks, scales in (gate_up_pairs, down_pairs):
+            dtypes = pool.dtype, ranks.dtype, scales.dtype
+            check_fixed_dtypes(self.op, self.path, _POOL_NAMES, dtypes, _POOL_DTYPES)
+        return self.kernel(x, experts, weights, *gate_up_weight, *down_weight, *gate_up_pairs, *down_pairs, slots)

@@ -12,6 +12,7 @@ from mindlora.config import Patterns
 from mindlora.load_base import load_base
 from mindlora.nn.adapter_matching import cell_shapes
 from mindlora.nn.base_fingerprint import ROW_ORDERS, fingerprints_of, joined_fingerprints_of
+from mindlora.nn.nf4 import NF4Dense, matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import weight_of
 from mindlora.numerics.dtypes import BFLOAT16
@@ -24,11 +25,13 @@ from mindlora.serving.blocks import BlockPool
 from mindlora.serving.detokenizer import end_tokens
 from mindlora.serving.engine import Engine
 from mindlora.serving.mcore_network import McoreNetwork
-from mindlora.serving.network import FEW_TOKENS, add_pools, build_network, embedding_of, expert_weights, linear_cells
+from mindlora.serving.network import FEW_TOKENS, add_pools, build_network, embedding_of, linear_cells, stacked_experts
 from mindlora.serving.packed_adapter import ServedLayout, prepare
+from mindlora.serving.quantized_network import quantize_as
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.scheduler import Scheduler
 from mindlora.serving.settings import EngineSettings
+from mindlora.serving.stacked_experts import Nf4StackedExperts
 
 _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
 
@@ -52,29 +55,31 @@ def make_engine(
     Raises ConfigError or CheckpointError if the model cannot be built or its weights cannot be loaded.
     """
     network = build_network(model, settings)
-    if quantize:
+    if quantize and isinstance(network, McoreNetwork):
+        quantize_as(network, checkpoint)
+    elif quantize:
         quantize_base(network, quantize_exclude)
     # Elsewhere weights are copied to the device.
     load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
     cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
     shapes = cell_shapes(network, cells)
-    experts = {path: to_array(weight) for path, weight in expert_weights(network).items()}
-    fingerprint, *others = _fingerprints(network, cells, experts)
+    experts = _expert_shapes(network)
+    fingerprint, *others = _fingerprints(network, cells)
     pooled = add_pools(network, cells, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).lora_pool.dtype)]
     tables = _tables(network)
     weights = None if quantize else _weights(cells)
     hidden = embedding_of(network)[1].shape[1]
     layout = ServedLayout(
-        {**shapes, **_shapes_of(experts)},
+        {**shapes, **experts},
         settings.max_rank,
         dtype,
         fingerprint,
         weights,
         tables,
         hidden,
-        max(map(len, experts.values()), default=0),
+        max((cell.shapes[name][0] for cell in stacked_experts(network).values() for name in cell.shapes), default=0),
         tuple(others),
         exact=settings.adapter_dtype is not None,
     )
@@ -96,19 +101,28 @@ def make_engine(
     return Engine(runner, scheduler, adapters, tokenizer, ends, model_name, folder)
 
 
-def _fingerprints(
-    network: nn.Cell, cells: Mapping[str, nn.Cell], experts: Mapping[str, np.ndarray]
-) -> List[Callable[[Iterable[str]], Optional[dict]]]:
+def _fingerprints(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> List[Callable[[Iterable[str]], Optional[dict]]]:
     """Returns what gives the fingerprint of the base's weights, for each order of rows that training has."""
     if not isinstance(network, McoreNetwork):
         return [fingerprints_of(dict(cells))]
-    weights = {**{path: to_array(weight_of(cell)) for path, cell in cells.items()}, **experts}
+    weights = {path: to_array(weight_of(cell)) for path, cell in cells.items()}
+    packed = {path: matrix_shape(cell) for path, cell in cells.items() if isinstance(cell, NF4Dense)}
+    for path, experts in stacked_experts(network).items():
+        for name, (count, rows, columns) in experts.shapes.items():
+            weights[f"{path}.{name}"] = to_array(getattr(experts, name))
+            if isinstance(experts, Nf4StackedExperts):
+                packed[f"{path}.{name}"] = (count * columns, rows)
     kv_heads = network.config.n_kv_heads
-    return [joined_fingerprints_of(weights, kv_heads, layouts) for layouts in ROW_ORDERS]
+    return [joined_fingerprints_of(weights, kv_heads, layouts, packed) for layouts in ROW_ORDERS]
 
 
-def _shapes_of(experts: Mapping[str, np.ndarray]) -> Dict[str, CellShape]:
-    return {path: CellShape(weight.shape[2], weight.shape[1], experts=True) for path, weight in experts.items()}
+def _expert_shapes(network: nn.Cell) -> Dict[str, CellShape]:
+    """Returns adapter path -> CellShape of every stacked weight of experts."""
+    shapes = {}
+    for path, experts in stacked_experts(network).items():
+        for name, (_, rows, columns) in experts.shapes.items():
+            shapes[f"{path}.{name}"] = CellShape(columns, rows, experts=True)
+    return shapes
 
 
 def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, np.ndarray]]:

@@ -4,7 +4,7 @@ Cells and parameters have Hugging Face's names, with q, k, v, gate and up apart:
 """
 
 import types
-from typing import Any, Dict, Mapping, Optional, Tuple, cast
+from typing import Any, Mapping, Optional, Tuple, cast
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -17,13 +17,12 @@ from mindlora.checks.mcore import check_served, family_of
 from mindlora.models import registry
 from mindlora.models.architecture import HF, Architecture, dtype_of
 from mindlora.models.decoder_sizes import DecoderSizes, decoder_sizes
-from mindlora.nn.multi_lora_experts import MultiLoRAExperts
 from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
-from mindlora.ops.routed_experts import RoutedExperts
 from mindlora.serving.settings import EngineSettings
+from mindlora.serving.stacked_experts import StackedExperts
 
 
 def build_mcore(model_config: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
@@ -222,7 +221,7 @@ class RoutedFeedForward(nn.Cell):
         super().__init__()
         self.hidden, self.chosen, self.sums_to_one = sizes.hidden, sizes.chosen, sizes.sums_to_one
         self.gate = Router(sizes.experts, sizes.hidden)
-        self.experts = StackedExperts(sizes, dtype)
+        self.experts = StackedExperts(sizes.experts, sizes.hidden, sizes.inner, dtype)
         self.softmax = ops.Softmax(-1)
         self.top = ops.TopK(sorted=True)
 
@@ -244,50 +243,6 @@ class Router(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)
-
-
-class StackedExperts(nn.Cell):
-    """The weights of a layer's experts, as transformers stacks them, and after add_pools a pool of adapters for each.
-
-    Attributes:
-        weights (tuple of str): The weights' names in this cell.
-    """
-
-    weights = ("gate_up_proj", "down_proj")
-
-    def __init__(self, sizes: DecoderSizes, dtype: mstype.Type):
-        super().__init__()
-        shapes = (sizes.experts, 2 * sizes.inner, sizes.hidden), (sizes.experts, sizes.hidden, sizes.inner)
-        self.gate_up_proj, self.down_proj = (
-            Parameter(initializer("zeros", list(shape), dtype), name=name, requires_grad=False)
-            for name, shape in zip(self.weights, shapes)
-        )
-        self.compute = RoutedExperts()
-
-    def add_pools(self, slots: int, max_rank: int, slots_of_tokens: Parameter) -> Dict[str, MultiLoRAExperts]:
-        """Puts a pool of adapters beside each weight, which must have been loaded; returns name -> pool."""
-        pools = {name: MultiLoRAExperts(getattr(self, name), slots, max_rank) for name in self.weights}
-        # Straight into _cells: assigning an attribute would rename the pools' parameters.
-        self._cells.update({f"{name}_pool": pool for name, pool in pools.items()})
-        self.slots_of_tokens = slots_of_tokens
-        return pools
-
-    def construct(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        gate_up, down = self.gate_up_proj_pool, self.down_proj_pool
-        return self.compute(
-            x,
-            chosen,
-            weights,
-            self.gate_up_proj,
-            self.down_proj,
-            gate_up.lora_pool,
-            gate_up.lora_ranks,
-            gate_up.lora_scales,
-            down.lora_pool,
-            down.lora_ranks,
-            down.lora_scales,
-            self.slots_of_tokens,
-        )
 
 
 class Embedding(nn.Cell):

@@ -17,8 +17,9 @@ from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
-from mindlora.serving.mcore_network import McoreNetwork, StackedExperts, build_mcore
+from mindlora.serving.mcore_network import McoreNetwork, build_mcore
 from mindlora.serving.settings import EngineSettings
+from mindlora.serving.stacked_experts import StackedExperts
 
 # Up to this many tokens, one pass over each weight beats MatMul and the adapters' operator on a CPU, threefold at 16.
 FEW_TOKENS = 64
@@ -79,14 +80,9 @@ def linear_cells(network: nn.Cell) -> Dict[str, nn.Cell]:
     }
 
 
-def expert_weights(network: nn.Cell) -> Dict[str, Parameter]:
-    """Returns adapter path -> weight [experts, out, in] for every stacked weight of routed experts."""
-    return {
-        f"{path}.{name}": getattr(cell, name)
-        for path, cell in network.cells_and_names()
-        if isinstance(cell, StackedExperts)
-        for name in cell.weights
-    }
+def stacked_experts(network: nn.Cell) -> Dict[str, StackedExperts]:
+    """Returns path -> cell of the experts of each layer that has any; a weight's adapter path is that and its name."""
+    return {path: cell for path, cell in network.cells_and_names() if isinstance(cell, StackedExperts)}
 
 
 def add_pools(
@@ -107,10 +103,9 @@ def add_pools(
     }
     replace_children(network, {id(cell): pooled[path] for path, cell in cells.items()})
     pools: Dict[str, Union[MultiLoRADense, MultiLoRAExperts]] = dict(pooled)
-    for path, cell in list(network.cells_and_names()):
-        if isinstance(cell, StackedExperts):
-            of_experts = cell.add_pools(settings.slots, settings.max_rank, slots_of_tokens)
-            pools.update({f"{path}.{name}": pool for name, pool in of_experts.items()})
+    for path, experts in stacked_experts(network).items():
+        of_experts = experts.add_pools(settings.slots, settings.max_rank, slots_of_tokens)
+        pools.update({f"{path}.{name}": pool for name, pool in of_experts.items()})
     if dtype is not None:
         _check_pools(pools)
     return pools

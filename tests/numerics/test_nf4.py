@@ -7,7 +7,7 @@ import pytest
 
 from mindlora.errors import LoraError, QuantizationError
 from mindlora.numerics import nf4
-from mindlora.numerics.nf4 import TABLE, dequantize, quantize
+from mindlora.numerics.nf4 import TABLE, Nf4Array, dequantize, quantize
 from tests.support.native import normal
 
 # Half of the largest gap between two neighbors in the table, which is the first, from -1 to -0.696.
@@ -47,6 +47,18 @@ def test_the_table_is_the_published_one():
     high = [quantile(p) for p in np.linspace(0.5, offset, 9)[1:]]
     np.testing.assert_allclose(TABLE, np.array([*low, 0, *high]) / quantile(offset), atol=1e-6)
     np.testing.assert_allclose(np.diff(TABLE).max() / 2, HALF_GAP, atol=1e-7)
+
+
+@pytest.mark.parametrize("n, k, size", [(300, 64, 1), (70, 128, 2), (11, 700, 1), (5, 20000, 1), (3, 16384, 256)])
+def test_rows_are_taken_out_of_a_weight_without_a_change(n, k, size):
+    array = quantize(normal(n, k))
+    rows = np.random.default_rng(0).permutation(n)[: n // 2 + 1]
+    scales, offsets = (nf4.by_row(values, *array.absmax.shape) for values in (array.scales, array.offsets))
+    assert scales.shape == (n, -(-k // 64) // size)
+    taken = Nf4Array(
+        array.codes[rows], array.absmax[rows], scales[rows].reshape(-1), offsets[rows].reshape(-1), (len(rows), k)
+    )
+    np.testing.assert_array_equal(dequantize(taken), dequantize(array)[rows])
 
 
 def test_the_reference_has_the_same_table(reference):

@@ -6,6 +6,7 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindlora.errors import BackendError
+from mindlora.numerics.nf4 import by_row
 from mindlora.ops import Nf4Linear, Nf4LinearWithBias, nf4_linear, quantize
 from tests.support.fewer_cases import each_once, pairs_with
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, tensor, values
@@ -117,6 +118,21 @@ def test_every_number_of_tokens_through_mindspore(mode, path, reference, dtype):
         assert plain.dtype == biased.dtype == of
         assert_near(values(plain), reference.nf4_linear(x, *parts), dtype, k)
         assert_near(values(biased), reference.nf4_linear(x, *parts, bias), dtype, k + 1)
+
+
+@pytest.mark.parametrize("n, k", [(24, 700), (9, 64), (130, 256)])
+def test_groups_that_do_not_cross_rows_give_the_same_bits(isa, path, n, k):
+    # 11 blocks of a row become groups of one, 4 groups of four; 9 blocks are one group or nine.
+    codes, absmax, *of_groups = weight(n, k)
+    rows = list(range(n - 1, -1, -2))
+    smaller = [by_row(values, *absmax.shape) for values in of_groups]
+    picked = [codes[rows], absmax[rows], *(values[rows].reshape(-1) for values in smaller)]
+    for tokens in (2, 9):
+        x = normal(tokens, k)
+        whole = native("Nf4Linear", "float32", x, [codes, absmax, *of_groups], n)
+        np.testing.assert_array_equal(native("Nf4Linear", "float32", x, picked, len(rows)), whole[:, rows])
+        y = values(Nf4Linear()(*tensors("float32", x, picked)))
+        np.testing.assert_allclose(y, whole[:, rows], rtol=1e-4, atol=1e-4)
 
 
 def gradients(kind, inputs, dy):
@@ -238,7 +254,7 @@ def test_refused_dtypes(mode, path, at, dtype, message):
         (0, (7,), "x has 1 dimensions: it must have 2."),
         (1, (9, 64), "the number of blocks of a row is 2 in one"),
         (1, (8, 32), "N is 8 in one input and 9 in another."),
-        (3, (2,), "the number of groups is 1 in one input and 2 in"),
+        (3, (5,), "the number of groups is 1 in one input and 5 in"),
         (4, (2,), "the number of groups is 1 in one input and 2 in another."),
         (5, (8,), "N is 9 in one input and 8 in another."),
     ],

@@ -8,7 +8,8 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindlora.errors import BackendError
-from mindlora.ops.routed_experts import RoutedExperts
+from mindlora.numerics.nf4 import dequantize, quantize
+from mindlora.ops.routed_experts import Nf4RoutedExperts, RoutedExperts
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, values
 
 EXPERTS, SLOTS, MAX_RANK = 5, 3, 6
@@ -55,6 +56,22 @@ def expected_of(reference, inputs):
     return reference.routed_experts(*inputs[:5], tuple(inputs[5:8]), tuple(inputs[8:11]), inputs[11])
 
 
+def packed(inputs):
+    """The same inputs with both weights in NF4, as mcore stacks them, and with what these decode to."""
+    quantized, decoded = [], list(inputs)
+    for at in (3, 4):
+        experts, rows, columns = inputs[at].shape
+        array = quantize(np.ascontiguousarray(inputs[at].swapaxes(1, 2)).reshape(-1, rows))
+        quantized += [array.codes, array.absmax, array.scales, array.offsets]
+        decoded[at] = dequantize(array).reshape(experts, columns, rows).swapaxes(1, 2)
+    return [*inputs[:3], *quantized, *inputs[5:]], decoded
+
+
+def native_packed(inputs):
+    kinds = [*KINDS[:3], *["uint8", "uint8", "float32", "float32"] * 2, *KINDS[5:]]
+    return call("Nf4RoutedExperts", list(zip(inputs, kinds)), inputs[0].shape, "float32")
+
+
 @pytest.mark.parametrize("held", DTYPES)
 def test_the_kernel_is_the_reference(isa, reference, held):
     for shape, each, inner in (((0, 16), 2, 9), ((1, 1), 1, 1), ((3, 40), 2, 33), ((2, 3, 67), 4, 130)):
@@ -71,10 +88,32 @@ def test_a_token_has_the_same_bits_among_any_others(isa):
         assert together[row].tobytes() == alone[0].tobytes()
 
 
+def test_experts_in_nf4_are_the_reference_of_what_they_decode_to(isa, reference):
+    # The border of gate and up is within a block, at the end of one, and in the middle of many.
+    for shape, each, inner in (
+        ((0, 16), 2, 9),
+        ((1, 1), 1, 1),
+        ((3, 40), 2, 33),
+        ((2, 3, 67), 4, 130),
+        ((5, 200), 2, 64),
+    ):
+        inputs, decoded = packed(case(shape, each, inner))
+        assert_near(native_packed(inputs), expected_of(reference, decoded), "float32", 64 * inner * shape[-1])
+
+
+def test_a_token_has_the_same_bits_among_any_others_in_nf4(isa):
+    (x, experts, weights, *held, slots), _ = packed(case((41, 70), inner=90))
+    together = native_packed([x, experts, weights, *held, slots])
+    for row in (0, 17, 40):
+        one = slice(row, row + 1)
+        alone = native_packed([x[one], experts[one], weights[one], *held, slots[one]])
+        assert together[row].tobytes() == alone[0].tobytes()
+
+
 class Net(nn.Cell):
-    def __init__(self):
+    def __init__(self, kind=RoutedExperts):
         super().__init__()
-        self.experts = RoutedExperts()
+        self.experts = kind()
 
     def construct(self, *inputs):
         return self.experts(*inputs)
@@ -94,6 +133,38 @@ def test_dynamic_shapes(mode, reference):
         inputs = case((*rows, 24))
         found = values(net(*map(Tensor, inputs)))
         assert_near(found, expected_of(reference, inputs), "float32", 64 * 9 * 24)
+
+
+def test_dynamic_shapes_in_nf4(graph_mode, reference):
+    net = Net(Nf4RoutedExperts)
+    _, _, _, *held, _ = map(Tensor, packed(case((1, 24)))[0])
+    net.set_inputs(
+        Tensor(shape=[None, None, 24], dtype=ms.float32),
+        Tensor(shape=[None, 2], dtype=ms.int32),
+        Tensor(shape=[None, 2], dtype=ms.float32),
+        *held,
+        Tensor(shape=[None], dtype=ms.int32),
+    )
+    for rows in ((1, 5), (7, 1)):
+        inputs, decoded = packed(case((*rows, 24)))
+        assert_near(values(net(*map(Tensor, inputs))), expected_of(reference, decoded), "float32", 64 * 9 * 24)
+
+
+@pytest.mark.parametrize(
+    "at, shape, message",
+    [
+        (3, (EXPERTS * 8, 64), "the number of blocks of a row is 1 in one input and 2 in another."),
+        (4, (EXPERTS * 8 - 1, 1), "the number of rows is 40 in one input and 39 in another."),
+        (5, (2,), "the number of groups is 1 in one input and 2 in another."),
+        (7, (EXPERTS * 9 + 1, 32), "the number of rows is 45 in one input and 46 in another."),
+        (11, (SLOTS, 30, 25), "K + N is 26 in one input and 25 in another."),
+    ],
+)
+def test_refused_shapes_in_nf4(library, graph_mode, at, shape, message):
+    inputs, _ = packed(case((3, 8)))
+    inputs[at] = np.zeros(shape, inputs[at].dtype)
+    with refused_by_kernel(f"mindlora routed_experts: {re.escape(message)}"):
+        Net(Nf4RoutedExperts)(*map(Tensor, inputs)).asnumpy()
 
 
 @pytest.mark.parametrize(

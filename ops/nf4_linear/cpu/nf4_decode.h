@@ -2,7 +2,7 @@
 // A block of 64 weights of a row is 32 bytes: byte i holds weight i in its low half and weight 32 + i in its high one,
 // so that kWidth bytes are two whole vectors of weights. See mindlora/numerics/nf4.py.
 
-constexpr int64_t kBlock = 64, kBytes = kBlock / 2, kGroup = 256;
+constexpr int64_t kBlock = 64, kBytes = kBlock / 2;
 
 // Dettmers et al., QLoRA, 2023: quantiles of a normal distribution, scaled to [-1, 1], with an exact zero.
 alignas(64) static const float kNf4[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
@@ -17,13 +17,14 @@ struct Nf4 {
     const float* scales;
     const float* offsets;
     int64_t blocks;  // of a row
+    int64_t group;   // blocks that share a scale and an offset
 };
 
 // absmax = offset + scale * code for `count` blocks from block `first` of the whole weight.
 MINDLORA_INLINE void ReadAbsmax(const Nf4& w, int64_t first, int64_t count, float* to)
 {
     for (int64_t i = 0; i < count;) {
-        const int64_t group = (first + i) / kGroup, end = std::min(count, (group + 1) * kGroup - first);
+        const int64_t group = (first + i) / w.group, end = std::min(count, (group + 1) * w.group - first);
         const float scale = w.scales[group], offset = w.offsets[group];
         for (; i < end; ++i) to[i] = offset + scale * w.absmax[first + i];
     }

@@ -4,6 +4,7 @@
 #include "cpu_common/aot.h"
 #include "cpu_common/isa.h"
 #include "cpu_common/tasks.h"
+#include "nf4_linear/cpu/nf4_groups.h"
 #define MINDLORA_KERNEL "nf4_linear/cpu/nf4_linear_kernel.h"
 #include "cpu_common/for_each_isa.h"
 
@@ -14,9 +15,9 @@ constexpr char kOp[] = "nf4_linear";
 // In the gradient kX is dy, and the last input may be x.
 enum { kX, kCodes, kAbsmax, kScales, kOffsets, kBias, kLike = kBias };
 constexpr int kWithoutBias = 6, kWithBias = 7;  // tensors of one call, y included
-constexpr int64_t kBlock = 64, kBytes = 32, kGroup = 256;
+constexpr int64_t kBlock = 64, kBytes = 32;
 
-int64_t Over(int64_t value, int64_t divisor) { return value < 0 ? -1 : (value + divisor - 1) / divisor; }
+int64_t Over(int64_t value, int64_t divisor) { return value < 0 ? -1 : Nf4Over(value, divisor); }
 
 void CheckWeight(const Shapes& s)
 {
@@ -26,9 +27,12 @@ void CheckWeight(const Shapes& s)
     s.CheckRank(kOffsets, "offsets", 1);
     s.CheckSame("N", s.At(kCodes, 0), s.At(kAbsmax, 0));
     s.CheckSame("the number of blocks of a row", Over(s.At(kCodes, 1), kBytes), s.At(kAbsmax, 1));
-    const int64_t rows = s.At(kAbsmax, 0), blocks = s.At(kAbsmax, 1);
-    s.CheckSame("the number of groups", rows < 0 || blocks < 0 ? -1 : Over(rows * blocks, kGroup), s.At(kScales, 0));
-    s.CheckSame("the number of groups", s.At(kScales, 0), s.At(kOffsets, 0));
+    const int64_t rows = s.At(kAbsmax, 0), blocks = s.At(kAbsmax, 1), groups = s.At(kScales, 0);
+    const bool known = rows >= 0 && blocks >= 0 && groups >= 0;
+    if (known && Nf4GroupOf(rows * blocks, groups) == 0) {
+        s.CheckSame("the number of groups", Over(rows * blocks, kNf4Group), groups);
+    }
+    s.CheckSame("the number of groups", groups, s.At(kOffsets, 0));
 }
 
 void CheckForward(const Shapes& s)
@@ -64,9 +68,10 @@ void CheckDtypes(const char** dtypes)
 }
 
 // The same struct in the namespace of every instruction set.
-#define MINDLORA_NF4(data, s)                                                               \
-    {static_cast<const uint8_t*>(data[kCodes]), static_cast<const uint8_t*>(data[kAbsmax]), \
-        static_cast<const float*>(data[kScales]), static_cast<const float*>(data[kOffsets]), s.At(kAbsmax, 1)}
+#define MINDLORA_NF4(data, s)                                                                                  \
+    {static_cast<const uint8_t*>(data[kCodes]), static_cast<const uint8_t*>(data[kAbsmax]),                    \
+        static_cast<const float*>(data[kScales]), static_cast<const float*>(data[kOffsets]), s.At(kAbsmax, 1), \
+        Nf4GroupOf(s.At(kAbsmax, 0) * s.At(kAbsmax, 1), s.At(kScales, 0))}
 
 void RunGrad(int count, int wanted, void** data, const Shapes& s, const char** dtypes, int64_t columns)
 {

@@ -1,26 +1,5 @@
-// The kernel of routed_experts. Included by for_each_isa.h, once in the namespace of each instruction set.
-
-// out[t][n - start] = token[t] . w[n] for rows start to end of w and `count` tokens.
-template <class W>
-static void ExpertRows(
-    const float* const* token, int64_t count, const W* w, int64_t in, int64_t start, int64_t end, float* const* out)
-{
-    for (int64_t n = start; n < end; n += kVectors) {
-        const W* rows[kVectors];
-        RowsAt(w, n, end, in, rows);
-        PrefetchNext(rows, in);
-        for (int64_t t = 0; t < count; t += kRows) {
-            WithRows(std::min<int64_t>(kRows, count - t), [&](auto constant) {
-                constexpr int kM = decltype(constant)::value;
-                Vec acc[kM][kVectors] = {};
-                Dots<kM, kVectors>(token + t, rows, in, acc);
-                for (int i = 0; i < kVectors && n + i < end; ++i) {
-                    for (int m = 0; m < kM; ++m) out[t + m][n + i - start] = Sum(acc[m][i]);
-                }
-            });
-        }
-    }
-}
+// The kernel of routed_experts. Included once in the namespace of each instruction set, after ExpertProduct for the
+// weights, W: out[t][n - start] = token[t] . (output n of the expert), for outputs start to end.
 
 // low = scale * A x, if the token has an adapter.
 static void ShrinkOne(const ExpertPairs& pairs, const Pair& pair, const float* x, int64_t in, float* low)
@@ -39,7 +18,7 @@ static void ExpandOne(
 
 // `work` holds tokens and their experts, those of one expert together.
 template <class W>
-static void RoutedExperts(const float* x, const float* weights, const W* gate_up, const W* down,
+static void RoutedExperts(const float* x, const float* weights, const W& gate_up, const W& down,
     const ExpertPairs& gate_up_pairs, const ExpertPairs& down_pairs, const std::vector<Pair>& work, int64_t tokens,
     int64_t each, int64_t hidden, int64_t inner, int threads, float* y)
 {
@@ -55,7 +34,7 @@ static void RoutedExperts(const float* x, const float* weights, const W* gate_up
         while (end < count && work[end].expert == work[start].expert) ++end;
         groups.emplace_back(start, end - start);
     }
-    constexpr int64_t kRange = 64;
+    constexpr int64_t kRange = W::kRange;
     const int64_t inner_ranges = (inner + kRange - 1) / kRange, output_ranges = (hidden + kRange - 1) / kRange;
     const int64_t group_count = static_cast<int64_t>(groups.size());
 #pragma omp parallel num_threads(threads)
@@ -71,15 +50,15 @@ static void RoutedExperts(const float* x, const float* weights, const W* gate_up
         for (int64_t task = 0; task < group_count * inner_ranges; ++task) {
             const auto [first, size] = groups[task / inner_ranges];
             const int64_t start = task % inner_ranges * kRange, end = std::min(inner, start + kRange);
-            const W* w = gate_up + work[first].expert * 2 * inner * hidden;
+            const int64_t expert = work[first].expert;
             token.resize(size), gate.resize(size), out.resize(size), gates.resize(size * kRange);
             for (int64_t i = 0; i < size; ++i) {
                 token[i] = x + work[first + i].at / each * hidden;
                 gate[i] = gates.data() + i * kRange;
                 out[i] = inside + work[first + i].at * inner + start;
             }
-            ExpertRows(token.data(), size, w, hidden, start, end, gate.data());
-            ExpertRows(token.data(), size, w + inner * hidden, hidden, start, end, out.data());
+            ExpertProduct(gate_up, expert, token.data(), size, start, end, gate.data());
+            ExpertProduct(gate_up, expert, token.data(), size, inner + start, inner + end, out.data());
             for (int64_t i = 0; i < size; ++i) {
                 const Pair& pair = work[first + i];
                 const float* shrunk = low + (first + i) * gate_up_pairs.max_rank;
@@ -101,7 +80,7 @@ static void RoutedExperts(const float* x, const float* weights, const W* gate_up
                 token[i] = inside + work[first + i].at * inner;
                 out[i] = outputs + work[first + i].at * hidden + start;
             }
-            ExpertRows(token.data(), size, down + work[first].expert * hidden * inner, inner, start, end, out.data());
+            ExpertProduct(down, work[first].expert, token.data(), size, start, end, out.data());
             for (int64_t i = 0; i < size; ++i) {
                 ExpandOne(down_pairs, work[first + i], down_low + (first + i) * down_pairs.max_rank, inner, start,
                     end - start, out[i]);

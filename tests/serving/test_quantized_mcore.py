@@ -1,0 +1,265 @@
+"""NF4 bases of mcore models, served: weights are what the file decodes to, tokens those of these in float."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from mindlora import LoraConfig, apply_lora, save_lora
+from mindlora.adapters import files
+from mindlora.adapters.adapter import Adapter
+from mindlora.base.convert import convert_base
+from mindlora.base.quantize import quantize_checkpoint
+from mindlora.errors import CheckpointError, ConfigError
+from mindlora.formats.safetensors_file import write_arrays
+from mindlora.load_base import load_base
+from mindlora.nn.nf4 import NF4Dense, nf4_array
+from mindlora.nn.tree import lora_cells
+from mindlora.numerics.nf4 import Nf4Array, dequantize
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.build import make_engine
+from mindlora.serving.network import build_network, stacked_experts
+from mindlora.serving.quantized_network import quantize_as
+from mindlora.serving.request import Sampling
+from mindlora.serving.settings import EngineSettings
+from tests.conftest import in_mode
+from tests.support import mcore_networks, moe_cpu, tiny_serving
+from tests.support.llama_checkpoints import load, save_base
+from tests.support.networks import randomize
+
+# Three blocks in a row, so that groups of 256 cross rows; the border of gate and up is within a block.
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, EXPERTS, EXPERT_INNER, VOCAB = 192, 4, 2, 48, 80, 3, 40, 384
+ROWS = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "pad_token_id": 0,
+}
+ROUTED = {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": EXPERT_INNER,
+    "norm_topk_prob": True,
+    "moe_router_pre_softmax": True,
+}
+MODELS = {
+    "qwen3": {"architectures": "Qwen3ForCausalLM"},
+    "qwen3-moe": {"architectures": "Qwen3MoeForCausalLM", **ROUTED},
+    "qwen2": {"architectures": "Qwen2ForCausalLM", "add_qkv_bias": True},
+    "glm4": {"architectures": "Glm4ForCausalLM", "attention_bias": True, "position_embedding_type": "partial_rope"},
+}
+SETTINGS = EngineSettings(seq_length=96, block_size=8, max_running=8, max_tokens_per_step=300, slots=3, max_rank=8)
+# In one batch they are for the graph of many tokens, and those of an answer for that of few.
+PROMPTS = (tuple(range(3, 9)), tuple(range(40, 110)))
+
+
+def node(kind, **keys):
+    return {"model_config": {**COMMON, **MODELS[kind], **keys}}
+
+
+def checkpoint(kind, seed=0):
+    """Returns a model's tensors under Hugging Face's names."""
+    rng, tensors = np.random.default_rng(seed), {}
+
+    def matrix(name, rows, columns, *stack):
+        tensors[name] = rng.normal(0, columns**-0.5, (*stack, rows, columns)).astype(np.float32)
+
+    def norms(*names, size=HIDDEN):
+        tensors.update({f"{name}.weight": 1 + rng.normal(0, 0.1, size).astype(np.float32) for name in names})
+
+    tensors["model.embed_tokens.weight"] = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+    matrix("lm_head.weight", VOCAB, HIDDEN // 9)
+    tensors["lm_head.weight"] = np.tile(tensors["lm_head.weight"], 10)[:, :HIDDEN]
+    norms("model.norm")
+    for layer in range(2):
+        start = f"model.layers.{layer}."
+        for part, rows in ROWS.items():
+            matrix(f"{start}self_attn.{part}.weight", rows, HIDDEN)
+            if kind in ("qwen2", "glm4"):
+                tensors[f"{start}self_attn.{part}.bias"] = rng.normal(0, 0.3, rows).astype(np.float32)
+        matrix(f"{start}self_attn.o_proj.weight", HIDDEN, HEADS * HEAD_DIM)
+        norms(f"{start}input_layernorm", f"{start}post_attention_layernorm")
+        if kind.startswith("qwen3"):
+            norms(f"{start}self_attn.q_norm", f"{start}self_attn.k_norm", size=HEAD_DIM)
+        if kind == "qwen3-moe":
+            matrix(f"{start}mlp.gate.weight", EXPERTS, HIDDEN)
+            matrix(f"{start}mlp.experts.gate_up_proj", 2 * EXPERT_INNER, HIDDEN, EXPERTS)
+            matrix(f"{start}mlp.experts.down_proj", HIDDEN, EXPERT_INNER, EXPERTS)
+            continue
+        matrix(f"{start}mlp.down_proj.weight", HIDDEN, INNER)
+        if kind == "glm4":
+            matrix(f"{start}mlp.gate_up_proj.weight", 2 * INNER, HIDDEN)
+            norms(f"{start}post_self_attn_layernorm", f"{start}post_mlp_layernorm")
+        else:
+            matrix(f"{start}mlp.gate_proj.weight", INNER, HIDDEN)
+            matrix(f"{start}mlp.up_proj.weight", INNER, HIDDEN)
+    return tensors
+
+
+def bases(folder, kind, to="mcore", **options):
+    """Writes a base in NF4, and what it decodes to in float under the same names; returns both paths."""
+    source = save_base(folder / "hf", checkpoint(kind), **COMMON)
+    plain, packed, decoded = (str(folder / f"{name}.safetensors") for name in ("plain", "nf4", "decoded"))
+    convert_base(source, plain, None, to)
+    quantize_checkpoint(plain, packed, **options)
+    write_decoded(packed, plain, decoded)
+    return packed, decoded
+
+
+def write_decoded(packed, plain, path):
+    """Writes what a quantized base decodes to; ``plain`` is the file of which it was made."""
+    found, arrays = load(packed), load(plain)
+    for name, array in arrays.items():
+        if f"{name}_absmax" in found:
+            fields = [found[f"{name}{field}"] for field in ("", "_absmax", "_scales", "_offsets")]
+            arrays[name] = dequantize(Nf4Array(*fields, array.shape))
+    write_arrays(path, arrays, {"format": "ms"})
+
+
+def decoded_weights(network):
+    """Returns name -> W of every quantized weight, as a network in float has it."""
+    weights = {}
+    for path, cell in network.cells_and_names():
+        if isinstance(cell, NF4Dense):
+            weights[f"{path}.weight"] = dequantize(nf4_array(cell))
+    for path, cell in stacked_experts(network).items():
+        for name, (experts, rows, columns) in cell.shapes.items():
+            fields = [getattr(cell, f"{name}{field}").asnumpy() for field in ("", "_absmax", "_scales", "_offsets")]
+            matrix = dequantize(Nf4Array(*fields, (experts * columns, rows)))
+            weights[f"{path}.{name}"] = matrix.reshape(experts, columns, rows).swapaxes(1, 2)
+    return weights
+
+
+@pytest.mark.parametrize(
+    "kind, to",
+    [("qwen3", "mcore"), ("qwen3-moe", "mcore"), ("qwen2", "mcore"), ("qwen2", "mindformers"), ("glm4", "mcore")],
+)
+def test_every_weight_is_what_the_file_decodes_to(tmp_path, kind, to):
+    packed, decoded = bases(tmp_path, kind, to)
+    network, plain = (build_network(node(kind), SETTINGS) for _ in range(2))
+    quantize_as(network, packed)
+    load_base(network, packed)
+    load_base(plain, decoded)
+    weights = decoded_weights(network)
+    expected = {parameter.name: parameter.asnumpy() for parameter in plain.get_parameters()}
+    linear = {name for name in expected if name.endswith("_proj.weight") or ".experts." in name}
+    assert weights.keys() == linear
+    for name, array in weights.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    for parameter in network.get_parameters():
+        if not parameter.name.startswith(tuple(linear)):
+            np.testing.assert_array_equal(parameter.asnumpy(), expected[parameter.name], err_msg=parameter.name)
+
+
+def test_what_was_left_out_stays_in_float(tmp_path):
+    packed, decoded = bases(tmp_path, "qwen3-moe", exclude=["linear_qkv", "experts"])
+    network, plain = (build_network(node("qwen3-moe"), SETTINGS) for _ in range(2))
+    quantize_as(network, packed)
+    load_base(network, packed)
+    load_base(plain, decoded)
+    quantized = {path for path, cell in network.cells_and_names() if isinstance(cell, NF4Dense)}
+    assert quantized == {f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)}
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"):
+        np.testing.assert_array_equal(
+            network.parameters_dict()[name].asnumpy(), plain.parameters_dict()[name].asnumpy()
+        )
+
+
+def test_experts_of_which_one_weight_alone_is_quantized_are_refused(tmp_path):
+    packed, _ = bases(tmp_path, "qwen3-moe", exclude=["mlp.experts.down_proj"])
+    with pytest.raises(ConfigError, match="gate_up_proj in NF4, and the other weight of these experts in float"):
+        quantize_as(build_network(node("qwen3-moe"), SETTINGS), packed)
+
+
+def test_a_base_of_another_model_is_refused(tmp_path):
+    packed, _ = bases(tmp_path, "qwen3")
+    network = build_network(node("qwen3", intermediate_size=96), SETTINGS)
+    quantize_as(network, packed)
+    with pytest.raises(CheckpointError, match="gate_proj.weight is .80, 96. of uint8, and the network needs .96, 96."):
+        load_base(network, packed)
+
+
+def write_adapters(folder, kind):
+    """Writes one adapter on Hugging Face's cells, and one on mcore's joined ones."""
+    joined = {"attention.w_qkv": (HIDDEN, sum(ROWS.values())), "attention.wo": (HEADS * HEAD_DIM, HIDDEN)}
+    cells = {"attention.wq": (HIDDEN, ROWS["q_proj"]), "attention.wv": (HIDDEN, ROWS["v_proj"])}
+    if kind == "qwen3-moe":
+        cells["mlp.experts.weight1"], cells["mlp.experts.weight2"] = (HIDDEN, 2 * EXPERT_INNER), (EXPERT_INNER, HIDDEN)
+    else:
+        cells["feed_forward.w_gate_up"], cells["feed_forward.w2"] = (HIDDEN, 2 * INNER), (INNER, HIDDEN)
+    for seed, (name, shapes) in enumerate({"apart": cells, "joined": joined}.items()):
+        rng, made = np.random.default_rng(seed), Adapter({})
+        for layer in range(2):
+            for cell, (wide, high) in shapes.items():
+                path, stack = f"model.layers.{layer}.{cell}", (EXPERTS,) if "experts" in cell else ()
+                made.tensors[path, "A"] = rng.normal(0, wide**-0.5, (*stack, 4, wide)).astype(np.float32)
+                made.tensors[path, "B"] = rng.normal(0, 0.5, (*stack, high, 4)).astype(np.float32)
+                made.alphas[path] = 8.0
+        form, target = ("peft", name) if name == "apart" else ("mcore", f"{name}.safetensors")
+        files.write(made, str(folder / target), form)
+    return {"apart": str(folder / "apart"), "joined": str(folder / "joined.safetensors")}
+
+
+def answers(kind, path, adapters, quantize):
+    """Returns (adapter, prompt) -> (tokens, logprobs of the prompt's tokens and of these)."""
+    engine = make_engine(
+        node(kind), path, tiny_serving.tokenizer(), AdapterRegistry(None, adapters), SETTINGS, quantize
+    )
+    engine.start()
+    sampling = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    streams = {}
+    for adapter in (None, *adapters):
+        for prompt in PROMPTS:
+            streams[adapter, prompt] = engine.submit(list(prompt), sampling, adapter)
+    found = {}
+    for key, stream in streams.items():
+        pieces = list(stream)
+        sampled = [*pieces[0].prompt_logprobs[1:], *(one for piece in pieces for one in piece.logprobs or ())]
+        found[key] = stream.request.generated, [one.logprob for one in sampled]
+    engine.stop()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "glm4"])
+def test_tokens_are_those_of_the_same_weights_in_float(mindformers, library, tmp_path, kind):
+    packed, decoded = bases(tmp_path, kind)
+    adapters = write_adapters(tmp_path, kind)
+    with in_mode(0):
+        found = answers(kind, packed, adapters, True)
+        expected = answers(kind, decoded, adapters, False)
+    for key, (tokens, logprobs) in expected.items():
+        assert found[key][0] == tokens, key
+        np.testing.assert_allclose(found[key][1], logprobs, atol=1e-3, err_msg=str(key))
+    assert len({tuple(tokens) for tokens, _ in found.values()}) == len(found), "adapters change answers"
+
+
+def test_an_adapter_says_what_it_says_on_the_quantized_network_that_it_was_trained_on(mindformers, library, tmp_path):
+    keys = {**COMMON, **ROUTED, "num_hidden_layers": 1, "max_position_embeddings": 96}
+    plain, packed = str(tmp_path / "plain.safetensors"), str(tmp_path / "nf4.safetensors")
+    tokens = list(PROMPTS[1][: mcore_networks.TINY["seq_length"]])
+    with in_mode(0), moe_cpu.installed():
+        network = mcore_networks.tiny_qwen3_moe(**keys).set_train(False)
+        write_arrays(plain, mcore_networks.arrays(network), {"format": "ms"})
+        config = {"target_modules": "all-linear", "target_parameters": ["mlp.experts"], "lora_rank": 2, "lora_alpha": 1}
+        apply_lora(network, LoraConfig(**config, quantize_base="nf4"))
+        randomize([p for _, cell in lora_cells(network) for p in cell.lora_parameters()])
+        logits = network(Tensor([tokens], ms.int32)).asnumpy().reshape(len(tokens), -1)
+        save_lora(network, tmp_path / "adapter")
+    quantize_checkpoint(plain, packed)
+    with in_mode(0):
+        registry = AdapterRegistry(None, {"adapter": str(tmp_path / "adapter")})
+        model = node("qwen3-moe", num_hidden_layers=1)
+        engine = make_engine(model, packed, tiny_serving.tokenizer(), registry, SETTINGS, True)
+        engine.start()
+        sampling = Sampling(max_tokens=0, prompt_logprobs=1)
+        scored = list(engine.submit(tokens, sampling, "adapter"))[0].prompt_logprobs[1:]
+        engine.stop()
+    expected = logits - np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
+    expected = (expected - logits.max(axis=1, keepdims=True))[range(len(tokens) - 1), tokens[1:]]
+    # MindFormers computes attention in float16, whatever compute_dtype is.
+    np.testing.assert_allclose([one.logprob for one in scored], expected, atol=3e-3 * np.abs(logits).max())
