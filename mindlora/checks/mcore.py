@@ -117,6 +117,9 @@ def _served_changes(config: Mapping[str, Any], architecture: Architecture) -> It
     if rotary.factor < 1:
         needs["position_embedding_type"] = "partial_rope"
         del needs["partial_rotary_factor"]
+    rope = model_config.get("rope_parameters") or {}
+    if "rope_theta" in rope and "rope_theta" not in model_config:
+        yield f"model.model_config.rope_theta: {rope['rope_theta']} (found in rope_parameters, which is not read)"
     for key, needed in {**needs, "rotary_interleaved": rotary.interleaved}.items():
         found = model_config.get(key)
         found = dtype_name(found, key) if found is not None and key == "compute_dtype" else found

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from mindlora.checks.mcore import check_served, model_config_of
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.drafts.folder import read_folder
 from mindlora.drafts.model import CPU, served_content
@@ -26,6 +27,8 @@ MODELS = {
     "qwen3": ("qwen3", {"head_dim": 16, "rope_theta": 1e4}),
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen2.5": ("qwen2", {**LEGACY["qwen2.5"][1], "tie_word_embeddings": True}),
+    # MindFormers' mcore model, from a YAML that names the folder.
+    "qwen2-mcore": LEGACY["qwen2.5"],
     # Positions beyond the original ones, where the scaling of the rotary embedding counts.
     "llama-3.2": LEGACY["llama-3.2"],
 }
@@ -53,6 +56,16 @@ UNTIED = {
 TIED = {
     "tables": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
 }
+
+
+def node_of(name, folder):
+    """Returns the node ``model`` of the YAML by which a folder is served."""
+    if name != "qwen2-mcore":
+        return served_content(read_folder(str(folder)), CPU)["model"]
+    keys = {"add_qkv_bias": True, "rope_theta": 1e6, "params_dtype": "float32", "compute_dtype": "float32"}
+    yaml = {"use_legacy": False, "pretrained_model_dir": str(folder), "model": {"model_config": keys}}
+    assert not list(check_served({**yaml, "context": {"device_target": "CPU"}}))
+    return {"model_config": model_config_of(yaml)}
 
 
 def adapters_for(config):
@@ -141,9 +154,8 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
         config = CLASSIFIER
         peer.make_classifier_adapter(model=model, folder=tmp_path / adapter, task=task, labels=labels, config=config)
     registry = AdapterRegistry(None, {adapter: str(tmp_path / adapter) for adapter in (*adapters, *CLASSIFIERS)})
-    content = served_content(read_folder(str(model)), CPU)
     with in_mode(0):
-        engine = make_engine(content["model"], str(model), load_tokenizer(str(model)), registry, settings_for())
+        engine = make_engine(node_of(name, model), str(model), load_tokenizer(str(model)), registry, settings_for())
         engine.start()
         asked = list(itertools.product((None, *adapters), PROMPTS))
         sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)

@@ -222,6 +222,11 @@ def test_an_adapter_must_have_been_trained_on_the_base(filled, checkpoints, tmp_
             {"architectures": "Glm4ForCausalLM", "position_embedding_type": "rope"},
             "model.model_config.position_embedding_type: partial_rope (found rope)",
         ),
+        # As transformers 5 writes it into config.json.
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "model.model_config.rope_theta: 500000.0 (found in rope_parameters, which is not read)",
+        ),
         ({"rope_scaling": {"type": "yarn"}}, "model.model_config.rope_scaling: null (found {'type': 'yarn'})"),
         (
             {"architectures": "DeepseekV3ForCausalLM"},

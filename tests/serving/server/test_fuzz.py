@@ -16,6 +16,9 @@ BODIES = {
     CHAT: (schemas.ChatRequest, {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}),
     "/v1/embeddings": (text_schemas.EmbeddingRequest, {"model": BASE, "input": "x"}),
     "/v1/score": (text_schemas.ScoreRequest, {"model": BASE, "text_1": "x", "text_2": "y"}),
+    "/v1/classify": (text_schemas.ClassifyRequest, {"model": BASE, "input": "x"}),
+    "/tokenize": (schemas.TokenizeRequest, {"model": BASE, "prompt": "x"}),
+    "/detokenize": (schemas.DetokenizeRequest, {"model": BASE, "tokens": [1]}),
     "/v1/load_lora_adapter": (schemas.LoadAdapterRequest, {"lora_name": "a", "lora_path": "pirate"}),
     "/v1/unload_lora_adapter": (schemas.UnloadAdapterRequest, {"lora_name": "a"}),
 }
