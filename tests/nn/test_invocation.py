@@ -10,6 +10,7 @@ from mindlora.errors import AdapterError, ConfigError, LoraError, MergeError, Un
 from mindlora.nn import invocation
 from mindlora.nn.copies import copy_cells
 from mindlora.nn.invocation import InvocationMarker, InvocationMask, pack_invocations
+from mindlora.nn.noisy_embedding import add_embedding_noise
 from mindlora.nn.tree import lora_cells
 from mindlora.training.stacked import stack_adapters
 from tests.support.lora_dense import Each
@@ -105,6 +106,15 @@ def test_dropout_touches_active_tokens_alone(mode):
     drawn = trained.set_train()(Tensor(ids))[0].asnumpy()
     changed = np.abs(drawn - still).max(-1) > 1e-6
     assert changed.any() and not changed[active(ids, INVOCATION) == 0].any()
+
+
+def test_noise_on_the_embedding_leaves_the_mask(mode):
+    made = network()
+    add_embedding_noise(made, 5)
+    ids = random_ids(4, 9, seed=5)
+    y = made.set_train(False)(Tensor(ids)).asnumpy()
+    made.table.embedding = made.table.embedding.embedding
+    assert_close(y, outputs(made, ids))
 
 
 def test_mindspore_does_not_list_what_describes_a_batch(mode):

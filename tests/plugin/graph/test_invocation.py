@@ -109,6 +109,22 @@ def test_packed_examples_give_what_they_give_alone():
     np.testing.assert_allclose(packed.reshape(alone.shape), alone, rtol=0, atol=2e-5)
 
 
+def test_a_loaded_adapter_learns_preferences_and_is_its_own_reference():
+    """A step in two micro-batches, whose reference copies the adapter and reads the same mask, begins at log 2."""
+    ids = np.stack([batches()[0], batches()[1]], 1)
+    answers = np.full(ids.shape, -1, np.int32)
+    answers[:, 0, 8:], answers[:, 1, 8:] = 0, 1
+    labels = np.where(answers >= 0, ids, -100).astype(np.int32)
+    batch = [Tensor(array) for array in (ids, labels, answers, np.ones((ROWS, 1), np.int32))]
+    with in_mode(ms.GRAPH_MODE):
+        network = make_network(num_layers=1)
+        optimizer = AdamW(network.trainable_params(), 1e-2)
+        step = LoraTrainOneStepCell(network, optimizer, micro_batches=2, preference={"loss": "dpo"})
+        step.set_train()
+        losses = [float(step(*batch)[0].asnumpy()) for _ in range(3)]
+    assert losses[0] == pytest.approx(np.log(2), rel=1e-6) and losses[2] < losses[1] < losses[0]
+
+
 def found_in_rows(tmp_path, rows, tokens):
     """Returns what the checks find in a YAML with these invocation tokens, and rows whose last four labels count."""
     labels = np.where(np.arange(LENGTH + 1) >= LENGTH - 3, rows, -100).astype(np.int32)
