@@ -18,6 +18,11 @@ def loads_by_tensor(config: Mapping[str, Any]) -> bool:
     """Tells whether a run trains an adapter on one device, from safetensors of a legacy Llama without an adapter.
 
     Of a base that is not named, or not there, load_ckpt_format tells whether it will be safetensors.
+
+    What is left to MindFormers draws no weight that is replaced either: where load_checkpoint is set, it builds the
+    network without values, for training and evaluation, and draws after loading what the checkpoint lacks, but without
+    an error. A .ckpt cannot be read tensor by tensor, evaluation has no callback between building and drawing, and
+    slices of ranks and the state of a resumed run are MindFormers' own.
     """
     key, path = base_of(config)
     others = ("use_parallel", "resume_training", "only_save_strategy", "pretrained_model_dir")

@@ -1,10 +1,11 @@
 """Training at real size on a CPU: memory, and time to the first step, against the plan and PEFT; generate.
 
 Each side trains LoRA of rank 16 on all linear cells in a process of its own, from a folder of random bfloat16 weights
-that is made for it and deleted: mindlora-run as a user calls it, PEFT with the Python that MINDLORA_PEERS_PYTHON names.
-"Load" is from the command to the loaded base, "compile" what the first step takes longer than a later one, "peak" the
-greatest resident memory of the process. PEFT has no 4-bit weights on a CPU. Then mindlora generate and transformers
-answer with one token each, from the same folder, in its bfloat16.
+that is made for it and deleted: mindlora-run as a user calls it, MindFormers' own LoRA by MindFormers' Trainer, from
+the same weights under its names, and PEFT with the Python that MINDLORA_PEERS_PYTHON names. "Load" is from the
+command to the loaded base, "compile" what the first step takes longer than a later one, "peak" the greatest resident
+memory of the process. PEFT has no 4-bit weights on a CPU, MindFormers none at all. Then mindlora generate and
+transformers answer with one token each, from the same folder, in its bfloat16.
 """
 
 import argparse
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             figures[name] = {"mindlora": measure_mindlora(size, folder, args.steps)}
             print(line(f"{name}, mindlora", figures[name]["mindlora"]), flush=True)
+            if not size.quantized:
+                figures[name]["MindFormers"] = measure_mindformers(size, folder)
+                print(line(f"{name}, MindFormers", figures[name]["MindFormers"]), flush=True)
             if os.environ.get(PYTHON) and not size.quantized:
                 figures[name]["PEFT"] = measure_peft(folder, args.steps)
                 print(line(f"{name}, PEFT", figures[name]["PEFT"]), flush=True)
@@ -113,6 +117,33 @@ def measure_mindlora(size: Size, folder: str, steps: int) -> Dict[str, float]:
     first = records[0]["tokens"] / records[0]["tokens_per_second"]
     times = [record["time"] for record in records]
     return {**timings(done.began, times[0] - first, times), "peak": done.peak, "plan": make_plan(path).needed}
+
+
+def measure_mindformers(size: Size, folder: str) -> Dict[str, float]:
+    """Returns seconds and bytes of MindFormers' own LoRA on the same weights and rows."""
+    from mindlora.base.convert import convert_base
+
+    base = os.path.join(folder, "mindformers.safetensors")
+    convert_base(os.path.join(folder, "base"), base, None, "mindformers")
+    config = run_yaml(size, base, os.path.join(folder, "rows.mindrecord"))
+    config["model"]["model_config"]["pet_config"] = {
+        "pet_type": "lora",
+        "lora_rank": RANK,
+        "lora_alpha": RANK,
+        "lora_dropout": 0.0,
+        "target_modules": ".*wq|.*wk|.*wv|.*wo|.*w1|.*w2|.*w3",
+        "compute_dtype": "float32",
+        "param_init_type": "float32",
+    }
+    path, times = os.path.join(folder, "mindformers.yaml"), os.path.join(folder, "mindformers_times.json")
+    with open(path, "w", encoding="utf-8") as file:
+        yaml.safe_dump(config, file)
+    script = os.path.join(ROOT, "scripts", "bench", "scale_mindformers.py")
+    done = finished([sys.executable, script, path, times], folder)
+    os.remove(base)
+    with open(times, encoding="utf-8") as file:
+        began, *ends = json.load(file)
+    return {**timings(done.began, began, ends), "peak": done.peak}
 
 
 def measure_peft(folder: str, steps: int) -> Dict[str, float]:
@@ -174,6 +205,8 @@ def finished(command: List[str], folder: str, words: Sequence[str] = ()) -> Fini
     lines: List[str] = []
     began = time.time()
     environment = {**os.environ, "PYTHONPATH": ROOT}
+    # pip compiles what it installs; of a checkout, the first process writes the bytecode.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, cwd=folder, text=True, env=environment, **streams)
     for text in process.stdout:

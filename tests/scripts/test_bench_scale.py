@@ -24,6 +24,8 @@ def test_a_run_in_float_and_one_in_nf4_are_measured(mindformers, tmp_path):
         assert f"{name}, mindlora" in process.stdout
         assert 0 < run["load"] < run["first"] and run["step"] > 0
         assert abs(run["load"] + run["compile"] + run["step"] - run["first"]) < 1e-3
+    theirs = figures["runs"]["quick"]["MindFormers"]
+    assert 0 < theirs["load"] < theirs["first"] and theirs["step"] > 0
     # The second run is tiny: its peak is what the frameworks take.
     real, tiny = (sides["mindlora"] for sides in figures["runs"].values())
     assert tiny["plan"] < 0.01 * GIB < 0.2 * GIB < tiny["peak"] < 2 * GIB
