@@ -12,7 +12,7 @@ assert "mindformers" in sys.modules and "nltk" not in sys.modules
 assert gc.isenabled() and gc.get_freeze_count() > 100000
 from mindformers.core.metric import metric
 
-if hasattr(metric, "sentence_bleu"):  # MindFormers 2.1 does without.
+if hasattr(metric, "SmoothingFunction"):  # MindFormers 2.1 does without.
     words = [["a", "b", "c", "d"]], ["a", "b", "c", "e"]
     here = metric.sentence_bleu(*words, smoothing_function=metric.SmoothingFunction().method3)
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
