@@ -5,7 +5,7 @@ Three paths compute the same result: ``ascend`` (Ascend C kernels), ``cpu`` (C++
 available, it is an error and there is no fallback. MINDLORA_BACKEND_<OPERATOR>, such as MINDLORA_BACKEND_LORA_DELTA,
 does so for one operator and comes first. On an NPU two are exempt, because they have no Ascend kernel of their own:
 for lora_dropout cells use nn.Dropout, and a direct call takes the composed path, as the report shows; multi_lora_linear
-is MindSpore's product and the kernel of multi_lora_delta. Exempt are also the operators of serving in CPU_ONLY: they
+is MindSpore's product and the kernel of multi_lora_delta. Exempt are also the operators in CPU_ONLY: they
 stand in for MindSpore's own, which have kernels for NPUs only, so they have the cpu path or none.
 """
 
@@ -27,6 +27,7 @@ OP_TYPES = {
     "lora_delta": "LoraDelta",
     "lora_dropout": "LoraDropout",
     "lora_linear": "LoraLinear",
+    "masked_attention": "MaskedAttention",
     "multi_lora_delta": "MultiLoraDelta",
     "multi_lora_linear": "MultiLoraLinear",
     "multi_lora_slot_write": "MultiLoraSlotWrite",
@@ -39,6 +40,7 @@ OP_TYPES = {
 }
 # Those on the cpu path alone, and MindSpore's own operators that do the same on an NPU.
 CPU_ONLY = {
+    "masked_attention": "FlashAttentionScore",
     "rms_norm": "RmsNorm",
     "routed_experts": "GroupedMatmul",
     "rotary_embedding": "ApplyRotaryPosEmb",

@@ -1,18 +1,21 @@
-"""rotary_embedding: positions of tokens turned into the angles of their queries and keys, for serving on a CPU."""
+"""rotary_embedding: positions of tokens turned into the angles of their queries and keys, on a CPU."""
 
-from mindspore import Tensor
+from typing import Tuple
 
-from mindlora.ops.operator_cell import OperatorCell, check_dtypes
+from mindspore import Tensor, ops
+
+from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_dtypes
 
 
 class RotaryEmbedding(OperatorCell):
     r"""y = x * cos + rotate_half(x) * sin for each head of D numbers; rotate_half((a, b)) = (-b, a) for halves a, b.
 
-    This is MindSpore's ApplyRotaryPosEmb with cosFormat 2, which has no kernel for a CPU, for one tensor. It has no
-    gradient.
+    This is MindSpore's ApplyRotaryPosEmb with cosFormat 2, which has no kernel for a CPU, for one tensor. Its
+    gradient turns back, dx = dy * cos - rotate_half(dy * sin), and keeps the tables alone, which are constants: theirs
+    is zero.
 
     Inputs:
-        - **x** (Tensor) - Shape [T, heads * D] or [1, T, heads * D]; float32, float16 or bfloat16. Products are in
+        - **x** (Tensor) - Shape [T, heads * D] or [B, T, heads * D]; float32, float16 or bfloat16. Products are in
           float32.
         - **cos** (Tensor) - Shape [T, D]; one of these dtypes, not necessarily that of x.
         - **sin** (Tensor) - Shape and dtype of cos.
@@ -30,7 +33,14 @@ class RotaryEmbedding(OperatorCell):
     op = "rotary_embedding"
     inputs = 3
 
+    def __init__(self):
+        super().__init__()
+        self.grad_kernel = CpuKernel("RotaryEmbeddingGrad", 3)
+
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("x",), (x.dtype,))
         check_dtypes(self.op, self.path, ("cos", "sin"), (cos.dtype, sin.dtype))
         return self.kernel(x, cos, sin)
+
+    def bprop(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, dout: Tensor) -> Tuple[Tensor, ...]:
+        return self.grad_kernel(dout, cos, sin), ops.zeros_like(cos), ops.zeros_like(sin)

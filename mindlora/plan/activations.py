@@ -186,8 +186,11 @@ class Activations:
         self.norm = bytes_of(run.dtype("layernorm_compute_type", "float32"))
         self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
         self.is_legacy = "use_flash_attention" in run.model or run.model.get("type") == "LlamaConfig"
+        # mindlora's operators for training on a CPU: mindlora/plugin/graph/cpu_llama.py.
+        self.has_cpu_operators = run.on_cpu and run.model.get("type") == "LlamaConfig"
         self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.on_cpu
         self.fuses_attention = not self.is_legacy or bool(run.model.get("use_flash_attention"))
+        self.recomputes_scores = self.has_cpu_operators and not self.fuses_attention and self.computes_in_float32()
         chosen = run.chosen_experts
         self.widths = {role_of(path): size[1] for path, size in run.linear.items() if role_of(path) in _LATENTS}
         self.widths |= {role_of(path): chosen * size[2] for path, size in run.experts.items()}
@@ -195,6 +198,10 @@ class Activations:
         for weight in weights:
             layer = layer_of(weight.path)
             self.weights.setdefault(-1 if layer is None else layer, []).append(weight)
+
+    def computes_in_float32(self) -> bool:
+        """Tells whether attention does, in products and softmax."""
+        return self.run.compute_dtype == self.run.dtype("softmax_compute_type", "float32") == "float32"
 
     @property
     def layer_input(self) -> int:
@@ -226,7 +233,9 @@ class Activations:
     def head(self) -> int:
         """Returns the bytes that are kept after the last layer, without the loss."""
         sizes = self.sizes
-        total = self.compute * sizes.outside * sizes.hidden + 4 * sizes.outside
+        total = self.compute * sizes.outside * sizes.hidden
+        if not self.has_cpu_operators:
+            total += 4 * sizes.outside
         if _any_trained(weight for weight in self.weights.get(-1, []) if weight.role == "lm_head"):
             total += self.compute * sizes.tokens * sizes.hidden
         return total
@@ -234,7 +243,10 @@ class Activations:
     def masks(self) -> int:
         """Returns the bytes of what all layers share: the mask and the angles of the rotary embedding."""
         length = self.run.seq_length
-        mask = self.run.rows * self.run.rows_of_model * length * length if self.fuses_attention else 0
+        mask = 0
+        if self.fuses_attention or self.recomputes_scores:
+            element = 4 if self.recomputes_scores else 1
+            mask = self.run.rows * self.run.rows_of_model * length * length * element
         if self.run.model.get("use_attn_mask_compression") or self.run.model.get("use_eod_attn_mask_compression"):
             mask = 2048 * 2048
         head_size = self.run.attention.queries // self.run.attention.heads
@@ -280,6 +292,9 @@ class Activations:
             tokens = self.sizes.outside
             hidden = self.sizes.hidden
             kept = tokens * hidden * self.compute
+            if self.has_cpu_operators:
+                yield Kept(path, kept)
+                return
             # The fused one casts again in the backward; the composed one keeps what it cast.
             yield Kept(f"{path}.cast", kept if self.fuses_norms else tokens * hidden * self.norm, kept)
             yield Kept(f"{path}.rsqrt", tokens * (4 if self.fuses_norms else self.norm))
@@ -288,7 +303,8 @@ class Activations:
         sizes = self.sizes
         element = self.compute
         tokens = sizes.tokens
-        repeated = sizes.queries if sizes.repeats and not self.fuses_attention else sizes.keys
+        is_fused = self.fuses_attention or self.recomputes_scores
+        repeated = sizes.queries if sizes.repeats and not is_fused else sizes.keys
         yield Kept("attention.apply_rotary_emb.add", element * tokens * sizes.queries)
         yield Kept("attention.keys", element * tokens * repeated)
         yield Kept("attention.values", element * tokens * repeated)
@@ -296,7 +312,7 @@ class Activations:
             yield Kept("attention.flash_attention", element * tokens * sizes.queries)
             # The maximum and the sum of each row of scores, eight times each.
             yield Kept("attention.flash_attention", 2 * 8 * 4 * tokens * sizes.heads)
-        else:
+        elif not self.recomputes_scores:
             scores = tokens * self.run.seq_length * sizes.heads
             yield Kept("attention.softmax", scores * self.softmax)
             if self.softmax != element:

@@ -42,7 +42,7 @@ public:
         }
     }
 
-    // A tensor of tokens: [T, width] or, as MindFormers' networks have it, [1, T, width].
+    // A tensor of tokens: [T, width] or, as MindFormers' networks have it, [B, T, width].
     void CheckTokens(int i, const char* name) const
     {
         if (RankKnown(i) && ndims_[i] != 2 && ndims_[i] != 3) {
@@ -61,6 +61,9 @@ public:
         }
         return tokens;
     }
+
+    // The length of its last axis but one: the tokens of one row of a batch.
+    int64_t BeforeLast(int i) const { return shapes_[i][ndims_[i] - 2]; }
 
     // Its width, or -1.
     int64_t Width(int i) const { return RankKnown(i) ? shapes_[i][ndims_[i] - 1] : -1; }

@@ -1,4 +1,6 @@
-"""What rms_norm computes, in NumPy."""
+"""What rms_norm and its gradients compute, in NumPy."""
+
+from typing import Tuple
 
 import numpy as np
 
@@ -16,3 +18,20 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """
     wide = x.astype(np.float64)
     return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * weight.astype(np.float64)
+
+
+def rms_norm_grad(dy: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: float) -> Tuple[np.ndarray, np.ndarray]:
+    """The gradients of sum(y * dy), where y is what rms_norm returns.
+
+    Args:
+        dy (array): [..., H], the gradient of y.
+        x, weight, eps: As in rms_norm.
+
+    Returns:
+        (dx [..., H], dweight [H]), float64.
+    """
+    dy, x, weight = (array.astype(np.float64) for array in (dy, x, weight))
+    factor = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+    scaled = dy * weight
+    dx = factor * (scaled - factor**2 * x * (scaled * x).mean(-1, keepdims=True))
+    return dx, (dy * x * factor).reshape(-1, x.shape[-1]).sum(0)

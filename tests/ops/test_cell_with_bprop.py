@@ -20,6 +20,9 @@ from mindlora.ops import (
 )
 from mindlora.ops.cell_with_bprop import CellWithBprop
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout, LoraDropout
+from mindlora.ops.masked_attention import MaskedAttention
+from mindlora.ops.rms_norm import RmsNorm
+from mindlora.ops.rotary_embedding import RotaryEmbedding
 from tests.support.backward import backward_gradients
 from tests.support.native import normal
 from tests.support.pooled_adapters import pooled, popularity
@@ -59,6 +62,12 @@ def linear_inputs():
     return [*floats((TOKENS, K), (N, K), (R, K), (N, R)), SCALE]
 
 
+def attention_inputs():
+    """Returns q, k, v, mask and scale of masked_attention."""
+    mask = np.triu(np.full((1, 1, TOKENS, TOKENS), -10000, np.float32), 1)
+    return [*floats((1, TOKENS, 4, 6), (1, TOKENS, 2, 6), (1, TOKENS, 2, 6)), mask, SCALE]
+
+
 # How each cell is made, and its inputs.
 CELLS = {
     "lora_delta": (LoraDelta, delta_inputs),
@@ -69,6 +78,9 @@ CELLS = {
     "multi_lora_delta": (MultiLoraDelta, pool_inputs),
     "nf4_linear": (Nf4Linear, packed_linear),
     "nf4_linear_with_bias": (Nf4LinearWithBias, lambda: [*packed_linear(), normal(N, seed=9)]),
+    "masked_attention": (MaskedAttention, attention_inputs),
+    "rms_norm": (RmsNorm, lambda: [*floats((TOKENS, K), (K,)), SCALE]),
+    "rotary_embedding": (RotaryEmbedding, lambda: floats((TOKENS, K), (TOKENS, 14), (TOKENS, 14))),
     "decoded_weight": (lambda: DecodedWeight(3, K, ms.float32), packed_linear),
 }
 

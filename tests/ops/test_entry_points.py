@@ -1,5 +1,7 @@
 """The functions of the CPU library, called in a process of its own: what they refuse, threads, every float16."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,7 @@ def run(process, name, tensors):
 
 
 def test_every_operator_is_called_here():
-    assert set(backend.OP_TYPES.values()) == {name.replace("Like", "").replace("Grad", "") for name in CASES}
+    assert set(backend.OP_TYPES.values()) == {re.sub("(Weight)?Grad|Like", "", name) for name in CASES}
 
 
 def test_version_instruction_set_and_threads(processes, library):
@@ -55,6 +57,14 @@ SHAPES = [
     ("LoraDropout", 0, (9, 13, 10), "lora_dropout: x has 3 dimensions: it must have 2."),
     ("LoraLinear", 1, (260, 255), "lora_linear: K is 256 in one input and 255 in another."),
     ("LoraLinear", 2, (257, 256), "lora_linear: the rank is 257 in one input and 5 in another."),
+    ("MaskedAttention", 1, (2, 70, 4, 40), "masked_attention: the number of heads is 4 in one input and 2 in another."),
+    (
+        "MaskedAttention",
+        3,
+        (2, 1, 70, 69),
+        "masked_attention: the number of tokens is 70 in one input and 69 in another.",
+    ),
+    ("MaskedAttentionGrad", 0, (2, 70, 5, 40), "masked_attention: the shape of y is 5 in one input and 6 in another."),
     ("MultiLoraDelta", 2, (7, 64, 89), "multi_lora_delta: K + N is 90 in one input and 89 in another."),
     ("MultiLoraLinear", 3, (6,), "multi_lora_linear: the number of slots is 7 in one input and 6 in another."),
     ("MultiLoraSlotWrite", 4, (65, 90), "multi_lora_slot_write: rank is 65: the pool takes 1 to 64."),
@@ -62,6 +72,7 @@ SHAPES = [
     ("Nf4LinearGrad", 0, (9, 299), "nf4_linear: N is 299 in one input and 300 in another."),
     ("Nf4LinearGradLike", 5, (9, 300), "nf4_linear: the number of blocks of a row is 5 in one input and 3 in another."),
     ("RmsNorm", 1, (511,), "rms_norm: H is 512 in one input and 511 in another."),
+    ("RmsNormGrad", 0, (299, 512), "rms_norm: the number of rows is 299 in one input and 300 in another."),
     ("RotaryEmbedding", 2, (300, 32), "rotary_embedding: D is 64 in one input and 32 in another."),
     ("KvCacheWrite", 4, (319,), "kv_cache_write: the number of tokens is 320 in one input and 319 in another."),
     ("PagedAttention", 4, (2,), "paged_attention: the number of sequences is 3 in one input and 2 in another."),
@@ -71,12 +82,14 @@ CONTENTS = [
     ("LoraDelta", 2, "float16", "lora_delta: A is float16: it must be float32."),
     ("LoraDropout", 2, [1.0], "lora_dropout: rate is 1.000000: it must be in [0, 1)."),
     ("LoraLinear", 5, "bfloat16", "lora_linear: bias is bfloat16: it must be float32."),
+    ("MaskedAttentionGrad", 4, "float16", "masked_attention: mask is float16: it must be float32."),
     ("MultiLoraDelta", 5, [7] * 9, "multi_lora_delta: row 0 asks for slot 7 of 7."),
     ("MultiLoraLinear", 3, [65] * 7, "multi_lora_linear: rank 65 of slot {} is not 0 to 64."),
     ("MultiLoraSlotWrite", 3, [7], "multi_lora_slot_write: slot is 7: the pool has 7."),
     ("Nf4Linear", 1, "int32", "nf4_linear: codes is int32: it must be uint8."),
     ("Nf4LinearGrad", 3, "float16", "nf4_linear: scales is float16: it must be float32."),
     ("RmsNorm", 0, "int32", "rms_norm: weight is float32: it must be int32."),
+    ("RmsNormWeightGrad", 1, "float16", "rms_norm: x is float16: it must be float32."),
     ("RotaryEmbedding", 0, "int32", "rotary_embedding: dtype is int32: it must be float32, float16 or bfloat16."),
     ("KvCacheWrite", 4, [39] * 319 + [40], "kv_cache_write: slot_mapping has slot 40 for token 319: the cache has 40."),
     ("PagedAttention", 5, [70, 1, 47], "paged_attention: query_lengths sum to 118: query has 119 tokens."),

@@ -1,12 +1,13 @@
-"""rms_norm against its reference: dtypes, instruction sets, modes, dynamic shapes, errors."""
+"""rms_norm and its gradients against the reference: dtypes, instruction sets, modes, dynamic shapes, errors."""
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from mindlora.errors import BackendError
 from mindlora.ops.rms_norm import RmsNorm
+from tests.support.finite_differences import finite_differences
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, tensor, values
 
 EPS = 1e-2  # large enough to show where it is left out
@@ -42,6 +43,33 @@ def test_a_row_has_the_same_bits_among_any_others(isa):
         for rows in (x, x[41:42])
     )
     assert together[41].tobytes() == alone[0].tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_of_the_gradients_are_the_reference(isa, reference, dtype):
+    for shape in ((0, 16), (1, 1), (3, 40), (2, 3, 67), (300, 512)):
+        x, weight = case(shape, dtype)
+        dy = normal(*shape, seed=3, dtype=dtype)
+        inputs = [(dy, dtype), (x, dtype), (weight, dtype), (np.float32([EPS]), "float32")]
+        dx, dweight = reference.rms_norm_grad(dy, x, weight, EPS)
+        assert_near(call("RmsNormGrad", inputs, x.shape, dtype), dx, dtype, 8)
+        assert_near(call("RmsNormWeightGrad", inputs, weight.shape, dtype), dweight, dtype, 8 * len(x))
+
+
+def test_the_reference_of_the_gradients_is_that_of_finite_differences(reference):
+    x, weight = (array.astype(np.float64) for array in case((3, 7)))
+    dy = normal(3, 7, seed=3)
+    for gradient, array in zip(reference.rms_norm_grad(dy, x, weight, EPS), (x, weight)):
+        expected = finite_differences(lambda: (reference.rms_norm(x, weight, EPS) * dy).sum(), array)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_the_cell_gives_both_gradients(mode, reference):
+    x, weight = case((2, 5, 24))
+    dy = normal(2, 5, 24, seed=3)
+    gradients = ops.GradOperation(get_all=True, sens_param=True)(Net())(Tensor(x), Tensor(weight), Tensor(dy))
+    for gradient, expected in zip(gradients, reference.rms_norm_grad(dy, x, weight, EPS)):
+        assert_near(values(gradient), expected, "float32", 80)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

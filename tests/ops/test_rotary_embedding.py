@@ -1,12 +1,13 @@
-"""rotary_embedding against its reference: dtypes, instruction sets, modes, dynamic shapes, errors."""
+"""rotary_embedding and its gradient against the reference: dtypes, instruction sets, modes, dynamic shapes, errors."""
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from mindlora.errors import BackendError
 from mindlora.ops.rotary_embedding import RotaryEmbedding
+from tests.support.finite_differences import finite_differences
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, tensor, values
 
 # (tokens, heads, D)
@@ -35,6 +36,31 @@ def test_the_kernel_is_the_reference(isa, reference, dtype, table_dtype):
         x, cos, sin = case(*shape, dtype, table_dtype)
         y = call("RotaryEmbedding", [(x, dtype), (cos, table_dtype), (sin, table_dtype)], x.shape, dtype)
         assert_near(y, reference.rotary_embedding(x, cos, sin), dtype, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_of_the_gradient_is_the_reference(isa, reference, dtype):
+    for shape in SHAPES:
+        dy, cos, sin = case(*shape, dtype)
+        dx = call("RotaryEmbeddingGrad", [(dy, dtype), (cos, "float32"), (sin, "float32")], dy.shape, dtype)
+        assert_near(dx, reference.rotary_embedding_grad(dy, cos, sin), dtype, 2)
+
+
+def test_the_reference_of_the_gradient_is_that_of_finite_differences(reference):
+    x, cos, sin = (array.astype(np.float64) for array in case(3, 2, 6))
+    dy = normal(3, 12, seed=3)
+    expected = finite_differences(lambda: (reference.rotary_embedding(x, cos, sin) * dy).sum(), x)
+    np.testing.assert_allclose(reference.rotary_embedding_grad(dy, cos, sin), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_each_row_of_a_batch_begins_at_the_first_position(mode, reference):
+    x, cos, sin = case(5, 3, 16)
+    rows = np.stack([x, 2 * x, -x])
+    y = Net()(Tensor(rows), Tensor(cos), Tensor(sin))
+    gradient = ops.GradOperation(sens_param=True)(Net())(Tensor(rows), Tensor(cos), Tensor(sin), Tensor(rows))
+    for i, row in enumerate(rows):
+        assert_near(values(y)[i], reference.rotary_embedding(row, cos, sin), "float32", 4)
+        assert_near(values(gradient)[i], reference.rotary_embedding_grad(row, cos, sin), "float32", 4)
 
 
 def test_many_tokens_on_several_threads(isa, reference):

@@ -40,6 +40,10 @@ def assert_kept(model, pet, recompute, rows, device, make_llama, tmp_path, monke
     nodes = {"runner_config": runner, "context": {"device_target": device}, "recompute_config": recompute}
     run = run_of(model, pet, **nodes)
     network = adapted(make_llama(**{**TINY, **model, "type": None, **parallel(recompute)}, batch_size=rows), pet)
+    if device == "CPU":
+        from mindlora.plugin.graph.cpu_cells import use_cpu_cells
+
+        use_cpu_cells(network)
     tokens = ms.Tensor(np.ones((rows * run.rows_of_model, run.seq_length + 1), np.int32))
     graph = compiled_graph(Step(network.set_train()), [tokens], tmp_path, monkeypatch)
     kept = sum(saved.size for saved in saved_tensors(graph) if "loss-CrossEntropyLoss" not in saved.scope)

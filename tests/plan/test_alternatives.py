@@ -30,7 +30,7 @@ def test_a_tenth_of_the_memory_is_not_filled():
     [
         ({}, 8, 0.5, "recompute all layers"),
         ({}, 8, 0.25, "batch_size 1, gradient_accumulation_steps 8"),
-        ({}, 8, 0.12, "recompute all layers; batch_size 1, gradient_accumulation_steps 8"),
+        ({}, 8, 0.15, "recompute all layers; batch_size 1, gradient_accumulation_steps 8"),
         ({}, 8, 0.07, "QLoRA (quantize_base: nf4); recompute all layers; batch_size 1, gradient_accumulation_steps 8"),
         ({"seq_length": 4}, 1, 0.6, "QLoRA (quantize_base: nf4)"),
         ({"seq_length": 32}, 1, 0.35, "QLoRA (quantize_base: nf4); recompute all layers"),

@@ -54,6 +54,12 @@ def experts() -> Tensors:
     return tokens + pools + [(np.arange(70, dtype=np.int32) % 4 - 1, "int32")]
 
 
+def causal() -> Tensors:
+    """Returns queries, keys, values, a causal mask and a scale: two rows of 70 tokens, six heads on two of keys."""
+    mask = np.triu(np.full((2, 1, 70, 70), -10000, np.float32), 1)
+    return floats((2, 70, 6, 40), (2, 70, 2, 40), (2, 70, 2, 40)) + [(mask, "float32"), SCALE]
+
+
 def cases() -> Dict[str, Tensors]:
     """Returns the inputs and the output of each operator, by the name of its function."""
     slots = np.arange(39, -1, -1, np.int32).repeat(8)
@@ -61,6 +67,8 @@ def cases() -> Dict[str, Tensors]:
         "LoraDelta": floats((40, 53), (40, 37), (5, 37), (53, 5)) + [SCALE] + written(40, 53),
         "LoraDropout": floats((9, 130)) + [(np.int32([7]), "int32"), SCALE] + written(9, 130),
         "LoraLinear": floats((3, 256), (260, 256), (5, 256), (260, 5)) + [SCALE] + floats((260,)) + written(3, 260),
+        "MaskedAttention": causal() + written(2, 70, 6, 40),
+        "MaskedAttentionGrad": floats((2, 70, 6, 40)) + causal() + written(2, 70, 10, 40),
         "MultiLoraDelta": floats((9, 53), (9, 37)) + pool(90, 9) + written(9, 53),
         "MultiLoraLinear": floats((3, 256), (260, 256)) + pool(516, 3) + floats((260,)) + written(3, 260),
         "MultiLoraSlotWrite": [*pool(90, 0)[:3], (np.int32([3]), "int32"), *floats((13, 90)), SCALE]
@@ -69,8 +77,11 @@ def cases() -> Dict[str, Tensors]:
         "Nf4LinearGrad": floats((9, 300)) + nf4(300, 130) + written(9, 192),
         "Nf4LinearGradLike": floats((9, 300)) + nf4(300, 130) + floats((9, 130)) + written(9, 130),
         "RmsNorm": floats((300, 512), (512,)) + [SCALE] + written(300, 512),
+        "RmsNormGrad": floats((300, 512), (300, 512), (512,)) + [SCALE] + written(300, 512),
+        "RmsNormWeightGrad": floats((300, 512), (300, 512), (512,)) + [SCALE] + written(512),
         "RoutedExperts": experts() + written(70, 64),
         "RotaryEmbedding": floats((300, 128), (300, 64), (300, 64)) + written(300, 128),
+        "RotaryEmbeddingGrad": floats((2, 300, 128), (300, 64), (300, 64)) + written(2, 300, 128),
         "KvCacheWrite": floats((320, 60), (320, 60), (5, 8, 3, 20), (5, 8, 3, 20))
         + [(slots, "int32")]
         + written(1, dtype="int32"),

@@ -1,10 +1,12 @@
-"""Cells in place of operators of a MindFormers network for which MindSpore keeps large tables on a CPU."""
+"""Cells in place of operators of a MindFormers network that are many, or keep large tables, on a CPU."""
 
 import mindspore as ms
 from mindformers.core.loss.loss import CrossEntropyLoss, _NLLLoss
 from mindspore import nn, ops
 
 from mindlora.nn.broadcasting import BroadcastAdd, BroadcastMul, BroadcastSub, Softmax, SwapHeads
+from mindlora.plugin.graph.cpu_llama import fuse, fused_problem
+from mindlora.plugin.log import logger
 
 
 class CpuNLLLoss(_NLLLoss):
@@ -18,18 +20,31 @@ class CpuNLLLoss(_NLLLoss):
 def use_cpu_cells(network: nn.Cell) -> None:
     """Replaces operators of a legacy MindFormers network, in place, where it trains on a CPU in graph mode.
 
-    What the network computes stays the same, up to the order of sums in gradients. See mindlora.nn.broadcasting.
+    What the network computes stays the same, up to the order of sums. A Llama gets mindlora's fused operators, if their
+    library is there; what has none gets operators without tables (mindlora.nn.broadcasting).
     """
     if ms.get_context("device_target") != "CPU" or ms.get_context("mode") != ms.GRAPH_MODE:
         return
+    problem = fused_problem()
+    if problem:
+        logger.warning(
+            "Norms and attention will take more memory and time than they need: %s. Build the library of the CPU "
+            "operators with `python -m mindlora.ops.build`.",
+            problem,
+        )
     for _, cell in list(network.cells_and_names()):
-        if getattr(cell, "self_define", False) and hasattr(cell, "rms_norm"):
-            cell.mul, cell.mul2 = BroadcastMul(), BroadcastMul()
-        elif hasattr(cell, "apply_rotary_emb") and not cell.use_flash_attention:
-            cell.transpose, cell.merger_head_transpose = SwapHeads(), SwapHeads()
-            cell.add, cell.softmax = BroadcastAdd(), Softmax()
-            rotary = cell.apply_rotary_emb
-            rotary.mul, rotary.mul_inc, rotary.mul_with_batch_freqs = BroadcastMul(), BroadcastMul(), BroadcastMul()
-        elif isinstance(cell, CrossEntropyLoss):
-            cell._log_softmax.sub = BroadcastSub()
-            cell._nllloss = CpuNLLLoss()
+        if problem or not fuse(cell):
+            _avoid_tables(cell)
+
+
+def _avoid_tables(cell):
+    if getattr(cell, "self_define", False) and hasattr(cell, "rms_norm"):
+        cell.mul, cell.mul2 = BroadcastMul(), BroadcastMul()
+    elif hasattr(cell, "apply_rotary_emb") and not cell.use_flash_attention:
+        cell.transpose, cell.merger_head_transpose = SwapHeads(), SwapHeads()
+        cell.add, cell.softmax = BroadcastAdd(), Softmax()
+        rotary = cell.apply_rotary_emb
+        rotary.mul, rotary.mul_inc, rotary.mul_with_batch_freqs = BroadcastMul(), BroadcastMul(), BroadcastMul()
+    elif isinstance(cell, CrossEntropyLoss):
+        cell._log_softmax.sub = BroadcastSub()
+        cell._nllloss = CpuNLLLoss()

@@ -1,13 +1,11 @@
 // What paged_attention is made of: scores, weights and sums of a tile of up to kKeys keys and a few rows. Included by
 // paged_attention_kernel.h. Every number is a sum in one order, however many rows and vectors are computed together.
 
+#include "cpu_common/exp.h"
+
 constexpr int kKeys = 64;
 
 MINDLORA_INLINE int64_t Rounded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
-
-MINDLORA_INLINE Vec Splat(float value) { return value - Vec{}; }
-
-MINDLORA_INLINE Vec Larger(Vec a, Vec b) { return a > b ? a : b; }
 
 // The largest lane, in all lanes.
 template <int kHalf = kWidth / 2>
@@ -16,22 +14,6 @@ MINDLORA_INLINE Vec Largest(Vec v)
     v = Larger(v, __builtin_shuffle(v, EachLane([](int i) { return i ^ kHalf; })));
     if constexpr (kHalf > 1) v = Largest<kHalf / 2>(v);
     return v;
-}
-
-// e^x for x up to 0: 1 at 0, and 0 below -87. Polynomial: Cephes, expf (Moshier).
-MINDLORA_INLINE Vec Exp(Vec x)
-{
-    const Vec round = Splat(12582912.0f);  // 1.5 * 2^23: what is added to it loses its fraction
-    const Vec n = (x * 1.44269504f + round) - round;
-    const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-    Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    const Vec power = reinterpret_cast<Vec>((__builtin_convertvector(n, Lanes) + 127) << 23);
-    return x < -87.0f ? Vec{} : p * power;
 }
 
 // v[i][j] <-> v[j][i], first in squares of four, for which every processor has instructions.

@@ -1,4 +1,5 @@
-// rotary_embedding on a CPU: y = x cos + rotate_half(x) sin, for each head. Meaning and shapes: ../README.md.
+// rotary_embedding on a CPU: y = x cos + rotate_half(x) sin, for each head, and its gradient. Meaning and shapes:
+// ../README.md.
 #include <omp.h>
 
 #include "cpu_common/aot.h"
@@ -17,8 +18,9 @@ void Check(const Shapes& s)
     s.CheckTokens(kX, "x");
     s.CheckRank(kCos, "cos", 2);
     s.CheckRank(kSin, "sin", 2);
-    s.CheckSame("the number of tokens", s.Tokens(kX), s.At(kCos, 0));
-    s.CheckSame("the number of tokens", s.Tokens(kX), s.At(kSin, 0));
+    const int64_t positions = s.RankKnown(kX) ? s.BeforeLast(kX) : -1;
+    s.CheckSame("the number of tokens", positions, s.At(kCos, 0));
+    s.CheckSame("the number of tokens", positions, s.At(kSin, 0));
     s.CheckSame("D", s.At(kCos, 1), s.At(kSin, 1));
     const int64_t size = s.At(kCos, 1), width = s.Width(kX);
     if (size == 0 || (size > 0 && size % 2 != 0)) {
@@ -29,6 +31,25 @@ void Check(const Shapes& s)
             "x has " + std::to_string(width) + " numbers a token: that is no multiple of D, which is " +
                 std::to_string(size) + " in cos.");
     }
+}
+
+template <bool kGrad>
+int Run(void** data, int* ndims, int64_t** shapes, const char** dtypes)
+{
+    const Shapes s(kOp, ndims, shapes);
+    Check(s);
+    CheckDtype(kOp, "sin", dtypes[kSin], dtypes[kCos]);
+    const int64_t size = s.At(kCos, 1), heads = s.Width(kX) / size;
+    WithElement(kOp, dtypes[kX], [&](auto x_element) {
+        using X = decltype(x_element);
+        WithElement(kOp, dtypes[kCos], [&](auto cos_element) {
+            using C = decltype(cos_element);
+            MINDLORA_DISPATCH(Rotate<kGrad>, static_cast<const X*>(data[kX]), static_cast<const C*>(data[kCos]),
+                static_cast<const C*>(data[kSin]), s.Tokens(kX), s.At(kCos, 0), heads, size / 2, omp_get_max_threads(),
+                static_cast<X*>(data[kY]));
+        });
+    });
+    return 0;
 }
 
 }  // namespace
@@ -45,19 +66,18 @@ MINDLORA_EXPORT int RotaryEmbeddingInferType(std::vector<int> types, AotExtra*) 
 
 MINDLORA_EXPORT int RotaryEmbedding(int, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)
 {
-    using namespace mindlora;
-    const Shapes s(kOp, ndims, shapes);
-    Check(s);
-    CheckDtype(kOp, "sin", dtypes[kSin], dtypes[kCos]);
-    const int64_t size = s.At(kCos, 1), heads = s.Width(kX) / size;
-    WithElement(kOp, dtypes[kX], [&](auto x_element) {
-        using X = decltype(x_element);
-        WithElement(kOp, dtypes[kCos], [&](auto cos_element) {
-            using C = decltype(cos_element);
-            MINDLORA_DISPATCH(RotaryEmbedding, static_cast<const X*>(data[kX]), static_cast<const C*>(data[kCos]),
-                static_cast<const C*>(data[kSin]), s.Tokens(kX), heads, size / 2, omp_get_max_threads(),
-                static_cast<X*>(data[kY]));
-        });
-    });
-    return 0;
+    return mindlora::Run<false>(data, ndims, shapes, dtypes);
+}
+
+MINDLORA_EXPORT std::vector<int64_t> RotaryEmbeddingGradInferShape(int* ndims, int64_t** shapes, AotExtra* extra)
+{
+    return RotaryEmbeddingInferShape(ndims, shapes, extra);
+}
+
+MINDLORA_EXPORT int RotaryEmbeddingGradInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }
+
+MINDLORA_EXPORT int RotaryEmbeddingGrad(
+    int, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)
+{
+    return mindlora::Run<true>(data, ndims, shapes, dtypes);
 }

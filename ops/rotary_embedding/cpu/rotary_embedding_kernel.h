@@ -1,30 +1,33 @@
-// The kernel of rotary_embedding. Included by for_each_isa.h, once in the namespace of each instruction set.
+// The kernels of rotary_embedding. Included by for_each_isa.h, once in the namespace of each instruction set.
 
-// y = x cos + rotate_half(x) sin for the heads of one token.
-template <class X, class C>
+// y = x cos + rotate_half(x) sin for the heads of one token; of a gradient, dx = dy cos - rotate_half(dy sin).
+template <bool kGrad, class X, class C>
 MINDLORA_INLINE void RotateToken(const X* x, const C* cos, const C* sin, int64_t heads, int64_t half, X* y)
 {
     for (int64_t d = 0; d < half; d += kWidth) {
         const int64_t count = half - d;
         const Vec cos_low = LoadUpTo(cos + d, count), cos_high = LoadUpTo(cos + half + d, count);
         const Vec sin_low = LoadUpTo(sin + d, count), sin_high = LoadUpTo(sin + half + d, count);
+        const Vec to_low = kGrad ? sin_high : -sin_low, to_high = kGrad ? -sin_low : sin_high;
         for (int64_t head = 0; head < heads; ++head) {
             const int64_t at = head * 2 * half + d;
             const Vec low = LoadUpTo(x + at, count), high = LoadUpTo(x + at + half, count);
-            StoreUpTo(low * cos_low - high * sin_low, y + at, count);
-            StoreUpTo(high * cos_high + low * sin_high, y + at + half, count);
+            StoreUpTo(low * cos_low + high * to_low, y + at, count);
+            StoreUpTo(high * cos_high + low * to_high, y + at + half, count);
         }
     }
 }
 
-template <class X, class C>
-static void RotaryEmbedding(
-    const X* x, const C* cos, const C* sin, int64_t tokens, int64_t heads, int64_t half, int threads, X* y)
+// The tables have a row for each of `positions` tokens, after which the next row of the batch begins.
+template <bool kGrad, class X, class C>
+static void Rotate(const X* x, const C* cos, const C* sin, int64_t tokens, int64_t positions, int64_t heads,
+    int64_t half, int threads, X* y)
 {
     const int64_t width = heads * 2 * half;
     // Below this many numbers to start threads would cost more than they save.
 #pragma omp parallel for schedule(static) num_threads(threads) if (tokens * width > 32768)
     for (int64_t t = 0; t < tokens; ++t) {
-        RotateToken(x + t * width, cos + t * 2 * half, sin + t * 2 * half, heads, half, y + t * width);
+        const int64_t at = t % positions * 2 * half;
+        RotateToken<kGrad>(x + t * width, cos + at, sin + at, heads, half, y + t * width);
     }
 }
