@@ -67,7 +67,7 @@ MAX_RANK = 256
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 11
+_LIBRARY_VERSION = 12
 # Of a short prompt, or of a step of training with few rows: decode is lora_linear's.
 TOKENS_OF_A_CELL = 512
 # By what a kernel's estimate must exceed that of plain operators, which knows nothing of their launches.

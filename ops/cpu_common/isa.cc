@@ -35,4 +35,4 @@ extern "C" int mindlora_set_isa(int isa)
     return mindlora::CurrentIsa();
 }
 
-extern "C" int mindlora_library_version() { return 11; }
+extern "C" int mindlora_library_version() { return 12; }

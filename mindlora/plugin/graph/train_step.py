@@ -107,6 +107,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         ConfigError: An argument is out of range, or cannot hold in the parallel mode.
     """
 
+    was_compiled = False
+
     def __init__(
         self,
         network: nn.Cell,
@@ -164,7 +166,6 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         self.sums = _transient("sums", np.zeros(counts))
         self.norms = _transient("gradient_norms", np.zeros(len(self.weights))) if record_gradient_norms else None
         self.records_norms = record_gradient_norms
-        self.was_compiled = False
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the step; what the compiler has freed does not stay beside what the first step needs."""
