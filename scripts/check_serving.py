@@ -1,15 +1,17 @@
-"""Many mixed requests to the serving engine, on a small random Llama: is each answer what it is alone?
+"""Many mixed requests to the serving engine, on a small random model: is each answer what it is alone?
 
-    python scripts/check_serving.py --requests 1000
+    python scripts/check_serving.py --requests 1000 --model qwen3-moe
 
-Requests for adapters of many kinds and for the base arrive at random times (by --seed). The engine is too small for
-them, so that requests are preempted and computed again, adapters lose their slots, and beginnings of prompts come from
-the cache; some requests are cancelled. Each answer is compared, token by token, with that of the same request alone in
-an engine with an empty cache, and with that of MindFormers' plain network, without a cache, on merged weights, up to
-the first token at which its two best logits are nearer than 1e-3. Marked adapters say one token whatever they are
-asked, so that what reaches a request from another shows. At the end all blocks and slots must be free.
+Requests of all kinds (tests/support/mixed_kinds.py: drawn, constrained, biased, scored, read, ...) for the base and for
+adapters of many kinds arrive at random times (by --seed). The engine is too small for them, so that requests are
+preempted and computed again, adapters lose their slots, and beginnings of prompts come from the cache; some requests
+are cancelled. Each answer, its log-probabilities and vectors are compared with those of the same request alone in an
+engine with an empty cache. On a Llama, likeliest tokens are also compared with those of MindFormers' plain network,
+without a cache, on merged weights. Where two logits are nearer than 1e-3, either token is right. Marked adapters of the
+Llama say one token whatever they are asked, so that what reaches a request from another shows. At the end all blocks
+and slots must be free.
 
-The exit code is 1 if an answer is wrong, something is not args back, or one of these events did not happen.
+The exit code is 1 if an answer is wrong, something is not given back, or one of these events did not happen.
 """
 
 import argparse
@@ -23,6 +25,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+MODELS = ("llama", "qwen3-moe", "glm4")
+
 
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
@@ -35,9 +39,11 @@ def arguments() -> argparse.Namespace:
         ("blocks", 24, "of the cache, 4 tokens each"),
         ("running", 8, "requests in a step"),
         ("step", 24, "tokens in a step"),
+        ("lookup", 0, "tokens that are guessed at a time, by prompt lookup"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning}. Default: {default}")
     parser.add_argument("--seconds", type=float, help="within which they arrive. Default: a hundred requests a second")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="small and random. Default: %(default)s")
     return parser.parse_args()
 
 
@@ -49,20 +55,24 @@ def main() -> int:
         os.environ.setdefault("LOG_MF_PATH", os.path.join(folder, "log"))
         import mindspore as ms
 
+        from tests.support import mixed_models
+        from tests.support.mixed_kinds import KINDS
         from tests.support.mixed_requests import MixedServing
 
         ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
         sizes = {"slots": args.slots, "num_blocks": args.blocks, "max_running": args.running}
-        served = MixedServing(folder, args.adapters, max_tokens_per_step=args.step, **sizes)
+        sizes.update(max_tokens_per_step=args.step, prompt_lookup=args.lookup)
+        served = MixedServing(folder, mixed_models.MODELS[args.model](args.adapters), KINDS, **sizes)
         served.engine.start()
         begun = time.monotonic()
         verdict = served.judge(served.jobs(args.requests, args.seed, seconds))
         took = time.monotonic() - begun
         served.engine.stop()
-    rows = {"requests": verdict.answers, "tokens": verdict.tokens, **verdict.provoked, "ties": verdict.ties}
+    whole = {f"whole answers: {kind}": count for kind, count in sorted(verdict.kinds.items())}
+    rows = {"requests": verdict.answers, **whole, "tokens": verdict.tokens, **verdict.provoked, "ties": verdict.ties}
     for name, count in {**rows, "defects": len(verdict.defects), "seconds": round(took, 1)}.items():
         print(f"{name:<28}{count:>10}")
-    missing = [name for name, count in verdict.provoked.items() if not count]
+    missing = [name for name, count in {**whole, **verdict.provoked}.items() if not count]
     for problem in [*verdict.defects, *(f"there were no {name}: other sizes would provoke them" for name in missing)]:
         print(problem)
     return 1 if verdict.defects or missing else 0

@@ -7,7 +7,6 @@ from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, save_lora
 from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
 from mindlora.base.convert import convert_base
 from mindlora.base.quantize import quantize_checkpoint
 from mindlora.errors import CheckpointError, ConfigError
@@ -23,82 +22,14 @@ from mindlora.serving.quantized_network import quantize_as
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode
-from tests.support import mcore_networks, moe_cpu, tiny_serving
+from tests.support import mcore_networks, mcore_serving, moe_cpu, tiny_serving
 from tests.support.llama_checkpoints import load, save_base
+from tests.support.mcore_serving import COMMON, FEED_FORWARD, ROUTED, checkpoint, node
 from tests.support.networks import randomize
 
-# Three blocks in a row, so that groups of 256 cross rows; the border of gate and up is within a block.
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, EXPERTS, EXPERT_INNER, VOCAB = 192, 4, 2, 48, 80, 3, 40, 384
-ROWS = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "pad_token_id": 0,
-}
-ROUTED = {
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": EXPERT_INNER,
-    "norm_topk_prob": True,
-    "moe_router_pre_softmax": True,
-}
-MODELS = {
-    "qwen3": {"architectures": "Qwen3ForCausalLM"},
-    "qwen3-moe": {"architectures": "Qwen3MoeForCausalLM", **ROUTED},
-    "qwen2": {"architectures": "Qwen2ForCausalLM", "add_qkv_bias": True},
-    "glm4": {"architectures": "Glm4ForCausalLM", "attention_bias": True, "position_embedding_type": "partial_rope"},
-}
 SETTINGS = EngineSettings(seq_length=96, block_size=8, max_running=8, max_tokens_per_step=300, slots=3, max_rank=8)
 # In one batch they are for the graph of many tokens, and those of an answer for that of few.
 PROMPTS = (tuple(range(3, 9)), tuple(range(40, 110)))
-
-
-def node(kind, **keys):
-    return {"model_config": {**COMMON, **MODELS[kind], **keys}}
-
-
-def checkpoint(kind, seed=0):
-    """Returns a model's tensors under Hugging Face's names."""
-    rng, tensors = np.random.default_rng(seed), {}
-
-    def matrix(name, rows, columns, *stack):
-        tensors[name] = rng.normal(0, columns**-0.5, (*stack, rows, columns)).astype(np.float32)
-
-    def norms(*names, size=HIDDEN):
-        tensors.update({f"{name}.weight": 1 + rng.normal(0, 0.1, size).astype(np.float32) for name in names})
-
-    tensors["model.embed_tokens.weight"] = rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
-    matrix("lm_head.weight", VOCAB, HIDDEN // 9)
-    tensors["lm_head.weight"] = np.tile(tensors["lm_head.weight"], 10)[:, :HIDDEN]
-    norms("model.norm")
-    for layer in range(2):
-        start = f"model.layers.{layer}."
-        for part, rows in ROWS.items():
-            matrix(f"{start}self_attn.{part}.weight", rows, HIDDEN)
-            if kind in ("qwen2", "glm4"):
-                tensors[f"{start}self_attn.{part}.bias"] = rng.normal(0, 0.3, rows).astype(np.float32)
-        matrix(f"{start}self_attn.o_proj.weight", HIDDEN, HEADS * HEAD_DIM)
-        norms(f"{start}input_layernorm", f"{start}post_attention_layernorm")
-        if kind.startswith("qwen3"):
-            norms(f"{start}self_attn.q_norm", f"{start}self_attn.k_norm", size=HEAD_DIM)
-        if kind == "qwen3-moe":
-            matrix(f"{start}mlp.gate.weight", EXPERTS, HIDDEN)
-            matrix(f"{start}mlp.experts.gate_up_proj", 2 * EXPERT_INNER, HIDDEN, EXPERTS)
-            matrix(f"{start}mlp.experts.down_proj", HIDDEN, EXPERT_INNER, EXPERTS)
-            continue
-        matrix(f"{start}mlp.down_proj.weight", HIDDEN, INNER)
-        if kind == "glm4":
-            matrix(f"{start}mlp.gate_up_proj.weight", 2 * INNER, HIDDEN)
-            norms(f"{start}post_self_attn_layernorm", f"{start}post_mlp_layernorm")
-        else:
-            matrix(f"{start}mlp.gate_proj.weight", INNER, HIDDEN)
-            matrix(f"{start}mlp.up_proj.weight", INNER, HIDDEN)
-    return tensors
 
 
 def bases(folder, kind, to="mcore", **options):
@@ -186,20 +117,10 @@ def test_a_base_of_another_model_is_refused(tmp_path):
 
 def write_adapters(folder, kind):
     """Writes one adapter on Hugging Face's cells, and one on mcore's joined ones."""
-    joined = {"attention.w_qkv": (HIDDEN, sum(ROWS.values())), "attention.wo": (HEADS * HEAD_DIM, HIDDEN)}
-    cells = {"attention.wq": (HIDDEN, ROWS["q_proj"]), "attention.wv": (HIDDEN, ROWS["v_proj"])}
-    if kind == "qwen3-moe":
-        cells["mlp.experts.weight1"], cells["mlp.experts.weight2"] = (HIDDEN, 2 * EXPERT_INNER), (EXPERT_INNER, HIDDEN)
-    else:
-        cells["feed_forward.w_gate_up"], cells["feed_forward.w2"] = (HIDDEN, 2 * INNER), (INNER, HIDDEN)
-    for seed, (name, shapes) in enumerate({"apart": cells, "joined": joined}.items()):
-        rng, made = np.random.default_rng(seed), Adapter({})
-        for layer in range(2):
-            for cell, (wide, high) in shapes.items():
-                path, stack = f"model.layers.{layer}.{cell}", (EXPERTS,) if "experts" in cell else ()
-                made.tensors[path, "A"] = rng.normal(0, wide**-0.5, (*stack, 4, wide)).astype(np.float32)
-                made.tensors[path, "B"] = rng.normal(0, 0.5, (*stack, high, 4)).astype(np.float32)
-                made.alphas[path] = 8.0
+    apart = ("attention.wq", "attention.wv", *FEED_FORWARD[kind])
+    joined = ("attention.w_qkv", "attention.wo")
+    for seed, (name, cells) in enumerate({"apart": apart, "joined": joined}.items()):
+        made = mcore_serving.adapter(seed, dict.fromkeys(cells, 4))
         form, target = ("peft", name) if name == "apart" else ("mcore", f"{name}.safetensors")
         files.write(made, str(folder / target), form)
     return {"apart": str(folder / "apart"), "joined": str(folder / "joined.safetensors")}

@@ -8,22 +8,13 @@ from mindlora.serving.request import Reading, Sampling
 from tests.conftest import in_mode
 from tests.serving.test_prompt_scores import text
 from tests.support import tiny_serving
-from tests.support.tiny_serving import HIDDEN, SEQ_LENGTH, adapter, base_weights, merged, save_adapter, save_base
+from tests.support.tiny_serving import SEQ_LENGTH, adapter, base_weights, merged, save_adapter, save_base, with_score
 
-LABELS = 3
-
-
-def classifier(seed, of_tokens=False, **fields):
-    """Returns an adapter with a score head."""
-    rng = np.random.default_rng(seed)
-    made = adapter(seed, **fields)
-    made.saved_modules["score.weight"] = rng.normal(size=(LABELS, HIDDEN)).astype(np.float32)
-    if of_tokens:
-        made.saved_modules["score.bias"] = rng.normal(size=LABELS).astype(np.float32)
-    return made
-
-
-ADAPTERS = {"texts": classifier(1), "words": classifier(2, True, ranks={"attention.wv": 4}), "writer": adapter(3)}
+ADAPTERS = {
+    "texts": with_score(adapter(1)),
+    "words": with_score(adapter(2, {"attention.wv": 4}), of_tokens=True),
+    "writer": adapter(3),
+}
 
 
 @pytest.fixture(scope="module")

@@ -4,44 +4,39 @@ The engine is too small for them on purpose: requests lose their blocks, adapter
 """
 
 import dataclasses
-import itertools
 import os
 import random
 import threading
 import time
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
 from mindlora.serving.request import Sampling
 from tests.support import tiny_serving
-from tests.support.tiny_serving import (
-    LAYERS,
-    SHAPES,
-    Plain,
-    adapter,
-    base_weights,
-    merged,
-    vocabulary,
-    with_magnitudes,
-    with_tables,
-)
+from tests.support.mixed_kinds import KINDS, TIE, differences, grammars
+from tests.support.mixed_models import INVOCATION, Llama
+from tests.support.tiny_serving import vocabulary
 
 PATIENCE = 120  # Seconds that no answer takes but for a defect.
-# Two logits that are nearer than this are a tie: rounding may let either win.
-TIE = 1e-3
-MARKED = ("marked-0", "marked-1", "marked-2")
+REPORT_ALL = 512  # Tokens, more than there are.
+RECENT = 8  # Prompts that others go on with.
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A request to come: after ``arrives`` seconds, and it is cancelled after so many tokens, if at all."""
+    """A request to come: after ``arrives`` seconds, and it is cancelled after so many tokens, if at all.
+
+    ``kind`` is one of KINDS, and ``asked`` the fields of Sampling that it has drawn.
+    """
 
     prompt: Tuple[int, ...]
     adapter: Optional[str]
     new: int
     arrives: float = 0.0
     cancelled_after: Optional[int] = None
+    kind: str = "greedy"
+    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
 
 class Answer:
@@ -52,9 +47,9 @@ class Answer:
 
     def __init__(self, engine, job, **sampling):
         self.job, self.tokens, self.reason, self.error, self._ended = job, [], None, None, threading.Event()
-        self.text, self.logprobs = "", []
+        self.text, self.logprobs, self.prompt_logprobs, self.vectors = "", [], [], None
         self.from_outside = bool(job.cancelled_after and job.cancelled_after % 2)
-        settings = Sampling(**{"max_tokens": job.new, "temperature": 0.0, "ignore_eos": True, **sampling})
+        settings = Sampling(**{"max_tokens": job.new, "temperature": 0.0, "ignore_eos": True, **job.asked, **sampling})
         self.stream = engine.submit(list(job.prompt), settings, job.adapter)
         self.stream.add_listener(self._take)
         if job.cancelled_after == 0:
@@ -64,8 +59,9 @@ class Answer:
         self.tokens += piece.tokens
         self.text += piece.text
         self.logprobs += piece.logprobs or ()
+        self.prompt_logprobs += piece.prompt_logprobs or ()
         if piece.finish_reason is not None:
-            self.reason, self.error = piece.finish_reason, piece.error
+            self.reason, self.error, self.vectors = piece.finish_reason, piece.error, piece.vectors
             self._ended.set()
         elif len(self.tokens) == self.job.cancelled_after:
             if self.from_outside:
@@ -88,52 +84,75 @@ class Answer:
 
 @dataclasses.dataclass
 class Verdict:
-    """What was found. ``provoked`` must all be above zero, and ``defects`` empty."""
+    """What was found. ``kinds`` counts whole answers. ``provoked`` must all be above zero, and ``defects`` empty."""
 
     answers: int = 0
     tokens: int = 0
     ties: int = 0
+    kinds: Dict[str, int] = dataclasses.field(default_factory=dict)
     provoked: Dict[str, int] = dataclasses.field(default_factory=dict)
     defects: List[str] = dataclasses.field(default_factory=list)
 
 
 class MixedServing:
-    """A small base with adapters of many kinds, the engine that serves them, and the merged models as an oracle.
+    """A small model with adapters of many kinds, the engine that serves them, and the merged models as an oracle.
 
     Args:
         folder (str): Where to write base and adapters.
-        adapters (int): How many, besides the marked ones. Default: 4, pairs alone; from the fifth on DoRAs and
-            own tables are among them, for which further graphs are compiled.
+        model (object): Of mixed_models. Default: Llama().
+        kinds (iterable of str): Of KINDS: what is asked. Default: greedy answers.
         sizes: EngineSettings'.
     """
 
-    def __init__(self, folder, adapters=4, **sizes):
-        self.base = base_weights()
+    def __init__(self, folder, model=None, kinds=("greedy",), **sizes):
+        self.model = model or Llama()
         self.folder = os.path.join(str(folder), "adapters")
-        made = {f"adapter-{number}": _kind(number) for number in range(adapters)}
-        self.marks = {}
-        for name, (mark, one) in zip(MARKED, _marked(self.base)):
-            made[name], self.marks[name] = one, mark
-        for name, one in made.items():
+        for name, one in self.model.adapters.items():
             tiny_serving.save_adapter(self.folder, name, one)
-        self.names = [None, *made]
-        self._weights = {name: merged(self.base, one) for name, one in made.items()}
-        self._weights[None] = self.base
-        checkpoint = tiny_serving.save_base(os.path.join(str(folder), "base.ckpt"), self.base)
-        self.engine = tiny_serving.engine(checkpoint, self.folder, **{"num_blocks": 24, **sizes})
-        self.plain = Plain()
+        others = {*self.model.classifiers, *self.model.activated}
+        # Those that answer whatever they are asked.
+        self.names = [None, *(name for name in self.model.adapters if name not in others)]
+        self.kinds, self._grammars = list(kinds), grammars(kinds)
+        checkpoint = self.model.write(str(folder))
+        sizes = {"num_blocks": 24, **sizes}
+        self.engine = tiny_serving.engine(checkpoint, self.folder, self.model.node, **sizes)
 
     def jobs(self, count, seed, seconds):
-        """Returns requests that arrive within so many seconds, ordered by time."""
+        """Returns requests that arrive within so many seconds, ordered by time.
+
+        A third of them go on with an earlier one's prompt, as turns of a dialogue do: else few tokens would come from
+        the cache, and on some runs none.
+        """
         rng = random.Random(seed)
         beginnings = [_tokens(rng, 13) for _ in range(3)]
-        result = []
+        openings, jobs = {False: [], True: []}, []
         for arrives in sorted(rng.uniform(0, seconds) for _ in range(count)):
-            prompt = rng.choice([(), (), *beginnings]) + _tokens(rng, rng.randint(1, 17))
-            new = rng.randint(1, 18)
-            cancelled = rng.randrange(new) if rng.random() < 0.15 else None
-            result.append(Job(prompt, rng.choice(self.names), new, arrives, cancelled))
-        return result
+            kind = rng.choice(self.kinds)
+            is_of_classes = KINDS[kind].is_of_classes
+            recent = openings[is_of_classes][-RECENT:]
+            if recent and rng.random() < 1 / 3:
+                adapter, prompt = rng.choice(recent)
+                prompt += _tokens(rng, rng.randint(1, 4))
+            else:
+                adapter = rng.choice(self.model.classifiers if is_of_classes else [*self.names, *self.model.activated])
+                prompt = self._prompt(rng, adapter, beginnings)
+                openings[is_of_classes].append((adapter, prompt))
+            jobs.append(self._job(rng, kind, adapter, prompt, arrives))
+        return jobs
+
+    def _prompt(self, rng, adapter, beginnings):
+        prompt = rng.choice([(), (), *beginnings]) + _tokens(rng, rng.randint(2, 17))
+        if adapter in self.model.activated:
+            prompt += INVOCATION + _tokens(rng, rng.randint(0, 3))
+        return prompt
+
+    def _job(self, rng, kind, adapter, prompt, arrives):
+        asked = KINDS[kind].draw(rng)
+        if kind in self._grammars:
+            asked["grammar"] = self._grammars[kind]
+        new = asked.get("max_tokens", rng.randint(1, 18))
+        cancelled = rng.randrange(new or 1) if rng.random() < 0.15 else None
+        return Job(prompt, adapter, new, arrives, cancelled, kind, asked)
 
     def together(self, jobs):
         """Sends requests at their times; returns the answers when all have come."""
@@ -145,19 +164,28 @@ class MixedServing:
 
     def alone(self, job, **sampling):
         """Returns the tokens of a request that has the engine, with an empty cache, for itself."""
-        pool = self.engine.scheduler.pool
+        return self.answer_alone(job, **sampling).tokens
+
+    def answer_alone(self, job, **sampling):
+        """As alone; returns the whole answer, of an engine that guesses no tokens."""
+        scheduler = self.engine.scheduler
+        pool, lookup = scheduler.pool, scheduler.prompt_lookup
         pool.free(pool.allocate(pool.blocks_available))
-        answer = Answer(self.engine, dataclasses.replace(job, cancelled_after=None), **sampling).wait()
+        scheduler.prompt_lookup = 0
+        try:
+            answer = Answer(self.engine, dataclasses.replace(job, cancelled_after=None), **sampling).wait()
+        finally:
+            scheduler.prompt_lookup = lookup
         assert answer.stream.request.cached == 0
-        return answer.tokens
+        return answer
 
     def of_model(self, job, tokens):
         """Returns (at, is a tie) of the first token that is not the merged model's or where its logits tie, or None."""
-        return self.of_weights(self._weights[job.adapter], job, tokens)
+        return self.of_weights(self.model.weights[job.adapter], job, tokens)
 
     def of_weights(self, weights, job, tokens):
         """As of_model, for weights that are given."""
-        logits = self.plain.logits(weights, [*job.prompt, *tokens[:-1]])[len(job.prompt) - 1 :]
+        logits = self.model.plain.logits(weights, [*job.prompt, *tokens[:-1]])[len(job.prompt) - 1 :]
         for at, (row, token) in enumerate(zip(logits, tokens)):
             second, first = np.partition(row, -2)[-2:]
             if first - second < TIE or row.argmax() != token:
@@ -176,6 +204,8 @@ class MixedServing:
             "cancelled before an answer": sum(a.reason == "cancelled" and not a.tokens for a in answers),
             "cancelled within one": sum(a.reason == "cancelled" and bool(a.tokens) for a in answers),
         }
+        if self.engine.scheduler.prompt_lookup:
+            verdict.provoked["guessed tokens"] = after.accepted_tokens - before.accepted_tokens
         for answer in sorted(answers, key=lambda answer: str(answer.job.adapter)):
             self._compare(answer, verdict)
         verdict.defects += returned(self.engine)
@@ -184,21 +214,32 @@ class MixedServing:
     def _compare(self, answer, verdict):
         job, tokens = answer.job, answer.tokens
         verdict.tokens += len(tokens)
-        ends = {"length"} if job.cancelled_after is None else {"cancelled"}
-        # One from outside may come too late.
-        ends |= {"length"} if answer.from_outside else set()
-        if answer.reason not in ends or (answer.reason == "length" and len(tokens) != job.new):
-            verdict.defects.append(f"{job}: it ended with {answer.reason} ({answer.error}) after {len(tokens)} tokens")
-        alone = self.alone(job)
-        left = self.of_model(job, tokens) if tokens else None
+        verdict.kinds[job.kind] = verdict.kinds.get(job.kind, 0) + (answer.reason != "cancelled")
+        problems = differences(answer, self.answer_alone(job, logprobs=REPORT_ALL))
+        if not _ends_rightly(answer):
+            problems.append(f"it ended with {answer.reason} ({answer.error}) after {len(tokens)} tokens")
+        if KINDS[job.kind].is_of_logits:
+            problems += self._unlike_the_model(job, tokens, verdict)
+        verdict.defects += [f"{job}: {problem}" for problem in problems]
+
+    def _unlike_the_model(self, job, tokens, verdict):
+        """Returns how tokens, each the likeliest one, differ from the merged model's and from an adapter's mark."""
+        problems = []
+        mark = self.model.marks.get(job.adapter)
+        if mark is not None and set(tokens) - {mark}:
+            problems.append(f"the mark is {mark}, the answer {tokens}")
+        left = self.of_model(job, tokens) if tokens and job.adapter in self.model.weights else None
         verdict.ties += bool(left and left[1])
         if left and not left[1]:
-            verdict.defects.append(f"{job}: token {left[0]} of {tokens} is not the merged model's")
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, alone)))
-        if same < len(tokens) and not (left and left[0] <= same):
-            verdict.defects.append(f"{job}: alone it is {alone}, with others {tokens}")
-        if job.adapter in self.marks and set(tokens) - {self.marks[job.adapter]}:
-            verdict.defects.append(f"{job}: the mark is {self.marks[job.adapter]}, the answer {tokens}")
+            problems.append(f"token {left[0]} of {tokens} is not the merged model's")
+        return problems
+
+
+def _ends_rightly(answer):
+    if answer.job.cancelled_after is None:
+        return answer.reason in ("length", "stop")
+    # A cancellation from another thread, and one of an answer that its stop string ends, may come too late.
+    return answer.reason == "cancelled" or (answer.error is None and (answer.from_outside or answer.reason == "stop"))
 
 
 def returned(engine):
@@ -218,40 +259,3 @@ def returned(engine):
 
 def _tokens(rng, count):
     return tuple(rng.randrange(3, vocabulary()) for _ in range(count))
-
-
-def _kind(number):
-    """Returns an adapter of the kind that its number says."""
-    kinds = (
-        {"ranks": {leaf: 1 + rank for rank, leaf in enumerate(SHAPES)}},
-        {"ranks": {"attention.wq": 16, "attention.wv": 3}, "use_rslora": True, "size": 0.3},
-        {"ranks": {"feed_forward.w1": 7, "feed_forward.w2": 2}, "alphas": {"feed_forward.w1": 20.0}},
-        {"layers": [1]},
-        {"ranks": {"attention.wo": 5, "feed_forward.w3": 2}, "with": with_magnitudes},
-        {"ranks": {"attention.wk": 3}, "with": with_tables},
-    )
-    fields = dict(kinds[number % len(kinds)])
-    changed = fields.pop("with", None)
-    made = adapter(number, **fields)
-    return changed(made, number) if changed else made
-
-
-def _marked(weights):
-    """Yields (token, adapter): whatever it is asked, the adapter says this token again and again.
-
-    The first number of each hidden state is known to be positive. It alone brings one large vector into the values of
-    the last attention, each of which then carries the mark, in the cache too.
-    """
-    path, rng, used = f"model.layers.{LAYERS - 1}.attention.", np.random.default_rng(7), set()
-    while True:
-        values = rng.normal(size=(2, 8)).astype(np.float32)
-        hidden = weights[f"{path}wo.weight"] @ np.repeat(values, 2, axis=0).reshape(-1)
-        hidden *= np.sqrt(len(hidden)) / np.linalg.norm(hidden)
-        logits = weights["lm_head.weight"] @ (hidden * weights["model.norm_out.weight"])
-        mark, (second, first) = int(logits.argmax()), np.partition(logits, -2)[-2:]
-        if first - second > 2 and mark not in used:
-            used.add(mark)
-            one = adapter(0, {"attention.wv": 1}, {"attention.wv": 40.0}, layers=[LAYERS - 1])
-            one.tensors[f"{path}wv", "A"] = np.eye(1, SHAPES["attention.wv"][1], dtype=np.float32)
-            one.tensors[f"{path}wv", "B"] = values.reshape(-1, 1)
-            yield mark, one

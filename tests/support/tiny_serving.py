@@ -114,12 +114,21 @@ def with_head(made, rank=3):
     return made
 
 
-def with_tables(made, seed=0):
-    """Gives an adapter an embedding and a head of its own, and returns it."""
-    base = base_weights()
+def with_tables(made, seed=0, base=None):
+    """Gives an adapter an embedding and a head of its own, near those of a base (base_weights), and returns it."""
+    base = base or base_weights()
     rng = np.random.default_rng(seed)
     for name in ("model.tok_embeddings.embedding_weight", "lm_head.weight"):
         made.saved_modules[name] = base[name] + 0.3 * rng.normal(size=base[name].shape).astype(np.float32)
+    return made
+
+
+def with_score(made, hidden=HIDDEN, of_tokens=False):
+    """Makes a classifier of an adapter, with three labels, and returns it."""
+    rng = np.random.default_rng(hidden)
+    made.saved_modules["score.weight"] = rng.normal(size=(3, hidden)).astype(np.float32)
+    if of_tokens:
+        made.saved_modules["score.bias"] = rng.normal(size=3).astype(np.float32)
     return made
 
 
@@ -175,8 +184,8 @@ class Plain:
         return logits.reshape(SEQ_LENGTH, -1)[: len(tokens)]
 
 
-def engine(checkpoint, adapters, **sizes):
-    """Returns an engine over a base of base_weights, not started, with the adapters of a folder."""
+def engine(checkpoint, adapters, node=None, **sizes):
+    """Returns an engine over a base, of base_weights unless there is a node, not started, with a folder's adapters."""
     sizes = {"max_running": 8, "max_tokens_per_step": 24, "max_waiting": 2000, "slots": 3, "max_rank": 16, **sizes}
     settings = EngineSettings(seq_length=SEQ_LENGTH, block_size=BLOCK_SIZE, **sizes)
-    return make_engine(model(), checkpoint, tokenizer(), AdapterRegistry(str(adapters)), settings)
+    return make_engine(node or model(), checkpoint, tokenizer(), AdapterRegistry(str(adapters)), settings)
