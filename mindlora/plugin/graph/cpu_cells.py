@@ -1,8 +1,9 @@
-"""Cells in place of operators of a MindFormers network that are many, or keep large tables, on a CPU."""
+"""Cells in place of operators of a MindFormers network that are many, keep much, or have large tables, on a CPU."""
 
 import mindspore as ms
 from mindformers.core.loss.loss import CrossEntropyLoss, _NLLLoss
-from mindspore import nn, ops
+from mindformers.models.llama.llama_layer import LlamaSiLU
+from mindspore import Tensor, nn, ops
 
 from mindlora.nn.broadcasting import BroadcastAdd, BroadcastMul, BroadcastSub, Softmax, SwapHeads
 from mindlora.plugin.graph.cpu_llama import fuse, fused_problem
@@ -15,6 +16,27 @@ class CpuNLLLoss(_NLLLoss):
     def bprop(self, log_softmax_result, one_hot_label, out, dout):
         logits = ops.exp(log_softmax_result) - one_hot_label
         return logits * ops.broadcast_to(ops.expand_dims(dout, -1), logits.shape), ops.zeros_like(one_hot_label)
+
+
+class CpuSiLU(nn.Cell):
+    """y = x sigmoid(x), dx = dy (s + y - y s) with s = sigmoid(x), which is computed in the backward alone.
+
+    MindSpore's gradient needs nothing but x for s, so it computes it in the forward, and keeps it from there on.
+
+    Args:
+        silu (ops.Primitive): MindSpore's operator for the forward.
+    """
+
+    def __init__(self, silu: ops.Primitive):
+        super().__init__()
+        self.silu = silu
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.silu(x)
+
+    def bprop(self, x, out, dout):
+        sigmoid = ops.sigmoid(ops.depend(x, dout))
+        return (dout * (sigmoid + out - out * sigmoid),)
 
 
 def use_cpu_cells(network: nn.Cell) -> None:
@@ -33,7 +55,9 @@ def use_cpu_cells(network: nn.Cell) -> None:
             problem,
         )
     for _, cell in list(network.cells_and_names()):
-        if problem or not fuse(cell):
+        if isinstance(cell, LlamaSiLU):
+            cell.silu = CpuSiLU(cell.silu)
+        elif problem or not fuse(cell):
             _avoid_tables(cell)
 
 

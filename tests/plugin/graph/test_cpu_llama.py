@@ -1,15 +1,18 @@
-"""A Llama with fused operators has the losses and gradients of MindFormers' own, and says where it cannot have them."""
+"""A Llama with fused operators and cells has the losses and gradients of MindFormers' own, and says where it cannot."""
 
 import logging
+import re
 
 import mindspore as ms
 import numpy as np
 import pytest
+from mindformers.models.llama.llama_layer import LlamaSiLU
 from mindspore import Tensor, nn, ops
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.ops import backend
-from mindlora.plugin.graph.cpu_cells import use_cpu_cells
+from mindlora.plugin.graph.cpu_cells import CpuSiLU, use_cpu_cells
+from tests.support.saved_tensors import compiled_graph
 
 CASES = {
     "heads that share keys": {},
@@ -94,3 +97,32 @@ def test_a_library_that_is_missing_is_told(build, monkeypatch, tmp_path, caplog)
         use_cpu_cells(network)
     assert type(network.model.norm_out).__name__ == "LlamaRMSNorm"
     assert "libmindlora_cpu.so is missing" in caplog.text
+
+
+class Slope(nn.Cell):
+    """SiLU of x, and its gradient for an output's gradient dy."""
+
+    def __init__(self):
+        super().__init__()
+        self.silu = CpuSiLU(LlamaSiLU().silu)
+        self.gradient = ops.GradOperation(sens_param=True)
+
+    def construct(self, x, dy):
+        return self.silu(x), self.gradient(self.silu)(x, dy)
+
+
+def test_silu_and_its_gradient():
+    x, dy = np.random.default_rng(3).normal(size=(2, 5, 7)).astype(np.float32) * 4
+    y, gradient = Slope()(Tensor(x), Tensor(dy))
+    sigmoid = 1 / (1 + np.exp(-x.astype(np.float64)))
+    np.testing.assert_allclose(y.asnumpy(), x * sigmoid, rtol=1e-5)
+    np.testing.assert_allclose(gradient.asnumpy(), dy * sigmoid * (1 + x * (1 - sigmoid)), rtol=1e-5, atol=1e-6)
+
+
+def test_the_sigmoid_waits_for_the_backward(graph_mode, tmp_path, monkeypatch):
+    x = Tensor(np.ones((5, 7), np.float32))
+    with open(compiled_graph(Slope(), [x, x], tmp_path, monkeypatch), encoding="utf-8") as file:
+        text = file.read()
+    waiting = re.findall(r"^  %(\d+)\(.*?\) = Depend\(", text, re.MULTILINE)
+    taken = re.findall(r" = (?:PrimFunc_)?Sigmoid\(%(\d+)\)", text)
+    assert taken and set(taken) <= set(waiting)
