@@ -3,11 +3,12 @@
     python scripts/soak_serving.py --clients 100 --seconds 600 --json figures.json
 
 The server is a process of its own, too small for its clients: requests are preempted, wait and are turned away (429),
-adapters lose their slots. Clients ask adapters and the base for completions and chats, streamed and whole, greedily,
-and each whole answer is compared with the one that the same request got alone. Some leave in the middle of an answer;
-a tenth of them are processes that are killed (SIGKILL) and started again. Meanwhile an adapter is written again and
-again, another one with one of two weights in turn, and a third one is damaged and mended. Some requests name an adapter
-that is not there, or have a body that is refused.
+adapters lose their slots. Clients ask adapters and the base for completions and chats, streamed and whole, free and
+constrained, for calls of tools, scores of prompts, tokens, embeddings and classes (tests/support/soak_kinds.py). Each
+whole answer is compared with the one that the same request got alone. Some leave in the middle of an answer; a tenth of
+them are processes that are killed (SIGKILL) and started again. Meanwhile an adapter is written again and again, another
+one with one of two weights in turn, and a third one is damaged and mended. Some requests name an adapter that is not
+there, or have a body that is refused.
 
 The exit code is 1 if a request that its client did not end got no answer, an answer was wrong or a status 5xx, blocks
 or slots were not given back, the server's memory grew (by 3% and 20 MB from the second fifth of the time to the last),
@@ -27,6 +28,7 @@ from typing import Any, Dict, Iterator, List
 from bench import ROOT, common
 
 SIZES = {"slots": 4, "max-running": 24, "block-size": 4, "num-blocks": 80, "max-waiting": 64, "adapter-memory": 40_000}
+LENGTH = 192  # Tokens of a prompt, tools included, and its answer.
 BASE = "tiny"
 MODELS = ("llama", "qwen3-moe")
 PROVOKED = ("evictions from slots", "evictions from memory", "adapters refused", "preemptions", "cancelled")
@@ -74,10 +76,10 @@ def serving(folder: str, ended: List[str], model: str) -> Iterator[Any]:
     from tests.support.served_llama import wait_until_ready, write_llama, write_qwen3_moe
 
     if model == "llama":
-        write_llama(folder)
+        write_llama(folder, LENGTH)
         source = ["--config", "run.yaml"]
     else:
-        write_qwen3_moe(folder)
+        write_qwen3_moe(folder, LENGTH)
         source = ["--model", "base"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

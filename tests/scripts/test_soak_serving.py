@@ -8,7 +8,8 @@ from tests.support.soak import memory_figures
 from tests.support.soak_answers import ANSWERED, FAILED, LOST, WRONG, Answer, Question, judge
 
 BODY = json.dumps({"model": "one", "prompt": "x"})
-QUESTION = Question("completion", "/v1/completions", BODY, ["yes", "no"], 2, {"queue_full": 429})
+RIGHT = [{"text": text, "reason": "length", "tokens": 2, "numbers": [-0.5]} for text in ("yes", "no")]
+QUESTION = Question("completion", "/v1/completions", BODY, RIGHT, {"queue_full": 429})
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,9 @@ QUESTION = Question("completion", "/v1/completions", BODY, ["yes", "no"], 2, {"q
         (ANSWERED, {"text": "no"}),
         (WRONG, {"text": "yes."}),
         (WRONG, {"tokens": 1}),
+        (ANSWERED, {"numbers": [-0.5001]}),
+        (WRONG, {"numbers": [-0.6]}),
+        (WRONG, {"numbers": []}),
         (WRONG, {"reason": "stop"}),
         (LOST, {"complete": False}),
         ("queue_full", {"status": 429, "code": "queue_full"}),
@@ -27,7 +31,7 @@ QUESTION = Question("completion", "/v1/completions", BODY, ["yes", "no"], 2, {"q
     ],
 )
 def test_a_request_is_judged_by_all_that_came(outcome, fields):
-    whole = {"status": 200, "text": "yes", "reason": "length", "tokens": 2, "complete": True}
+    whole = {"status": 200, "text": "yes", "reason": "length", "tokens": 2, "numbers": [-0.5], "complete": True}
     assert judge(QUESTION, Answer(**{**whole, **fields})) == outcome
 
 
@@ -37,7 +41,11 @@ def test_a_stream_is_lost_without_its_end_and_wrong_with_an_error():
         parts = [answer.take_line(line) for line in lines]
         return judge(QUESTION, answer), sum(parts)
 
-    text = ['data: {"choices": [{"text": "y"}]}', "", 'data: {"choices": [{"text": "es", "finish_reason": "length"}]}']
+    text = [
+        'data: {"choices": [{"text": "y", "logprobs": {"token_logprobs": [null, -0.5]}}]}',
+        "",
+        'data: {"choices": [{"text": "es", "finish_reason": "length"}]}',
+    ]
     usage, done = 'data: {"choices": [], "usage": {"completion_tokens": 2}}', "data: [DONE]"
     assert taken(*text, usage, done) == (ANSWERED, 2)
     assert taken(*text, usage) == (LOST, 2)

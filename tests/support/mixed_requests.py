@@ -63,7 +63,7 @@ class Answer:
         if piece.finish_reason is not None:
             self.reason, self.error, self.vectors = piece.finish_reason, piece.error, piece.vectors
             self._ended.set()
-        elif len(self.tokens) == self.job.cancelled_after:
+        elif self.job.cancelled_after and len(self.tokens) >= self.job.cancelled_after:
             if self.from_outside:
                 threading.Timer(0.001 * (1 + len(self.job.prompt) % 4), self.stream.cancel).start()
             else:
@@ -238,8 +238,9 @@ class MixedServing:
 def _ends_rightly(answer):
     if answer.job.cancelled_after is None:
         return answer.reason in ("length", "stop")
-    # A cancellation from another thread, and one of an answer that its stop string ends, may come too late.
-    return answer.reason == "cancelled" or (answer.error is None and (answer.from_outside or answer.reason == "stop"))
+    # A cancellation comes too late from another thread, or where the same step brings the end or several tokens.
+    is_late = answer.from_outside or answer.reason == "stop" or answer.stream.request.lookup is not None
+    return answer.reason == "cancelled" or (answer.error is None and is_late)
 
 
 def returned(engine):

@@ -19,11 +19,14 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.numerics.dtypes import to_float32
 from tests.conftest import ROOT
 from tests.support import forked, mcore_checkpoints
-from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.chat_templates import CHATML, HERMES_TOOLS, chat_tokenizer
 from tests.support.llama_checkpoints import FFN, HIDDEN, HUGGING_FACE, llama, save_base
 
 LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
 VOCABULARY, LAYERS = 384, 2
+# Of tools it shows the names: their schemas would be most of a sequence.
+TEMPLATE = HERMES_TOOLS.replace("tools | tojson", "tools | map(attribute='function.name') | join(' ')")
+READY = 600  # Seconds that no start takes, on a busy machine either; one that fails is seen at once.
 # Rank and cells of each adapter; one of them on some cells alone.
 ADAPTERS = {"first": (4, ("attention.wq", "feed_forward.w2")), "second": (8, ("attention.wo",))}
 WIDTHS = {"attention.wq": (HIDDEN, HIDDEN), "attention.wo": (HIDDEN, HIDDEN), "feed_forward.w2": (FFN, HIDDEN)}
@@ -32,19 +35,19 @@ EXPERT_INNER, EXPERTS = 12, 3
 OF_EXPERTS = {"mlp.experts.weight1": (HIDDEN, 2 * EXPERT_INNER), "mlp.experts.weight2": (EXPERT_INNER, HIDDEN)}
 
 
-def write_llama(folder):
-    """Writes run.yaml, base/ (with a tokenizer) and adapters/ into a folder; returns it."""
+def write_llama(folder, length=96):
+    """Writes run.yaml, base/ (with a tokenizer) and adapters/ into a folder; returns it. Sequences have ``length``."""
     rng = np.random.default_rng(0)
     tensors = llama(np.dtype("<f4"))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = rng.normal(size=(VOCABULARY, HIDDEN)).astype(np.float32)
     tensors = {name: array * 0.3 if array.ndim == 2 else np.ones_like(array) for name, array in tensors.items()}
-    config = {"vocab_size": VOCABULARY, "max_position_embeddings": 96, **HUGGING_FACE}
+    config = {"vocab_size": VOCABULARY, "max_position_embeddings": length, **HUGGING_FACE}
     base = save_base(os.path.join(folder, "base"), tensors, **config)
     _save_tokenizer(base)
     with open(LORA_YAML, encoding="utf-8") as file:
         config = yaml.safe_load(file)
-    sizes = {"seq_length": 96, "hidden_size": HIDDEN, "num_layers": LAYERS, "vocab_size": VOCABULARY}
+    sizes = {"seq_length": length, "hidden_size": HIDDEN, "num_layers": LAYERS, "vocab_size": VOCABULARY}
     config["model"]["model_config"].update(sizes, intermediate_size=FFN)
     config.update(load_checkpoint=base)
     with open(os.path.join(folder, "run.yaml"), "w", encoding="utf-8") as file:
@@ -53,8 +56,8 @@ def write_llama(folder):
     return folder
 
 
-def write_qwen3_moe(folder):
-    """Writes base/, a Qwen3-MoE as Hugging Face has it, and adapters/ into a folder; returns it."""
+def write_qwen3_moe(folder, length=96):
+    """As write_llama, without run.yaml: base/ is a Qwen3-MoE as Hugging Face has it."""
     heads, kv_heads, head_dim = HUGGING_FACE["num_attention_heads"], HUGGING_FACE["num_key_value_heads"], 8
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
     norms = {"model.norm.weight": HIDDEN}
@@ -81,7 +84,7 @@ def write_qwen3_moe(folder):
         "num_experts_per_tok": 2,
         "moe_intermediate_size": EXPERT_INNER,
         "norm_topk_prob": True,
-        "max_position_embeddings": 96,
+        "max_position_embeddings": length,
     }
     _save_tokenizer(save_base(os.path.join(folder, "base"), tensors, **config))
     _write_adapters(folder)
@@ -89,7 +92,7 @@ def write_qwen3_moe(folder):
 
 
 def _save_tokenizer(base):
-    tokenizer = chat_tokenizer(CHATML)
+    tokenizer = chat_tokenizer(TEMPLATE)
     assert len(tokenizer) <= VOCABULARY
     tokenizer.save_pretrained(base)
 
@@ -116,8 +119,11 @@ def write_qwen3(folder):
     return folder
 
 
-def write_adapter(folder, name, seed, kind=None):
-    """Writes an adapter in PEFT's form, with values that change what the model says; ``kind`` is one of ADAPTERS."""
+def write_adapter(folder, name, seed, kind=None, labels=0):
+    """Writes an adapter in PEFT's form, with values that change what the model says; ``kind`` is one of ADAPTERS.
+
+    With ``labels``, it is a classifier.
+    """
     rng, tensors, alphas = np.random.default_rng(seed), {}, {}
     rank, cells = ADAPTERS[kind or name]
     if not os.path.exists(os.path.join(folder, "run.yaml")):
@@ -129,7 +135,8 @@ def write_adapter(folder, name, seed, kind=None):
             tensors[path, "A"] = rng.normal(size=(*stack, rank, wide)).astype(np.float32) * 0.3
             tensors[path, "B"] = rng.normal(size=(*stack, high, rank)).astype(np.float32) * 0.3
             alphas[path] = 2.0 * rank
-    files.write(Adapter(tensors, alphas), os.path.join(folder, "adapters", name), "peft")
+    head = {"score.weight": rng.normal(size=(labels, HIDDEN)).astype(np.float32)} if labels else {}
+    files.write(Adapter(tensors, alphas, saved_modules=head), os.path.join(folder, "adapters", name), "peft")
 
 
 @contextlib.contextmanager
@@ -173,7 +180,7 @@ def _lines(log):
 
 def wait_until_ready(url, ended):
     """Waits until a server takes requests; ``ended`` returns why it will not, or something false."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + READY
     # Reading the machine's certificates, for https, would take longer than all requests.
     with httpx.Client(base_url=url, verify=False) as client:
         while time.monotonic() < end:

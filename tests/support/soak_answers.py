@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
-from typing import Dict, List, Optional
+import math
+from typing import Any, Dict, List, Optional
+
+# Between two log-probabilities, probabilities or numbers of an embedding of the same text in other batches.
+NEAR = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,19 +15,19 @@ class Question:
 
     Attributes:
         kind (str): Where it is counted.
-        path (str): /v1/completions or /v1/chat/completions.
+        path (str): Where it is asked.
         content (str): The body, without ``stream``.
-        texts (list of str): The answers that are right; none if only an error is.
-        tokens (int): Tokens of an answer.
+        answers (list of dict): Those that are right, as Answer.said returns them; none if only an error is.
         errors (dict): Code -> status of the errors that are right too.
+        streams (bool): Whether it can be streamed.
     """
 
     kind: str
     path: str
     content: str
-    texts: List[str]
-    tokens: int
+    answers: List[Dict[str, Any]]
     errors: Dict[str, int]
+    streams: bool = True
 
     def body(self, stream: bool) -> str:
         """Returns the body to send."""
@@ -39,12 +43,16 @@ class Question:
 
 @dataclasses.dataclass
 class Answer:
-    """What has come. ``code`` is an error's, and ``complete`` tells whether the end was seen."""
+    """What has come. ``code`` is an error's, and ``complete`` tells whether the end was seen.
+
+    ``text`` holds calls of tools, labels and tokens too, and ``numbers`` those of tokens, labels and texts.
+    """
 
     status: int
     text: str = ""
     reason: Optional[str] = None
     tokens: int = 0
+    numbers: List[float] = dataclasses.field(default_factory=list)
     code: Optional[str] = None
     complete: bool = False
 
@@ -65,13 +73,29 @@ class Answer:
         self._take(found)
         return bool(found.get("choices"))
 
+    def said(self) -> Dict[str, Any]:
+        """Returns what a right answer to the same question says too."""
+        return {"text": self.text, "reason": self.reason, "tokens": self.tokens, "numbers": self.numbers}
+
     def _take(self, found):
         for choice in found.get("choices", ()):
-            said = choice.get("message") or choice.get("delta") or {}
-            self.text += choice.get("text") or said.get("content") or ""
-            self.reason = choice.get("finish_reason") or self.reason
+            self._take_choice(choice)
+        for entry in found.get("data", ()):
+            self.text += entry.get("label", "")
+            self.numbers += entry.get("embedding") or entry.get("probs") or [entry["score"]]
+        if "token_strs" in found:
+            self.text += json.dumps(found["tokens"])
         self.tokens = (found.get("usage") or {}).get("completion_tokens", self.tokens)
         self.code = found.get("error", {}).get("code", self.code)
+
+    def _take_choice(self, choice):
+        said = choice.get("message") or choice.get("delta") or {}
+        self.text += choice.get("text") or said.get("content") or ""
+        for call in said.get("tool_calls") or ():
+            self.text += (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
+        logprobs = choice.get("logprobs") or {}
+        self.numbers += [value for value in logprobs.get("token_logprobs") or () if value is not None]
+        self.reason = choice.get("finish_reason") or self.reason
 
 
 ANSWERED = "answered"
@@ -87,5 +111,11 @@ def judge(question: Question, answer: Answer) -> str:
         return LOST
     if answer.code is not None:
         return answer.code if question.errors.get(answer.code) == answer.status else WRONG
-    is_right = answer.text in question.texts and answer.tokens == question.tokens and answer.reason == "length"
-    return ANSWERED if answer.status == 200 and is_right else WRONG
+    is_right = answer.status == 200 and any(_is(answer, right) for right in question.answers)
+    return ANSWERED if is_right else WRONG
+
+
+def _is(answer, right):
+    if {**answer.said(), "numbers": []} != {**right, "numbers": []} or len(answer.numbers) != len(right["numbers"]):
+        return False
+    return all(math.isclose(*pair, abs_tol=NEAR) for pair in zip(answer.numbers, right["numbers"]))

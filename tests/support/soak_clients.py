@@ -70,7 +70,7 @@ class Client:
     async def _ask(self, client):
         fails = self._rng.random() < 0.05
         question = self._rng.choice(self._errors if fails else self._questions)
-        stream = not fails and self._rng.random() < 0.6
+        stream = not fails and question.streams and self._rng.random() < 0.6
         leaves = not fails and self._rng.random() < 0.2
         kind, found = question.shown(stream), None
         try:
@@ -84,7 +84,7 @@ class Client:
             outcome = CUT
         except (httpx.HTTPError, ValueError) as error:
             outcome, found = LOST, error
-        tokens = question.tokens if outcome == ANSWERED else 0
+        tokens = found.tokens if outcome == ANSWERED else 0
         self._tally.take(kind, outcome, tokens, f"{question}: {found!r}")
         if outcome == "queue_full":
             await asyncio.sleep(self._rng.uniform(0.2, 1))

@@ -38,7 +38,8 @@ def main(host, port, path, seed):
         questions = [Question(**row) for row in json.load(file)]
     connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE)
     while True:
-        question, stream = rng.choice(questions), rng.random() < 0.7
+        question = rng.choice(questions)
+        stream = question.streams and rng.random() < 0.7
         kind = question.shown(stream)
         print(kind, flush=True)
         try:
@@ -47,7 +48,7 @@ def main(host, port, path, seed):
         except (OSError, http.client.HTTPException, ValueError) as error:
             connection.close()
             outcome, found = LOST, error
-        tokens = question.tokens if outcome == ANSWERED else 0
+        tokens = found.tokens if outcome == ANSWERED else 0
         print(json.dumps([kind, outcome, tokens, f"{question}: {found!r}"]), flush=True)
         if outcome in ("queue_full", LOST):
             time.sleep(rng.uniform(0.2, 1))

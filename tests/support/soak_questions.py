@@ -5,10 +5,11 @@ import json
 import os
 import random
 
+from tests.support.scripted_engine import write_pooling
 from tests.support.served_llama import ADAPTERS, write_adapter
-from tests.support.soak_answers import Question
+from tests.support.soak_answers import Answer, Question
+from tests.support.soak_kinds import CLASSIFIER, COMPLETIONS, EMBEDDER, OFTEN, READ, REWARD, once
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ALTERNATING, DAMAGED, REWRITTEN = "soak-alternating", "soak-damaged", "soak-rewritten"
 SEEDS = {ALTERNATING: 901, DAMAGED: 902, REWRITTEN: 903}
 OTHER_SEED = 904  # of the other weights of ALTERNATING
@@ -29,7 +30,7 @@ REFUSED = {
 
 
 class Adapters:
-    """A soak's adapters in a server's folder: ``count`` of them, three of which change on the disk.
+    """A soak's adapters in a server's folder: those of READ, and ``count`` that write; three change on the disk.
 
     Args:
         folder (str): The folder that holds adapters/.
@@ -42,6 +43,9 @@ class Adapters:
         self.names, self.changes, self._alternate = list(self._seeds), 0, itertools.cycle([OTHER_SEED, None])
         for name in self.names:
             self.write(name)
+        for labels, name in ((3, CLASSIFIER), (1, REWARD), (0, EMBEDDER)):
+            write_adapter(folder, name, 910 + labels, list(ADAPTERS)[0], labels)
+        write_pooling(os.path.join(folder, "adapters", EMBEDDER))
 
     def write(self, name, seed=None):
         """Writes an adapter, in one step; those of even seeds have one form and those of odd seeds another."""
@@ -60,7 +64,7 @@ class Adapters:
 
 
 def questions(client, base, adapters, each, seed=0):
-    """Returns ``each`` questions on completions and on chats for every model, with what it answers alone.
+    """Returns questions of all kinds for every model, ``each`` of those in OFTEN, with what they are answered alone.
 
     Those whose answer a rounding error could change are left out. Those to ALTERNATING are there four times, since
     they find most: what one version computed must not be used for the other.
@@ -72,46 +76,54 @@ def questions(client, base, adapters, each, seed=0):
         each (int): How many.
         seed (int): Of prompts and lengths. Default: 0.
     """
-    rng, drawn = random.Random(seed), []
-    for model in [base, *adapters.names]:
-        for path in [COMPLETIONS, CHAT] * each:
-            prompt = rng.choice(BEGINNINGS) + " ".join(rng.choices(WORDS, k=rng.randint(1, 9)))
-            asked = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
-            fixed = {"max_tokens": rng.randint(3, 32), "temperature": 0, "ignore_eos": True}
-            drawn.append((path, {"model": model, **asked, **fixed}))
+    rng = random.Random(seed)
+    kinds = [*OFTEN.items()] * each + [*once().items()]
+    drawn = [_drawn(rng, model, *one) for model in [base, *adapters.names] for one in kinds]
+    drawn += [_drawn(rng, model, *one) for model, asked in READ.items() for one in [*asked.items()] * 2]
     alone = [_alone(client, *one) for one in drawn]
     adapters.write(ALTERNATING, OTHER_SEED)
-    others = [_alone(client, *one) if one[1]["model"] == ALTERNATING else text for one, text in zip(drawn, alone)]
+    others = [_alone(client, *one) if one[2]["model"] == ALTERNATING else found for one, found in zip(drawn, alone)]
     made = [one for one in zip(drawn, alone, others) if None not in one]
     assert 2 * len(made) > len(drawn), "most answers are undecided"
-    times = [4 if body["model"] == ALTERNATING else 1 for (_, body), *_ in made]
-    return [_question(*one, *texts) for (one, *texts), count in zip(made, times) for _ in range(count)]
+    times = [4 if body["model"] == ALTERNATING else 1 for (_, _, body), *_ in made]
+    return [_question(*one, *answers) for (one, *answers), count in zip(made, times) for _ in range(count)]
+
+
+def _drawn(rng, model, name, kind):
+    prompt = rng.choice(BEGINNINGS) + " ".join(rng.choices(WORDS, k=rng.randint(1, 9)))
+    return name, kind, {"model": model, **kind.draw(rng, prompt)}
 
 
 def errors(base):
     """Returns questions that only an error answers rightly."""
     unknown = json.dumps({"model": "soak-O", "prompt": "x"})
     refused = [(code, body.replace("MODEL", base)) for code, body in REFUSED.items()]
-    made = [Question("refused body", COMPLETIONS, body, [], 0, {code: 400}) for code, body in refused]
-    return [*made, *[Question("unknown adapter", COMPLETIONS, unknown, [], 0, {"model_not_found": 404})] * len(made)]
+    made = [Question("refused body", COMPLETIONS, body, [], {code: 400}) for code, body in refused]
+    return [*made, *[Question("unknown adapter", COMPLETIONS, unknown, [], {"model_not_found": 404})] * len(made)]
 
 
-def _question(path, body, *texts):
+def _question(name, kind, body, *answers):
     allowed = {"adapter_refused": 400} if body["model"] == DAMAGED else {}
-    kind = "completion" if path == COMPLETIONS else "chat"
-    return Question(kind, path, json.dumps(body), list(texts), body["max_tokens"], {**BUSY, **allowed})
+    return Question(name, kind.path, json.dumps(body), list(answers), {**BUSY, **allowed}, kind.streams)
 
 
-def _alone(client, path, body):
-    """Returns the text of an answer, or None if two tokens were nearly as likely as each other at one place."""
-    wanted = {"logprobs": 5} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 5}
-    answer = client.post(path, json={**body, **wanted})
-    assert answer.status_code == 200, answer.text
-    choice = answer.json()["choices"][0]
-    if path == COMPLETIONS:
-        text, tops = choice["text"], [list(top.values()) for top in choice["logprobs"]["top_logprobs"]]
+def _alone(client, name, kind, body):
+    """Returns what is answered, or None if two tokens were nearly as likely as each other at one place."""
+    if kind.is_of_logits and not _is_decided(client, kind, body):
+        return None
+    response = client.post(kind.path, json=body)
+    assert response.status_code == 200, (name, response.text)
+    answer = Answer(200)
+    answer.take_whole(response.content)
+    return answer.said()
+
+
+def _is_decided(client, kind, body):
+    wanted = {"logprobs": 5} if kind.path == COMPLETIONS else {"logprobs": True, "top_logprobs": 5}
+    choice = client.post(kind.path, json={**body, "echo": False, **wanted}).raise_for_status().json()["choices"][0]
+    if kind.path == COMPLETIONS:
+        tops = [list(top.values()) for top in choice["logprobs"]["top_logprobs"]]
     else:
-        text = choice["message"]["content"]
         tops = [[one["logprob"] for one in entry["top_logprobs"]] for entry in choice["logprobs"]["content"]]
     best = [sorted(top, reverse=True) for top in tops]
-    return text if all(len(top) > 1 and top[0] - top[1] > TIE for top in best) else None
+    return all(len(top) > 1 and top[0] - top[1] > TIE for top in best)
