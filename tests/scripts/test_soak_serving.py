@@ -53,6 +53,22 @@ def test_a_stream_is_lost_without_its_end_and_wrong_with_an_error():
     assert taken(text[0], 'data: {"error": {"code": "engine_error"}}', done) == (WRONG, 1)
 
 
+@pytest.mark.parametrize(
+    "content, text, numbers",
+    [
+        ({"choices": [{"message": {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}}]}, "f{}", []),
+        ({"data": [{"embedding": [0.5, 1.0]}, {"embedding": [2.0]}]}, "", [0.5, 1.0, 2.0]),
+        ({"data": [{"label": "no", "probs": [0.25, 0.75]}]}, "no", [0.25, 0.75]),
+        ({"data": [{"score": 0.0}]}, "", [0.0]),
+        ({"count": 2, "tokens": [5, 6], "token_strs": None}, "[5, 6]", []),
+    ],
+)
+def test_calls_labels_tokens_and_numbers_are_part_of_what_is_said(content, text, numbers):
+    answer = Answer(200)
+    answer.take_whole(json.dumps(content).encode())
+    assert (answer.text, answer.numbers) == (text, numbers)
+
+
 def test_memory_that_grows_after_the_warm_up_shows():
     flat = [(second, 5e8 + 1e8 * min(second, 10)) for second in range(100)]
     figures = memory_figures(flat, 100)
