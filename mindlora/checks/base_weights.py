@@ -21,14 +21,14 @@ _KEY = "load_checkpoint"
 
 
 def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields how the linear weights of load_checkpoint differ from the model's: layers and shapes.
+    """Yields how the weights of load_checkpoint differ from the model's: names and shapes.
 
     Of a folder, only whose names it has is looked at. Nothing is said of a quantized base, a model whose cells are not
     known, or a run in parallel, whose checkpoint may be divided.
     """
     path = base_of(config)[1]
     format_ = config.get("load_ckpt_format")
-    expected = {} if config.get("use_parallel") else _linear_shapes(config)
+    expected = {} if config.get("use_parallel") else _shapes_of_model(config)
     file = _file_of(path, format_) if path and expected else None
     if file is None:
         return
@@ -50,7 +50,7 @@ def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _compare(path: str, stored: Mapping[str, Tuple[int, ...]], expected: Mapping[str, Tuple[int, ...]]):
     missing = [name for name in expected if name not in stored]
-    kinds = {_kind(name) for name in expected}
+    kinds = {_kind(name) for name in expected} - {None}
     unexpected = [name for name in stored if _kind(name) in kinds and name not in expected]
     different = [name for name in expected if name in stored and tuple(stored[name]) != expected[name]]
     if missing:
@@ -85,19 +85,19 @@ def _file_of(path: str, format_: Optional[str]) -> Optional[str]:
     return path if os.path.isfile(path) and path.endswith((".ckpt", ".safetensors")) else None
 
 
-def _linear_shapes(config: Mapping[str, Any]) -> Dict[str, Tuple[int, int]]:
-    """Returns the shapes that the weights of the model's linear cells have by their names; none if not known."""
+def _shapes_of_model(config: Mapping[str, Any]) -> Dict[str, Tuple[int, ...]]:
+    """Returns the shapes of the model's parameters by their names, but of its output head; none if not known."""
     architecture = None if is_mcore(config) else architecture_of(config)
     if architecture is None or quantizes_base(config):
         return {}
     try:
-        sizes = architecture.linear_sizes(value_at(config, "model.model_config"))
+        sizes = architecture.parameter_sizes(value_at(config, "model.model_config"))
     except (TypeError, ValueError, ZeroDivisionError):
         # check_keys names what is wrong.
         return {}
-    # A model whose head is its embedding has no weight for it.
-    head = architecture.output_head.mindformers
-    return {f"{path}.weight": shape for path, shape in sizes.items() if path != head}
+    # A model whose head is its embedding has no weight for it, and a classifier gets a new one.
+    head = f"{architecture.output_head.mindformers}.weight"
+    return {name: size.shape for name, size in sizes.items() if name != head}
 
 
 def _stored_shapes(path: str) -> Dict[str, Tuple[int, ...]]:

@@ -6,7 +6,7 @@ from safetensors.numpy import save_file
 
 from mindlora.checks.base_weights import check_base_weights
 from mindlora.formats import ckpt_file
-from mindlora.models.llama import linear_sizes
+from mindlora.models.llama import parameter_sizes
 from mindlora.plugin import launcher
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES
 
@@ -15,10 +15,10 @@ MODEL = "--model.model_config."
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Returns the linear weights of the tiny model, with two layers, in both formats."""
+    """Returns the weights of the tiny model, with two layers, in both formats."""
     folder = tmp_path_factory.mktemp("base")
-    shapes = linear_sizes({**SIZES, "num_layers": 2, "num_heads": 4, "n_kv_heads": 2})
-    weights = {f"{path}.weight": np.zeros(shape, np.float32) for path, shape in shapes.items()}
+    sizes = parameter_sizes({**SIZES, "num_layers": 2, "num_heads": 4, "n_kv_heads": 2})
+    weights = {name: np.zeros(size.shape, np.float32) for name, size in sizes.items()}
     weights["adam_m.model.layers.7.attention.wq.weight"] = np.zeros((2, 2), np.float32)
     ckpt_file.write(str(folder / "base.ckpt"), weights, "")
     save_file(weights, folder / "base.safetensors")
@@ -37,12 +37,20 @@ def test_layers_and_shapes_that_differ_are_named(base, name):
     path = str(base / name)
     assert mistakes(path) == []
     (more,) = mistakes(path, f"{MODEL}num_layers", "3")
-    assert "lacks model.layers.2.attention.wq.weight" in more and "which would stay random" in more
+    assert "lacks model.layers.2.attention_norm.weight" in more and "which would stay random" in more
     (fewer,) = mistakes(path, f"{MODEL}num_layers", "1")
-    assert "has model.layers.1.attention.w" in fewer and "Correct num_layers" in fewer
+    assert "has model.layers.1.attention" in fewer and "Correct num_layers" in fewer
     (other,) = mistakes(path, f"{MODEL}intermediate_size", "40")
     assert "feed_forward.w1.weight of shape (48, 32), and the model of the YAML has it of (40, 32)" in other
     assert "(shapes of 6 weights differ)" in other
+
+
+@pytest.mark.parametrize("name", ["model.norm_out.weight", "model.tok_embeddings.embedding_weight"])
+def test_any_weight_that_is_missing_is_named(base, name, tmp_path):
+    weights, _ = ckpt_file.read(str(base / "base.ckpt"), lambda key: key != name)
+    ckpt_file.write(str(tmp_path / "base.ckpt"), weights, "")
+    (lacking,) = mistakes(str(tmp_path / "base.ckpt"))
+    assert f"lacks {name}, which would stay random" in lacking
 
 
 def test_a_base_with_names_of_hugging_face_is_to_be_converted(base):
