@@ -65,7 +65,7 @@ def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
             "models run in graph mode alone (Morph).",
             "Set context.mode: 0.",
         )
-    yield from _check_device(value_at(config, "context.device_target"))
+    yield from check_device(value_at(config, "context.device_target"))
     yield from _check_base(config)
     yield from _check_balance(config, architecture)
     reason = architecture.unsupported(model_config_of(config))
@@ -73,7 +73,7 @@ def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield error(f"model.model_config.{reason.split(' ')[0]}", reason)
 
 
-def _check_device(target: Optional[str]) -> Iterator[Finding]:
+def check_device(target: Optional[str]) -> Iterator[Finding]:
     """Yields an error if mcore models cannot run on ``target``, a device_target."""
     if target == "CPU":
         yield error(

@@ -67,6 +67,8 @@ def padded(length):
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_mindformers(name, build, library):
     keys = CASES[name]
+    if "qkv_concat" in keys and ms.__version__ < "2.9":
+        pytest.skip("SplitWithSize, which qkv_concat needs, has no CPU kernel before MindSpore 2.9")
     ours, theirs = build(**keys), build(**keys)
     use_cpu_cells(ours)
     assert {type(ours.model.norm_out).__name__, type(ours.model.layers[0].attention).__name__} == {
