@@ -14,6 +14,7 @@ from mindlora.nn.tensors import to_array, to_tensor
 from mindlora.numerics.dtypes import to_float32
 from mindlora.ops.multi_lora_delta import MultiLoraDelta
 from mindlora.ops.multi_lora_linear import MultiLoraLinear, MultiLoraLinearWithBias
+from mindlora.ops.rounded_linear import RoundedLinear
 
 
 class MultiLoRADense(nn.Cell):
@@ -40,6 +41,7 @@ class MultiLoRADense(nn.Cell):
 
     Attributes:
         quantization (str or None): "nf4" if the base's weight is 4-bit.
+        rounds (bool): Whether the base's products are in bfloat16.
         few (bool): A flag, read when a graph is compiled: whether the graph is for steps of few tokens.
         gained (bool): Such a flag: whether the graph is for steps in which adapters have gains.
     """
@@ -53,6 +55,7 @@ class MultiLoRADense(nn.Cell):
         max_rank: int,
         slots_of_tokens: Parameter,
         pool_dtype: Optional[mstype.Type] = None,
+        rounds: bool = False,
     ) -> "MultiLoRADense":
         """Puts a pool of adapters on an existing linear cell, and shares its parameters and operators with it.
 
@@ -65,6 +68,8 @@ class MultiLoRADense(nn.Cell):
                 base. All cells of a network share it.
             pool_dtype (mindspore.dtype): What the pool holds adapters in; one of 16 bits goes with a compute dtype of
                 float32 on a CPU. Default: None, the compute dtype.
+            rounds (bool): Whether the base's products are in bfloat16 (RoundedLinear) where its weight is in bfloat16
+                or 4-bit; for a CPU and a compute dtype of float32. Default: False.
 
         Raises:
             UnsupportedCellError: The cell is of another kind, sharded, or holds experts.
@@ -88,6 +93,9 @@ class MultiLoRADense(nn.Cell):
         self.linear = MultiLoraLinearWithBias() if self.has_bias else MultiLoraLinear()
         # A weight of 16 bits stays as it is: the operator widens it as it reads.
         self.widens = self.linear.path == "cpu" and self.dtype == mstype.float32
+        self.rounds = rounds and (self.packed or self.weight.dtype == mstype.bfloat16)
+        if self.rounds:
+            self.rounded = RoundedLinear(self.packed, self.has_bias)
         if self.has_bias and self.widens:
             # MindSpore's operators on a CPU do not take one of bfloat16.
             bias = to_tensor(to_float32(to_array(self.bias)))
@@ -112,7 +120,12 @@ class MultiLoRADense(nn.Cell):
         """
         input_dtype = x.dtype
         x = self.cast(x, self.dtype)
-        y = self._one_pass(x, slots) if few and not self.packed else self._two_passes(x, slots)
+        if self.rounds:
+            y = self._rounded_pass(x, slots)
+        elif few and not self.packed:
+            y = self._one_pass(x, slots)
+        else:
+            y = self._two_passes(x, slots)
         if self.gained:
             y = self._with_gains(y, slots)
         # The low-rank product is inside the activation, as in the cell that trained.
@@ -128,12 +141,18 @@ class MultiLoRADense(nn.Cell):
             return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias)
         return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots)
 
+    def _rounded_pass(self, x, slots):
+        """For any number of tokens: base and adapters in one operator, the base's product in bfloat16."""
+        weight = self._packed_weight() if self.packed else (self.weight,)
+        bias = self.bias if self.has_bias else None
+        return self.rounded(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias)
+
+    def _packed_weight(self):
+        return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+
     def _two_passes(self, x, slots):
         """For many tokens: the base's own product, then the adapters'."""
-        if self.packed:
-            weight = self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
-        else:
-            weight = (self.cast(self.weight, self.dtype),)
+        weight = self._packed_weight() if self.packed else (self.cast(self.weight, self.dtype),)
         y = self.base.linear(self.base.tokens(x), weight, self.bias)
         return self.delta(y, x, self.lora_pool, self.lora_ranks, self.lora_scales, slots)
 

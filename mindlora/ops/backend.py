@@ -35,6 +35,7 @@ OP_TYPES = {
     "rms_norm": "RmsNorm",
     "routed_experts": "RoutedExperts",
     "rotary_embedding": "RotaryEmbedding",
+    "rounded_linear": "RoundedLinear",
     "kv_cache_write": "KvCacheWrite",
     "paged_attention": "PagedAttention",
 }
@@ -44,6 +45,7 @@ CPU_ONLY = {
     "rms_norm": "RmsNorm",
     "routed_experts": "GroupedMatmul",
     "rotary_embedding": "ApplyRotaryPosEmb",
+    "rounded_linear": "MatMul",
     "kv_cache_write": "ReshapeAndCache",
     "paged_attention": "PagedAttention",
 }
@@ -67,7 +69,9 @@ MAX_RANK = 256
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 12
+_LIBRARY_VERSION = 13
+# Its number in ops/cpu_common/isa.h.
+_AVX512_BF16 = 3
 # Of a short prompt, or of a step of training with few rows: decode is lora_linear's.
 TOKENS_OF_A_CELL = 512
 # By what a kernel's estimate must exceed that of plain operators, which knows nothing of their launches.
@@ -213,6 +217,14 @@ def _slow_on_ascend(in_channels, out_channels, rank, dtype) -> str:
         f"kernel is estimated at {kernel / least:.1f} times the time of its bytes, and plain operators at "
         f"{composed / least:.1f}"
     )
+
+
+def multiplies_bfloat16() -> bool:
+    """Returns whether this processor has instructions that multiply bfloat16, AVX512_BF16; the library must be there.
+
+    Without them rounded_linear is right, and no faster than products in float32.
+    """
+    return _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_best_isa() >= _AVX512_BF16
 
 
 def switch(op: str) -> str:

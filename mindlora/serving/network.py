@@ -1,5 +1,6 @@
 """MindFormers' network, made for serving: with its key-value cache, and pools of adapters on its linear cells."""
 
+import logging
 from typing import Any, Dict, Mapping, Tuple, Union
 
 import mindspore as ms
@@ -10,9 +11,12 @@ from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
 from mindlora.errors import ConfigError
+from mindlora.nn.linear_base import LinearBase
 from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.nn.multi_lora_experts import MultiLoRAExperts
-from mindlora.nn.tree import adapter_path, replace_children
+from mindlora.nn.nf4 import NF4Dense
+from mindlora.nn.tree import adapter_path, replace_children, weight_of
+from mindlora.ops.backend import choose, multiplies_bfloat16
 from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
@@ -20,6 +24,8 @@ from mindlora.ops.rotary_embedding import RotaryEmbedding
 from mindlora.serving.mcore_network import McoreNetwork, build_mcore
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import StackedExperts
+
+logger = logging.getLogger("mindlora")
 
 # Up to this many tokens, one pass over each weight beats MatMul and the adapters' operator on a CPU, threefold at 16.
 FEW_TOKENS = 64
@@ -91,14 +97,17 @@ def add_pools(
     """Puts a pool of adapters on the cells that linear_cells returned, and on the experts, in place.
 
     The network's weights must have been loaded. Returns adapter path -> pool, linear cells first. Raises ConfigError if
-    they cannot be of settings.adapter_dtype.
+    they cannot be of settings.adapter_dtype, or products in settings.product_dtype.
     """
+    rounds = settings.product_dtype == "bfloat16"
     dtype = None if settings.adapter_dtype is None else getattr(mstype, settings.adapter_dtype)
     slots_of_tokens = Parameter(
         initializer(-1, [settings.max_tokens_per_step], mstype.int32), name="slots_of_tokens", requires_grad=False
     )
+    if rounds:
+        _check_rounds(cells)
     pooled = {
-        path: MultiLoRADense.from_cell(cell, path, settings.slots, settings.max_rank, slots_of_tokens, dtype)
+        path: MultiLoRADense.from_cell(cell, path, settings.slots, settings.max_rank, slots_of_tokens, dtype, rounds)
         for path, cell in cells.items()
     }
     replace_children(network, {id(cell): pooled[path] for path, cell in cells.items()})
@@ -109,6 +118,34 @@ def add_pools(
     if dtype is not None:
         _check_pools(pools)
     return pools
+
+
+def _check_rounds(cells: Mapping[str, nn.Cell]) -> None:
+    """Raises ConfigError unless products in bfloat16 are possible here, for some cells; warns if they save no time."""
+    path = choose("rounded_linear")
+    if path.path != "cpu":
+        raise ConfigError(
+            f"product_dtype is bfloat16, which is for a CPU with mindlora's library: {path.reason}. Leave it out; on "
+            "an NPU set model.model_config.compute_dtype."
+        )
+    bases = {LinearBase.operators(cell)[2] for cell in cells.values() if not isinstance(cell, NF4Dense)}
+    if bases - {mstype.float32}:
+        raise ConfigError(
+            f"product_dtype is bfloat16 and the network computes in {(bases - {mstype.float32}).pop()}: set "
+            "model.model_config.compute_dtype: float32, or leave product_dtype out."
+        )
+    held = {weight_of(cell).dtype for cell in cells.values() if not isinstance(cell, NF4Dense)}
+    if mstype.bfloat16 not in held and not any(isinstance(cell, NF4Dense) for cell in cells.values()):
+        raise ConfigError(
+            f"product_dtype is bfloat16 and the linear cells hold their weights in {held.pop()}: hold them in bfloat16 "
+            "(model.model_config.param_init_type: bfloat16 with embedding_init_type: float32) or in NF4, or leave "
+            "product_dtype out."
+        )
+    if not multiplies_bfloat16():
+        logger.warning(
+            "product_dtype is bfloat16, and this processor has no instructions that multiply bfloat16 (AVX512_BF16): "
+            "products are rounded and take as long as without it."
+        )
 
 
 def _check_pools(pools: Mapping[str, Union[MultiLoRADense, MultiLoRAExperts]]) -> None:

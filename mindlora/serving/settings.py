@@ -6,6 +6,8 @@ from typing import Optional
 from mindlora.common.fields import check_number, dtype_name, whole_numbers
 from mindlora.errors import ConfigError
 
+PRODUCT_DTYPES = ("float32", "bfloat16")
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
@@ -25,6 +27,8 @@ class EngineSettings:
         adapter_memory (int): Bytes of host memory for adapters that are ready to be copied into a slot.
         adapter_dtype (str or None): float32, float16 or bfloat16: what the pools hold adapters in. An adapter with
             numbers that it cannot hold exactly is refused. None for the dtype in which the network computes.
+        product_dtype (str): float32 or bfloat16: what linear cells round what they multiply to, on a CPU: see
+            RoundedLinear. All sums, and what lies between the cells, are float32.
         prompt_lookup (int): Tokens of an answer that are guessed at a time, at most: see PromptLookup. 0 for none.
 
     Raises:
@@ -41,13 +45,18 @@ class EngineSettings:
     max_rank: int = 64
     adapter_memory: int = 2 << 30
     adapter_dtype: Optional[str] = None
+    product_dtype: str = "float32"
     prompt_lookup: int = 0
 
     def __post_init__(self):
         if self.adapter_dtype is not None:
             object.__setattr__(self, "adapter_dtype", dtype_name(self.adapter_dtype, "adapter_dtype"))
+        if self.product_dtype not in PRODUCT_DTYPES:
+            raise ConfigError(
+                f"product_dtype is {self.product_dtype!r}: it must be one of {', '.join(PRODUCT_DTYPES)}."
+            )
         for field in dataclasses.fields(self):
-            if field.name == "adapter_dtype":
+            if field.name in ("adapter_dtype", "product_dtype"):
                 continue
             least = 0 if field.name in ("num_blocks", "prompt_lookup") else 1
             check_number(getattr(self, field.name), field.name, whole_numbers(least))

@@ -3,6 +3,10 @@
 //
 // A row and a token are multiplied two vectors at a time, and every number of y is one chain of sums over them: it does
 // not depend on the tokens beside it, nor on how the loops below cut tokens, rows and K.
+//
+// The rows are a class with Token, what a number of a token is packed as; Pack, which packs a token in the order in
+// which rows are loaded; At, where a row lies; and Add, the products. Rows with kDecoded have an AddTokens of their own
+// in place of Add.
 
 constexpr int64_t kPair = 2 * kWidth;
 // Sums in registers. What they are multiplied with comes from the L1 cache.
@@ -10,6 +14,8 @@ constexpr int kSums = kWidth == 16 ? 24 : 8;
 // Tokens that are multiplied together with a row, and how much of each: they stay in the L1 cache.
 constexpr int kTogether = 8;
 constexpr int64_t kDeep = 512;
+// Tokens whose sums with kSums rows stay in the L2 cache, and the rows too.
+constexpr int64_t kChunk = 64;
 // What rows are read in: whole pairs, or whole blocks of NF4.
 constexpr int64_t kPadded = 64;
 
@@ -28,44 +34,55 @@ MINDLORA_INLINE Vec LoadHalf(const bfloat16* pair)
     return reinterpret_cast<Vec>(kHalf == 0 ? both << 16 : both & 0xffff0000);
 }
 
-// A token in the order in which a row of type W is loaded, with zeros up to a multiple of kPadded.
-template <class W, class T>
-MINDLORA_INLINE void PackToken(const T* x, int64_t length, float* to)
-{
-    for (int64_t p = 0; p < (length + kPadded - 1) / kPadded * kPadded; p += kPair) {
-        const Vec first = p < length ? LoadUpTo(x + p, length - p) : Vec{};
-        const Vec second = p + kWidth < length ? LoadUpTo(x + p + kWidth, length - p - kWidth) : Vec{};
-        if constexpr (std::is_same_v<W, bfloat16>) {
-            const Lanes even = EachLane([](int i) { return 2 * i; });
-            Store(__builtin_shuffle(first, second, even), to + p);
-            Store(__builtin_shuffle(first, second, even + 1), to + p + kWidth);
-        } else {
-            Store(first, to + p);
-            Store(second, to + p + kWidth);
-        }
-    }
-}
-
 // Numbers of kDeep of all tokens, then the next kDeep of all: part p of token t is at p * tokens + t * kDeep.
 MINDLORA_INLINE int64_t PackedSize(int64_t tokens, int64_t length)
 {
     return (length + kDeep - 1) / kDeep * kDeep * tokens;
 }
 
-template <class W, class T>
-MINDLORA_INLINE void PackTokens(const T* x, int64_t tokens, int64_t length, float* to)
+template <class Rows, class T>
+MINDLORA_INLINE void PackTokens(const T* x, int64_t tokens, int64_t length, typename Rows::Token* to)
 {
     for (int64_t p = 0; p < length; p += kDeep) {
         const int64_t depth = std::min(kDeep, length - p);
-        for (int64_t t = 0; t < tokens; ++t) PackToken<W>(x + t * length + p, depth, to + p * tokens + t * kDeep);
+        for (int64_t t = 0; t < tokens; ++t) Rows::Pack(x + t * length + p, depth, to + p * tokens + t * kDeep);
     }
 }
 
-// A weight [count, length] of float32, float16 or bfloat16.
-template <class W>
+MINDLORA_INLINE Vec RoundedToBfloat16(Vec v)
+{
+    bfloat16 rounded[kWidth];
+    Store(v, rounded);
+    return Load(rounded);
+}
+
+// A weight [count, length] of float32, float16 or bfloat16; with kRounds tokens are rounded to bfloat16.
+template <class W, bool kRounds = false>
 struct PlainRows {
+    using Token = float;
+    static constexpr bool kDecoded = false;
+
     const W* weight;
     int64_t count, length;
+
+    // With zeros up to a multiple of kPadded.
+    template <class T>
+    MINDLORA_MEMBER static void Pack(const T* x, int64_t length, float* to)
+    {
+        for (int64_t p = 0; p < (length + kPadded - 1) / kPadded * kPadded; p += kPair) {
+            Vec first = p < length ? LoadUpTo(x + p, length - p) : Vec{};
+            Vec second = p + kWidth < length ? LoadUpTo(x + p + kWidth, length - p - kWidth) : Vec{};
+            if constexpr (kRounds) first = RoundedToBfloat16(first), second = RoundedToBfloat16(second);
+            if constexpr (std::is_same_v<W, bfloat16>) {
+                const Lanes even = EachLane([](int i) { return 2 * i; });
+                Store(__builtin_shuffle(first, second, even), to + p);
+                Store(__builtin_shuffle(first, second, even + 1), to + p + kWidth);
+            } else {
+                Store(first, to + p);
+                Store(second, to + p + kWidth);
+            }
+        }
+    }
 
     MINDLORA_MEMBER const void* At(int64_t row) const { return weight + std::min(row, count - 1) * length; }
 
@@ -121,9 +138,31 @@ private:
     const char* next_;
 };
 
+// For each block of 2 kHalf lanes, the sums of the halves of a and then those of b.
+template <int kHalf>
+MINDLORA_INLINE Vec SumHalves(Vec a, Vec b)
+{
+    const auto lane = [](int i, int half) {
+        const int block = i / (2 * kHalf) * 2 * kHalf, at = i % (2 * kHalf);
+        return at < kHalf ? block + at + half : kWidth + block + at - kHalf + half;
+    };
+    const Lanes first = EachLane([&](int i) { return lane(i, 0); });
+    const Lanes second = EachLane([&](int i) { return lane(i, kHalf); });
+    return __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second);
+}
+
+// Lane i is Sum(v[i]), to the last bit.
+template <int kHalf = kWidth / 2>
+MINDLORA_INLINE Vec SumEach(Vec (&v)[kWidth])
+{
+    for (int i = 0; i < kHalf; ++i) v[i] = SumHalves<kHalf>(v[i], v[i + kHalf]);
+    if constexpr (kHalf > 1) return SumEach<kHalf / 2>(v);
+    return v[0];
+}
+
 // y[n - start] = x . W[n] for the rows [start, end).
 template <class Rows>
-static void OneToken(const Rows& w, const float* x, int64_t length, int64_t start, int64_t end, float* y)
+static void OneToken(const Rows& w, const typename Rows::Token* x, int64_t length, int64_t start, int64_t end, float* y)
 {
     // As many chains of sums as hide how long an addition takes.
     constexpr int kJ = 8;
@@ -138,7 +177,7 @@ static void OneToken(const Rows& w, const float* x, int64_t length, int64_t star
 // sums[m][j] += the products of M tokens and the rows first + j, kSums of them; each sum is a vector.
 template <int M, class Rows>
 static __attribute__((noinline)) void AddBlock(
-    const Rows& w, const float* x, int64_t first, int64_t from, int64_t depth, Ahead* ahead, float* sums)
+    const Rows& w, const typename Rows::Token* x, int64_t first, int64_t from, int64_t depth, Ahead* ahead, float* sums)
 {
     constexpr int kJ = std::min(8, kSums / M);
     const auto ask = [&](int64_t bytes) {
@@ -172,30 +211,54 @@ MINDLORA_INLINE void WithTokens(int64_t tokens, F f)
     }
 }
 
-MINDLORA_INLINE int64_t SumsSize(int64_t tokens) { return tokens * kSums * kWidth; }
+// y[t, j] = the sum of the vector sums[t][j] for j below count; rows of y lie `stride` apart.
+MINDLORA_INLINE void WriteSums(const float* sums, int64_t tokens, int64_t stride, int64_t count, float* y)
+{
+    for (int64_t t = 0; t < tokens; ++t) {
+        for (int64_t j = 0; j < count; j += kWidth) {
+            Vec each[kWidth];
+            for (int i = 0; i < kWidth; ++i) {
+                each[i] = j + i < count ? Load(sums + (t * kSums + j + i) * kWidth) : Vec{};
+            }
+            StoreUpTo(SumEach(each), y + t * stride + j, count - j);
+        }
+    }
+}
+
+MINDLORA_INLINE int64_t SumsSize(int64_t tokens) { return std::min(tokens, kChunk) * kSums * kWidth; }
+
+// sums[t][j] += the products of up to kChunk tokens and the rows first + j. `ahead` is asked once.
+template <class Rows>
+MINDLORA_INLINE void AddTokens(const Rows& w, const typename Rows::Token* x, int64_t tokens, int64_t first,
+    int64_t from, int64_t depth, Ahead* ahead, float* sums)
+{
+    for (int64_t t = 0; t < tokens; t += kTogether) {
+        WithTokens(tokens - t, [&](auto constant) {
+            AddBlock<decltype(constant)::value>(
+                w, x + t * kDeep, first, from, depth, t == 0 ? ahead : nullptr, sums + t * kSums * kWidth);
+        });
+    }
+}
 
 // y[t, n - start] = x[t] . W[n] for packed tokens and the rows [start, end). `sums` has room for SumsSize(tokens).
 template <class Rows>
-static void FewTokens(
-    const Rows& w, const float* x, int64_t tokens, int64_t length, int64_t start, int64_t end, float* sums, float* y)
+static void FewTokens(const Rows& w, const typename Rows::Token* x, int64_t tokens, int64_t length, int64_t start,
+    int64_t end, float* sums, float* y)
 {
-    if (tokens == 1) return OneToken(w, x, length, start, end, y);
+    if constexpr (!Rows::kDecoded) {
+        if (tokens == 1) return OneToken(w, x, length, start, end, y);
+    }
+    const int64_t columns = end - start;
     for (int64_t n = start; n < end; n += kSums) {
-        std::fill(sums, sums + SumsSize(tokens), 0.0f);
         Ahead ahead(w.At(n + kSums));
-        for (int64_t p = 0; p < length; p += kDeep) {
-            const int64_t depth = std::min(kDeep, length - p);
-            for (int64_t t = 0; t < tokens; t += kTogether) {
-                WithTokens(tokens - t, [&](auto constant) {
-                    AddBlock<decltype(constant)::value>(w, x + p * tokens + t * kDeep, n, p, depth,
-                        t == 0 ? &ahead : nullptr, sums + t * kSums * kWidth);
-                });
+        for (int64_t t = 0; t < tokens; t += kChunk) {
+            const int64_t chunk = std::min(kChunk, tokens - t);
+            std::fill(sums, sums + SumsSize(chunk), 0.0f);
+            for (int64_t p = 0; p < length; p += kDeep) {
+                const int64_t depth = std::min(kDeep, length - p);
+                AddTokens(w, x + p * tokens + t * kDeep, chunk, n, p, depth, t == 0 ? &ahead : nullptr, sums);
             }
-        }
-        for (int64_t t = 0; t < tokens; ++t) {
-            for (int j = 0; j < kSums && n + j < end; ++j) {
-                y[t * (end - start) + n + j - start] = Sum(Load(sums + (t * kSums + j) * kWidth));
-            }
+            WriteSums(sums, chunk, columns, std::min<int64_t>(kSums, end - n), y + t * columns + n - start);
         }
     }
 }

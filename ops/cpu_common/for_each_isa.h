@@ -1,5 +1,6 @@
 // Compiles the file that MINDLORA_KERNEL names once for each instruction set, in namespaces plain, avx2 and avx512,
 // each time after simd.h. The source of a kernel is the same for all: only the width of a vector differs.
+// Where MINDLORA_KERNEL_HAS_DOTS is defined, a fourth time in avx512_bf16, with MINDLORA_BFLOAT16_DOTS.
 // What the kernels include must be included here, before any instruction set is chosen.
 #include <algorithm>
 #include <cstdint>
@@ -49,4 +50,20 @@ namespace avx512 {
 }  // namespace mindlora
 #undef MINDLORA_WIDTH
 #pragma GCC pop_options
+
+#if defined(MINDLORA_KERNEL_HAS_DOTS)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,prefer-vector-width=512")
+#define MINDLORA_WIDTH 16
+#define MINDLORA_BFLOAT16_DOTS 1
+namespace mindlora {
+namespace avx512_bf16 {
+#include "cpu_common/simd.h"
+#include MINDLORA_KERNEL
+}  // namespace avx512_bf16
+}  // namespace mindlora
+#undef MINDLORA_BFLOAT16_DOTS
+#undef MINDLORA_WIDTH
+#pragma GCC pop_options
+#endif
 #endif

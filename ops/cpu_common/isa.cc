@@ -15,7 +15,8 @@ Isa BestIsa()
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx2) return avx512 ? kAvx512 : kAvx2;
+    if (avx2 && avx512) return __builtin_cpu_supports("avx512bf16") ? kAvx512Bf16 : kAvx512;
+    if (avx2) return kAvx2;
 #endif
     return kPlain;
 }
@@ -35,4 +36,6 @@ extern "C" int mindlora_set_isa(int isa)
     return mindlora::CurrentIsa();
 }
 
-extern "C" int mindlora_library_version() { return 12; }
+extern "C" int mindlora_best_isa() { return mindlora::BestIsa(); }
+
+extern "C" int mindlora_library_version() { return 13; }

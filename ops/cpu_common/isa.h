@@ -4,8 +4,8 @@
 namespace mindlora {
 
 // Each includes those before it. kPlain is what the compiler assumes of any processor of the architecture: SSE2 on
-// x86-64, NEON on aarch64, where there is no other.
-enum Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
+// x86-64, NEON on aarch64, where there is no other. kAvx512Bf16 is for kernels that multiply bfloat16.
+enum Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
 // The best instruction set of this processor.
 Isa BestIsa();
@@ -19,6 +19,9 @@ Isa CurrentIsa();
 // processor lacks the one asked for. For tests and benchmarks.
 extern "C" int mindlora_set_isa(int isa);
 
+// The best instruction set of this processor, as a number of Isa.
+extern "C" int mindlora_best_isa();
+
 // The version of the entry points: the Python side refuses a library with another version than its own.
 extern "C" int mindlora_library_version();
 
@@ -26,10 +29,20 @@ extern "C" int mindlora_library_version();
 #if defined(__x86_64__)
 #define MINDLORA_DISPATCH(function, ...)                                \
     switch (::mindlora::CurrentIsa()) {                                 \
+        case ::mindlora::kAvx512Bf16:                                   \
         case ::mindlora::kAvx512: avx512::function(__VA_ARGS__); break; \
         case ::mindlora::kAvx2: avx2::function(__VA_ARGS__); break;     \
         default: plain::function(__VA_ARGS__);                          \
     }
+// The same for a kernel that is compiled with MINDLORA_KERNEL_HAS_DOTS.
+#define MINDLORA_DISPATCH_DOTS(function, ...)                                    \
+    switch (::mindlora::CurrentIsa()) {                                          \
+        case ::mindlora::kAvx512Bf16: avx512_bf16::function(__VA_ARGS__); break; \
+        case ::mindlora::kAvx512: avx512::function(__VA_ARGS__); break;          \
+        case ::mindlora::kAvx2: avx2::function(__VA_ARGS__); break;              \
+        default: plain::function(__VA_ARGS__);                                   \
+    }
 #else
 #define MINDLORA_DISPATCH(function, ...) plain::function(__VA_ARGS__)
+#define MINDLORA_DISPATCH_DOTS(function, ...) plain::function(__VA_ARGS__)
 #endif

@@ -14,6 +14,7 @@ from bench.serving_model import Files, Size, prompts
 from mindlora.nn.tensors import to_array
 from mindlora.ops.multi_lora_linear import MultiLoraLinear
 from mindlora.ops.paged_attention import PagedAttention
+from mindlora.ops.rounded_linear import RoundedLinear
 from mindlora.serving import constraints
 from mindlora.serving.network import FEW_TOKENS
 from mindlora.serving.request import Part, Request, Sampling
@@ -24,7 +25,7 @@ BLOCK, BATCH = 16, 8
 LAYERS = 8
 GOAL = "goal: at most 1.2"
 ATTENTION, READ = "paged_attention", "a bare read of its keys and values"
-PRODUCT, READ_WEIGHTS = "multi_lora_linear", "a bare read of its weights"
+READ_WEIGHTS = "a bare read of its weights"
 FEW, MANY = "the graph of few tokens", "the graph of many tokens"
 STEP, MASK = "a step without it", "the mask of a constrained token"
 
@@ -66,19 +67,26 @@ class _Attentions(nn.Cell):
 
 
 def product(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of the linear layers of a step against a read of their weights, in 16 bits and in 32."""
+    """Yields the tables of the linear layers of a step against a read of their weights, in 16 bits and in 32.
+
+    rounded_linear multiplies in bfloat16, multi_lora_linear in float32.
+    """
     width = 2 * size.width
-    for dtype in ("bfloat16", "float32"):
-        layers = _Products(width, dtype)
+    for op, dtype in (
+        ("multi_lora_linear", "bfloat16"),
+        ("multi_lora_linear", "float32"),
+        ("rounded_linear", "bfloat16"),
+    ):
+        layers = _Products(width, dtype, op == "rounded_linear")
         for tokens in (1, BATCH):
             x = Tensor(np.random.default_rng(0).standard_normal((tokens, width), np.float32))
             title = f"{LAYERS} products of {tokens} tokens with [{width}, {width}] in {dtype}"
             # More tokens are bound by what the processor computes.
             goal = GOAL if tokens == 1 else ""
-            table = _against_a_read(title, PRODUCT, READ_WEIGHTS, _call(layers, x), layers.arrays, size, goal)
-            seconds = table["seconds"][PRODUCT]["median"]
+            table = _against_a_read(title, op, READ_WEIGHTS, _call(layers, x), layers.arrays, size, goal)
+            seconds = table["seconds"][op]["median"]
             table["more"] = {
-                PRODUCT: {
+                op: {
                     "GB/s a core": sum(array.nbytes for array in layers.arrays) / seconds / 1e9,
                     "GFLOP/s a core": 2 * tokens * LAYERS * width * width / seconds / 1e9,
                 }
@@ -89,7 +97,7 @@ def product(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 class _Products(nn.Cell):
     """LAYERS square layers without adapters in one graph."""
 
-    def __init__(self, width: int, dtype: str):
+    def __init__(self, width: int, dtype: str, rounded: bool):
         super().__init__()
         rng = np.random.default_rng(0)
         weights = []
@@ -101,10 +109,12 @@ class _Products(nn.Cell):
         self.pool = Tensor(np.zeros((1, 1, 2 * width), np.float32))
         self.ranks, self.scales = Tensor(np.zeros(1, np.int32)), Tensor(np.zeros(1, np.float32))
         self.indices = Tensor(np.full(BATCH, -1, np.int32))
-        self.linear = MultiLoraLinear()
+        self.rounded = rounded
+        self.linear = RoundedLinear(False, False) if rounded else MultiLoraLinear()
 
     def construct(self, x: Tensor) -> Tensor:
         for weight in self.weights:
+            weight = (weight,) if self.rounded else weight
             x = self.linear(x, weight, self.pool, self.ranks, self.scales, self.indices)
         return x
 

@@ -127,7 +127,7 @@ class Files:
         nf4: bool = False,
         checkpoint: Optional[str] = None,
         dtype: str = "float32",
-        **sizes: int,
+        **sizes: Any,
     ) -> Engine:
         """Returns an engine, not started, on the model in float32 or NF4; ``sizes`` as of EngineSettings.
 

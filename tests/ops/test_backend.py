@@ -193,11 +193,12 @@ def test_without_the_library_the_operators_of_serving_have_no_path(graph_mode, m
         )
 
 
-def test_on_ascend_the_operators_of_serving_are_mindspores_own(monkeypatch):
+def test_on_ascend_the_operators_for_a_cpu_are_mindspores_own(monkeypatch):
     real = ms.get_context
     monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
-    owners = ("RmsNorm", "GroupedMatmul", "ApplyRotaryPosEmb", "ReshapeAndCache", "PagedAttention")
-    assert cpu_only() == [("none", f"on an NPU MindSpore's own {owner} runs") for owner in owners]
+    training = ("FlashAttentionScore", "RmsNorm")
+    serving = ("GroupedMatmul", "ApplyRotaryPosEmb", "MatMul", "ReshapeAndCache", "PagedAttention")
+    assert cpu_only() == [("none", f"on an NPU MindSpore's own {owner} runs") for owner in training + serving]
     with pytest.raises(BackendError, match="kv_cache_write cannot run here: on an NPU MindSpore's own ReshapeAndCache"):
         KvCacheWrite()
 

@@ -254,7 +254,7 @@ def test_refused_dtypes(mode, path, at, dtype, message):
         (0, (7,), "x has 1 dimensions: it must have 2."),
         (1, (9, 64), "the number of blocks of a row is 2 in one"),
         (1, (8, 32), "N is 8 in one input and 9 in another."),
-        (3, (5,), "the number of groups is 1 in one input and 5 in"),
+        (3, (4,), "the number of groups is 1 in one input and 4 in another."),
         (4, (2,), "the number of groups is 1 in one input and 2 in another."),
         (5, (8,), "N is 9 in one input and 8 in another."),
     ],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mindlora.errors import ConfigError
-from mindlora.numerics.dtypes import BFLOAT16, from_float32
+from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.numerics.nf4 import dequantize, quantize
 from mindlora.serving.network import build_network
 from mindlora.serving.settings import EngineSettings
@@ -31,8 +31,10 @@ ADAPTERS = [
     with_head(adapter(2, {"attention.wq": 8, "feed_forward.w1": 3, "feed_forward.w2": 2}, size=0.2, use_rslora=True)),
     adapter(3, {"attention.wo": 16, "attention.wk": 5}, layers=[1]),
 ]
-# Of logits of about 8: in float32, and in float16.
-TOLERANCE, HALF = 1e-4, 5e-2
+# Of logits of about 8: in float32, in float16, and with products in bfloat16.
+TOLERANCE, HALF, ROUNDED = 1e-4, 5e-2, 0.15
+# Linear cells alone are held in bfloat16.
+IN_BFLOAT16 = {"param_init_type": "bfloat16", "embedding_init_type": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,15 @@ def paths(tmp_path_factory):
     return [save_adapter(folder, str(number), made) for number, made in enumerate(ADAPTERS)]
 
 
+def in_bfloat16(weights):
+    """Returns the weights with those of linear cells as bfloat16 holds them."""
+    linear = (*(f"{leaf}.weight" for leaf in SHAPES), "lm_head.weight")
+    return {
+        name: to_float32(from_float32(array, BFLOAT16)) if name.endswith(linear) else array
+        for name, array in weights.items()
+    }
+
+
 def in_nf4(weights):
     """Returns the weights that are left of those of linear cells in NF4."""
     linear = tuple(f"{leaf}.weight" for leaf in SHAPES)
@@ -58,25 +69,32 @@ def in_nf4(weights):
     }
 
 
-@pytest.fixture(scope="module", params=["apart", "joined", "nf4", "float16"])
+@pytest.fixture(scope="module", params=["apart", "joined", "nf4", "float16", "rounded", "rounded nf4"])
 def served(request, library, plain, paths, tmp_path_factory):
     """A network with ADAPTERS in slots 2, 0 and 1, the base's weights, and the graphs that it compiles."""
     from mindlora.base.quantize import quantize_checkpoint
 
     weights, folder = base_weights(), tmp_path_factory.mktemp("base")
+    if request.param == "rounded":
+        weights = in_bfloat16(weights)
     checkpoint = save_base(folder / "base.ckpt", weights)
-    if request.param == "nf4":
+    if "nf4" in request.param:
         quantize_checkpoint(checkpoint, str(folder / "nf4.safetensors"))
         checkpoint, weights = str(folder / "nf4.safetensors"), in_nf4(weights)
-    keys = {"joined": {"qkv_concat": True}, "float16": {"compute_dtype": "float16"}}.get(request.param, {})
-    steps = Steps(checkpoint, quantize=request.param == "nf4", **keys)
+    keys = {
+        "joined": {"qkv_concat": True},
+        "float16": {"compute_dtype": "float16"},
+        "rounded": {"product_dtype": "bfloat16", **IN_BFLOAT16},
+        "rounded nf4": {"product_dtype": "bfloat16"},
+    }
+    steps = Steps(checkpoint, quantize="nf4" in request.param, **keys.get(request.param, {}))
     with pytest.MonkeyPatch.context() as patch:
         compiled = compilations(patch)
         # So that chunks of these short prompts are many tokens, and decode steps are few.
         patch.setattr("mindlora.serving.network.FEW_TOKENS", 6)
         for slot, path in zip((2, 0, 1), paths):
             steps.put(slot, path)
-        tolerance = HALF if request.param == "float16" else TOLERANCE
+        tolerance = {"float16": HALF, "rounded": ROUNDED, "rounded nf4": ROUNDED}.get(request.param, TOLERANCE)
         yield types.SimpleNamespace(
             steps=steps, weights=weights, paths=paths, compiled=compiled, plain=plain, tolerance=tolerance
         )
@@ -189,6 +207,24 @@ def test_pools_of_16_bits_compute_what_was_saved(library, plain, tmp_path):
         found = steps.step((own, 1), (base, 1))
     for row, of in zip(found, (merged(weights, made), weights)):
         np.testing.assert_allclose(row, plain.logits(of, tokens)[-1], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"param_init_type": "float32"}, "the linear cells hold their weights in Float32: hold them in bfloat16"),
+        ({"compute_dtype": "float16", **IN_BFLOAT16}, "the network computes in Float16: set model"),
+    ],
+)
+def test_products_in_bfloat16_of_other_networks_are_refused(library, mindformers, tmp_path, keys, message):
+    checkpoint = save_base(tmp_path / "base.ckpt", base_weights())
+    with pytest.raises(ConfigError, match=f"^product_dtype is bfloat16 and {message}"):
+        Steps(checkpoint, product_dtype="bfloat16", **keys)
+
+
+def test_products_in_another_dtype_are_refused():
+    with pytest.raises(ConfigError, match="^product_dtype is 'float16': it must be one of float32, bfloat16.$"):
+        EngineSettings(seq_length=16, product_dtype="float16")
 
 
 def test_pools_of_another_dtype_than_a_network_in_16_bits_are_refused(library, mindformers, tmp_path):

@@ -37,6 +37,11 @@ def nf4(rows: int, columns: int) -> Tensors:
     return list(zip(arrays, ("uint8", "uint8", "float32", "float32")))
 
 
+def in_bfloat16(rows: int, columns: int) -> Tensors:
+    """Returns a weight in bfloat16."""
+    return [(normal(rows, columns, dtype="bfloat16"), "bfloat16")]
+
+
 def attention() -> Tensors:
     """Returns a batch of a prompt, a piece of one, and a token."""
     inputs = Sequences([70, 33, 64], 2, 2, 40).batch([(0, 0, 70), (1, 32, 33), (2, 16, 64)], 8, unused=0)
@@ -81,6 +86,7 @@ def cases() -> Dict[str, Tensors]:
         "RmsNormWeightGrad": floats((300, 512), (300, 512), (512,)) + [SCALE] + written(512),
         "RoutedExperts": experts() + written(70, 64),
         "RotaryEmbedding": floats((300, 128), (300, 64), (300, 64)) + written(300, 128),
+        "RoundedLinear": floats((70, 256)) + in_bfloat16(260, 256) + pool(516, 70) + written(70, 260),
         "RotaryEmbeddingGrad": floats((2, 300, 128), (300, 64), (300, 64)) + written(2, 300, 128),
         "KvCacheWrite": floats((320, 60), (320, 60), (5, 8, 3, 20), (5, 8, 3, 20))
         + [(slots, "int32")]

@@ -4,7 +4,7 @@
 #include "cpu_common/aot.h"
 #include "cpu_common/isa.h"
 #include "cpu_common/tasks.h"
-#include "nf4_linear/cpu/nf4_groups.h"
+#include "nf4_linear/cpu/nf4_weight.h"
 #define MINDLORA_KERNEL "nf4_linear/cpu/nf4_linear_kernel.h"
 #include "cpu_common/for_each_isa.h"
 
@@ -15,31 +15,11 @@ constexpr char kOp[] = "nf4_linear";
 // In the gradient kX is dy, and the last input may be x.
 enum { kX, kCodes, kAbsmax, kScales, kOffsets, kBias, kLike = kBias };
 constexpr int kWithoutBias = 6, kWithBias = 7;  // tensors of one call, y included
-constexpr int64_t kBlock = 64, kBytes = 32;
-
-int64_t Over(int64_t value, int64_t divisor) { return value < 0 ? -1 : Nf4Over(value, divisor); }
-
-void CheckWeight(const Shapes& s)
-{
-    s.CheckRank(kCodes, "codes", 2);
-    s.CheckRank(kAbsmax, "absmax", 2);
-    s.CheckRank(kScales, "scales", 1);
-    s.CheckRank(kOffsets, "offsets", 1);
-    s.CheckSame("N", s.At(kCodes, 0), s.At(kAbsmax, 0));
-    s.CheckSame("the number of blocks of a row", Over(s.At(kCodes, 1), kBytes), s.At(kAbsmax, 1));
-    const int64_t rows = s.At(kAbsmax, 0), blocks = s.At(kAbsmax, 1), groups = s.At(kScales, 0);
-    const bool known = rows >= 0 && blocks >= 0 && groups >= 0;
-    if (known && Nf4GroupOf(rows * blocks, groups) == 0) {
-        s.CheckSame("the number of groups", Over(rows * blocks, kNf4Group), groups);
-    }
-    s.CheckSame("the number of groups", groups, s.At(kOffsets, 0));
-}
 
 void CheckForward(const Shapes& s)
 {
     s.CheckRank(kX, "x", 2);
-    CheckWeight(s);
-    s.CheckSame("the number of blocks of a row", Over(s.At(kX, 1), kBlock), s.At(kAbsmax, 1));
+    CheckNf4Weight(s, kCodes, s.At(kX, 1));
 }
 
 // nf4_dequantize makes W like x, or like a vector of any length; then W has whole blocks.
@@ -48,7 +28,7 @@ bool HasWholeBlocks(const Shapes& s) { return s.RankKnown(kX) && s.Of(kX).size()
 void CheckBackward(const Shapes& s)
 {
     s.CheckRank(kX, "dy", 2);
-    CheckWeight(s);
+    CheckNf4Weight(s, kCodes, -1);
     s.CheckSame("N", s.At(kX, 1), s.At(kCodes, 0));
 }
 
@@ -56,30 +36,16 @@ void CheckBackwardLike(const Shapes& s)
 {
     CheckBackward(s);
     s.CheckRank(kLike, "x", 2);
-    s.CheckSame("the number of blocks of a row", Over(s.At(kLike, 1), kBlock), s.At(kAbsmax, 1));
+    s.CheckSame("the number of blocks of a row", Nf4BlocksOf(s.At(kLike, 1)), s.At(kAbsmax, 1));
 }
-
-void CheckDtypes(const char** dtypes)
-{
-    CheckDtype(kOp, "codes", dtypes[kCodes], "uint8");
-    CheckDtype(kOp, "absmax", dtypes[kAbsmax], "uint8");
-    CheckDtype(kOp, "scales", dtypes[kScales], "float32");
-    CheckDtype(kOp, "offsets", dtypes[kOffsets], "float32");
-}
-
-// The same struct in the namespace of every instruction set.
-#define MINDLORA_NF4(data, s)                                                                                  \
-    {static_cast<const uint8_t*>(data[kCodes]), static_cast<const uint8_t*>(data[kAbsmax]),                    \
-        static_cast<const float*>(data[kScales]), static_cast<const float*>(data[kOffsets]), s.At(kAbsmax, 1), \
-        Nf4GroupOf(s.At(kAbsmax, 0) * s.At(kAbsmax, 1), s.At(kScales, 0))}
 
 void RunGrad(int count, int wanted, void** data, const Shapes& s, const char** dtypes, int64_t columns)
 {
     if (count != wanted) Refuse(kOp, "the gradient called with " + std::to_string(count) + " tensors.");
-    CheckDtypes(dtypes);
+    CheckNf4Dtypes(kOp, dtypes, kCodes);
     WithElement(kOp, dtypes[kX], [&](auto element) {
         using T = decltype(element);
-        MINDLORA_DISPATCH(Nf4LinearGrad<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s), s.At(kX, 0),
+        MINDLORA_DISPATCH(Nf4LinearGrad<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s, kCodes), s.At(kX, 0),
             s.At(kX, 1), columns, omp_get_max_threads(), static_cast<T*>(data[count - 1]));
     });
 }
@@ -103,7 +69,7 @@ MINDLORA_EXPORT int Nf4Linear(int count, void** data, int* ndims, int64_t** shap
     const Shapes s(kOp, ndims, shapes);
     if (count != kWithoutBias && count != kWithBias) Refuse(kOp, "called with " + std::to_string(count) + " tensors.");
     CheckForward(s);
-    CheckDtypes(dtypes);
+    CheckNf4Dtypes(kOp, dtypes, kCodes);
     const bool has_bias = count == kWithBias;
     if (has_bias) {
         s.CheckRank(kBias, "bias", 1);
@@ -112,7 +78,7 @@ MINDLORA_EXPORT int Nf4Linear(int count, void** data, int* ndims, int64_t** shap
     }
     WithElement(kOp, dtypes[kX], [&](auto element) {
         using T = decltype(element);
-        MINDLORA_DISPATCH(Nf4Linear<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s),
+        MINDLORA_DISPATCH(Nf4Linear<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s, kCodes),
             has_bias ? static_cast<const T*>(data[kBias]) : nullptr, s.At(kX, 0), s.At(kX, 1), s.At(kCodes, 0),
             omp_get_max_threads(), static_cast<T*>(data[count - 1]));
     });
@@ -126,7 +92,7 @@ MINDLORA_EXPORT std::vector<int64_t> Nf4LinearGradInferShape(int* ndims, int64_t
     const Shapes s(kOp, ndims, shapes);
     CheckBackward(s);
     const int64_t blocks = s.At(kAbsmax, 1);
-    return {s.At(kX, 0), blocks < 0 ? -1 : blocks * kBlock};
+    return {s.At(kX, 0), blocks < 0 ? -1 : blocks * kNf4Block};
 }
 
 MINDLORA_EXPORT int Nf4LinearGradInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }
@@ -137,7 +103,7 @@ MINDLORA_EXPORT int Nf4LinearGrad(
     using namespace mindlora;
     const Shapes s(kOp, ndims, shapes);
     CheckBackward(s);
-    RunGrad(count, kWithoutBias, data, s, dtypes, s.At(kAbsmax, 1) * kBlock);
+    RunGrad(count, kWithoutBias, data, s, dtypes, s.At(kAbsmax, 1) * kNf4Block);
     return 0;
 }
 
@@ -171,9 +137,9 @@ MINDLORA_EXPORT std::vector<int64_t> Nf4DequantizeInferShape(int* ndims, int64_t
         CheckForward(s);
         return {s.At(kCodes, 0), s.At(kX, 1)};
     }
-    CheckWeight(s);
+    CheckNf4Weight(s, kCodes, -1);
     const int64_t blocks = s.At(kAbsmax, 1);
-    return {s.At(kCodes, 0), blocks < 0 ? -1 : blocks * kBlock};
+    return {s.At(kCodes, 0), blocks < 0 ? -1 : blocks * kNf4Block};
 }
 
 MINDLORA_EXPORT int Nf4DequantizeInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }

@@ -9,8 +9,17 @@ constexpr int64_t kFewTokens = 8;
 
 // Rows of the weight, as FewTokens takes them.
 struct Nf4Rows {
+    using Token = float;
+    static constexpr bool kDecoded = false;
+
     const Nf4& weight;
     int64_t count;
+
+    template <class T>
+    MINDLORA_MEMBER static void Pack(const T* x, int64_t length, float* to)
+    {
+        PlainRows<float>::Pack(x, length, to);
+    }
 
     MINDLORA_MEMBER int64_t Row(int64_t row) const { return std::min(row, count - 1) * weight.blocks; }
     MINDLORA_MEMBER const void* At(int64_t row) const { return weight.codes + Row(row) * kBytes; }
@@ -59,7 +68,7 @@ static void LinearOfFew(
 {
     static thread_local std::vector<float> packed_buffer;
     float* packed = Scratch(&packed_buffer, PackedSize(tokens, in));
-    PackTokens<float>(x, tokens, in, packed);
+    PackTokens<Nf4Rows>(x, tokens, in, packed);
     const Nf4Rows rows{w, out};
     // A small layer is finished before a second thread wakes up.
     threads = out * in < 1 << 17 ? 1 : threads;
