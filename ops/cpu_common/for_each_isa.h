@@ -17,6 +17,7 @@
 
 #include "cpu_common/element.h"
 
+#define MINDLORA_BFLOAT16_DOTS 0
 #define MINDLORA_WIDTH 4
 namespace mindlora {
 namespace plain {
@@ -55,6 +56,7 @@ namespace avx512 {
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,prefer-vector-width=512")
 #define MINDLORA_WIDTH 16
+#undef MINDLORA_BFLOAT16_DOTS
 #define MINDLORA_BFLOAT16_DOTS 1
 namespace mindlora {
 namespace avx512_bf16 {

@@ -4,6 +4,7 @@
     peft      transformers and PEFT with the Python that MINDLORA_PEERS_PYTHON names: decoding, reading a prompt
     vllm      vLLM on a CPU, with the Python that MINDLORA_VLLM_PYTHON names: answers in 16 bits, and ours in NF4
     nf4       a base in NF4 against the same in float32, twice as wide
+    pools     slots in 16 bits and in 32, against the base alone
     adapters  from disk to the first token, switching between two, 10,000 registered
     load      requests that arrive at random, for 64 adapters over 16 slots
     attention decode attention against a bare read of its keys and values
@@ -32,7 +33,7 @@ from typing import Any, Callable, Dict, Iterator
 from bench.common import add_number, limit_operators, load_average
 
 PEERS = ("peft", "vllm")
-PARTS = ("decode", *PEERS, "nf4", "adapters", "load", "attention", "product", "border", "mask", "lookup")
+PARTS = ("decode", *PEERS, "nf4", "pools", "adapters", "load", "attention", "product", "border", "mask", "lookup")
 # Both sides of a comparison get as many, in this process and in another.
 THREADS = 2
 
@@ -102,6 +103,7 @@ def tables_of(part: str) -> Callable[[Any, Any], Iterator[Dict[str, Any]]]:
         "peft": serving_peft.against_peft,
         "vllm": serving_vllm.against_vllm,
         "nf4": serving_decode.nf4,
+        "pools": serving_decode.pools,
         "adapters": serving_adapters.adapters,
         "load": serving_adapters.load,
         "attention": serving_kernels.attention,

@@ -41,6 +41,24 @@ def decode(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
             engine.stop()
 
 
+def pools(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
+    """Yields tables of a step of eight adapters with pools in float32 and in bfloat16, against the base."""
+    names = R16[:BATCH]
+    for one in (size, size.wider()):
+        registry = AdapterRegistry(None, files.adapters(one, {name: RANKS[name] for name in names}, "bfloat16"))
+        sides: Dict[str, Callable[[], float]] = {}
+        for dtype in ("float32", "bfloat16"):
+            engine = files.engine(one, registry, slots=BATCH, max_rank=16, adapter_dtype=dtype)
+            engine.runner.warm_up()
+            leases = resident(engine, names)
+            step = timed_step(engine.runner, [leases[name] for name in names], one.contexts[0], one)
+            sides[f"eight adapters, pools in {dtype}"] = step
+        ratios = against_base(dict.fromkeys(sides, "goal: at most 1.05"))
+        sides[BASE] = timed_step(engine.runner, [None] * BATCH, one.contexts[0], one)
+        title = f"a step of batch {BATCH}, context {one.contexts[0]}, float32, rank 16: {one}"
+        yield compare(title, sides, one.rounds, BATCH, ratios, "base: the network with pools, every slot -1")
+
+
 def steps(
     engine: Engine, plain: Optional[ModelRunner], size: Size, dtype: str, context: int
 ) -> Iterator[Dict[str, Any]]:

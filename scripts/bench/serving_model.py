@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from mindlora.adapters import files
 from mindlora.adapters.adapter import Adapter
 from mindlora.base.quantize import quantize_checkpoint
+from mindlora.numerics.dtypes import from_float32, named_dtype
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.engine import Engine
@@ -112,12 +113,14 @@ class Files:
             quantize_checkpoint(self.base(size), path)
         return path
 
-    def adapters(self, size: Size, ranks: Dict[str, int]) -> Dict[str, str]:
-        """Returns name -> PEFT folder of a random adapter of that rank on all linear cells."""
-        paths = {name: os.path.join(self.folder, f"adapters-{size.key}", name) for name in ranks}
+    def adapters(self, size: Size, ranks: Dict[str, int], dtype: str = "float32") -> Dict[str, str]:
+        """Returns name -> PEFT folder of a random adapter of that rank and dtype on all linear cells."""
+        paths = {name: os.path.join(self.folder, f"adapters-{size.key}-{dtype}", name) for name in ranks}
         for name, path in paths.items():
             if not os.path.exists(path):
-                files.write(random_adapter(size, ranks[name], name), path)
+                made = random_adapter(size, ranks[name], name)
+                made.tensors = {key: from_float32(array, named_dtype(dtype)) for key, array in made.tensors.items()}
+                files.write(made, path)
         return paths
 
     def engine(

@@ -222,6 +222,16 @@ def test_products_in_bfloat16_of_other_networks_are_refused(library, mindformers
         Steps(checkpoint, product_dtype="bfloat16", **keys)
 
 
+def test_a_processor_on_which_products_in_bfloat16_save_no_time_is_named(
+    library, mindformers, tmp_path, monkeypatch, caplog
+):
+    checkpoint = save_base(tmp_path / "base.ckpt", in_bfloat16(base_weights()))
+    for able, warned in ((True, False), (False, True)):
+        monkeypatch.setattr("mindlora.serving.network.multiplies_bfloat16", lambda able=able: able)
+        Steps(checkpoint, product_dtype="bfloat16", **IN_BFLOAT16)
+        assert ("this processor has no instructions that multiply bfloat16" in caplog.text) == warned
+
+
 def test_products_in_another_dtype_are_refused():
     with pytest.raises(ConfigError, match="^product_dtype is 'float16': it must be one of float32, bfloat16.$"):
         EngineSettings(seq_length=16, product_dtype="float16")

@@ -1,5 +1,7 @@
 """NF4 bases of mcore models, served: weights are what the file decodes to, tokens those of these in float."""
 
+import dataclasses
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -126,10 +128,10 @@ def write_adapters(folder, kind):
     return {"apart": str(folder / "apart"), "joined": str(folder / "joined.safetensors")}
 
 
-def answers(kind, path, adapters, quantize):
+def answers(kind, path, adapters, quantize, settings=SETTINGS):
     """Returns (adapter, prompt) -> (tokens, logprobs of the prompt's tokens and of these)."""
     engine = make_engine(
-        node(kind), path, tiny_serving.tokenizer(), AdapterRegistry(None, adapters), SETTINGS, quantize
+        node(kind), path, tiny_serving.tokenizer(), AdapterRegistry(None, adapters), settings, quantize
     )
     engine.start()
     sampling = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1)
@@ -157,6 +159,19 @@ def test_tokens_are_those_of_the_same_weights_in_float(mindformers, library, tmp
         assert found[key][0] == tokens, key
         np.testing.assert_allclose(found[key][1], logprobs, atol=1e-3, err_msg=str(key))
     assert len({tuple(tokens) for tokens, _ in found.values()}) == len(found), "adapters change answers"
+
+
+def test_products_in_bfloat16_are_near_those_in_float(mindformers, library, tmp_path):
+    packed, decoded = bases(tmp_path, "glm4")
+    adapters = write_adapters(tmp_path, "glm4")
+    with in_mode(0):
+        found = answers("glm4", packed, adapters, True, dataclasses.replace(SETTINGS, product_dtype="bfloat16"))
+        expected = answers("glm4", decoded, adapters, False)
+    for key, (_, logprobs) in expected.items():
+        # Of the prompt: answers may part where two tokens are nearly as likely.
+        count = len(key[1]) - 1
+        off = np.abs(np.subtract(found[key][1][:count], logprobs[:count])).max()
+        assert 1e-4 < off < 0.1, key
 
 
 def test_an_adapter_says_what_it_says_on_the_quantized_network_that_it_was_trained_on(mindformers, library, tmp_path):

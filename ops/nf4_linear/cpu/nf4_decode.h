@@ -23,8 +23,17 @@ struct Nf4 {
 // absmax = offset + scale * code for `count` blocks from block `first` of the whole weight.
 MINDLORA_INLINE void ReadAbsmax(const Nf4& w, int64_t first, int64_t count, float* to)
 {
+    // Those of a part of a row, as a product of few tokens takes it: vectors, where the loops below would be longer
+    // than the decoding.
+    constexpr int kPart = 8;
+    const int shift = __builtin_ctzll(w.group);  // it is a power of two
+    if (count == kPart && first >> shift == (first + kPart - 1) >> shift) {
+        const float scale = w.scales[first >> shift], offset = w.offsets[first >> shift];
+        for (int i = 0; i < kPart; ++i) to[i] = offset + scale * w.absmax[first + i];
+        return;
+    }
     for (int64_t i = 0; i < count;) {
-        const int64_t group = (first + i) / w.group, end = std::min(count, (group + 1) * w.group - first);
+        const int64_t group = (first + i) >> shift, end = std::min(count, ((group + 1) << shift) - first);
         const float scale = w.scales[group], offset = w.offsets[group];
         for (; i < end; ++i) to[i] = offset + scale * w.absmax[first + i];
     }

@@ -39,6 +39,7 @@ struct Nf4Rows {
             for (int j = 0; j < J; ++j) {
                 codes[j] = weight.codes + (Row(first + j) + start) * kBytes;
                 ReadAbsmax(weight, Row(first + j) + start, blocks, absmax[j]);
+                __builtin_prefetch(weight.absmax + Row(first + J + j) + start);
             }
             for (int64_t b = 0; b < blocks; ++b) {
                 ask(J * kBytes);

@@ -1,4 +1,5 @@
-// The four tensors of a weight in NF4 among the inputs of an operator: codes, absmax, scales, offsets. See ../README.md.
+// The four tensors of a weight in NF4 among the inputs of an operator: codes, absmax, scales, offsets. See
+// ../README.md.
 #pragma once
 
 #include "cpu_common/aot.h"
@@ -40,9 +41,9 @@ inline void CheckNf4Dtypes(const char* op, const char** dtypes, int codes)
 }
 
 // The struct Nf4 of nf4_decode.h, in the namespace of any instruction set.
-#define MINDLORA_NF4(data, s, codes)                                                                          \
-    {static_cast<const uint8_t*>(data[codes]), static_cast<const uint8_t*>(data[(codes) + 1]),                \
-        static_cast<const float*>(data[(codes) + 2]), static_cast<const float*>(data[(codes) + 3]),           \
+#define MINDLORA_NF4(data, s, codes)                                                                \
+    {static_cast<const uint8_t*>(data[codes]), static_cast<const uint8_t*>(data[(codes) + 1]),      \
+        static_cast<const float*>(data[(codes) + 2]), static_cast<const float*>(data[(codes) + 3]), \
         s.At((codes) + 1, 1), Nf4GroupOf(s.At((codes) + 1, 0) * s.At((codes) + 1, 1), s.At((codes) + 2, 0))}
 
 }  // namespace mindlora

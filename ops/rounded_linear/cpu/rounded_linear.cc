@@ -50,9 +50,8 @@ MINDLORA_EXPORT int RoundedLinear(
     WithElement(kOp, dtypes[kPool], [&](auto adapter) {
         using P = decltype(adapter);
         MINDLORA_DISPATCH_DOTS(RoundedLinear, static_cast<const float*>(data[kX]),
-            static_cast<const bfloat16*>(data[kW]), AdaptersAt<P>(kOp, s, data, kPool),
-            static_cast<const float*>(bias), s.Tokens(kX), s.At(kW, 1), s.At(kW, 0), omp_get_max_threads(),
-            static_cast<float*>(data[count - 1]));
+            static_cast<const bfloat16*>(data[kW]), AdaptersAt<P>(kOp, s, data, kPool), static_cast<const float*>(bias),
+            s.Tokens(kX), s.At(kW, 1), s.At(kW, 0), omp_get_max_threads(), static_cast<float*>(data[count - 1]));
     });
     return 0;
 }

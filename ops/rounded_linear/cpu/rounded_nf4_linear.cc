@@ -51,9 +51,9 @@ MINDLORA_EXPORT int RoundedNf4Linear(
     const void* bias = BiasAt(kOp, s, count, kBias, data, dtypes, out);
     WithElement(kOp, dtypes[kPool], [&](auto adapter) {
         using P = decltype(adapter);
-        MINDLORA_DISPATCH_DOTS(RoundedNf4Linear<P>, static_cast<const float*>(data[kX]),
-            MINDLORA_NF4(data, s, kCodes), AdaptersAt<P>(kOp, s, data, kPool), static_cast<const float*>(bias),
-            s.Tokens(kX), in, out, omp_get_max_threads(), static_cast<float*>(data[count - 1]));
+        MINDLORA_DISPATCH_DOTS(RoundedNf4Linear<P>, static_cast<const float*>(data[kX]), MINDLORA_NF4(data, s, kCodes),
+            AdaptersAt<P>(kOp, s, data, kPool), static_cast<const float*>(bias), s.Tokens(kX), in, out,
+            omp_get_max_threads(), static_cast<float*>(data[count - 1]));
     });
     return 0;
 }

@@ -1,18 +1,34 @@
-// The kernel of rounded_linear for a W in NF4. Included by for_each_isa.h, once in the namespace of each instruction set.
+// The kernel of rounded_linear for a W in NF4. Included by for_each_isa.h, once in the namespace of each instruction
+// set.
 #include "multi_lora_linear/cpu/linear_with_adapters.h"
 #include "nf4_linear/cpu/nf4_decode.h"
 #include "rounded_linear/cpu/rounded_rows.h"
+
+#if MINDLORA_BFLOAT16_DOTS
+// A block of a row: 32 numbers and 32 more.
+struct DecodedBlock {
+    __m512i low, high;
+
+    MINDLORA_MEMBER DecodedBlock(const uint8_t* codes, float absmax)
+    {
+        // The table twice: the permutes look at five bits.
+        const auto half = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(Load(kNf4) * absmax));
+        const __m512i table = _mm512_broadcast_i64x4(half);
+        const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+        low = _mm512_permutexvar_epi16(code, table);
+        high = _mm512_permutexvar_epi16(_mm512_srli_epi16(code, 4), table);
+    }
+};
+
+#endif
 
 // A block of a row, as products in bfloat16 take it.
 MINDLORA_INLINE void DecodeRounded(const uint8_t* codes, float absmax, DecodedNumber* to)
 {
 #if MINDLORA_BFLOAT16_DOTS
-    // The table twice: the permutes look at five bits.
-    const __m256i half = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(Load(kNf4) * absmax));
-    const __m512i table = _mm512_broadcast_i64x4(half);
-    const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(code, table));
-    _mm512_storeu_si512(to + kBytes, _mm512_permutexvar_epi16(_mm512_srli_epi16(code, 4), table));
+    const DecodedBlock block(codes, absmax);
+    _mm512_storeu_si512(to, block.low);
+    _mm512_storeu_si512(to + kBytes, block.high);
 #else
     DecodeBlock(codes, absmax, to);
     for (int64_t i = 0; i < kBlock; i += kWidth) Store(RoundedToBfloat16(Load(to + i)), to + i);
@@ -35,23 +51,66 @@ struct RoundedNf4Rows {
 
     MINDLORA_MEMBER int64_t Row(int64_t row) const { return std::min(row, count - 1) * weight.blocks; }
     MINDLORA_MEMBER const void* At(int64_t row) const { return weight.codes + Row(row) * kBytes; }
+
+    // The codes of a part of a row, and its absmax. Asks for those of kSums rows later.
+    MINDLORA_MEMBER const uint8_t* ReadBlocks(
+        int64_t row, int64_t start, int64_t blocks, Ahead* ahead, float* absmax) const
+    {
+        const int64_t at = Row(row) + start;
+        ReadAbsmax(weight, at, blocks, absmax);
+        if (ahead != nullptr) {
+            ahead->Ask(blocks * kBytes);
+            __builtin_prefetch(weight.absmax + Row(row + kSums) + start);
+        }
+        return weight.codes + at * kBytes;
+    }
 };
+
+constexpr int64_t kDeepBlocks = kDeep / kBlock;
+
+#if MINDLORA_BFLOAT16_DOTS
+// sums[j] += the products of one token and the rows first + j, from block `start` on. The time is that of decoding:
+// products follow at once, of so many rows together as hide how long an addition takes.
+MINDLORA_INLINE void AddToken(
+    const RoundedNf4Rows& w, const bfloat16* x, int64_t first, int64_t start, int64_t blocks, Ahead* ahead, float* sums)
+{
+    constexpr int kJ = 4;
+    for (int64_t n = 0; n < kSums; n += kJ) {
+        const uint8_t* codes[kJ];
+        float absmax[kJ][kDeepBlocks];
+        Vec acc[kJ];
+        for (int j = 0; j < kJ; ++j) {
+            codes[j] = w.ReadBlocks(first + n + j, start, blocks, ahead, absmax[j]);
+            acc[j] = Load(sums + (n + j) * kWidth);
+        }
+        for (int64_t b = 0; b < blocks; ++b) {
+            const __m512bh low = DotRows::LoadPair(x + b * kBlock), high = DotRows::LoadPair(x + b * kBlock + kBytes);
+            for (int j = 0; j < kJ; ++j) {
+                const DecodedBlock block(codes[j] + b * kBytes, absmax[j][b]);
+                acc[j] = _mm512_dpbf16_ps(acc[j], low, reinterpret_cast<__m512bh>(block.low));
+                acc[j] = _mm512_dpbf16_ps(acc[j], high, reinterpret_cast<__m512bh>(block.high));
+            }
+        }
+        for (int j = 0; j < kJ; ++j) Store(acc[j], sums + (n + j) * kWidth);
+    }
+}
+#endif
 
 // As that of few_tokens.h.
 MINDLORA_INLINE void AddTokens(const RoundedNf4Rows& w, const RoundedNf4Rows::Token* x, int64_t tokens, int64_t first,
     int64_t from, int64_t depth, Ahead* ahead, float* sums)
 {
-    constexpr int64_t kBlocks = kDeep / kBlock;
+    const int64_t start = from / kBlock, blocks = (depth + kBlock - 1) / kBlock;
+#if MINDLORA_BFLOAT16_DOTS
+    if (tokens == 1) return AddToken(w, x, first, start, blocks, ahead, sums);
+#endif
     static thread_local std::vector<float> buffer;
     auto* decoded = reinterpret_cast<DecodedNumber*>(Scratch(&buffer, kSums * kDeep));
-    const int64_t start = from / kBlock, blocks = (depth + kBlock - 1) / kBlock;
     for (int64_t j = 0; j < kSums; ++j) {
-        const int64_t at = w.Row(first + j) + start;
-        float absmax[kBlocks];
-        ReadAbsmax(w.weight, at, blocks, absmax);
-        if (ahead != nullptr) ahead->Ask(blocks * kBytes);
+        float absmax[kDeepBlocks];
+        const uint8_t* codes = w.ReadBlocks(first + j, start, blocks, ahead, absmax);
         for (int64_t b = 0; b < blocks; ++b) {
-            DecodeRounded(w.weight.codes + (at + b) * kBytes, absmax[b], decoded + j * kDeep + b * kBlock);
+            DecodeRounded(codes + b * kBytes, absmax[b], decoded + j * kDeep + b * kBlock);
         }
     }
     AddTokens(DecodedRows{decoded, kSums, kDeep}, x, tokens, 0, 0, depth, nullptr, sums);

@@ -1,5 +1,5 @@
-// Rows whose products take numbers rounded to bfloat16: tokens here, a weight in NF4 where it is decoded. Sums are float32.
-// Included after few_tokens.h, once in the namespace of each instruction set: no include guard.
+// Rows whose products take numbers rounded to bfloat16: tokens here, a weight in NF4 where it is decoded. Sums are
+// float32. Included after few_tokens.h, once in the namespace of each instruction set: no include guard.
 
 #if MINDLORA_BFLOAT16_DOTS
 // A weight [count, length] of bfloat16, by instructions that multiply 32 numbers and add up each two.
@@ -28,7 +28,8 @@ struct DotRows {
     MINDLORA_MEMBER const void* At(int64_t row) const { return weight + std::min(row, count - 1) * length; }
 
     template <int M, int J>
-    MINDLORA_MEMBER static void AddPair(const bfloat16* x, const bfloat16* const (&rows)[J], int64_t p, Vec (&acc)[M][J])
+    MINDLORA_MEMBER static void AddPair(
+        const bfloat16* x, const bfloat16* const (&rows)[J], int64_t p, Vec (&acc)[M][J])
     {
         __m512bh row[J];
         for (int j = 0; j < J; ++j) row[j] = LoadPair(rows[j] + p);
