@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import sys
 
 import pytest
 
@@ -57,6 +58,8 @@ def test_a_mindformers_that_cannot(monkeypatch, version, oldest, message):
 
 def test_commands_say_so_before_they_import_it(monkeypatch, capsys, tmp_path):
     install(monkeypatch, "2.0.0", "mindformers")
+    # As in a process in which no other test has imported it.
+    monkeypatch.delitem(sys.modules, "mindformers", raising=False)
     assert launcher.main(["--config", LORA_YAML]) == 1
     (tmp_path / "t.model").write_bytes(b"x")
     (tmp_path / "a.jsonl").write_text('{"instruction": "a", "output": "b"}\n')

@@ -224,7 +224,7 @@ def test_the_shape_of_w_is_inferred(like, columns):
         (((3, 1, 64), (9, 64), (9, 2), (1,)), "x has 3 dimensions: it must have 2"),
         (((1,), (9, 65), (9, 2), (1,)), "the number of blocks of a row is 3 in one input and 2 in another"),
         (((1,), (8, 64), (9, 2), (1,)), "N is 8 in one input and 9 in another"),
-        (((1,), (9, 64), (9, 2), (2,)), "the number of groups is 1 in one input and 2 in another"),
+        (((1,), (9, 64), (9, 2), (4,)), "the number of groups is 1 in one input and 4 in another"),
         (((1,), (9, 64), (9, 2), (1,), (2,)), "the number of groups is 1 in one input and 2 in another"),
     ],
 )
