@@ -161,12 +161,14 @@ MINDLORA_INLINE Vec SumEach(Vec (&v)[kWidth])
 }
 
 // y[n - start] = x . W[n] for the rows [start, end).
-template <class Rows>
-static void OneToken(const Rows& w, const typename Rows::Token* x, int64_t length, int64_t start, int64_t end, float* y)
+template <class Rows, class Before>
+static void OneToken(
+    const Rows& w, const typename Rows::Token* x, int64_t length, int64_t start, int64_t end, Before before, float* y)
 {
     // As many chains of sums as hide how long an addition takes.
     constexpr int kJ = 8;
     for (int64_t n = start; n < end; n += kJ) {
+        if ((n - start) % kSums == 0) before(n, n + kSums);
         Ahead ahead(w.At(n + kJ));
         Vec acc[1][kJ] = {};
         w.template Add<1, kJ>(x, n, 0, length, acc, [&](int64_t bytes) { ahead.Ask(bytes); });
@@ -241,15 +243,17 @@ MINDLORA_INLINE void AddTokens(const Rows& w, const typename Rows::Token* x, int
 }
 
 // y[t, n - start] = x[t] . W[n] for packed tokens and the rows [start, end). `sums` has room for SumsSize(tokens).
-template <class Rows>
+// Calls before(n, m) before the product of each block of rows [n, m), which may go past the end.
+template <class Rows, class Before>
 static void FewTokens(const Rows& w, const typename Rows::Token* x, int64_t tokens, int64_t length, int64_t start,
-    int64_t end, float* sums, float* y)
+    int64_t end, Before before, float* sums, float* y)
 {
     if constexpr (!Rows::kDecoded) {
-        if (tokens == 1) return OneToken(w, x, length, start, end, y);
+        if (tokens == 1) return OneToken(w, x, length, start, end, before, y);
     }
     const int64_t columns = end - start;
     for (int64_t n = start; n < end; n += kSums) {
+        before(n, n + kSums);
         Ahead ahead(w.At(n + kSums));
         for (int64_t t = 0; t < tokens; t += kChunk) {
             const int64_t chunk = std::min(kChunk, tokens - t);

@@ -197,6 +197,7 @@ MINDLORA_INLINE void Shrink(
     for (int64_t j = 0; j < rank; j += kStep) {
         const P* rows[kStep];
         RowsAt(a, j, rank, stride, rows);
+        PrefetchNext(rows, stride);
         Vec acc[M][kStep] = {};
         Dots<M, kStep>(x, rows, length, acc);
         for (int m = 0; m < M; ++m) {

@@ -191,7 +191,7 @@ FORMS = {
         stem="decoder.layers",
     ),
     "lora_bias": Form({"lora_bias": True}, reads="lora_bias is True", loads="lora_bias is True"),
-    "aLoRA": Form({"alora_invocation_tokens": [1]}, reads="from these tokens on", loads="at the one embedding of a network"),
+    "aLoRA": Form({"alora_invocation_tokens": [1]}, reads="from these tokens on", loads="at the one embedding of"),
     "repeated layers": Form({"layer_replication": [[0, 2]]}, reads="repeats layers", loads="repeats layers"),
     "QALoRA": Form({"use_qalora": True}, reads="the input is then pooled", loads="the input is then pooled"),
     "IA3": Form({"peft_type": "IA3"}, reads="peft_type is 'IA3'"),

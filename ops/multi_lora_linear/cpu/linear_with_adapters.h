@@ -32,6 +32,23 @@ MINDLORA_INLINE Shrinks PlanShrinks(const std::vector<int64_t>& order, const int
     return shrinks;
 }
 
+// Asks for the columns [n, m) of the B of each adapter, whose rows have x's `in` numbers before them.
+template <class P>
+MINDLORA_INLINE void AskForExpands(const Adapters<P>& a, int64_t in, int64_t n, int64_t m, int64_t stride)
+{
+    constexpr int64_t kLine = 64 / sizeof(P);
+    int32_t last = -1;
+    for (const int64_t t : a.order) {
+        const int32_t i = a.indices[t];
+        if (i == last) continue;
+        last = i;
+        const P* slot = a.pool + i * a.max_rank * stride + in;
+        for (int64_t j = 0; j < a.ranks[i]; ++j) {
+            for (int64_t at = n; at < m; at += kLine) __builtin_prefetch(slot + j * stride + at, 0, 2);
+        }
+    }
+}
+
 template <class Rows, class T, class P>
 static void LinearWithAdapters(const Rows& w, const T* x, const Adapters<P>& adapters, const T* bias, int64_t tokens,
     int64_t in, int64_t out, int threads, T* y)
@@ -62,7 +79,10 @@ static void LinearWithAdapters(const Rows& w, const T* x, const Adapters<P>& ada
         for (int64_t task; (task = ranges.Take(omp_get_thread_num())) >= 0;) {
             const int64_t start = task * range, end = std::min(out, start + range), columns = end - start;
             float* sum = Scratch(&sum_buffer, tokens * columns);
-            FewTokens(w, packed, tokens, in, start, end, Scratch(&block_buffer, SumsSize(tokens)), sum);
+            float* sums = Scratch(&block_buffer, SumsSize(tokens));
+            // B's parts of a row are too short for the processor's own prefetching: they are asked for in time.
+            const auto ask = [&](int64_t n, int64_t m) { AskForExpands(adapters, in, n, std::min(m, end), stride); };
+            FewTokens(w, packed, tokens, in, start, end, ask, sums, sum);
             if (bias != nullptr) AddBias(bias + start, tokens, columns, sum);
             // Every shrink was taken by a thread before this task was, so this ends.
             while (shrunk.load(std::memory_order_acquire) < shrinks.size()) std::this_thread::yield();

@@ -81,7 +81,8 @@ static void LinearOfFew(
         for (int64_t task; (task = ranges.Take(omp_get_thread_num())) >= 0;) {
             const int64_t start = task * range, end = std::min(out, start + range), columns = end - start;
             float* sum = Scratch(&sum_buffer, tokens * columns);
-            FewTokens(rows, packed, tokens, in, start, end, Scratch(&block_buffer, SumsSize(tokens)), sum);
+            float* sums = Scratch(&block_buffer, SumsSize(tokens));
+            FewTokens(rows, packed, tokens, in, start, end, [](int64_t, int64_t) {}, sums, sum);
             if (bias != nullptr) AddBias(bias + start, tokens, columns, sum);
             WriteColumns(sum, tokens, columns, out, y + start);
         }
