@@ -48,13 +48,14 @@ class ModelFolder:
 def read_folder(path: str, to_train: bool = False) -> ModelFolder:
     """Reads a folder of Hugging Face's: config.json, the tokenizer, and names and shapes of the weights.
 
-    Raises ConfigError if it is not one, or holds a model or a setting that MindFormers has not, or with ``to_train``
-    one with which it only predicts; CheckpointError if the weights cannot be read; TokenizerError if there is no
+    Raises ConfigError if it is not one, or holds a setting that MindFormers has not, or a model that is not trained
+    (``to_train``) or not served; CheckpointError if the weights cannot be read; TokenizerError if there is no
     tokenizer.
     """
     config = _read_config(path)
     architecture = registry.by_hugging_face_type(config.model_type)
-    if architecture is None or architecture.from_hugging_face is None or to_train and not architecture.trains:
+    draft = architecture.from_hugging_face if architecture is not None else None
+    if architecture is None or draft is None or not _is_taken(architecture, to_train):
         raise ConfigError(_unknown_model(config, to_train))
     quantization = config.get("quantization_config")
     if quantization is not None:
@@ -63,7 +64,7 @@ def read_folder(path: str, to_train: bool = False) -> ModelFolder:
             f"{config.path} has quantization_config ({method}): MindFormers cannot load such weights. Save the model "
             "in bfloat16 first, or take the original one."
         )
-    model_config = architecture.from_hugging_face(config)
+    model_config = draft(config)
     stored = _check_weights(path, architecture, model_config)
     ids = special_ids(load_tokenizer(path))
     return ModelFolder(path, config, architecture, model_config, ids, _ends(path, config, ids), stored)
@@ -82,15 +83,23 @@ def _read(path: str) -> Dict[str, Any]:
         return parse_object(file.read(), path, ConfigError)
 
 
+def _is_taken(architecture: Architecture, to_train: bool) -> bool:
+    """Tells whether a model is trained, or served, from its folder."""
+    fits = architecture.trains if to_train else architecture.legacy or architecture.served
+    return fits and architecture.from_hugging_face is not None
+
+
 def _unknown_model(config: HuggingFaceConfig, to_train: bool) -> str:
     """Returns why a model cannot be taken from its folder, and which ones can."""
     classes = config.get("architectures", [])
     described = f"{config.path} says model_type {config.model_type!r}, architectures {classes}"
     architecture = registry.by_hugging_face_type(config.model_type)
-    if architecture is not None and not architecture.trains:
+    if architecture is not None and to_train and not architecture.trains:
         return f"{described}: MindFormers has {architecture.title} for prediction alone. Choose another model."
-    drafted = [one for one in registry.ARCHITECTURES if one.from_hugging_face is not None]
-    types = [kind for one in drafted if one.trains or not to_train for kind in one.hugging_face_types]
+    if architecture is not None and not to_train and architecture.from_hugging_face is not None:
+        return f"{described}: mindlora does not serve {architecture.title}. Serve it with vLLM or MindFormers."
+    taken = [one for one in registry.ARCHITECTURES if _is_taken(one, to_train)]
+    types = [kind for one in taken for kind in one.hugging_face_types]
     kinds = ", ".join(dict.fromkeys(types))
     return f"{described}: such a model cannot be taken from its folder. Choose one of model_type {kinds}."
 

@@ -33,9 +33,9 @@ def make(tmp_path, tokenizer):
     return write
 
 
-def refusal(folder):
+def refusal(folder, to_train=False):
     with pytest.raises(ConfigError) as caught:
-        read_folder(folder)
+        read_folder(folder, to_train)
     return str(caught.value)
 
 
@@ -70,6 +70,11 @@ def test_the_models_that_are_offered_are_those_of_the_purpose(make):
         with pytest.raises(ConfigError, match="Choose one of model_type llama, .*qwen3") as refused:
             read_folder(folder, to_train=to_train)
         assert ("glm4" in str(refused.value)) is not to_train
+        assert ("deepseek_v3" in str(refused.value)) is to_train
+
+
+def test_a_model_that_is_trained_alone_is_not_served(make):
+    assert "mindlora does not serve DeepSeek-V3. Serve it with vLLM" in refusal(make(model_type="deepseek_v3"))
 
 
 def test_a_scaled_rotary_embedding_is_carried(make):
@@ -109,7 +114,8 @@ def test_a_scaled_rotary_embedding_is_carried(make):
     ],
 )
 def test_a_setting_that_mindformers_has_not_is_refused_by_name(config, said, make):
-    assert re.search(said, refusal(make(**config)))
+    # A DeepSeek-V3 is trained, and not served.
+    assert re.search(said, refusal(make(**config), config.get("model_type") == "deepseek_v3"))
 
 
 def test_weights_that_are_not_the_models_are_refused(make):
