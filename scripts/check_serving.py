@@ -6,10 +6,10 @@ Requests of all kinds (tests/support/mixed_kinds.py: drawn, constrained, biased,
 adapters of many kinds arrive at random times (by --seed). The engine is too small for them, so that requests are
 preempted and computed again, adapters lose their slots, and beginnings of prompts come from the cache; some requests
 are cancelled. Each answer, its log-probabilities and vectors are compared with those of the same request alone in an
-engine with an empty cache. On a Llama, likeliest tokens are also compared with those of MindFormers' plain network,
-without a cache, on merged weights. Where two logits are nearer than 1e-3, either token is right. Marked adapters of the
-Llama say one token whatever they are asked, so that what reaches a request from another shows. At the end all blocks
-and slots must be free.
+engine with an empty cache. On a Llama in float32, likeliest tokens are also compared with those of MindFormers' plain
+network, without a cache, on merged weights. Where two logits are nearer than 1e-3, either token is right. Marked
+adapters of the Llama say one token whatever they are asked, so that what reaches a request from another shows. At the
+end all blocks and slots must be free.
 
 The exit code is 1 if an answer is wrong, something is not given back, or one of these events did not happen.
 """
@@ -43,6 +43,8 @@ def arguments() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning}. Default: {default}")
     parser.add_argument("--seconds", type=float, help="within which they arrive. Default: a hundred requests a second")
+    products = "what linear cells multiply in, but for qwen3-moe; with bfloat16 they hold it too. Default: %(default)s"
+    parser.add_argument("--product-dtype", choices=("float32", "bfloat16"), default="float32", help=products)
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="small and random. Default: %(default)s")
     return parser.parse_args()
 
@@ -61,8 +63,11 @@ def main() -> int:
 
         ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
         sizes = {"slots": args.slots, "num_blocks": args.blocks, "max_running": args.running}
-        sizes.update(max_tokens_per_step=args.step, prompt_lookup=args.lookup)
-        served = MixedServing(folder, mixed_models.MODELS[args.model](args.adapters), KINDS, **sizes)
+        sizes.update(max_tokens_per_step=args.step, prompt_lookup=args.lookup, product_dtype=args.product_dtype)
+        model = mixed_models.MODELS[args.model](args.adapters)
+        if args.product_dtype == "bfloat16":
+            mixed_models.hold_in_bfloat16(model)
+        served = MixedServing(folder, model, KINDS, **sizes)
         served.engine.start()
         begun = time.monotonic()
         verdict = served.judge(served.jobs(args.requests, args.seed, seconds))

@@ -105,7 +105,7 @@ def add_pools(
         initializer(-1, [settings.max_tokens_per_step], mstype.int32), name="slots_of_tokens", requires_grad=False
     )
     if rounds:
-        _check_rounds(cells)
+        _check_rounds(cells, bool(stacked_experts(network)))
     pooled = {
         path: MultiLoRADense.from_cell(cell, path, settings.slots, settings.max_rank, slots_of_tokens, dtype, rounds)
         for path, cell in cells.items()
@@ -120,8 +120,13 @@ def add_pools(
     return pools
 
 
-def _check_rounds(cells: Mapping[str, nn.Cell]) -> None:
+def _check_rounds(cells: Mapping[str, nn.Cell], has_experts: bool) -> None:
     """Raises ConfigError unless products in bfloat16 are possible here, for some cells; warns if they save no time."""
+    if has_experts:
+        # Nor are the last bits of their router's product the same in each batch, and rounding would make more of it.
+        raise ConfigError(
+            "product_dtype is bfloat16 and the model has routed experts, which multiply in float32. Leave it out."
+        )
     path = choose("rounded_linear")
     if path.path != "cpu":
         raise ConfigError(

@@ -174,6 +174,13 @@ def test_products_in_bfloat16_are_near_those_in_float(mindformers, library, tmp_
         assert 1e-4 < off < 0.1, key
 
 
+def test_products_in_bfloat16_of_routed_experts_are_refused(mindformers, library, tmp_path):
+    packed, _ = bases(tmp_path, "qwen3-moe")
+    settings = dataclasses.replace(SETTINGS, product_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="^product_dtype is bfloat16 and the model has routed experts"):
+        answers("qwen3-moe", packed, {}, True, settings)
+
+
 def test_an_adapter_says_what_it_says_on_the_quantized_network_that_it_was_trained_on(mindformers, library, tmp_path):
     keys = {**COMMON, **ROUTED, "num_hidden_layers": 1, "max_position_embeddings": 96}
     plain, packed = str(tmp_path / "plain.safetensors"), str(tmp_path / "nf4.safetensors")

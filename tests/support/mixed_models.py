@@ -85,6 +85,13 @@ MODELS = {
 }
 
 
+def hold_in_bfloat16(model):
+    """Has the linear cells of a model held in bfloat16. What it says is then not compared with merged weights."""
+    legacy = {"param_init_type": "bfloat16", "embedding_init_type": "float32"}
+    model.node["model_config"].update(legacy if "type" in model.node["model_config"] else {"params_dtype": "bfloat16"})
+    model.weights = {}
+
+
 def _of_llama(number):
     """Returns an adapter of the kind that its number says."""
     kinds = (
