@@ -143,8 +143,8 @@ def _check_rounds(cells: Mapping[str, nn.Cell], has_experts: bool) -> None:
     if mstype.bfloat16 not in held and not any(isinstance(cell, NF4Dense) for cell in cells.values()):
         raise ConfigError(
             f"product_dtype is bfloat16 and the linear cells hold their weights in {held.pop()}: hold them in bfloat16 "
-            "(model.model_config.param_init_type: bfloat16 with embedding_init_type: float32) or in NF4, or leave "
-            "product_dtype out."
+            "(model.model_config.param_init_type: bfloat16 with embedding_init_type: float32; params_dtype of an mcore "
+            "model) or in NF4, or leave product_dtype out."
         )
     if not multiplies_bfloat16():
         logger.warning(
