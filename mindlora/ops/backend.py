@@ -222,7 +222,7 @@ def _slow_on_ascend(in_channels, out_channels, rank, dtype) -> str:
 def multiplies_bfloat16() -> bool:
     """Returns whether this processor has instructions that multiply bfloat16, AVX512_BF16; the library must be there.
 
-    Without them rounded_linear is right, and no faster than products in float32.
+    Without them rounded_linear is right, and no faster than products in float32; with NF4 it is slower.
     """
     return _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_best_isa() >= _AVX512_BF16
 

@@ -49,13 +49,6 @@ MINDLORA_INLINE void PackTokens(const T* x, int64_t tokens, int64_t length, type
     }
 }
 
-MINDLORA_INLINE Vec RoundedToBfloat16(Vec v)
-{
-    bfloat16 rounded[kWidth];
-    Store(v, rounded);
-    return Load(rounded);
-}
-
 // A weight [count, length] of float32, float16 or bfloat16; with kRounds tokens are rounded to bfloat16.
 template <class W, bool kRounds = false>
 struct PlainRows {

@@ -69,6 +69,13 @@ MINDLORA_INLINE void Store(Vec v, float16* to)
 #endif
 }
 
+MINDLORA_INLINE Vec RoundedToBfloat16(Vec v)
+{
+    bfloat16 rounded[kWidth];
+    Store(v, rounded);
+    return Load(rounded);
+}
+
 // The first `count` elements, fewer than kWidth; the other lanes are zero. Nothing after them is read.
 template <class T>
 MINDLORA_INLINE Vec LoadPart(const T* from, int64_t count)

@@ -44,6 +44,7 @@ struct Table {
 #if MINDLORA_WIDTH == 16
     Vec values;
     explicit MINDLORA_MEMBER Table(float absmax) : values(Load(kNf4) * absmax) {}
+    MINDLORA_MEMBER void Round() { values = RoundedToBfloat16(values); }
     MINDLORA_MEMBER Vec At(Lanes code) const
     {
         return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), values);  // looks at four bits only
@@ -51,6 +52,7 @@ struct Table {
 #elif MINDLORA_WIDTH == 8
     Vec low, high;
     explicit MINDLORA_MEMBER Table(float absmax) : low(Load(kNf4) * absmax), high(Load(kNf4 + 8) * absmax) {}
+    MINDLORA_MEMBER void Round() { low = RoundedToBfloat16(low), high = RoundedToBfloat16(high); }
     MINDLORA_MEMBER Vec At(Lanes code) const
     {
         // The permutes look at three bits, the blend at the sign: the fourth bit is moved there.
@@ -63,6 +65,10 @@ struct Table {
     explicit MINDLORA_MEMBER Table(float absmax)
     {
         for (int i = 0; i < 16; ++i) values[i] = kNf4[i] * absmax;
+    }
+    MINDLORA_MEMBER void Round()
+    {
+        for (int i = 0; i < 16; i += kWidth) Store(RoundedToBfloat16(Load(values + i)), values + i);
     }
     MINDLORA_MEMBER Vec At(Lanes code) const
     {
@@ -87,9 +93,12 @@ MINDLORA_INLINE Lanes LoadCodes(const uint8_t* from)
 #endif
 }
 
+// With kRounds each number is rounded to bfloat16, in the table.
+template <bool kRounds = false>
 MINDLORA_INLINE void DecodeBlock(const uint8_t* codes, float absmax, float* to)
 {
-    const Table table(absmax);
+    Table table(absmax);
+    if constexpr (kRounds) table.Round();
     for (int i = 0; i < kBytes; i += kWidth) {
         const Lanes code = LoadCodes(codes + i);
         Store(table.At(code), to + i);

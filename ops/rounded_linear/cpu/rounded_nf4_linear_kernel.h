@@ -30,8 +30,7 @@ MINDLORA_INLINE void DecodeRounded(const uint8_t* codes, float absmax, DecodedNu
     _mm512_storeu_si512(to, block.low);
     _mm512_storeu_si512(to + kBytes, block.high);
 #else
-    DecodeBlock(codes, absmax, to);
-    for (int64_t i = 0; i < kBlock; i += kWidth) Store(RoundedToBfloat16(Load(to + i)), to + i);
+    DecodeBlock<true>(codes, absmax, to);
 #endif
 }
 
