@@ -11,9 +11,10 @@
 constexpr int64_t kPair = 2 * kWidth;
 // Sums in registers. What they are multiplied with comes from the L1 cache.
 constexpr int kSums = kWidth == 16 ? 24 : 8;
-// Tokens that are multiplied together with a row, and how much of each: they stay in the L1 cache.
+// Tokens that are multiplied together with a row, and how many numbers of each: they stay in the L1 cache.
 constexpr int kTogether = 8;
-constexpr int64_t kDeep = 512;
+template <class Token>
+constexpr int64_t kDeep = 2048 / sizeof(Token);
 // Tokens whose sums with kSums rows stay in the L2 cache, and the rows too.
 constexpr int64_t kChunk = 64;
 // What rows are read in: whole pairs, or whole blocks of NF4.
@@ -34,18 +35,20 @@ MINDLORA_INLINE Vec LoadHalf(const bfloat16* pair)
     return reinterpret_cast<Vec>(kHalf == 0 ? both << 16 : both & 0xffff0000);
 }
 
-// Numbers of kDeep of all tokens, then the next kDeep of all: part p of token t is at p * tokens + t * kDeep.
+// kDeep numbers of all tokens, then the next kDeep of all: part p of token t is at p * tokens + t * kDeep.
+template <class Token>
 MINDLORA_INLINE int64_t PackedSize(int64_t tokens, int64_t length)
 {
-    return (length + kDeep - 1) / kDeep * kDeep * tokens;
+    return (length + kDeep<Token> - 1) / kDeep<Token> * kDeep<Token> * tokens;
 }
 
 template <class Rows, class T>
 MINDLORA_INLINE void PackTokens(const T* x, int64_t tokens, int64_t length, typename Rows::Token* to)
 {
-    for (int64_t p = 0; p < length; p += kDeep) {
-        const int64_t depth = std::min(kDeep, length - p);
-        for (int64_t t = 0; t < tokens; ++t) Rows::Pack(x + t * length + p, depth, to + p * tokens + t * kDeep);
+    constexpr int64_t kPart = kDeep<typename Rows::Token>;
+    for (int64_t p = 0; p < length; p += kPart) {
+        const int64_t depth = std::min(kPart, length - p);
+        for (int64_t t = 0; t < tokens; ++t) Rows::Pack(x + t * length + p, depth, to + p * tokens + t * kPart);
     }
 }
 
@@ -85,7 +88,7 @@ struct PlainRows {
         Vec row[J];
         for (int j = 0; j < J; ++j) row[j] = LoadHalf<kHalf>(rows[j] + p);
         for (int m = 0; m < M; ++m) {
-            const Vec token = Load(x + m * kDeep + kHalf * kWidth);
+            const Vec token = Load(x + m * kDeep<float> + kHalf * kWidth);
             for (int j = 0; j < J; ++j) acc[m][j] += token * row[j];
         }
     }
@@ -230,7 +233,7 @@ MINDLORA_INLINE void AddTokens(const Rows& w, const typename Rows::Token* x, int
     for (int64_t t = 0; t < tokens; t += kTogether) {
         WithTokens(tokens - t, [&](auto constant) {
             AddBlock<decltype(constant)::value>(
-                w, x + t * kDeep, first, from, depth, t == 0 ? ahead : nullptr, sums + t * kSums * kWidth);
+                w, x + t * kDeep<typename Rows::Token>, first, from, depth, t == 0 ? ahead : nullptr, sums + t * kSums * kWidth);
         });
     }
 }
@@ -244,6 +247,7 @@ static void FewTokens(const Rows& w, const typename Rows::Token* x, int64_t toke
     if constexpr (!Rows::kDecoded) {
         if (tokens == 1) return OneToken(w, x, length, start, end, before, y);
     }
+    constexpr int64_t kPart = kDeep<typename Rows::Token>;
     const int64_t columns = end - start;
     for (int64_t n = start; n < end; n += kSums) {
         before(n, n + kSums);
@@ -251,9 +255,9 @@ static void FewTokens(const Rows& w, const typename Rows::Token* x, int64_t toke
         for (int64_t t = 0; t < tokens; t += kChunk) {
             const int64_t chunk = std::min(kChunk, tokens - t);
             std::fill(sums, sums + SumsSize(chunk), 0.0f);
-            for (int64_t p = 0; p < length; p += kDeep) {
-                const int64_t depth = std::min(kDeep, length - p);
-                AddTokens(w, x + p * tokens + t * kDeep, chunk, n, p, depth, t == 0 ? &ahead : nullptr, sums);
+            for (int64_t p = 0; p < length; p += kPart) {
+                const int64_t depth = std::min(kPart, length - p);
+                AddTokens(w, x + p * tokens + t * kPart, chunk, n, p, depth, t == 0 ? &ahead : nullptr, sums);
             }
             WriteSums(sums, chunk, columns, std::min<int64_t>(kSums, end - n), y + t * columns + n - start);
         }

@@ -54,8 +54,9 @@ static void LinearWithAdapters(const Rows& w, const T* x, const Adapters<P>& ada
     int64_t in, int64_t out, int threads, T* y)
 {
     if (out == 0 || tokens == 0) return;
+    using Token = typename Rows::Token;
     static thread_local std::vector<float> packed_buffer, low_buffer;
-    auto* packed = reinterpret_cast<typename Rows::Token*>(Scratch(&packed_buffer, PackedSize(tokens, in)));
+    auto* packed = reinterpret_cast<Token*>(Scratch(&packed_buffer, PackedSize<Token>(tokens, in)));
     PackTokens<Rows>(x, tokens, in, packed);
     const auto& [pool, max_rank, ranks, scales, indices, order] = adapters;
     float* low = Scratch(&low_buffer, tokens * max_rank);

@@ -25,11 +25,13 @@ MINDLORA_INLINE void ReadAbsmax(const Nf4& w, int64_t first, int64_t count, floa
 {
     // Those of a part of a row, as a product of few tokens takes it: vectors, where the loops below would be longer
     // than the decoding.
-    constexpr int kPart = 8;
+    constexpr int64_t kPart = 8;
     const int shift = __builtin_ctzll(w.group);  // it is a power of two
-    if (count == kPart && first >> shift == (first + kPart - 1) >> shift) {
+    if (count % kPart == 0 && first >> shift == (first + count - 1) >> shift) {
         const float scale = w.scales[first >> shift], offset = w.offsets[first >> shift];
-        for (int i = 0; i < kPart; ++i) to[i] = offset + scale * w.absmax[first + i];
+        for (int64_t part = 0; part < count; part += kPart) {
+            for (int i = 0; i < kPart; ++i) to[part + i] = offset + scale * w.absmax[first + part + i];
+        }
         return;
     }
     for (int64_t i = 0; i < count;) {

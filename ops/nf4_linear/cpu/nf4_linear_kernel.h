@@ -30,9 +30,9 @@ struct Nf4Rows {
     MINDLORA_MEMBER void Add(
         const float* x, int64_t first, int64_t from, int64_t depth, Vec (&acc)[M][J], Ask ask) const
     {
-        constexpr int64_t kBlocks = kDeep / kBlock;
+        constexpr int64_t kBlocks = kDeep<float> / kBlock;
         const int64_t end = (from + depth + kBlock - 1) / kBlock;
-        for (int64_t start = from / kBlock; start < end; start += kBlocks, x += kDeep) {
+        for (int64_t start = from / kBlock; start < end; start += kBlocks, x += kDeep<float>) {
             const int64_t blocks = std::min(kBlocks, end - start);
             const uint8_t* codes[J];
             float absmax[J][kBlocks];
@@ -56,8 +56,8 @@ struct Nf4Rows {
             const Lanes code = LoadCodes(codes + i);
             const Vec low = table.At(code), high = table.At(code >> 4);
             for (int m = 0; m < M; ++m) {
-                acc[m][j] += Load(x + m * kDeep + i) * low;
-                acc[m][j] += Load(x + m * kDeep + kBytes + i) * high;
+                acc[m][j] += Load(x + m * kDeep<float> + i) * low;
+                acc[m][j] += Load(x + m * kDeep<float> + kBytes + i) * high;
             }
         }
     }
@@ -68,7 +68,7 @@ static void LinearOfFew(
     const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
 {
     static thread_local std::vector<float> packed_buffer;
-    float* packed = Scratch(&packed_buffer, PackedSize(tokens, in));
+    float* packed = Scratch(&packed_buffer, PackedSize<float>(tokens, in));
     PackTokens<Nf4Rows>(x, tokens, in, packed);
     const Nf4Rows rows{w, out};
     // A small layer is finished before a second thread wakes up.

@@ -7,7 +7,7 @@
 #if MINDLORA_BFLOAT16_DOTS
 // A block of a row: 32 numbers and 32 more.
 struct DecodedBlock {
-    __m512i low, high;
+    __m512bh low, high;
 
     MINDLORA_MEMBER DecodedBlock(const uint8_t* codes, float absmax)
     {
@@ -15,8 +15,8 @@ struct DecodedBlock {
         const auto half = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(Load(kNf4) * absmax));
         const __m512i table = _mm512_broadcast_i64x4(half);
         const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-        low = _mm512_permutexvar_epi16(code, table);
-        high = _mm512_permutexvar_epi16(_mm512_srli_epi16(code, 4), table);
+        low = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(code, table));
+        high = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_srli_epi16(code, 4), table));
     }
 };
 
@@ -27,8 +27,8 @@ MINDLORA_INLINE void DecodeRounded(const uint8_t* codes, float absmax, DecodedNu
 {
 #if MINDLORA_BFLOAT16_DOTS
     const DecodedBlock block(codes, absmax);
-    _mm512_storeu_si512(to, block.low);
-    _mm512_storeu_si512(to + kBytes, block.high);
+    std::memcpy(to, &block.low, sizeof block.low);
+    std::memcpy(to + kBytes, &block.high, sizeof block.high);
 #else
     DecodeBlock<true>(codes, absmax, to);
 #endif
@@ -65,32 +65,37 @@ struct RoundedNf4Rows {
     }
 };
 
-constexpr int64_t kDeepBlocks = kDeep / kBlock;
+constexpr int64_t kDeepNumbers = kDeep<DecodedNumber>, kDeepBlocks = kDeepNumbers / kBlock;
 
 #if MINDLORA_BFLOAT16_DOTS
-// sums[j] += the products of one token and the rows first + j, from block `start` on. The time is that of decoding:
-// products follow at once, of so many rows together as hide how long an addition takes.
-MINDLORA_INLINE void AddToken(
+// sums[m][j] += the products of M tokens and the rows first + j, from block `start` on, which are decoded in registers.
+template <int M>
+static __attribute__((noinline)) void AddDecoding(
     const RoundedNf4Rows& w, const bfloat16* x, int64_t first, int64_t start, int64_t blocks, Ahead* ahead, float* sums)
 {
-    constexpr int kJ = 4;
+    // So many rows together as hide how long an addition takes, and leave registers for decoding.
+    constexpr int kJ = M <= 4 ? 4 : 2;
     for (int64_t n = 0; n < kSums; n += kJ) {
         const uint8_t* codes[kJ];
         float absmax[kJ][kDeepBlocks];
-        Vec acc[kJ];
-        for (int j = 0; j < kJ; ++j) {
-            codes[j] = w.ReadBlocks(first + n + j, start, blocks, ahead, absmax[j]);
-            acc[j] = Load(sums + (n + j) * kWidth);
+        Vec acc[M][kJ];
+        for (int j = 0; j < kJ; ++j) codes[j] = w.ReadBlocks(first + n + j, start, blocks, ahead, absmax[j]);
+        for (int m = 0; m < M; ++m) {
+            for (int j = 0; j < kJ; ++j) acc[m][j] = Load(sums + (m * kSums + n + j) * kWidth);
         }
         for (int64_t b = 0; b < blocks; ++b) {
-            const __m512bh low = DotRows::LoadPair(x + b * kBlock), high = DotRows::LoadPair(x + b * kBlock + kBytes);
+            __m512bh low[kJ], high[kJ];
             for (int j = 0; j < kJ; ++j) {
                 const DecodedBlock block(codes[j] + b * kBytes, absmax[j][b]);
-                acc[j] = _mm512_dpbf16_ps(acc[j], low, reinterpret_cast<__m512bh>(block.low));
-                acc[j] = _mm512_dpbf16_ps(acc[j], high, reinterpret_cast<__m512bh>(block.high));
+                low[j] = block.low;
+                high[j] = block.high;
             }
+            DotRows::AddProducts<M, kJ>(x + b * kBlock, low, acc);
+            DotRows::AddProducts<M, kJ>(x + b * kBlock + kBytes, high, acc);
         }
-        for (int j = 0; j < kJ; ++j) Store(acc[j], sums + (n + j) * kWidth);
+        for (int m = 0; m < M; ++m) {
+            for (int j = 0; j < kJ; ++j) Store(acc[m][j], sums + (m * kSums + n + j) * kWidth);
+        }
     }
 }
 #endif
@@ -101,18 +106,22 @@ MINDLORA_INLINE void AddTokens(const RoundedNf4Rows& w, const RoundedNf4Rows::To
 {
     const int64_t start = from / kBlock, blocks = (depth + kBlock - 1) / kBlock;
 #if MINDLORA_BFLOAT16_DOTS
-    if (tokens == 1) return AddToken(w, x, first, start, blocks, ahead, sums);
+    if (tokens <= kTogether) {
+        return WithTokens(tokens, [&](auto constant) {
+            AddDecoding<decltype(constant)::value>(w, x, first, start, blocks, ahead, sums);
+        });
+    }
 #endif
     static thread_local std::vector<float> buffer;
-    auto* decoded = reinterpret_cast<DecodedNumber*>(Scratch(&buffer, kSums * kDeep));
+    auto* decoded = reinterpret_cast<DecodedNumber*>(Scratch(&buffer, kSums * kDeepNumbers));
     for (int64_t j = 0; j < kSums; ++j) {
         float absmax[kDeepBlocks];
         const uint8_t* codes = w.ReadBlocks(first + j, start, blocks, ahead, absmax);
         for (int64_t b = 0; b < blocks; ++b) {
-            DecodeRounded(codes + b * kBytes, absmax[b], decoded + j * kDeep + b * kBlock);
+            DecodeRounded(codes + b * kBytes, absmax[b], decoded + j * kDeepNumbers + b * kBlock);
         }
     }
-    AddTokens(DecodedRows{decoded, kSums, kDeep}, x, tokens, 0, 0, depth, nullptr, sums);
+    AddTokens(DecodedRows{decoded, kSums, kDeepNumbers}, x, tokens, 0, 0, depth, nullptr, sums);
 }
 
 template <class P>

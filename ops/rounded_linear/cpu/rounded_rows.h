@@ -33,8 +33,15 @@ struct DotRows {
     {
         __m512bh row[J];
         for (int j = 0; j < J; ++j) row[j] = LoadPair(rows[j] + p);
+        AddProducts<M, J>(x, row, acc);
+    }
+
+    // The same for rows that are loaded.
+    template <int M, int J>
+    MINDLORA_MEMBER static void AddProducts(const bfloat16* x, const __m512bh (&row)[J], Vec (&acc)[M][J])
+    {
         for (int m = 0; m < M; ++m) {
-            const __m512bh token = LoadPair(x + m * kDeep);
+            const __m512bh token = LoadPair(x + m * kDeep<bfloat16>);
             for (int j = 0; j < J; ++j) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], token, row[j]);
         }
     }
