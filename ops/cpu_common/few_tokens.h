@@ -232,8 +232,8 @@ MINDLORA_INLINE void AddTokens(const Rows& w, const typename Rows::Token* x, int
 {
     for (int64_t t = 0; t < tokens; t += kTogether) {
         WithTokens(tokens - t, [&](auto constant) {
-            AddBlock<decltype(constant)::value>(
-                w, x + t * kDeep<typename Rows::Token>, first, from, depth, t == 0 ? ahead : nullptr, sums + t * kSums * kWidth);
+            AddBlock<decltype(constant)::value>(w, x + t * kDeep<typename Rows::Token>, first, from, depth,
+                t == 0 ? ahead : nullptr, sums + t * kSums * kWidth);
         });
     }
 }

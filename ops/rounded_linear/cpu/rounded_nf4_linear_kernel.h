@@ -107,9 +107,8 @@ MINDLORA_INLINE void AddTokens(const RoundedNf4Rows& w, const RoundedNf4Rows::To
     const int64_t start = from / kBlock, blocks = (depth + kBlock - 1) / kBlock;
 #if MINDLORA_BFLOAT16_DOTS
     if (tokens <= kTogether) {
-        return WithTokens(tokens, [&](auto constant) {
-            AddDecoding<decltype(constant)::value>(w, x, first, start, blocks, ahead, sums);
-        });
+        return WithTokens(tokens,
+            [&](auto constant) { AddDecoding<decltype(constant)::value>(w, x, first, start, blocks, ahead, sums); });
     }
 #endif
     static thread_local std::vector<float> buffer;
