@@ -19,6 +19,7 @@ from mindlora.nn.adapter_matching import cell_shapes
 from mindlora.nn.base_fingerprint import ROW_ORDERS, joined_fingerprints_of
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
+from mindlora.serving.mcore_network import FeedForward, JoinedFeedForward
 from mindlora.serving.network import build_network, linear_cells, stacked_experts
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.settings import EngineSettings
@@ -147,6 +148,21 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     assert made.lm_head.weight is made.model.embed_tokens.weight
     with pytest.raises(CheckpointError, match="lacks 1 parameters of the network: lm_head.weight"):
         load_base(network(), str(tmp_path / "tied"))
+
+
+@pytest.mark.parametrize("kind", [FeedForward, JoinedFeedForward])
+def test_a_feed_forward_network_is_down_of_the_gated_up(library, kind):
+    rng = np.random.default_rng(4)
+    gate, up = rng.normal(size=(2, INNER, HIDDEN)).astype(np.float32)
+    down, x = (rng.normal(size=shape).astype(np.float32) for shape in ((HIDDEN, INNER), (3, HIDDEN)))
+    made = kind(HIDDEN, INNER, ms.float32)
+    weights = {"gate_proj": gate, "up_proj": up, "gate_up_proj": np.concatenate([gate, up]), "down_proj": down}
+    for name, cell in made.name_cells().items():
+        if name in weights:
+            cell.weight.set_data(ms.Tensor(weights[name]))
+    gated = x @ gate.T
+    expected = (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
+    np.testing.assert_allclose(made(ms.Tensor(x)).asnumpy(), expected, rtol=1e-4, atol=1e-3)
 
 
 def joined_adapter(paths, **fields):
