@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.cli.model_source import add_model_options, check_source, source_of, yaml_of
+from mindlora.common.operator_library import load_before_mindspore
 from mindlora.common.text import shown
 from mindlora.errors import ConfigError, RequestError
 from mindlora.plugin.imports import import_mindformers
@@ -221,13 +222,15 @@ def build(
 
 
 def prepare_imports() -> None:
-    """Sets what MindSpore and transformers read from the environment when they are imported."""
+    """Does what must be done before MindSpore and transformers are imported."""
     # Threads that spin between kernels cost more than they gain on few cores. MindSpore's warnings are not for the user
     # of a model.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("GLOG_v", "3")
     # transformers would advise installing PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # After GOMP_SPINCOUNT is set: libgomp comes with it.
+    load_before_mindspore()
 
 
 def say(text: str) -> None:

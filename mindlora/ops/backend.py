@@ -18,6 +18,7 @@ from typing import Optional, Tuple
 import mindspore as ms
 from mindspore.common import dtype as mstype
 
+from mindlora.common.operator_library import LIBRARY, file_problem
 from mindlora.errors import BackendError
 from mindlora.ops import ascend, ascend_pynative
 from mindlora.ops.measured import measured
@@ -36,7 +37,6 @@ OP_TYPES = {
     "routed_experts": "RoutedExperts",
     "rotary_embedding": "RotaryEmbedding",
     "rounded_linear": "RoundedLinear",
-    "kv_cache_write": "KvCacheWrite",
     "paged_attention": "PagedAttention",
 }
 # Those on the cpu path alone, and MindSpore's own operators that do the same on an NPU.
@@ -46,8 +46,7 @@ CPU_ONLY = {
     "routed_experts": "GroupedMatmul",
     "rotary_embedding": "ApplyRotaryPosEmb",
     "rounded_linear": "MatMul",
-    "kv_cache_write": "ReshapeAndCache",
-    "paged_attention": "PagedAttention",
+    "paged_attention": "PagedAttention with ReshapeAndCache",
 }
 # The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
 ASCEND_OP_TYPES = {
@@ -60,8 +59,6 @@ ASCEND_OP_TYPES = {
 OPS = tuple(OP_TYPES)
 PATHS = ("ascend", "cpu", "composed")
 VARIABLE = "MINDLORA_BACKEND"
-# Where build.py puts the library. Not imported from there: `python -m mindlora.ops.build` would import build twice.
-LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "libmindlora_cpu.so")
 DTYPES = (ms.float32, ms.float16, ms.bfloat16)
 # The largest rank of the kernels.
 MAX_RANK = 256
@@ -69,7 +66,7 @@ MAX_RANK = 256
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 13
+_LIBRARY_VERSION = 14
 # Its number in ops/cpu_common/isa.h.
 _AVX512_BF16 = 3
 # Of a short prompt, or of a step of training with few rows: decode is lora_linear's.
@@ -261,13 +258,7 @@ def _cpu_problem(device) -> Optional[str]:
 
 
 def _library_problem() -> Optional[str]:
-    if not os.path.exists(LIBRARY):
-        return f"{LIBRARY} is missing: build it with `python -m mindlora.ops.build`"
-    allowed = os.environ.get("MS_CUSTOM_AOT_WHITE_LIST")
-    # The same test as in MindSpore.
-    if allowed is not None and os.path.realpath(allowed) not in os.path.realpath(LIBRARY):
-        return f"MS_CUSTOM_AOT_WHITE_LIST ({allowed}) does not allow {LIBRARY}"
-    return _load_problem(LIBRARY, os.path.getmtime(LIBRARY))
+    return file_problem(LIBRARY) or _load_problem(LIBRARY, os.path.getmtime(LIBRARY))
 
 
 @functools.lru_cache(maxsize=None)

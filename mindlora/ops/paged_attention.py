@@ -1,11 +1,11 @@
-"""paged_attention: causal attention over keys and values in the blocks of a cache, for serving on a CPU."""
+"""paged_attention: new keys and values into the blocks of a cache, and attention over it, for serving on a CPU."""
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes
 
-_NAMES = ("query", "key_cache", "value_cache")
+_NAMES = ("query", "key", "value", "key_cache", "value_cache")
 _INDEX_NAMES = ("block_tables", "context_lengths", "query_lengths")
 _INDEX_DTYPES = (ms.int32, ms.int32, ms.int32)
 
@@ -13,9 +13,11 @@ _INDEX_DTYPES = (ms.int32, ms.int32, ms.int32)
 class PagedAttention(OperatorCell):
     r"""softmax(q K^T / sqrt(D)) V for each row and head, over the positions of its sequence up to its own.
 
-    Row i of a sequence with q rows in this step and context c is at position c - q + i: one batch mixes prompts, pieces
-    of prompts (q > 1) and single tokens (q = 1). It takes the place of MindSpore's PagedAttention, which has no kernel
-    for a CPU. It has no gradient.
+    With R_p(x) = x * cos_p + rotate_half(x) * sin_p for each head, as in RotaryEmbedding, q is R_p(query). K and V are
+    what the cache holds of the sequence: first R_p(key) and value are written to the places that block_tables has for
+    position p. Row i of a sequence with q rows in this step and context c is at position c - q + i: one batch mixes
+    prompts, pieces of prompts (q > 1) and single tokens (q = 1). On an NPU these are MindSpore's ApplyRotaryPosEmb,
+    ReshapeAndCache and PagedAttention, which have no kernel for a CPU. It has no gradient.
 
     A row gives the same bits whatever else is in the batch, wherever its blocks are, into whatever pieces its prompt
     was cut, and on any number of threads (with one instruction set).
@@ -23,8 +25,13 @@ class PagedAttention(OperatorCell):
     Inputs:
         - **query** (Tensor) - Shape [T, heads * D] or [1, T, heads * D]; float32, float16 or bfloat16. The rows of a
           sequence are together and in order. Sums are in float32.
-        - **key_cache** (Parameter) - Shape [blocks, block_size, kv_heads, D], dtype of query; heads is a multiple of
-          kv_heads. The keys of this step are in it already: see KvCacheWrite.
+        - **key** (Tensor) - Shape [T, kv_heads * D] or [1, T, kv_heads * D], dtype of query; heads is a multiple of
+          kv_heads.
+        - **value** (Tensor) - The same.
+        - **cos** (Tensor) - Shape [T, D], of the position of each row; float32, float16 or bfloat16.
+        - **sin** (Tensor) - Shape and dtype of cos.
+        - **key_cache** (Parameter) - Shape [blocks, block_size, kv_heads, D], dtype of query. Written in place, as is
+          value_cache: they must be Parameters.
         - **value_cache** (Parameter) - The same.
         - **block_tables** (Tensor) - Shape [B, max_blocks], int32: the blocks of each sequence. Entries after its
           context are not looked at.
@@ -37,25 +44,34 @@ class PagedAttention(OperatorCell):
 
     Raises:
         BackendError: The device is not a CPU, the library is not built, or a dtype is not supported.
-        RuntimeError: A shape, length or block is wrong (raised by the kernel, which names it).
+        RuntimeError: A shape, length or block is wrong (raised by the kernel, which names it). Then nothing is written.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023; Dao,
-    FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
+    FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023; Su et al., RoFormer:
+    Enhanced Transformer with Rotary Position Embedding, 2021.
     """
 
     op = "paged_attention"
-    inputs = 6
+    inputs = 10
+    writes = True
 
     def construct(
         self,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
         key_cache: Parameter,
         value_cache: Parameter,
         block_tables: Tensor,
         context_lengths: Tensor,
         query_lengths: Tensor,
     ) -> Tensor:
-        check_dtypes(self.op, self.path, _NAMES, (query.dtype, key_cache.dtype, value_cache.dtype))
+        check_dtypes(
+            self.op, self.path, _NAMES, (query.dtype, key.dtype, value.dtype, key_cache.dtype, value_cache.dtype)
+        )
+        check_dtypes(self.op, self.path, ("cos", "sin"), (cos.dtype, sin.dtype))
         check_fixed_dtypes(
             self.op,
             self.path,
@@ -63,4 +79,6 @@ class PagedAttention(OperatorCell):
             (block_tables.dtype, context_lengths.dtype, query_lengths.dtype),
             _INDEX_DTYPES,
         )
-        return self.kernel(query, key_cache, value_cache, block_tables, context_lengths, query_lengths)
+        return self.kernel(
+            query, key, value, cos, sin, key_cache, value_cache, block_tables, context_lengths, query_lengths
+        )

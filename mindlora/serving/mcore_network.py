@@ -17,10 +17,8 @@ from mindlora.checks.mcore import check_served, family_of
 from mindlora.models import registry
 from mindlora.models.architecture import HF, Architecture, dtype_of
 from mindlora.models.decoder_sizes import DecoderSizes, decoder_sizes
-from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
-from mindlora.ops.rotary_embedding import RotaryEmbedding
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import StackedExperts
 
@@ -70,8 +68,8 @@ class Decoder(nn.Cell):
     """Tokens to hidden states, over a cache: what ServedStep calls, with MindFormers' names of the inputs.
 
     Inputs:
-        - The arrays of runner.StepInputs, with **tokens** of shape [1, T]. The mask is not looked at: what is causal
-          follows from the lengths.
+        - The arrays of runner.StepInputs, with **tokens** of shape [1, T]. The mask and the slots of the cache are not
+          looked at: they follow from lengths and blocks.
 
     Outputs:
         Tensor [1, T, hidden], float32.
@@ -99,7 +97,7 @@ class Decoder(nn.Cell):
         rotary = self.gather(self.cos, seq_range, 0), self.gather(self.sin, seq_range, 0)
         hidden = self.embed_tokens(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, rotary, batch_valid_length, q_seq_lens, block_tables, slot_mapping)
+            hidden = layer(hidden, rotary, batch_valid_length, q_seq_lens, block_tables)
         return self.norm(hidden)
 
 
@@ -117,10 +115,8 @@ class DecoderLayer(nn.Cell):
             self.post_self_attn_layernorm = Norm(sizes.hidden, sizes.norm_eps)
             self.post_mlp_layernorm = Norm(sizes.hidden, sizes.norm_eps)
 
-    def construct(self, x, rotary, context_lengths, query_lengths, block_tables, slot_mapping):
-        attended = self.self_attn(
-            self.input_layernorm(x), rotary, context_lengths, query_lengths, block_tables, slot_mapping
-        )
+    def construct(self, x, rotary, context_lengths, query_lengths, block_tables):
+        attended = self.self_attn(self.input_layernorm(x), rotary, context_lengths, query_lengths, block_tables)
         hidden = x + (self.post_self_attn_layernorm(attended) if self.has_output_norms else attended)
         fed = self.mlp(self.post_attention_layernorm(hidden))
         return hidden + (self.post_mlp_layernorm(fed) if self.has_output_norms else fed)
@@ -158,23 +154,28 @@ class Attention(nn.Cell):
             Parameter(initializer("zeros", cache, mstype.float32), name=name, requires_grad=False)
             for name in ("key_cache", "value_cache")
         )
-        self.rotary = RotaryEmbedding()
-        self.cache_write = KvCacheWrite()
         self.attention = PagedAttention()
-        self.depend = ops.Depend()
         self.reshape = ops.Reshape()
 
-    def construct(self, x, rotary, context_lengths, query_lengths, block_tables, slot_mapping):
+    def construct(self, x, rotary, context_lengths, query_lengths, block_tables):
         cos, sin = rotary
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.has_norms:
             query, key = self._by_head(query, self.q_norm), self._by_head(key, self.k_norm)
         if self.order is not None:
             query, key = self._by_head(query, self._ordered), self._by_head(key, self._ordered)
-        query, key = self.rotary(query, cos, sin), self.rotary(key, cos, sin)
-        written = self.cache_write(key, value, self.key_cache, self.value_cache, slot_mapping)
-        query = self.depend(query, written)
-        output = self.attention(query, self.key_cache, self.value_cache, block_tables, context_lengths, query_lengths)
+        output = self.attention(
+            query,
+            key,
+            value,
+            cos,
+            sin,
+            self.key_cache,
+            self.value_cache,
+            block_tables,
+            context_lengths,
+            query_lengths,
+        )
         return self.o_proj(output)
 
     def _by_head(self, x, change):

@@ -1,7 +1,7 @@
 """MindFormers' network, made for serving: with its key-value cache, and pools of adapters on its linear cells."""
 
 import logging
-from typing import Any, Dict, Mapping, Tuple, Union
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 import mindspore as ms
 import numpy as np
@@ -17,10 +17,8 @@ from mindlora.nn.multi_lora_experts import MultiLoRAExperts
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.tree import adapter_path, replace_children, weight_of
 from mindlora.ops.backend import choose, multiplies_bfloat16
-from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
-from mindlora.ops.rotary_embedding import RotaryEmbedding
 from mindlora.serving.mcore_network import McoreNetwork, build_mcore
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import StackedExperts
@@ -177,7 +175,7 @@ class ServedStep(nn.Cell):
 
     Inputs:
         - The arrays of runner.StepInputs, but **tokens** of shape [1, T], or [T, 1] if ``decodes``, and **slots** of
-          shape [max_tokens_per_step], the rest -1.
+          shape [max_tokens_per_step], the rest -1. **slot_mapping** is given where ``places_tokens`` is True.
 
     Outputs:
         Tuple of the logits after the tokens ``last``, [R, vocabulary] float32, and of what the head took for every
@@ -185,6 +183,8 @@ class ServedStep(nn.Cell):
 
     Attributes:
         decodes (bool): Whether it takes MindFormers' form of decoding, in which each request has one token.
+        places_tokens (bool): Whether it must be told where keys and values go. On a CPU they go where block_tables
+            says; with an input that nothing reads, MindSpore would prepare all parameters anew before each step.
     """
 
     def __init__(self, network: nn.Cell, slots_of_tokens: Parameter, few: bool):
@@ -194,6 +194,7 @@ class ServedStep(nn.Cell):
         self.decodes = decodes_alone(few)
         self.head = ServedHead(network)
         self.on_cpu = ms.get_context("device_target") == "CPU"
+        self.places_tokens = not self.on_cpu
         self.reshape = ops.Reshape()
         self.assign = ops.Assign()
         # What is causal follows from the lengths on a CPU; the shape alone must be that of a mask.
@@ -208,8 +209,7 @@ class ServedStep(nn.Cell):
             Tensor(shape=[None], dtype=mstype.int32),
             Tensor(shape=[None], dtype=mstype.int32),
             Tensor(shape=[None, None], dtype=mstype.int32),
-            Tensor(shape=[None], dtype=mstype.int32),
-            Tensor(shape=[None], dtype=mstype.int32),
+            *[Tensor(shape=[None], dtype=mstype.int32) for _ in range(2 if self.places_tokens else 1)],
         )
 
     def construct(
@@ -220,8 +220,8 @@ class ServedStep(nn.Cell):
         context_lengths: Tensor,
         query_lengths: Tensor,
         block_tables: Tensor,
-        slot_mapping: Tensor,
         last: Tensor,
+        slot_mapping: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
         self.assign(self.slots_of_tokens, slots)
         if self.decodes:
@@ -366,47 +366,40 @@ def set_stage(network: nn.Cell, few: bool, beyond_pairs: bool) -> None:
             cell.add_flags(replaced=beyond_pairs)
 
 
-# MindFormers' network stays as it is. Where it runs on a CPU, leaf cells that have no kernel there, or are many
-# operators, are replaced from outside. On Ascend nothing is replaced.
+# MindFormers' network stays as it is. Where it runs on a CPU, cells that have no kernel there, or are many operators,
+# are replaced from outside. On Ascend nothing is replaced.
 
 
-class CpuRotaryEmbedding(nn.Cell):
-    """In place of MindFormers' InferRotaryEmbedding: turns query and key by their positions."""
+class CpuAttention(nn.Cell):
+    """In place of MindFormers' InferAttention, whose cache it uses: decode steps, and chunks of prompts beside them.
 
-    def __init__(self):
-        super().__init__()
-        self.rotary = RotaryEmbedding()
-
-    def construct(
-        self, query: Tensor, key: Tensor, freqs_cis: Tuple[Tensor, Tensor, Tensor], batch_valid_length: Tensor
-    ) -> Tuple[Tensor, Tensor]:
-        cos, sin, _ = freqs_cis
-        return self.rotary(query, cos, sin), self.rotary(key, cos, sin)
-
-
-class CpuPagedAttention(nn.Cell):
-    """In place of PagedAttention: decode steps, and chunks of prompts beside them.
-
-    It knows from the lengths what is causal, so the mask that MindFormers gives is not looked at.
+    It knows from lengths and blocks what is causal and where keys and values go, so neither the mask nor the slots that
+    MindFormers gives are looked at.
     """
 
-    def __init__(self):
+    def __init__(self, attention: nn.Cell):
         super().__init__()
+        self.paged_attention_mgr = attention.paged_attention_mgr
         self.attention = PagedAttention()
 
     def construct(
         self,
         query: Tensor,
-        key_cache: Parameter,
-        value_cache: Parameter,
-        block_tables: Tensor,
+        key: Tensor,
+        value: Tensor,
         context_lengths: Tensor,
-        antiquant_scale: Any = None,
-        antiquant_offset: Any = None,
+        block_tables: Tensor,
+        slot_mapping: Tensor,
+        freqs_cis: Tuple[Tensor, Tensor, Tensor],
         attn_mask: Any = None,
-        query_lengths: Any = None,
+        prefix_keys_values: Any = None,
+        q_seq_lens: Any = None,
     ) -> Tensor:
-        return self.attention(query, key_cache, value_cache, block_tables, context_lengths, query_lengths)
+        cos, sin, _ = freqs_cis
+        cache = self.paged_attention_mgr
+        return self.attention(
+            query, key, value, cos, sin, cache.key_cache, cache.value_cache, block_tables, context_lengths, q_seq_lens
+        )
 
 
 class CpuRmsNorm(nn.Cell):
@@ -436,12 +429,10 @@ class CpuSplit(nn.Cell):
 
 
 def use_cpu_operators(network: nn.Cell) -> None:
-    """Replaces leaf cells of a MindFormers network that has a paged cache, in place."""
+    """Replaces cells of a MindFormers network that has a paged cache, in place."""
     for _, cell in list(network.cells_and_names()):
-        if hasattr(cell, "paged_attention_mgr"):
-            cell.rotary_embedding = CpuRotaryEmbedding()
-            cell.paged_attention_mgr.reshape_and_cache = KvCacheWrite()
-            cell.paged_attention_mgr.paged_attention = CpuPagedAttention()
+        if hasattr(cell, "infer_attention"):
+            cell.infer_attention = CpuAttention(cell.infer_attention)
         elif hasattr(cell, "rms_norm"):
             name = cell.weight.name
             cell.rms_norm = CpuRmsNorm(cell)

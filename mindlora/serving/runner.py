@@ -211,11 +211,11 @@ class ModelRunner:
         self.hidden_size: int = self._embedding.hidden
 
     def warm_up(self) -> None:
-        """Compiles all graphs, and leaves cache and pools as they were."""
+        """Compiles all graphs, before there is any request; pools are left as they were."""
         self.pools.warm_up()
         one = np.ones(1, np.int32)
         table = np.zeros((1, self.settings.blocks_per_request), np.int32)
-        # A token whose key and value go nowhere.
+        # A token whose key and value no request reads: on a CPU they go to the first block, elsewhere nowhere.
         inputs = StepInputs(0 * one, 0 * one, -one, one, one, table, -one, 0 * one)
         for few in (False, True):
             self._run(inputs, few)
@@ -301,6 +301,7 @@ class ModelRunner:
         beyond_pairs = self._put_embeddings(inputs)
         step = self._step_for(few, beyond_pairs)
         slots = Tensor(slots)
+        places = [Tensor(inputs.slot_mapping)] if step.places_tokens else []
         logits, hidden = step(
             Tensor(inputs.tokens.reshape((-1, 1) if step.decodes else (1, -1))),
             Tensor(inputs.positions),
@@ -308,8 +309,8 @@ class ModelRunner:
             Tensor(inputs.context_lengths),
             Tensor(inputs.query_lengths),
             Tensor(inputs.block_tables),
-            Tensor(inputs.slot_mapping),
             Tensor(last),
+            *places,
         )
         self._last = hidden, slots, beyond_pairs
         return self._with_own_heads(logits.asnumpy()[: len(inputs.last)], inputs.last.tolist())

@@ -38,4 +38,4 @@ extern "C" int mindlora_set_isa(int isa)
 
 extern "C" int mindlora_best_isa() { return mindlora::BestIsa(); }
 
-extern "C" int mindlora_library_version() { return 13; }
+extern "C" int mindlora_library_version() { return 14; }

@@ -31,6 +31,7 @@ import time
 from typing import Any, Callable, Dict, Iterator
 
 from bench.common import add_number, limit_operators, load_average
+from mindlora.common.operator_library import load_before_mindspore
 
 PEERS = ("peft", "vllm")
 PARTS = ("decode", *PEERS, "nf4", "pools", "adapters", "load", "attention", "product", "border", "mask", "lookup")
@@ -73,12 +74,13 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def prepare_process() -> None:
-    """Limits this process to THREADS cores, and sets what must be set before MindSpore is imported."""
+    """Limits this process to THREADS cores, and does what the server does before MindSpore is imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     # Without it MindFormers builds networks for training.
     os.environ["RUN_MODE"] = "predict"
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    load_before_mindspore()
 
 
 def measure(part: str, files: Any, size: Any) -> Iterator[Dict[str, Any]]:

@@ -58,11 +58,15 @@ class _Attentions(nn.Cell):
         self.tables = Tensor(np.arange(blocks, dtype=np.int32).reshape(BATCH, -1))
         self.contexts = Tensor(np.full(BATCH, context, np.int32))
         self.counts = Tensor(np.ones(BATCH, np.int32))
+        self.new = Tensor(rng.standard_normal((BATCH, kv_heads * head), np.float32))
+        self.cos, self.sin = (Tensor(np.full((BATCH, head), value, np.float32)) for value in (0.8, 0.6))
         self.attention = PagedAttention()
 
     def construct(self, query: Tensor) -> Tensor:
         for keys, values in zip(self.keys, self.values):
-            query = self.attention(query, keys, values, self.tables, self.contexts, self.counts)
+            query = self.attention(
+                query, self.new, self.new, self.cos, self.sin, keys, values, self.tables, self.contexts, self.counts
+            )
         return query
 
 

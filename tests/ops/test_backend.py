@@ -11,7 +11,6 @@ from mindspore import Tensor
 
 from mindlora.errors import BackendError, LoraError
 from mindlora.ops import LoraDelta, backend, backend_report, build, operator_cell
-from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rotary_embedding import RotaryEmbedding
 from tests.conftest import ROOT
@@ -176,7 +175,7 @@ def cpu_only():
 def test_the_operators_of_serving_take_the_library_whatever_is_forced(mode, monkeypatch, forced):
     monkeypatch.setenv("MINDLORA_BACKEND", forced)
     assert cpu_only() == [("cpu", f"it has no other path, {build.LIBRARY}")] * len(backend.CPU_ONLY)
-    assert RotaryEmbedding().path == KvCacheWrite().path == PagedAttention().path == "cpu"
+    assert RotaryEmbedding().path == PagedAttention().path == "cpu"
 
 
 @pytest.mark.parametrize("forced", ["", "composed"])
@@ -185,7 +184,7 @@ def test_without_the_library_the_operators_of_serving_have_no_path(graph_mode, m
     monkeypatch.setattr(backend, "LIBRARY", str(tmp_path / "none.so"))
     problem = f"{tmp_path}/none.so is missing: build it with `python -m mindlora.ops.build`"
     assert cpu_only() == [("none", problem)] * len(backend.CPU_ONLY)
-    for cell in (RotaryEmbedding, KvCacheWrite, PagedAttention):
+    for cell in (RotaryEmbedding, PagedAttention):
         with pytest.raises(BackendError) as error:
             cell()
         assert str(error.value) == (
@@ -197,10 +196,10 @@ def test_on_ascend_the_operators_for_a_cpu_are_mindspores_own(monkeypatch):
     real = ms.get_context
     monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
     training = ("FlashAttentionScore", "RmsNorm")
-    serving = ("GroupedMatmul", "ApplyRotaryPosEmb", "MatMul", "ReshapeAndCache", "PagedAttention")
+    serving = ("GroupedMatmul", "ApplyRotaryPosEmb", "MatMul", "PagedAttention with ReshapeAndCache")
     assert cpu_only() == [("none", f"on an NPU MindSpore's own {owner} runs") for owner in training + serving]
-    with pytest.raises(BackendError, match="kv_cache_write cannot run here: on an NPU MindSpore's own ReshapeAndCache"):
-        KvCacheWrite()
+    with pytest.raises(BackendError, match="paged_attention cannot run here: on an NPU MindSpore's own PagedAttention"):
+        PagedAttention()
 
 
 def test_both_modules_mean_the_same_library():

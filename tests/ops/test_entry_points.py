@@ -74,8 +74,7 @@ SHAPES = [
     ("RmsNorm", 1, (511,), "rms_norm: H is 512 in one input and 511 in another."),
     ("RmsNormGrad", 0, (299, 512), "rms_norm: the number of rows is 299 in one input and 300 in another."),
     ("RotaryEmbedding", 2, (300, 32), "rotary_embedding: D is 64 in one input and 32 in another."),
-    ("KvCacheWrite", 4, (319,), "kv_cache_write: the number of tokens is 320 in one input and 319 in another."),
-    ("PagedAttention", 4, (2,), "paged_attention: the number of sequences is 3 in one input and 2 in another."),
+    ("PagedAttention", 8, (2,), "paged_attention: the number of sequences is 3 in one input and 2 in another."),
 ]
 # (function, number of the input, its numbers or their dtype, message)
 CONTENTS = [
@@ -91,8 +90,7 @@ CONTENTS = [
     ("RmsNorm", 0, "int32", "rms_norm: weight is float32: it must be int32."),
     ("RmsNormWeightGrad", 1, "float16", "rms_norm: x is float16: it must be float32."),
     ("RotaryEmbedding", 0, "int32", "rotary_embedding: dtype is int32: it must be float32, float16 or bfloat16."),
-    ("KvCacheWrite", 4, [39] * 319 + [40], "kv_cache_write: slot_mapping has slot 40 for token 319: the cache has 40."),
-    ("PagedAttention", 5, [70, 1, 47], "paged_attention: query_lengths sum to 118: query has 119 tokens."),
+    ("PagedAttention", 9, [70, 1, 47], "paged_attention: query_lengths sum to 118: query has 119 tokens."),
 ]
 
 

@@ -1,14 +1,13 @@
-"""paged_attention against its reference: shapes, dtypes, instruction sets, long contexts, cells in both modes."""
+"""paged_attention against its reference: shapes, dtypes, instruction sets, angles, the cache, cells in both modes."""
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
-from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
-from tests.support.attention_batches import Sequences, run
-from tests.support.native import DTYPES, assert_near, tensor, values
+from tests.support.attention_batches import Sequences, angles, run, run_and_write
+from tests.support.native import DTYPES, ROUNDING, assert_near, call, rounded, tensor, values
 
 # (kv_heads, group, D, block_size)
 SHAPES = [
@@ -29,8 +28,12 @@ MIXED = [(0, 0, 70), (1, 32, 33), (2, 0, 1), (3, 16, 48), (4, 48, 65), (5, 12, 1
 
 def check(reference, inputs, dtype="float32"):
     """The weights sum to 1, so the error does not grow with the context; it does with the scores, and so with D."""
+    caches = run_and_write(inputs, dtype)
     wanted = reference.paged_attention(*inputs)
-    assert_near(run(inputs, dtype), wanted, dtype, 8)
+    assert_near(caches.pop(), wanted, dtype, 8)
+    # The reference has written to its inputs.
+    for cache, wanted in zip(caches, inputs[5:7]):
+        np.testing.assert_array_equal(cache, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,6 +49,23 @@ def test_contexts_of_several_pieces(isa, reference, shape):
     sequences = Sequences([1100, 512, 513, 700], *heads)
     parts = [(0, 1099, 1100), (1, 500, 512), (2, 510, 513), (3, 400, 700)]
     check(reference, sequences.batch(parts, block_size, unused=0))
+
+
+@pytest.mark.parametrize("table_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_and_keys_are_turned_and_values_are_not(isa, reference, dtype, table_dtype):
+    inputs = Sequences(LENGTHS, 2, 2, 40, dtype).batch(MIXED, 8, unused=0)
+    tables = [rounded(table, table_dtype) for table in angles(range(len(inputs[0])), 40)]
+    # What the kernel keeps of turned numbers has its dtype.
+    kept = [*(rounded(reference.turned(x, *tables), dtype) for x in inputs[:2]), *inputs[2:]]
+    wanted = reference.paged_attention(*kept)
+    arrays = [(array, "int32" if array.dtype == np.int32 else dtype) for array in inputs]
+    arrays[3:5] = [(table, table_dtype) for table in tables]
+    *_, key_cache, value_cache, y = call("PagedAttention", arrays, inputs[0].shape, dtype, in_place=7)
+    assert_near(key_cache, kept[5], dtype, 2)
+    np.testing.assert_array_equal(value_cache, kept[6])
+    # A turned number may be rounded the other way.
+    np.testing.assert_allclose(y, wanted, atol=40 * ROUNDING[dtype])
 
 
 def test_what_is_not_part_of_a_sequence_is_not_looked_at(isa, reference):
@@ -71,41 +91,53 @@ def test_large_scores_neither_overflow_nor_vanish(isa, reference):
     np.testing.assert_allclose(run(inputs), reference.paged_attention(*inputs), atol=5e-3)
 
 
+def test_a_step_is_read_by_the_next_from_the_cache(isa, reference):
+    sequences = Sequences([40], 2, 2, 40)
+    cos, sin = angles(range(40), 40)
+    first, second = (sequences.batch([(0, *part)], 8, unused=0) for part in ((0, 29), (29, 40)))
+    first[3:5], second[3:5] = (cos[:29], sin[:29]), (cos[29:], sin[29:])
+    # Both steps have the same blocks.
+    first[5:8] = second[5:8]
+    second[5:7] = run_and_write(first)[:2]
+    whole = sequences.batch([(0, 0, 40)], 8, unused=0)
+    whole[3:5] = cos, sin
+    assert_near(run(second), reference.paged_attention(*whole)[29:], "float32", 8)
+
+
 def test_sequences_without_tokens_and_an_empty_step(library, reference):
     inputs = Sequences(LENGTHS, 2, 1, 16).batch(MIXED, 8, unused=0)
     wanted = run(inputs)
-    tables = np.insert(inputs[3], [1, 6], -7, axis=0)
-    contexts, queries = np.insert(inputs[4], [1, 6], [99, -3]), np.insert(inputs[5], [1, 6], 0)
-    np.testing.assert_array_equal(run([*inputs[:3], tables, contexts, queries]), wanted)
-    assert run([inputs[0][:0], *inputs[1:3], tables[:1], contexts[:1], queries[1:2]]).shape == (0, 32)
+    tables = np.insert(inputs[7], [1, 6], -7, axis=0)
+    contexts, queries = np.insert(inputs[8], [1, 6], [99, -3]), np.insert(inputs[9], [1, 6], 0)
+    np.testing.assert_array_equal(run([*inputs[:7], tables, contexts, queries]), wanted)
+    empty = [array[:0] for array in inputs[:5]]
+    assert run([*empty, *inputs[5:7], tables[:1], contexts[:1], queries[1:2]]).shape == (0, 32)
 
 
 class Attention(nn.Cell):
-    """What a layer of a network does with a cache: write to it, then read it."""
+    """A layer's attention, with a cache of its own."""
 
     def __init__(self, shape, dtype="float32"):
         super().__init__()
         self.key_cache = Parameter(tensor(np.zeros(shape), dtype), name="key_cache")
         self.value_cache = Parameter(tensor(np.zeros(shape), dtype), name="value_cache")
-        self.write, self.attend, self.depend = KvCacheWrite(), PagedAttention(), ops.Depend()
+        self.attend = PagedAttention()
 
-    def construct(self, query, key, value, slots, tables, contexts, queries):
-        written = self.write(key, value, self.key_cache, self.value_cache, slots)
-        query = self.depend(query, written)
-        return self.attend(query, self.key_cache, self.value_cache, tables, contexts, queries)
+    def construct(self, query, key, value, cos, sin, tables, contexts, queries):
+        return self.attend(
+            query, key, value, cos, sin, self.key_cache, self.value_cache, tables, contexts, queries
+        )
 
 
-def served(net, sequences, steps, table, block_size):
+def served(net, sequences, steps, table):
     """Yields the output of each step, which continues the one sequence to a number of tokens."""
+    cos, sin = angles(range(steps[-1]), sequences.size)
     done = 0
     for end in steps:
-        positions = np.arange(done, end)
-        slots = table[positions // block_size] * block_size + positions % block_size
         parts = (sequences.query, sequences.key, sequences.value)
         rows = [tensor(part[0][None, done:end], sequences.dtype) for part in parts]
-        yield net(
-            *rows, Tensor(slots, ms.int32), Tensor(table[None]), Tensor(np.int32([end])), Tensor(np.int32([end - done]))
-        )
+        turns = Tensor(cos[done:end]), Tensor(sin[done:end])
+        yield net(*rows, *turns, Tensor(table[None]), Tensor(np.int32([end])), Tensor(np.int32([end - done])))
         done = end
 
 
@@ -115,13 +147,15 @@ def test_a_prompt_in_pieces_and_then_token_by_token(mode, reference, library, dt
     sequences, table = Sequences([31], 2, 2, 40, dtype), np.int32([4, 0, 7, 2, -1])
     net = Attention((9, 8, 2, 40), dtype)
     if dynamic:
-        of = getattr(ms, dtype)
-        rows = [Tensor(shape=[1, None, width], dtype=of) for width in (160, 80, 80)]
-        net.set_inputs(
-            *rows, *[Tensor(shape=shape, dtype=ms.int32) for shape in ([None], [None, None], [None], [None])]
-        )
+        rows = [Tensor(shape=[1, None, width], dtype=getattr(ms, dtype)) for width in (160, 80, 80)]
+        turns = [Tensor(shape=[None, 40], dtype=ms.float32) for _ in range(2)]
+        numbers = [Tensor(shape=shape, dtype=ms.int32) for shape in ([None, None], [None], [None])]
+        net.set_inputs(*rows, *turns, *numbers)
     steps = (12, 29, 30, 31) if dynamic else (29, 30, 31)
-    outputs = list(served(net, sequences, steps, table, 8))
+    outputs = list(served(net, sequences, steps, table))
     assert all(y.dtype == getattr(ms, dtype) and y.shape[0] == 1 for y in outputs)
     y = np.concatenate([values(y)[0] for y in outputs])
-    assert_near(y, reference.paged_attention(*sequences.batch([(0, 0, 31)], 8, unused=0)), dtype, 8)
+    inputs = sequences.batch([(0, 0, 31)], 8, unused=0)
+    tables = angles(range(31), 40)
+    kept = [*(rounded(reference.turned(x, *tables), dtype) for x in inputs[:2]), *inputs[2:]]
+    np.testing.assert_allclose(y, reference.paged_attention(*kept), atol=40 * ROUNDING[dtype])

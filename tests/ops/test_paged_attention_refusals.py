@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from mindlora.errors import BackendError
 from mindlora.ops.paged_attention import PagedAttention
@@ -12,12 +12,23 @@ from tests.support.native import refused_by_kernel
 
 
 class Net(nn.Cell):
-    def __init__(self):
+    def __init__(self, key_cache, value_cache):
         super().__init__()
+        self.key_cache = Parameter(key_cache, name="key_cache")
+        self.value_cache = Parameter(value_cache, name="value_cache")
         self.attend = PagedAttention()
 
-    def construct(self, query, key_cache, value_cache, tables, contexts, queries):
-        return self.attend(query, key_cache, value_cache, tables, contexts, queries)
+    def construct(self, query, key, value, cos, sin, tables, contexts, queries):
+        return self.attend(
+            query, key, value, cos, sin, self.key_cache, self.value_cache, tables, contexts, queries
+        )
+
+
+def attend(inputs):
+    """Returns the net that was called, and its output."""
+    tensors = [array if isinstance(array, Tensor) else Tensor(array) for array in inputs.values()]
+    net = Net(*tensors[5:7])
+    return net, net(*tensors[:5], *tensors[7:])
 
 
 def case():
@@ -28,7 +39,7 @@ def case():
 def refused(inputs):
     """Returns the kernel's message."""
     with refused_by_kernel() as error:
-        Net()(*map(Tensor, inputs.values())).asnumpy()
+        attend(inputs)[1].asnumpy()
     return str(error.value).partition("mindlora paged_attention: ")[2].splitlines()[0]
 
 
@@ -61,6 +72,14 @@ def test_wrong_lengths_and_blocks(library, pynative_mode, name, at, value, messa
         ("query", (64,), "query has 1 dimensions: it must have 2 or 3."),
         ("query", (13, 72), "query has 72 numbers a token: it must be a multiple of kv_heads * D = 2 * 16."),
         ("query", (13, 0), "query has 0 numbers a token: it must be a multiple of kv_heads * D = 2 * 16."),
+        ("key", (1, 1, 13, 32), "key has 4 dimensions: it must have 2 or 3."),
+        ("key", (12, 32), "the number of tokens is 13 in one input and 12 in another."),
+        ("key", (13, 16), "kv_heads * D is 16 in one input and 32 in another."),
+        ("value", (14, 32), "the number of tokens is 13 in one input and 14 in another."),
+        ("value", (13, 64), "kv_heads * D is 64 in one input and 32 in another."),
+        ("cos", (13,), "cos has 1 dimensions: it must have 2."),
+        ("cos", (12, 16), "the number of tokens is 13 in one input and 12 in another."),
+        ("sin", (13, 8), "D is 8 in one input and 16 in another."),
         ("key_cache", (7, 8, 32), "key_cache has 3 dimensions: it must have 4."),
         ("value_cache", (7, 4, 2, 16), "block_size is 8 in one input and 4 in another."),
         ("value_cache", (7, 8, 2, 8), "D is 16 in one input and 8 in another."),
@@ -76,10 +95,17 @@ def test_wrong_shapes(library, graph_mode, name, shape, message):
     assert refused(inputs) == message
 
 
+def test_a_head_of_an_odd_size(library, graph_mode):
+    inputs = dict(zip(NAMES, Sequences([12], 2, 2, 15).batch([(0, 0, 12)], 8)))
+    assert refused(inputs) == "D is 15 in key_cache: it must be even and at least 2."
+
+
 @pytest.mark.parametrize(
     "name, dtype, message",
     [
         ("query", ms.int32, "query is Int32: it must be Float32, Float16 or BFloat16."),
+        ("key", ms.float16, "key is Float16 and query is Float32: cast them to one dtype."),
+        ("sin", ms.float16, "sin is Float16 and cos is Float32: cast them to one dtype."),
         ("key_cache", ms.float16, "key_cache is Float16 and query is Float32: cast them to one dtype."),
         ("value_cache", ms.bfloat16, "value_cache is BFloat16 and query is Float32: cast them to one dtype."),
         ("block_tables", ms.int64, "block_tables is Int64: it must be Int32."),
@@ -91,5 +117,5 @@ def test_wrong_dtypes(library, mode, name, dtype, message):
     inputs = {key: Tensor(array) for key, array in case().items()}
     inputs[name] = inputs[name].astype(dtype)
     with pytest.raises(BackendError) as error:
-        Net()(*inputs.values())
+        attend(inputs)
     assert str(error.value) == f"paged_attention (cpu): {message}"

@@ -67,7 +67,6 @@ def causal() -> Tensors:
 
 def cases() -> Dict[str, Tensors]:
     """Returns the inputs and the output of each operator, by the name of its function."""
-    slots = np.arange(39, -1, -1, np.int32).repeat(8)
     return {
         "LoraDelta": floats((40, 53), (40, 37), (5, 37), (53, 5)) + [SCALE] + written(40, 53),
         "LoraDropout": floats((9, 130)) + [(np.int32([7]), "int32"), SCALE] + written(9, 130),
@@ -88,8 +87,5 @@ def cases() -> Dict[str, Tensors]:
         "RotaryEmbedding": floats((300, 128), (300, 64), (300, 64)) + written(300, 128),
         "RoundedLinear": floats((70, 256)) + in_bfloat16(260, 256) + pool(516, 70) + written(70, 260),
         "RotaryEmbeddingGrad": floats((2, 300, 128), (300, 64), (300, 64)) + written(2, 300, 128),
-        "KvCacheWrite": floats((320, 60), (320, 60), (5, 8, 3, 20), (5, 8, 3, 20))
-        + [(slots, "int32")]
-        + written(1, dtype="int32"),
         "PagedAttention": attention() + written(119, 160),
     }

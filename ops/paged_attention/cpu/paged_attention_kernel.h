@@ -1,5 +1,6 @@
 // The kernel of paged_attention. Included by for_each_isa.h, once in the namespace of each instruction set.
 #include "paged_attention/cpu/attention_tile.h"
+#include "paged_attention/cpu/take_tokens.h"
 
 // The rows of a task: `count` for each of its heads, those of one query together.
 struct Rows {
@@ -97,15 +98,15 @@ MINDLORA_INLINE void WriteRow(const float* row, int64_t size, int64_t pitch, T* 
 MINDLORA_INLINE int64_t Pitch(int64_t size) { return Rounded(size + 2, kWidth); }
 
 template <class T>
-static void OneTask(const AttentionShape& a, const AttentionTask& task, const T* query, const T* keys, const T* values,
-    float* parts, T* y)
+static void OneTask(
+    const AttentionShape& a, const AttentionTask& task, const T* keys, const T* values, float* parts, T* y)
 {
     const Sequence& s = *task.sequence;
     const Rows rows{
         task.heads, task.queries * a.group, a.size, Pitch(a.size), a.group, s.context - s.queries + task.query + 1};
     const int64_t count = rows.heads * rows.count;
     const Workspace w = MakeWorkspace(rows);
-    PackQueries(a, task, rows, query, w.q);
+    PackQueries(a, task, rows, y, w.q);
     float* total = task.part < 0 ? w.total : parts + task.part * rows.pitch;
     for (int64_t piece = task.piece; piece < task.pieces; ++piece) {
         OnePiece(a, task, rows, piece, keys, values, w);
@@ -132,16 +133,17 @@ static void Join(const AttentionShape& a, const AttentionTask& task, float* part
     }
 }
 
+// y holds the turned queries, and then the output.
 template <class T>
-static void PagedAttention(const AttentionShape& a, const AttentionPlan& plan, const T* query, const T* keys,
-    const T* values, int threads, T* y)
+static void PagedAttention(
+    const AttentionShape& a, const AttentionPlan& plan, const T* keys, const T* values, int threads, T* y)
 {
     static thread_local std::vector<float> buffer;
     float* parts = Scratch(&buffer, plan.parts * Pitch(a.size));
 #pragma omp parallel num_threads(threads) if (plan.tasks.size() > 1)
     {
 #pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < plan.tasks.size(); ++i) OneTask(a, plan.tasks[i], query, keys, values, parts, y);
+        for (size_t i = 0; i < plan.tasks.size(); ++i) OneTask(a, plan.tasks[i], keys, values, parts, y);
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < plan.joins.size(); ++i) Join(a, plan.joins[i], parts, y);
     }

@@ -33,6 +33,13 @@ struct Sequence {
     const int32_t* table;             // the blocks of its keys
 };
 
+// What a step has of its tokens, row by row: T as the cache, C as the tables.
+template <class T, class C>
+struct NewTokens {
+    const T *query, *key, *value;
+    const C *cos, *sin;
+};
+
 // Refuses a sequence with wrong lengths or blocks. `place` says which one.
 inline void CheckSequence(
     const char* op, const Sequence& s, const std::string& place, int64_t max_blocks, int64_t blocks, int64_t block_size)
@@ -76,6 +83,16 @@ inline std::vector<Sequence> Sequences(const char* op, const int32_t* tables, in
             op, "query_lengths sum to " + std::to_string(rows) + ": query has " + std::to_string(tokens) + " tokens.");
     }
     return sequences;
+}
+
+// Returns where in a cache of keys or values each row of the sequences goes.
+inline std::vector<int64_t> Places(const AttentionShape& a, const std::vector<Sequence>& sequences)
+{
+    std::vector<int64_t> places;
+    for (const Sequence& s : sequences) {
+        for (int64_t j = s.context - s.queries; j < s.context; ++j) places.push_back(a.Offset(s.table, j, 0));
+    }
+    return places;
 }
 
 }  // namespace mindlora
