@@ -43,12 +43,15 @@ MINDLORA_INLINE int64_t PackedSize(int64_t tokens, int64_t length)
 }
 
 template <class Rows, class T>
-MINDLORA_INLINE void PackTokens(const T* x, int64_t tokens, int64_t length, typename Rows::Token* to)
+static void PackTokens(const T* x, int64_t tokens, int64_t length, int threads, typename Rows::Token* to)
 {
     constexpr int64_t kPart = kDeep<typename Rows::Token>;
-    for (int64_t p = 0; p < length; p += kPart) {
-        const int64_t depth = std::min(kPart, length - p);
-        for (int64_t t = 0; t < tokens; ++t) Rows::Pack(x + t * length + p, depth, to + p * tokens + t * kPart);
+    // A few are packed before a second thread wakes up.
+#pragma omp parallel for num_threads(threads) if (tokens * length > 1 << 16)
+    for (int64_t t = 0; t < tokens; ++t) {
+        for (int64_t p = 0; p < length; p += kPart) {
+            Rows::Pack(x + t * length + p, std::min(kPart, length - p), to + p * tokens + t * kPart);
+        }
     }
 }
 

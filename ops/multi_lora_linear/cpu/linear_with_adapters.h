@@ -57,13 +57,13 @@ static void LinearWithAdapters(const Rows& w, const T* x, const Adapters<P>& ada
     using Token = typename Rows::Token;
     static thread_local std::vector<float> packed_buffer, low_buffer;
     auto* packed = reinterpret_cast<Token*>(Scratch(&packed_buffer, PackedSize<Token>(tokens, in)));
-    PackTokens<Rows>(x, tokens, in, packed);
     const auto& [pool, max_rank, ranks, scales, indices, order] = adapters;
     float* low = Scratch(&low_buffer, tokens * max_rank);
     const Shrinks shrinks = PlanShrinks(order, indices);
     const int64_t stride = in + out, slot_size = max_rank * stride;
     // A small layer is finished before a second thread wakes up.
     threads = out * in < 1 << 16 ? 1 : threads;
+    PackTokens<Rows>(x, tokens, in, threads, packed);
     const int64_t range = threads == 1 ? out : std::max<int64_t>(kSums, out / (8 * threads) / kSums * kSums);
     Tasks first(shrinks.size(), threads), ranges((out + range - 1) / range, threads);
     std::atomic<size_t> shrunk{0};

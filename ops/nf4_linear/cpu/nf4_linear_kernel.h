@@ -69,10 +69,10 @@ static void LinearOfFew(
 {
     static thread_local std::vector<float> packed_buffer;
     float* packed = Scratch(&packed_buffer, PackedSize<float>(tokens, in));
-    PackTokens<Nf4Rows>(x, tokens, in, packed);
     const Nf4Rows rows{w, out};
     // A small layer is finished before a second thread wakes up.
     threads = out * in < 1 << 17 ? 1 : threads;
+    PackTokens<Nf4Rows>(x, tokens, in, threads, packed);
     const int64_t range = threads == 1 ? out : std::max<int64_t>(kSums, out / (8 * threads) / kSums * kSums);
     Tasks ranges((out + range - 1) / range, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
