@@ -126,12 +126,14 @@ class MultiLoRADense(nn.Cell):
             y = self._one_pass(x, slots)
         else:
             y = self._two_passes(x, slots)
+        return self.cast(self.finished(y, slots), input_dtype)
+
+    def finished(self, y: Tensor, slots: Tensor) -> Tensor:
+        """What comes after the product and the adapters: gains and the activation."""
         if self.gained:
             y = self._with_gains(y, slots)
         # The low-rank product is inside the activation, as in the cell that trained.
-        if self.activation_flag:
-            y = self.activation(y)
-        return self.cast(y, input_dtype)
+        return self.activation(y) if self.activation_flag else y
 
     def _one_pass(self, x, slots):
         """For few tokens: base and adapters in one operator."""
@@ -143,9 +145,14 @@ class MultiLoRADense(nn.Cell):
 
     def _rounded_pass(self, x, slots):
         """For any number of tokens: base and adapters in one operator, the base's product in bfloat16."""
-        weight = self._packed_weight() if self.packed else (self.weight,)
         bias = self.bias if self.has_bias else None
-        return self.rounded(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias)
+        return self.rounded(
+            x, self.rounded_weight(), self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias
+        )
+
+    def rounded_weight(self) -> Tuple[Tensor, ...]:
+        """The weight as RoundedLinear takes it."""
+        return self._packed_weight() if self.packed else (self.weight,)
 
     def _packed_weight(self):
         return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets

@@ -56,18 +56,20 @@ def make_kernel(path: str, op: str, inputs: int, writes: bool = False) -> Option
 
 
 class CpuKernel(ops.Custom):
-    """A function of the CPU library, wrapped as a primitive with one output.
+    """A function of the CPU library, wrapped as a primitive; with several outputs, it returns a tuple.
 
     Shapes and types are inferred in C++, and reg_info leaves the types open: only so do dynamic shapes work. If it
     ``writes`` into an input, MindSpore does not reorder it with reads of that input.
     """
 
-    def __init__(self, name: str, inputs: int, writes: bool = False):
-        self._arguments = (name, inputs, writes)
+    def __init__(self, name: str, inputs: int, writes: bool = False, outputs: int = 1):
+        self._arguments = (name, inputs, writes, outputs)
         info = CustomRegOp(f"mindlora_{name}_{inputs}")
         for i in range(inputs):
             info.input(i, f"input{i}")
-        info.output(0, "output").dtype_format(*[DataType.None_None] * (inputs + 1)).target("CPU")
+        for i in range(outputs):
+            info.output(i, f"output{i}")
+        info.dtype_format(*[DataType.None_None] * (inputs + outputs)).target("CPU")
         super().__init__(f"{LIBRARY}:{name}", None, None, "aot", reg_info=info.get_op_info())
         if writes:
             self.add_prim_attr("side_effect_mem", True)

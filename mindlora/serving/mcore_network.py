@@ -17,6 +17,7 @@ from mindlora.checks.mcore import check_served, family_of
 from mindlora.models import registry
 from mindlora.models.architecture import HF, Architecture, dtype_of
 from mindlora.models.decoder_sizes import DecoderSizes, decoder_sizes
+from mindlora.nn.linears_together import JoinsLinears
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.serving.settings import EngineSettings
@@ -129,12 +130,14 @@ def _feed_forward(sizes: DecoderSizes, dtype: mstype.Type) -> nn.Cell:
     return kind(sizes.hidden, sizes.inner, dtype)
 
 
-class Attention(nn.Cell):
+class Attention(JoinsLinears):
     """Causal attention over the cache, with biases on q, k and v and with norms of the heads of q and k if asked for.
 
     Attributes:
         n_kv_head, head_dim (int): By them adapters on linear_qkv are split for q, k and v.
     """
+
+    joined = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
         super().__init__()
@@ -159,7 +162,7 @@ class Attention(nn.Cell):
 
     def construct(self, x, rotary, context_lengths, query_lengths, block_tables):
         cos, sin = rotary
-        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        query, key, value = self.together(x) if self.joins else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if self.has_norms:
             query, key = self._by_head(query, self.q_norm), self._by_head(key, self.k_norm)
         if self.order is not None:
@@ -185,8 +188,10 @@ class Attention(nn.Cell):
         return ops.gather(heads, self.order, 1)
 
 
-class FeedForward(nn.Cell):
+class FeedForward(JoinsLinears):
     """y = down(silu(gate(x)) * up(x))."""
+
+    joined = ("gate_proj", "up_proj")
 
     def __init__(self, hidden: int, inner: int, dtype: mstype.Type):
         super().__init__()
@@ -196,7 +201,8 @@ class FeedForward(nn.Cell):
         self.silu = nn.SiLU()
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.together(x) if self.joins else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(self.silu(gate) * up)
 
 
 class JoinedFeedForward(nn.Cell):

@@ -12,6 +12,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.errors import ConfigError
 from mindlora.nn.linear_base import LinearBase
+from mindlora.nn.linears_together import JoinsLinears
 from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.nn.multi_lora_experts import MultiLoRAExperts
 from mindlora.nn.nf4 import NF4Dense
@@ -109,6 +110,9 @@ def add_pools(
         for path, cell in cells.items()
     }
     replace_children(network, {id(cell): pooled[path] for path, cell in cells.items()})
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, JoinsLinears):
+            cell.join_linears()
     pools: Dict[str, Union[MultiLoRADense, MultiLoRAExperts]] = dict(pooled)
     for path, experts in stacked_experts(network).items():
         of_experts = experts.add_pools(settings.slots, settings.max_rank, slots_of_tokens)
@@ -370,6 +374,65 @@ def set_stage(network: nn.Cell, few: bool, beyond_pairs: bool) -> None:
 # are replaced from outside. On Ascend nothing is replaced.
 
 
+class CpuLlamaAttention(JoinsLinears):
+    """In place of MindFormers' LLamaAttention with a linear cell each for queries, keys and values."""
+
+    joined = ("wq", "wk", "wv")
+
+    def __init__(self, attention: nn.Cell):
+        super().__init__(auto_prefix=False)
+        self.wq, self.wk, self.wv, self.wo = attention.wq, attention.wk, attention.wv, attention.wo
+        self.infer_attention = attention.infer_attention
+        self.dtype = attention.dtype
+        self.cast = ops.Cast()
+
+    def construct(
+        self,
+        x: Tensor,
+        freqs_cis: Tuple[Tensor, Tensor, Tensor],
+        mask: Any = None,
+        batch_valid_length: Any = None,
+        block_tables: Any = None,
+        slot_mapping: Any = None,
+        prefix_keys_values: Any = None,
+        q_seq_lens: Any = None,
+        kv_mask: Any = None,
+        seq_chunk: Any = None,
+        actual_seq_len: Any = None,
+    ) -> Tensor:
+        query, key, value = self.together(x) if self.joins else (self.wq(x), self.wk(x), self.wv(x))
+        output = self.infer_attention(
+            self.cast(query, self.dtype),
+            self.cast(key, self.dtype),
+            self.cast(value, self.dtype),
+            batch_valid_length,
+            block_tables,
+            slot_mapping,
+            freqs_cis,
+            mask,
+            prefix_keys_values=prefix_keys_values,
+            q_seq_lens=q_seq_lens,
+        )
+        return self.cast(self.wo(output), x.dtype)
+
+
+class CpuLlamaFeedForward(JoinsLinears):
+    """In place of MindFormers' LlamaFeedForward, whose w1 has the activation: y = w2(w1(x) * w3(x))."""
+
+    joined = ("w1", "w3")
+
+    def __init__(self, feed_forward: nn.Cell):
+        super().__init__(auto_prefix=False)
+        self.w1, self.w2, self.w3 = feed_forward.w1, feed_forward.w2, feed_forward.w3
+        self.dtype = feed_forward.dtype
+        self.cast = ops.Cast()
+
+    def construct(self, x: Tensor) -> Tensor:
+        x = self.cast(x, self.dtype)
+        gate, hidden = self.together(x) if self.joins else (self.w1(x), self.w3(x))
+        return self.w2(hidden * gate)
+
+
 class CpuAttention(nn.Cell):
     """In place of MindFormers' InferAttention, whose cache it uses: decode steps, and chunks of prompts beside them.
 
@@ -430,6 +493,10 @@ class CpuSplit(nn.Cell):
 
 def use_cpu_operators(network: nn.Cell) -> None:
     """Replaces cells of a MindFormers network that has a paged cache, in place."""
+    from mindformers.models.llama.llama_layer import LlamaFeedForward
+    from mindformers.models.llama.llama_transformer import LLamaAttention
+
+    replaced = {}
     for _, cell in list(network.cells_and_names()):
         if hasattr(cell, "infer_attention"):
             cell.infer_attention = CpuAttention(cell.infer_attention)
@@ -441,3 +508,8 @@ def use_cpu_operators(network: nn.Cell) -> None:
             cell.split_qkv = CpuSplit()
         elif hasattr(cell, "w_gate_hidden"):
             cell.split = CpuSplit()
+        elif type(cell) is LLamaAttention:
+            replaced[id(cell)] = CpuLlamaAttention(cell)
+        elif type(cell) is LlamaFeedForward and not cell.use_fused_swiglu:
+            replaced[id(cell)] = CpuLlamaFeedForward(cell)
+    replace_children(network, replaced)

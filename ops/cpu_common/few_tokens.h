@@ -175,10 +175,11 @@ static void OneToken(
     }
 }
 
-// sums[m][j] += the products of M tokens and the rows first + j, kSums of them; each sum is a vector.
+// sums[m][j] += the products of M tokens and the rows first + j, kSums of them; each sum is a vector. With `begins` they
+// are 0 before, whatever is in them.
 template <int M, class Rows>
-static __attribute__((noinline)) void AddBlock(
-    const Rows& w, const typename Rows::Token* x, int64_t first, int64_t from, int64_t depth, Ahead* ahead, float* sums)
+static __attribute__((noinline)) void AddBlock(const Rows& w, const typename Rows::Token* x, int64_t first,
+    int64_t from, int64_t depth, bool begins, Ahead* ahead, float* sums)
 {
     constexpr int kJ = std::min(8, kSums / M);
     const auto ask = [&](int64_t bytes) {
@@ -187,7 +188,7 @@ static __attribute__((noinline)) void AddBlock(
     for (int j = 0; j < kSums; j += kJ) {
         Vec acc[M][kJ];
         for (int m = 0; m < M; ++m) {
-            for (int i = 0; i < kJ; ++i) acc[m][i] = Load(sums + (m * kSums + j + i) * kWidth);
+            for (int i = 0; i < kJ; ++i) acc[m][i] = begins ? Vec{} : Load(sums + (m * kSums + j + i) * kWidth);
         }
         w.template Add<M, kJ>(x, first + j, from, depth, acc, ask);
         for (int m = 0; m < M; ++m) {
@@ -228,14 +229,14 @@ MINDLORA_INLINE void WriteSums(const float* sums, int64_t tokens, int64_t stride
 
 MINDLORA_INLINE int64_t SumsSize(int64_t tokens) { return std::min(tokens, kChunk) * kSums * kWidth; }
 
-// sums[t][j] += the products of up to kChunk tokens and the rows first + j. `ahead` is asked once.
+// sums[t][j] += the products of up to kChunk tokens and the rows first + j, as AddBlock. `ahead` is asked once.
 template <class Rows>
 MINDLORA_INLINE void AddTokens(const Rows& w, const typename Rows::Token* x, int64_t tokens, int64_t first,
-    int64_t from, int64_t depth, Ahead* ahead, float* sums)
+    int64_t from, int64_t depth, bool begins, Ahead* ahead, float* sums)
 {
     for (int64_t t = 0; t < tokens; t += kTogether) {
         WithTokens(tokens - t, [&](auto constant) {
-            AddBlock<decltype(constant)::value>(w, x + t * kDeep<typename Rows::Token>, first, from, depth,
+            AddBlock<decltype(constant)::value>(w, x + t * kDeep<typename Rows::Token>, first, from, depth, begins,
                 t == 0 ? ahead : nullptr, sums + t * kSums * kWidth);
         });
     }
@@ -257,11 +258,12 @@ static void FewTokens(const Rows& w, const typename Rows::Token* x, int64_t toke
         Ahead ahead(w.At(n + kSums));
         for (int64_t t = 0; t < tokens; t += kChunk) {
             const int64_t chunk = std::min(kChunk, tokens - t);
-            std::fill(sums, sums + SumsSize(chunk), 0.0f);
-            for (int64_t p = 0; p < length; p += kPart) {
+            int64_t p = 0;
+            do {
                 const int64_t depth = std::min(kPart, length - p);
-                AddTokens(w, x + p * tokens + t * kPart, chunk, n, p, depth, t == 0 ? &ahead : nullptr, sums);
-            }
+                AddTokens(w, x + p * tokens + t * kPart, chunk, n, p, depth, p == 0, t == 0 ? &ahead : nullptr, sums);
+                p += kPart;
+            } while (p < length);
             WriteSums(sums, chunk, columns, std::min<int64_t>(kSums, end - n), y + t * columns + n - start);
         }
     }

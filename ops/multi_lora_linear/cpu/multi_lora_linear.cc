@@ -3,7 +3,7 @@
 
 #include <atomic>
 #include <thread>
-#include <utility>
+#include <tuple>
 
 #include "cpu_common/isa.h"
 #include "cpu_common/tasks.h"
@@ -15,13 +15,13 @@ namespace mindlora {
 namespace {
 
 constexpr char kOp[] = "multi_lora_linear";
-enum { kX, kW, kPool, kBias = kPool + 4 };
+enum { kX, kW, kPool, kIndices = kPool + 3, kBias };
 
 void Check(const Shapes& s)
 {
     s.CheckRank(kW, "W", 2);
     s.CheckSame("K", s.Width(kX), s.At(kW, 1));
-    CheckAdapters(s, kPool, s.At(kW, 1), s.At(kW, 0));
+    CheckAdapters(s, kPool, kIndices, s.At(kW, 1), s.At(kW, 0));
 }
 
 }  // namespace
@@ -46,15 +46,18 @@ MINDLORA_EXPORT int MultiLoraLinear(
     const bool widened = std::string(dtypes[kX]) == "float32";
     if (!widened) CheckDtype(kOp, "W", dtypes[kW], dtypes[kX]);
     if (!widened) CheckDtype(kOp, "pool", dtypes[kPool], dtypes[kX]);
-    CheckAdapterDtypes(kOp, dtypes, kPool);
-    const void* bias = BiasAt(kOp, s, count, kBias, data, dtypes, s.At(kW, 0));
+    CheckAdapterDtypes(kOp, dtypes, kPool, kIndices);
+    const int64_t out = s.At(kW, 0);
+    const void* bias = HasBias(kOp, count, kBias, 1) ? BiasAt(kOp, s, kBias, data, dtypes, out) : nullptr;
     const auto run = [&](auto element, auto weight, auto adapter) {
         using T = decltype(element);
         using W = decltype(weight);
         using P = decltype(adapter);
-        MINDLORA_DISPATCH(MultiLoraLinear, static_cast<const T*>(data[kX]), static_cast<const W*>(data[kW]),
-            AdaptersAt<P>(kOp, s, data, kPool), static_cast<const T*>(bias), s.Tokens(kX), s.At(kW, 1), s.At(kW, 0),
-            omp_get_max_threads(), static_cast<T*>(data[count - 1]));
+        const Product<const W*, T, P> product{static_cast<const W*>(data[kW]),
+            AdaptersAt<P>(kOp, s, data, kPool, kIndices), static_cast<const T*>(bias), out,
+            static_cast<T*>(data[count - 1])};
+        MINDLORA_DISPATCH(MultiLoraLinear, static_cast<const T*>(data[kX]), product, s.Tokens(kX), s.At(kW, 1),
+            omp_get_max_threads());
     };
     if (widened) {
         WithElement(kOp, dtypes[kW],

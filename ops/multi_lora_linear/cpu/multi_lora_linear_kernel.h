@@ -2,8 +2,9 @@
 #include "multi_lora_linear/cpu/linear_with_adapters.h"
 
 template <class T, class W, class P>
-static void MultiLoraLinear(const T* x, const W* w, const Adapters<P>& adapters, const T* bias, int64_t tokens,
-    int64_t in, int64_t out, int threads, T* y)
+static void MultiLoraLinear(
+    const T* x, const Product<const W*, T, P>& product, int64_t tokens, int64_t in, int threads)
 {
-    LinearWithAdapters(PlainRows<W>{w, out, in}, x, adapters, bias, tokens, in, out, threads, y);
+    const std::vector<PlainRows<W>> weights{{product.weight, product.out, in}};
+    LinearWithAdapters(weights, std::vector{product}, x, tokens, in, threads);
 }

@@ -10,16 +10,6 @@ alignas(64) static const float kNf4[16] = {-1.0f, -0.6961928009986877f, -0.52507
     0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
     0.7229568362236023f, 1.0f};
 
-// A weight and what is needed to read it. K is padded to whole blocks in each row.
-struct Nf4 {
-    const uint8_t* codes;
-    const uint8_t* absmax;
-    const float* scales;
-    const float* offsets;
-    int64_t blocks;  // of a row
-    int64_t group;   // blocks that share a scale and an offset
-};
-
 // absmax = offset + scale * code for `count` blocks from block `first` of the whole weight.
 MINDLORA_INLINE void ReadAbsmax(const Nf4& w, int64_t first, int64_t count, float* to)
 {

@@ -45,7 +45,7 @@ void RunGrad(int count, int wanted, void** data, const Shapes& s, const char** d
     CheckNf4Dtypes(kOp, dtypes, kCodes);
     WithElement(kOp, dtypes[kX], [&](auto element) {
         using T = decltype(element);
-        MINDLORA_DISPATCH(Nf4LinearGrad<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s, kCodes), s.At(kX, 0),
+        MINDLORA_DISPATCH(Nf4LinearGrad<T>, static_cast<const T*>(data[kX]), Nf4At(s, data, kCodes), s.At(kX, 0),
             s.At(kX, 1), columns, omp_get_max_threads(), static_cast<T*>(data[count - 1]));
     });
 }
@@ -78,7 +78,7 @@ MINDLORA_EXPORT int Nf4Linear(int count, void** data, int* ndims, int64_t** shap
     }
     WithElement(kOp, dtypes[kX], [&](auto element) {
         using T = decltype(element);
-        MINDLORA_DISPATCH(Nf4Linear<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s, kCodes),
+        MINDLORA_DISPATCH(Nf4Linear<T>, static_cast<const T*>(data[kX]), Nf4At(s, data, kCodes),
             has_bias ? static_cast<const T*>(data[kBias]) : nullptr, s.At(kX, 0), s.At(kX, 1), s.At(kCodes, 0),
             omp_get_max_threads(), static_cast<T*>(data[count - 1]));
     });

@@ -40,10 +40,22 @@ inline void CheckNf4Dtypes(const char* op, const char** dtypes, int codes)
     CheckDtype(op, "offsets", dtypes[codes + 3], "float32");
 }
 
-// The struct Nf4 of nf4_decode.h, in the namespace of any instruction set.
-#define MINDLORA_NF4(data, s, codes)                                                                \
-    {static_cast<const uint8_t*>(data[codes]), static_cast<const uint8_t*>(data[(codes) + 1]),      \
-        static_cast<const float*>(data[(codes) + 2]), static_cast<const float*>(data[(codes) + 3]), \
-        s.At((codes) + 1, 1), Nf4GroupOf(s.At((codes) + 1, 0) * s.At((codes) + 1, 1), s.At((codes) + 2, 0))}
+// A weight and what is needed to read it. K is padded to whole blocks in each row.
+struct Nf4 {
+    const uint8_t* codes;
+    const uint8_t* absmax;
+    const float* scales;
+    const float* offsets;
+    int64_t blocks;  // of a row
+    int64_t group;   // blocks that share a scale and an offset
+};
+
+inline Nf4 Nf4At(const Shapes& s, void** data, int codes)
+{
+    const int64_t blocks = s.At(codes + 1, 1), all = s.At(codes + 1, 0) * blocks;
+    return {static_cast<const uint8_t*>(data[codes]), static_cast<const uint8_t*>(data[codes + 1]),
+        static_cast<const float*>(data[codes + 2]), static_cast<const float*>(data[codes + 3]), blocks,
+        Nf4GroupOf(all, s.At(codes + 2, 0))};
+}
 
 }  // namespace mindlora

@@ -3,11 +3,11 @@
 
 #include <atomic>
 #include <thread>
-#include <utility>
+#include <tuple>
 
 #include "cpu_common/isa.h"
 #include "cpu_common/tasks.h"
-#include "multi_lora_linear/cpu/adapters.h"
+#include "rounded_linear/cpu/product_inputs.h"
 #define MINDLORA_KERNEL_HAS_DOTS
 #define MINDLORA_KERNEL "rounded_linear/cpu/rounded_linear_kernel.h"
 #include "cpu_common/for_each_isa.h"
@@ -16,42 +16,58 @@ namespace mindlora {
 namespace {
 
 constexpr char kOp[] = "rounded_linear";
-enum { kX, kW, kPool, kBias = kPool + 4 };
 
-void Check(const Shapes& s)
+template <int kProducts>
+using Inputs = ProductInputs<kProducts, 1>;
+
+// Returns the shapes of the outputs.
+template <int kProducts>
+std::vector<std::vector<int64_t>> Infer(int* ndims, int64_t** shapes)
 {
-    s.CheckRank(kW, "W", 2);
-    s.CheckSame("K", s.Width(kX), s.At(kW, 1));
-    CheckAdapters(s, kPool, s.At(kW, 1), s.At(kW, 0));
+    using In = Inputs<kProducts>;
+    const Shapes s(kOp, ndims, shapes);
+    std::vector<std::vector<int64_t>> outputs;
+    for (int i = 0; i < kProducts; ++i) {
+        s.CheckRank(In::Weight(i), "W", 2);
+        s.CheckSame("K", s.Width(In::kX), s.At(In::Weight(i), 1));
+        CheckAdapters(s, In::Pool(i), In::kIndices, s.At(In::Weight(i), 1), s.At(In::Weight(i), 0));
+        outputs.push_back(s.OfWithLast(In::kX, s.At(In::Weight(i), 0)));
+    }
+    return outputs;
+}
+
+template <int kProducts>
+int Run(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes)
+{
+    using In = Inputs<kProducts>;
+    const Shapes s(kOp, ndims, shapes);
+    Infer<kProducts>(ndims, shapes);
+    CheckDtype(kOp, "x", dtypes[In::kX], "float32");
+    for (int i = 0; i < kProducts; ++i) {
+        CheckDtype(kOp, "W", dtypes[In::Weight(i)], "bfloat16");
+        CheckAdapterDtypes(kOp, dtypes, In::Pool(i), In::kIndices);
+        CheckDtype(kOp, "pool", dtypes[In::Pool(i)], dtypes[In::Pool(0)]);
+    }
+    const bool has_bias = HasBias(kOp, count, In::kBias, kProducts);
+    WithElement(kOp, dtypes[In::Pool(0)], [&](auto adapter) {
+        using P = decltype(adapter);
+        std::vector<Product<const bfloat16*, float, P>> products;
+        for (int i = 0; i < kProducts; ++i) {
+            const int64_t out = s.At(In::Weight(i), 0);
+            const void* bias = has_bias ? BiasAt(kOp, s, In::kBias + i, data, dtypes, out) : nullptr;
+            products.push_back({static_cast<const bfloat16*>(data[In::Weight(i)]),
+                AdaptersAt<P>(kOp, s, data, In::Pool(i), In::kIndices), static_cast<const float*>(bias), out,
+                static_cast<float*>(data[count - kProducts + i])});
+        }
+        MINDLORA_DISPATCH_DOTS(RoundedLinear, static_cast<const float*>(data[In::kX]), products, s.Tokens(In::kX),
+            s.Width(In::kX), omp_get_max_threads());
+    });
+    return 0;
 }
 
 }  // namespace
 }  // namespace mindlora
 
-MINDLORA_EXPORT std::vector<int64_t> RoundedLinearInferShape(int* ndims, int64_t** shapes, AotExtra*)
-{
-    const mindlora::Shapes s(mindlora::kOp, ndims, shapes);
-    mindlora::Check(s);
-    return s.OfWithLast(mindlora::kX, s.At(mindlora::kW, 0));
-}
-
-MINDLORA_EXPORT int RoundedLinearInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }
-
-MINDLORA_EXPORT int RoundedLinear(
-    int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)
-{
-    using namespace mindlora;
-    const Shapes s(kOp, ndims, shapes);
-    Check(s);
-    CheckDtype(kOp, "x", dtypes[kX], "float32");
-    CheckDtype(kOp, "W", dtypes[kW], "bfloat16");
-    CheckAdapterDtypes(kOp, dtypes, kPool);
-    const void* bias = BiasAt(kOp, s, count, kBias, data, dtypes, s.At(kW, 0));
-    WithElement(kOp, dtypes[kPool], [&](auto adapter) {
-        using P = decltype(adapter);
-        MINDLORA_DISPATCH_DOTS(RoundedLinear, static_cast<const float*>(data[kX]),
-            static_cast<const bfloat16*>(data[kW]), AdaptersAt<P>(kOp, s, data, kPool), static_cast<const float*>(bias),
-            s.Tokens(kX), s.At(kW, 1), s.At(kW, 0), omp_get_max_threads(), static_cast<float*>(data[count - 1]));
-    });
-    return 0;
-}
+MINDLORA_EXPORT_PRODUCTS(RoundedLinear, 1)
+MINDLORA_EXPORT_PRODUCTS(RoundedLinear2, 2)
+MINDLORA_EXPORT_PRODUCTS(RoundedLinear3, 3)

@@ -2,9 +2,11 @@
 #include "multi_lora_linear/cpu/linear_with_adapters.h"
 #include "rounded_linear/cpu/rounded_rows.h"
 
-template <class P>
-static void RoundedLinear(const float* x, const bfloat16* w, const Adapters<P>& adapters, const float* bias,
-    int64_t tokens, int64_t in, int64_t out, int threads, float* y)
+template <class Product>
+static void RoundedLinear(
+    const float* x, const std::vector<Product>& products, int64_t tokens, int64_t in, int threads)
 {
-    LinearWithAdapters(RoundedRows{w, out, in}, x, adapters, bias, tokens, in, out, threads, y);
+    std::vector<RoundedRows> weights;
+    for (const Product& product : products) weights.push_back({product.weight, product.out, in});
+    LinearWithAdapters(weights, products, x, tokens, in, threads);
 }

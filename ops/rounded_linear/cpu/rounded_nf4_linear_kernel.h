@@ -68,10 +68,10 @@ struct RoundedNf4Rows {
 constexpr int64_t kDeepNumbers = kDeep<DecodedNumber>, kDeepBlocks = kDeepNumbers / kBlock;
 
 #if MINDLORA_BFLOAT16_DOTS
-// sums[m][j] += the products of M tokens and the rows first + j, from block `start` on, which are decoded in registers.
+// As AddBlock: the products of M tokens and rows from block `start` on, which are decoded in registers.
 template <int M>
-static __attribute__((noinline)) void AddDecoding(
-    const RoundedNf4Rows& w, const bfloat16* x, int64_t first, int64_t start, int64_t blocks, Ahead* ahead, float* sums)
+static __attribute__((noinline)) void AddDecoding(const RoundedNf4Rows& w, const bfloat16* x, int64_t first,
+    int64_t start, int64_t blocks, bool begins, Ahead* ahead, float* sums)
 {
     // So many rows together as hide how long an addition takes, and leave registers for decoding.
     constexpr int kJ = M <= 4 ? 4 : 2;
@@ -81,7 +81,7 @@ static __attribute__((noinline)) void AddDecoding(
         Vec acc[M][kJ];
         for (int j = 0; j < kJ; ++j) codes[j] = w.ReadBlocks(first + n + j, start, blocks, ahead, absmax[j]);
         for (int m = 0; m < M; ++m) {
-            for (int j = 0; j < kJ; ++j) acc[m][j] = Load(sums + (m * kSums + n + j) * kWidth);
+            for (int j = 0; j < kJ; ++j) acc[m][j] = begins ? Vec{} : Load(sums + (m * kSums + n + j) * kWidth);
         }
         for (int64_t b = 0; b < blocks; ++b) {
             __m512bh low[kJ], high[kJ];
@@ -102,13 +102,14 @@ static __attribute__((noinline)) void AddDecoding(
 
 // As that of few_tokens.h.
 MINDLORA_INLINE void AddTokens(const RoundedNf4Rows& w, const RoundedNf4Rows::Token* x, int64_t tokens, int64_t first,
-    int64_t from, int64_t depth, Ahead* ahead, float* sums)
+    int64_t from, int64_t depth, bool begins, Ahead* ahead, float* sums)
 {
     const int64_t start = from / kBlock, blocks = (depth + kBlock - 1) / kBlock;
 #if MINDLORA_BFLOAT16_DOTS
     if (tokens <= kTogether) {
-        return WithTokens(tokens,
-            [&](auto constant) { AddDecoding<decltype(constant)::value>(w, x, first, start, blocks, ahead, sums); });
+        return WithTokens(tokens, [&](auto constant) {
+            AddDecoding<decltype(constant)::value>(w, x, first, start, blocks, begins, ahead, sums);
+        });
     }
 #endif
     static thread_local std::vector<float> buffer;
@@ -120,12 +121,14 @@ MINDLORA_INLINE void AddTokens(const RoundedNf4Rows& w, const RoundedNf4Rows::To
             DecodeRounded(codes + b * kBytes, absmax[b], decoded + j * kDeepNumbers + b * kBlock);
         }
     }
-    AddTokens(DecodedRows{decoded, kSums, kDeepNumbers}, x, tokens, 0, 0, depth, nullptr, sums);
+    AddTokens(DecodedRows{decoded, kSums, kDeepNumbers}, x, tokens, 0, 0, depth, begins, nullptr, sums);
 }
 
-template <class P>
-static void RoundedNf4Linear(const float* x, const Nf4& w, const Adapters<P>& adapters, const float* bias,
-    int64_t tokens, int64_t in, int64_t out, int threads, float* y)
+template <class Product>
+static void RoundedNf4Linear(
+    const float* x, const std::vector<Product>& products, int64_t tokens, int64_t in, int threads)
 {
-    LinearWithAdapters(RoundedNf4Rows{w, out}, x, adapters, bias, tokens, in, out, threads, y);
+    std::vector<RoundedNf4Rows> weights;
+    for (const Product& product : products) weights.push_back({product.weight, product.out});
+    LinearWithAdapters(weights, products, x, tokens, in, threads);
 }

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "cpu_common/isa.h"
-#include "nf4_linear/cpu/nf4_groups.h"
+#include "nf4_linear/cpu/nf4_weight.h"
 #include "routed_experts/cpu/routed_experts.h"
 
 namespace mindlora {
