@@ -51,7 +51,12 @@ WITHOUT_MINDSPORE = (
     "drafts",
 )
 # MindFormers takes seconds to import: only the plug-in imports it, and these modules in a function.
-IN_A_FUNCTION = ("mindlora.data.tokenizers", "mindlora.doctor.examination", "mindlora.serving.network")
+IN_A_FUNCTION = (
+    "mindlora.data.tokenizers",
+    "mindlora.doctor.examination",
+    "mindlora.serving.cpu_cells",
+    "mindlora.serving.network",
+)
 MAX_LINES = 600
 
 FILES_ALONE = """

@@ -146,9 +146,7 @@ class MultiLoRADense(nn.Cell):
     def _rounded_pass(self, x, slots):
         """For any number of tokens: base and adapters in one operator, the base's product in bfloat16."""
         bias = self.bias if self.has_bias else None
-        return self.rounded(
-            x, self.rounded_weight(), self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias
-        )
+        return self.rounded(x, self.rounded_weight(), self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias)
 
     def rounded_weight(self) -> Tuple[Tensor, ...]:
         """The weight as RoundedLinear takes it."""

@@ -168,16 +168,7 @@ class Attention(JoinsLinears):
         if self.order is not None:
             query, key = self._by_head(query, self._ordered), self._by_head(key, self._ordered)
         output = self.attention(
-            query,
-            key,
-            value,
-            cos,
-            sin,
-            self.key_cache,
-            self.value_cache,
-            block_tables,
-            context_lengths,
-            query_lengths,
+            query, key, value, cos, sin, self.key_cache, self.value_cache, block_tables, context_lengths, query_lengths
         )
         return self.o_proj(output)
 

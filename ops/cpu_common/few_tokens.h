@@ -175,8 +175,8 @@ static void OneToken(
     }
 }
 
-// sums[m][j] += the products of M tokens and the rows first + j, kSums of them; each sum is a vector. With `begins` they
-// are 0 before, whatever is in them.
+// sums[m][j] += the products of M tokens and the rows first + j, kSums of them; each sum is a vector. With `begins`
+// they are 0 before, whatever is in them.
 template <int M, class Rows>
 static __attribute__((noinline)) void AddBlock(const Rows& w, const typename Rows::Token* x, int64_t first,
     int64_t from, int64_t depth, bool begins, Ahead* ahead, float* sums)

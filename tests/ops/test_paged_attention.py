@@ -124,9 +124,7 @@ class Attention(nn.Cell):
         self.attend = PagedAttention()
 
     def construct(self, query, key, value, cos, sin, tables, contexts, queries):
-        return self.attend(
-            query, key, value, cos, sin, self.key_cache, self.value_cache, tables, contexts, queries
-        )
+        return self.attend(query, key, value, cos, sin, self.key_cache, self.value_cache, tables, contexts, queries)
 
 
 def served(net, sequences, steps, table):

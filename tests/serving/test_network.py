@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mindlora.errors import ConfigError
+from mindlora.nn.linears_together import JoinsLinears
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.numerics.nf4 import dequantize, quantize
 from mindlora.serving.network import build_network
@@ -113,6 +114,14 @@ def assert_logits(found, served, weights, tokens):
 
 def prompt(length, seed):
     return np.random.default_rng([seed, length]).integers(3, vocabulary(), length)
+
+
+def test_products_of_one_input_are_one_operator_where_they_are_rounded(served):
+    cells = [cell for _, cell in served.steps.runner.network.cells_and_names() if isinstance(cell, JoinsLinears)]
+    rounded = served.tolerance == ROUNDED
+    assert {cell.joins for cell in cells} <= {rounded}
+    if rounded:
+        assert {type(cell).__name__ for cell in cells} == {"CpuLlamaAttention", "CpuLlamaFeedForward"}
 
 
 def test_chunks_of_prompts_and_decode_steps_of_mixed_adapters(served):

@@ -1,5 +1,5 @@
-// y = x W^T (+ bias) and the adapters of tokens, for a W of any kind of rows, or several with one x. Included once in the
-// namespace of each instruction set.
+// y = x W^T (+ bias) and the adapters of tokens, for a W of any kind of rows, or several with one x. Included once in
+// the namespace of each instruction set.
 #include "cpu_common/few_tokens.h"
 
 // The rows of `order` from first on, `count` of one adapter: low[t, :] = (x[t] A^T) * scale.
@@ -17,7 +17,8 @@ static void ShrinkRows(const int64_t* order, int64_t count, const T* x, const P*
     });
 }
 
-// A call of ShrinkRows: for a product, the first of its `order` and how many, up to kRows tokens of one adapter together.
+// A call of ShrinkRows: for a product, the first of its `order` and how many, up to kRows tokens of one adapter
+// together.
 struct ShrinkTask {
     size_t product;
     int64_t start, count;
@@ -137,8 +138,8 @@ static void LinearWithAdapters(const std::vector<Rows>& weights, const std::vect
         };
         for (int64_t task; (task = then.Take(omp_get_thread_num())) >= 0;) {
             const size_t which = ranges[task].product;
-            OneRange(weights[which], products[which], ranges[task], packed, tokens, in,
-                low + which * tokens * max_rank, wait_for_low);
+            OneRange(weights[which], products[which], ranges[task], packed, tokens, in, low + which * tokens * max_rank,
+                wait_for_low);
         }
     }
 }

@@ -1,5 +1,5 @@
-// The tokens of a step before its attention: queries and keys are turned by their positions, and keys and values go into
-// the cache. Included by paged_attention_kernel.h.
+// The tokens of a step before its attention: queries and keys are turned by their positions, and keys and values go
+// into the cache. Included by paged_attention_kernel.h.
 #include "rotary_embedding/cpu/rotate_token.h"
 
 template <class T, class C>

@@ -36,19 +36,18 @@ auto TypesOfOutputs(int type)
 }
 
 // Exports an operator from its templates Infer<kProducts> and Run<kProducts>.
-#define MINDLORA_EXPORT_PRODUCTS(name, products)                                                                     \
+#define MINDLORA_EXPORT_PRODUCTS(name, products)                                                                      \
     MINDLORA_EXPORT auto name##InferShape(int* ndims, int64_t** shapes, AotExtra*)                                    \
-    {                                                                                                                \
-        return ::mindlora::ShapesOfOutputs<products>(::mindlora::Infer<products>(ndims, shapes));                    \
-    }                                                                                                                \
-    MINDLORA_EXPORT auto name##InferType(std::vector<int> types, AotExtra*)                                          \
-    {                                                                                                                \
-        return ::mindlora::TypesOfOutputs<products>(types[0]);                                                       \
-    }                                                                                                                \
-    MINDLORA_EXPORT int name(                                                                                        \
-        int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)                     \
-    {                                                                                                                \
-        return ::mindlora::Run<products>(count, data, ndims, shapes, dtypes);                                        \
+    {                                                                                                                 \
+        return ::mindlora::ShapesOfOutputs<products>(::mindlora::Infer<products>(ndims, shapes));                     \
+    }                                                                                                                 \
+    MINDLORA_EXPORT auto name##InferType(std::vector<int> types, AotExtra*)                                           \
+    {                                                                                                                 \
+        return ::mindlora::TypesOfOutputs<products>(types[0]);                                                        \
+    }                                                                                                                 \
+    MINDLORA_EXPORT int name(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*) \
+    {                                                                                                                 \
+        return ::mindlora::Run<products>(count, data, ndims, shapes, dtypes);                                         \
     }
 
 }  // namespace mindlora

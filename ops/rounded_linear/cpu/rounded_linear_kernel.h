@@ -3,8 +3,7 @@
 #include "rounded_linear/cpu/rounded_rows.h"
 
 template <class Product>
-static void RoundedLinear(
-    const float* x, const std::vector<Product>& products, int64_t tokens, int64_t in, int threads)
+static void RoundedLinear(const float* x, const std::vector<Product>& products, int64_t tokens, int64_t in, int threads)
 {
     std::vector<RoundedRows> weights;
     for (const Product& product : products) weights.push_back({product.weight, product.out, in});

@@ -55,9 +55,8 @@ int Run(int count, void** data, int* ndims, int64_t** shapes, const char** dtype
         for (int i = 0; i < kProducts; ++i) {
             const int64_t out = s.At(In::Weight(i), 0);
             const void* bias = has_bias ? BiasAt(kOp, s, In::kBias + i, data, dtypes, out) : nullptr;
-            products.push_back({Nf4At(s, data, In::Weight(i)),
-                AdaptersAt<P>(kOp, s, data, In::Pool(i), In::kIndices), static_cast<const float*>(bias), out,
-                static_cast<float*>(data[count - kProducts + i])});
+            products.push_back({Nf4At(s, data, In::Weight(i)), AdaptersAt<P>(kOp, s, data, In::Pool(i), In::kIndices),
+                static_cast<const float*>(bias), out, static_cast<float*>(data[count - kProducts + i])});
         }
         MINDLORA_DISPATCH_DOTS(RoundedNf4Linear, static_cast<const float*>(data[In::kX]), products, s.Tokens(In::kX),
             s.Width(In::kX), omp_get_max_threads());
