@@ -4,6 +4,7 @@ from typing import Optional, Sequence, Tuple
 
 from mindspore import Tensor, nn, ops
 
+from mindlora.nn.cell import initialize_uncalled
 from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.ops.rounded_linear import RoundedLinears
 
@@ -27,6 +28,8 @@ class LinearsTogether(nn.Cell):
         self.slots_of_tokens = first.slots_of_tokens
         self.rounded = RoundedLinears(first.packed, first.has_bias, len(cells))
         self.cast = ops.Cast()
+        for cell in cells:
+            initialize_uncalled(cell)
 
     @classmethod
     def of(cls, cells: Sequence[nn.Cell]) -> Optional["LinearsTogether"]:

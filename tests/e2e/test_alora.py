@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mindlora import load_lora
 from mindlora.adapters import files
@@ -17,11 +19,16 @@ from mindlora.serving.build import make_engine
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from mindlora.training.history import read_history
+from tests.e2e.test_msrun import ENTRY, free_port, msrun
+from tests.support import tiny_runs
 from tests.support.runs import (
+    LAUNCHER,
     LORA_YAML,
     SEQUENCE,
+    SIZE_FLAGS,
     SIZES,
     launch,
+    python,
     read_yaml,
     step_losses,
     succeeded,
@@ -47,23 +54,29 @@ def examples(rows, seed):
     return tokens, np.where(counted, tokens, -100).astype(np.int32)
 
 
-@pytest.fixture(scope="module")
-def run(base, tmp_path_factory):
-    """What a run printed, in micro-batches, with a held-out loss; and the folder of its adapter."""
-    folder = tmp_path_factory.mktemp("activated")
-    for name, rows, seed in (("train", ROWS, 1), ("held_out", 8, 2)):
-        write_tokens(folder / f"{name}.mindrecord", *examples(rows, seed))
+def start(folder, base, resume=False):
+    """Runs the YAML in a folder that has the data, in micro-batches, with a held-out loss."""
     config = read_yaml(LORA_YAML)
     config["model"]["model_config"]["pet_config"].update(KEYS)
+    checkpoints = {"type": "LoraCheckpoint", "save_steps": 16, "keep_last": 2, "resume": resume}
     config["callbacks"] = [
         {"type": "HeldOutLoss", "dataset_dir": str(folder / "held_out.mindrecord"), "every_steps": 8},
-        *(callback for callback in config["callbacks"] if callback["type"] != "HeldOutLoss"),
+        *(c for c in config["callbacks"] if c["type"] not in ("HeldOutLoss", "LoraCheckpoint")),
+        checkpoints,
     ]
     config["runner_config"]["gradient_accumulation_steps"] = 2
     flags = ("--train_dataset_dir", folder / "train.mindrecord", "--load_checkpoint", base)
     sizes = ("--batch_size", "4", "--epochs", "4")
-    output = succeeded(launch(folder, *flags, *sizes, config=write_yaml(folder, config)))
-    return output, folder / "output" / "lora_checkpoint" / LAST
+    return succeeded(launch(folder, *flags, *sizes, config=write_yaml(folder, config)))
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """What a run printed, and the folder of its adapter."""
+    folder = tmp_path_factory.mktemp("activated")
+    for name, rows, seed in (("train", ROWS, 1), ("held_out", 8, 2)):
+        write_tokens(folder / f"{name}.mindrecord", *examples(rows, seed))
+    return start(folder, base), folder / "output" / "lora_checkpoint" / LAST
 
 
 def test_the_run_learns_and_saves_what_peft_reads(run):
@@ -112,3 +125,38 @@ def test_the_held_out_loss_is_that_of_the_saved_adapter(run, fresh_network):
     for _, adapted in lora_cells(network):
         adapted.silence()
     assert held_out_loss(cell, rows, 8) > measured + 0.3
+
+
+def test_a_resumed_run_is_the_same_run(run, base, tmp_path):
+    _, folder = run
+    again = tmp_path / "again"
+    shutil.copytree(folder.parents[2], again)
+    shutil.rmtree(again / "output" / "lora_checkpoint" / LAST)
+    start(again, base, resume=True)
+    tiny_runs.assert_same_state(folder, again / "output" / "lora_checkpoint" / LAST)
+
+
+# Adam divides by the size of the gradient, which would hide one twice as large; with a large eps it does not.
+PLAIN_STEPS = ["--train_dataset.data_loader.shuffle", "False", "--optimizer.eps", "1.0", "--epochs", "1"]
+PLAIN_STEPS += ["--lr_schedule.learning_rate", "4.0", "--lr_schedule.lr_end", "2.0"]
+
+
+def test_two_processes_train_what_one_trains_on_the_joined_batch(run, tmp_path):
+    _, folder = run
+    config = read_yaml(LORA_YAML)
+    config["model"]["model_config"]["pet_config"].update(KEYS)
+    words = ["--config", write_yaml(tmp_path, config), *SIZE_FLAGS, *PLAIN_STEPS]
+    words += ["--train_dataset_dir", folder.parents[2] / "train.mindrecord"]
+    one, two = (tmp_path / name / "output" for name in ("one", "two"))
+    for output in (one, two):
+        output.parent.mkdir()
+    succeeded(python([*LAUNCHER, *words, "--batch_size", "8", "--output_dir", one], one.parent))
+    parallel = ["--use_parallel", "True", "--parallel_config.data_parallel", "2", "--output_dir", two]
+    command = " ".join(map(str, [ENTRY, *words, "--batch_size", "4", *parallel]))
+    succeeded(msrun(two.parent, command, "2", free_port(), "log", "True", "300"))
+    ones, twos = (
+        load_file(output / "lora_checkpoint" / "step_8" / "adapter_model.safetensors") for output in (one, two)
+    )
+    assert ones.keys() == twos.keys()
+    assert all(np.abs(values).max() > 1e-4 for values in ones.values())
+    assert max(np.abs(ones[name] - twos[name]).max() for name in ones) <= 5e-6

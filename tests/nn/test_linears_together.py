@@ -73,6 +73,21 @@ def test_it_is_its_cells_to_the_last_bit(graph_mode, library, kind, count, gaine
         np.testing.assert_array_equal(y.asnumpy(), wanted.asnumpy())
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_pynative_too_where_the_first_call_of_a_cell_would_give_its_pool_values(pynative_mode, library, packed):
+    of_all = slots()
+    bases = [nn.Dense(IN, out, has_bias=False, dtype=ms.bfloat16) for out in OUTS]
+    if packed:
+        bases = [NF4Dense.from_dense(nn.Dense(IN, out, has_bias=False)) for out in OUTS]
+    cells = []
+    for number, base in enumerate(bases):
+        base.dtype = ms.float32
+        cells.append(MultiLoRADense.from_cell(base, str(number), SLOTS, MAX_RANK, of_all, None, True))
+    x = Tensor(normal(1, len(WHOSE), IN))
+    for y, cell in zip(LinearsTogether.of(cells)(x), cells):
+        np.testing.assert_array_equal(y.asnumpy(), cell(x).asnumpy())
+
+
 def test_cells_that_one_operator_cannot_compute_have_none(graph_mode, library):
     of_all = slots()
     plain = pooled(53, of_all)
