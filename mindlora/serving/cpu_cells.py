@@ -8,7 +8,6 @@ from typing import Any, Tuple
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.nn.cell import initialize_uncalled
 from mindlora.nn.linears_together import JoinsLinears
 from mindlora.nn.tree import replace_children
 from mindlora.ops.paged_attention import PagedAttention
@@ -84,7 +83,6 @@ class CpuAttention(nn.Cell):
     def __init__(self, attention: nn.Cell):
         super().__init__()
         self.paged_attention_mgr = attention.paged_attention_mgr
-        initialize_uncalled(self.paged_attention_mgr)
         self.attention = PagedAttention()
 
     def construct(

@@ -11,6 +11,7 @@ from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
 from mindlora.errors import ConfigError
+from mindlora.nn.cell import initialize_uncalled
 from mindlora.nn.linear_base import LinearBase
 from mindlora.nn.linears_together import JoinsLinears
 from mindlora.nn.multi_lora_dense import MultiLoRADense
@@ -18,7 +19,7 @@ from mindlora.nn.multi_lora_experts import MultiLoRAExperts
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.tree import adapter_path, replace_children, weight_of
 from mindlora.ops.backend import choose, multiplies_bfloat16
-from mindlora.serving.cpu_cells import use_cpu_operators
+from mindlora.serving.cpu_cells import CpuAttention, use_cpu_operators
 from mindlora.serving.mcore_network import McoreNetwork, build_mcore
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import StackedExperts
@@ -112,6 +113,8 @@ def add_pools(
     for _, cell in network.cells_and_names():
         if isinstance(cell, JoinsLinears):
             cell.join_linears()
+        elif isinstance(cell, CpuAttention):
+            initialize_uncalled(cell.paged_attention_mgr)
     pools: Dict[str, Union[MultiLoRADense, MultiLoRAExperts]] = dict(pooled)
     for path, experts in stacked_experts(network).items():
         of_experts = experts.add_pools(settings.slots, settings.max_rank, slots_of_tokens)
