@@ -90,7 +90,7 @@ class Decoder(nn.Cell):
         tokens: Tensor,
         batch_valid_length: Tensor,
         block_tables: Tensor,
-        slot_mapping: Tensor,
+        slot_mapping: Optional[Tensor],
         attention_mask: Optional[Tensor],
         q_seq_lens: Tensor,
         seq_range: Tensor,

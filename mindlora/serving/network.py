@@ -181,7 +181,7 @@ class ServedStep(nn.Cell):
 
     Inputs:
         - The arrays of runner.StepInputs, but **tokens** of shape [1, T], or [T, 1] if ``decodes``, and **slots** of
-          shape [max_tokens_per_step], the rest -1. **slot_mapping** is given where ``places_tokens`` is True.
+          shape [max_tokens_per_step], the rest -1. **slot_mapping** is left out if ``on_cpu``.
 
     Outputs:
         Tuple of the logits after the tokens ``last``, [R, vocabulary] float32, and of what the head took for every
@@ -189,8 +189,9 @@ class ServedStep(nn.Cell):
 
     Attributes:
         decodes (bool): Whether it takes MindFormers' form of decoding, in which each request has one token.
-        places_tokens (bool): Whether it must be told where keys and values go. On a CPU they go where block_tables
-            says; with an input that nothing reads, MindSpore would prepare all parameters anew before each step.
+        on_cpu (bool): Whether keys and values go where block_tables says, and what is causal follows from the lengths:
+            neither slots nor a mask are read. With an input that nothing reads, MindSpore would prepare all parameters
+            anew before each step.
     """
 
     def __init__(self, network: nn.Cell, slots_of_tokens: Parameter, few: bool):
@@ -200,10 +201,9 @@ class ServedStep(nn.Cell):
         self.decodes = decodes_alone(few)
         self.head = ServedHead(network)
         self.on_cpu = ms.get_context("device_target") == "CPU"
-        self.places_tokens = not self.on_cpu
         self.reshape = ops.Reshape()
         self.assign = ops.Assign()
-        # What is causal follows from the lengths on a CPU; the shape alone must be that of a mask.
+        # Its values are not read on a CPU; its shape alone must be that of a mask.
         self.no_mask = Tensor([[0.0]], mstype.float32)
         self.set_train(False)
         # By these names MindSpore knows that a step is always the same graph, and does not look at all cells again.
@@ -215,7 +215,7 @@ class ServedStep(nn.Cell):
             Tensor(shape=[None], dtype=mstype.int32),
             Tensor(shape=[None], dtype=mstype.int32),
             Tensor(shape=[None, None], dtype=mstype.int32),
-            *[Tensor(shape=[None], dtype=mstype.int32) for _ in range(2 if self.places_tokens else 1)],
+            *[Tensor(shape=[None], dtype=mstype.int32) for _ in range(1 if self.on_cpu else 2)],
         )
 
     def construct(

@@ -301,7 +301,7 @@ class ModelRunner:
         beyond_pairs = self._put_embeddings(inputs)
         step = self._step_for(few, beyond_pairs)
         slots = Tensor(slots)
-        places = [Tensor(inputs.slot_mapping)] if step.places_tokens else []
+        places = [] if step.on_cpu else [Tensor(inputs.slot_mapping)]
         logits, hidden = step(
             Tensor(inputs.tokens.reshape((-1, 1) if step.decodes else (1, -1))),
             Tensor(inputs.positions),

@@ -83,8 +83,11 @@ def test_in_pynative_too_where_the_first_call_of_a_cell_would_give_its_pool_valu
     for number, base in enumerate(bases):
         base.dtype = ms.float32
         cells.append(MultiLoRADense.from_cell(base, str(number), SLOTS, MAX_RANK, of_all, None, True))
+    together = LinearsTogether.of(cells)
+    # MindSpore 2.7 would read memory that is not there.
+    assert not any(parameter.has_init for cell in cells for parameter in cell.get_parameters())
     x = Tensor(normal(1, len(WHOSE), IN))
-    for y, cell in zip(LinearsTogether.of(cells)(x), cells):
+    for y, cell in zip(together(x), cells):
         np.testing.assert_array_equal(y.asnumpy(), cell(x).asnumpy())
 
 

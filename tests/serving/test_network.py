@@ -1,5 +1,8 @@
 """MindFormers' network with its cache and pools gives the logits of the merged model without a cache."""
 
+import os
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -11,7 +14,7 @@ from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.numerics.nf4 import dequantize, quantize
 from mindlora.serving.network import build_network
 from mindlora.serving.settings import EngineSettings
-from tests.conftest import in_mode
+from tests.conftest import ROOT, in_mode
 from tests.support.compilations import compilations
 from tests.support.served_steps import Steps
 from tests.support.tiny_serving import (
@@ -99,6 +102,28 @@ def served(request, library, plain, paths, tmp_path_factory):
         yield types.SimpleNamespace(
             steps=steps, weights=weights, paths=paths, compiled=compiled, plain=plain, tolerance=tolerance
         )
+
+
+# Four steps, the first of which compiles their graph.
+FOUR_STEPS = """
+import sys
+import mindspore as ms
+ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+from tests.support.served_steps import Steps
+steps = Steps(sys.argv[1])
+line = steps.begin([3, 4, 5, 6])
+for _ in range(4):
+    steps.step((line, 1))
+"""
+
+
+def test_parameters_are_prepared_once_and_not_before_each_step(library, tmp_path):
+    checkpoint = save_base(tmp_path / "base.ckpt", base_weights())
+    # MindSpore's log says when it prepares them: with an input that nothing reads, it would each time.
+    environment = {**os.environ, "GLOG_v": "1", "RUN_MODE": "predict", "PYTHONPATH": ROOT}
+    command = [sys.executable, "-c", FOUR_STEPS, str(checkpoint)]
+    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (run.stdout + run.stderr).count("Prepare store data") == 1
 
 
 def of_slot(served, slot):

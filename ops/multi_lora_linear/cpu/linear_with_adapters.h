@@ -46,11 +46,10 @@ static std::vector<ShrinkTask> PlanShrinks(const std::vector<Product>& products)
     return tasks;
 }
 
+// `columns` are those of all products together.
 template <class Product>
-static std::vector<RangeTask> PlanRanges(const std::vector<Product>& products, int threads)
+static std::vector<RangeTask> PlanRanges(const std::vector<Product>& products, int64_t columns, int threads)
 {
-    int64_t columns = 0;
-    for (const Product& product : products) columns += product.out;
     const int64_t step = threads == 1 ? columns : std::max<int64_t>(kSums, columns / (8 * threads) / kSums * kSums);
     std::vector<RangeTask> tasks;
     for (size_t i = 0; i < products.size(); ++i) {
@@ -118,7 +117,7 @@ static void LinearWithAdapters(const std::vector<Rows>& weights, const std::vect
     PackTokens<Rows>(x, tokens, in, threads, packed);
     float* low = Scratch(&low_buffer, products.size() * tokens * max_rank);
     const std::vector<ShrinkTask> shrinks = PlanShrinks(products);
-    const std::vector<RangeTask> ranges = PlanRanges(products, threads);
+    const std::vector<RangeTask> ranges = PlanRanges(products, columns, threads);
     Tasks first(shrinks.size(), threads), then(ranges.size(), threads);
     std::atomic<size_t> shrunk{0};
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -1,13 +1,11 @@
 // rounded_linear on a CPU with W in bfloat16. See ../README.md.
-#include <omp.h>
-
 #include <atomic>
 #include <thread>
 #include <tuple>
 
 #include "cpu_common/isa.h"
 #include "cpu_common/tasks.h"
-#include "rounded_linear/cpu/product_inputs.h"
+#include "rounded_linear/cpu/rounded_products.h"
 #define MINDLORA_KERNEL_HAS_DOTS
 #define MINDLORA_KERNEL "rounded_linear/cpu/rounded_linear_kernel.h"
 #include "cpu_common/for_each_isa.h"
@@ -15,59 +13,30 @@
 namespace mindlora {
 namespace {
 
-constexpr char kOp[] = "rounded_linear";
+struct InBfloat16 {
+    using Weight = const bfloat16*;
+    static constexpr int kTensors = 1;
 
-template <int kProducts>
-using Inputs = ProductInputs<kProducts, 1>;
-
-// Returns the shapes of the outputs.
-template <int kProducts>
-std::vector<std::vector<int64_t>> Infer(int* ndims, int64_t** shapes)
-{
-    using In = Inputs<kProducts>;
-    const Shapes s(kOp, ndims, shapes);
-    std::vector<std::vector<int64_t>> outputs;
-    for (int i = 0; i < kProducts; ++i) {
-        s.CheckRank(In::Weight(i), "W", 2);
-        s.CheckSame("K", s.Width(In::kX), s.At(In::Weight(i), 1));
-        CheckAdapters(s, In::Pool(i), In::kIndices, s.At(In::Weight(i), 1), s.At(In::Weight(i), 0));
-        outputs.push_back(s.OfWithLast(In::kX, s.At(In::Weight(i), 0)));
+    static void Check(const Shapes& s, int w, int64_t in)
+    {
+        s.CheckRank(w, "W", 2);
+        s.CheckSame("K", in, s.At(w, 1));
     }
-    return outputs;
-}
 
-template <int kProducts>
-int Run(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes)
-{
-    using In = Inputs<kProducts>;
-    const Shapes s(kOp, ndims, shapes);
-    Infer<kProducts>(ndims, shapes);
-    CheckDtype(kOp, "x", dtypes[In::kX], "float32");
-    for (int i = 0; i < kProducts; ++i) {
-        CheckDtype(kOp, "W", dtypes[In::Weight(i)], "bfloat16");
-        CheckAdapterDtypes(kOp, dtypes, In::Pool(i), In::kIndices);
-        CheckDtype(kOp, "pool", dtypes[In::Pool(i)], dtypes[In::Pool(0)]);
+    static void CheckDtypes(const char** dtypes, int w) { CheckDtype(kRoundedLinear, "W", dtypes[w], "bfloat16"); }
+
+    static Weight At(const Shapes&, void** data, int w) { return static_cast<Weight>(data[w]); }
+
+    template <class Products>
+    static void Call(const float* x, const Products& products, int64_t tokens, int64_t in, int threads)
+    {
+        MINDLORA_DISPATCH_DOTS(RoundedLinear, x, products, tokens, in, threads);
     }
-    const bool has_bias = HasBias(kOp, count, In::kBias, kProducts);
-    WithElement(kOp, dtypes[In::Pool(0)], [&](auto adapter) {
-        using P = decltype(adapter);
-        std::vector<Product<const bfloat16*, float, P>> products;
-        for (int i = 0; i < kProducts; ++i) {
-            const int64_t out = s.At(In::Weight(i), 0);
-            const void* bias = has_bias ? BiasAt(kOp, s, In::kBias + i, data, dtypes, out) : nullptr;
-            products.push_back({static_cast<const bfloat16*>(data[In::Weight(i)]),
-                AdaptersAt<P>(kOp, s, data, In::Pool(i), In::kIndices), static_cast<const float*>(bias), out,
-                static_cast<float*>(data[count - kProducts + i])});
-        }
-        MINDLORA_DISPATCH_DOTS(RoundedLinear, static_cast<const float*>(data[In::kX]), products, s.Tokens(In::kX),
-            s.Width(In::kX), omp_get_max_threads());
-    });
-    return 0;
-}
+};
 
 }  // namespace
 }  // namespace mindlora
 
-MINDLORA_EXPORT_PRODUCTS(RoundedLinear, 1)
-MINDLORA_EXPORT_PRODUCTS(RoundedLinear2, 2)
-MINDLORA_EXPORT_PRODUCTS(RoundedLinear3, 3)
+MINDLORA_EXPORT_PRODUCTS(RoundedLinear, ::mindlora::InBfloat16, 1)
+MINDLORA_EXPORT_PRODUCTS(RoundedLinear2, ::mindlora::InBfloat16, 2)
+MINDLORA_EXPORT_PRODUCTS(RoundedLinear3, ::mindlora::InBfloat16, 3)

@@ -1,6 +1,4 @@
 // rounded_linear on a CPU with W in 4-bit NormalFloat. See ../README.md.
-#include <omp.h>
-
 #include <atomic>
 #include <thread>
 #include <tuple>
@@ -8,7 +6,7 @@
 #include "cpu_common/isa.h"
 #include "cpu_common/tasks.h"
 #include "nf4_linear/cpu/nf4_weight.h"
-#include "rounded_linear/cpu/product_inputs.h"
+#include "rounded_linear/cpu/rounded_products.h"
 #define MINDLORA_KERNEL_HAS_DOTS
 #define MINDLORA_KERNEL "rounded_linear/cpu/rounded_nf4_linear_kernel.h"
 #include "cpu_common/for_each_isa.h"
@@ -16,57 +14,26 @@
 namespace mindlora {
 namespace {
 
-constexpr char kOp[] = "rounded_linear";
+struct InNf4 {
+    using Weight = Nf4;
+    static constexpr int kTensors = 4;
 
-template <int kProducts>
-using Inputs = ProductInputs<kProducts, 4>;
+    static void Check(const Shapes& s, int codes, int64_t in) { CheckNf4Weight(s, codes, in); }
 
-// Returns the shapes of the outputs.
-template <int kProducts>
-std::vector<std::vector<int64_t>> Infer(int* ndims, int64_t** shapes)
-{
-    using In = Inputs<kProducts>;
-    const Shapes s(kOp, ndims, shapes);
-    std::vector<std::vector<int64_t>> outputs;
-    for (int i = 0; i < kProducts; ++i) {
-        CheckNf4Weight(s, In::Weight(i), s.Width(In::kX));
-        CheckAdapters(s, In::Pool(i), In::kIndices, s.Width(In::kX), s.At(In::Weight(i), 0));
-        outputs.push_back(s.OfWithLast(In::kX, s.At(In::Weight(i), 0)));
+    static void CheckDtypes(const char** dtypes, int codes) { CheckNf4Dtypes(kRoundedLinear, dtypes, codes); }
+
+    static Weight At(const Shapes& s, void** data, int codes) { return Nf4At(s, data, codes); }
+
+    template <class Products>
+    static void Call(const float* x, const Products& products, int64_t tokens, int64_t in, int threads)
+    {
+        MINDLORA_DISPATCH_DOTS(RoundedNf4Linear, x, products, tokens, in, threads);
     }
-    return outputs;
-}
-
-template <int kProducts>
-int Run(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes)
-{
-    using In = Inputs<kProducts>;
-    const Shapes s(kOp, ndims, shapes);
-    Infer<kProducts>(ndims, shapes);
-    CheckDtype(kOp, "x", dtypes[In::kX], "float32");
-    for (int i = 0; i < kProducts; ++i) {
-        CheckNf4Dtypes(kOp, dtypes, In::Weight(i));
-        CheckAdapterDtypes(kOp, dtypes, In::Pool(i), In::kIndices);
-        CheckDtype(kOp, "pool", dtypes[In::Pool(i)], dtypes[In::Pool(0)]);
-    }
-    const bool has_bias = HasBias(kOp, count, In::kBias, kProducts);
-    WithElement(kOp, dtypes[In::Pool(0)], [&](auto adapter) {
-        using P = decltype(adapter);
-        std::vector<Product<Nf4, float, P>> products;
-        for (int i = 0; i < kProducts; ++i) {
-            const int64_t out = s.At(In::Weight(i), 0);
-            const void* bias = has_bias ? BiasAt(kOp, s, In::kBias + i, data, dtypes, out) : nullptr;
-            products.push_back({Nf4At(s, data, In::Weight(i)), AdaptersAt<P>(kOp, s, data, In::Pool(i), In::kIndices),
-                static_cast<const float*>(bias), out, static_cast<float*>(data[count - kProducts + i])});
-        }
-        MINDLORA_DISPATCH_DOTS(RoundedNf4Linear, static_cast<const float*>(data[In::kX]), products, s.Tokens(In::kX),
-            s.Width(In::kX), omp_get_max_threads());
-    });
-    return 0;
-}
+};
 
 }  // namespace
 }  // namespace mindlora
 
-MINDLORA_EXPORT_PRODUCTS(RoundedNf4Linear, 1)
-MINDLORA_EXPORT_PRODUCTS(RoundedNf4Linear2, 2)
-MINDLORA_EXPORT_PRODUCTS(RoundedNf4Linear3, 3)
+MINDLORA_EXPORT_PRODUCTS(RoundedNf4Linear, ::mindlora::InNf4, 1)
+MINDLORA_EXPORT_PRODUCTS(RoundedNf4Linear2, ::mindlora::InNf4, 2)
+MINDLORA_EXPORT_PRODUCTS(RoundedNf4Linear3, ::mindlora::InNf4, 3)
