@@ -277,12 +277,3 @@ def carry_settings(source: nn.Cell, target: nn.Cell) -> None:
     if hasattr(source, "_pipeline_stage"):
         target.pipeline_stage = source.pipeline_stage
     target.set_train(source.training)
-
-
-def initialize_uncalled(cell: nn.Cell) -> None:
-    """Gives a cell's own parameters their values, for one whose parameters are read while it is never called.
-
-    In PyNative its first call would do so.
-    """
-    for parameter in cell.get_parameters(expand=False):
-        parameter.init_data()

@@ -4,7 +4,6 @@ from typing import Optional, Sequence, Tuple
 
 from mindspore import Tensor, nn, ops
 
-from mindlora.nn.cell import initialize_uncalled
 from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.ops.rounded_linear import RoundedLinears
 
@@ -28,8 +27,6 @@ class LinearsTogether(nn.Cell):
         self.slots_of_tokens = first.slots_of_tokens
         self.rounded = RoundedLinears(first.packed, first.has_bias, len(cells))
         self.cast = ops.Cast()
-        for cell in cells:
-            initialize_uncalled(cell)
 
     @classmethod
     def of(cls, cells: Sequence[nn.Cell]) -> Optional["LinearsTogether"]:

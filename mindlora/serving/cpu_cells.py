@@ -85,6 +85,11 @@ class CpuAttention(nn.Cell):
         self.paged_attention_mgr = attention.paged_attention_mgr
         self.attention = PagedAttention()
 
+    def initialize_cache(self) -> None:
+        """Gives the cache its values: in PyNative the first call of a cell does that, and the manager is not called."""
+        for parameter in self.paged_attention_mgr.get_parameters():
+            parameter.init_data()
+
     def construct(
         self,
         query: Tensor,

@@ -11,7 +11,6 @@ from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
 from mindlora.errors import ConfigError
-from mindlora.nn.cell import initialize_uncalled
 from mindlora.nn.linear_base import LinearBase
 from mindlora.nn.linears_together import JoinsLinears
 from mindlora.nn.multi_lora_dense import MultiLoRADense
@@ -114,7 +113,7 @@ def add_pools(
         if isinstance(cell, JoinsLinears):
             cell.join_linears()
         elif isinstance(cell, CpuAttention):
-            initialize_uncalled(cell.paged_attention_mgr)
+            cell.initialize_cache()
     pools: Dict[str, Union[MultiLoRADense, MultiLoRAExperts]] = dict(pooled)
     for path, experts in stacked_experts(network).items():
         of_experts = experts.add_pools(settings.slots, settings.max_rank, slots_of_tokens)
