@@ -84,6 +84,12 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
         help="what linear layers multiply in, on a CPU; bfloat16 rounds what they take, as vLLM does, and is faster on "
         "processors that multiply it (default: float32)",
     )
+    sizes.add_argument(
+        "--fixed-batches",
+        metavar="N,...",
+        help="numbers of requests, such as 1,2,4,8, that are decoded faster together; each of them makes the start "
+        "seconds longer (default: none)",
+    )
 
 
 def add_answer_options(
@@ -119,6 +125,13 @@ def add_answer_options(
         "--stop", action="append", default=[], metavar="TEXT", help="text that ends an answer; may be given repeatedly"
     )
     add_engine_options(parser, defaults)
+
+
+def _fixed_batches(text: str) -> Tuple[int, ...]:
+    try:
+        return tuple(int(count) for count in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--fixed-batches is {text!r}: it must be numbers such as 1,2,4,8.") from error
 
 
 def given_fields(arguments: argparse.Namespace, options: Sequence[str]) -> Dict[str, Any]:
@@ -207,12 +220,14 @@ def build(
     command line gives none. Raises LoraError if a setting is wrong, or a file cannot be read.
     """
     check_source(arguments)
+    fields = ["adapter-dtype", "product-dtype", *(name for name, _ in _SIZES)]
+    sizes: Dict[str, Any] = {**(defaults or {}), **given_fields(arguments, fields)}
+    if arguments.fixed_batches is not None:
+        sizes["fixed_batches"] = _fixed_batches(arguments.fixed_batches)
     prepare_imports()
     overrides = [*arguments.overrides]
     if arguments.load_checkpoint:
         overrides += ["--load_checkpoint", arguments.load_checkpoint]
-    fields = ["adapter-dtype", "product-dtype", *(name for name, _ in _SIZES)]
-    sizes = {**(defaults or {}), **given_fields(arguments, fields)}
     with yaml_of(arguments) as config:
         # It takes seconds to import: what is wrong above is said before that.
         import_mindformers()

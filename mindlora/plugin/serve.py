@@ -1,7 +1,7 @@
 """From a YAML to an engine that serves its model."""
 
 import os
-from typing import Mapping, Optional, Sequence
+from typing import Any, Mapping, Optional, Sequence
 
 from mindformers.core.context import build_context
 from mindformers.tools.register import MindFormerConfig
@@ -28,7 +28,7 @@ def build_engine(
     overrides: Sequence[str] = (),
     tokenizer: Optional[str] = None,
     registry: Optional[AdapterRegistry] = None,
-    sizes: Optional[Mapping[str, int]] = None,
+    sizes: Optional[Mapping[str, Any]] = None,
     model_name: Optional[str] = None,
 ) -> Engine:
     """Builds the model of a YAML for serving: use the YAML that the adapter was trained with.

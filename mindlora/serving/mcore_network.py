@@ -69,7 +69,7 @@ class Decoder(nn.Cell):
     """Tokens to hidden states, over a cache: what ServedStep calls, with MindFormers' names of the inputs.
 
     Inputs:
-        - The arrays of runner.StepInputs, with **tokens** of shape [1, T]. The mask and the slots of the cache are not
+        - The arrays of StepInputs, with **tokens** of shape [1, T]. The mask and the slots of the cache are not
           looked at: they follow from lengths and blocks.
 
     Outputs:

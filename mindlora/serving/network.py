@@ -176,10 +176,11 @@ class ServedStep(nn.Cell):
     """One step of a MindFormers model over its cache: chunks of prompts with decode tokens beside them, or only these.
 
     The network is one of build_network, after add_pools; ``slots_of_tokens`` is the Parameter that all pools share, or
-    None without pools. ``few`` asks for the graph of few tokens: see takes_few.
+    None without pools. ``few`` asks for the graph of few tokens: see takes_few. Tables of blocks are
+    ``blocks_per_request`` wide. With ``batch`` all shapes are fixed, those of a step that decodes so many requests.
 
     Inputs:
-        - The arrays of runner.StepInputs, but **tokens** of shape [1, T], or [T, 1] if ``decodes``, and **slots** of
+        - The arrays of StepInputs, but **tokens** of shape [1, T], or [T, 1] if ``decodes``, and **slots** of
           shape [max_tokens_per_step], the rest -1. **slot_mapping** is left out if ``on_cpu``.
 
     Outputs:
@@ -193,7 +194,14 @@ class ServedStep(nn.Cell):
             anew before each step.
     """
 
-    def __init__(self, network: nn.Cell, slots_of_tokens: Parameter, few: bool):
+    def __init__(
+        self,
+        network: nn.Cell,
+        slots_of_tokens: Parameter,
+        few: bool,
+        blocks_per_request: int,
+        batch: Optional[int] = None,
+    ):
         super().__init__(auto_prefix=False)
         self.network = network
         self.slots_of_tokens = slots_of_tokens
@@ -207,15 +215,11 @@ class ServedStep(nn.Cell):
         self.set_train(False)
         # By these names MindSpore knows that a step is always the same graph, and does not look at all cells again.
         self.phase = "increment" if few else "prefill"
-        self.set_inputs(
-            Tensor(shape=[None, None], dtype=mstype.int32),
-            Tensor(shape=[None], dtype=mstype.int32),
-            Tensor(shape=list(slots_of_tokens.shape), dtype=mstype.int32),
-            Tensor(shape=[None], dtype=mstype.int32),
-            Tensor(shape=[None], dtype=mstype.int32),
-            Tensor(shape=[None, None], dtype=mstype.int32),
-            *[Tensor(shape=[None], dtype=mstype.int32) for _ in range(1 if self.on_cpu else 2)],
-        )
+        each = [batch]
+        tokens = [*each, 1] if self.decodes else [1, *each]
+        places = [] if self.on_cpu else [each]
+        shapes = [tokens, each, slots_of_tokens.shape, each, each, [*each, blocks_per_request], each, *places]
+        self.set_inputs(*(Tensor(shape=list(shape), dtype=mstype.int32) for shape in shapes))
 
     def construct(
         self,
@@ -340,14 +344,13 @@ def open_embedding(network: nn.Cell, settings: EngineSettings) -> ServedEmbeddin
     return served
 
 
-def takes_few(query_lengths: np.ndarray, last: np.ndarray) -> bool:
-    """Tells whether a step is for the graph of few tokens, by its requests' tokens [B] and its samples [R].
+def takes_few(tokens: int, decodes: bool) -> bool:
+    """Tells whether a step of so many tokens is for the graph of few; ``decodes`` is that of StepInputs.
 
     On a CPU these are steps of few tokens, whatever they are: there the linear cells read each weight once (figures:
     ops/multi_lora_linear/README.md). On Ascend they are decode steps, for which MindFormers has a form of its own.
     """
-    tokens = int(query_lengths.sum())
-    return len(last) == len(query_lengths) == tokens if decodes_alone(True) else tokens <= FEW_TOKENS
+    return decodes if decodes_alone(True) else tokens <= FEW_TOKENS
 
 
 def decodes_alone(few: bool) -> bool:

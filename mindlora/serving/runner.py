@@ -1,7 +1,6 @@
 """ModelRunner: computes the steps that the scheduler plans, on MindFormers' network and its pools of adapters."""
 
-import dataclasses
-from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -18,65 +17,7 @@ from mindlora.serving.packed_adapter import PackedAdapter
 from mindlora.serving.request import Part
 from mindlora.serving.score_head import ScoreHead
 from mindlora.serving.settings import EngineSettings
-
-
-@dataclasses.dataclass(frozen=True)
-class StepInputs:
-    """B parts with T tokens together, after R of which a next token is chosen. All arrays are int32.
-
-    Attributes:
-        tokens (array [T]): Token ids, part after part.
-        positions (array [T]): Position of each in its request.
-        slots (array [T]): Slot of the adapter of each, -1 for the base and before the first token that it acts on.
-        context_lengths (array [B]): Tokens of each request in the cache after the step.
-        query_lengths (array [B]): Tokens of each request in the step.
-        block_tables (array [B, max_blocks]): The blocks of each request, in order; -1 after the last.
-        slot_mapping (array [T]): Where the key and value of each token go: block * block_size + place in the block.
-        last (array [R]): Index in tokens of the last one of each part that samples, and of its drafts behind it.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    context_lengths: np.ndarray
-    query_lengths: np.ndarray
-    block_tables: np.ndarray
-    slot_mapping: np.ndarray
-    last: np.ndarray
-
-
-def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> StepInputs:
-    """Returns the arrays for a step of at least one part; ``max_blocks`` is those of the longest sequence."""
-    starts = np.array([part.start for part in parts], np.int32)
-    counts = np.array([part.count + len(part.drafts) for part in parts], np.int32)
-    slots = np.array([part.request.slot for part in parts], np.int32)
-    adapted_from = np.array([part.request.adapted_from for part in parts], np.int32)
-    ends = np.cumsum(counts, dtype=np.int32)
-    tokens: List[int] = []
-    tables = np.full((len(parts), max_blocks), -1, np.int32)
-    for row, part in zip(tables, parts):
-        tokens += part.tokens
-        row[: len(part.request.blocks)] = part.request.blocks
-    rows = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
-    positions = np.arange(len(tokens), dtype=np.int32) + (starts - ends + counts)[rows]
-    return StepInputs(
-        tokens=np.array(tokens, np.int32),
-        positions=positions,
-        slots=np.where(positions < adapted_from[rows], np.int32(-1), slots[rows]),
-        context_lengths=starts + counts,
-        query_lengths=counts,
-        block_tables=tables,
-        slot_mapping=tables[rows, positions // block_size] * block_size + positions % block_size,
-        last=np.flatnonzero(np.concatenate([_sampled(part) for part in parts])).astype(np.int32),
-    )
-
-
-def _sampled(part: Part) -> np.ndarray:
-    """Tells of each token of a part whether the next one is chosen after it: the last one, and drafts."""
-    sampled = np.zeros(part.count + len(part.drafts), bool)
-    if part.samples:
-        sampled[part.count - 1 :] = True
-    return sampled
+from mindlora.serving.step_inputs import StepInputs, step_inputs
 
 
 class SlotPools:
@@ -175,15 +116,32 @@ class _WriteGains(nn.Cell):
         return slot
 
 
+class StepGraph(NamedTuple):
+    """Which graph computes a step.
+
+    Attributes:
+        few (bool): Whether it is that of few tokens: see takes_few.
+        beyond_pairs (bool): Whether adapters may have gains, or embeddings of their own.
+        batch (int or None): Requests that it decodes, if its shapes are fixed.
+    """
+
+    few: bool
+    beyond_pairs: bool = False
+    batch: Optional[int] = None
+
+
 class ModelRunner:
     """Computes steps of a network with a paged cache and pools of adapters, of ``dtype``. It is used by one thread.
 
     Three graphs are compiled by warm_up: one for steps of few tokens, such as decoding, one for many, such as chunks of
     prompts with decoding beside them, and one for the logits of tokens that are not the last ones; other numbers of
     requests or tokens compile nothing. Each has a twin for steps in which an adapter has more than pairs of linear
-    cells, gains (DoRA) or an embedding of its own, which the first such step compiles. ``cells`` is what add_pools
-    returned for the network, whose weights must have been loaded; ``tables`` are the base's, None where adapters have
-    none of their own.
+    cells, gains (DoRA) or an embedding of its own, which the first such step compiles. And each of the settings'
+    fixed_batches has a graph for steps that decode so many requests, adapters of pairs alone: MindSpore does not infer
+    its shapes at each step. Steps of fewer requests, down to more than half, are filled up for it.
+
+    ``cells`` is what add_pools returned for the network, whose weights must have been loaded; ``tables`` are the
+    base's, None where adapters have none of their own.
     """
 
     def __init__(
@@ -202,8 +160,8 @@ class ModelRunner:
         compile_layers_once(network)
         shared = next(iter(cells.values())).slots_of_tokens
         self._shared_slots = shared
-        # (few tokens, beyond pairs) -> graph; beyond pairs -> graph of the head.
-        self._steps: Dict[Tuple[bool, bool], ServedStep] = {}
+        self._steps: Dict[StepGraph, ServedStep] = {}
+        # Beyond pairs -> graph.
         self._heads: Dict[bool, ServedHead] = {}
         # What the head took in the last step, the slots of its tokens, and whether these have more than pairs.
         self._last: Optional[Tuple[Tensor, Tensor, bool]] = None
@@ -218,7 +176,9 @@ class ModelRunner:
         # A token whose key and value no request reads: on a CPU they go to the first block, elsewhere nowhere.
         inputs = StepInputs(0 * one, 0 * one, -one, one, one, table, -one, 0 * one)
         for few in (False, True):
-            self._run(inputs, few)
+            self._run(inputs, StepGraph(few))
+        for batch in self.settings.fixed_batches:
+            self._run(inputs, StepGraph(takes_few(batch, True), batch=batch))
         self.logits_after([0])
 
     def forward(self, parts: Sequence[Part]) -> np.ndarray:
@@ -228,7 +188,7 @@ class ModelRunner:
         its drafts, in order.
         """
         inputs = step_inputs(parts, self.settings.block_size, self.settings.blocks_per_request)
-        return self._run(inputs, takes_few(inputs.query_lengths, inputs.last))
+        return self._run(inputs, self._graph_for(inputs, self._put_embeddings(inputs)))
 
     def logits_after(self, rows: Sequence[int]) -> np.ndarray:
         """Returns float32 [rows, vocabulary], the logits after tokens of the step that forward has computed last.
@@ -257,11 +217,21 @@ class ModelRunner:
         """Returns the head of the classifier in a slot; None for one that writes text, and for the base, -1."""
         return self.pools.scores.get(slot)
 
-    def _step_for(self, few: bool, beyond_pairs: bool) -> ServedStep:
-        if (few, beyond_pairs) not in self._steps:
-            self._steps[few, beyond_pairs] = ServedStep(self.network, self._shared_slots, few)
-            set_stage(self.network, few, beyond_pairs)
-        return self._steps[few, beyond_pairs]
+    def _graph_for(self, inputs: StepInputs, beyond_pairs: bool) -> StepGraph:
+        count = len(inputs.tokens)
+        if inputs.decodes and not beyond_pairs:
+            # To compute more than twice as many requests as there are would cost more than fixed shapes save.
+            fitting = [batch for batch in self.settings.fixed_batches if count <= batch < 2 * count]
+            if fitting:
+                return StepGraph(takes_few(min(fitting), True), batch=min(fitting))
+        return StepGraph(takes_few(count, inputs.decodes), beyond_pairs)
+
+    def _step_of(self, graph: StepGraph) -> ServedStep:
+        if graph not in self._steps:
+            blocks = self.settings.blocks_per_request
+            self._steps[graph] = ServedStep(self.network, self._shared_slots, graph.few, blocks, graph.batch)
+            set_stage(self.network, graph.few, graph.beyond_pairs)
+        return self._steps[graph]
 
     def _put_embeddings(self, inputs: StepInputs) -> bool:
         """Gives tokens the rows of their adapters' own embeddings; returns whether an adapter has more than pairs."""
@@ -292,15 +262,14 @@ class ModelRunner:
                 logits[index] = owners[slots[row]].logits(hidden[row])
         return logits
 
-    def _run(self, inputs: StepInputs, few: bool) -> np.ndarray:
-        tokens = len(inputs.tokens)
+    def _run(self, inputs: StepInputs, graph: StepGraph) -> np.ndarray:
+        rows = inputs.last.tolist()
+        if graph.batch:
+            inputs = inputs.filled_up(graph.batch)
         slots = np.full(self.settings.max_tokens_per_step, -1, np.int32)
-        slots[:tokens] = inputs.slots
-        # A graph cannot take no rows at all, which happens when a step computes the middle of prompts.
-        last = inputs.last if len(inputs.last) else np.zeros(1, np.int32)
-        beyond_pairs = self._put_embeddings(inputs)
-        step = self._step_for(few, beyond_pairs)
+        slots[: len(inputs.slots)] = inputs.slots
         slots = Tensor(slots)
+        step = self._step_of(graph)
         places = [] if step.on_cpu else [Tensor(inputs.slot_mapping)]
         logits, hidden = step(
             Tensor(inputs.tokens.reshape((-1, 1) if step.decodes else (1, -1))),
@@ -309,8 +278,9 @@ class ModelRunner:
             Tensor(inputs.context_lengths),
             Tensor(inputs.query_lengths),
             Tensor(inputs.block_tables),
-            Tensor(last),
+            # A graph cannot take no rows at all, which happens when a step computes the middle of prompts.
+            Tensor(inputs.last if rows else np.zeros(1, np.int32)),
             *places,
         )
-        self._last = hidden, slots, beyond_pairs
-        return self._with_own_heads(logits.asnumpy()[: len(inputs.last)], inputs.last.tolist())
+        self._last = hidden, slots, graph.beyond_pairs
+        return self._with_own_heads(logits.asnumpy()[: len(rows)], rows)

@@ -1,7 +1,7 @@
 """EngineSettings: the sizes that are fixed when a network is made for serving."""
 
 import dataclasses
-from typing import Optional
+from typing import Optional, Tuple
 
 from mindlora.common.fields import check_number, dtype_name, whole_numbers
 from mindlora.errors import ConfigError
@@ -30,6 +30,8 @@ class EngineSettings:
         product_dtype (str): float32 or bfloat16: what linear cells round what they multiply to, on a CPU: see
             RoundedLinear. All sums, and what lies between the cells, are float32.
         prompt_lookup (int): Tokens of an answer that are guessed at a time, at most: see PromptLookup. 0 for none.
+        fixed_batches (tuple of int): Numbers of requests, up to max_running; steps that decode so many get a graph
+            each, of fixed shapes: see ModelRunner.
 
     Raises:
         ConfigError: A size is out of range, or there is no such dtype.
@@ -47,6 +49,7 @@ class EngineSettings:
     adapter_dtype: Optional[str] = None
     product_dtype: str = "float32"
     prompt_lookup: int = 0
+    fixed_batches: Tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.adapter_dtype is not None:
@@ -56,7 +59,7 @@ class EngineSettings:
                 f"product_dtype is {self.product_dtype!r}: it must be one of {', '.join(PRODUCT_DTYPES)}."
             )
         for field in dataclasses.fields(self):
-            if field.name in ("adapter_dtype", "product_dtype"):
+            if field.name in ("adapter_dtype", "product_dtype", "fixed_batches"):
                 continue
             least = 0 if field.name in ("num_blocks", "prompt_lookup") else 1
             check_number(getattr(self, field.name), field.name, whole_numbers(least))
@@ -67,6 +70,13 @@ class EngineSettings:
                 f"max_tokens_per_step is {self.max_tokens_per_step} and max_running {self.max_running}: a step must be "
                 "able to give each running request its next token. Raise the first, or lower the second."
             )
+        for batch in self.fixed_batches:
+            check_number(batch, "fixed_batches", whole_numbers(1))
+            if batch > self.max_running:
+                raise ConfigError(
+                    f"fixed_batches has {batch} and max_running is {self.max_running}: no step decodes so many requests. "
+                    f"Raise max_running, or leave {batch} out."
+                )
 
     @property
     def blocks_per_request(self) -> int:

@@ -14,6 +14,7 @@ from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.numerics.nf4 import dequantize, quantize
 from mindlora.serving.network import build_network
 from mindlora.serving.settings import EngineSettings
+from mindlora.serving.step_inputs import StepInputs
 from tests.conftest import ROOT, in_mode
 from tests.support.compilations import compilations
 from tests.support.served_steps import Steps
@@ -133,6 +134,17 @@ def test_parameters_are_prepared_once_and_not_before_each_step(library, tmp_path
     assert (run.stdout + run.stderr).count("Prepare store data") == 1
 
 
+def decoded(steps, count):
+    """Gives the logits of two steps that decode so many requests, of the base and the adapters."""
+    lines = [steps.begin(prompt(5 + number, number), number % 4 - 1) for number in range(count)]
+    steps.step(*((line, len(line.tokens)) for line in lines))
+    for token in (3, 7):
+        for line in lines:
+            line.tokens.append(token)
+        yield steps.step(*((line, 1) for line in lines))
+    steps.end(*lines)
+
+
 def of_slot(served, slot):
     """The weights with which a slot computes."""
     return merged(served.weights, {2: ADAPTERS[0], 0: ADAPTERS[1], 1: ADAPTERS[2], -1: None}[slot])
@@ -228,6 +240,27 @@ def test_nothing_is_compiled_for_other_numbers_of_requests_and_tokens(served):
         assert len(served.compiled) == known >= 3
 
 
+@pytest.mark.parametrize("keys", [{}, {"product_dtype": "bfloat16", **IN_BFLOAT16}], ids=["float32", "rounded"])
+def test_fixed_batches_change_no_bit_and_compile_nothing_later(library, mindformers, paths, tmp_path, keys):
+    checkpoint = save_base(tmp_path / "base.ckpt", in_bfloat16(base_weights()))
+    filled = []
+    with in_mode(0), pytest.MonkeyPatch.context() as patch:
+        compiled = compilations(patch)
+        networks = [Steps(checkpoint, fixed_batches=batches, **keys) for batches in ((1, 4), ())]
+        for steps in networks:
+            for slot, path in enumerate(paths):
+                steps.put(slot, path)
+            steps.runner.warm_up()
+        known, fill_up = len(compiled), StepInputs.filled_up
+        patch.setattr(StepInputs, "filled_up", lambda self, batch: filled.append(batch) or fill_up(self, batch))
+        for count in (5, 4, 3, 2, 1):
+            fixed, other = ([*decoded(steps, count)] for steps in networks)
+            np.testing.assert_array_equal(fixed, other)
+        assert len(compiled) == known
+    # 5 are too many, and 2 would be filled up to twice as many.
+    assert filled == [4, 4, 4, 4, 1, 1]
+
+
 def test_equal_layers_are_compiled_once(served):
     (name,) = {layer.cell_init_args for layer in served.steps.runner.network.model.layers}
     assert name.startswith("lazy_inline_")
@@ -276,6 +309,14 @@ def test_a_processor_on_which_products_in_bfloat16_save_no_time_is_named(
 def test_products_in_another_dtype_are_refused():
     with pytest.raises(ConfigError, match="^product_dtype is 'float16': it must be one of float32, bfloat16.$"):
         EngineSettings(seq_length=16, product_dtype="float16")
+
+
+def test_fixed_batches_that_no_step_has_are_refused():
+    message = "fixed_batches has 9 and max_running is 8: no step decodes so many requests. Raise max_running, or leave"
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        EngineSettings(seq_length=16, max_running=8, fixed_batches=(1, 9))
+    with pytest.raises(ConfigError, match="^fixed_batches is 0: it must be a whole number of at least 1.$"):
+        EngineSettings(seq_length=16, fixed_batches=(0,))
 
 
 def test_pools_of_another_dtype_than_a_network_in_16_bits_are_refused(library, mindformers, tmp_path):

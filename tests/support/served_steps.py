@@ -22,13 +22,16 @@ class Steps:
         quantize (bool): Whether it is in NF4. Default: False.
         adapter_dtype (str): What the pools hold. Default: None, what the network computes in.
         product_dtype (str): What linear cells multiply in. Default: "float32".
+        fixed_batches (tuple of int): Numbers of requests whose decoding has a graph of fixed shapes. Default: none.
         keys: LlamaConfig's.
     """
 
-    def __init__(self, checkpoint, quantize=False, adapter_dtype=None, product_dtype="float32", **keys):
+    def __init__(
+        self, checkpoint, quantize=False, adapter_dtype=None, product_dtype="float32", fixed_batches=(), **keys
+    ):
         sizes = {"num_blocks": 100, "max_running": 8, "max_tokens_per_step": 40, "slots": 4, "max_rank": 16}
         dtypes = {"adapter_dtype": adapter_dtype, "product_dtype": product_dtype}
-        settings = EngineSettings(SEQ_LENGTH, BLOCK_SIZE, **dtypes, **sizes)
+        settings = EngineSettings(SEQ_LENGTH, BLOCK_SIZE, fixed_batches=fixed_batches, **dtypes, **sizes)
         network = build_network(model(**keys), settings)
         if quantize:
             quantize_base(network)

@@ -1,12 +1,13 @@
 """The arrays of a step, against a loop over its tokens."""
 
+import dataclasses
 import random
 
 import numpy as np
 import pytest
 
 from mindlora.serving.request import Lease, Part
-from mindlora.serving.runner import step_inputs
+from mindlora.serving.step_inputs import step_inputs
 from tests.support.served_requests import request
 
 
@@ -62,3 +63,20 @@ def test_as_a_loop_over_tokens(seed):
     for name, expected in by_loop(parts, size, width).items():
         array = getattr(inputs, name)
         assert array.dtype == np.int32 and array.tolist() == expected, name
+
+
+def test_a_step_decodes_if_each_request_has_one_token_that_samples():
+    last, middle = part([5, 6, 7], 2, 1, [4, 1]), part([5, 6, 7], 1, 1, [4, 1])
+    assert step_inputs([last, last], 2, 4).decodes
+    assert not step_inputs([last, middle], 2, 4).decodes
+    assert not step_inputs([last, part([5, 6, 7], 1, 2, [4, 1])], 2, 4).decodes
+
+
+def test_a_step_is_filled_up_with_its_last_token():
+    parts = [part([5, 6, 7], 2, 1, [4, 1], slot=3), part([1, 2, 3, 4], 3, 1, [0, 2])]
+    expected = step_inputs([*parts, parts[1], parts[1]], 2, 4)
+    found = step_inputs(parts, 2, 4).filled_up(4)
+    for field in dataclasses.fields(found):
+        array = getattr(found, field.name)
+        assert array.dtype == np.int32, field.name
+        np.testing.assert_array_equal(array, getattr(expected, field.name), field.name)
