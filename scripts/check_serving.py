@@ -25,6 +25,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from mindlora.cli.engine import fixed_batches  # noqa: E402
+
 MODELS = ("llama", "qwen3-moe", "glm4")
 
 
@@ -43,6 +45,8 @@ def arguments() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning}. Default: {default}")
     parser.add_argument("--seconds", type=float, help="within which they arrive. Default: a hundred requests a second")
+    fixed = "numbers of requests whose decoding has a graph of fixed shapes, as in 1,4,8. Default: none"
+    parser.add_argument("--fixed-batches", type=fixed_batches, default=(), help=fixed)
     products = "what linear cells multiply in, but for qwen3-moe; with bfloat16 they hold it too. Default: %(default)s"
     parser.add_argument("--product-dtype", choices=("float32", "bfloat16"), default="float32", help=products)
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="small and random. Default: %(default)s")
@@ -64,6 +68,7 @@ def main() -> int:
         ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
         sizes = {"slots": args.slots, "num_blocks": args.blocks, "max_running": args.running}
         sizes.update(max_tokens_per_step=args.step, prompt_lookup=args.lookup, product_dtype=args.product_dtype)
+        sizes.update(fixed_batches=args.fixed_batches)
         model = mixed_models.MODELS[args.model](args.adapters)
         if args.product_dtype == "bfloat16":
             mixed_models.hold_in_bfloat16(model)

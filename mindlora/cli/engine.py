@@ -127,7 +127,8 @@ def add_answer_options(
     add_engine_options(parser, defaults)
 
 
-def _fixed_batches(text: str) -> Tuple[int, ...]:
+def fixed_batches(text: str) -> Tuple[int, ...]:
+    """Returns the numbers of --fixed-batches."""
     try:
         return tuple(int(count) for count in text.split(","))
     except ValueError as error:
@@ -223,7 +224,7 @@ def build(
     fields = ["adapter-dtype", "product-dtype", *(name for name, _ in _SIZES)]
     sizes: Dict[str, Any] = {**(defaults or {}), **given_fields(arguments, fields)}
     if arguments.fixed_batches is not None:
-        sizes["fixed_batches"] = _fixed_batches(arguments.fixed_batches)
+        sizes["fixed_batches"] = fixed_batches(arguments.fixed_batches)
     prepare_imports()
     overrides = [*arguments.overrides]
     if arguments.load_checkpoint:

@@ -74,8 +74,8 @@ class EngineSettings:
             check_number(batch, "fixed_batches", whole_numbers(1))
             if batch > self.max_running:
                 raise ConfigError(
-                    f"fixed_batches has {batch} and max_running is {self.max_running}: no step decodes so many requests. "
-                    f"Raise max_running, or leave {batch} out."
+                    f"fixed_batches has {batch} and max_running is {self.max_running}: no step decodes so many "
+                    f"requests. Raise max_running, or leave {batch} out."
                 )
 
     @property

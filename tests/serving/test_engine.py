@@ -31,7 +31,7 @@ def served(library, mindformers, tmp_path_factory):
         # So that the graph of many tokens has work too.
         patch.setattr("mindlora.serving.network.FEW_TOKENS", 6)
         patch.setattr("mindlora.serving.build.FEW_TOKENS", 6)
-        found = MixedServing(folder, Llama(others=True), known())
+        found = MixedServing(folder, Llama(others=True), known(), fixed_batches=(1, 3))
         found.engine.start()
         yield found
         found.engine.stop()
