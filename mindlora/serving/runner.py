@@ -223,7 +223,8 @@ class ModelRunner:
             # To compute more than twice as many requests as there are would cost more than fixed shapes save.
             fitting = [batch for batch in self.settings.fixed_batches if count <= batch < 2 * count]
             if fitting:
-                return StepGraph(takes_few(min(fitting), True), batch=min(fitting))
+                batch = min(fitting)
+                return StepGraph(takes_few(batch, True), batch=batch)
         return StepGraph(takes_few(count, inputs.decodes), beyond_pairs)
 
     def _step_of(self, graph: StepGraph) -> ServedStep:
