@@ -25,13 +25,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from mindlora.cli.engine import fixed_batches  # noqa: E402
-
 MODELS = ("llama", "qwen3-moe", "glm4")
 
 
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
+    from mindlora.cli.engine import fixed_batches
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, meaning in (
         ("requests", 1000, "how many"),

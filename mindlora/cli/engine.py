@@ -86,6 +86,7 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
     )
     sizes.add_argument(
         "--fixed-batches",
+        type=fixed_batches,
         metavar="N,...",
         help="numbers of requests, such as 1,2,4,8, that are decoded faster together; each of them makes the start "
         "seconds longer (default: none)",
@@ -128,11 +129,11 @@ def add_answer_options(
 
 
 def fixed_batches(text: str) -> Tuple[int, ...]:
-    """Returns the numbers of --fixed-batches."""
+    """Returns the numbers of --fixed-batches, for argparse."""
     try:
         return tuple(int(count) for count in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--fixed-batches is {text!r}: it must be numbers such as 1,2,4,8.") from error
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers such as 1,2,4,8.") from error
 
 
 def given_fields(arguments: argparse.Namespace, options: Sequence[str]) -> Dict[str, Any]:
@@ -221,14 +222,12 @@ def build(
     command line gives none. Raises LoraError if a setting is wrong, or a file cannot be read.
     """
     check_source(arguments)
-    fields = ["adapter-dtype", "product-dtype", *(name for name, _ in _SIZES)]
-    sizes: Dict[str, Any] = {**(defaults or {}), **given_fields(arguments, fields)}
-    if arguments.fixed_batches is not None:
-        sizes["fixed_batches"] = fixed_batches(arguments.fixed_batches)
     prepare_imports()
     overrides = [*arguments.overrides]
     if arguments.load_checkpoint:
         overrides += ["--load_checkpoint", arguments.load_checkpoint]
+    fields = ["adapter-dtype", "product-dtype", "fixed-batches", *(name for name, _ in _SIZES)]
+    sizes = {**(defaults or {}), **given_fields(arguments, fields)}
     with yaml_of(arguments) as config:
         # It takes seconds to import: what is wrong above is said before that.
         import_mindformers()

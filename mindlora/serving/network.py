@@ -215,10 +215,10 @@ class ServedStep(nn.Cell):
         self.set_train(False)
         # By these names MindSpore knows that a step is always the same graph, and does not look at all cells again.
         self.phase = "increment" if few else "prefill"
-        each = [batch]
-        tokens = [*each, 1] if self.decodes else [1, *each]
+        tokens = [batch, 1] if self.decodes else [1, batch]
+        each, tables = [batch], [batch, blocks_per_request]
         places = [] if self.on_cpu else [each]
-        shapes = [tokens, each, slots_of_tokens.shape, each, each, [*each, blocks_per_request], each, *places]
+        shapes = [tokens, each, slots_of_tokens.shape, each, each, tables, each, *places]
         self.set_inputs(*(Tensor(shape=list(shape), dtype=mstype.int32) for shape in shapes))
 
     def construct(

@@ -219,13 +219,13 @@ class ModelRunner:
 
     def _graph_for(self, inputs: StepInputs, beyond_pairs: bool) -> StepGraph:
         count = len(inputs.tokens)
-        if inputs.decodes and not beyond_pairs:
-            # To compute more than twice as many requests as there are would cost more than fixed shapes save.
-            fitting = [batch for batch in self.settings.fixed_batches if count <= batch < 2 * count]
-            if fitting:
-                batch = min(fitting)
-                return StepGraph(takes_few(batch, True), batch=batch)
-        return StepGraph(takes_few(count, inputs.decodes), beyond_pairs)
+        few = takes_few(count, inputs.decodes)
+        if not inputs.decodes or beyond_pairs:
+            return StepGraph(few, beyond_pairs)
+        # To compute twice as many requests as there are would cost more than fixed shapes save; and with other linear
+        # kernels the last bits would be others.
+        batches = [batch for batch in self.settings.fixed_batches if takes_few(batch, True) == few]
+        return StepGraph(few, batch=min((batch for batch in batches if count <= batch < 2 * count), default=None))
 
     def _step_of(self, graph: StepGraph) -> ServedStep:
         if graph not in self._steps:

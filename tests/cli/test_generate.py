@@ -165,12 +165,12 @@ def test_an_adapter_that_cannot_be_used_is_an_error_before_anything_is_compiled(
     assert (ran.code, ran.err) == (1, ["mindlora: error: broken holds no tensors: copy the adapter again."])
 
 
-def test_fixed_batches_that_are_no_numbers_are_said_before_the_imports(tmp_path, capsys):
-    (tmp_path / "model.yaml").touch()
-    words = ["generate", "--config", str(tmp_path / "model.yaml"), "--prompt", "x", "--fixed-batches", "1;2"]
-    assert cli.main(words) == 1
-    message = "mindlora: error: --fixed-batches is '1;2': it must be numbers such as 1,2,4,8."
-    assert capsys.readouterr().err.splitlines()[-1] == message
+def test_fixed_batches_that_are_no_numbers_are_usage(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["generate", "--config", "x", "--prompt", "x", "--fixed-batches", "1;2"])
+    assert stopped.value.code == 2
+    message = "error: argument --fixed-batches: '1;2' must be numbers such as 1,2,4,8."
+    assert capsys.readouterr().err.splitlines()[-1].endswith(message)
 
 
 def test_a_yaml_that_does_not_exist_is_said_before_the_imports(capsys):

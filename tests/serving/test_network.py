@@ -136,7 +136,7 @@ def test_parameters_are_prepared_once_and_not_before_each_step(library, tmp_path
 
 def decoded(steps, count):
     """Gives the logits of two steps that decode so many requests, of the base and the adapters."""
-    lines = [steps.begin(prompt(5 + number, number), number % 4 - 1) for number in range(count)]
+    lines = [steps.begin(prompt(3 + number % 4, number), number % 4 - 1) for number in range(count)]
     steps.step(*((line, len(line.tokens)) for line in lines))
     for token in (3, 7):
         for line in lines:
@@ -246,19 +246,21 @@ def test_fixed_batches_change_no_bit_and_compile_nothing_later(library, mindform
     filled = []
     with in_mode(0), pytest.MonkeyPatch.context() as patch:
         compiled = compilations(patch)
-        networks = [Steps(checkpoint, fixed_batches=batches, **keys) for batches in ((1, 4), ())]
+        # 6 requests would be many tokens for a graph of 7, and are few.
+        patch.setattr("mindlora.serving.network.FEW_TOKENS", 6)
+        networks = [Steps(checkpoint, fixed_batches=batches, **keys) for batches in ((1, 4, 7), ())]
         for steps in networks:
             for slot, path in enumerate(paths):
                 steps.put(slot, path)
             steps.runner.warm_up()
         known, fill_up = len(compiled), StepInputs.filled_up
         patch.setattr(StepInputs, "filled_up", lambda self, batch: filled.append(batch) or fill_up(self, batch))
-        for count in (5, 4, 3, 2, 1):
+        for count in (7, 6, 5, 4, 3, 2, 1):
             fixed, other = ([*decoded(steps, count)] for steps in networks)
             np.testing.assert_array_equal(fixed, other)
         assert len(compiled) == known
-    # 5 are too many, and 2 would be filled up to twice as many.
-    assert filled == [4, 4, 4, 4, 1, 1]
+    # 2 would be filled up to twice as many, and 5 and 6 to many tokens.
+    assert filled == [7, 7, 4, 4, 4, 4, 1, 1]
 
 
 def test_equal_layers_are_compiled_once(served):
