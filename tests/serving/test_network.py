@@ -259,6 +259,9 @@ def test_fixed_batches_change_no_bit_and_compile_nothing_later(library, mindform
             fixed, other = ([*decoded(steps, count)] for steps in networks)
             np.testing.assert_array_equal(fixed, other)
         assert len(compiled) == known
+        # An adapter with gains takes the graph of its own.
+        networks[0].runner.pools.gained.add(0)
+        assert np.isfinite([*decoded(networks[0], 3)]).all()
     # 2 would be filled up to twice as many, and 5 and 6 to many tokens.
     assert filled == [7, 7, 4, 4, 4, 4, 1, 1]
 
