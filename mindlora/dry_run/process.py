@@ -4,11 +4,12 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from typing import Dict, Mapping, NamedTuple, Optional, Sequence
+from typing import Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.dry_run.plugin_needs import mindspore_folder
 from mindlora.dry_run.stand_ins import StandIns, stand_ins
@@ -22,6 +23,10 @@ _BESIDE_THE_PLUGIN = (
     "ms_kernels_internal/internal_kernel/lib",
 )
 
+_WITH_FRAGMENTS = re.compile(r"Actual peak memory usage \(with fragments\): (\d+)M")
+# How a line of a graph begins that calls an operator.
+_OPERATOR = re.compile(r" *%\d+\(\w+\) = (?:PrimFunc_)?(\w+)\(")
+
 
 class Finished(NamedTuple):
     """What a program left.
@@ -31,13 +36,15 @@ class Finished(NamedTuple):
         output (str): What it wrote, standard output and errors in one.
         peak_bytes (int): The most that MindSpore's planner had in use on the device, without fragments. None if the
             process ended before it could say.
-        reserved_bytes (int): The same with fragments: what the planner took from the device.
+        reserved_bytes (int): The same with fragments.
+        on_cpu (tuple of str): The operators that were compiled for the host's CPU in place of the NPU, by name.
     """
 
     returncode: int
     output: str
     peak_bytes: Optional[int]
-    reserved_bytes: Optional[int]
+    reserved_bytes: Optional[int] = None
+    on_cpu: Tuple[str, ...] = ()
 
 
 def run(
@@ -82,12 +89,14 @@ def start(
 ) -> Finished:
     """Runs a program on the stand-ins ``made``; the arguments are those of run."""
     with tempfile.TemporaryDirectory(prefix="mindlora-dry-run-") as scratch:
-        report = os.path.join(scratch, "report.json")
+        report, graphs = os.path.join(scratch, "report.json"), os.path.join(scratch, "graphs")
         options = ["--soc-library", made.soc, "--report", report, *(["--values"] if values else [])]
+        # MindSpore writes each graph as it is built for the device, and no other stage of it.
+        saved = {"MS_DEV_SAVE_GRAPHS": "1", "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_SAVE_GRAPHS_PATH": graphs}
         process = subprocess.Popen(
             [sys.executable, "-m", "mindlora.dry_run.child", *options, *command],
             cwd=folder,
-            env={**_environment(made), **environment},
+            env={**_environment(made), **saved, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -102,11 +111,22 @@ def start(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        figures = {"peak_bytes": None, "reserved_bytes": None}
+        peak = None
         if os.path.exists(report):
             with open(report, encoding="utf-8") as file:
-                figures = json.load(file)
-    return Finished(process.returncode, output, **figures)
+                peak = json.load(file)["peak_bytes"]
+        on_cpu = tuple(_on_cpu(pathlib.Path(graphs)))
+    with_fragments = _WITH_FRAGMENTS.findall(output)
+    reserved = int(with_fragments[-1]) << 20 if with_fragments else None
+    return Finished(process.returncode, output, peak, reserved, on_cpu)
+
+
+def _on_cpu(folder: pathlib.Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("graph_build_*.ir")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            operator = _OPERATOR.match(line)
+            if operator and 'primitive_target: "CPU"' in line:
+                yield operator[1]
 
 
 def _environment(made: StandIns) -> Dict[str, str]:
@@ -121,6 +141,6 @@ def _environment(made: StandIns) -> Dict[str, str]:
         "ASCEND_HOME_PATH": made.cann,
         "ASCEND_TOOLKIT_HOME": made.cann,
         "ASCEND_OPP_PATH": f"{made.cann}/opp",
-        "MINDLORA_DRY_RUN_SOC": "Ascend910B1",
-        "GLOG_v": os.environ.get("GLOG_v", "3"),
+        # MindSpore says what its planner took as a warning.
+        "GLOG_v": "2",
     }
