@@ -4,6 +4,7 @@ from typing import Any, Iterator, List, Mapping, Optional
 
 from mindlora.checks.adapters import check_adapters
 from mindlora.checks.base_weights import check_base_weights
+from mindlora.checks.batches import check_batches
 from mindlora.checks.classifiers import check_classifier
 from mindlora.checks.cpu import check_cpu
 from mindlora.checks.data_rows import FirstRows, check_rows
@@ -63,7 +64,7 @@ def check_contents(config: Mapping[str, Any], first_rows: Optional[FirstRows] = 
     ``first_rows`` reads the first rows of a MindRecord; without it, the data is not looked at.
     """
     findings: List[Finding] = []
-    checks: List[Iterator[Finding]] = [check_quantized_base(config), check_base_weights(config)]
+    checks: List[Iterator[Finding]] = [check_quantized_base(config), check_base_weights(config), check_batches(config)]
     if first_rows is not None:
         checks += [check_rows(config, first_rows), check_preference_rows(config, first_rows)]
     for check in checks:
