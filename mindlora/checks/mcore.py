@@ -42,6 +42,16 @@ def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
     mode = config.get("run_mode")
     trained = registry.trained_mcore_classes().values()
     architecture = registry.by_model_type(family)
+    folder = config.get("pretrained_model_dir")
+    if family is None and folder and not os.path.isfile(os.path.join(folder, "config.json")):
+        yield error(
+            "pretrained_model_dir",
+            f"use_legacy is False, and the model is to be described by pretrained_model_dir: {folder}, where there is "
+            f"no config.json (the current folder is {os.getcwd()}).",
+            "Name the folder of the model, with --pretrained_model_dir, or the model in model.model_config."
+            "architectures, with its sizes.",
+        )
+        return
     if architecture is None or family not in trained:
         yield error(
             "use_legacy",
