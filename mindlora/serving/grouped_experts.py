@@ -71,7 +71,8 @@ class GroupedExperts(nn.Cell):
     def slots_of_rows(self, slots: Tensor, chosen: Tensor, places: Tensor, experts: int) -> Tensor:
         """The slot of each row in pools [slots * experts, max_rank, ...], negative for none."""
         slots = ops.expand_dims(ops.slice(slots, (0,), (chosen.shape[0],)), 1)
-        of_experts = ops.select(ops.broadcast_to(slots < 0, chosen.shape), ops.full_like(chosen, -1), slots * experts + chosen)
+        slots = ops.broadcast_to(slots, chosen.shape)
+        of_experts = ops.select(slots < 0, slots, slots * experts + chosen)
         # The places of a permutation in ascending order are its inverse.
         _, sources = self.sort(places)
         return ops.gather(ops.reshape(of_experts, (-1,)), sources, 0)

@@ -18,7 +18,7 @@ from mindlora.models import registry
 from mindlora.models.architecture import HF, Architecture
 from mindlora.models.decoder_sizes import DecoderSizes, decoder_sizes
 from mindlora.nn.linears_together import JoinsLinears
-from mindlora.serving.mcore_operators import Dtypes, cached_attention, dtypes_of, largest, positions_of, rms_norm
+from mindlora.serving.mcore_operators import Dtypes, cached_attention, dtypes_of, largest, on_cpu, positions_of, rms_norm
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import StackedExperts
 
@@ -253,6 +253,9 @@ def _linear(in_channels: int, out_channels: int, dtypes: Dtypes, has_bias: bool 
     cell = nn.Dense(in_channels, out_channels, has_bias=has_bias, dtype=dtypes.linear)
     # In which it computes, whatever its weight is held in.
     cell.dtype = dtypes.compute
+    if has_bias and not on_cpu():
+        # As MindFormers' Linear has it. BiasAdd would be compiled there when it runs first.
+        cell.bias_add = ops.Add()
     return cell
 
 
