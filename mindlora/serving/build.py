@@ -82,6 +82,7 @@ def make_engine(
         max((cell.shapes[name][0] for cell in stacked_experts(network).values() for name in cell.shapes), default=0),
         tuple(others),
         exact=settings.adapter_dtype is not None,
+        fills_experts=ms.get_context("device_target") != "CPU",
     )
     runner = ModelRunner(network, pooled, dtype, settings, tables)
     memory = AdapterMemory(registry, lambda path: prepare(path, layout), settings.adapter_memory)

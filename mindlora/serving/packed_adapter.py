@@ -43,6 +43,7 @@ class ServedLayout:
         other_fingerprints (tuple of callables): As fingerprint, of the base as models were trained that order the rows
             of their joined cells otherwise.
         exact (bool): Whether an adapter is refused whose numbers ``dtype`` does not hold as they are.
+        fills_experts (bool): Whether each expert of a slot has max_rank rows, as GroupedExperts takes them.
     """
 
     cells: Mapping[str, CellShape]
@@ -55,6 +56,7 @@ class ServedLayout:
     experts: int = 0
     other_fingerprints: Tuple[Callable[[List[str]], Optional[dict]], ...] = ()
     exact: bool = False
+    fills_experts: bool = False
 
 
 class Block(NamedTuple):
@@ -62,7 +64,8 @@ class Block(NamedTuple):
 
     Attributes:
         rows (array): [r, in_channels + out_channels] of the pool's dtype: row j is A[j, :] followed by B[:, j]. Of
-            stacked experts, [experts * r, in_channels + out_channels]: those of each expert in turn.
+            stacked experts, [experts * r, in_channels + out_channels]: those of each expert in turn; where a layout
+            fills experts, max_rank takes the place of r, with rows of zeros.
         scale (float): What B A is multiplied by.
         gain (array or None): DoRA's m / ||W + scale B A|| - 1 of each row, float32 [out_channels]; None for 0.
     """
@@ -227,11 +230,12 @@ def _block(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Bl
             f"{source} holds numbers at {path} that {dtype_name(dtype)}, in which this network computes, cannot hold. "
             "Set model.model_config.compute_dtype to bfloat16 or float32."
         )
-    wide = a.shape[-1]
     # Of experts, both have an axis of experts before.
-    rows = np.empty((*a.shape[:-1], wide + b.shape[-2]), dtype)
-    rows[..., :wide] = from_float32(a, dtype)
-    rows[..., wide:] = from_float32(b, dtype).swapaxes(-1, -2)
+    *experts, rank, wide = a.shape
+    height = layout.max_rank if experts and layout.fills_experts else rank
+    rows = np.zeros((*experts, height, wide + b.shape[-2]), dtype)
+    rows[..., :rank, :wide] = from_float32(a, dtype)
+    rows[..., :rank, wide:] = from_float32(b, dtype).swapaxes(-1, -2)
     rows = rows.reshape(-1, rows.shape[-1])
     return Block(rows, adapter.scale(path), _gain(adapter, path, layout, source))
 
