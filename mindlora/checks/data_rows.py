@@ -7,7 +7,7 @@ import numpy as np
 
 from mindlora.checks.finding import Finding, error, warning
 from mindlora.checks.invocation import check_invocation_in_rows
-from mindlora.checks.mcore import is_mcore
+from mindlora.checks.mcore import is_mcore, model_config_of
 from mindlora.checks.model import architecture_of
 from mindlora.checks.training import callbacks_of
 from mindlora.common.fields import COUNT
@@ -22,6 +22,8 @@ Row = Dict[str, np.ndarray]
 FirstRows = Callable[[str, int], Iterator[Row]]
 # The column in which packed rows say which token begins an example.
 BOUNDARY = "boundary"
+# seq_length of an mcore model whose YAML does not say it.
+_MCORE_LENGTH = 4096
 # So many rows of a file are looked at: a file of millions would take minutes.
 _ROWS = 200
 # A row that ends in fewer equal tokens which do not count may be none that was padded.
@@ -43,7 +45,7 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
     Data that is not there is passed over (check_files names it), and so is data that is no MindRecord. ``first_rows``
     reads the first rows of a MindRecord.
     """
-    model = value_at(config, "model.model_config")
+    model = _model_of(config)
     if model.get("seq_length") not in COUNT:
         return
     train = data_of(config.get("train_dataset"))
@@ -73,7 +75,7 @@ def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[st
             if isinstance(own, str) and os.path.exists(own):
                 yield f"{PET}.adapters[{number}].data", _rows_of(own, first_rows), lengths
     if config.get("run_mode") == "eval" or (training and config.get("do_eval")):
-        length = value_at(config, "model.model_config.seq_length")
+        length = _model_of(config)["seq_length"]
         evaluated = lengths if _takes_shifted_labels(config) else (length, length + 1)
         yield "eval_dataset", _rows_of(data_of(config.get("eval_dataset")), first_rows), evaluated
     for where, callback in callbacks_of(config, "HeldOutLoss") if training else ():
@@ -94,14 +96,20 @@ def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, List[str]]]:
             yield where, files
 
 
+def _model_of(config: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns the keys of the model: of an mcore model also those of the folder that describes it."""
+    return {"seq_length": _MCORE_LENGTH, **model_config_of(config)} if is_mcore(config) else model_config_of(config)
+
+
 def _lengths(config: Mapping[str, Any]) -> Sequence[int]:
     """Returns how many tokens the rows that the model trains on may have."""
-    length = value_at(config, "model.model_config.seq_length")
+    model = _model_of(config)
+    length = model["seq_length"]
     if _takes_shifted_labels(config):
         # Those of MindFormers' glm4_preprocess.py lack one.
         return length - 1, length
     # The other legacy models predict each token of a row of N + 1 from those before it.
-    sliced = value_at(config, "model.model_config.input_sliced_sig") or is_mcore(config)
+    sliced = model.get("input_sliced_sig") or is_mcore(config)
     return (length, length + 1) if sliced else (length + 1,)
 
 

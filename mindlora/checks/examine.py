@@ -16,6 +16,7 @@ from mindlora.checks.key_ranges import check_keys, check_run_mode, check_shape
 from mindlora.checks.mcore import check_mcore
 from mindlora.checks.memory import check_memory_options
 from mindlora.checks.model import at, language_model
+from mindlora.checks.packing import check_packing
 from mindlora.checks.parallel import check_dataset_strategy, check_sharded, check_sizes
 from mindlora.checks.pet_config import check_pet_config
 from mindlora.checks.preference import check_preference, check_preference_rows
@@ -39,7 +40,7 @@ def check_settings(config: Mapping[str, Any]) -> List[Finding]:
         findings += check_adapters(config)
         findings += check_classifier(config)
         findings += check_invocation(config)
-        findings += [*check_sharded(config), *check_dataset_strategy(config)]
+        findings += [*check_sharded(config), *check_dataset_strategy(config), *check_packing(config)]
     return [*findings, *check_run_mode(config), *at(key, check_pet_config(model)[1])]
 
 

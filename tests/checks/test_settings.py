@@ -256,7 +256,8 @@ def test_a_yaml_without_faults(write):
                 "train_dataset.data_loader": {
                     "type": "BlendedMegatronDatasetDataLoader",
                     "config": {"data_path": ["0.5", "none_text_document"]},
-                }
+                },
+                "model.model_config.input_sliced_sig": True,
             },
             *("error", "train_dataset.data_loader.config.data_path", "none_text_document.idx does not exist"),
         ),
@@ -422,3 +423,30 @@ def test_what_may_be_of_a_hub_is_no_missing_file(write, loader):
 def test_a_tokenizer_that_is_read_must_be_there(write, run_mode):
     changes = {"run_mode": run_mode, "processor.tokenizer.vocab_file": "none.model"}
     assert ("error", "processor.tokenizer.vocab_file") in severities_and_keys(write(changes))
+
+
+PACKED = {
+    "train_dataset.data_loader": {"type": "HFDataLoader", "path": "a/b", "handler": [{"type": "PackingHandler"}]},
+    "model.model_config.input_sliced_sig": True,
+}
+COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
+
+
+def test_packed_rows_without_a_column_that_keeps_examples_apart_are_a_warning(write):
+    path = write({**PACKED, "train_dataset.input_columns": COLUMNS})
+    assert severities_and_keys(path) == [("warning", "train_dataset.input_columns")]
+    finding = finding_at(path, "train_dataset.input_columns")
+    assert "so the examples of a row see each other" in finding.found and "Add attention_mask" in finding.advice
+    for column in ("attention_mask", "actual_seq_len"):
+        assert severities_and_keys(write({**PACKED, "train_dataset.input_columns": [*COLUMNS, column]})) == []
+    assert severities_and_keys(write(PACKED)) == []
+    loader = {**PACKED["train_dataset.data_loader"], "handler": [{"type": "take", "n": 5}]}
+    changes = {"train_dataset.data_loader": loader, "train_dataset.input_columns": COLUMNS}
+    assert severities_and_keys(write({**PACKED, **changes})) == []
+
+
+@pytest.mark.parametrize("kind", ["HFDataLoader", "CommonDataLoader", "BlendedMegatronDatasetDataLoader"])
+def test_a_legacy_model_must_know_that_labels_of_packed_rows_are_shifted(write, kind):
+    loader = {**PACKED["train_dataset.data_loader"], "type": kind}
+    path = write({"train_dataset.data_loader": loader})
+    assert severities_and_keys(path) == [("error", "model.model_config.input_sliced_sig")]
