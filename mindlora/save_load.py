@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindlora import initialize
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters import matching, parts, tied_embeddings
+from mindlora.adapters import bare_models, matching, parts, tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.dialects.registry import FORMS
@@ -217,6 +217,7 @@ def _read(network, path, allow_pickle=False, part=None):
     cell_paths, extras = _cell_paths(network), Extras(initial_pairs=True, token_rows=True, invocation_tokens=True)
     adapter = adapter_files.read(path, allow_pickle, parts.Wanted(part, cell_paths), extras)
     parts.for_network(adapter, cell_paths, path)
+    bare_models.for_network(adapter, cell_paths)
     return adapter
 
 

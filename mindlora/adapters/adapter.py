@@ -73,6 +73,8 @@ class Adapter:
         token_rows (dict): Path of an embedding -> (indices [n], rows [n, dim]) that replace rows of its table.
         invocation_tokens (tuple of int): The tokens from whose last place in a prompt on it acts (Greenewald et al.,
             aLoRA, 2025); empty if it acts on all.
+        bare_prefix (str): What its file leaves out before the names of cells, where it is of a bare model (AutoModel's
+            layers.0...): "model.". "" if nothing.
     """
 
     tensors: Dict[PartKey, np.ndarray]
@@ -92,6 +94,7 @@ class Adapter:
     initializer: Optional[str] = None
     token_rows: Dict[str, Tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
     invocation_tokens: Tuple[int, ...] = ()
+    bare_prefix: str = ""
 
     @property
     def paths(self) -> List[str]:

@@ -114,6 +114,7 @@ def combine_adapters(
         dropout=first.dropout,
         dialect=first.dialect,
         embeddings=set().union(*(adapter.embeddings for adapter in adapters)),
+        bare_prefix=first.bare_prefix if all(adapter.bare_prefix for adapter in adapters) else "",
         base_model=next((adapter.base_model for adapter in adapters if adapter.base_model), None),
         fingerprint=first.fingerprint
         if all(adapter.fingerprint == first.fingerprint for adapter in adapters)
