@@ -319,6 +319,8 @@ def _saved_module_parameters(adapter, source, network, cells, strict):
     """Returns (parameter, array) for the adapter's saved modules."""
     parameters = {names.parameter_in_adapters(p.name): p for p in network.get_parameters()}
     adapted = {names.to_mindformers(path) for path in adapter.paths}
+    values = {name: parameter for name, parameter in parameters.items() if not parameter.has_init}
+    tied_embeddings.drop_copies(adapter, lambda name: to_array(values[name]) if name in values else None)
     tied = _tied_tables(network)
     for _, _, weight in tied:
         table = None if weight.has_init else functools.partial(to_array, weight)

@@ -140,6 +140,19 @@ class Adapter:
         """Returns the factor on lora_alpha that keeps the scale of a pair whose rank grows by ``rank_growth``."""
         return math.sqrt(rank_growth) if self.use_rslora else rank_growth
 
+    @property
+    def base_tables(self) -> List[str]:
+        """The saved modules that are the base's own weights of adapted cells, as PEFT saves those of embeddings and
+        heads without naming them in modules_to_save."""
+        adapted = set(self.paths)
+        return [name for name in self.saved_modules if name.rpartition(".")[0] in adapted]
+
+    @property
+    def trained_modules(self) -> List[str]:
+        """The saved modules that replace the base's: those that no pair is on."""
+        tables = set(self.base_tables)
+        return [name for name in self.saved_modules if name not in tables]
+
     def remove(self, path: str) -> None:
         """Removes the pair at ``path``."""
         self.alphas.pop(path, None)

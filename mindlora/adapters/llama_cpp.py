@@ -93,8 +93,8 @@ def refusals(adapter: Adapter) -> List[str]:
             f"It is a {adapter.variant.name} adapter ({adapter.variant.field}), and llama.cpp has plain LoRA alone. "
             f"{MERGE}"
         )
-    if adapter.saved_modules or adapter.token_rows:
-        replaced = [*adapter.saved_modules, *adapter.token_rows]
+    replaced = [*adapter.trained_modules, *adapter.token_rows]
+    if replaced:
         problems.append(
             f"It replaces weights of the base ({listed(replaced)}), and llama.cpp adds pairs alone. {MERGE}"
         )

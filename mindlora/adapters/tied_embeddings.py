@@ -32,7 +32,9 @@ def settle(
     head = _saved(adapter, names.output_heads())
     if embedding is None:
         head_weight = adapter.saved_modules[head] if head and head.rpartition(".")[0] in adapter.paths else None
-        if head_weight is not None and table is not None and not _is_table(head_weight, table()):
+        # Matching sees to the shapes.
+        comparable = head_weight is not None and table is not None and head_weight.shape == table().shape
+        if comparable and not is_copy(head_weight, table()):
             raise error(
                 f"{source} holds {head}, the weight that the adapter of the output head is for, and {base} has another "
                 f"one, the embedding's table: its embeddings are tied. {WAY_OUT}"
@@ -59,11 +61,24 @@ def has_lone_embedding(adapter: Adapter) -> bool:
     return embedding is not None and not _saved(adapter, names.output_heads()) and _is_untied(adapter, embedding)
 
 
-def _is_table(weight: np.ndarray, table: np.ndarray) -> bool:
-    """Tells whether a weight is the table, as far as rounding lets it be; matching sees to the shapes."""
+def drop_copies(adapter: Adapter, weight_of: Callable[[str], Optional[np.ndarray]]) -> None:
+    """Takes the base's own tables off an adapter, which PEFT saves beside pairs of embeddings and output heads.
+
+    A table that differs from the base's stays: the pair is for that one. ``weight_of`` takes the name of a parameter,
+    and returns None where the base has none, or none with values.
+    """
+    for name in adapter.base_tables:
+        weight = weight_of(name)
+        saved = adapter.saved_modules[name]
+        if weight is not None and is_copy(saved, weight):
+            del adapter.saved_modules[name]
+
+
+def is_copy(weight: np.ndarray, table: np.ndarray) -> bool:
+    """Returns whether a weight is the table, as far as rounding lets it be."""
     weight = to_float32(weight)
     table = to_float32(table)
-    return weight.shape != table.shape or bool(np.abs(weight - table).max() <= _ROUNDED * np.abs(table).max())
+    return weight.shape == table.shape and bool(np.abs(weight - table).max() <= _ROUNDED * np.abs(table).max())
 
 
 def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:

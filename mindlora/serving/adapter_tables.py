@@ -21,10 +21,19 @@ class BaseTables(NamedTuple):
     Attributes:
         embedding (array): [vocabulary, hidden], of any dtype; on a CPU MindSpore's own memory.
         tied (bool): Whether it is the output head too.
+        head (array or None): [vocabulary, hidden] of the output head; None if it is not known.
     """
 
     embedding: np.ndarray
     tied: bool
+    head: Optional[np.ndarray] = None
+
+    def weight_of(self, name: str) -> Optional[np.ndarray]:
+        """Returns the table that is the parameter ``name`` (MindFormers' name), or None for any other."""
+        path = name.rpartition(".")[0]
+        if path in names.embeddings() or self.tied and path in names.output_heads():
+            return self.embedding
+        return self.head if path in names.output_heads() else None
 
 
 class AdapterTables(NamedTuple):
@@ -78,6 +87,7 @@ def take_tables(adapter: Adapter, base: Optional[BaseTables], source: str) -> Ad
         if embeddings:
             refuse_served(source, f"pairs of embeddings: {listed(embeddings)}")
         return AdapterTables()
+    tied_embeddings.drop_copies(adapter, base.weight_of)
     for name, array in adapter.saved_modules.items():
         if array.shape != base.embedding.shape:
             tied_embeddings.check_vocabulary(name, array.shape, base.embedding.shape, source)

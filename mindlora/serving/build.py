@@ -133,8 +133,9 @@ def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, np.ndarray]]:
 
 
 def _tables(network: nn.Cell) -> Optional[BaseTables]:
-    """Returns the base's embedding, and None where not on a CPU."""
+    """Returns the base's embedding and head, and None where not on a CPU."""
     if ms.get_context("device_target") != "CPU":
         return None
     table = embedding_of(network)[1]
-    return BaseTables(to_array(table), network.lm_head.weight is table)
+    head = network.lm_head.weight
+    return BaseTables(to_array(table), head is table, to_array(head))

@@ -101,11 +101,15 @@ class PackedAdapter:
 
 
 class _ServedCells(matching.Cells):
-    """The cells of a layout."""
+    """The cells of a layout; an output head of the adapter's own, ``own_head``, has taken the pair on it."""
 
-    def __init__(self, layout: ServedLayout):
+    def __init__(self, layout: ServedLayout, own_head: bool):
         super().__init__(layout.cells)
         self.experts = layout.experts
+        self.own_head = own_head
+
+    def expected(self, adapter: Adapter) -> List[str]:
+        return [path for path in super().expected(adapter) if not (self.own_head and names.is_output_head(path))]
 
     def part_shapes(self, adapter: Adapter, path: str) -> Mapping[str, Shape]:
         cell = self.shapes[path]
@@ -140,8 +144,9 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
         )
     _check_servable(adapter, layout, source)
     _multiply_projection(adapter, layout)
+    cells = _ServedCells(layout, own_head=tables.head is not None)
     # An adapter can be of tables alone.
-    rearranged = bool(adapter.paths) and matching.match(adapter, _ServedCells(layout), source)
+    rearranged = bool(adapter.paths) and matching.match(adapter, cells, source)
     _check_ranks(adapter, source, rearranged, layout.max_rank)
     if not rearranged and adapter.paths:
         _check_base(adapter, layout, source)

@@ -69,6 +69,17 @@ def test_pairs_of_both_tables():
     assert take_tables(adapter, BASE, "it").head is None and "lm_head" in adapter.paths
 
 
+@pytest.mark.parametrize("base", [BASE._replace(head=normal(VOCABULARY, HIDDEN, seed=9)), TIED], ids=["two", "tied"])
+def test_the_base_s_own_table_beside_a_pair_leaves_the_pair_to_the_pool(base):
+    """PEFT saves it by default beside LoRA on the head; of a base with another one, it is the adapter's."""
+    adapter = with_pair(saved(HEAD), "lm_head", HIDDEN, VOCABULARY)
+    adapter.saved_modules[HEAD] = base.weight_of(HEAD).copy()
+    assert take_tables(adapter, base, "it").head is None and "lm_head" in adapter.paths and not adapter.saved_modules
+    adapter.saved_modules[HEAD] = base.weight_of(HEAD) * np.float32(2)
+    expected = adapter.saved_modules[HEAD] + adapter.delta("lm_head")
+    np.testing.assert_allclose(take_tables(adapter, base, "it").head, expected, rtol=1e-6)
+
+
 def test_what_has_no_place_is_refused():
     message = "it cannot be served beside other adapters: it holds saved modules (modules_to_save), which replace the"
     refused(UnexpectedTensorsError, part(message), take_tables, saved(EMBEDDING, "model.norm_out.weight"), BASE, "it")

@@ -259,6 +259,21 @@ def test_saved_modules_are_refused(tmp_path):
     refused_with_a_way_out(written(tmp_path, adapter), found)
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["the base's", "another"])
+def test_a_head_s_pair_beside_the_table_that_peft_saves_with_it(tmp_path, same):
+    """target_modules names lm_head, whose pair is in the pool, or in the head that the adapter has of its own."""
+    table = np.ones((7, 6), np.float32)
+    adapter = adapter_of(("wq",))
+    adapter.tensors.update({("lm_head", "A"): np.ones((2, 6), np.float32), ("lm_head", "B"): np.ones((7, 2), np.float32)})
+    adapter.alphas["lm_head"] = 4.0
+    adapter.saved_modules["lm_head.weight"] = table if same else 2 * table
+    adapter.selection = {"target_modules": ["q_proj", "lm_head"]}
+    cells = {**layout().cells, "lm_head": CellShape(6, 7)}
+    tables = BaseTables(np.zeros((7, 6), np.float32), False, table)
+    packed = prepare(written(tmp_path, adapter), dataclasses.replace(layout(), cells=cells, tables=tables))
+    assert ("lm_head" in packed.blocks) == same and (packed.tables.head is None) == same
+
+
 @pytest.mark.parametrize(
     "path, kind", [("model.tok_embeddings", "embeddings"), ("lm_head", "output heads")], ids=["embedding", "head"]
 )
