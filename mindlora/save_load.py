@@ -9,8 +9,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindlora import initialize
-from mindlora.adapters import files as adapter_files
 from mindlora.adapters import bare_models, matching, parts, tied_embeddings
+from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.dialects.registry import FORMS

@@ -27,7 +27,7 @@ def missing_prefix(of_model: Collection[str]) -> str:
 
 
 def with_prefix(name: str, prefix: str) -> str:
-    """Returns a name of a bare model as the model with a head has it; that of a head, which stands beside it, as it is."""
+    """Returns a name of a bare model as the model with a head has it; a head's, which stands beside it, as it is."""
     is_head = any(map(names.is_output_head, (name, name.rpartition(".")[0])))
     return name if is_head else prefix + name
 

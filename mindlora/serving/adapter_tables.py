@@ -82,6 +82,8 @@ def take_tables(adapter: Adapter, base: Optional[BaseTables], source: str) -> Ad
     if others or base is None and adapter.saved_modules:
         saved = listed(others or adapter.saved_modules)
         refuse_served(source, f"saved modules (modules_to_save), which replace the base's: {saved}")
+    if base is not None and base.tied:
+        tied_embeddings.complete_pairs(adapter)
     embeddings = [path for path in adapter.paths if path in adapter.embeddings or names.is_embedding(path)]
     if base is None:
         if embeddings:
@@ -95,9 +97,6 @@ def take_tables(adapter: Adapter, base: Optional[BaseTables], source: str) -> Ad
                 f"{source}: {name}, a saved module (modules_to_save), is {list(array.shape)}, the network's is "
                 f"{list(base.embedding.shape)}. Load it into the model it was trained on."
             )
-    shared = [path for path in adapter.paths if path in embeddings or names.is_output_head(path)]
-    if base.tied and shared and adapter.peft_fields.get("ensure_weight_tying"):
-        refuse_served(source, f"a pair that embedding and output head share (ensure_weight_tying): {listed(shared)}")
     untied = base.tied and tied_embeddings.has_lone_embedding(adapter)
     embedding = _take_saved(adapter, names.embeddings())
     head = _take_saved(adapter, names.output_heads())

@@ -18,7 +18,9 @@ def three():
 def test_the_base_s_own_table_beside_pairs_of_a_head_stays_beside_the_combined_pair():
     """PEFT saves lm_head.base_layer.weight by default; adapters with different ones are of different bases."""
     table = np.random.default_rng(3).normal(size=SIZES[WQ]).astype(np.float32)
-    adapters = [make(seed, {WQ: 3}, saved_modules={f"{WQ}.weight": table.copy()}) for seed in (0, 1)] + [make(2, {WQ: 1})]
+    adapters = [make(seed, {WQ: 3}, saved_modules={f"{WQ}.weight": table.copy()}) for seed in (0, 1)] + [
+        make(2, {WQ: 1})
+    ]
     combined = combine_adapters(adapters, WEIGHTS, "cat")
     np.testing.assert_array_equal(combined.saved_modules[f"{WQ}.weight"], table)
     np.testing.assert_allclose(combined.delta(WQ), weighted_sum(adapters, WQ), atol=1e-5)

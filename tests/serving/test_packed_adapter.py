@@ -264,7 +264,9 @@ def test_a_head_s_pair_beside_the_table_that_peft_saves_with_it(tmp_path, same):
     """target_modules names lm_head, whose pair is in the pool, or in the head that the adapter has of its own."""
     table = np.ones((7, 6), np.float32)
     adapter = adapter_of(("wq",))
-    adapter.tensors.update({("lm_head", "A"): np.ones((2, 6), np.float32), ("lm_head", "B"): np.ones((7, 2), np.float32)})
+    adapter.tensors.update(
+        {("lm_head", "A"): np.ones((2, 6), np.float32), ("lm_head", "B"): np.ones((7, 2), np.float32)}
+    )
     adapter.alphas["lm_head"] = 4.0
     adapter.saved_modules["lm_head.weight"] = table if same else 2 * table
     adapter.selection = {"target_modules": ["q_proj", "lm_head"]}

@@ -7,8 +7,8 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 import numpy as np
 
-from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters import bare_models, parts
+from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects.peft_config import NO_EXTRAS, Extras, PeftConfig
 from mindlora.common import atomic

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects import peft_experts, peft_tuners
+from mindlora.adapters.dialects import peft_experts, peft_selection, peft_tuners
 from mindlora.adapters.dialects.dialect import Dialect, File, Keys, unknown_tensors
 from mindlora.adapters.dialects.peft_config import PeftConfig
 from mindlora.adapters.expert_pairs import stacked_paths
@@ -138,7 +138,9 @@ class Peft(Dialect):
             tensors[token_rows_key(cell)] = rows
         # AutoModel's, for which the adapter was trained, has no other names.
         prefix = PREFIX + adapter.bare_prefix
-        tensors = {PREFIX + key[len(prefix) :] if key.startswith(prefix) else key: array for key, array in tensors.items()}
+        tensors = {
+            PREFIX + key[len(prefix) :] if key.startswith(prefix) else key: array for key, array in tensors.items()
+        }
         with atomic.replace_folder(path) as folder:
             write_arrays(os.path.join(folder, WEIGHTS_FILE), tensors, adapter_metadata.peft_header(adapter))
             write_json(os.path.join(folder, CONFIG_FILE), adapter_config(adapter))
@@ -208,7 +210,8 @@ def adapter_config(adapter: Adapter) -> Dict:
     """Returns the content of adapter_config.json: the subset of fields that PEFT has kept stable.
 
     The most frequent rank and lora_alpha become r and lora_alpha; others go into rank_pattern and alpha_pattern under
-    the modules' full paths. Without a selection, target_modules holds the full path of each adapted module.
+    the modules' full paths. Without a selection, or with one that is not that of the tensors (any more), as of experts
+    that have been stacked since, target_modules holds the full path of each adapted module.
     """
     modules = {path: names.to_hugging_face(path).removeprefix(adapter.bare_prefix) for path in adapter.paths}
     patterns = {path: _pattern(module, modules.values()) for path, module in modules.items()}
@@ -216,6 +219,10 @@ def adapter_config(adapter: Adapter) -> Dict:
     alphas = {path: _plain_number(adapter.alphas[path]) for path in modules}
     stacked = stacked_paths(adapter)
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    # A cell outside a network has no path.
+    plain = sorted(module for path, module in modules.items() if module and path not in stacked)
+    parameters = sorted(modules[path] for path in stacked)
+    is_selected = peft_selection.selects(adapter.selection, plain, parameters)
     config = {
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -233,12 +240,11 @@ def adapter_config(adapter: Adapter) -> Dict:
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": {patterns[path]: value for path, value in ranks.items() if value != rank},
-        # A cell outside a network has no path.
-        "target_modules": sorted(module for path, module in modules.items() if module and path not in stacked),
+        "target_modules": plain,
         "use_rslora": adapter.use_rslora,
-        **({"target_parameters": sorted(modules[path] for path in stacked)} if stacked else {}),
+        **({"target_parameters": parameters} if stacked else {}),
         **({"alora_invocation_tokens": list(adapter.invocation_tokens)} if adapter.invocation_tokens else {}),
-        **adapter.selection,
+        **(adapter.selection if is_selected else {}),
     }
     return peft_tuners.of_lora(config, adapter)
 

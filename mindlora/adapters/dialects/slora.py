@@ -57,8 +57,8 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
         )
     if adapter.trained_modules:
         raise AdapterError(
-            f"slora does not serve saved modules (modules_to_save): {', '.join(adapter.trained_modules)}. Write another "
-            "format."
+            f"slora does not serve saved modules (modules_to_save): {', '.join(adapter.trained_modules)}. Write "
+            "another format."
         )
     written = {}
     scale = _scale(adapter)
