@@ -119,6 +119,19 @@ class _ServedCells(matching.Cells):
         return EXPERTS.pair_shapes(size, adapter.rank(path))
 
 
+def rank_needed(source: str, joins_cells: bool) -> int:
+    """Returns the largest rank that an adapter has in a network, of which q, k and v are one cell, or are apart.
+
+    Pairs of cells that are joined there have the ranks of their parts together. Errors are those of reading a file.
+    """
+    adapter = files.read(source, extras=Extras(invocation_tokens=True))
+    ranks: Dict[str, int] = {}
+    for path in adapter.paths:
+        cell = names.joined_path(path) if joins_cells else None
+        ranks[cell or path] = ranks.get(cell or path, 0) + adapter.rank(path)
+    return max(ranks.values(), default=0)
+
+
 def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     """Reads an adapter in any known form, checks it as load_lora does, and packs it for the pools of a network.
 
@@ -215,7 +228,7 @@ def _check_ranks(adapter: Adapter, source: str, rearranged: bool, max_rank: int)
         joined = " (the pairs of joined cells have the ranks of their parts together)" if rearranged else ""
         raise RankMismatchError(
             f"{source} has rank {max(ranks.values())} at {listed(wrong)}{joined}, and a slot holds up to "
-            f"{max_rank}: serve with max_rank {max(ranks.values())}, of 256 at most, or merge it into its base."
+            f"{max_rank}: serve with --max-rank {max(ranks.values())}, of 256 at most, or merge it into its base."
         )
 
 
@@ -225,7 +238,7 @@ def _block(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Bl
     if layout.exact and not (_holds(dtype, a) and _holds(dtype, b)):
         raise AdapterError(
             f"{source} holds numbers at {path} that {dtype_name(dtype)} (adapter_dtype) would round. Serve without "
-            "adapter_dtype, or save the adapter in that dtype."
+            "--adapter-dtype, or save the adapter in that dtype."
         )
     if not max(map(_largest, (a, b))) < _LIMITS.get(dtype, math.inf):
         raise NotFiniteError(
