@@ -2,7 +2,7 @@
 
 from typing import Any, Iterator, List, Mapping, Optional
 
-from mindlora.checks.adapters import check_adapters
+from mindlora.checks.adapters import check_adapters, check_cells
 from mindlora.checks.base_weights import check_base_weights
 from mindlora.checks.batches import check_batches
 from mindlora.checks.classifiers import check_classifier
@@ -20,7 +20,6 @@ from mindlora.checks.packing import check_packing
 from mindlora.checks.parallel import check_dataset_strategy, check_sharded, check_sizes
 from mindlora.checks.pet_config import check_pet_config
 from mindlora.checks.preference import check_preference, check_preference_rows
-from mindlora.checks.targets import check_targets
 from mindlora.checks.training import check_training
 from mindlora.errors import ConfigError, LoraError
 
@@ -53,7 +52,7 @@ def check_run(config: Mapping[str, Any]) -> List[Finding]:
         model, key = language_model(config)
         lora = check_pet_config(model)[0]
         if lora is not None and not errors([*check_mcore(model), *check_keys(config)]):
-            findings += at(key, [*check_targets(model, lora.for_network()), *check_dtypes(model, lora)])
+            findings += at(key, [*check_cells(model, lora), *check_dtypes(model, lora)])
         return [*findings, *check_cpu(config), *check_memory_options(config)]
     except ConfigError as refusal:
         return [error("pretrained_model_dir", str(refusal))]
