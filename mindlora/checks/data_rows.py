@@ -67,7 +67,7 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
 def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[str, List[Row], Sequence[int]]]:
     """Yields where the YAML names data that the run reads, its first rows, and how many tokens a row may have."""
     training = config.get("run_mode") in TRAINING_MODES
-    lengths = _lengths(config)
+    lengths = row_lengths(config)
     if training:
         yield "train_dataset", _rows_of(data_of(config.get("train_dataset")), first_rows), lengths
         for number, adapter in enumerate(value_at(config, f"{PET}.adapters") or ()):
@@ -96,7 +96,7 @@ def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, List[str]]]:
             yield where, files
 
 
-def _lengths(config: Mapping[str, Any]) -> Sequence[int]:
+def row_lengths(config: Mapping[str, Any]) -> Sequence[int]:
     """Returns how many tokens the rows that the model trains on may have."""
     length = value_at(config, "model.model_config.seq_length")
     if _takes_shifted_labels(config):

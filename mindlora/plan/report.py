@@ -13,7 +13,7 @@ from mindlora.common.yaml_file import read_yaml, value_at
 from mindlora.config.weights import Weight
 from mindlora.errors import ConfigError
 from mindlora.plan.adapter_file import adapter_file_size
-from mindlora.plan.alternatives import RESERVE, Fit, Layout, fit, layouts_of
+from mindlora.plan.alternatives import Fit, Layout, fit, layouts_of
 from mindlora.plan.division import Division
 from mindlora.plan.loading import loading_of, needed_by
 from mindlora.plan.memory import (
@@ -36,8 +36,10 @@ _BASES = (
     "exact: the same bytes as in a network that MindFormers builds.",
     "model, 15 %: within 15 % of the tensors that MindSpore's graph of such a step keeps, counted for MindFormers' "
     "legacy Llama on one device.",
+    "simulated: the rules of MindSpore's memory pool, applied to the tensors above. An NPU whose driver maps memory "
+    "virtually has fewer holes.",
     "arithmetic: follows from the sizes and was compared with nothing.",
-    "Not counted: work space of kernels, buffers of communication, fragments, and what the framework itself takes.",
+    "Not counted: work space of kernels, buffers of communication, and what the framework itself takes.",
 )
 
 
@@ -288,7 +290,7 @@ def _layouts(layouts: Sequence[Layout]) -> str:
 
 
 def _fit(fit: Fit, needed: int) -> str:
-    limit = f"{gib(fit.memory)} GiB, of which {100 * (1 - RESERVE):.0f} %, {gib(fit.usable)} GiB, are filled"
+    limit = f"{gib(fit.memory)} GiB, of which {gib(fit.usable)} can be filled: {fit.reason}"
     if fit.fits:
         return wrapped("", f"The run fits: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)
     text = [wrapped("", f"The run does not fit: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)]
