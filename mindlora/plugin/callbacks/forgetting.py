@@ -14,6 +14,7 @@ from mindlora.plugin.callbacks.common import PeriodicCallback, register, reporte
 from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell
 from mindlora.plugin.callbacks.sample_answers import continuations
 from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.whole_batches import missing_rows, parts_of_batch
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume.collectives import mean_over_ranks
 
@@ -127,8 +128,9 @@ class Forgetting(PeriodicCallback):
         self.cell.set_train(False)
         length = config.seq_length + (not self.cell.is_sliced)
         total = count = 0.0
+        rows = self.batch_size + missing_rows(self.batch_size, parts_of_batch(network))
         for begin in range(0, self.count, self.batch_size):
-            tokens, labels = _rows(self.samples[begin : begin + self.batch_size], length, self.batch_size, config)
+            tokens, labels = _rows(self.samples[begin : begin + self.batch_size], length, rows, config)
             if self.cell.is_sliced:
                 labels = np.roll(labels, -1, axis=1)
             batch_total, batch_count = self.cell(Tensor(tokens), Tensor(labels))

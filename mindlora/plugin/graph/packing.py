@@ -12,7 +12,7 @@ from mindlora.errors import ConfigError
 from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.nn.invocation import FIELD, pack_invocations
 from mindlora.plugin.graph.mindrecords import first_rows
-from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.network import base_of, innermost, wrapped_in
 from mindlora.plugin.log import logger
 from mindlora.training.segment_mask import SegmentMask
 
@@ -154,9 +154,7 @@ def _llama(network):
 
 def _name(network):
     """Returns the name of the class of a model, without the wrappers of its adapter."""
-    while isinstance(getattr(network, "network", None), nn.Cell):
-        network = network.network
-    return type(network).__name__
+    return type(innermost(network, lambda cell: wrapped_in(cell) is None)).__name__
 
 
 def _packed(boundary):

@@ -101,7 +101,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
 
     Outputs:
-        As of MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm (None without use_clip_grad).
+        As of MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm (without use_clip_grad too).
 
     Raises:
         ConfigError: An argument is out of range, or cannot hold in the parallel mode.
@@ -211,10 +211,10 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         norm = ops.sqrt(squares.sum())
         overflow = self.overflows(status, gradients, norm, elsewhere)
         overflow = self.process_loss_scale(overflow)
-        global_norm = None
+        # A tensor with use_clip_grad False too: MindSpore would have Python make a None that a graph returns.
+        global_norm = norm.reshape((1,))
         if self.use_clip_grad:
             gradients = self.clipped(gradients, norm)
-            global_norm = norm.reshape((1,))
         learning_rate = self.current_rate()
 
         skipped = ops.logical_or(overflow, self.exceeds_limits(loss, norm))

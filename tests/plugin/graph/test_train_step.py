@@ -76,10 +76,7 @@ def test_outputs_and_step(mode, data, max_grad_norm, scale_sense):
     assert overflow.asnumpy().tolist() is False
     assert float(scale.asnumpy()) == scale_sense
     assert float(learning_rate.asnumpy()) == LEARNING_RATE
-    if max_grad_norm is None:
-        assert global_norm is None
-    else:
-        np.testing.assert_allclose(global_norm.asnumpy(), [expected_norm], rtol=1e-6)
+    np.testing.assert_allclose(global_norm.asnumpy(), [expected_norm], rtol=1e-6)
     np.testing.assert_allclose(weight_of(cell), expected_weight, rtol=1e-6, atol=1e-7)
 
 
