@@ -54,6 +54,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", default="1,2,4,8", metavar="N,N", help="numbers of devices to plan for (default: 1,2,4,8)"
     )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="ask MindSpore's own planner too: its Ascend backend compiles the run on stand-ins for CANN, without an "
+        "NPU and without data, in minutes (x86-64 Linux, MindSpore's wheel with the Ascend plugin, g++)",
+    )
     parser.set_defaults(overrides=[])
     add_command(parser, _plan)
 
@@ -68,7 +74,7 @@ def _plan(arguments: argparse.Namespace) -> "PlanReport":
         devices = [int(count) for count in arguments.devices.split(",")]
     except ValueError as error:
         raise ConfigError(f"--devices is {arguments.devices!r}: it must be numbers such as 1,2,4,8.") from error
-    return make_plan(arguments.yaml, arguments.overrides, memory, devices)
+    return make_plan(arguments.yaml, arguments.overrides, memory, devices, arguments.verify)
 
 
 @dataclasses.dataclass(frozen=True)

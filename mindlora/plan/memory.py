@@ -61,6 +61,11 @@ class DeviceMemory:
         """The sum of the lines."""
         return sum(line.size for line in self.lines)
 
+    @property
+    def used(self) -> int:
+        """The same without fragments."""
+        return sum(line.size for line in self.lines if line.basis != SIMULATED)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
