@@ -26,22 +26,35 @@ def _doctor_options(parser):
         metavar="REPORT",
         help="first keep what scripts/verify_npu.sh measured on an NPU, here or elsewhere: its report.json or folder",
     )
+    parser.add_argument(
+        "--ascend",
+        action="store_true",
+        help="compile each YAML without an error too, as the first and the last rank of its devices, and take two steps "
+        "without launching a kernel: MindSpore's own Ascend backend does it in minutes, without an NPU and without data "
+        "(x86-64 Linux, MindSpore's wheel with the Ascend plugin, g++)",
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="compile for N devices (default: those that the YAML is for)"
+    )
     add_command(parser, _doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> "DoctorReport":
     from mindlora import doctor
+    from mindlora.errors import ConfigError
 
+    if arguments.devices is not None and not arguments.ascend:
+        raise ConfigError("--devices says for how many devices a YAML is compiled: add --ascend.")
     with warnings.catch_warnings():
         # Other packages warn while MindFormers is imported; mindlora's own warnings are in the report.
         warnings.simplefilter("ignore")
         if arguments.adopt is not None:
             doctor.adopt_choices(arguments.adopt)
-        return doctor.examine(arguments.yamls)
+        return doctor.examine(arguments.yamls, arguments.ascend, arguments.devices)
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = f"{parser.description} The exit code is 1 if the run does not fit --memory."
+    parser.description = f"{parser.description} The exit code is 1 if the run does not fit --memory, or fails in --verify."
     parser.add_argument(
         "yaml",
         metavar="YAML",

@@ -113,6 +113,23 @@ def try_rank(config: Dict[str, Any], rank: int = 0) -> Trial:
     )
 
 
+def with_devices(config: Dict[str, Any], count: int) -> Dict[str, Any]:
+    """Returns a YAML's content for another number of devices, of which as many have rows of their own as are left.
+
+    Raises ConfigError if what divides layers, stages or tokens does not divide ``count``.
+    """
+    current = Division.of_yaml(config)
+    others = current.model * current.pipeline * current.context
+    if count < 1 or count % others:
+        raise ConfigError(
+            f"--devices is {count}, and the YAML divides the model among {others}: give a multiple of {others}."
+        )
+    changed = copy.deepcopy(config)
+    changed["use_parallel"] = count > 1
+    changed["parallel_config"] = {**(config.get("parallel_config") or {}), "data_parallel": count // others}
+    return changed
+
+
 def _check_can_be_tried(config: Dict[str, Any]) -> None:
     """Raises ConfigError unless the YAML is one whose training is compiled for Ascend."""
     target = setting(config, "context.device_target")
