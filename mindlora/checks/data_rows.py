@@ -67,7 +67,7 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
 def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[str, List[Row], Sequence[int]]]:
     """Yields where the YAML names data that the run reads, its first rows, and how many tokens a row may have."""
     training = config.get("run_mode") in TRAINING_MODES
-    lengths = _lengths(config)
+    lengths = row_lengths(config)
     if training:
         yield "train_dataset", _rows_of(data_of(config.get("train_dataset")), first_rows), lengths
         for number, adapter in enumerate(value_at(config, f"{PET}.adapters") or ()):
@@ -101,7 +101,7 @@ def _model_of(config: Mapping[str, Any]) -> Dict[str, Any]:
     return {"seq_length": _MCORE_LENGTH, **model_config_of(config)} if is_mcore(config) else model_config_of(config)
 
 
-def _lengths(config: Mapping[str, Any]) -> Sequence[int]:
+def row_lengths(config: Mapping[str, Any]) -> Sequence[int]:
     """Returns how many tokens the rows that the model trains on may have."""
     model = _model_of(config)
     length = model["seq_length"]

@@ -88,21 +88,33 @@ def _trains_with_pynative(argv) -> bool:
 
 def run(config: "MindFormerConfig") -> None:
     """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
+    random_base = config.pop("random_base", False)
+    prepare(config, random_base)
+    start(config)
+
+
+def prepare(config: "MindFormerConfig", random_base: bool = False) -> None:
+    """Registers mindlora, checks a run's configuration, and fills in what follows from it, in place."""
     from mindlora.plugin.launching.launch_checks import check_launch
 
-    random_base = config.pop("random_base", False)
     check_launch(config, random_base)
-    from mindformers.core.context import build_context
-    from mindformers.trainer import Trainer
     from mindformers.utils.file_utils import set_output_path
 
     set_output_path(config.output_dir)
     from mindlora.plugin import hooks  # noqa: F401  importing hooks registers mindlora
     from mindlora.plugin.launching import preflight
-    from mindlora.plugin.launching.base_loading import take_base_over
 
     preflight.prepare(config)
     preflight.refuse_missing_files(config)
+
+
+def start(config: "MindFormerConfig") -> None:
+    """Trains, evaluates or predicts as a prepared configuration says."""
+    from mindformers.core.context import build_context
+    from mindformers.trainer import Trainer
+
+    from mindlora.plugin.launching.base_loading import take_base_over
+
     build_context(config)
     without_values = take_base_over(config)
     trainer = Trainer(config)
