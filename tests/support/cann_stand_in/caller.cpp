@@ -6,19 +6,21 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <mutex>
 
 #include "register/op_def_registry.h"
 #include "tiling/platform/platform_ascendc.h"
 
-struct aclOpExecutor {
+namespace stand_in {
+namespace {
+
+struct Call : aclOpExecutor {
     stand_in::Kernel kernel;
     const ops::OpDef* definition;
     std::vector<const aclTensor*> tensors;
-    gert::TilingContext context = {};
+    gert::TilingContext context;
 };
-
-namespace stand_in {
-namespace {
 
 // As in ops/ascendc_model/include/model/python_entry.h.
 struct Buffer {
@@ -169,31 +171,40 @@ aclnnStatus Prepare(
     if (!WrittenWhereItIs(definition)) {
         return Refuse("an input must be contiguous, and only one that is written in place must not be declared so");
     }
-    auto made = new aclOpExecutor{kernel, &definition, tensors};
+    auto made = std::make_unique<Call>();
+    made->kernel = kernel;
+    made->definition = &definition;
+    made->tensors = tensors;
     Describe(made->context, definition, tensors);
     if (definition.core.tile(&made->context) != ge::GRAPH_SUCCESS) return 561002;
     if (TypeOf(kernel, made->context.key) != kVectorAlone && !made->context.allCoresAtOnce) {
         return Refuse("cores that wait for each other need batch mode, in which all start together");
     }
     *workspace = made->context.workspace;
-    *executor = made;
+    *executor = made.release();
     return 0;
 }
 
 aclnnStatus Launch(void* workspace, uint64_t bytes, aclOpExecutor* executor)
 {
+    // There is one device: launches of several threads follow each other.
+    static std::mutex device;
+    const std::lock_guard<std::mutex> lock(device);
+    // A caller that may launch it again keeps it.
+    auto* const call = static_cast<Call*>(executor);
+    const std::unique_ptr<Call> last(call->repeatable ? nullptr : call);
     if (Skipped()) return 0;
-    gert::TilingContext& context = executor->context;
-    const Kernel& kernel = executor->kernel;
+    gert::TilingContext& context = call->context;
+    const Kernel& kernel = call->kernel;
     std::vector<Buffer> buffers;
     aclDataType element = ACL_FLOAT;
     const auto add = [&](const std::string& name, size_t i, int access) {
-        const aclTensor& tensor = *executor->tensors[i];
+        const aclTensor& tensor = *call->tensors[i];
         if (name == kernel.elementOf) element = tensor.type;
         buffers.push_back({name.c_str(), tensor.data, SizeOf(tensor), access});
     };
-    const auto &inputs = executor->definition->inputs, &outputs = executor->definition->outputs;
-    const std::vector<size_t> places = OutputsOf(*executor->definition);
+    const auto &inputs = call->definition->inputs, &outputs = call->definition->outputs;
+    const std::vector<size_t> places = OutputsOf(*call->definition);
     // A kernel gets an output of an input's name a second time, and writes there.
     for (size_t i = 0; i < inputs.size(); ++i) add(inputs[i].name, i, kInput);
     for (size_t i = 0; i < outputs.size(); ++i) {
@@ -216,8 +227,7 @@ aclnnStatus Launch(void* workspace, uint64_t bytes, aclOpExecutor* executor)
         StandInMessage(text.substr(0, 500).c_str());
         return 561000;
     }
-    Spoil(executor->tensors);
-    delete executor;
+    Spoil(call->tensors);
     return 0;
 }
 

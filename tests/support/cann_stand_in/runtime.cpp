@@ -74,6 +74,19 @@ aclTensor* aclCreateTensor(const int64_t* viewDims, uint64_t viewDimsNum, aclDat
     return new aclTensor{dataType, std::vector<int64_t>(viewDims, viewDims + viewDimsNum), tensorData};
 }
 
+// CANN finds the tensor by its place among the operator's arguments.
+aclnnStatus aclSetTensorAddr(aclOpExecutor*, const size_t, aclTensor* tensor, void* addr)
+{
+    tensor->data = addr;
+    return 0;
+}
+
+aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor* executor)
+{
+    executor->repeatable = true;
+    return 0;
+}
+
 aclnnStatus aclDestroyTensor(const aclTensor* tensor)
 {
     delete tensor;

@@ -11,6 +11,11 @@ struct aclTensor {
     void* data;
 };
 
+// An executor of any library. Its caller may launch it again, with other addresses, if it said so before.
+struct aclOpExecutor {
+    bool repeatable = false;
+};
+
 // 0, or what MINDLORA_STAND_IN_FAIL=function:code names.
 int StandInFailure(const char* function);
 void StandInMessage(const char* text);

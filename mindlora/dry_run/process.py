@@ -1,0 +1,126 @@
+"""Runs a program on MindSpore's Ascend backend, on stand-ins for CANN, in a process of its own."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence
+
+from mindlora.dry_run.plugin_needs import mindspore_folder
+from mindlora.dry_run.stand_ins import StandIns, stand_ins
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Below lib/plugin/ascend of MindSpore: libraries that the plugin loads by their names alone.
+_BESIDE_THE_PLUGIN = (
+    "ms_kernels_symmetric_memory/shmem/shmem/lib",
+    "ms_kernels_symmetric_memory/shmem/memfabric_hybrid/lib",
+    "ms_kernels_internal/asdops/lib",
+    "ms_kernels_internal/internal_kernel/lib",
+)
+
+
+class Finished(NamedTuple):
+    """What a program left.
+
+    Attributes:
+        returncode (int): Its exit code; below 0, the signal that ended it.
+        output (str): What it wrote, standard output and errors in one.
+        peak_bytes (int): The most that MindSpore's planner had in use on the device, without fragments. None if the
+            process ended before it could say.
+        reserved_bytes (int): The same with fragments: what the planner took from the device.
+    """
+
+    returncode: int
+    output: str
+    peak_bytes: Optional[int]
+    reserved_bytes: Optional[int]
+
+
+def run(
+    program: str,
+    *arguments: str,
+    folder: str = ".",
+    ranks: int = 1,
+    rank: int = 0,
+    values: bool = False,
+    timeout: Optional[float] = None,
+    environment: Optional[Mapping[str, str]] = None,
+) -> Finished:
+    """Runs a Python program in MindSpore's dry run: graphs are compiled, planned and sharded, and no kernel is launched.
+
+    Args:
+        program: The path of a .py file or the name of a module, such as mindlora.plugin.launcher.
+        arguments: What follows it on the command line.
+        folder: The folder in which it works.
+        ranks: How many devices there are in name.
+        rank: Which of them this process is.
+        values: Whether weights are initialized; without, they hold whatever their memory holds, which costs the host
+            neither memory nor time.
+        timeout: Seconds after which the process is killed.
+        environment: Variables beside those of this process.
+
+    Raises:
+        InstallationError: MindSpore, its Ascend plugin, a C++ compiler or binutils is missing.
+        subprocess.TimeoutExpired: The time is over.
+    """
+    made = stand_ins()
+    level = {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": str(rank)}
+    return start(made, [program, *arguments], folder, values, timeout, {**level, **(environment or {})})
+
+
+def start(
+    made: StandIns,
+    command: Sequence[str],
+    folder: str,
+    values: bool,
+    timeout: Optional[float],
+    environment: Mapping[str, str],
+) -> Finished:
+    """Runs a program on the stand-ins ``made``; the arguments are those of run."""
+    with tempfile.TemporaryDirectory(prefix="mindlora-dry-run-") as scratch:
+        report = os.path.join(scratch, "report.json")
+        options = ["--soc-library", made.soc, "--report", report, *(["--values"] if values else [])]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mindlora.dry_run.child", *options, *command],
+            cwd=folder,
+            env={**_environment(made), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        finally:
+            # Whatever it started ends with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        figures = {"peak_bytes": None, "reserved_bytes": None}
+        if os.path.exists(report):
+            with open(report, encoding="utf-8") as file:
+                figures = json.load(file)
+    return Finished(process.returncode, output, **figures)
+
+
+def _environment(made: StandIns) -> Dict[str, str]:
+    plugin = mindspore_folder() / "lib/plugin/ascend"
+    libraries = [made.libraries, *(str(plugin / path) for path in _BESIDE_THE_PLUGIN)]
+    python = [made.python, str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": ":".join(libraries),
+        "LD_PRELOAD": made.cores,
+        "PYTHONPATH": ":".join(python),
+        "ASCEND_HOME_PATH": made.cann,
+        "ASCEND_TOOLKIT_HOME": made.cann,
+        "ASCEND_OPP_PATH": f"{made.cann}/opp",
+        "MINDLORA_DRY_RUN_SOC": "Ascend910B1",
+        "GLOG_v": os.environ.get("GLOG_v", "3"),
+    }

@@ -1,0 +1,21 @@
+"""Runs programs on MindSpore's own Ascend backend, on stand-ins for CANN: what tests of it begin with."""
+
+from tests.support.ascend_backend.runner import (
+    SMALL_LLAMA,
+    Finished,
+    needs_ascend_backend,
+    run_mindlora,
+    run_program,
+    run_yaml,
+    write_rows,
+)
+
+__all__ = [
+    "SMALL_LLAMA",
+    "Finished",
+    "needs_ascend_backend",
+    "run_mindlora",
+    "run_program",
+    "run_yaml",
+    "write_rows",
+]
