@@ -136,7 +136,8 @@ class Forgetting(PeriodicCallback):
                 labels = np.roll(labels, -1, axis=1)
             batch_total, batch_count = self.cell(Tensor(tokens), Tensor(labels))
             total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
-        return total / count
+        # Nothing counts where nothing is computed, in a dry run.
+        return total / max(count, 1.0)
 
 
 def _rows(samples: List[List[int]], length: int, count: int, config: Any) -> Tuple[np.ndarray, np.ndarray]:
