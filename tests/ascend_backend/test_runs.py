@@ -34,6 +34,7 @@ PREFERENCE = {
     "runner_wrapper.preference": {"loss": "dpo"},
     "train_dataset.input_columns": ["input_ids", "labels", "answers", "pairs"],
 }
+KEEPING_TWO = [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 2}]
 SEVERAL = [{"name": "slow", "learning_rate": 1e-4}, {"name": "small", "learning_rate": 1e-3, "lora_rank": 4}]
 
 TRAINED = {
@@ -117,13 +118,14 @@ TRAINED = {
     ),
     "packed rows": Run(ranks=8, data="packed", always=True),
     "packed rows, data parallel": Run(ranks=8, data="packed", keys=DATA_PARALLEL),
-    "alora": Run(ranks=8, keys={f"{PET}.alora_invocation_tokens": [5]}),
     "a classifier": Run(ranks=8, data="labels of two classes", keys={**CLASSIFIER, "callbacks": callbacks(HELD_OUT)}),
     # What is alone or in data parallel.
     "dpo, data parallel": Run(
         ranks=8, data="pairs", keys={**DATA_PARALLEL, **PREFERENCE, "callbacks": callbacks(HELD_OUT)}, always=True
     ),
-    "several adapters": Run(rows=2, keys={f"{PET}.adapters": SEVERAL}, values=True, always=True),
+    "several adapters": Run(
+        rows=2, keys={f"{PET}.adapters": SEVERAL, "callbacks": KEEPING_TWO}, values=True, always=True
+    ),
     "adapters on experts": Run(
         QWEN3_MOE,
         ranks=8,
@@ -146,6 +148,9 @@ REFUSED = {
         keys=SEMI_AUTOMATIC,
         refused="is sharded, and NF4 weights are not supported there",
     ),
+    "alora, semi-automatic": Run(
+        ranks=8, keys={f"{PET}.alora_invocation_tokens": [5]}, refused="each device has tokens of its own"
+    ),
     "dpo, semi-automatic": Run(
         ranks=8, data="pairs", keys=PREFERENCE, refused="which learns from preferences alone and in data parallel"
     ),
@@ -156,14 +161,16 @@ REFUSED = {
     ),
     "adalora, semi-automatic": Run(
         ranks=8,
-        keys={f"{PET}.use_adalora": True},
+        keys={f"{PET}.use_adalora": True, f"{PET}.lora_rank": None},
         refused="ranks are allocated by mindlora's train step, alone or in data parallel",
     ),
     "callbacks that control, semi-automatic": Run(
         ranks=8, keys={"callbacks": CONTROLLING}, refused="needs mindlora's train step, alone or in data parallel"
     ),
     "several adapters on 8 devices": Run(
-        ranks=8, keys={f"{PET}.adapters": SEVERAL, **DATA_PARALLEL}, refused="it was made for one device"
+        ranks=8,
+        keys={f"{PET}.adapters": SEVERAL, "callbacks": KEEPING_TWO, **DATA_PARALLEL},
+        refused="it was made for one device",
     ),
     "packed rows of a qwen3": Run(QWEN3, rows=2, data="packed", refused="only MindFormers' LlamaForCausalLM"),
 }
