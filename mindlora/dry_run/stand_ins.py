@@ -5,12 +5,13 @@ Every function that the plugin needs returns 0, except those whose answer matter
 
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import pathlib
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from typing import Iterable, List, NamedTuple, Sequence, Set, Union
+from typing import Callable, Iterable, List, NamedTuple, Sequence, Union
 
 from mindlora.common.atomic import replace_folder
 from mindlora.dry_run.plugin_needs import mindspore_folder, plugin_needs
@@ -18,8 +19,8 @@ from mindlora.errors import InstallationError
 
 _HERE = pathlib.Path(__file__).resolve().parent
 # MindSpore's wheels are built with the older form of std::string.
-FLAGS = ("-O1", "-fPIC", "-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
-# All libraries are this one.
+_FLAGS = ("-O1", "-fPIC", "-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
+# All of CANN's libraries are this one.
 _ALL = "libstandins.so"
 
 
@@ -31,7 +32,7 @@ class StandIns(NamedTuple):
         libraries (str): The folder with its libraries.
         cores (str): The library that every process on the backend loads first.
         soc (str): The library that tells MindSpore which NPU this is.
-        python (str): The folder with CANN's Python package, which MindSpore asks for.
+        python (str): The folder with CANN's Python package, of which MindSpore asks the version.
     """
 
     cann: str
@@ -41,72 +42,109 @@ class StandIns(NamedTuple):
     python: str
 
 
-def stand_ins(extra_sources: Sequence[Union[str, pathlib.Path]] = ()) -> StandIns:
+def return_0(functions: Iterable[str]) -> str:
+    """Returns the C source of functions that return 0."""
+    # Weak: a function of the same name in another source takes its place.
+    return "".join(f"__attribute__((weak)) long {name}(void) {{ return 0; }}\n" for name in functions)
+
+
+def stand_ins(
+    more: Sequence[pathlib.Path] = (), rest: Callable[[Iterable[str]], str] = return_0
+) -> StandIns:
     """Returns the stand-ins for the installed MindSpore; builds them if the cache does not hold them.
 
     Args:
-        extra_sources: Paths of C++ or assembler that define more of CANN's functions.
+        more: C++ sources that define more of CANN's functions.
+        rest: Makes the C source of the functions that no source defines, from the names of all functions.
 
     Raises:
         InstallationError: MindSpore, its Ascend plugin, a C++ compiler or binutils is missing, or the compiler fails.
     """
     mindspore = mindspore_folder()
-    sources = [*sorted((_HERE / "cann").glob("*.cc")), *map(pathlib.Path, extra_sources)]
-    folder = _cache() / _key(mindspore, sources)
-    if not folder.is_dir():
-        with replace_folder(str(folder)) as unfinished:
-            _build(pathlib.Path(unfinished), mindspore, sources)
+    sources = [*sorted((_HERE / "cann").glob("*.cc")), *more]
+    plugin = next((mindspore / "lib/plugin").glob("libmindspore_ascend.so*")).stat()
+    code = [_HERE / "plugin_needs.py", _HERE / "stand_ins.py", *(_HERE / "cann").glob("*.h"), *(_HERE / "host").glob("*")]
+    made_from = [
+        f"{mindspore} {plugin.st_size} {plugin.st_mtime_ns} {inspect.getsource(rest)}".encode(),
+        *(path.read_bytes() for path in [*sorted(code), *sources]),
+    ]
+    name = f"mindspore-{importlib.metadata.version('mindspore')}"
+    folder = built_once(name, made_from, lambda new: _build(new, mindspore, sources, rest))
     cann = folder / "cann/latest"
     paths = (cann, cann / "lib64", folder / "libcores.so", folder / "libsoc.so", folder / "python")
     return StandIns(*map(str, paths))
 
 
-def _cache() -> pathlib.Path:
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mindlora" / "dry_run"
+def built_once(name: str, made_from: Iterable[bytes], build: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """Returns a folder of the cache, built if it is not there; several processes may ask at once.
+
+    Args:
+        name: How its name begins.
+        made_from: All that it is built from; another content is another folder.
+        build: Fills an empty folder.
+    """
+    checksum = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:12]
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = cache / "mindlora" / "dry_run" / f"{name}-{checksum}"
+    if not folder.is_dir():
+        with replace_folder(str(folder)) as unfinished:
+            build(pathlib.Path(unfinished))
+    return folder
 
 
-def _key(mindspore: pathlib.Path, sources: Iterable[pathlib.Path]) -> str:
-    """Returns the name of the folder for these sources and this MindSpore: another one needs other functions."""
-    plugin = next((mindspore / "lib/plugin").glob("libmindspore_ascend.so*")).stat()
-    checksum = hashlib.sha256(f"{mindspore} {plugin.st_size} {plugin.st_mtime_ns}".encode())
-    code = [_HERE / "plugin_needs.py", _HERE / "stand_ins.py", *(_HERE / "cann").glob("*.h"), *(_HERE / "host").glob("*.cc"), *sources]
-    for path in sorted(code):
-        checksum.update(path.read_bytes())
-    return f"mindspore-{importlib.metadata.version('mindspore')}-{checksum.hexdigest()[:12]}"
+def compile_library(target: pathlib.Path, sources: Sequence[pathlib.Path], *flags: Union[str, pathlib.Path]) -> None:
+    """Compiles C++ and C into a shared library.
 
-
-def _build(folder: pathlib.Path, mindspore: pathlib.Path, sources: List[pathlib.Path]) -> None:
+    Raises:
+        InstallationError: There is no compiler, or it fails; the message quotes it.
+    """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise InstallationError(
             "MindSpore's Ascend backend needs stand-ins for CANN here, and no C++ compiler was found to build them (g++, "
             "or what CXX names): install one."
         )
-    cann = folder / "cann/latest"
-    libraries = cann / "lib64"
-    for path in (libraries, cann / "opp", folder / "python/hccl", folder / "objects"):
+
+    def run(*arguments: Union[str, pathlib.Path]) -> None:
+        done = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise InstallationError(f"{compiler} failed on a stand-in for CANN:\n{done.stderr[-2000:]}")
+
+    objects = [target.with_name(f"{target.stem}.{number}.o") for number in range(len(sources))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source, made: run(*_language(source), "-c", source, "-o", made), sources, objects))
+    run("-shared", "-o", target, *objects, *flags)
+    for made in objects:
+        made.unlink()
+
+
+def _language(source: pathlib.Path) -> Sequence[str]:
+    return ("-x", "c", "-O1", "-fPIC") if source.suffix == ".c" else _FLAGS
+
+
+def _build(
+    folder: pathlib.Path,
+    mindspore: pathlib.Path,
+    sources: List[pathlib.Path],
+    rest: Callable[[Iterable[str]], str],
+) -> None:
+    libraries = folder / "cann/latest/lib64"
+    for path in (libraries, folder / "cann/latest/opp", folder / "python/hccl"):
         path.mkdir(parents=True)
     # MindSpore 2.7 looks for the libraries beside the folder called latest.
     (folder / "cann/lib64").symlink_to("latest/lib64")
+    # MindSpore asks for the version of this Python package of CANN; te, the other one, it would use, and does without.
     (folder / "python/hccl/__init__.py").touch()
     (folder / "python/hccl/sys_version.py").write_text('__sys_version__ = "8.5.0"\n')
+    # What MindSpore compiles to call a custom operator includes this header and needs nothing in it but integers.
+    (folder / "cann/latest/include/acl").mkdir(parents=True)
+    (folder / "cann/latest/include/acl/acl_base.h").write_text("#include <stddef.h>\n#include <stdint.h>\n")
     needs = plugin_needs(mindspore)
-    objects = [folder / f"objects/{number}.o" for number in range(len(sources))]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source, target: _compile(compiler, "-c", source, "-o", target), sources, objects))
-    rest = folder / "objects/rest.c"
-    # Weak: a function of the same name in the sources takes its place.
-    rest.write_text("".join(f"__attribute__((weak)) long {name}() {{ return 0; }}\n" for name in sorted(needs.functions)))
-    _compile(compiler, "-shared", "-o", libraries / _ALL, *objects, "-x", "c", rest)
+    others = folder / "rest.c"
+    others.write_text(rest(sorted(needs.functions)))
+    compile_library(libraries / _ALL, [*sources, others])
     for name in needs.libraries:
         (libraries / name).symlink_to(_ALL)
-    _compile(compiler, "-shared", "-o", folder / "libcores.so", _HERE / "host/cores.cc")
-    linked = [f"-L{mindspore}/lib", "-l:libmindspore_core.so", "-l:libmindspore_common.so", f"-Wl,-rpath,{mindspore}/lib"]
-    _compile(compiler, "-shared", "-o", folder / "libsoc.so", _HERE / "host/soc.cc", "-Wl,--no-as-needed", *linked)
-    shutil.rmtree(folder / "objects")
-
-
-def _compile(compiler: str, *arguments: Union[str, pathlib.Path]) -> None:
-    done = subprocess.run([compiler, *FLAGS, *map(str, arguments)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise InstallationError(f"{compiler} failed on a stand-in for CANN:\n{done.stderr[-2000:]}")
+    compile_library(folder / "libcores.so", [_HERE / "host/cores.cc"])
+    own = ["-Wl,--no-as-needed", f"-L{mindspore}/lib", "-l:libmindspore_core.so", "-l:libmindspore_common.so"]
+    compile_library(folder / "libsoc.so", [_HERE / "host/soc.cc"], *own, f"-Wl,-rpath,{mindspore}/lib")

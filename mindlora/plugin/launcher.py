@@ -183,7 +183,22 @@ def _override(config, args, rest):
                 dataset.data_loader.num_samples = args.num_samples
     if args.strategy_load_checkpoint is not None:
         config.parallel.strategy_ckpt_load_file = _strategy_file(args.strategy_load_checkpoint)
-    set_keys(config, keys_and_texts(rest))
+    pairs = list(keys_and_texts(rest))
+    set_keys(config, pairs)
+    _fill_nodes(config, [key for key, _ in pairs])
+
+
+def _fill_nodes(config, keys):
+    """Fills in nodes that the command line sets as a whole, as MindFormers fills in those of a YAML."""
+    from mindformers.tools.register import MindFormerConfig
+    from mindformers.tools.register.template import CONFIG_NAME_TO_CLASS
+
+    for key in keys:
+        if isinstance(config.get(key), dict) and key in CONFIG_NAME_TO_CLASS:
+            try:
+                config[key] = MindFormerConfig(**CONFIG_NAME_TO_CLASS[key].apply(config[key]))
+            except (KeyError, ValueError) as error:
+                raise ConfigError(f"--{key}: {error.args[0]} Correct the node.") from error
 
 
 def _options(pairs: List[str]) -> dict:

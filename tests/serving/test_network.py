@@ -324,7 +324,7 @@ def test_products_in_another_dtype_are_refused():
 
 
 def test_fixed_batches_that_no_step_has_are_refused():
-    message = "fixed_batches has 9 and max_running is 8: no step decodes so many requests. Raise max_running, or leave"
+    message = "fixed_batches has 9 and max_running is 8: no step decodes so many requests. Raise max_running"
     with pytest.raises(ConfigError, match=f"^{message}"):
         EngineSettings(seq_length=16, max_running=8, fixed_batches=(1, 9))
     with pytest.raises(ConfigError, match="^fixed_batches is 0: it must be a whole number of at least 1.$"):

@@ -10,6 +10,7 @@ from mindspore.common import dtype as mstype
 from mindspore.train import RunContext
 
 from mindlora.common.fields import COUNT, check_number
+from mindlora.common.token_ids import ignore_token_id
 from mindlora.errors import ConfigError
 from mindlora.evaluation.labels import label_measures
 from mindlora.nn.score import score_of
@@ -103,8 +104,8 @@ class HeldOutLoss(PeriodicCallback):
         network = base_of(train_network)
         score = score_of(network)
         if score is not None:
-            return HeldOutLabelsCell(network, network.config.ignore_token_id, score.num_labels)
-        return HeldOutLossCell(network, network.config.ignore_token_id)
+            return HeldOutLabelsCell(network, ignore_token_id(network.config), score.num_labels)
+        return HeldOutLossCell(network, ignore_token_id(network.config))
 
 
 def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> float:

@@ -80,6 +80,16 @@ def test_outputs_and_step(mode, data, max_grad_norm, scale_sense):
     np.testing.assert_allclose(weight_of(cell), expected_weight, rtol=1e-6, atol=1e-7)
 
 
+def test_a_step_of_mindformers_returns_no_none(graph_mode, data):
+    weight, x, target = data
+    for clipping, count in (({}, 4), ({"use_clip_grad": True}, 5)):
+        cell = train_step(Loss(weight), **clipping)
+        # As in the semi-automatic parallel modes, which a CPU does not have.
+        cell.is_mindformers_step = True
+        outputs = cell(Tensor(x), Tensor(target))
+        assert len(outputs) == count and all(isinstance(output, Tensor) for output in outputs)
+
+
 def test_learning_rate_of_each_step(mode, data):
     weight, x, target = data
     cell = train_step(Loss(weight), Linear())

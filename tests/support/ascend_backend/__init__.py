@@ -1,8 +1,9 @@
 """Runs programs on MindSpore's own Ascend backend, on stand-ins for CANN: what tests of it begin with."""
 
+from tests.support.ascend_backend.launches import Launch
 from tests.support.ascend_backend.runner import (
     SMALL_LLAMA,
-    Finished,
+    Run,
     needs_ascend_backend,
     run_mindlora,
     run_program,
@@ -12,7 +13,8 @@ from tests.support.ascend_backend.runner import (
 
 __all__ = [
     "SMALL_LLAMA",
-    "Finished",
+    "Launch",
+    "Run",
     "needs_ascend_backend",
     "run_mindlora",
     "run_program",

@@ -1,23 +1,44 @@
 """The runs that tests of the Ascend backend make, each in a process of its own."""
 
+import dataclasses
 import os
 import pathlib
-from typing import Any, Mapping, Optional, Union
+import time
+from typing import Any, List, Mapping, Optional, Union
 
 import numpy as np
 import pytest
 import yaml
 
 from mindlora.dry_run import process
-from mindlora.dry_run.process import Finished
 from mindlora.dry_run.stand_ins import stand_ins
 from mindlora.errors import InstallationError
+from tests.support.ascend_backend.launches import Launch, device, read_launches
 
 Path = Union[str, os.PathLike]
 # A run that takes longer than this hangs.
 TIMEOUT = 540
 # Makes the shipped Llama YAMLs small enough for a test: their layers stay as wide as they are.
 SMALL_LLAMA = ("--model.model_config.num_layers", "1", "--model.model_config.vocab_size", "4096")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a program left.
+
+    Attributes:
+        returncode (int): Its exit code; below 0, the signal that ended it.
+        output (str): What it wrote, standard output and errors in one.
+        peak_bytes (int): The most that MindSpore's planner had in use on the device, without fragments.
+        reserved_bytes (int): What it took from the device.
+        launches (list of Launch): The operators that were launched, in order; none in a dry run.
+    """
+
+    returncode: int
+    output: str
+    peak_bytes: Optional[int]
+    reserved_bytes: Optional[int]
+    launches: List[Launch]
 
 
 def needs_ascend_backend() -> None:
@@ -38,7 +59,7 @@ def run_yaml(
     rank: int = 0,
     level: Optional[str] = None,
     **options: Any,
-) -> Finished:
+) -> Run:
     """Runs mindlora-run on a YAML in MindSpore's dry run.
 
     Args:
@@ -48,7 +69,7 @@ def run_yaml(
         ranks: How many devices there are in name; with more than one, the run is parallel.
         rank: Which of them this is.
         level: jit_level, "O0" or "O1", in place of the YAML's.
-        **options: Of mindlora.dry_run.process.run.
+        **options: launches=True launches kernels; the others are those of mindlora.dry_run.process.run.
     """
     folder = pathlib.Path(folder)
     if isinstance(config, Mapping):
@@ -63,19 +84,20 @@ def run_yaml(
     return _run("mindlora.plugin.launcher", *arguments, *flags, folder=folder, ranks=ranks, rank=rank, **options)
 
 
-def run_mindlora(verb: str, *arguments: str, folder: Path, **options: Any) -> Finished:
-    """Runs ``mindlora VERB ARGUMENTS``; the options are those of mindlora.dry_run.process.run."""
+def run_mindlora(verb: str, *arguments: str, folder: Path, **options: Any) -> Run:
+    """Runs ``mindlora VERB ARGUMENTS``; the options are those of run_program."""
     return _run("mindlora.cli", verb, *arguments, folder=folder, **options)
 
 
-def run_program(program: str, *arguments: str, folder: Path, **options: Any) -> Finished:
+def run_program(program: str, *arguments: str, folder: Path, **options: Any) -> Run:
     """Runs a Python program.
 
     Args:
         program: Its source, or the path of a .py file.
         *arguments: What follows it on the command line.
         folder: Where it works.
-        **options: Of mindlora.dry_run.process.run.
+        **options: launches=True launches its kernels on a device whose memory is the process's own, so that values are
+            computed; without, this is MindSpore's dry run. The others are those of mindlora.dry_run.process.run.
     """
     if not program.endswith(".py"):
         path = pathlib.Path(folder) / "program.py"
@@ -84,8 +106,17 @@ def run_program(program: str, *arguments: str, folder: Path, **options: Any) -> 
     return _run(program, *arguments, folder=folder, **options)
 
 
-def _run(program: str, *arguments: str, folder: Path, **options: Any) -> Finished:
-    return process.run(program, *arguments, folder=str(folder), timeout=TIMEOUT, **options)
+def _run(program: str, *arguments: str, folder: Path, launches: bool = False, **options: Any) -> Run:
+    if not launches:
+        finished = process.run(program, *arguments, folder=str(folder), timeout=TIMEOUT, **options)
+        return Run(*finished, launches=[])
+    made = device()
+    log = pathlib.Path(folder) / f"launches-{os.getpid()}-{time.monotonic_ns()}.txt"
+    environment = {**made.environment, "STAND_IN_LAUNCHES": str(log), **options.pop("environment", {})}
+    finished = process.start(
+        made.stand_ins, [program, *arguments], str(folder), values=True, timeout=TIMEOUT, environment=environment, **options
+    )
+    return Run(*finished, launches=read_launches(log))
 
 
 def write_rows(path: Path, rows: int, tokens: int, vocabulary: int = 500, **columns: Any) -> str:

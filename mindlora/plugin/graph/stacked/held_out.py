@@ -5,6 +5,7 @@ from typing import Any, Dict, Tuple
 import numpy as np
 from mindspore import Tensor, nn
 
+from mindlora.common.token_ids import ignore_token_id
 from mindlora.plugin.graph.held_out import HeldOutLossCell
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.graph.stacked.losses import RowsOfAdapters
@@ -24,7 +25,7 @@ class HeldOutRows(nn.Cell):
     def __init__(self, network: nn.Cell, adapters: int):
         super().__init__(auto_prefix=False)
         model = base_of(network)
-        self.ignore_token_id = model.config.ignore_token_id
+        self.ignore_token_id = ignore_token_id(model.config)
         self.network = RowsOfAdapters(HeldOutLossCell(model, self.ignore_token_id, by_row=True), adapters)
         self.adapters = adapters
 

@@ -1,0 +1,108 @@
+"""Training runs of one small layer on MindSpore's Ascend backend, in processes forked from one: what a table asks for."""
+
+import copy
+import json
+import os
+import pathlib
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+
+import yaml
+
+from mindlora.dry_run import process
+from mindlora.dry_run.process import Finished
+from mindlora.dry_run.stand_ins import stand_ins
+from tests.conftest import ROOT
+from tests.support import forked
+from tests.support.ascend_backend.runner import write_rows
+
+LLAMA = "configs/llama3/lora_llama3_8b.yaml"
+QWEN3 = "configs/qwen3/lora_qwen3_8b.yaml"
+QWEN3_MOE = "configs/qwen3/lora_qwen3_30b_a3b.yaml"
+SEQUENCE, VOCABULARY, BOUNDARY = 64, 512, 1
+_TOKENS = {"seq_length": SEQUENCE, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES = {"hidden_size": 256, "intermediate_size": 512}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+_LEGACY = {**_TOKENS, **_SIZES, "num_layers": 1, "num_heads": 4, "n_kv_heads": 4}
+_MCORE = {**_TOKENS, **_SIZES, **_HEADS, "num_hidden_layers": 1}
+
+
+class Run(NamedTuple):
+    """A row of a table of runs.
+
+    Attributes:
+        config: The YAML, from the checkout.
+        keys: What differs in it: dotted key -> value.
+        ranks, rank: How many devices there are, and which of them runs.
+        rows: Rows of the data. With data_parallel 8 in the semi-automatic mode, 16 are two steps.
+        packed: Whether examples are packed in them.
+        values: Whether weights get their values, which what computes with them needs.
+        refused: What mindlora-run says before it builds anything; None for a run that trains.
+        always: Whether it runs without being asked for.
+    """
+
+    config: str = LLAMA
+    keys: Mapping[str, Any] = {}
+    ranks: int = 1
+    rank: int = 0
+    rows: int = 16
+    packed: bool = False
+    values: bool = False
+    refused: Optional[str] = None
+    always: bool = False
+
+
+def parallel(data: int = 8, model: int = 1, stages: int = 1, mode: int = 1, **others: Any) -> Dict[str, Any]:
+    """Returns the keys that divide a run among devices; mode 0 is data parallel, 1 semi-automatic."""
+    sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages, "micro_batch_num": stages}
+    sizes.update(others)
+    context = {"parallel.parallel_mode": mode, "parallel.full_batch": mode == 1}
+    return {**context, **{f"parallel_config.{name}": value for name, value in sizes.items()}}
+
+
+def callbacks(*added: Mapping[str, Any]) -> List[Mapping[str, Any]]:
+    """Returns a list of callbacks that saves the adapter at the second step, with ``added`` ones."""
+    return [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 1}, *added]
+
+
+def small_yaml(run: Run, folder: pathlib.Path) -> Dict[str, Any]:
+    """Returns the YAML of a row, with one small layer and data of its own."""
+    config = copy.deepcopy(yaml.safe_load((pathlib.Path(ROOT) / run.config).read_text("utf-8")))
+    model = config["model"]["model_config"]
+    mcore = config.get("use_legacy") is False
+    model.update(_MCORE if mcore else _LEGACY)
+    if "num_experts" in model:
+        model.update(_EXPERTS)
+    config["runner_config"].update(epochs=1, batch_size=1, sink_mode=False)
+    config.update(auto_trans_ckpt=False, use_parallel=run.ranks > 1, output_dir="out", callbacks=callbacks())
+    for key, value in run.keys.items():
+        node = config
+        *path, leaf = key.split(".")
+        for name in path:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    columns = {"packed_boundary": [[BOUNDARY]] * run.rows} if run.packed else {}
+    data = write_rows(folder / "rows.mindrecord", run.rows, SEQUENCE + 1, VOCABULARY, **columns)
+    config["train_dataset"]["data_loader"]["dataset_dir"] = data
+    config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
+    return config
+
+
+def train(run: Run, folder: pathlib.Path, *flags: str) -> Finished:
+    """Runs mindlora-run on the YAML of a row, in a process that begins with MindFormers imported."""
+    made = stand_ins()
+    (folder / "run.yaml").write_text(yaml.safe_dump(small_yaml(run, folder)), encoding="utf-8")
+    report = folder / "report.json"
+    options = ["--soc-library", made.soc, "--report", report, *(["--values"] if run.values else [])]
+    command = ["-m", "mindlora.dry_run.child", *options, "mindlora.plugin.launcher", "--config", "run.yaml", *flags]
+    ranks = {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(run.ranks), "RANK_ID": str(run.rank)}
+    done = forked.run(command, folder, {**process.environment_of(made), **ranks}, trainer="ascend")
+    figures = json.loads(report.read_text("utf-8")) if report.exists() else {"peak_bytes": None, "reserved_bytes": None}
+    return Finished(done.returncode, done.stdout + done.stderr, **figures)
+
+
+def saved_folders(folder: pathlib.Path) -> List[str]:
+    """Returns what LoraCheckpoint has left: step folders of whole adapters, or of a rank's slices."""
+    root = folder / "out/lora_checkpoint"
+    found = [path.relative_to(root) for path in root.rglob("step_*") if path.is_dir()]
+    return sorted(os.fspath(path) for path in found)
