@@ -64,3 +64,12 @@ class Figures(NamedTuple):
             config["runner_wrapper"] = merged(config["runner_wrapper"], _PREFERENCE)
             config["train_dataset"]["input_columns"] = ["input_ids", "labels", "answers", "pairs"]
         return config
+
+
+FIGURES = (
+    Figures("Llama 3 8B", 1, 4, "O1", True, 14.28, 16.78),
+    Figures("Qwen3 8B", 1, 2, "O0", True, 12.07, 17.66),
+    Figures("Llama 3 8B", 1, 4, "O0", True, 18.19, 20.69),
+    Figures("Llama 3 8B", 4, 1, "O1", False, 7.77, 8.91),
+    Figures("Llama 3 8B", 1, 1, "O0", True, 10.29, 10.98, preference=True),
+)
