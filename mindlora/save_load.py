@@ -9,8 +9,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindlora import initialize
+from mindlora.adapters import bare_models, matching, parts, tied_embeddings
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters import matching, parts, tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.dialects.registry import FORMS
@@ -217,6 +217,7 @@ def _read(network, path, allow_pickle=False, part=None):
     cell_paths, extras = _cell_paths(network), Extras(initial_pairs=True, token_rows=True, invocation_tokens=True)
     adapter = adapter_files.read(path, allow_pickle, parts.Wanted(part, cell_paths), extras)
     parts.for_network(adapter, cell_paths, path)
+    bare_models.for_network(adapter, cell_paths)
     return adapter
 
 
@@ -318,6 +319,8 @@ def _saved_module_parameters(adapter, source, network, cells, strict):
     """Returns (parameter, array) for the adapter's saved modules."""
     parameters = {names.parameter_in_adapters(p.name): p for p in network.get_parameters()}
     adapted = {names.to_mindformers(path) for path in adapter.paths}
+    values = {name: parameter for name, parameter in parameters.items() if not parameter.has_init}
+    tied_embeddings.drop_copies(adapter, lambda name: to_array(values[name]) if name in values else None)
     tied = _tied_tables(network)
     for _, _, weight in tied:
         table = None if weight.has_init else functools.partial(to_array, weight)

@@ -156,7 +156,7 @@ def test_an_unknown_preset_is_refused():
     "pet_type, message",
     [
         ("lroa", "pet_type is 'lroa', which is not known. Did you mean 'lora'? Known: lora, qlora."),
-        ("LoRA", "pet_type is 'LoRA', which is not known. Known: lora, qlora."),
+        ("LoRA", "pet_type is 'LoRA', which is not known. Did you mean 'lora'? Known: lora, qlora."),
         ("adalora", "pet_type is 'adalora', which is not known. Did you mean 'lora'? Known: lora, qlora."),
         (3, "pet_type is 3, which is not known. Known: lora, qlora."),
     ],

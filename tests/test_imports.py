@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 FLOORS = (
     ("errors",),
     ("common",),
-    ("numerics",),
+    ("dry_run", "numerics"),
     ("formats",),
     ("models",),
     ("config",),

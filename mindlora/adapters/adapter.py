@@ -73,6 +73,8 @@ class Adapter:
         token_rows (dict): Path of an embedding -> (indices [n], rows [n, dim]) that replace rows of its table.
         invocation_tokens (tuple of int): The tokens from whose last place in a prompt on it acts (Greenewald et al.,
             aLoRA, 2025); empty if it acts on all.
+        bare_prefix (str): What its file leaves out before the names of cells, where it is of a bare model (AutoModel's
+            layers.0...): "model.". "" if nothing.
     """
 
     tensors: Dict[PartKey, np.ndarray]
@@ -92,6 +94,7 @@ class Adapter:
     initializer: Optional[str] = None
     token_rows: Dict[str, Tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
     invocation_tokens: Tuple[int, ...] = ()
+    bare_prefix: str = ""
 
     @property
     def paths(self) -> List[str]:
@@ -136,6 +139,19 @@ class Adapter:
     def alpha_growth(self, rank_growth: float) -> float:
         """Returns the factor on lora_alpha that keeps the scale of a pair whose rank grows by ``rank_growth``."""
         return math.sqrt(rank_growth) if self.use_rslora else rank_growth
+
+    @property
+    def base_tables(self) -> List[str]:
+        """The saved modules that are the base's own weights of adapted cells, as PEFT saves those of embeddings and
+        heads without naming them in modules_to_save."""
+        adapted = set(self.paths)
+        return [name for name in self.saved_modules if name.rpartition(".")[0] in adapted]
+
+    @property
+    def trained_modules(self) -> List[str]:
+        """The saved modules that replace the base's: those that no pair is on."""
+        tables = set(self.base_tables)
+        return [name for name in self.saved_modules if name not in tables]
 
     def remove(self, path: str) -> None:
         """Removes the pair at ``path``."""

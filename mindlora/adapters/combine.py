@@ -6,6 +6,7 @@ from typing import Callable, Dict, List, Optional, Tuple
 import numpy as np
 from tqdm import tqdm
 
+from mindlora.adapters import tied_embeddings
 from mindlora.adapters.adapter import Adapter, listed_parts
 from mindlora.adapters.expert_pairs import single_paths, stacked_paths
 from mindlora.adapters.spectrum import pair_svd
@@ -112,8 +113,10 @@ def combine_adapters(
         tensors,
         alphas={path: float(tensors[path, "B"].shape[-1]) for path in paths},
         dropout=first.dropout,
+        saved_modules=_base_tables(adapters),
         dialect=first.dialect,
         embeddings=set().union(*(adapter.embeddings for adapter in adapters)),
+        bare_prefix=first.bare_prefix if all(adapter.bare_prefix for adapter in adapters) else "",
         base_model=next((adapter.base_model for adapter in adapters if adapter.base_model), None),
         fingerprint=first.fingerprint
         if all(adapter.fingerprint == first.fingerprint for adapter in adapters)
@@ -270,10 +273,10 @@ def _check_adapters(adapters: List[Adapter]) -> None:
     sizes: Dict[str, Tuple[int, List[int]]] = {}
     for number, adapter in enumerate(adapters, 1):
         label = f"Adapter {number}"
-        if adapter.saved_modules:
+        if adapter.trained_modules:
             raise AdapterError(
                 f"{label} holds saved modules (modules_to_save), which cannot be combined: "
-                f"{listed(adapter.saved_modules)}. Merge this adapter into the base first, or leave it out."
+                f"{listed(adapter.trained_modules)}. Merge this adapter into the base first, or leave it out."
             )
         variant = adapter.variant
         if variant.cannot_combine:
@@ -307,6 +310,20 @@ def _check_adapters(adapters: List[Adapter]) -> None:
                 f"{label} has no path in common with any other adapter, so nothing would be combined. It "
                 f"adapts {listed_parts((path, '') for path in adapter.paths)}. Combine adapters of the same cells."
             )
+
+
+def _base_tables(adapters: List[Adapter]) -> Dict[str, np.ndarray]:
+    """Returns the base's own tables that are beside pairs; raises AdapterError if two adapters have different ones."""
+    tables: Dict[str, np.ndarray] = {}
+    for number, adapter in enumerate(adapters, 1):
+        for name in adapter.base_tables:
+            table = tables.setdefault(name, adapter.saved_modules[name])
+            if not tied_embeddings.is_copy(adapter.saved_modules[name], table):
+                raise AdapterError(
+                    f"Adapter {number} holds another {name} than one before it, the weight of the base under their "
+                    "pairs: they were trained on different bases. Combine adapters of one base."
+                )
+    return tables
 
 
 def _check_expert_forms(adapters: List[Adapter]) -> None:

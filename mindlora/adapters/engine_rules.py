@@ -30,8 +30,8 @@ def mindie_problems(path: str, adapter: Adapter, version: Version) -> Iterator[s
         )
     if not adapter.variant.is_plain:
         yield f"It is a {adapter.variant.name} adapter ({adapter.variant.field}); MindIE has plain LoRA alone. {_MERGE}"
-    if adapter.saved_modules:
-        yield f"It has modules_to_save ({listed(adapter.saved_modules)}), and MindIE takes A and B alone. {_MERGE}"
+    if adapter.trained_modules:
+        yield f"It has modules_to_save ({listed(adapter.trained_modules)}), and MindIE takes A and B alone. {_MERGE}"
     odd = [cell for cell in adapter.paths if adapter.layout(cell) is not LINEAR]
     if odd:
         yield f"It adapts cells that are not linear, and MindIE takes linear ones alone: {listed(odd)}. {_MERGE}"

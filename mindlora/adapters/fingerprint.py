@@ -89,8 +89,13 @@ def forms_that_differ(stored: dict, current: dict) -> Optional[Tuple[str, str]]:
     ``stored`` is the adapter's fingerprint and ``current`` that of this base. LoftQ changes the base itself, so an
     adapter trained on LoftQ's base suits no other base; then values are compared.
     """
-    forms = stored.get("quantization", "float"), current.get("quantization", "float")
+    forms = forms_of(stored, current)
     return None if forms[0] == forms[1] or "loftq" in forms else forms
+
+
+def forms_of(stored: dict, current: dict) -> Tuple[str, str]:
+    """Returns in which form the weights were that each of two fingerprints is of: "float", "nf4" or "loftq"."""
+    return stored.get("quantization", "float"), current.get("quantization", "float")
 
 
 def base_difference(stored: dict, current: dict, exact: bool = False) -> str:

@@ -61,10 +61,11 @@ def write(adapter: Adapter, path: str, base: Base) -> None:
     problems = refusals(adapter)
     if problems:
         raise AdapterError(problems[0])
-    if adapter.embeddings and base.tied:
+    tables = [path for path in adapter.paths if path in adapter.embeddings or names.is_output_head(path)]
+    if tables and base.tied:
         raise AdapterError(
-            f"It adapts the embedding, and {adapter.base_model} has tied embeddings: llama.cpp would add the pair to "
-            "the output head too, and ends with a failed assertion. Train it without the embedding."
+            f"It adapts {listed(tables)}, and {adapter.base_model} has one table for embedding and output head, to "
+            f"which llama.cpp adds no pair of one of them alone. {MERGE}"
         )
     model = _model(base.model_type)
     cells = adapter.paths
@@ -93,8 +94,8 @@ def refusals(adapter: Adapter) -> List[str]:
             f"It is a {adapter.variant.name} adapter ({adapter.variant.field}), and llama.cpp has plain LoRA alone. "
             f"{MERGE}"
         )
-    if adapter.saved_modules or adapter.token_rows:
-        replaced = [*adapter.saved_modules, *adapter.token_rows]
+    replaced = [*adapter.trained_modules, *adapter.token_rows]
+    if replaced:
         problems.append(
             f"It replaces weights of the base ({listed(replaced)}), and llama.cpp adds pairs alone. {MERGE}"
         )

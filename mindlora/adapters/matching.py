@@ -8,7 +8,7 @@ import numpy as np
 
 from mindlora.adapters import expert_pairs, initial_pairs, joined_pairs
 from mindlora.adapters.adapter import Adapter, listed_parts, name_of
-from mindlora.adapters.fingerprint import base_difference, forms_that_differ
+from mindlora.adapters.fingerprint import base_difference, forms_of, forms_that_differ
 from mindlora.errors import (
     AdapterError,
     BaseMismatchError,
@@ -275,6 +275,8 @@ def check_base(
             *forms,
         )
     elif difference:
+        if "loftq" in forms_of(adapter.fingerprint, base):
+            difference = "LoftQ changed the base, and its adapter is for the quantized base that was written with it"
         message = f"{source} was trained on another base: {difference}. Load the base checkpoint it was trained on."
         if on_base_mismatch == "error":
             raise BaseMismatchError(message, adapter.fingerprint, base)

@@ -4,7 +4,7 @@ PEFT gives each module of modules_to_save a weight of its own, which unties the 
 leaves the head as the base has it. One table cannot be both. With ensure_weight_tying, PEFT keeps the two equal.
 """
 
-from typing import Callable, Iterable, Optional, Type
+from typing import Callable, Iterable, Optional, Tuple, Type
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mindlora.models import names
 from mindlora.numerics.dtypes import to_float32
 from mindlora.numerics.pair_shapes import Shape
 
-WAY_OUT = "Take a base with lm_head.weight and tie_word_embeddings: false, which has two."
+WAY_OUT = "Merge it into the base, which then has two (mindlora merge), or take a base with tie_word_embeddings: false."
 # How far two copies of a weight can be apart, relative to its largest element, if one was rounded to bfloat16.
 _ROUNDED = 2.0**-7
 
@@ -32,7 +32,9 @@ def settle(
     head = _saved(adapter, names.output_heads())
     if embedding is None:
         head_weight = adapter.saved_modules[head] if head and head.rpartition(".")[0] in adapter.paths else None
-        if head_weight is not None and table is not None and not _is_table(head_weight, table()):
+        # Matching sees to the shapes.
+        comparable = head_weight is not None and table is not None and head_weight.shape == table().shape
+        if comparable and not is_copy(head_weight, table()):
             raise error(
                 f"{source} holds {head}, the weight that the adapter of the output head is for, and {base} has another "
                 f"one, the embedding's table: its embeddings are tied. {WAY_OUT}"
@@ -53,17 +55,70 @@ def settle(
         )
 
 
+def complete_pairs(adapter: Adapter) -> None:
+    """Gives embedding and head one change, where PEFT keeps them equal (ensure_weight_tying) and the file has one.
+
+    The one's A and B are the other's B and A, transposed. A pair of another variant than plain LoRA stays alone.
+    """
+    embedding, head = _adapted(adapter)
+    if not adapter.peft_fields.get("ensure_weight_tying") or not adapter.variant.is_plain:
+        return
+    if embedding and not head:
+        _add_transposed(adapter, embedding, names.output_heads()[0])
+    elif head and not embedding:
+        _add_transposed(adapter, head, names.embeddings()[0])
+        adapter.embeddings.add(names.embeddings()[0])
+
+
+def drop_equal_head(adapter: Adapter) -> None:
+    """Takes the pair and the weight of the head off an adapter whose embedding has the same: one table has both."""
+    embedding, head = _adapted(adapter)
+    saved = _saved(adapter, names.output_heads())
+    if embedding and head:
+        adapter.remove(head)
+    if _saved(adapter, names.embeddings()) and saved:
+        del adapter.saved_modules[saved]
+
+
+def unties(adapter: Adapter) -> bool:
+    """Returns whether PEFT gives embedding and head different weights, on a base that has one table for both."""
+    embedding, head = _adapted(adapter)
+    saved_embedding, saved_head = (_saved(adapter, paths) for paths in (names.embeddings(), names.output_heads()))
+    if saved_embedding and saved_head:
+        tables = [to_float32(adapter.saved_modules[name]) for name in (saved_embedding, saved_head)]
+        if not np.array_equal(*tables):
+            return True
+    elif saved_head and not head or saved_embedding and not embedding and _is_untied(adapter, saved_embedding):
+        return True
+    if embedding is None or head is None:
+        return embedding is not head
+    return not _change_alike(adapter, embedding, head)
+
+
 def has_lone_embedding(adapter: Adapter) -> bool:
     """Tells whether an adapter has an embedding of its own beside which a tied output head stays the base's."""
     embedding = _saved(adapter, names.embeddings())
     return embedding is not None and not _saved(adapter, names.output_heads()) and _is_untied(adapter, embedding)
 
 
-def _is_table(weight: np.ndarray, table: np.ndarray) -> bool:
-    """Tells whether a weight is the table, as far as rounding lets it be; matching sees to the shapes."""
+def drop_copies(adapter: Adapter, weight_of: Callable[[str], Optional[np.ndarray]]) -> None:
+    """Takes the base's own tables off an adapter, which PEFT saves beside pairs of embeddings and output heads.
+
+    A table that differs from the base's stays: the pair is for that one. ``weight_of`` takes the name of a parameter,
+    and returns None where the base has none, or none with values.
+    """
+    for name in adapter.base_tables:
+        weight = weight_of(name)
+        saved = adapter.saved_modules[name]
+        if weight is not None and is_copy(saved, weight):
+            del adapter.saved_modules[name]
+
+
+def is_copy(weight: np.ndarray, table: np.ndarray) -> bool:
+    """Returns whether a weight is the table, as far as rounding lets it be."""
     weight = to_float32(weight)
     table = to_float32(table)
-    return weight.shape != table.shape or bool(np.abs(weight - table).max() <= _ROUNDED * np.abs(table).max())
+    return weight.shape == table.shape and bool(np.abs(weight - table).max() <= _ROUNDED * np.abs(table).max())
 
 
 def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:
@@ -106,3 +161,25 @@ def _is_untied(adapter: Adapter, embedding: str) -> bool:
     modules = adapter.peft_fields.get("modules_to_save") or ()
     named = any(peft.is_of_module(embedding, module) for module in modules)
     return named and not adapter.peft_fields.get("ensure_weight_tying") and adapter.fingerprint is None
+
+
+def _adapted(adapter: Adapter) -> Tuple[Optional[str], Optional[str]]:
+    """Returns the paths of the embedding and of the head that have a pair."""
+    paths = [(path, names.to_mindformers(path)) for path in adapter.paths]
+    embedding = next((path for path, legacy in paths if legacy in names.embeddings()), None)
+    return embedding, next((path for path, legacy in paths if legacy in names.output_heads()), None)
+
+
+def _add_transposed(adapter: Adapter, path: str, other: str) -> None:
+    for half, transposed in ("AB", "BA"):
+        adapter.tensors[other, half] = np.ascontiguousarray(adapter.tensors[path, transposed].T)
+    if path in adapter.alphas:
+        adapter.alphas[other] = adapter.alphas[path]
+
+
+def _change_alike(adapter: Adapter, embedding: str, head: str) -> bool:
+    """Returns whether the pairs of embedding and head are one and the same change, as ensure_weight_tying keeps it."""
+    if adapter.alphas.get(embedding) != adapter.alphas.get(head) or not adapter.variant.is_plain:
+        return False
+    pairs = [(adapter.tensors[embedding, half], adapter.tensors[head, other].T) for half, other in ("AB", "BA")]
+    return all(np.array_equal(to_float32(one), to_float32(other)) for one, other in pairs)

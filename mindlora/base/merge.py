@@ -12,12 +12,15 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters import tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.dialects.peft_config import Extras
+from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.adapters.matching import CellShape, arrange, rename_for
 from mindlora.base import llama_cpp, pynative
+from mindlora.base.adapter_tokenizer import tokenizer_files
 from mindlora.base.reader import WORLDS, BaseCheckpoint
+from mindlora.base.trained_base import check_trained_base
 from mindlora.base.writer import PYNATIVE, OutputTensor, Shard, check_checkpoint_output, write
 from mindlora.common.text import examples
-from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.errors import LoraError, MergeError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.formats import gguf_file
 from mindlora.models import names
 from mindlora.models.architecture import LEGACY, MCORE
@@ -82,9 +85,14 @@ def merge_checkpoint(
     overwrite: bool = False,
     progress: Optional[Callable[[int, int], None]] = None,
     outtype: str = gguf_file.F16,
+    on_base_mismatch: str = "error",
 ) -> MergeCheckpointReport:
     """Writes the base with the adapter merged, under the base's own names: W' = round(W + scale B A), with DoRA
     round(m / ||W + scale B A|| (W + scale B A)) for each row.
+
+    Where the base has one table for embedding and output head, and the adapter changes one of the two or both in
+    different ways, they are written as two (tie_word_embeddings: False), since that is what the adapter was trained to
+    be. Where both change alike (PEFT's ensure_weight_tying), they stay one.
 
     The sum is formed in float32 and rounded once, to the dtype that W is stored in. Each merged tensor is checked on a
     random probe (see mindlora.numerics.folding.fold_and_probe). Saved modules replace the base's tensors, and all other
@@ -108,6 +116,8 @@ def merge_checkpoint(
         progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
         outtype (str): What a .gguf file stores weights as: "f32", "f16" or "q8_0" (8 bits and a scale for each 32
             elements). Default: "f16".
+        on_base_mismatch (str): What to do if the adapter says that it was trained on another base: "error", "warn" (a
+            note of the report) or "ignore". Default: "error".
 
     Returns:
         MergeCheckpointReport.
@@ -115,11 +125,14 @@ def merge_checkpoint(
     Raises:
         AdapterError: The adapter cannot be read, holds NaN or infinity, has no lora_alpha, is for tensors that the base
             lacks (UnexpectedTensorsError) or has other shapes (ShapeMismatchError).
+        BaseMismatchError: The adapter was trained on another base, with on_base_mismatch "error".
         CheckpointError: The base cannot be read, something is at ``output`` already, or no GGUF file can be made of it.
         InstallationError: A .gguf file is wanted, and the package gguf is not installed.
         MergeError: A tensor cannot be merged into, or its result differs by more than rounding explains.
     """
     started = time.perf_counter()
+    if on_base_mismatch not in ON_BASE_MISMATCH:
+        raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
     check_checkpoint_output(output, [base, adapter], overwrite)
     is_gguf = str(output).endswith(gguf_file.ENDING)
     content = adapter_files.read(adapter, allow_pickle, extras=Extras(initial_pairs=True, token_rows=True))
@@ -129,19 +142,20 @@ def merge_checkpoint(
     with BaseCheckpoint(base) as source:
         if is_gguf:
             llama_cpp.check(source.folder, source.world, source.config, outtype)
-        merging = _Merging(source, content, str(adapter), kv_heads)
+        merging = _Merging(source, content, str(adapter), kv_heads, on_base_mismatch)
         shards = [
             Shard(list(map(merging.tensor, tensor_names)), source.files[file].metadata)
-            for file, tensor_names in source.names_by_file.items()
+            for file, tensor_names in merging.names_by_file.items()
         ]
         config = {**source.config, **merging.changed_config} if merging.changed_config and source.config else None
+        tokenizer = tokenizer_files(str(adapter), source.folder, source.companions(), merging.tokens)
         if source.is_pynative:
             shards = pynative.shards(shards, source.expert_heights)
         if is_gguf:
-            files = [_write_gguf(output, source, shards, config or source.config, outtype, progress)]
+            files = [_write_gguf(output, source, tokenizer.folder, shards, config or source.config, outtype, progress)]
         else:
             written = PYNATIVE if source.is_step else source.world
-            files = write(output, shards, written, source.companions(), config, progress)
+            files = write(output, shards, written, tokenizer.companions, config, progress)
     count = len(content.paths)
     # An adapted module whose own weight is in the adapter too counts as merged, once.
     tables = {merging.weight_name(path, True) for path in content.token_rows}.union(content.saved_modules)
@@ -160,7 +174,7 @@ def merge_checkpoint(
         tensor,
         difference,
         bound,
-        (*source.left_out, *merging.notes),
+        (*source.left_out, *merging.notes, *tokenizer.notes),
         time.perf_counter() - started,
     )
 
@@ -168,6 +182,7 @@ def merge_checkpoint(
 def _write_gguf(
     output: str,
     source: BaseCheckpoint,
+    tokenizer: str,
     shards: List[Shard],
     config: Mapping[str, Any],
     outtype: str,
@@ -180,17 +195,21 @@ def _write_gguf(
         if progress:
             progress(nbytes, total)
 
-    llama_cpp.write(output, source.folder, config, tensors, outtype, tick)
+    llama_cpp.write(output, source.folder, config, tensors, outtype, tick, tokenizer)
     return output
 
 
 class _Merging:
     """Which tensor of the base gets which pair of the adapter, and the differences found on the probes so far."""
 
-    def __init__(self, base: BaseCheckpoint, adapter: Adapter, source: str, kv_heads: Optional[int]):
+    def __init__(
+        self, base: BaseCheckpoint, adapter: Adapter, source: str, kv_heads: Optional[int], on_base_mismatch: str
+    ):
         self.base = base
         self.adapter = adapter
         self.source = source
+        # What is written, by the base's own names.
+        self._tensors = dict(base.tensors)
         # MindFormers' name of a tensor, as in the adapter -> the base's own name.
         self._own = {_under_mindformers(name, base): name for name in base.tensors}
         adapter.saved_modules = {
@@ -199,8 +218,12 @@ class _Merging:
         heads = kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads")
         if base.world == MCORE:
             rename_for(adapter, base.architecture)
+        # The base's own names of the embedding's table, and of the head that gets a copy of it.
+        self._table = base.architecture.embedding_table(base.world)
+        self._new_head: Optional[str] = None
+        self._settle_head()
+        self.notes = self._check_base(heads, on_base_mismatch)
         arrange(adapter, self._cell_shapes(heads), self._base_weight)
-        self._head = base.architecture.head_weight("mindformers")
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
         self._saved_modules = {self._own[name]: array for name, array in adapter.saved_modules.items()}
@@ -208,7 +231,7 @@ class _Merging:
             self._own[self.weight_name(path, True)]: (path, rows) for path, rows in adapter.token_rows.items()
         }
         self._check_dtypes()
-        shapes = {name: base.tensors[base_name].shape for name, base_name in self._own.items()}
+        shapes = {name: self._tensors[base_name].shape for name, base_name in self._own.items()}
         self._grown = {self._own[name]: shape for name, shape in _grown_tables(adapter, shapes, source).items()}
         for name, path in self._pairs.items():
             _check_not_transposed(path, name, shapes)
@@ -221,20 +244,33 @@ class _Merging:
         # A tensor's blocks follow each other, and all of them need its factors.
         self._factors = functools.lru_cache(maxsize=4)(self._factors_of)
         self._found: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
+        # The fields of config.json that change.
+        self.changed_config: Dict[str, Any] = {}
+        for rows, _ in list(self._grown.values())[:1]:
+            self.changed_config["vocab_size"] = rows
+            self.notes.append(
+                f"The vocabulary has {rows} tokens with this adapter: build the model with vocab_size {rows}."
+            )
+        if self._new_head:
+            self.changed_config["tie_word_embeddings"] = False
+            self.notes.append(
+                f"Embedding and output head, one table in the base, are two with this adapter: {self._new_head} is "
+                "beside the embedding. Build the model with tie_word_embeddings: False."
+            )
 
     @property
-    def changed_config(self) -> Dict[str, int]:
-        """The fields of config.json that change: the size of a vocabulary that grew."""
-        sizes = [rows for rows, _ in self._grown.values()]
-        return {"vocab_size": sizes[0]} if sizes else {}
+    def names_by_file(self) -> Dict[str, List[str]]:
+        """Name of a file of the base -> the names of the tensors that are written instead of its own."""
+        by_file = self.base.names_by_file
+        for tensors in by_file.values():
+            if self._new_head and self._table in tensors and self._new_head not in self.base.tensors:
+                tensors.insert(tensors.index(self._table) + 1, self._new_head)
+        return by_file
 
     @property
-    def notes(self) -> Tuple[str, ...]:
-        """What the report says about a vocabulary that grew."""
-        return tuple(
-            f"The vocabulary has {rows} tokens with this adapter: build the model with vocab_size {rows}."
-            for rows in self.changed_config.values()
-        )
+    def tokens(self) -> int:
+        """How many tokens the merged model embeds; 0 if it has no embedding."""
+        return self._shape_of(self._table)[0] if self._table in self._tensors else 0
 
     def weight_name(self, path: str, embeds: bool = False) -> str:
         """Returns the name of the weight at a path of the adapter, under MindFormers' names."""
@@ -245,8 +281,8 @@ class _Merging:
 
     def tensor(self, name: str) -> OutputTensor:
         """Returns the tensor that is written instead of the base's tensor ``name``."""
-        info = self.base.tensors[name]
-        rows = functools.partial(self.base.read_rows, name)
+        info = self._tensors[name]
+        rows = functools.partial(self._read_rows, name)
         if name in self._saved_modules:
             rows = functools.partial(self._replaced, name)
         if name in self._rows:
@@ -261,6 +297,9 @@ class _Merging:
         errors = {name: max(pairs) for name, pairs in self._found.items() if pairs}
         return max(errors.items(), key=lambda item: item[1], default=("", (0.0, 0.0)))
 
+    def _read_rows(self, name, begin, end):
+        return self.base.read_rows(self._table if name == self._new_head else name, begin, end)
+
     def _factors_of(self, path):
         """Returns the matrices whose product is added to a weight: one pair, or one for the rows of each expert."""
         left, right = factors(*self.adapter.pair(path), path in self.adapter.embeddings)
@@ -269,7 +308,7 @@ class _Merging:
 
     def _merged(self, name, own_rows, begin, end):
         path = self._pairs[name]
-        dtype = self.base.tensors[name].dtype
+        dtype = self._tensors[name].dtype
         left, right = self._factors(path)
         magnitude = self.adapter.row_norms(path)
         weight = to_float32(own_rows(begin, end))
@@ -298,7 +337,7 @@ class _Merging:
 
     def _replaced(self, name, begin, end):
         array = self._saved_modules[name]
-        dtype = self.base.tensors[name].dtype
+        dtype = self._tensors[name].dtype
         # A copy, because a pair is added to it in place.
         part = array[begin:end].copy() if array.shape else array
         with np.errstate(over="ignore"):
@@ -312,21 +351,25 @@ class _Merging:
 
     def _with_rows(self, name, begin, end):
         """Returns rows of an embedding, some of them the adapter's (PEFT's trainable_token_indices)."""
-        table = self.base.read_rows(name, begin, end)
+        table = self._read_rows(name, begin, end)
         _, (indices, rows) = self._rows[name]
         inside = (indices >= begin) & (indices < end)
         table[indices[inside] - begin] = from_float32(to_float32(rows[inside]), table.dtype)
         return table
 
     def _base_weight(self, path):
-        base_name = self._own[f"{path}.weight"]
-        return to_float32(self.base.read_rows(base_name, 0, self.base.tensors[base_name].shape[0]))
+        return to_float32(self._whole(f"{path}.weight"))
+
+    def _whole(self, name: str) -> np.ndarray:
+        """Returns a tensor of the base, by its name under MindFormers' names."""
+        base_name = self._own[name]
+        return self._read_rows(base_name, 0, self._tensors[base_name].shape[0])
 
     def _cell_shapes(self, kv_heads: Optional[int]) -> Dict[str, CellShape]:
         """Returns what matching needs to know about the base's cells, by their paths under MindFormers' names."""
         shapes = {}
         for name, base_name in self._own.items():
-            shape = self.base.tensors[base_name].shape
+            shape = self._tensors[base_name].shape
             experts = names.is_expert_weight(name)
             if experts or name.endswith(".weight"):
                 path = name.removesuffix(".weight")
@@ -334,24 +377,8 @@ class _Merging:
         return shapes
 
     def _check_names(self):
-        tied = self._is_tied()
-        if tied:
-            tied_embeddings.settle(self.adapter, self.source, self.base.path, MergeError)
         expected = [self.weight_name(path) for path in self.adapter.paths] + list(self.adapter.saved_modules)
         expected += [self.weight_name(path, True) for path in self.adapter.token_rows]
-        embeddings = [path for path in self.adapter.paths if path in self.adapter.embeddings]
-        if embeddings and self.base.config.get("tie_word_embeddings") is True:
-            raise MergeError(
-                f"{self.source} changes {', '.join(embeddings)}, and {self.base.path} has tied embeddings, "
-                "so the output head would change too. Save the base with lm_head.weight and "
-                "tie_word_embeddings: false first."
-            )
-        if self._head in expected and tied:
-            raise MergeError(
-                f"{self.source} changes lm_head, and {self.base.path} has no output head of its own: its "
-                "embeddings are tied, so a change of the head would change the input embedding too. Save "
-                "the base with lm_head.weight and tie_word_embeddings: false first."
-            )
         absent = [name for name in expected if name not in self._own]
         if absent:
             raise UnexpectedTensorsError(
@@ -360,8 +387,32 @@ class _Merging:
                 "adapter was trained on."
             )
 
-    def _is_tied(self) -> bool:
-        return self.base.config.get("tie_word_embeddings") is True or self._head not in self._own
+    def _settle_head(self):
+        """Gives the head of a base with tied embeddings a table of its own, if PEFT has two with this adapter."""
+        head = self.base.architecture.head_weight(LEGACY)
+        is_tied = self.base.config.get("tie_word_embeddings", head not in self._own)
+        if not is_tied or self._table not in self.base.tensors:
+            return
+        tied_embeddings.complete_pairs(self.adapter)
+        if not tied_embeddings.unties(self.adapter):
+            tied_embeddings.drop_equal_head(self.adapter)
+            return
+        self._new_head = self.base.architecture.head_weight(self.base.world)
+        self._own[head] = self._new_head
+        self._tensors[self._new_head] = self.base.tensors[self._table]
+
+    def _check_base(self, kv_heads: Optional[int], on_base_mismatch: str) -> List[str]:
+        """Compares the base with the one that the adapter was trained on; as check_trained_base."""
+        weights = {}
+        for name in self._own:
+            path, _, leaf = name.rpartition(".")
+            if names.is_expert_weight(name) or leaf in ("weight", *_TABLES):
+                weights[name if names.is_expert_weight(name) else path] = name
+        shapes = {path: self._tensors[self._own[name]].shape for path, name in weights.items()}
+        read = {path: functools.partial(self._whole, name) for path, name in weights.items()}
+        return check_trained_base(
+            self.adapter, self.source, shapes, lambda path: read[path](), kv_heads, on_base_mismatch
+        )
 
     def _check_pair(self, name, path):
         adapter = self.adapter
@@ -382,10 +433,10 @@ class _Merging:
 
     def _shape_of(self, name):
         """Returns the shape that a tensor of the base will have."""
-        return self._grown.get(name, self.base.tensors[name].shape)
+        return self._grown.get(name, self._tensors[name].shape)
 
     def _check_rows(self, name, path, indices, rows):
-        shape = self.base.tensors[name].shape
+        shape = self._tensors[name].shape
         if rows.shape[1:] != shape[1:] or indices.size and indices.max() >= shape[0]:
             raise ShapeMismatchError(
                 f"{name} is {list(shape)} in the base, and {self.source} holds rows {', '.join(map(str, indices[:9]))} "
@@ -395,20 +446,26 @@ class _Merging:
     def _check_saved_module(self, name, array):
         if array.shape != self._shape_of(name):
             raise ShapeMismatchError(
-                f"{name} is {list(self.base.tensors[name].shape)} in the base and {list(array.shape)} in "
+                f"{name} is {list(self._tensors[name].shape)} in the base and {list(array.shape)} in "
                 f"{self.source}. It belongs to another model: give the base that the adapter was trained on."
             )
 
     def _check_dtypes(self):
         wrong = [
-            f"{name} ({dtype_name(self.base.tensors[name].dtype)})"
+            f"{name} ({dtype_name(self._tensors[name].dtype)})"
             for name in (*self._pairs, *self._saved_modules, *self._rows)
-            if self.base.tensors[name].dtype not in FLOATS
+            if self._tensors[name].dtype not in FLOATS
         ]
+        is_loftqs = (self.adapter.fingerprint or {}).get("quantization") == "loftq"
         if wrong:
+            advice = "Merge into the original checkpoint and quantize the result."
+            if is_loftqs:
+                advice = (
+                    f"{self.source} is LoftQ's, for such a base alone, and has no merged form: train it and serve it "
+                    "on the quantized base."
+                )
             raise MergeError(
-                f"{self.base.path} stores {examples(wrong)}: an adapter cannot be added to quantized "
-                "weights. Merge into the original checkpoint and quantize the result."
+                f"{self.base.path} stores {examples(wrong)}: an adapter cannot be added to quantized weights. {advice}"
             )
 
 

@@ -19,7 +19,7 @@ from mindlora.config.variants.registry import PYNATIVE_INITIAL
 from mindlora.errors import CheckpointError
 from mindlora.formats import ckpt_file, step_folder
 from mindlora.formats.safetensors_file import TensorFile, TensorInfo
-from mindlora.models import names, registry
+from mindlora.models import bare, names, registry
 from mindlora.models.architecture import HF, LEGACY, MCORE, Architecture
 from mindlora.numerics.nf4 import split_name
 
@@ -73,6 +73,8 @@ class BaseCheckpoint:
             has them (see mindlora.base.mcore_view).
         expert_heights (dict): Name of an expert weight of such a checkpoint -> rows of each expert.
         adapter_tensors (list of str): The adapter's tensors in such a step. They are in no other attribute.
+        bare_prefix (str): What the names in the files lack before them, if they are a bare model's: "model." of
+            layers.0...; "" of any other.
         training_state (list of str): Tensors that are not the model's: the state of an optimizer and of a run, which
             MindFormers' CheckpointMonitor saves with the model. They are in no other attribute.
 
@@ -109,6 +111,7 @@ class BaseCheckpoint:
                 self._check_unchanged()
             for name in (*self.training_state, *self.adapter_tensors):
                 del self._file_of[name]
+            self._complete_names()
             self.architecture = names.architecture_of(self.tensors)
             self.world = detect_world(self.path, self.tensors, self.architecture)
             config = os.path.join(self.folder, CONFIG)
@@ -124,12 +127,14 @@ class BaseCheckpoint:
     @functools.cached_property
     def tensors(self) -> Dict[str, TensorInfo]:
         """Name of a tensor -> TensorInfo."""
-        return {name: self.files[file].tensors[name] for name, file in self._file_of.items()}
+        return {name: self.files[file].tensors[self._stored[name]] for name, file in self._file_of.items()}
 
     @property
     def left_out(self) -> List[str]:
-        """A note about training_state for reports, or nothing."""
+        """Notes for reports: of names that were completed, of training_state, and of an adapter's tensors."""
         notes = []
+        if self.bare_prefix:
+            notes.append(f"Its names are a bare model's (AutoModel's): read with {self.bare_prefix!r} before them.")
         if self.training_state:
             state = self.training_state
             notes.append(f"Left out, as training's and not the model's: {len(state)} tensors: {examples(state)}.")
@@ -148,7 +153,7 @@ class BaseCheckpoint:
 
     def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
         """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row."""
-        return self.files[self._file_of[name]].read_rows(name, begin, end)
+        return self.files[self._file_of[name]].read_rows(self._stored[name], begin, end)
 
     def companions(self) -> List[str]:
         """Returns the paths of the configuration and the tokenizer in the same folder."""
@@ -172,6 +177,12 @@ class BaseCheckpoint:
                 f"{self.path} holds {examples(initial)}: lora_init of its run, pissa or olora, has changed the base, "
                 "which is not the model's any more. Give the base that the run has loaded."
             )
+
+    def _complete_names(self):
+        """Gives the tensors of a bare model, such as AutoModel's layers.0..., the names of the model with a head."""
+        self.bare_prefix = bare.missing_prefix(self._file_of)
+        self._stored = {bare.with_prefix(name, self.bare_prefix): name for name in self._file_of}
+        self._file_of = {name: self._file_of[stored] for name, stored in self._stored.items()}
 
     def _add(self, file):
         twice = [name for name in self.files[file].tensors if name in self._file_of]

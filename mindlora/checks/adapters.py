@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import warnings
 from typing import Any, Dict, Iterator, List, Mapping, Optional
 
 from mindlora.checks.finding import Finding, error
@@ -10,6 +11,7 @@ from mindlora.checks.key_ranges import named_items, setting
 from mindlora.checks.mcore import is_mcore
 from mindlora.checks.model import model_name
 from mindlora.checks.pet_config import PetLoraConfig
+from mindlora.checks.targets import check_targets
 from mindlora.checks.training import WRAPPER, train_step
 from mindlora.common.fields import NOT_NEGATIVE, check_number
 from mindlora.common.run_modes import TRAINING_MODES
@@ -50,6 +52,10 @@ OF_ADAPTER = (
     *("LoraCheckpoint", "LossCurve", "RunReport"),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
+# Temporary names beside a folder are longer than its own, and file systems take 255 bytes.
+_LONGEST_NAME = 100
+# What else the folder of a run holds in which each adapter has one of its name, in any case of letters.
+_TAKEN_NAMES = ("adapters.json", "comparison.json", "comparison.html", "checkpoint", "log", "strategy")
 # Keys of nodes that a run with several adapters reads.
 _KNOWN_KEYS = {
     "runner_wrapper": ("type", "scale_sense", "use_clip_grad", "max_grad_norm"),
@@ -95,8 +101,9 @@ def trained_adapters(pet_config: PetLoraConfig) -> List[TrainedAdapter]:
             "adapters must be a list of nodes, one for each adapter, such as '- {name: small, lora_rank: 8}'."
         )
     adapters = [_adapter(pet_config, dict(node), number) for number, node in enumerate(nodes, 1)]
-    names = [adapter.name for adapter in adapters]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    # Some file systems keep no two names that differ in the case of letters.
+    names = [adapter.name.lower() for adapter in adapters]
+    twice = sorted({adapter.name for adapter in adapters if names.count(adapter.name.lower()) > 1})
     if twice:
         raise ConfigError(f"adapters has the name {twice[0]!r} twice: each adapter has a folder of that name.")
     return adapters
@@ -116,6 +123,13 @@ def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> Tr
         raise ConfigError(
             f"{where}: name is {name!r}, but it must be the name of a folder: letters, digits and . _ = + - only."
         )
+    if len(name) > _LONGEST_NAME:
+        raise ConfigError(
+            f"{where}: name has {len(name)} characters, and a folder is called like it: choose one of "
+            f"{_LONGEST_NAME} at most."
+        )
+    if name.lower() in _TAKEN_NAMES:
+        raise ConfigError(f"{where}: name is {name!r}, which the run writes beside the adapters. Choose another one.")
     rate = node.pop("learning_rate", None)
     if rate is not None:
         check_number(rate, f"{where}: learning_rate", NOT_NEGATIVE)
@@ -126,6 +140,34 @@ def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> Tr
         return TrainedAdapter(name, dataclasses.replace(pet_config, adapters=None, **node), rate, data, node)
     except LoraError as refusal:
         raise ConfigError(f"{where}: {refusal}") from refusal
+
+
+def check_cells(config: Mapping[str, Any], pet_config: PetLoraConfig) -> List[Finding]:
+    """Returns what check_targets says of pet_config, or of each of its adapters.
+
+    What it says of all of them is there once; anything else begins with the names of the adapters that it is of.
+    """
+    if not pet_config.adapters:
+        return check_targets(config, pet_config.for_network())
+    # The warnings about values that they share have been given for pet_config.
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        try:
+            adapters = trained_adapters(pet_config)
+        except ConfigError:
+            # check_adapters says what is wrong.
+            return []
+    names_by_finding: Dict[Finding, List[str]] = {}
+    for adapter in adapters:
+        for finding in check_targets(config, adapter.config.for_network()):
+            names_by_finding.setdefault(finding, []).append(adapter.name)
+    findings = []
+    for finding, names in names_by_finding.items():
+        if len(names) < len(adapters):
+            of_adapters = f"Adapter{'s' if len(names) > 1 else ''} {', '.join(names)}: {finding.found}"
+            finding = dataclasses.replace(finding, found=of_adapters)
+        findings.append(finding)
+    return findings
 
 
 def check_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:

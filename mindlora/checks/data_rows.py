@@ -1,6 +1,5 @@
 """Do the rows of the data suit the model: their length, their tokens, their padding."""
 
-import math
 import os
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -8,14 +7,14 @@ import numpy as np
 
 from mindlora.checks.finding import Finding, error, warning
 from mindlora.checks.invocation import check_invocation_in_rows
-from mindlora.checks.key_ranges import setting
-from mindlora.checks.mcore import is_mcore
+from mindlora.checks.mcore import is_mcore, model_config_of
 from mindlora.checks.model import architecture_of
 from mindlora.checks.training import callbacks_of
 from mindlora.common.fields import COUNT
 from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.token_ids import IGNORE_TOKEN_ID, ignore_token_id
 from mindlora.common.yaml_file import PET, value_at
-from mindlora.formats.mindrecord_files import mindrecord_files, row_count
+from mindlora.formats.mindrecord_files import mindrecord_files
 
 Data = Union[str, Sequence[str]]
 Row = Dict[str, np.ndarray]
@@ -23,11 +22,12 @@ Row = Dict[str, np.ndarray]
 FirstRows = Callable[[str, int], Iterator[Row]]
 # The column in which packed rows say which token begins an example.
 BOUNDARY = "boundary"
+# seq_length of an mcore model whose YAML does not say it.
+_MCORE_LENGTH = 4096
 # So many rows of a file are looked at: a file of millions would take minutes.
 _ROWS = 200
 # A row that ends in fewer equal tokens which do not count may be none that was padded.
 _PADDED = 4
-_IGNORED = -100
 
 
 def data_of(dataset: Optional[Mapping[str, Any]]) -> Optional[Data]:
@@ -45,12 +45,12 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
     Data that is not there is passed over (check_files names it), and so is data that is no MindRecord. ``first_rows``
     reads the first rows of a MindRecord.
     """
-    model = value_at(config, "model.model_config")
+    model = _model_of(config)
     if model.get("seq_length") not in COUNT:
         return
     train = data_of(config.get("train_dataset"))
     if config.get("run_mode") in TRAINING_MODES:
-        yield from _check_batch(config, train, first_rows)
+        yield from _check_columns(config, train, first_rows)
         yield from _check_labels(config, train, first_rows)
         for where, callback in callbacks_of(config, "HeldOutLoss"):
             folder = callback.get("dataset_dir")
@@ -61,13 +61,13 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
     for where, rows, lengths in _sets(config, first_rows):
         if rows:
             yield from _check_set(where, rows, lengths, model)
-            yield from check_invocation_in_rows(where, rows, model, model.get("ignore_token_id", _IGNORED))
+            yield from check_invocation_in_rows(where, rows, model, ignore_token_id(model))
 
 
 def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[str, List[Row], Sequence[int]]]:
     """Yields where the YAML names data that the run reads, its first rows, and how many tokens a row may have."""
     training = config.get("run_mode") in TRAINING_MODES
-    lengths = _lengths(config)
+    lengths = row_lengths(config)
     if training:
         yield "train_dataset", _rows_of(data_of(config.get("train_dataset")), first_rows), lengths
         for number, adapter in enumerate(value_at(config, f"{PET}.adapters") or ()):
@@ -75,7 +75,7 @@ def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[st
             if isinstance(own, str) and os.path.exists(own):
                 yield f"{PET}.adapters[{number}].data", _rows_of(own, first_rows), lengths
     if config.get("run_mode") == "eval" or (training and config.get("do_eval")):
-        length = value_at(config, "model.model_config.seq_length")
+        length = _model_of(config)["seq_length"]
         evaluated = lengths if _takes_shifted_labels(config) else (length, length + 1)
         yield "eval_dataset", _rows_of(data_of(config.get("eval_dataset")), first_rows), evaluated
     for where, callback in callbacks_of(config, "HeldOutLoss") if training else ():
@@ -96,14 +96,20 @@ def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, List[str]]]:
             yield where, files
 
 
-def _lengths(config: Mapping[str, Any]) -> Sequence[int]:
+def _model_of(config: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns the keys of the model: of an mcore model also those of the folder that describes it."""
+    return {"seq_length": _MCORE_LENGTH, **model_config_of(config)} if is_mcore(config) else model_config_of(config)
+
+
+def row_lengths(config: Mapping[str, Any]) -> Sequence[int]:
     """Returns how many tokens the rows that the model trains on may have."""
-    length = value_at(config, "model.model_config.seq_length")
+    model = _model_of(config)
+    length = model["seq_length"]
     if _takes_shifted_labels(config):
         # Those of MindFormers' glm4_preprocess.py lack one.
         return length - 1, length
     # The other legacy models predict each token of a row of N + 1 from those before it.
-    sliced = value_at(config, "model.model_config.input_sliced_sig") or is_mcore(config)
+    sliced = model.get("input_sliced_sig") or is_mcore(config)
     return (length, length + 1) if sliced else (length + 1,)
 
 
@@ -155,7 +161,7 @@ def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mappi
             f"{where}: the rows hold token {largest}, and model_config.vocab_size is {vocabulary}: the data was "
             "converted with the tokenizer of another model, or vocab_size is not this model's.",
         )
-    padding = _padding(rows, model.get("ignore_token_id", _IGNORED))
+    padding = _padding(rows, ignore_token_id(model))
     declared = model.get("pad_token_id")
     if isinstance(declared, int) and padding not in (None, declared):
         yield error(
@@ -170,7 +176,7 @@ def _check_labels(config: Mapping[str, Any], data: Optional[Data], first_rows: F
     rows = _rows_of(data, first_rows, "labels")
     columns = value_at(config, "train_dataset.input_columns")
     left_out = columns and "labels" not in ([columns] if isinstance(columns, str) else columns)
-    if data and left_out and any(_IGNORED in row["labels"] for row in rows):
+    if data and left_out and any(IGNORE_TOKEN_ID in row["labels"] for row in rows):
         yield warning(
             "train_dataset.input_columns",
             f"train_dataset.input_columns leaves out labels, by which {mindrecord_files(data)[0]} says which tokens "
@@ -192,15 +198,15 @@ def _are_unshifted(rows: List[Row]) -> bool:
     counted = 0
     for row in rows:
         if len(row["labels"]) == len(row["input_ids"]):
-            mask = row["labels"] != _IGNORED
+            mask = row["labels"] != IGNORE_TOKEN_ID
             if not np.array_equal(row["labels"][mask], row["input_ids"][mask]):
                 return False
             counted += int(mask.sum())
     return counted > 0
 
 
-def _check_batch(config: Mapping[str, Any], data: Optional[Data], first_rows: FirstRows) -> Iterator[Finding]:
-    """Yields why the files make no batch: columns that they do not have, or too few rows for one."""
+def _check_columns(config: Mapping[str, Any], data: Optional[Data], first_rows: FirstRows) -> Iterator[Finding]:
+    """Yields an error if train_dataset names columns that the files do not have."""
     dataset = config.get("train_dataset") or {}
     files = mindrecord_files(data) if data else []
     row = next(first_rows(files[0], 1), None) if files else None
@@ -215,31 +221,6 @@ def _check_batch(config: Mapping[str, Any], data: Optional[Data], first_rows: Fi
             f"{', '.join(sorted(row))}.",
             "Name columns that it has.",
         )
-    batch = setting(config, "runner_config.batch_size")
-    steps = setting(config, "runner_config.gradient_accumulation_steps")
-    if batch not in COUNT or steps not in COUNT or not dataset.get("drop_remainder", True):
-        return
-    available = min(_rows_up_to(batch * steps, files), dataset["data_loader"].get("num_samples") or math.inf)
-    if available < batch * steps:
-        yield error(
-            "train_dataset",
-            f"train_dataset has {available} rows, and a step needs {batch * steps} (runner_config.batch_size {batch}, "
-            f"gradient_accumulation_steps {steps}).",
-            "Lower batch_size, or give more data.",
-        )
-
-
-def _rows_up_to(enough: int, files: Sequence[str]) -> float:
-    """Returns how many rows the files have; once there are enough, the other files, perhaps thousands, stay closed."""
-    total = 0
-    for file in files:
-        rows = row_count(file)
-        if rows is None:
-            return math.inf
-        total += rows
-        if total >= enough:
-            break
-    return total
 
 
 def _padding(rows: List[Row], ignored: int) -> Optional[int]:

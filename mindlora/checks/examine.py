@@ -2,8 +2,9 @@
 
 from typing import Any, Iterator, List, Mapping, Optional
 
-from mindlora.checks.adapters import check_adapters
+from mindlora.checks.adapters import check_adapters, check_cells
 from mindlora.checks.base_weights import check_base_weights
+from mindlora.checks.batches import check_batches
 from mindlora.checks.classifiers import check_classifier
 from mindlora.checks.cpu import check_cpu
 from mindlora.checks.data_rows import FirstRows, check_rows
@@ -15,10 +16,10 @@ from mindlora.checks.key_ranges import check_keys, check_run_mode, check_shape
 from mindlora.checks.mcore import check_mcore
 from mindlora.checks.memory import check_memory_options
 from mindlora.checks.model import at, language_model
-from mindlora.checks.parallel import check_sharded, check_sizes
+from mindlora.checks.packing import check_packing
+from mindlora.checks.parallel import check_dataset_strategy, check_sharded, check_sizes
 from mindlora.checks.pet_config import check_pet_config
 from mindlora.checks.preference import check_preference, check_preference_rows
-from mindlora.checks.targets import check_targets
 from mindlora.checks.training import check_training
 from mindlora.errors import ConfigError, LoraError
 
@@ -38,7 +39,7 @@ def check_settings(config: Mapping[str, Any]) -> List[Finding]:
         findings += check_adapters(config)
         findings += check_classifier(config)
         findings += check_invocation(config)
-        findings += check_sharded(config)
+        findings += [*check_sharded(config), *check_dataset_strategy(config), *check_packing(config)]
     return [*findings, *check_run_mode(config), *at(key, check_pet_config(model)[1])]
 
 
@@ -51,7 +52,7 @@ def check_run(config: Mapping[str, Any]) -> List[Finding]:
         model, key = language_model(config)
         lora = check_pet_config(model)[0]
         if lora is not None and not errors([*check_mcore(model), *check_keys(config)]):
-            findings += at(key, [*check_targets(model, lora.for_network()), *check_dtypes(model, lora)])
+            findings += at(key, [*check_cells(model, lora), *check_dtypes(model, lora)])
         return [*findings, *check_cpu(config), *check_memory_options(config)]
     except ConfigError as refusal:
         return [error("pretrained_model_dir", str(refusal))]
@@ -63,7 +64,7 @@ def check_contents(config: Mapping[str, Any], first_rows: Optional[FirstRows] = 
     ``first_rows`` reads the first rows of a MindRecord; without it, the data is not looked at.
     """
     findings: List[Finding] = []
-    checks: List[Iterator[Finding]] = [check_quantized_base(config), check_base_weights(config)]
+    checks: List[Iterator[Finding]] = [check_quantized_base(config), check_base_weights(config), check_batches(config)]
     if first_rows is not None:
         checks += [check_rows(config, first_rows), check_preference_rows(config, first_rows)]
     for check in checks:

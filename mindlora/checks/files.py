@@ -1,5 +1,6 @@
 """Do the files that a YAML names exist, and are they of the right form: base, adapter, data, tokenizer."""
 
+import dataclasses
 import os
 from typing import Any, Iterator, List, Mapping, Optional, Tuple
 
@@ -14,6 +15,19 @@ from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.formats.safetensors_file import TensorFile
 
 _TOKENIZER_FILES = ("vocab_file", "tokenizer_file", "merges_file")
+# Keys that name a file or a folder which MindFormers reads, wherever a run trains, evaluates or predicts.
+_READ = (
+    *("src_strategy_path_or_dir", "parallel.strategy_ckpt_load_file", "parallel.strategy_ckpt_config.load_file"),
+    *("context.ascend_config.parallel_speed_up_json_path", f"{PET}.adapter_path"),
+)
+# Below train_dataset and eval_dataset, the keys that name what MindFormers' loaders read; some may name a data set of a
+# hub instead.
+_READ_BY_LOADERS = (
+    *(f"tokenizer.{name}" for name in _TOKENIZER_FILES),
+    *("data_loader.annotation_file", "data_loader.dataset_files", "data_loader.data_files"),
+    *("data_loader.dataset_path", "data_loader.path"),
+)
+_DATA_ENDINGS = (".json", ".jsonl", ".txt", ".csv", ".tsv", ".parquet", ".arrow")
 
 
 def base_of(config: Mapping[str, Any]) -> Tuple[str, Optional[str]]:
@@ -37,18 +51,31 @@ def check_files(config: Mapping[str, Any], complete: bool = False) -> Iterator[F
     ``complete`` says that the command line is in ``config``, so that a file which nothing names is missing.
     """
     yield from _check_base(config, complete)
-    if config.get("run_mode") in TRAINING_MODES:
+    training = config.get("run_mode") in TRAINING_MODES
+    evaluating = config.get("run_mode") == "eval" or bool(config.get("do_eval"))
+    if training:
         yield from _check_data(config, "train", complete)
-    if config.get("run_mode") == "eval" or config.get("do_eval"):
+    if evaluating:
         yield from _check_data(config, "eval", complete)
-    yield from check_path(config, f"{PET}.adapter_path")
+    for key in (*_READ, *(("pretrained_model_dir",) if base_of(config)[0] != "pretrained_model_dir" else ())):
+        yield from check_path(config, key)
+    if isinstance(value_at(config, "context.affinity_config"), str):
+        yield from check_path(config, "context.affinity_config")
     for name in _TOKENIZER_FILES:
-        yield from check_path(config, f"processor.tokenizer.{name}")
+        for finding in check_path(config, f"processor.tokenizer.{name}"):
+            # Training alone does not read it, but what comes after it will.
+            yield finding if evaluating or not training else dataclasses.replace(finding, severity="warning")
 
 
 def _check_base(config: Mapping[str, Any], complete: bool) -> Iterator[Finding]:
     key, path = base_of(config)
     if not path:
+        if complete and config.get("auto_trans_ckpt"):
+            yield error(
+                "auto_trans_ckpt",
+                "auto_trans_ckpt is True, and there is no checkpoint to transform: load_checkpoint is empty.",
+                "Pass --load_checkpoint, or --auto_trans_ckpt False.",
+            )
         if value_at(config, PET) and not config.get("pretrained_model_dir"):
             fault = "No path is set: the base under the adapter has random weights."
             yield Finding("warning" if complete else "note", key, fault, f"Set it, or pass --{key}.")
@@ -122,7 +149,17 @@ def _check_data(config: Mapping[str, Any], kind: str, complete: bool) -> Iterato
     if not loader:
         yield error(key, "The node is missing, so the run has no data.", "Name the data in it.")
         return
-    if loader.get("type") != "MindDataset" or loader.get("dataset_files"):
+    for name in _READ_BY_LOADERS:
+        unread = name.startswith("tokenizer.") and loader.get("type") == "MindDataset"
+        if not unread and _names_files(value_at(config, f"{kind}_dataset.{name}")):
+            yield from check_path(config, f"{kind}_dataset.{name}")
+    if loader.get("type") == "BlendedMegatronDatasetDataLoader":
+        yield from _check_prefixes(config, f"{key}.config.data_path")
+    if loader.get("type") != "MindDataset":
+        if _names_files(loader.get("dataset_dir")):
+            yield from check_path(config, f"{key}.dataset_dir", f"--{kind}_dataset_dir")
+        return
+    if loader.get("dataset_files"):
         return
     key = f"{key}.dataset_dir"
     path = loader.get("dataset_dir")
@@ -138,14 +175,48 @@ def _check_data(config: Mapping[str, Any], kind: str, complete: bool) -> Iterato
         )
 
 
+def _check_prefixes(config: Mapping[str, Any], key: str) -> Iterator[Finding]:
+    """Yields an error for each prefix of Megatron's files, without .bin and .idx, that names none."""
+    paths = value_at(config, key)
+    # A list has weights between the prefixes.
+    for prefix in paths if isinstance(paths, list) else [paths]:
+        if isinstance(prefix, str) and not _is_number(prefix) and not os.path.isfile(f"{prefix}.idx"):
+            yield error(
+                key,
+                f"{prefix}.idx does not exist (the current folder is {os.getcwd()}).",
+                "Name Megatron's files without their ending.",
+            )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _names_files(value: Any) -> bool:
+    """Returns whether a value names files, and no data set of a hub, no address and no pattern of names."""
+    names = value if isinstance(value, list) else [value]
+    for name in names:
+        if not isinstance(name, str) or "*" in name or "://" in name:
+            return False
+        if not name.startswith((".", "/")) and not name.endswith((*_DATA_ENDINGS, ".mindrecord", ".model")):
+            return False
+    return True
+
+
 def check_path(config: Mapping[str, Any], key: str, flag: str = "", effect: str = "") -> List[Finding]:
     """Returns a finding if the path at ``key`` does not exist, or if it is empty and that has an ``effect``."""
     path = value_at(config, key)
     if not path:
         return [note(key, f"No path is set: {effect}.", f"Set it, or pass {flag}.")] if effect else []
-    if not isinstance(path, str):
+    paths = path if isinstance(path, list) else [path]
+    if not all(isinstance(each, str) for each in paths):
         return [error(key, f"The value is {path!r}, which is not a path.", "Write a path.")]
-    if os.path.exists(path):
+    missing = [each for each in paths if not os.path.exists(each)]
+    if not missing:
         return []
-    advice = f"Correct the path{f', or pass {flag}' if flag else ''}."
-    return [error(key, f"{path} does not exist (the current folder is {os.getcwd()}).", advice)]
+    advice = f"Correct the path{f', or pass {flag}' if flag else ', or remove the key'}."
+    return [error(key, f"{missing[0]} does not exist (the current folder is {os.getcwd()}).", advice)]

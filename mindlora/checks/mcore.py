@@ -14,11 +14,11 @@ from mindlora.common.yaml_file import PET, value_at
 from mindlora.errors import ConfigError
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture
+from mindlora.models.decoder_sizes import decoder_sizes
 
 _ROUTER = "decoder.layers.0.mlp.router.weight"
 # What the network that serves mcore models computes: key of model_config -> the value that it must have, if any.
 _SERVED_KEYS: Dict[str, Any] = {
-    "compute_dtype": "float32",
     "hidden_act": "silu",
     "rope_scaling": None,
     "add_bias_linear": False,
@@ -26,6 +26,9 @@ _SERVED_KEYS: Dict[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "n_shared_experts": 0,
 }
+# What it computes in on a device: first what to set.
+_SERVED_DTYPES = {"CPU": ("float32",), "Ascend": ("bfloat16", "float16")}
+_HEAD_DIM_STEP = 16
 _HELP = "docs/mcore.md says which mcore models train with adapters."
 
 
@@ -42,6 +45,16 @@ def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
     mode = config.get("run_mode")
     trained = registry.trained_mcore_classes().values()
     architecture = registry.by_model_type(family)
+    folder = config.get("pretrained_model_dir")
+    if family is None and folder and not os.path.isfile(os.path.join(folder, "config.json")):
+        yield error(
+            "pretrained_model_dir",
+            f"use_legacy is False, and the model is to be described by pretrained_model_dir: {folder}, where there is "
+            f"no config.json (the current folder is {os.getcwd()}).",
+            "Name the folder of the model, with --pretrained_model_dir, or the model in model.model_config."
+            "architectures, with its sizes.",
+        )
+        return
     if architecture is None or family not in trained:
         yield error(
             "use_legacy",
@@ -99,18 +112,28 @@ def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
             "Merge the adapter into the base (mindlora merge), and serve that with vLLM or MindFormers.",
         )
         return
-    if value_at(config, "context.device_target") != "CPU":
+    target = value_at(config, "context.device_target") or "Ascend"
+    if target not in _SERVED_DTYPES:
         yield error(
             "context.device_target",
-            f"mindlora serves {architecture.title}, an mcore model (use_legacy: False), on a CPU alone.",
-            "Set --device_target CPU, or serve it with vLLM (docs/serving.md, Moving to vLLM).",
+            f"context.device_target is {target}, and mindlora serves {architecture.title} on {listed(_SERVED_DTYPES)}.",
+            "Set --device_target Ascend or --device_target CPU.",
         )
-    changes = list(_served_changes(config, architecture))
+        return
+    changes = list(_served_changes(config, architecture, target))
     if changes:
-        yield error("model.model_config", "This model cannot be served.", f"Set: {'; '.join(changes)}.")
+        yield error("model.model_config", f"This model cannot be served on {target}.", f"Set: {'; '.join(changes)}.")
+    head_dim = decoder_sizes(architecture, model_config_of(config)).head_dim
+    if target == "Ascend" and head_dim % _HEAD_DIM_STEP:
+        yield error(
+            "model.model_config.head_dim",
+            f"model.model_config.head_dim is {head_dim}: MindSpore's PagedAttention on Ascend takes multiples of "
+            f"{_HEAD_DIM_STEP}.",
+            "Serve this model on a CPU: --device_target CPU.",
+        )
 
 
-def _served_changes(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
+def _served_changes(config: Mapping[str, Any], architecture: Architecture, target: str) -> Iterator[str]:
     model_config = model_config_of(config)
     rotary = architecture.rotary
     needs = {"position_embedding_type": "rope", "partial_rotary_factor": 1.0, **_SERVED_KEYS}
@@ -122,9 +145,12 @@ def _served_changes(config: Mapping[str, Any], architecture: Architecture) -> It
         yield f"model.model_config.rope_theta: {rope['rope_theta']} (found in rope_parameters, which is not read)"
     for key, needed in {**needs, "rotary_interleaved": rotary.interleaved}.items():
         found = model_config.get(key)
-        found = dtype_name(found, key) if found is not None and key == "compute_dtype" else found
         if found not in (None, needed):
             yield f"model.model_config.{key}: {'null' if needed is None else needed} (found {found})"
+    computed = model_config.get("compute_dtype")
+    dtypes = _SERVED_DTYPES[target]
+    if computed is not None and dtype_name(computed, "compute_dtype") not in dtypes:
+        yield f"model.model_config.compute_dtype: {dtypes[0]} (found {computed})"
 
 
 def _check_base(config: Mapping[str, Any]) -> Iterator[Finding]:

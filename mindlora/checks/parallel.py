@@ -8,12 +8,15 @@ from mindlora.checks.key_ranges import setting
 from mindlora.checks.training import callbacks_of
 from mindlora.common.fields import COUNT
 from mindlora.common.run_modes import SHARDING_MODES, TRAINING_MODES
+from mindlora.common.text import shown
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config.variants.registry import VARIANTS
 from mindlora.config.variants.variant import SHARDED
 from mindlora.numerics import initializers
 
 PARALLEL = ("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage")
+# Loaders of MindFormers' from whose columns it makes the strategy of the data.
+STRATEGIC_LOADERS = ("HFDataLoader", "CommonDataLoader", "BlendedMegatronDatasetDataLoader")
 _ADVICE = "Correct one of the two."
 
 
@@ -124,6 +127,45 @@ def check_sharded(config: Mapping[str, Any]) -> Iterator[Finding]:
                 "Start from the adapter with pet_config.adapter_path, or resume with resume_training from what "
                 "CheckpointMonitor saved.",
             )
+
+
+def check_dataset_strategy(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields what MindFormers refuses in how a run divides its data among devices, or MindSpore when it compiles."""
+    strategy = value_at(config, "parallel.dataset_strategy")
+    reads_all = value_at(config, "parallel.full_batch") is not False
+    # These loaders take a strategy whatever full_batch says, and make one of their own where there is none.
+    by_loader = value_at(config, "train_dataset.data_loader.type") in STRATEGIC_LOADERS
+    if not is_sharded(config) or config.get("run_mode") not in TRAINING_MODES:
+        return
+    if reads_all and not (by_loader and isinstance(strategy, list)) or by_loader and strategy is None:
+        return
+    data = setting(config, "parallel_config.data_parallel")
+    columns = value_at(config, "train_dataset.input_columns")
+    count = len(columns) if isinstance(columns, list) else 0
+    # A mask of MindFormers' loaders is [batch, 1, N, N]; the other columns are [batch, N].
+    needed = [[data, 1, 1, 1] if column == "attention_mask" else [data, 1] for column in columns or ("", "")]
+    advice = f"Set it to {needed} (--parallel.dataset_strategy '{needed}'), or parallel.full_batch: True."
+    if not isinstance(strategy, list) or not all(isinstance(part, list) and part for part in strategy):
+        yield error(
+            "parallel.dataset_strategy",
+            f"parallel.full_batch is False, and dataset_strategy is {shown(strategy)}, but it must be a list that says "
+            "how each input column is divided.",
+            advice,
+        )
+    elif strategy[0][0] != data:
+        yield error(
+            "parallel.dataset_strategy",
+            f"parallel_config.data_parallel is {data}, and parallel.dataset_strategy divides the rows by "
+            f"{strategy[0][0]}: {shown(strategy)}.",
+            advice,
+        )
+    elif count and len(strategy) != count:
+        yield error(
+            "parallel.dataset_strategy",
+            f"parallel.dataset_strategy divides {len(strategy)} input columns, and train_dataset.input_columns has "
+            f"{count}: {', '.join(map(str, columns))}.",
+            advice,
+        )
 
 
 def cut_by(config: Mapping[str, Any]) -> Optional[Tuple[str, Any, Any]]:

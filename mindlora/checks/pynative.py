@@ -8,12 +8,15 @@ import re
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mindlora.adapters.adapter import ALPHA
+from mindlora.checks.batches import rows_up_to
+from mindlora.checks.data_rows import data_of
 from mindlora.checks.files import check_path
 from mindlora.checks.finding import Finding, error, errors, note, warning
 from mindlora.checks.pynative_cells import adaptable_cells, network_of, select
 from mindlora.checks.pynative_checkpoint import check_checkpoint
 from mindlora.common.fields import COUNT
 from mindlora.common.text import examples, shown, suggestion
+from mindlora.common.yaml_file import value_at
 from mindlora.numerics import initializers
 
 # The first two numbers of MindFormers' version.
@@ -54,7 +57,7 @@ def check_pynative(config: Mapping[str, Any], version: Version = None) -> List[F
     misshapen = list(_check_shape(config))
     if misshapen:
         return misshapen
-    findings = list(_check_checkpoint_keys(config, version))
+    findings = [*_check_checkpoint_keys(config, version), *_check_rows(config)]
     lora = config.get("lora_config")
     if lora is None:
         return findings
@@ -114,6 +117,21 @@ def _check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
     for key in ("model", "checkpoint", "optimizer", "lora_config", "pet_config"):
         if config.get(key) is not None and not isinstance(config[key], Mapping):
             yield error(key, f"{key} is {shown(config[key])}; it must be a mapping of keys to values.")
+
+
+def _check_rows(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error if the data has too few rows for a micro-batch, so that the trainer would have none."""
+    data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
+    batch = value_at(config, "training.local_batch_size")
+    if data is None or batch not in COUNT or value_at(config, "train_dataset.drop_remainder") is False:
+        return
+    rows = rows_up_to(batch, data)
+    if rows < batch:
+        yield error(
+            "train_dataset",
+            f"train_dataset has {rows} rows, and a micro-batch needs {batch} (training.local_batch_size).",
+            "Lower local_batch_size, or give more data.",
+        )
 
 
 def _check_lora(lora: Mapping[str, Any]) -> Iterator[Finding]:

@@ -172,6 +172,12 @@ def _merge_options(parser):
         metavar="N",
         help="number of key-value heads, if base or adapter has w_qkv (default: from the base's config.json)",
     )
+    parser.add_argument(
+        "--on-base-mismatch",
+        choices=("error", "warn", "ignore"),
+        default="error",
+        help="what to do if the adapter says that it was trained on another base (default: error)",
+    )
     add_allow_pickle(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, _merge)
@@ -203,6 +209,7 @@ def _merge(arguments: argparse.Namespace) -> Any:
             overwrite=arguments.overwrite,
             progress=bar,
             outtype=arguments.outtype or gguf_file.F16,
+            on_base_mismatch=arguments.on_base_mismatch,
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Te
 from mindlora.cli.engine import add_answer_options, loaded_engine, read_answer_options, remove_log, say, start
 from mindlora.cli.verb import Verb
 from mindlora.common.interrupts import Interrupts
+from mindlora.common.text import near_word
 from mindlora.errors import AdapterNotFoundError, LoraError, RequestError
 
 if TYPE_CHECKING:
@@ -169,8 +170,8 @@ class _Commands:
         name, _, argument = line[1:].strip().partition(" ")
         command = self._table.get(name)
         if command is None:
-            near = difflib.get_close_matches(name, self._table, n=1)
-            meant = f" Did you mean /{near[0]}?" if near else ""
+            near = near_word(name, self._table)
+            meant = f" Did you mean /{near}?" if near else ""
             raise RequestError(
                 f"There is no command /{name}.{meant} Type /help for all, or a space before the slash to send it."
             )

@@ -5,6 +5,7 @@ import os
 from typing import TYPE_CHECKING
 
 from mindlora.cli.verb import Verb, add_command
+from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.errors import DataError
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _add_conversion_options(parser):
     parser.add_argument(
         "--ignore-token-id",
         type=int,
-        default=-100,
+        default=IGNORE_TOKEN_ID,
         metavar="ID",
         help="ignore_token_id of the model, the label that does not count in the loss (default: -100)",
     )

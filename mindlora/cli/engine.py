@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 _SIZES: Tuple[Tuple[str, str], ...] = (
     ("seq-length", "tokens of a prompt and its answer together (default: the YAML's)"),
     ("slots", "adapters on the device at once"),
-    ("max-rank", "the largest rank of an adapter (default: 64)"),
+    (
+        "max-rank",
+        "the largest rank of an adapter (default: 64; of generate, chat and eval that of --adapter if larger)",
+    ),
     ("adapter-memory", "bytes of host memory for adapters that are not on the device (default: 2 GiB)"),
     ("block-size", "tokens in a block of the key-value cache (default: 16)"),
     ("num-blocks", "blocks of the cache (default: enough for all running requests at their longest)"),
@@ -215,11 +218,14 @@ def build(
     registry: "AdapterRegistry",
     model_name: Optional[str] = None,
     defaults: Optional[Dict[str, int]] = None,
+    chosen: Sequence[str] = (),
 ) -> "Engine":
     """Returns the engine that a command line describes, not started.
 
     Callers name the base ``model_name``, or as the YAML does; ``defaults`` has fields of EngineSettings where the
-    command line gives none. Raises LoraError if a setting is wrong, or a file cannot be read.
+    command line gives none; ``chosen`` are the adapters that are known to be used.
+
+    Raises LoraError if a setting is wrong, or a file cannot be read.
     """
     check_source(arguments)
     prepare_imports()
@@ -233,7 +239,8 @@ def build(
         import_mindformers()
         from mindlora.plugin.serve import build_engine
 
-        return build_engine(config, overrides, arguments.tokenizer or arguments.model, registry, sizes, model_name)
+        tokenizer = arguments.tokenizer or arguments.model
+        return build_engine(config, overrides, tokenizer, registry, sizes, model_name, chosen)
 
 
 def prepare_imports() -> None:
@@ -273,7 +280,7 @@ def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: D
         prepare_imports()
         import_mindformers()
         with _warnings_on_screen():
-            engine = build(arguments, adapters.registry, defaults=defaults)
+            engine = build(arguments, adapters.registry, defaults=defaults, chosen=adapters.chosen)
             for name in adapters.chosen:
                 engine.adapters.memory.load(name)
             say(f"loaded in {time.monotonic() - begin:.0f} s")

@@ -48,7 +48,7 @@ class HarnessModel(TemplateLM):
         self.adapter: Optional[str] = next(iter(adapters.chosen), None)
         # Not for longer: lm-eval prints its tables to standard output.
         with log_elsewhere(arguments.verbose):
-            self.engine = build(arguments, adapters.registry, defaults={"slots": 1})
+            self.engine = build(arguments, adapters.registry, defaults={"slots": 1}, chosen=adapters.chosen)
             start(self.engine)
         # lm-eval does not say when it is done.
         atexit.register(self.engine.stop)

@@ -26,22 +26,37 @@ def _doctor_options(parser):
         metavar="REPORT",
         help="first keep what scripts/verify_npu.sh measured on an NPU, here or elsewhere: its report.json or folder",
     )
+    parser.add_argument(
+        "--ascend",
+        action="store_true",
+        help="compile each YAML without an error too, as the first and the last rank of its devices, and take two "
+        "steps without launching a kernel: MindSpore's own Ascend backend does it in minutes, without an NPU and "
+        "without data (x86-64 Linux, MindSpore's wheel with the Ascend plugin, g++)",
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="compile for N devices (default: those that the YAML is for)"
+    )
     add_command(parser, _doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> "DoctorReport":
     from mindlora import doctor
+    from mindlora.errors import ConfigError
 
+    if arguments.devices is not None and not arguments.ascend:
+        raise ConfigError("--devices says for how many devices a YAML is compiled: add --ascend.")
     with warnings.catch_warnings():
         # Other packages warn while MindFormers is imported; mindlora's own warnings are in the report.
         warnings.simplefilter("ignore")
         if arguments.adopt is not None:
             doctor.adopt_choices(arguments.adopt)
-        return doctor.examine(arguments.yamls)
+        return doctor.examine(arguments.yamls, arguments.ascend, arguments.devices)
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = f"{parser.description} The exit code is 1 if the run does not fit --memory."
+    parser.description = (
+        f"{parser.description} The exit code is 1 if the run does not fit --memory, or fails in --verify."
+    )
     parser.add_argument(
         "yaml",
         metavar="YAML",
@@ -53,6 +68,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--devices", default="1,2,4,8", metavar="N,N", help="numbers of devices to plan for (default: 1,2,4,8)"
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="ask MindSpore's own planner too: its Ascend backend compiles the run on stand-ins for CANN, without an "
+        "NPU and without data, in minutes (x86-64 Linux, MindSpore's wheel with the Ascend plugin, g++)",
     )
     parser.set_defaults(overrides=[])
     add_command(parser, _plan)
@@ -68,7 +89,7 @@ def _plan(arguments: argparse.Namespace) -> "PlanReport":
         devices = [int(count) for count in arguments.devices.split(",")]
     except ValueError as error:
         raise ConfigError(f"--devices is {arguments.devices!r}: it must be numbers such as 1,2,4,8.") from error
-    return make_plan(arguments.yaml, arguments.overrides, memory, devices)
+    return make_plan(arguments.yaml, arguments.overrides, memory, devices, arguments.verify)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Values of a YAML from the command line: --a.b.c VALUE, and the flags of mindlora-run that set a key."""
 
 import json
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import shown, suggestion
+from mindlora.common.yaml_file import PET
 from mindlora.errors import ConfigError
 
 
@@ -114,7 +115,7 @@ CLOSED_NODES: Dict[str, Tuple[str, ...]] = {
     ),
     "swap_config": ("swap", "layer_swap", "op_swap", "default_prefetch"),
 }
-# Nodes that MindFormers makes where a YAML lacks them, in every run mode and in training.
+# Nodes that MindFormers makes where a YAML lacks them, in every run mode and in training. A pet_config is made too.
 _NODES = ("runner_config", "context", "parallel", "trainer", "model", "moe_config", "parallel_config")
 _TRAINING_NODES = (
     *("recompute_config", "swap_config", "runner_wrapper", "optimizer", "lr_schedule", "metric", "train_dataset"),
@@ -205,40 +206,80 @@ def read_value(text: str) -> Any:
     return text
 
 
-def set_key(config: Dict[str, Any], key: str, value: Any, source: str, create: bool = False) -> None:
+def set_key(
+    config: Dict[str, Any],
+    key: str,
+    value: Any,
+    source: str,
+    create: bool = False,
+    nodes: Optional[Sequence[str]] = None,
+) -> None:
     """Sets the value at a dotted key, whose parents must exist; raises ConfigError if there is no such key.
 
-    An item of a list is named by its number, counted from 0, or by its ``type``. With ``create``, a key that
-    MindFormers does not know may be made.
+    An item of a list is named by its number, counted from 0, or by its ``type``. A value with keys becomes a node of
+    the kind that it stands in: MindFormers reads those of its own configurations by attribute.
+
+    Args:
+        config (dict): The content of a YAML, or MindFormers' configuration of it; it is changed in place.
+        key (str): The dotted key.
+        value: What it is set to.
+        source (str): What a message names: the option with which the key was given.
+        create (bool): Whether a key that MindFormers does not know may be made.
+        nodes (sequence of str): Nodes that are made where the YAML lacks them. Default: those of graph mode.
     """
     *parents, leaf = key.split(".")
-    if parents and config.get(parents[0]) is None and parents[0] in _nodes_made(config):
-        config[parents[0]] = {}
+    made = _nodes_made(config) if nodes is None else nodes
     node: Any = config
     for depth, name in enumerate(parents):
         where = ".".join(parents[:depth]) or "the YAML"
         if isinstance(node, list):
             node = _item(node, name, where, source)
-        else:
-            node = _child(node, name, where, source)
+            continue
+        if isinstance(node, dict) and node.get(name) is None and ".".join(parents[: depth + 1]) in made:
+            node[name] = type(node)()
+        node = _child(node, name, where, source)
     parent = ".".join(parents)
     if not isinstance(node, dict):
         raise ConfigError(f"{source}: {parent} is {shown(node)} and has no keys. Name a node that has.")
+    if not create and key not in made:
+        _check_leaf(node, parent, leaf, source)
+    if not create:
+        for name in value if isinstance(value, dict) else ():
+            _check_leaf({}, key, name, source)
+    node[leaf] = _as_node(value, type(node))
+
+
+def _check_leaf(node: Mapping[str, Any], parent: str, leaf: str, source: str) -> None:
+    """Raises ConfigError if all keys of the node at ``parent`` are known, and ``leaf`` is none of them."""
     keys = {*node, *CLOSED_NODES.get(parent, ())}
-    if parent in CLOSED_NODES and not create and leaf not in keys:
+    if parent in CLOSED_NODES and leaf not in keys:
         where = parent or "the YAML"
         raise ConfigError(f"{source}: '{leaf}' is not a key of {where}.{suggestion(leaf, sorted(keys))}")
-    node[leaf] = value
+
+
+def _as_node(value: Any, kind: Type[Dict[str, Any]]) -> Any:
+    """Returns a node, with the nodes below it, as dictionaries of one kind; items of a list stay as they are.
+
+    So MindFormers makes its configuration of a YAML.
+    """
+    if not isinstance(value, dict) or kind is dict:
+        return value
+    node = kind()
+    for name, item in value.items():
+        node[name] = _as_node(item, kind)
+    return node
 
 
 def _nodes_made(config: Dict[str, Any]) -> Tuple[str, ...]:
-    return (*_NODES, *_TRAINING_NODES) if config.get("run_mode") in TRAINING_MODES else _NODES
+    nodes = (*_NODES, PET)
+    return (*nodes, *_TRAINING_NODES) if config.get("run_mode") in TRAINING_MODES else nodes
 
 
 def _child(node: Any, name: str, where: str, source: str) -> Any:
     if not isinstance(node, dict) or node.get(name) is None:
         keys = ", ".join(sorted(map(str, node))) if isinstance(node, dict) else "nothing"
-        raise ConfigError(f"{source}: '{name}' is not a key of {where}, which has: {keys}. Correct the key.")
+        advice = f"Write --{PET}." if name == PET.rpartition(".")[2] else "Correct the key."
+        raise ConfigError(f"{source}: '{name}' is not a key of {where}, which has: {keys}. {advice}")
     return node[name]
 
 

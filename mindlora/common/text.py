@@ -2,7 +2,16 @@
 
 import difflib
 import math
-from typing import Dict, Iterable, List, Sequence, Tuple
+import re
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+
+# One of two words may be a misspelling of the other if they share this much of their letters, and this much of those
+# of the pieces in which they differ; if they share almost all, it is.
+_NEAR, _NEAR_PIECES, _ALMOST_EQUAL = 0.6, 0.65, 0.9
+# So many words with much in common are compared piece by piece.
+_COMPARED = 20
+# The words and numbers that a name is made of, in CamelCase or with anything between them.
+_PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
 def listed(paths: Iterable[str]) -> str:
@@ -52,10 +61,40 @@ def _numbered(shape: str, columns: List[List[int]]) -> str:
 
 
 def suggestion(word: str, known: List[str]) -> str:
-    """Returns the end of an error message: the nearest known word, and all known words."""
-    near = difflib.get_close_matches(word, known, n=1)
-    meant = f" Did you mean '{near[0]}'?" if near else ""
+    """Returns the end of an error message: the nearest known word if one is near, and all known words."""
+    near = near_word(word, known)
+    meant = f" Did you mean '{near}'?" if near else ""
     return f"{meant} Known: {', '.join(sorted(known))}."
+
+
+def near_word(word: str, known: Iterable[str]) -> Optional[str]:
+    """Returns the known word of which ``word`` may be a misspelling, the nearest if there are several, or None."""
+    spellings = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(word.lower(), spellings, n=_COMPARED, cutoff=_NEAR)
+    return next((spellings[each] for each in near if _differ_in_spelling(word, spellings[each])), None)
+
+
+def _differ_in_spelling(word: str, other: str) -> bool:
+    """Returns whether two words that have much in common are near where they differ.
+
+    What two names share says little if many names end so: InternLMForCausalLM is no misspelt Qwen3ForCausalLM. Numbers
+    tell versions apart: Qwen2 is no misspelt Qwen3.
+    """
+    if re.findall(r"\d+", word) != re.findall(r"\d+", other):
+        return False
+    first, second = _PIECES.findall(word), _PIECES.findall(other)
+    for end in (0, -1):
+        while first and second and first[end].lower() == second[end].lower():
+            del first[end], second[end]
+    if not first and not second:
+        return True
+    if not first or not second:
+        # One has a whole word more: rank is short for lora_rank; Glm4Moe is another model than Glm4.
+        shorter, longer = sorted((word.lower(), other.lower()), key=len)
+        return longer.startswith(shorter) or longer.endswith(shorter)
+    if difflib.SequenceMatcher(None, word.lower(), other.lower()).ratio() >= _ALMOST_EQUAL:
+        return True
+    return difflib.SequenceMatcher(None, "".join(first).lower(), "".join(second).lower()).ratio() >= _NEAR_PIECES
 
 
 def shown(value: object) -> str:

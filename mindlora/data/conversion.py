@@ -18,11 +18,11 @@ import numpy as np
 from tqdm import tqdm
 
 from mindlora.common.text import first_ten
+from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.sources import Layout
 from mindlora.errors import DataError
 
-IGNORE_TOKEN_ID = -100
 T = TypeVar("T")
 
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from mindlora.common import atomic
 from mindlora.common.json_files import write_json
+from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
-from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Examples, UnusableRow
+from mindlora.data.conversion import DataReport, Examples, UnusableRow
 from mindlora.data.pipeline import Settings, convert_examples
 from mindlora.data.sources import Layout
 from mindlora.errors import DataError

@@ -9,9 +9,9 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 
 from mindlora.common import atomic
+from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.conversion import (
-    IGNORE_TOKEN_ID,
     DataReport,
     Encoded,
     Examples,

@@ -9,11 +9,12 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
+from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.chat import ChatExamples
 from mindlora.data.chat_template import ChatTemplate, encode_spans, left_out, read_template
 from mindlora.data.conversations import Conversation, texts_of
-from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Encoded, UnusableRow, all_parts
+from mindlora.data.conversion import DataReport, Encoded, UnusableRow, all_parts
 from mindlora.data.packing import Boundary, best_fit, join
 from mindlora.data.pipeline import Settings, convert_examples
 from mindlora.data.preferences import LAYOUT, Preference, read_preference

@@ -5,8 +5,9 @@ from typing import Any, Iterator, List, Optional, Sequence
 
 import numpy as np
 
+from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
-from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Encoded, RowFormat, check_seq_length, progress
+from mindlora.data.conversion import DataReport, Encoded, RowFormat, check_seq_length, progress
 from mindlora.data.files import CHARACTERS_PER_CALL, pieces, read_text
 from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord, write_rows
 from mindlora.errors import DataError

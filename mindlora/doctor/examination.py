@@ -5,7 +5,7 @@ import importlib.util
 import io
 import os
 import tempfile
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from mindlora.checks.examine import check_contents, check_run
 from mindlora.checks.files import check_files
@@ -14,21 +14,36 @@ from mindlora.checks.key_ranges import check_names, check_shape
 from mindlora.checks.pynative import Version, check_pynative, is_pynative
 from mindlora.common.mindformers_version import mindformers_version, release
 from mindlora.common.yaml_file import read_merged, read_yaml
+from mindlora.doctor.ascend import not_tried, try_on_ascend
 from mindlora.doctor.installation import check_import, examine_machine, is_installed
 from mindlora.doctor.operators import examine_operators
 from mindlora.doctor.report import DoctorReport, YamlReport
 from mindlora.errors import ConfigError, LoraError
 
 
-def examine(yaml_paths: Sequence[str] = ()) -> DoctorReport:
+def examine(yaml_paths: Sequence[str] = (), on_ascend: bool = False, devices: Optional[int] = None) -> DoctorReport:
     """Examines this machine, and complete MindFormers YAMLs, without building their networks.
 
     The report's ``exit_code`` is 1 if the machine or a YAML has an error.
+
+    Args:
+        yaml_paths (sequence of str): The YAMLs.
+        on_ascend (bool): Whether those without an error are compiled too, by MindSpore's own Ascend backend, which
+            takes minutes and needs no NPU. Default: False.
+        devices (int, optional): For how many devices they are compiled. Default: None, those that a YAML is for.
+
+    Raises:
+        InstallationError: ``on_ascend``, and the backend cannot run on this machine.
     """
     items, findings = examine_machine()
     operators, problems = examine_operators() if is_installed("MindSpore") else ([], [])
-    yamls = tuple(YamlReport(path, tuple(check_yaml(path))) for path in yaml_paths)
-    return DoctorReport((*items, *operators), (*findings, *problems), yamls)
+    yamls = []
+    for path in yaml_paths:
+        of_yaml = check_yaml(path)
+        if on_ascend:
+            of_yaml += [not_tried(of_yaml)] if errors(of_yaml) else try_on_ascend(read_yaml(path), devices)
+        yamls.append(YamlReport(path, tuple(worst_first(of_yaml))))
+    return DoctorReport((*items, *operators), (*findings, *problems), tuple(yamls))
 
 
 def check_yaml(path: str) -> List[Finding]:

@@ -3,6 +3,7 @@
 from typing import Any, Dict, Optional
 
 from mindlora.checks.cpu import cpu_keys
+from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.drafts.folder import ModelFolder
 from mindlora.errors import ConfigError
 
@@ -48,7 +49,7 @@ def model_nodes(folder: ModelFolder, device: str, seq_length: int) -> Dict[str, 
         "bos_token_id": folder.ids.bos,
         "eos_token_id": folder.ends,
         "pad_token_id": folder.ids.pad,
-        "ignore_token_id": -100,
+        "ignore_token_id": IGNORE_TOKEN_ID,
         **_dtypes(legacy, device),
     }
     if folder.ids.bos is None:

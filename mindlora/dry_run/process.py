@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from typing import Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.dry_run.plugin_needs import mindspore_folder
 from mindlora.dry_run.stand_ins import StandIns, stand_ins
@@ -43,8 +43,8 @@ class Finished(NamedTuple):
     returncode: int
     output: str
     peak_bytes: Optional[int]
-    reserved_bytes: Optional[int] = None
-    on_cpu: Tuple[str, ...] = ()
+    reserved_bytes: Optional[int]
+    on_cpu: Tuple[str, ...]
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
     timeout: Optional[float] = None,
     environment: Optional[Mapping[str, str]] = None,
 ) -> Finished:
-    """Runs a Python program in MindSpore's dry run: graphs are compiled, planned and sharded, and no kernel is launched.
+    """Runs a Python program in MindSpore's dry run: graphs are compiled, planned and sharded; no kernel is launched.
 
     Args:
         program: The path of a .py file or the name of a module, such as mindlora.plugin.launcher.
@@ -89,14 +89,11 @@ def start(
 ) -> Finished:
     """Runs a program on the stand-ins ``made``; the arguments are those of run."""
     with tempfile.TemporaryDirectory(prefix="mindlora-dry-run-") as scratch:
-        report, graphs = os.path.join(scratch, "report.json"), os.path.join(scratch, "graphs")
-        options = ["--soc-library", made.soc, "--report", report, *(["--values"] if values else [])]
-        # MindSpore writes each graph as it is built for the device, and no other stage of it.
-        saved = {"MS_DEV_SAVE_GRAPHS": "1", "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_SAVE_GRAPHS_PATH": graphs}
+        first, variables = prepare(made, scratch, values)
         process = subprocess.Popen(
-            [sys.executable, "-m", "mindlora.dry_run.child", *options, *command],
+            [sys.executable, *first, *command],
             cwd=folder,
-            env={**_environment(made), **saved, **environment},
+            env={**variables, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -111,14 +108,36 @@ def start(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        peak = None
-        if os.path.exists(report):
-            with open(report, encoding="utf-8") as file:
-                peak = json.load(file)["peak_bytes"]
-        on_cpu = tuple(_on_cpu(pathlib.Path(graphs)))
+        return finish(process.returncode, output, scratch)
+
+
+def prepare(made: StandIns, scratch: str, values: bool) -> Tuple[List[str], Dict[str, str]]:
+    """Returns what comes before a program on Python's command line, and the variables of its process.
+
+    Args:
+        made: The stand-ins.
+        scratch: An empty folder, which finish reads.
+        values: Whether weights are initialized.
+    """
+    options = ["--soc-library", made.soc, "--report", _report(scratch), *(["--values"] if values else [])]
+    # MindSpore writes each graph as it is built for the device, and no other stage of it.
+    graphs = {"MS_DEV_SAVE_GRAPHS": "1", "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_SAVE_GRAPHS_PATH": scratch}
+    return ["-m", "mindlora.dry_run.child", *options], {**_environment(made), **graphs}
+
+
+def finish(returncode: int, output: str, scratch: str) -> Finished:
+    """Returns what a program left that was prepared with the folder ``scratch``."""
+    peak = None
+    if os.path.exists(_report(scratch)):
+        with open(_report(scratch), encoding="utf-8") as file:
+            peak = json.load(file)["peak_bytes"]
     with_fragments = _WITH_FRAGMENTS.findall(output)
     reserved = int(with_fragments[-1]) << 20 if with_fragments else None
-    return Finished(process.returncode, output, peak, reserved, on_cpu)
+    return Finished(returncode, output, peak, reserved, tuple(_on_cpu(pathlib.Path(scratch))))
+
+
+def _report(scratch: str) -> str:
+    return os.path.join(scratch, "report.json")
 
 
 def _on_cpu(folder: pathlib.Path) -> Iterator[str]:

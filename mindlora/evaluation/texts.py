@@ -7,8 +7,8 @@ from typing import Any, Dict, Iterator, List, Sequence
 import numpy as np
 
 from mindlora.checks.data_rows import BOUNDARY
+from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
-from mindlora.data.conversion import IGNORE_TOKEN_ID
 from mindlora.data.files import bare_name, pieces, read_text
 from mindlora.data.sources import Layout, read_inputs
 from mindlora.errors import DataError

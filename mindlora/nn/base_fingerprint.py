@@ -6,19 +6,13 @@ from typing import Callable, Container, Dict, Iterable, Mapping, Optional, Tuple
 import numpy as np
 from mindspore import nn
 
-from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_elements_of_rows, sampled_paths
-from mindlora.adapters.joined_pairs import joined_weight
-from mindlora.models import names
-from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowLayout
+from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
+from mindlora.adapters.joined_fingerprint import mcore_path, sample_of_joined
+from mindlora.models.joined_rows import RowLayout
 from mindlora.nn.nf4 import matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells, weight_of
 from mindlora.numerics.pair_shapes import is_expert_stack
-
-# The orders of rows in which MindFormers' mcore models train, as use_contiguous_weight_layout_attention and
-# use_interleaved_weight_layout_mlp ask for them: name of a joined cell -> its layout, if not its record's.
-_QKV, _GATE_UP = {"linear_qkv": QueryKeyValueInTurn()}, {"linear_fc1": PartAfterPart()}
-ROW_ORDERS: Tuple[Mapping[str, RowLayout], ...] = ({}, _QKV, _GATE_UP, {**_QKV, **_GATE_UP})
 
 
 def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optional[dict]:
@@ -84,25 +78,20 @@ def joined_fingerprints_of(
         layouts (mapping): Name of a joined cell in mcore -> the order of its rows, where it is not the record's.
         packed (mapping): Adapter path -> shape of W, of the quantized weights; [experts * in, out] of experts.
     """
-    trained = {path: _mcore_path(path) for path in weights}
+    trained = {path: mcore_path(path) for path in weights}
     forms = {trained[path]: "nf4" for path in packed}
     widths = {trained[path]: shape[1] for path, shape in packed.items()}
     shapes: Dict[str, Tuple[int, ...]] = {}
     samples: Dict[str, np.ndarray] = {}
-    for mcore_path in dict.fromkeys(trained.values()):
-        parts = [weights[path] for path in trained if trained[path] == mcore_path]
+    for path in dict.fromkeys(trained.values()):
+        parts = [weights[cell] for cell in trained if trained[cell] == path]
         if is_expert_stack(parts[0]):
             experts, rows, columns = parts[0].shape
-            shapes[mcore_path] = (experts * columns, rows)
-            samples[mcore_path] = sampled_elements(parts[0].swapaxes(1, 2))
+            shapes[path] = (experts * columns, rows)
+            samples[path] = sampled_elements(parts[0].swapaxes(1, 2))
             continue
-        shapes[mcore_path] = (sum(map(len, parts)), widths.get(mcore_path, parts[0].shape[1]))
-        if len(parts) == 1:
-            samples[mcore_path] = sampled_elements(parts[0])
-            continue
-        numbers = np.split(np.arange(shapes[mcore_path][0]), np.cumsum([len(part) for part in parts])[:-1])
-        order = joined_weight(mcore_path, numbers, kv_heads, layouts.get(mcore_path.rpartition(".")[2]))
-        samples[mcore_path] = sampled_elements_of_rows(parts, order)
+        shapes[path] = (sum(map(len, parts)), widths.get(path, parts[0].shape[1]))
+        samples[path] = sample_of_joined(path, parts, kv_heads, layouts)
 
     def fingerprint(paths: Iterable[str]) -> dict:
         chosen = {trained[path] for path in paths}
@@ -113,12 +102,6 @@ def joined_fingerprints_of(
         )
 
     return fingerprint
-
-
-def _mcore_path(path: str) -> str:
-    """Returns the path in mcore of the cell that computes what the one at ``path`` does."""
-    legacy = names.to_mindformers(path)
-    return names.to_mcore(names.joined_path(legacy) or legacy)
 
 
 def _described(shapes, samples, forms):

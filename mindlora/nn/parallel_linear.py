@@ -5,6 +5,7 @@ MindFormers shards by layouts and which runs in graph mode alone.
 """
 
 import functools
+import math
 from typing import Any, Optional, Tuple, Type
 
 from mindspore import Parameter, Tensor, nn, ops
@@ -56,7 +57,9 @@ class ParallelLowRank(nn.Cell):
         scattered = "cp_tp" if row and cell.sequence_parallel else gathered
         out = "tp" if type(cell) is layers.ColumnParallelLinear else "None"
         if self.dropout is not None:
-            self.dropout.dropout.shard((layout(gathered, "dp", "tp" if row else "None"),))
+            # By numbers: MindSpore's Dropout, which returns its mask too, takes no Layout.
+            axes = (gathered, "dp", "tp" if row else "None")
+            self.dropout.dropout.shard((tuple(_parts(cell.config, axis) for axis in axes),))
         self.mul.shard((layout(scattered, "dp", "None"), layout("None")))
         self.sum.shard((layout(scattered, "dp", out), layout(scattered, "dp", out)))
 
@@ -66,6 +69,17 @@ class ParallelLowRank(nn.Cell):
             x = self.dropout(x)
         scale = self.cast(functional.tuple_to_array((scale,)), x.dtype)
         return self.sum(y, self.b_product(self.mul(self.a_product(x, a), scale), b))
+
+
+def _parts(config: Any, axis: str) -> int:
+    """Returns into how many parts an axis of a Layout, such as "cp_tp", divides an axis of a tensor."""
+    sizes = {
+        "cp": config.context_parallel_size,
+        "dp": config.data_parallel_size,
+        "tp": config.tensor_model_parallel_size,
+        "None": 1,
+    }
+    return math.prod(sizes[name] or 1 for name in axis.split("_"))
 
 
 def _product_types(cell) -> Tuple[type, type]:

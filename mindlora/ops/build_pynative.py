@@ -13,6 +13,8 @@ from mindlora.ops.ascend_pynative import MODULE, NAME, age_problem
 from mindlora.ops.build import SOURCES
 
 SOURCE = os.path.join(SOURCES, "ascendc_common", "pynative.cc")
+# MindSpore's own flags name the plugin before anything that needs it, and many linkers drop such a library.
+_FLAGS = "-Wl,--no-as-needed -l:libmindspore_ascend.so.2"
 
 
 def build() -> str:
@@ -29,7 +31,8 @@ def build() -> str:
         raise RuntimeError(f"{SOURCE} is missing: build in a checkout of mindlora.")
     os.makedirs(os.path.dirname(MODULE), exist_ok=True)
     with tempfile.TemporaryDirectory(dir=os.path.dirname(MODULE)) as folder:
-        os.replace(CustomOpBuilder(NAME, SOURCE, backend="Ascend", build_dir=folder).build(), MODULE)
+        builder = CustomOpBuilder(NAME, SOURCE, backend="Ascend", ldflags=_FLAGS, build_dir=folder)
+        os.replace(builder.build(), MODULE)
     return MODULE
 
 

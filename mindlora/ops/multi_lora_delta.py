@@ -48,14 +48,15 @@ class MultiLoraDelta(OperatorCell):
         - **scales** (Tensor) - Shape [slots], float32.
         - **indices** (Tensor) - Shape [at least tokens], int32: those after the tokens are not looked at, so that a
           server can keep a Parameter of one size. An index beyond the last slot is an error on the cpu path; on the
-          composed one, which cannot raise, its row is NaN.
+          ascend and composed ones, which cannot raise, its row is NaN.
 
     Outputs:
         Tensor [..., N] of the dtype of y0, with the axes of x.
 
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
-        RuntimeError: A shape, rank or index is wrong (raised by MindSpore or by the kernel, which names it).
+        RuntimeError: A shape is wrong, or on the cpu path a rank or an index (raised by MindSpore or by the kernel,
+            which names it).
 
     Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent
     LoRA Adapters, 2023.
@@ -87,7 +88,7 @@ class MultiLoraDelta(OperatorCell):
         """The same on the other paths. On the composed one y0 may have a wider dtype than x, and so has the result."""
         shape = x.shape[:-1] + (y0.shape[-1],)
         x = ops.reshape(self.wide(x), (-1, x.shape[-1]))
-        indices = ops.slice(indices, (0,), (x.shape[0],))
+        # The kernel takes more indices than tokens: each linear cell of a step would cut them for itself.
         multiply = self.kernel if self.path == "ascend" else self.composed
         return ops.cast(ops.reshape(multiply(y0, x, pool, ranks, scales, indices), shape), y0.dtype)
 
@@ -95,6 +96,7 @@ class MultiLoraDelta(OperatorCell):
         """The equation in plain operators. It copies a whole slot for every row, so it is not meant to be fast."""
         slots, max_rank, _ = pool.shape
         in_channels = x.shape[1]
+        indices = ops.slice(indices, (0,), (x.shape[0],))
         slot = ops.clamp(indices, 0, slots - 1)
         # Unused elements are replaced rather than multiplied by zero, which would let NaN through.
         used = ops.expand_dims(ops.arange(0, max_rank, 1, dtype=mstype.int32), 0) < ops.expand_dims(ranks[slot], 1)

@@ -41,7 +41,8 @@ class MultiLoraLinear(OperatorCell):
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient
             is asked for.
-        RuntimeError: A shape, rank or index is wrong (raised by MindSpore or by the kernel, which names it).
+        RuntimeError: A shape is wrong, or on the cpu path a rank or an index (raised by MindSpore or by the kernel,
+            which names it).
 
     Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023.
     """

@@ -34,16 +34,18 @@ class MultiLoraSlotWrite(OperatorCell):
           are ranks and scales: they must be Parameters.
         - **ranks** (Parameter) - Shape [slots], int32.
         - **scales** (Parameter) - Shape [slots], float32.
-        - **slot** (Tensor) - Shape [1], int32.
+        - **slot** (Tensor) - Shape [1], int32. One beyond the pool is an error on the cpu path; on the ascend one, which
+          cannot raise, nothing is written.
         - **packed** (Tensor) - Shape [r, K + N] with r up to max_rank, dtype of pool: see pack_adapter.
         - **scale** (Tensor) - One number, float32.
 
     Outputs:
-        Tensor [1], int32: the slot that was written.
+        Tensor [1], int32: the slot that was written; -1 if none was.
 
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
-        RuntimeError: A shape, rank or slot is wrong (raised by MindSpore or by the kernel, which names it).
+        RuntimeError: A shape or rank is wrong, or on the cpu path a slot (raised by MindSpore or by the kernel, which
+            names it).
 
     Source: Sheng et al., S-LoRA: Serving Thousands of Concurrent LoRA Adapters, 2023.
     """

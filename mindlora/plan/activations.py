@@ -14,6 +14,8 @@ from mindlora.config.weights import Weight
 from mindlora.errors import ConfigError
 from mindlora.models.names import role_of
 from mindlora.plan.division import Division
+from mindlora.plan.fragments import LayerTensors
+from mindlora.plan.loss_tensors import LossTensors, loss_tensors
 from mindlora.plan.run import Run, layer_of
 from mindlora.plan.units import bytes_of
 
@@ -23,8 +25,6 @@ _GATES = ("w1", "w3", "w_gate_hidden")
 _EXPERTS = ("weight1", "weight2")
 # What select_recompute: True means in MindFormers' legacy models.
 _SELECTED = (r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu")
-# The loss of MindFormers holds this many float32 tensors of the logits' shape at its widest point.
-LOSS_TENSORS = 4
 
 
 class Recomputation(NamedTuple):
@@ -41,6 +41,9 @@ class Recomputation(NamedTuple):
     def skips(self, layer: int, path: str) -> bool:
         """Tells whether what the operator at ``path`` below a layer makes is computed again, and not kept."""
         return any(layer in layers and _matches(pattern, path) for pattern, layers in self.operators.items())
+
+
+NOTHING_RECOMPUTED = Recomputation(frozenset(), {})
 
 
 def read_recomputation(config: Dict[str, Any], division: Division, count: int) -> Recomputation:
@@ -185,7 +188,7 @@ class Activations:
         self.compute = bytes_of(run.compute_dtype)
         self.norm = bytes_of(run.dtype("layernorm_compute_type", "float32"))
         self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
-        self.is_legacy = "use_flash_attention" in run.model or run.model.get("type") == "LlamaConfig"
+        self.is_legacy = run.architecture.legacy
         # mindlora's operators for training on a CPU: mindlora/plugin/graph/cpu_llama.py.
         self.has_cpu_operators = run.on_cpu and run.model.get("type") == "LlamaConfig"
         self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.on_cpu
@@ -219,16 +222,11 @@ class Activations:
 
     def kept_by(self, layer: int, recomputation: Recomputation) -> int:
         """Returns the bytes that a layer keeps from its forward to its backward."""
-        if layer < self.first_trained():
-            return 0
-        if layer in recomputation.layers:
-            return self.layer_input
-        tensors = self.tensors(layer)
-        return sum(kept.instead if recomputation.skips(layer, kept.path) else kept.size for kept in tensors)
+        return sum(self.layer_tensors(layer, recomputation).kept)
 
     def whole_layer(self, layer: int) -> int:
         """Returns the bytes that a layer keeps if nothing of it is recomputed."""
-        return sum(kept.size for kept in self.tensors(layer)) if layer >= self.first_trained() else 0
+        return sum(self.layer_tensors(layer, NOTHING_RECOMPUTED).made)
 
     def head(self) -> int:
         """Returns the bytes that are kept after the last layer, without the loss."""
@@ -252,12 +250,31 @@ class Activations:
         head_size = self.run.attention.queries // self.run.attention.heads
         return mask + 2 * length * head_size * bytes_of(self.run.dtype("rotary_dtype", "float32"))
 
-    def loss(self) -> int:
-        """Returns the bytes of the logits and the loss at their widest point."""
+    @property
+    def logits(self) -> Tuple[int, int]:
+        """Bytes of the logits in float32, and in the compute dtype."""
         vocabulary = self.run.outputs
         division = self.run.division
         parts = 1 if division.whole_vocabulary or vocabulary % division.model else division.model
-        return LOSS_TENSORS * 4 * self.sizes.tokens * vocabulary // parts
+        elements = self.sizes.tokens * vocabulary // parts
+        return 4 * elements, self.compute * elements
+
+    @property
+    def loss(self) -> LossTensors:
+        """The tensors of the logits' shape that the loss makes."""
+        fuses = not self.run.on_cpu and value_at(self.run.config, "context.jit_config.jit_level") == "O1"
+        return loss_tensors(self.is_legacy, fuses)
+
+    def layer_tensors(self, layer: int, recomputation: Recomputation) -> LayerTensors:
+        """Returns what a layer makes for its backward, and what it keeps until then."""
+        if layer < self.first_trained():
+            return LayerTensors((), ())
+        made = tuple(self.tensors(layer))
+        sizes = tuple(tensor.size for tensor in made)
+        if layer in recomputation.layers:
+            return LayerTensors(sizes, (self.layer_input,))
+        skipped = (tensor.instead if recomputation.skips(layer, tensor.path) else tensor.size for tensor in made)
+        return LayerTensors(sizes, tuple(skipped))
 
     def tensors(self, layer: int) -> Iterator[Kept]:
         """Yields what a layer keeps if nothing of it is recomputed."""

@@ -1,6 +1,7 @@
 """What else could be done: the same run on other numbers of devices, and the smallest change with which it fits."""
 
 import dataclasses
+import re
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import yaml
@@ -12,9 +13,13 @@ from mindlora.plan.division import Division
 from mindlora.plan.loading import needed_by
 from mindlora.plan.memory import memory_of
 from mindlora.plan.run import Run, read_run
+from mindlora.plan.units import GIB
 
-# The part of a device's memory that is left for what is not counted: work space, communication, fragments.
-RESERVE = 0.1
+# What is left for what is not counted: on a CPU for the frameworks, the compiled graph and buffers that live longer; of
+# an NPU, the sixteenth that MindSpore leaves to communication and the runtime where the YAML does not say otherwise.
+_LEFT_ON_CPU = 1 / 10
+_LEFT_ON_NPU = 1 / 16
+_LIMIT = "context.max_device_memory"
 Keys = Dict[str, Any]
 
 
@@ -97,6 +102,7 @@ class Fit:
     Attributes:
         memory (int): Bytes of a device.
         usable (int): What of it the plan fills.
+        reason (str): Why no more, in words.
         tried (tuple of Trial): The changes in the order in which they were tried; the last one fits, if any does.
         lines (str): What to change in the YAML so that the last one is made; empty if nothing is to change or none
             fits.
@@ -104,6 +110,7 @@ class Fit:
 
     memory: int
     usable: int
+    reason: str
     fits: bool
     tried: Tuple[Trial, ...]
     lines: str
@@ -119,10 +126,10 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
 
     ``devices`` says on how many devices the run may be divided.
     """
-    usable = int(memory * (1 - RESERVE))
+    usable, reason = _usable(run, memory)
     needed = needed_by(run)
     if needed <= usable:
-        return Fit(memory, usable, True, (), "")
+        return Fit(memory, usable, reason, True, (), "")
     tried: List[Trial] = []
     for variants in _ladder(run, devices):
         trial = None
@@ -133,10 +140,23 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
             trial = Trial(change.words, needed_then, needed_then <= usable)
             if trial.fits:
                 lines = str(yaml.safe_dump(change.keys, sort_keys=False, default_flow_style=False)).rstrip()
-                return Fit(memory, usable, False, (*tried, trial), lines)
+                return Fit(memory, usable, reason, False, (*tried, trial), lines)
         # Of several variants that do not fit, the last one needs least.
         tried += [trial] if trial else []
-    return Fit(memory, usable, False, tuple(tried), "")
+    return Fit(memory, usable, reason, False, tuple(tried), "")
+
+
+def _usable(run: Run, memory: int) -> Tuple[int, str]:
+    """Returns the bytes of a device that a run can fill, and why no more."""
+    if run.on_cpu:
+        return int(memory * (1 - _LEFT_ON_CPU)), "a tenth is left for the frameworks and the compiled graph"
+    asked = value_at(run.config, _LIMIT)
+    # MindSpore's GB are 1024^3 bytes.
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*GB\s*", str(asked))
+    limit = int(float(match[1]) * GIB) if match else memory
+    if limit < memory:
+        return limit, f"MindSpore takes no more with {_LIMIT}: {asked}"
+    return int(memory * (1 - _LEFT_ON_NPU)), "MindSpore leaves a sixteenth to communication and the runtime"
 
 
 def _ladder(run: Run, devices: Sequence[int]) -> Iterator[List[_Change]]:

@@ -6,13 +6,15 @@ from typing import Any, Dict, List, Tuple
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config.variants.adalora import ADALORA
 from mindlora.config.weights import Weight
-from mindlora.plan.activations import Activations, Recomputation, read_recomputation
+from mindlora.plan.activations import NOTHING_RECOMPUTED, Activations, Recomputation, read_recomputation
+from mindlora.plan.fragments import StepTensors, fragments_of
 from mindlora.plan.run import Run, layer_of
 from mindlora.plan.units import bytes_of
 
 EXACT = "exact"
 MODEL = "model, 15 %"
 ARITHMETIC = "arithmetic"
+SIMULATED = "simulated"
 # Optimizer -> (states of each trained parameter, whether they are float32 whatever the parameter is).
 OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
     "AdamW": (2, True),
@@ -31,7 +33,7 @@ OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One part of the memory of a device, in bytes; its basis is "exact", "model, 15 %" or "arithmetic"."""
+    """One part of a device's memory, in bytes; its basis is "exact", "model, 15 %", "simulated" or "arithmetic"."""
 
     name: str
     size: int
@@ -58,6 +60,11 @@ class DeviceMemory:
     def total(self) -> int:
         """The sum of the lines."""
         return sum(line.size for line in self.lines)
+
+    @property
+    def used(self) -> int:
+        """The same without fragments."""
+        return sum(line.size for line in self.lines if line.basis != SIMULATED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,15 +132,19 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
     basis = ARITHMETIC if keeps_masks else basis_of(run)
     lines.append(Line(f"activations, {_described(recomputation, run.layers)}", kept, basis))
     layer = _recomputed_layer(run, activations, recomputation, stage)
-    loss = activations.loss() if stage == run.division.pipeline - 1 else 0
+    is_last = stage == run.division.pipeline - 1
+    loss = activations.loss.widest(*activations.logits) if is_last else 0
     name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
     lines.append(Line(name, max(loss, layer), basis_of(run) if loss >= layer else ARITHMETIC))
     if run.computes_reference:
-        lines.append(Line("reference: its logits, and copies of what was loaded to train", _reference(run), ARITHMETIC))
+        lines.append(_reference(run))
+    if not run.on_cpu:
+        holes = fragments_of(_sizes_on_device(run, of_stage), _step_tensors(run, activations, recomputation, stage))
+        lines.append(Line("fragments of MindSpore's memory pool", holes, SIMULATED))
     return DeviceMemory(
         stage,
         tuple(lines),
-        _kept(run, activations, Recomputation(frozenset(), {}), stage),
+        _kept(run, activations, NOTHING_RECOMPUTED, stage),
         _kept(run, activations, Recomputation(frozenset(range(run.layers)), {}), stage),
     )
 
@@ -163,24 +174,62 @@ def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weigh
 
 def _tensors(run: Run, weights: List[Weight]) -> Tensors:
     sizes: Dict[str, int] = dict.fromkeys(("base", "gathered", "adapter", "gradients", "states"), 0)
-    _, states, is_float32 = optimizer_of(run)
     layers: Dict[Any, int] = {}
     for weight in weights:
-        parts = run.division.part_of(weight.role, weight.part, weight.shape)
-        whole = weight.size // parts
-        shards = run.division.shards_of(weight.role, whole, max(weight.shape[0] // parts, 1))
+        whole, shards = _on_device(run, weight)
         sizes["adapter" if weight.adapter else "base"] += whole // shards
         if shards > 1:
             layer = weight.path.rpartition(".")[0].rpartition(".")[0]
             layers[layer] = layers.get(layer, 0) + whole
         if weight.trained and run.trains:
-            elements = weight.elements // parts // shards
+            elements = whole // shards // bytes_of(weight.dtype)
             sizes["gradients"] += elements * _gradient_bytes(run, bytes_of(weight.dtype))
-            sizes["states"] += elements * states * (4 if is_float32 else bytes_of(weight.dtype))
+            sizes["states"] += sum(_states(run, weight))
     if layers:
         # Without parallel_optimizer_comm_recompute, what the forward gathers stays for the backward.
         sizes["gathered"] = max(layers.values()) if run.division.gathers_again else sum(layers.values())
     return Tensors(**sizes)
+
+
+def _on_device(run: Run, weight: Weight) -> Tuple[int, int]:
+    """Returns the bytes of a parameter on one device, and into how many parts optimizer parallelism divides them."""
+    parts = run.division.part_of(weight.role, weight.part, weight.shape)
+    whole = weight.size // parts
+    return whole, run.division.shards_of(weight.role, whole, max(weight.shape[0] // parts, 1))
+
+
+def _states(run: Run, weight: Weight) -> List[int]:
+    """Returns the bytes of each of the optimizer's states of a trained parameter on one device."""
+    _, states, is_float32 = optimizer_of(run)
+    whole, shards = _on_device(run, weight)
+    elements = whole // shards // bytes_of(weight.dtype)
+    return [elements * (4 if is_float32 else bytes_of(weight.dtype))] * states
+
+
+def _sizes_on_device(run: Run, weights: List[Weight]) -> List[int]:
+    """Returns the bytes of each parameter and of each of the optimizer's states on one device."""
+    sizes = []
+    for weight in weights:
+        whole, shards = _on_device(run, weight)
+        sizes.append(whole // shards)
+    if not value_at(run.config, "optimizer.swap"):
+        for weight in weights:
+            sizes += _states(run, weight) if weight.trained else []
+    return sizes
+
+
+def _step_tensors(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> StepTensors:
+    """Returns the tensors of a step on the devices of a stage."""
+    is_last = stage == run.division.pipeline - 1
+    layers = run.division.layers(run.layers, stage)
+    return StepTensors(
+        (activations.masks(), activations.layer_input),
+        [activations.layer_tensors(layer, recomputation) for layer in layers],
+        run.division.in_flight(stage),
+        activations.head() if is_last else 0,
+        activations.loss if is_last else None,
+        activations.logits,
+    )
 
 
 def _gradient_bytes(run: Run, element: int) -> int:
@@ -207,12 +256,17 @@ def _inference_lines(run: Run) -> List[Line]:
     return [Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC)]
 
 
-def _reference(run: Run) -> int:
-    """Returns the bytes that the reference of preference training adds: it keeps nothing for a backward."""
+def _reference(run: Run) -> Line:
+    """Returns what the reference of preference training adds to the widest point of a step."""
     # A new adapter adds nothing, so the reference does without it.
     is_new = not value_at(run.config, f"{PET}.adapter_path")
     copies = sum(weight.size for weight in run.weights if weight.trained and not (weight.adapter and is_new))
-    return copies + 4 * run.tokens * run.vocabulary
+    if run.on_cpu:
+        logits = 4 * run.tokens * run.vocabulary
+        return Line("reference: its logits, and copies of what was loaded to train", copies + logits, ARITHMETIC)
+    # On Ascend its logits are given back before those of the network that trains are computed, and it holds less than
+    # that does: three tensors of their shape at a time.
+    return Line("reference: copies of what was loaded to train", copies, ARITHMETIC)
 
 
 def _copies(run: Run) -> int:

@@ -6,6 +6,7 @@ import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from mindlora.checks.advice import advise
+from mindlora.checks.key_ranges import setting
 from mindlora.common.overrides import apply_overrides
 from mindlora.common.tables import wrapped
 from mindlora.common.text import listed
@@ -13,7 +14,7 @@ from mindlora.common.yaml_file import read_yaml, value_at
 from mindlora.config.weights import Weight
 from mindlora.errors import ConfigError
 from mindlora.plan.adapter_file import adapter_file_size
-from mindlora.plan.alternatives import RESERVE, Fit, Layout, fit, layouts_of
+from mindlora.plan.alternatives import Fit, Layout, fit, layouts_of
 from mindlora.plan.division import Division
 from mindlora.plan.loading import loading_of, needed_by
 from mindlora.plan.memory import (
@@ -28,6 +29,7 @@ from mindlora.plan.memory import (
 )
 from mindlora.plan.run import Run, read_run
 from mindlora.plan.schedule import Schedule, schedule_of
+from mindlora.plan.trial import STEPS, Trial, try_rank
 from mindlora.plan.units import gib, size_text
 
 DEVICES = (1, 2, 4, 8)
@@ -36,8 +38,10 @@ _BASES = (
     "exact: the same bytes as in a network that MindFormers builds.",
     "model, 15 %: within 15 % of the tensors that MindSpore's graph of such a step keeps, counted for MindFormers' "
     "legacy Llama on one device.",
+    "simulated: the rules of MindSpore's memory pool, applied to the tensors above. An NPU whose driver maps memory "
+    "virtually has fewer holes.",
     "arithmetic: follows from the sizes and was compared with nothing.",
-    "Not counted: work space of kernels, buffers of communication, fragments, and what the framework itself takes.",
+    "Not counted: work space of kernels, buffers of communication, and what the framework itself takes.",
 )
 
 
@@ -65,6 +69,7 @@ class PlanReport:
         schedule (Schedule): Steps and tokens, or None if the run does not train.
         layouts (tuple of Layout): The same run on other numbers of devices.
         fit (Fit): Whether it fits the memory that was given, or None if none was.
+        trial (Trial): What MindSpore's own planner said of the run, or None if it was not asked.
         notes (tuple of str): What the plan assumed.
     """
 
@@ -90,22 +95,29 @@ class PlanReport:
     schedule: Optional[Schedule]
     layouts: Tuple[Layout, ...]
     fit: Optional[Fit]
+    trial: Optional[Trial]
     notes: Tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
-        """1 if the run does not fit the memory that was given, else 0."""
-        return int(self.fit is not None and not self.fit.fits)
+        """1 if the run does not fit the memory that was given, or MindSpore's planner could not be asked, else 0."""
+        fails = self.trial is not None and not self.trial.passed
+        return int(fails or self.fit is not None and not self.fit.fits)
 
     def __str__(self) -> str:
-        parts = [_facts(self), _memory(self), _layouts(self.layouts)]
+        parts = [_facts(self), _memory(self), *([_compared(self.device, self.trial)] if self.trial else [])]
+        parts.append(_layouts(self.layouts))
         parts += [_fit(self.fit, self.needed)] if self.fit else []
         parts.append("\n".join(wrapped("", text, WIDTH) for text in (*self.notes, *_BASES)))
         return "\n\n".join(part for part in parts if part)
 
 
 def make_plan(
-    path: str, overrides: Sequence[str] = (), memory: Optional[int] = None, devices: Sequence[int] = DEVICES
+    path: str,
+    overrides: Sequence[str] = (),
+    memory: Optional[int] = None,
+    devices: Sequence[int] = DEVICES,
+    verify: bool = False,
 ) -> PlanReport:
     """Returns what the run of a complete MindFormers YAML will take; raises LoraError if a setting in it is wrong.
 
@@ -113,10 +125,17 @@ def make_plan(
         overrides (list of str): As on mindlora-run's command line: ``--a.b.c``, value, ``--epochs``, value, ...
         memory (int): Bytes of a device, to be compared with what is needed.
         devices (list of int): Numbers of devices to plan for besides the YAML's.
+        verify (bool): Whether MindSpore's own planner is asked too, which takes minutes; then errors are also those of
+            try_rank. Default: False.
     """
     config = read_yaml(path)
     apply_overrides(config, overrides)
-    return plan_of(config, path, memory, devices)
+    report = plan_of(config, path, memory, devices)
+    if not verify:
+        return report
+    # The first rank of the stage of the pipeline that the table is of.
+    stages = setting(config, "parallel_config.pipeline_stage") if report.devices > 1 else 1
+    return dataclasses.replace(report, trial=try_rank(config, report.device.stage * report.devices // stages))
 
 
 def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: Sequence[int]) -> PlanReport:
@@ -151,6 +170,7 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         # Several adapters train on one device.
         () if run.adapters else tuple(layouts_of(run, devices)),
         None if memory is None else fit(run, memory, devices),
+        None,
         tuple(_notes(run)),
     )
 
@@ -272,6 +292,25 @@ def _memory(report: PlanReport) -> str:
     return _table((title, "GiB", "basis"), rows, (">", "<"))
 
 
+def _compared(device: DeviceMemory, trial: Trial) -> str:
+    """Returns what MindSpore's planner took beside what the plan says, or why there is no telling."""
+    who = f"MindSpore's own Ascend backend, on a stand-in for CANN, as rank {trial.rank} of {trial.devices}"
+    if not trial.passed or trial.used is None or trial.actual is None:
+        return wrapped("", f"{who}, ended after {trial.steps} of {STEPS} steps: {trial.error}", WIDTH)
+    planned = {"peak without fragments": device.used, "peak with fragments": device.total}
+    found = {"peak without fragments": trial.used, "peak with fragments": trial.actual}
+    rows = []
+    for name, size in planned.items():
+        rows.append((name, gib(found[name]), gib(size), f"{100 * (size / found[name] - 1):+.1f} %"))
+    rows_of = "made-up rows" if trial.made_up else "rows of the data"
+    how = (
+        f"{who}, compiled all layers and took {trial.steps} steps on {rows_of} in {trial.seconds:.0f} s. No kernel was "
+        "launched: work space of kernels and the time of a step are not known."
+    )
+    table = _table(("MindSpore's planner", "GiB", "plan", "plan is"), rows, ">>>")
+    return f"{table}\n{wrapped('', how, WIDTH)}"
+
+
 def _layouts(layouts: Sequence[Layout]) -> str:
     if not layouts:
         return ""
@@ -288,7 +327,7 @@ def _layouts(layouts: Sequence[Layout]) -> str:
 
 
 def _fit(fit: Fit, needed: int) -> str:
-    limit = f"{gib(fit.memory)} GiB, of which {100 * (1 - RESERVE):.0f} %, {gib(fit.usable)} GiB, are filled"
+    limit = f"{gib(fit.memory)} GiB, of which {gib(fit.usable)} can be filled: {fit.reason}"
     if fit.fits:
         return wrapped("", f"The run fits: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)
     text = [wrapped("", f"The run does not fit: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)]

@@ -6,6 +6,7 @@ import math
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mindlora.checks.adapters import TrainedAdapter, trained_adapters
+from mindlora.checks.batches import check_batches
 from mindlora.checks.data_rows import data_of
 from mindlora.checks.examine import check_settings
 from mindlora.checks.finding import refuse
@@ -247,6 +248,7 @@ def read_run(config: Dict[str, Any]) -> Run:
         )
     refuse(check_shape(config))
     refuse([*check_names(config), *check_settings(config)])
+    refuse(check_batches(config))
     mode = config["run_mode"]
     architecture = _architecture(config)
     if mode in TRAINING_MODES and not architecture.trains:

@@ -11,6 +11,7 @@ from mindlora.checks.data_rows import BOUNDARY, data_of
 from mindlora.checks.finding import refuse
 from mindlora.checks.mcore import is_mcore
 from mindlora.checks.pet_config import check_pet_config
+from mindlora.common.token_ids import ignore_token_id, pad_token_id
 from mindlora.config import LoraConfig
 from mindlora.errors import ConfigError
 from mindlora.eva import Batch, EvaResult, eva_adapter
@@ -66,7 +67,7 @@ def _batches(yaml: MindFormerConfig, rows: int, batch_size: int) -> List[Batch]:
     for chunk in _chunks(read, batch_size):
         tokens = np.stack([_column(row, "input_ids", config.seq_length) for row in chunk])
         labels = np.stack([_column(row, "labels", config.seq_length) for row in chunk])
-        counted = (labels != config.ignore_token_id) & (tokens != config.pad_token_id)
+        counted = (labels != ignore_token_id(config)) & (tokens != pad_token_id(config))
         batches.append((tokens.astype(np.int32), counted))
     return batches
 

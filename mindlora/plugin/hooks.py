@@ -7,5 +7,7 @@ register_path/bridge.py under MindFormers' own launcher. No other module of mind
 
 from mindlora.plugin import callbacks  # noqa: F401  importing registers their classes
 from mindlora.plugin.graph import classifiers, lora_plus, pet, train_step  # noqa: F401  importing registers their classes
+from mindlora.plugin.graph.replaced_names import allow_data_parallel
 
 pet.register()
+allow_data_parallel()

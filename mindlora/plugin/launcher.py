@@ -88,21 +88,33 @@ def _trains_with_pynative(argv) -> bool:
 
 def run(config: "MindFormerConfig") -> None:
     """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
+    random_base = config.pop("random_base", False)
+    prepare(config, random_base)
+    start(config)
+
+
+def prepare(config: "MindFormerConfig", random_base: bool = False) -> None:
+    """Registers mindlora, checks a run's configuration, and fills in what follows from it, in place."""
     from mindlora.plugin.launching.launch_checks import check_launch
 
-    random_base = config.pop("random_base", False)
     check_launch(config, random_base)
-    from mindformers.core.context import build_context
-    from mindformers.trainer import Trainer
     from mindformers.utils.file_utils import set_output_path
 
     set_output_path(config.output_dir)
     from mindlora.plugin import hooks  # noqa: F401  importing hooks registers mindlora
     from mindlora.plugin.launching import preflight
-    from mindlora.plugin.launching.base_loading import take_base_over
 
     preflight.prepare(config)
     preflight.refuse_missing_files(config)
+
+
+def start(config: "MindFormerConfig") -> None:
+    """Trains, evaluates or predicts as a prepared configuration says."""
+    from mindformers.core.context import build_context
+    from mindformers.trainer import Trainer
+
+    from mindlora.plugin.launching.base_loading import take_base_over
+
     build_context(config)
     without_values = take_base_over(config)
     trainer = Trainer(config)
@@ -171,7 +183,22 @@ def _override(config, args, rest):
                 dataset.data_loader.num_samples = args.num_samples
     if args.strategy_load_checkpoint is not None:
         config.parallel.strategy_ckpt_load_file = _strategy_file(args.strategy_load_checkpoint)
-    set_keys(config, keys_and_texts(rest))
+    pairs = list(keys_and_texts(rest))
+    set_keys(config, pairs)
+    _fill_nodes(config, [key for key, _ in pairs])
+
+
+def _fill_nodes(config, keys):
+    """Fills in nodes that the command line sets as a whole, as MindFormers fills in those of a YAML."""
+    from mindformers.tools.register import MindFormerConfig
+    from mindformers.tools.register.template import CONFIG_NAME_TO_CLASS
+
+    for key in keys:
+        if isinstance(config.get(key), dict) and key in CONFIG_NAME_TO_CLASS:
+            try:
+                config[key] = MindFormerConfig(**CONFIG_NAME_TO_CLASS[key].apply(config[key]))
+            except (KeyError, ValueError) as error:
+                raise ConfigError(f"--{key}: {error.args[0]} Correct the node.") from error
 
 
 def _options(pairs: List[str]) -> dict:

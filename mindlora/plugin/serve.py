@@ -20,7 +20,8 @@ from mindlora.plugin.launcher import build_config
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.engine import Engine
-from mindlora.serving.settings import EngineSettings
+from mindlora.serving.packed_adapter import rank_needed
+from mindlora.serving.settings import MAX_RANK, EngineSettings
 
 
 def build_engine(
@@ -30,6 +31,7 @@ def build_engine(
     registry: Optional[AdapterRegistry] = None,
     sizes: Optional[Mapping[str, Any]] = None,
     model_name: Optional[str] = None,
+    chosen: Sequence[str] = (),
 ) -> Engine:
     """Builds the model of a YAML for serving: use the YAML that the adapter was trained with.
 
@@ -41,6 +43,8 @@ def build_engine(
         registry (AdapterRegistry): The adapters. Default: None, no adapters.
         sizes (mapping): Fields of EngineSettings that are not at their defaults. Default: None.
         model_name (str): What callers name the base. Default: None, the YAML's trainer.model_name.
+        chosen (sequence of str): Adapters of the registry that are known to be used: unless ``sizes`` has max_rank,
+            slots have room for the largest rank of theirs. Default: ().
 
     Returns:
         Engine, not started.
@@ -68,7 +72,12 @@ def build_engine(
         raise ConfigError(
             "use_parallel is True: mindlora serves on one device. Set use_parallel: False (--use_parallel False)."
         )
-    settings = EngineSettings(**{"seq_length": model["model_config"].get("seq_length"), **(sizes or {})})
+    sizes = {"seq_length": model["model_config"].get("seq_length"), **(sizes or {})}
+    if registry is not None and chosen and "max_rank" not in sizes:
+        joins_cells = bool(model["model_config"].get("qkv_concat"))
+        ranks = [rank_needed(registry.path(name), joins_cells) for name in chosen]
+        sizes["max_rank"] = max(EngineSettings.max_rank, min(MAX_RANK, max(ranks)))
+    settings = EngineSettings(**sizes)
     refuse(check_quantized_base(yaml))
     # The graphs are what is fast. MindFormers refuses to predict with O1, with which its YAMLs train.
     yaml.context.mode = 0

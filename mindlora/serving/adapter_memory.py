@@ -401,7 +401,7 @@ class AdapterMemory:
         if packed.nbytes > self._max_bytes:
             raise AdapterError(
                 f"{path} needs {packed.nbytes} bytes of host memory, and adapter_memory is {self._max_bytes}: serve "
-                "with more of it."
+                f"with --adapter-memory {packed.nbytes} or more."
             )
 
     def _keep(self, name: str, entry: _Entry, stamp: Optional[Stamp], packed: Any, error: Optional[LoraError]) -> None:

@@ -141,7 +141,7 @@ class AdapterSlots:
             if len(self._pinned | {name}) >= len(self._slots):
                 raise RequestError(
                     f"{len(self._slots)} slots cannot hold {len(self._pinned | {name})} pinned adapters and others "
-                    "too: serve with more slots."
+                    "too: serve with more (--slots)."
                 )
             self._pinned.add(name)
             slot = self._current.get(name)

@@ -21,10 +21,19 @@ class BaseTables(NamedTuple):
     Attributes:
         embedding (array): [vocabulary, hidden], of any dtype; on a CPU MindSpore's own memory.
         tied (bool): Whether it is the output head too.
+        head (array or None): [vocabulary, hidden] of the output head; None if it is not known.
     """
 
     embedding: np.ndarray
     tied: bool
+    head: Optional[np.ndarray] = None
+
+    def weight_of(self, name: str) -> Optional[np.ndarray]:
+        """Returns the table that is the parameter ``name`` (MindFormers' name), or None for any other."""
+        path = name.rpartition(".")[0]
+        if path in names.embeddings() or self.tied and path in names.output_heads():
+            return self.embedding
+        return self.head if path in names.output_heads() else None
 
 
 class AdapterTables(NamedTuple):
@@ -73,11 +82,14 @@ def take_tables(adapter: Adapter, base: Optional[BaseTables], source: str) -> Ad
     if others or base is None and adapter.saved_modules:
         saved = listed(others or adapter.saved_modules)
         refuse_served(source, f"saved modules (modules_to_save), which replace the base's: {saved}")
+    if base is not None and base.tied:
+        tied_embeddings.complete_pairs(adapter)
     embeddings = [path for path in adapter.paths if path in adapter.embeddings or names.is_embedding(path)]
     if base is None:
         if embeddings:
             refuse_served(source, f"pairs of embeddings: {listed(embeddings)}")
         return AdapterTables()
+    tied_embeddings.drop_copies(adapter, base.weight_of)
     for name, array in adapter.saved_modules.items():
         if array.shape != base.embedding.shape:
             tied_embeddings.check_vocabulary(name, array.shape, base.embedding.shape, source)
@@ -85,9 +97,6 @@ def take_tables(adapter: Adapter, base: Optional[BaseTables], source: str) -> Ad
                 f"{source}: {name}, a saved module (modules_to_save), is {list(array.shape)}, the network's is "
                 f"{list(base.embedding.shape)}. Load it into the model it was trained on."
             )
-    shared = [path for path in adapter.paths if path in embeddings or names.is_output_head(path)]
-    if base.tied and shared and adapter.peft_fields.get("ensure_weight_tying"):
-        refuse_served(source, f"a pair that embedding and output head share (ensure_weight_tying): {listed(shared)}")
     untied = base.tied and tied_embeddings.has_lone_embedding(adapter)
     embedding = _take_saved(adapter, names.embeddings())
     head = _take_saved(adapter, names.output_heads())

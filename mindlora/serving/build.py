@@ -7,11 +7,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+from mindlora.adapters.joined_fingerprint import ROW_ORDERS
 from mindlora.adapters.matching import CellShape
 from mindlora.config import Patterns
 from mindlora.load_base import load_base
 from mindlora.nn.adapter_matching import cell_shapes
-from mindlora.nn.base_fingerprint import ROW_ORDERS, fingerprints_of, joined_fingerprints_of
+from mindlora.nn.base_fingerprint import fingerprints_of, joined_fingerprints_of
 from mindlora.nn.nf4 import NF4Dense, matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import weight_of
@@ -82,6 +83,7 @@ def make_engine(
         max((cell.shapes[name][0] for cell in stacked_experts(network).values() for name in cell.shapes), default=0),
         tuple(others),
         exact=settings.adapter_dtype is not None,
+        fills_experts=ms.get_context("device_target") != "CPU",
     )
     runner = ModelRunner(network, pooled, dtype, settings, tables)
     memory = AdapterMemory(registry, lambda path: prepare(path, layout), settings.adapter_memory)
@@ -133,8 +135,9 @@ def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, np.ndarray]]:
 
 
 def _tables(network: nn.Cell) -> Optional[BaseTables]:
-    """Returns the base's embedding, and None where not on a CPU."""
+    """Returns the base's embedding and head, and None where not on a CPU."""
     if ms.get_context("device_target") != "CPU":
         return None
     table = embedding_of(network)[1]
-    return BaseTables(to_array(table), network.lm_head.weight is table)
+    head = network.lm_head.weight
+    return BaseTables(to_array(table), head is table, to_array(head))

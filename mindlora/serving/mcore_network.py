@@ -1,12 +1,13 @@
-"""The network by which Qwen3, Qwen3-MoE and GLM4 are served on a CPU, where MindFormers' mcore cells do not run.
+"""The network by which Qwen3, Qwen3-MoE and GLM4 are served: MindFormers' own inference of them takes no adapters.
 
-Cells and parameters have Hugging Face's names, with q, k, v, gate and up apart: adapters in joined pairs are split.
+What it computes otherwise on Ascend than on a CPU is in mcore_operators. Cells and parameters have Hugging Face's
+names, with q, k, v, gate and up apart: adapters in joined pairs are split.
 """
 
 import types
-from typing import Any, Mapping, Optional, Tuple, cast
+from typing import Any, Mapping, Optional, cast
 
-import numpy as np
+import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
@@ -15,28 +16,36 @@ from mindspore.nn.utils import no_init_parameters
 from mindlora.checks.finding import refuse
 from mindlora.checks.mcore import check_served, family_of
 from mindlora.models import registry
-from mindlora.models.architecture import HF, Architecture, dtype_of
+from mindlora.models.architecture import HF, Architecture
 from mindlora.models.decoder_sizes import DecoderSizes, decoder_sizes
 from mindlora.nn.linears_together import JoinsLinears
-from mindlora.ops.paged_attention import PagedAttention
-from mindlora.ops.rms_norm import RmsNorm
+from mindlora.serving.mcore_operators import (
+    Dtypes,
+    cached_attention,
+    dtypes_of,
+    largest,
+    on_cpu,
+    positions_of,
+    rms_norm,
+)
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import StackedExperts
 
 
 def build_mcore(model_config: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
-    """Builds the network of an mcore YAML with a paged key-value cache, for a CPU.
+    """Builds the network of an mcore YAML with a paged key-value cache, for the device of the context.
 
-    It computes in float32; the weights of linear cells are held in params_dtype. Its parameters have no values until
-    load_base fills them. Raises ConfigError if it is not one that is served.
+    On a CPU it computes in float32, and the weights of linear cells are held in params_dtype; on Ascend it computes in
+    compute_dtype. Its parameters have no values until load_base fills them. Raises ConfigError if it is not one that is
+    served.
     """
-    yaml = {"use_legacy": False, "context": {"device_target": "CPU"}, "model": {"model_config": model_config}}
+    context = {"device_target": ms.get_context("device_target")}
+    yaml = {"use_legacy": False, "context": context, "model": {"model_config": model_config}}
     refuse(check_served(yaml))
     architecture = cast(Architecture, registry.by_model_type(family_of(yaml)))
     sizes = decoder_sizes(architecture, dict(model_config))
-    dtype = getattr(mstype, dtype_of(dict(model_config), "params_dtype"))
     with no_init_parameters():
-        network = McoreNetwork(sizes, settings, dtype)
+        network = McoreNetwork(sizes, settings, dtypes_of(dict(model_config)))
     network.config.eos_token_id = model_config.get("eos_token_id")
     return network.set_train(False)
 
@@ -51,83 +60,81 @@ class McoreNetwork(nn.Cell):
 
     parameter_names = HF
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes):
         super().__init__()
         self.config = types.SimpleNamespace(
             vocab_size=sizes.vocabulary, num_heads=sizes.heads, n_kv_heads=sizes.kv_heads, eos_token_id=None
         )
-        self.model = Decoder(sizes, settings, dtype)
-        self.lm_head = _linear(sizes.hidden, sizes.vocabulary, dtype)
+        self.model = Decoder(sizes, settings, dtypes)
+        self.lm_head = _linear(sizes.hidden, sizes.vocabulary, dtypes)
         if sizes.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def add_flags_custom(self, is_first_iteration: bool) -> None:
-        """MindFormers' networks tell prompts and decoding apart by it; to this one they are the same."""
+        """MindFormers' networks tell prompts and decoding apart by it; this one sees it in what it is given."""
 
 
 class Decoder(nn.Cell):
     """Tokens to hidden states, over a cache: what ServedStep calls, with MindFormers' names of the inputs.
 
     Inputs:
-        - The arrays of StepInputs, with **tokens** of shape [1, T]. The mask and the slots of the cache are not
-          looked at: they follow from lengths and blocks.
+        - The arrays of StepInputs, with **tokens** of shape [1, T] or [T, 1]. The mask is not looked at: it follows
+          from the positions.
 
     Outputs:
-        Tensor [1, T, hidden], float32.
+        Tensor [T, hidden], of the dtype in which the network computes.
     """
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes):
         super().__init__()
-        self.embed_tokens = Embedding(sizes.vocabulary, sizes.hidden)
-        self.layers = nn.CellList([DecoderLayer(sizes, settings, dtype) for _ in range(sizes.layers)])
-        self.norm = Norm(sizes.hidden, sizes.norm_eps)
-        cos, sin = _rotary_tables(settings.seq_length, sizes)
-        self.cos, self.sin = Tensor(cos), Tensor(sin)
-        self.gather = ops.Gather()
+        self.embed_tokens = Embedding(sizes.vocabulary, sizes.hidden, dtypes.table)
+        self.layers = nn.CellList([DecoderLayer(sizes, settings, dtypes) for _ in range(sizes.layers)])
+        self.norm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
+        self.positions = positions_of(sizes, settings, dtypes)
 
     def construct(
         self,
         tokens: Tensor,
         batch_valid_length: Tensor,
         block_tables: Tensor,
-        slot_mapping: Optional[Tensor],
-        attention_mask: Optional[Tensor],
-        q_seq_lens: Tensor,
-        seq_range: Tensor,
+        slot_mapping: Optional[Tensor] = None,
+        attention_mask: Optional[Tensor] = None,
+        q_seq_lens: Optional[Tensor] = None,
+        seq_range: Optional[Tensor] = None,
     ) -> Tensor:
-        rotary = self.gather(self.cos, seq_range, 0), self.gather(self.sin, seq_range, 0)
-        hidden = self.embed_tokens(tokens)
+        positions = self.positions(batch_valid_length, q_seq_lens, block_tables, slot_mapping, seq_range)
+        hidden = self.embed_tokens(ops.reshape(tokens, (-1,)))
         for layer in self.layers:
-            hidden = layer(hidden, rotary, batch_valid_length, q_seq_lens, block_tables)
+            hidden = layer(hidden, positions)
         return self.norm(hidden)
 
 
 class DecoderLayer(nn.Cell):
     """h = x + attention(norm(x)); y = h + feed_forward(norm(h)); both sums may take norms of what is added."""
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes):
         super().__init__()
-        self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps)
-        self.self_attn = Attention(sizes, settings, dtype)
-        self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps)
-        self.mlp = _feed_forward(sizes, dtype)
+        self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
+        self.self_attn = Attention(sizes, settings, dtypes)
+        self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
+        self.mlp = _feed_forward(sizes, dtypes)
         self.has_output_norms = sizes.has_output_norms
         if self.has_output_norms:
-            self.post_self_attn_layernorm = Norm(sizes.hidden, sizes.norm_eps)
-            self.post_mlp_layernorm = Norm(sizes.hidden, sizes.norm_eps)
+            self.post_self_attn_layernorm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
+            self.post_mlp_layernorm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
 
-    def construct(self, x, rotary, context_lengths, query_lengths, block_tables):
-        attended = self.self_attn(self.input_layernorm(x), rotary, context_lengths, query_lengths, block_tables)
+    def construct(self, x, positions):
+        attended = self.self_attn(self.input_layernorm(x), positions)
         hidden = x + (self.post_self_attn_layernorm(attended) if self.has_output_norms else attended)
         fed = self.mlp(self.post_attention_layernorm(hidden))
         return hidden + (self.post_mlp_layernorm(fed) if self.has_output_norms else fed)
 
 
-def _feed_forward(sizes: DecoderSizes, dtype: mstype.Type) -> nn.Cell:
+def _feed_forward(sizes: DecoderSizes, dtypes: Dtypes) -> nn.Cell:
     if sizes.experts:
-        return RoutedFeedForward(sizes, dtype)
+        return RoutedFeedForward(sizes, dtypes)
     kind = JoinedFeedForward if sizes.joins_gate_up else FeedForward
-    return kind(sizes.hidden, sizes.inner, dtype)
+    return kind(sizes.hidden, sizes.inner, dtypes)
 
 
 class Attention(JoinsLinears):
@@ -139,44 +146,29 @@ class Attention(JoinsLinears):
 
     joined = ("q_proj", "k_proj", "v_proj")
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes):
         super().__init__()
         self.n_kv_head, self.head_dim = sizes.kv_heads, sizes.head_dim
         queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.q_proj = _linear(sizes.hidden, queries, dtype, sizes.has_bias)
-        self.k_proj = _linear(sizes.hidden, keys, dtype, sizes.has_bias)
-        self.v_proj = _linear(sizes.hidden, keys, dtype, sizes.has_bias)
-        self.o_proj = _linear(queries, sizes.hidden, dtype)
+        self.q_proj = _linear(sizes.hidden, queries, dtypes, sizes.has_bias)
+        self.k_proj = _linear(sizes.hidden, keys, dtypes, sizes.has_bias)
+        self.v_proj = _linear(sizes.hidden, keys, dtypes, sizes.has_bias)
+        self.o_proj = _linear(queries, sizes.hidden, dtypes)
         self.has_norms = sizes.has_head_norms
         if self.has_norms:
-            self.q_norm = Norm(sizes.head_dim, sizes.norm_eps)
-            self.k_norm = Norm(sizes.head_dim, sizes.norm_eps)
-        self.order = _rotary_order(sizes)
-        cache = [settings.block_count, settings.block_size, sizes.kv_heads, sizes.head_dim]
-        self.key_cache, self.value_cache = (
-            Parameter(initializer("zeros", cache, mstype.float32), name=name, requires_grad=False)
-            for name in ("key_cache", "value_cache")
-        )
-        self.attention = PagedAttention()
+            self.q_norm = Norm(sizes.head_dim, sizes.norm_eps, dtypes)
+            self.k_norm = Norm(sizes.head_dim, sizes.norm_eps, dtypes)
+        self.attention = cached_attention(sizes, settings, dtypes.compute)
         self.reshape = ops.Reshape()
 
-    def construct(self, x, rotary, context_lengths, query_lengths, block_tables):
-        cos, sin = rotary
+    def construct(self, x, positions):
         query, key, value = self.together(x) if self.joins else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if self.has_norms:
             query, key = self._by_head(query, self.q_norm), self._by_head(key, self.k_norm)
-        if self.order is not None:
-            query, key = self._by_head(query, self._ordered), self._by_head(key, self._ordered)
-        output = self.attention(
-            query, key, value, cos, sin, self.key_cache, self.value_cache, block_tables, context_lengths, query_lengths
-        )
-        return self.o_proj(output)
+        return self.o_proj(self.attention(query, key, value, positions))
 
-    def _by_head(self, x, change):
-        return self.reshape(change(self.reshape(x, (-1, self.head_dim))), x.shape)
-
-    def _ordered(self, heads):
-        return ops.gather(heads, self.order, 1)
+    def _by_head(self, x, norm):
+        return self.reshape(norm(self.reshape(x, (-1, self.head_dim))), x.shape)
 
 
 class FeedForward(JoinsLinears):
@@ -184,11 +176,11 @@ class FeedForward(JoinsLinears):
 
     joined = ("gate_proj", "up_proj")
 
-    def __init__(self, hidden: int, inner: int, dtype: mstype.Type):
+    def __init__(self, hidden: int, inner: int, dtypes: Dtypes):
         super().__init__()
-        self.gate_proj = _linear(hidden, inner, dtype)
-        self.up_proj = _linear(hidden, inner, dtype)
-        self.down_proj = _linear(inner, hidden, dtype)
+        self.gate_proj = _linear(hidden, inner, dtypes)
+        self.up_proj = _linear(hidden, inner, dtypes)
+        self.down_proj = _linear(inner, hidden, dtypes)
         self.silu = nn.SiLU()
 
     def construct(self, x: Tensor) -> Tensor:
@@ -199,11 +191,11 @@ class FeedForward(JoinsLinears):
 class JoinedFeedForward(nn.Cell):
     """FeedForward with one cell for gate and up, whose rows follow each other."""
 
-    def __init__(self, hidden: int, inner: int, dtype: mstype.Type):
+    def __init__(self, hidden: int, inner: int, dtypes: Dtypes):
         super().__init__()
         self.inner = inner
-        self.gate_up_proj = _linear(hidden, 2 * inner, dtype)
-        self.down_proj = _linear(inner, hidden, dtype)
+        self.gate_up_proj = _linear(hidden, 2 * inner, dtypes)
+        self.down_proj = _linear(inner, hidden, dtypes)
         self.silu = nn.SiLU()
 
     def construct(self, x: Tensor) -> Tensor:
@@ -215,40 +207,39 @@ class JoinedFeedForward(nn.Cell):
 class RoutedFeedForward(nn.Cell):
     """y = sum_j p_j expert_j(x) over the experts j to which the router gives the largest probabilities p_j."""
 
-    def __init__(self, sizes: DecoderSizes, dtype: mstype.Type):
+    def __init__(self, sizes: DecoderSizes, dtypes: Dtypes):
         super().__init__()
-        self.hidden, self.chosen, self.sums_to_one = sizes.hidden, sizes.chosen, sizes.sums_to_one
+        self.sums_to_one = sizes.sums_to_one
         self.gate = Router(sizes.experts, sizes.hidden)
-        self.experts = StackedExperts(sizes.experts, sizes.hidden, sizes.inner, dtype)
+        self.experts = StackedExperts(sizes.experts, sizes.hidden, sizes.inner, dtypes)
         self.softmax = ops.Softmax(-1)
-        self.top = ops.TopK(sorted=True)
+        self.largest = largest(sizes.chosen)
 
     def construct(self, x: Tensor) -> Tensor:
-        probabilities = self.softmax(self.gate(ops.reshape(x, (-1, self.hidden))))
-        weights, chosen = self.top(probabilities, self.chosen)
+        weights, chosen = self.largest(self.softmax(self.gate(x)))
         if self.sums_to_one:
             weights = weights / weights.sum(axis=-1, keepdims=True)
         return self.experts(x, chosen, weights)
 
 
 class Router(nn.Cell):
-    """x W^T, the logits of all experts for each token."""
+    """x W^T, the logits of all experts for each token, in float32 whatever the network computes in."""
 
     def __init__(self, experts: int, hidden: int):
         super().__init__()
-        self.weight = _weight(experts, hidden)
+        self.weight = _weight(mstype.float32, experts, hidden)
         self.product = ops.MatMul(transpose_b=True)
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight)
+        return self.product(ops.cast(x, mstype.float32), self.weight)
 
 
 class Embedding(nn.Cell):
     """The rows of a table [vocabulary, hidden]."""
 
-    def __init__(self, vocabulary: int, hidden: int):
+    def __init__(self, vocabulary: int, hidden: int, dtype: mstype.Type):
         super().__init__()
-        self.weight = _weight(vocabulary, hidden)
+        self.weight = _weight(dtype, vocabulary, hidden)
         self.gather = ops.Gather()
 
     def construct(self, tokens: Tensor) -> Tensor:
@@ -256,49 +247,26 @@ class Embedding(nn.Cell):
 
 
 class Norm(nn.Cell):
-    """RmsNorm with a weight of its own."""
+    """rms_norm with a weight of its own."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, dtypes: Dtypes):
         super().__init__()
-        self.weight = _weight(size)
-        self.eps = Tensor([eps], mstype.float32)
-        self.norm = RmsNorm()
+        self.weight = _weight(dtypes.norm, size)
+        self.norm = rms_norm(eps)
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.norm(x, self.weight, self.eps)
+        return self.norm(x, self.weight)
 
 
-def _linear(in_channels: int, out_channels: int, dtype: mstype.Type, has_bias: bool = False) -> nn.Dense:
-    cell = nn.Dense(in_channels, out_channels, has_bias=has_bias, dtype=dtype)
+def _linear(in_channels: int, out_channels: int, dtypes: Dtypes, has_bias: bool = False) -> nn.Dense:
+    cell = nn.Dense(in_channels, out_channels, has_bias=has_bias, dtype=dtypes.linear)
     # In which it computes, whatever its weight is held in.
-    cell.dtype = mstype.float32
+    cell.dtype = dtypes.compute
+    if has_bias and not on_cpu():
+        # As MindFormers' Linear has it. BiasAdd would be compiled there when it runs first.
+        cell.bias_add = ops.Add()
     return cell
 
 
-def _weight(*shape: int) -> Parameter:
-    return Parameter(initializer("zeros", list(shape), mstype.float32), name="weight", requires_grad=False)
-
-
-def _rotary_order(sizes: DecoderSizes) -> Optional[Tensor]:
-    """Returns the order of a head's elements in which element i and i + head_dim / 2 are turned together.
-
-    None where they are so already. In queries and keys alike, the order changes no score.
-    """
-    turned, half = sizes.rotary, sizes.head_dim // 2
-    if turned == sizes.head_dim and not sizes.interleaved:
-        return None
-    pairs = np.arange(turned).reshape((-1, 2) if sizes.interleaved else (2, -1))
-    first, second = pairs.T if sizes.interleaved else pairs
-    rest = np.arange(turned, sizes.head_dim)
-    kept = half - turned // 2
-    return Tensor(np.concatenate([first, rest[:kept], second, rest[kept:]]).astype(np.int32))
-
-
-def _rotary_tables(positions: int, sizes: DecoderSizes) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns cosine and sine [positions, head_dim] of the angles, each half of a head the same; 0 is not turned."""
-    frequencies = np.zeros(sizes.head_dim // 2, np.float32)
-    turned = np.arange(0, sizes.rotary, 2, dtype=np.float32)
-    frequencies[: len(turned)] = sizes.rope_theta ** -(turned / sizes.rotary)
-    angles = np.outer(np.arange(positions, dtype=np.float32), frequencies)
-    angles = np.concatenate([angles, angles], axis=1)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+def _weight(dtype: mstype.Type, *shape: int) -> Parameter:
+    return Parameter(initializer("zeros", list(shape), dtype), name="weight", requires_grad=False)

@@ -181,7 +181,9 @@ class ServedStep(nn.Cell):
 
     Inputs:
         - The arrays of StepInputs, but **tokens** of shape [1, T], or [T, 1] if ``decodes``, and **slots** of
-          shape [max_tokens_per_step], the rest -1. **slot_mapping** is left out if ``on_cpu``.
+          shape [max_tokens_per_step], the rest -1. **slot_mapping** is left out if ``on_cpu``. context_lengths and
+          query_lengths are **batch_valid_length** and **q_seq_lens**: on Ascend, MindSpore gives the lengths to
+          PagedAttention from the graph's inputs of these names.
 
     Outputs:
         Tuple of the logits after the tokens ``last``, [R, vocabulary] float32, and of what the head took for every
@@ -226,8 +228,8 @@ class ServedStep(nn.Cell):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        context_lengths: Tensor,
-        query_lengths: Tensor,
+        batch_valid_length: Tensor,
+        q_seq_lens: Tensor,
         block_tables: Tensor,
         last: Tensor,
         slot_mapping: Optional[Tensor] = None,
@@ -235,17 +237,17 @@ class ServedStep(nn.Cell):
         self.assign(self.slots_of_tokens, slots)
         if self.decodes:
             hidden = self.network.model(
-                tokens, batch_valid_length=context_lengths, block_tables=block_tables, slot_mapping=slot_mapping
+                tokens, batch_valid_length=batch_valid_length, block_tables=block_tables, slot_mapping=slot_mapping
             )
         else:
             mask = self.no_mask if self.on_cpu else None
             hidden = self.network.model(
                 tokens,
-                batch_valid_length=context_lengths,
+                batch_valid_length=batch_valid_length,
                 block_tables=block_tables,
                 slot_mapping=slot_mapping,
                 attention_mask=mask,
-                q_seq_lens=query_lengths,
+                q_seq_lens=q_seq_lens,
                 seq_range=positions,
             )
         hidden = self.reshape(hidden, (-1, hidden.shape[-1]))

@@ -43,6 +43,7 @@ class ServedLayout:
         other_fingerprints (tuple of callables): As fingerprint, of the base as models were trained that order the rows
             of their joined cells otherwise.
         exact (bool): Whether an adapter is refused whose numbers ``dtype`` does not hold as they are.
+        fills_experts (bool): Whether each expert of a slot has max_rank rows, as GroupedExperts takes them.
     """
 
     cells: Mapping[str, CellShape]
@@ -55,6 +56,7 @@ class ServedLayout:
     experts: int = 0
     other_fingerprints: Tuple[Callable[[List[str]], Optional[dict]], ...] = ()
     exact: bool = False
+    fills_experts: bool = False
 
 
 class Block(NamedTuple):
@@ -62,7 +64,8 @@ class Block(NamedTuple):
 
     Attributes:
         rows (array): [r, in_channels + out_channels] of the pool's dtype: row j is A[j, :] followed by B[:, j]. Of
-            stacked experts, [experts * r, in_channels + out_channels]: those of each expert in turn.
+            stacked experts, [experts * r, in_channels + out_channels]: those of each expert in turn; where a layout
+            fills experts, max_rank takes the place of r, with rows of zeros.
         scale (float): What B A is multiplied by.
         gain (array or None): DoRA's m / ||W + scale B A|| - 1 of each row, float32 [out_channels]; None for 0.
     """
@@ -101,11 +104,15 @@ class PackedAdapter:
 
 
 class _ServedCells(matching.Cells):
-    """The cells of a layout."""
+    """The cells of a layout; an output head of the adapter's own, ``own_head``, has taken the pair on it."""
 
-    def __init__(self, layout: ServedLayout):
+    def __init__(self, layout: ServedLayout, own_head: bool):
         super().__init__(layout.cells)
         self.experts = layout.experts
+        self.own_head = own_head
+
+    def expected(self, adapter: Adapter) -> List[str]:
+        return [path for path in super().expected(adapter) if not (self.own_head and names.is_output_head(path))]
 
     def part_shapes(self, adapter: Adapter, path: str) -> Mapping[str, Shape]:
         cell = self.shapes[path]
@@ -113,6 +120,21 @@ class _ServedCells(matching.Cells):
             return super().part_shapes(adapter, path)
         size = cast(Shape, (self.experts, cell.out_channels, cell.in_channels))
         return EXPERTS.pair_shapes(size, adapter.rank(path))
+
+
+def rank_needed(source: str, joins_cells: bool) -> int:
+    """Returns the largest rank that an adapter has in a network, of which q, k and v are one cell, or are apart.
+
+    Pairs of cells that are joined there have the ranks of their parts together. Errors are those of reading a file.
+    """
+    adapter = files.read(source, extras=Extras(invocation_tokens=True))
+    # Served experts are stacked.
+    expert_pairs.stack_pairs(adapter)
+    ranks: Dict[str, int] = {}
+    for path in adapter.paths:
+        cell = names.joined_path(path) if joins_cells else None
+        ranks[cell or path] = ranks.get(cell or path, 0) + adapter.rank(path)
+    return max(ranks.values(), default=0)
 
 
 def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
@@ -140,8 +162,9 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
         )
     _check_servable(adapter, layout, source)
     _multiply_projection(adapter, layout)
+    cells = _ServedCells(layout, own_head=tables.head is not None)
     # An adapter can be of tables alone.
-    rearranged = bool(adapter.paths) and matching.match(adapter, _ServedCells(layout), source)
+    rearranged = bool(adapter.paths) and matching.match(adapter, cells, source)
     _check_ranks(adapter, source, rearranged, layout.max_rank)
     if not rearranged and adapter.paths:
         _check_base(adapter, layout, source)
@@ -210,7 +233,7 @@ def _check_ranks(adapter: Adapter, source: str, rearranged: bool, max_rank: int)
         joined = " (the pairs of joined cells have the ranks of their parts together)" if rearranged else ""
         raise RankMismatchError(
             f"{source} has rank {max(ranks.values())} at {listed(wrong)}{joined}, and a slot holds up to "
-            f"{max_rank}: serve with max_rank {max(ranks.values())}, of 256 at most, or merge it into its base."
+            f"{max_rank}: serve with --max-rank {max(ranks.values())}, of 256 at most, or merge it into its base."
         )
 
 
@@ -220,18 +243,19 @@ def _block(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Bl
     if layout.exact and not (_holds(dtype, a) and _holds(dtype, b)):
         raise AdapterError(
             f"{source} holds numbers at {path} that {dtype_name(dtype)} (adapter_dtype) would round. Serve without "
-            "adapter_dtype, or save the adapter in that dtype."
+            "--adapter-dtype, or save the adapter in that dtype."
         )
     if not max(map(_largest, (a, b))) < _LIMITS.get(dtype, math.inf):
         raise NotFiniteError(
             f"{source} holds numbers at {path} that {dtype_name(dtype)}, in which this network computes, cannot hold. "
             "Set model.model_config.compute_dtype to bfloat16 or float32."
         )
-    wide = a.shape[-1]
     # Of experts, both have an axis of experts before.
-    rows = np.empty((*a.shape[:-1], wide + b.shape[-2]), dtype)
-    rows[..., :wide] = from_float32(a, dtype)
-    rows[..., wide:] = from_float32(b, dtype).swapaxes(-1, -2)
+    *experts, rank, wide = a.shape
+    height = layout.max_rank if experts and layout.fills_experts else rank
+    rows = np.zeros((*experts, height, wide + b.shape[-2]), dtype)
+    rows[..., :rank, :wide] = from_float32(a, dtype)
+    rows[..., :rank, wide:] = from_float32(b, dtype).swapaxes(-1, -2)
     rows = rows.reshape(-1, rows.shape[-1])
     return Block(rows, adapter.scale(path), _gain(adapter, path, layout, source))
 

@@ -101,7 +101,7 @@ class Scheduler:
         if len(self._queue) >= self.max_waiting:
             raise QueueFullError(
                 f"{len(self._queue)} requests wait already, and max_waiting is {self.max_waiting}: send it again "
-                "later, or raise max_waiting."
+                "later, or serve with more (--max-waiting)."
             )
         if request.adapter is not None:
             self.adapters.prefetch(request.adapter)
@@ -183,7 +183,8 @@ class Scheduler:
         if blocks > self.pool.num_blocks:
             raise RequestError(
                 f"The request needs {blocks} blocks of the cache for {prompt} prompt tokens and {new} new ones, and "
-                f"there are {self.pool.num_blocks}: shorten the prompt, lower max_tokens or raise num_blocks."
+                f"there are {self.pool.num_blocks}: shorten the prompt, lower max_tokens or serve with "
+                "more (--num-blocks)."
             )
 
     def _note_computed(self, request: Request, end: int) -> None:

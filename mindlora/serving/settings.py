@@ -7,6 +7,8 @@ from mindlora.common.fields import check_number, dtype_name, whole_numbers
 from mindlora.errors import ConfigError
 
 PRODUCT_DTYPES = ("float32", "bfloat16")
+# The operators that adapters go through take no larger one.
+MAX_RANK = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,20 +64,22 @@ class EngineSettings:
             if field.name in ("adapter_dtype", "product_dtype", "fixed_batches"):
                 continue
             least = 0 if field.name in ("num_blocks", "prompt_lookup") else 1
-            check_number(getattr(self, field.name), field.name, whole_numbers(least))
-        if self.max_rank > 256:
-            raise ConfigError(f"max_rank is {self.max_rank}: it must be 1 to 256.")
+            flag = field.name.replace("_", "-")
+            check_number(getattr(self, field.name), f"{field.name} (--{flag})", whole_numbers(least))
+        if self.max_rank > MAX_RANK:
+            raise ConfigError(f"max_rank (--max-rank) is {self.max_rank}: it must be 1 to {MAX_RANK}.")
         if self.max_tokens_per_step < self.max_running:
             raise ConfigError(
                 f"max_tokens_per_step is {self.max_tokens_per_step} and max_running {self.max_running}: a step must be "
-                "able to give each running request its next token. Raise the first, or lower the second."
+                "able to give each running request its next token. Raise the first (--max-tokens-per-step), or lower "
+                "the second (--max-running)."
             )
         for batch in self.fixed_batches:
             check_number(batch, "fixed_batches", whole_numbers(1))
             if batch > self.max_running:
                 raise ConfigError(
                     f"fixed_batches has {batch} and max_running is {self.max_running}: no step decodes so many "
-                    f"requests. Raise max_running, or leave {batch} out."
+                    f"requests. Raise max_running (--max-running), or leave {batch} out (--fixed-batches)."
                 )
 
     @property

@@ -2,14 +2,18 @@
 
 from typing import Dict
 
+import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
 
 from mindlora.nn.multi_lora_experts import MultiLoRAExperts
 from mindlora.nn.nf4 import packed_parameters
+from mindlora.nn.tensors import to_array, to_tensor
 from mindlora.numerics.nf4 import TENSOR_NAMES
 from mindlora.ops.routed_experts import Nf4RoutedExperts, RoutedExperts
+from mindlora.serving.grouped_experts import GroupedExperts, Nf4GroupedExperts, check_slots
+from mindlora.serving.mcore_operators import Dtypes, on_cpu
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -19,27 +23,42 @@ class StackedExperts(nn.Cell):
 
     Attributes:
         shapes (dict): A weight's name in this cell, one of WEIGHTS -> (experts, out, in).
+        dtype (mindspore.dtype): That in which they compute.
     """
 
-    def __init__(self, experts: int, hidden: int, inner: int, dtype: mstype.Type):
+    def __init__(self, experts: int, hidden: int, inner: int, dtypes: Dtypes):
         super().__init__()
         self.shapes = dict(zip(WEIGHTS, ((experts, 2 * inner, hidden), (experts, hidden, inner))))
+        self.dtype = dtypes.compute
         self.gate_up_proj, self.down_proj = (
-            Parameter(initializer("zeros", list(shape), dtype), name=name, requires_grad=False)
+            Parameter(initializer("zeros", list(shape), dtypes.linear), name=name, requires_grad=False)
             for name, shape in self.shapes.items()
         )
-        self.compute = RoutedExperts()
+        self.compute = RoutedExperts() if on_cpu() else GroupedExperts()
 
     def add_pools(self, slots: int, max_rank: int, slots_of_tokens: Parameter) -> Dict[str, MultiLoRAExperts]:
-        """Puts a pool of adapters beside each weight, which must have been loaded; returns name -> pool."""
+        """Puts a pool of adapters beside each weight, which must have been loaded; returns name -> pool.
+
+        Raises ConfigError if there cannot be so many slots.
+        """
+        if not on_cpu():
+            check_slots(slots, self.shapes["down_proj"][0])
+            self.transpose_weights()
         pools = {
-            name: MultiLoRAExperts(getattr(self, name).name, shape, slots, max_rank)
+            name: MultiLoRAExperts(getattr(self, name).name, shape, slots, max_rank, self.dtype)
             for name, shape in self.shapes.items()
         }
         # Straight into _cells: assigning an attribute would rename the pools' parameters.
         self._cells.update({f"{name}_pool": pool for name, pool in pools.items()})
         self.slots_of_tokens = slots_of_tokens
         return pools
+
+    def transpose_weights(self) -> None:
+        """Makes the weights [experts, in, out], as GroupedMatmul takes them."""
+        for name in self.shapes:
+            weight = getattr(self, name)
+            transposed = to_tensor(np.ascontiguousarray(to_array(weight).swapaxes(1, 2)))
+            weight.set_data(transposed, slice_shape=True)
 
     def construct(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj_pool, self.down_proj_pool
@@ -69,13 +88,17 @@ class Nf4StackedExperts(StackedExperts):
 
     def __init__(self, cell: StackedExperts, path: str):
         nn.Cell.__init__(self)
-        self.shapes = cell.shapes
+        self.shapes, self.dtype = cell.shapes, cell.dtype
         for name, (experts, rows, columns) in self.shapes.items():
             whole = f"{path}.{name}"
             transposed = Parameter(initializer("zeros", [experts, columns, rows], mstype.float32), name=whole)
             for leaf, parameter in packed_parameters(transposed, whole, whole).items():
                 setattr(self, name + leaf.removeprefix(TENSOR_NAMES["codes"]), parameter)
-        self.compute = Nf4RoutedExperts()
+        _, hidden, inner = self.shapes["down_proj"]
+        self.compute = Nf4RoutedExperts() if on_cpu() else Nf4GroupedExperts(hidden, inner, self.dtype)
+
+    def transpose_weights(self) -> None:
+        """Leaves them: what is quantized is [experts * in, out]."""
 
     def construct(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj_pool, self.down_proj_pool

@@ -5,6 +5,8 @@ from mindspore.common import dtype as mstype
 
 from mindlora.nn.segments import segment_numbers
 
+_MASKED = -10000.0
+
 
 class SegmentMask(nn.Cell):
     """Adds to a causal mask that tokens of different examples do not see each other.
@@ -28,5 +30,7 @@ class SegmentMask(nn.Cell):
         mask = self.causal_mask(tokens)
         segment = segment_numbers(tokens, self.boundary)
         different = (segment.expand_dims(2) != segment.expand_dims(1)).expand_dims(1)
-        masked = 1 if mask.dtype == mstype.uint8 else -10000.0
-        return ops.where(different, Tensor(masked, mask.dtype), mask)
+        # Not by where: in the semi-automatic parallel modes, MindSpore's Select broadcasts nothing.
+        if mask.dtype == mstype.uint8:
+            return ops.logical_or(mask.astype(mstype.bool_), different).astype(mask.dtype)
+        return ops.minimum(mask, different.astype(mask.dtype) * _MASKED)

@@ -6,12 +6,27 @@ import numpy as np
 import pytest
 
 from mindlora.adapters.combine import METHODS, combine_adapters, keep_largest, keep_random
+from mindlora.errors import AdapterError
 from tests.support.combinable_adapters import SIZES, W1, WEIGHTS, WK, WQ, make, three_adapters
 
 
 @pytest.fixture
 def three():
     return three_adapters()
+
+
+def test_the_base_s_own_table_beside_pairs_of_a_head_stays_beside_the_combined_pair():
+    """PEFT saves lm_head.base_layer.weight by default; adapters with different ones are of different bases."""
+    table = np.random.default_rng(3).normal(size=SIZES[WQ]).astype(np.float32)
+    adapters = [make(seed, {WQ: 3}, saved_modules={f"{WQ}.weight": table.copy()}) for seed in (0, 1)] + [
+        make(2, {WQ: 1})
+    ]
+    combined = combine_adapters(adapters, WEIGHTS, "cat")
+    np.testing.assert_array_equal(combined.saved_modules[f"{WQ}.weight"], table)
+    np.testing.assert_allclose(combined.delta(WQ), weighted_sum(adapters, WQ), atol=1e-5)
+    adapters[1].saved_modules[f"{WQ}.weight"] *= 2
+    with pytest.raises(AdapterError, match="Adapter 2 holds another .*wq.weight than one before it"):
+        combine_adapters(adapters, WEIGHTS, "cat")
 
 
 def holders(adapters, path, weights=None):

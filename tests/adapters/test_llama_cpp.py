@@ -76,6 +76,16 @@ def test_every_pair_has_the_scale_and_the_rows_that_llama_cpp_reads(tmp_path, ki
         np.testing.assert_allclose(alpha / a.shape[0] * b @ a, expected, rtol=2e-6, atol=1e-6)
 
 
+def test_a_pair_of_a_head_with_a_table_of_its_own_is_written_without_that(tmp_path):
+    """PEFT saves lm_head.base_layer.weight beside the pair; llama.cpp has output.weight."""
+    adapter = Adapter({("lm_head", "A"): np.ones((2, 5), np.float32), ("lm_head", "B"): np.ones((7, 2), np.float32)})
+    adapter.alphas["lm_head"] = 2.0
+    adapter.saved_modules["lm_head.weight"] = np.ones((7, 5), np.float32)
+    adapter_files.write(adapter, str(tmp_path / "in"))
+    convert_adapter(str(tmp_path / "in"), str(tmp_path / "x.gguf"), "gguf", architecture="qwen2")
+    assert set(read_gguf(tmp_path / "x.gguf")[1]) == {f"output.weight.lora_{half}" for half in "ab"}
+
+
 def test_the_command_needs_no_form_where_the_name_tells_it(tmp_path, capsys):
     base = tmp_path / "base"
     base.mkdir()
@@ -107,17 +117,18 @@ def test_what_cannot_be_written_is_refused(tmp_path, output, arguments, message)
     assert not (tmp_path / output).exists()
 
 
-def test_an_embedding_that_is_the_head_too_is_refused(tmp_path):
+@pytest.mark.parametrize("path", ["model.tok_embeddings", "lm_head"])
+def test_a_pair_of_one_table_for_embedding_and_head_is_refused(tmp_path, path):
     base = tmp_path / "base"
     base.mkdir()
     config = {"model_type": "qwen2", "tie_word_embeddings": True}
     (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    adapter = Adapter({}, base_model=str(base), embeddings={"model.tok_embeddings"})
-    adapter.tensors["model.tok_embeddings", "A"] = np.ones((2, 7), np.float32)
-    adapter.tensors["model.tok_embeddings", "B"] = np.ones((5, 2), np.float32)
-    adapter.alphas["model.tok_embeddings"] = 2.0
+    adapter = Adapter({}, base_model=str(base), embeddings={path} - {"lm_head"})
+    adapter.tensors[path, "A"] = np.ones((2, 7), np.float32)
+    adapter.tensors[path, "B"] = np.ones((5, 2), np.float32)
+    adapter.alphas[path] = 2.0
     adapter_files.write(adapter, str(tmp_path / "in"))
-    with pytest.raises(AdapterError, match="has tied embeddings: llama.cpp would add the pair to the output head too"):
+    with pytest.raises(AdapterError, match=f"It adapts {path}, and .* one table .* merge --to gguf"):
         convert_adapter(str(tmp_path / "in"), str(tmp_path / "x.gguf"), "gguf")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
+from mindlora.base.reader import BaseCheckpoint
 from mindlora.errors import AdapterError, ScaleMismatchError
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
@@ -58,6 +59,21 @@ def test_single_files(tmp_path, form):
         merge_checkpoint(str(tmp_path / form), adapter, str(tmp_path / output))
         convert_base(str(tmp_path / output), str(tmp_path / "back"), None, "hf", overwrite=True)
         assert_merged(load(tmp_path / "back"), source, found)
+
+
+@pytest.mark.parametrize("bare_base", [True, False])
+@pytest.mark.parametrize("bare_adapter", [True, False])
+def test_a_bare_model_and_its_adapter(tmp_path, bare_base, bare_adapter):
+    """Both are read as the model with a head has them, and so is what is written."""
+    source, found = llama(), pairs()
+    stored = {name.removeprefix("model.") if bare_base else name: array for name, array in source.items()}
+    named = {path.removeprefix("model.") if bare_adapter else path: pair for path, pair in found.items()}
+    base = save_base(tmp_path / "base", stored, shards=2)
+    report = merge_checkpoint(base, save_adapter(tmp_path / "adapter", named), str(tmp_path / "out"))
+    with BaseCheckpoint(str(tmp_path / "out")) as written:
+        assert written.bare_prefix == ""
+    assert_merged(load(tmp_path / "out"), source, found)
+    assert any("a bare model's" in note for note in report.notes) == bare_base
 
 
 def test_the_folder_is_complete_for_transformers(tmp_path):

@@ -69,15 +69,6 @@ def test_an_adapter_that_is_not_finite(tmp_path, value):
     merge_refused(tmp_path, NotFiniteError, "wq B", save_base(tmp_path / "base", llama()), found)
 
 
-@pytest.mark.parametrize("saves_head", [False, True])
-@pytest.mark.parametrize("tied", [{}, {"tie_word_embeddings": True}])
-def test_a_head_on_tied_embeddings(tmp_path, saves_head, tied):
-    base = save_base(tmp_path / "base", llama(tied=not tied), **tied)
-    found = pairs(Q) if saves_head else pairs("lm_head", shapes={"lm_head": (VOCAB, HIDDEN)})
-    saved_modules = {"lm_head.weight": np.ones((VOCAB, HIDDEN), np.float32)} if saves_head else None
-    merge_refused(tmp_path, MergeError, "embeddings are tied", base, found, saved_modules)
-
-
 def test_quantized_weights(tmp_path):
     source = {**llama(), f"{Q}.weight": np.ones((32, 32), np.int8)}
     merge_refused(tmp_path, MergeError, "quantized", save_base(tmp_path / "base", source), pairs(Q))
@@ -164,16 +155,4 @@ def test_what_rounding_does_not_explain_is_found(tmp_path, monkeypatch, dtype):
         "row 5: the result on a random probe",
         save_base(tmp_path / "base", llama(DTYPES[dtype])),
         pairs(Q),
-    )
-
-
-def test_a_saved_embedding_alone_on_a_tied_base(tmp_path):
-    """PEFT unties the two; one table cannot be both."""
-    merge_refused(
-        tmp_path,
-        MergeError,
-        "holds model.tok_embeddings.embedding_weight alone .modules_to_save.*tied",
-        save_base(tmp_path / "base", llama(tied=True)),
-        pairs(Q),
-        {"model.embed_tokens.weight": np.ones((VOCAB, HIDDEN), np.float32)},
     )

@@ -15,7 +15,7 @@ from mindlora.errors import AdapterFormatError, CheckpointError, TruncatedAdapte
 from mindlora.formats.safetensors_file import TensorFile, write_arrays
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
 from tests.conftest import ROOT
-from tests.support.llama_checkpoints import assert_same, load
+from tests.support.llama_checkpoints import assert_same, llama, load, save_base
 
 HF = "model.layers.0.self_attn.q_proj.weight"
 MF = "model.layers.0.attention.wq.weight"
@@ -53,6 +53,31 @@ def outputs(tensors):
 
 
 # Reading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_bare_model_s_tensors_have_the_names_of_the_model_with_a_head(tmp_path, shards, tied):
+    """AutoModel's save_pretrained writes layers.0..., embed_tokens and norm; some tools leave lm_head beside them."""
+    source = llama(tied=tied)
+    bare = {name.removeprefix("model."): array for name, array in source.items()}
+    assert_same(load(save_base(tmp_path / "base", bare, shards)), source)
+    with BaseCheckpoint(str(tmp_path / "base")) as base:
+        assert base.world == "hf" and "'model.'" in base.left_out[0]
+
+
+def test_a_bare_model_of_mindformers_keeps_its_state_of_training_apart(tmp_path):
+    tensors = arrays("layers.0.attention.wq.weight", "tok_embeddings.embedding_weight", "adam_m.norm_out.weight")
+    write_arrays(str(tmp_path / "base.safetensors"), tensors | arrays("norm_out.weight"))
+    with BaseCheckpoint(str(tmp_path / "base.safetensors")) as base:
+        assert base.world == "mindformers" and base.training_state == ["adam_m.norm_out.weight"]
+        assert set(base.tensors) == {MF, "model.tok_embeddings.embedding_weight", "model.norm_out.weight"}
+
+
+def test_names_of_no_known_model_are_not_a_bare_model_s(tmp_path):
+    write_arrays(str(tmp_path / "base.safetensors"), arrays("layers.0.dense.weight", "encoder.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"holds no parameter of a known model .* It holds: encoder.norm.weight"):
+        BaseCheckpoint(str(tmp_path / "base.safetensors"))
 
 
 def test_shards_with_an_index(tmp_path):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mindlora.checks.adapters import KEY, check_adapters, trained_adapters
+from mindlora.checks.adapters import KEY, check_adapters, check_cells, trained_adapters
 from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.common.yaml_file import PET
 from mindlora.errors import ConfigError
@@ -59,6 +59,10 @@ def test_what_an_adapter_does_not_say_is_that_of_pet_config():
         ([{"name": "a"}, {"name": "a"}], "has the name 'a' twice"),
         ([{"name": "../a"}], "must be the name of a folder"),
         ([{"name": 1}], "must be the name of a folder"),
+        ([{"name": "a" * 300}], r"adapters\[0\]: name has 300 characters, .* choose one of 100 at most"),
+        ([{"name": "adapters.json"}], "name is 'adapters.json', which the run writes beside the adapters"),
+        ([{"name": "Comparison.html"}], "name is 'Comparison.html', which the run writes beside the adapters"),
+        ([{"name": "a"}, {"name": "A"}], "has the name 'A' twice"),
         ([{"learning_rate": -1.0}], "a number of at least 0"),
         ([{"lora_rank": 0}], r"adapters\[0\]: lora_rank is 0"),
         ([{"data": ["a.mindrecord"]}], r"adapters\[0\]: data is \['a.mindrecord'\], but it must be the path"),
@@ -72,6 +76,33 @@ def test_wrong_adapters(adapters, message):
 def test_a_yaml_without_faults():
     assert found(config()) == []
     assert found({"run_mode": "finetune", "optimizer": {"type": "Adam"}}) == []
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+
+
+def cells_found(*adapters, **pet):
+    """Returns what check_cells says of pet_config with adapters, as (severity, text)."""
+    yaml = config({"adapters": list(adapters), **pet})
+    yaml["model"]["model_config"].update(SIZES)
+    lora = PetLoraConfig.from_pet_config(yaml["model"]["model_config"]["pet_config"])
+    return [(finding.severity, finding.found) for finding in check_cells(yaml, lora)]
+
+
+def test_the_cells_of_each_adapter_are_checked():
+    found = cells_found({"name": "a"}, {"name": "b", "target_modules": ["wq", "foobar_proj"]})
+    (mistake,) = [text for severity, text in found if severity == "error"]
+    assert mistake.startswith("Adapter b: target_modules ['wq', 'foobar_proj']: 'foobar_proj' matches no linear cell.")
+    found = cells_found({"name": "a", "rank_pattern": {"w_q": 2}}, {"name": "b", "rank_pattern": {"wq": 2}})
+    assert ("warning", "Adapter a: 'w_q' matches none of the cells that target_modules selects.") in found
+    found = cells_found({"name": "a", "lora_rank": 4}, {"name": "b", "lora_rank": 40})
+    assert any(text.startswith("Adapter b: The rank exceeds") for severity, text in found if severity == "warning")
+
+
+def test_what_is_said_of_all_adapters_is_said_once():
+    found = cells_found({"name": "a", "seed": 1}, {"name": "b", "seed": 2}, lora_rank=40)
+    assert [text.startswith("The rank exceeds") for severity, text in found if severity == "warning"] == [True]
+    assert len([text for _, text in found if "LoRA on 2 cells" in text]) == 1
 
 
 def test_data_of_an_adapter(tmp_path):

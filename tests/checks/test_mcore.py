@@ -2,8 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from mindlora.checks.data_rows import check_rows
+from mindlora.checks.mcore import check_mcore
 from mindlora.common.yaml_file import PET
 from mindlora.doctor.examination import check_yaml
 
@@ -158,3 +161,40 @@ def test_a_pet_config_in_llm_model_is_found_and_named_where_it_is(write):
     nested["model_config"]["pet_config"] = {**pet, "lora_rnk": 4}
     (finding,) = found_in(write({"model.model_config": {"type": "CogVLM2Config", "llm_model": nested}}))
     assert finding[:2] == ("error", "model.model_config.llm_model.model_config.pet_config.lora_rnk")
+
+
+def test_rows_are_compared_with_the_folder_that_describes_the_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"], "vocab_size": 8}', "utf-8")
+    data = tmp_path / "rows.mindrecord"
+    data.touch()
+    config = {
+        "use_legacy": False,
+        "run_mode": "finetune",
+        "pretrained_model_dir": str(tmp_path),
+        "model": {"model_config": {}},
+        "train_dataset": {"data_loader": {"type": "MindDataset", "dataset_dir": str(data)}},
+    }
+
+    def found(length, largest):
+        row = {"input_ids": np.full(length, largest, np.int32)}
+        return [finding.found for finding in check_rows(config, lambda path, count: iter([row]))]
+
+    assert found(4096, 7) == [] and found(4097, 7) == []
+    (finding,) = found(100, 7)
+    assert "the rows have 100 tokens, and model_config.seq_length 4096 needs 4096 or 4097" in finding
+    (finding,) = found(4096, 8)
+    assert "the rows hold token 8, and model_config.vocab_size is 8" in finding
+    config["model"]["model_config"]["seq_length"] = 100
+    assert found(100, 7) == []
+
+
+def test_a_folder_that_is_to_describe_the_model_must_be_there(tmp_path):
+    config = {
+        "use_legacy": False,
+        "run_mode": "finetune",
+        "pretrained_model_dir": str(tmp_path / "nowhere"),
+        "model": {"model_config": {"pet_config": {"pet_type": "lora"}}},
+    }
+    (finding,) = check_mcore(config)
+    assert finding.key == "pretrained_model_dir" and "nowhere, where there is no config.json" in finding.found
+    assert "--pretrained_model_dir" in finding.advice

@@ -11,6 +11,13 @@ from tests.support.doctor_findings import DATA, finding_at, severities_and_keys
 
 EXCHANGE = "runner_wrapper.gradient_exchange"
 QUANTIZED = {EXCHANGE: {"type": "quantized"}, "use_parallel": True, "parallel.parallel_mode": 0}
+# Each of data_parallel 1 gets rows of its own.
+SHARED_DATA = {
+    "use_parallel": True,
+    "parallel.parallel_mode": 1,
+    "parallel.full_batch": False,
+    "parallel.dataset_strategy": [[1, 1], [1, 1]],
+}
 
 
 def test_a_yaml_without_faults(write):
@@ -191,15 +198,80 @@ def test_a_yaml_without_faults(write):
             "model.layers.{0..1}.attention.wv: use_dora is not supported on sharded cells: the norm of a row of W + "
             "scale B A needs all of the row. Leave use_dora out, or train in data parallel (parallel_mode: 0).",
         ),
+        (
+            {"use_parallel": True, "parallel.parallel_mode": 1, "callbacks": [{"type": "WarmUp", "steps": 5}]},
+            "error",
+            "callbacks.WarmUp",
+            "callbacks.WarmUp needs mindlora's train step, alone or in data parallel.",
+        ),
+        (
+            {"runner_wrapper.type": "MFTrainOneStepCell", "callbacks": [{"type": "TrainingGuard"}]},
+            "error",
+            "callbacks.TrainingGuard",
+            "callbacks.TrainingGuard needs mindlora's train step, alone or in data parallel.",
+        ),
         ({f"{PET}.lora_init": "pisa"}, "error", f"{PET}.lora_init", "lora_init is 'pisa', which is not known."),
         ({f"{PET}.adapter_path": "none"}, "error", f"{PET}.adapter_path", "none does not exist"),
         ({DATA: "none.mindrecord"}, "error", DATA, "none.mindrecord does not exist"),
         ({"train_dataset": {}}, "error", "train_dataset.data_loader", "The node is missing, so the run has no data."),
+        # Training does not read it.
         (
             {"processor.tokenizer.vocab_file": "none.model"},
-            "error",
+            "warning",
             "processor.tokenizer.vocab_file",
             "none.model does",
+        ),
+        (
+            {"context.ascend_config": {"parallel_speed_up_json_path": "none.json"}},
+            *("error", "context.ascend_config.parallel_speed_up_json_path", "none.json does not exist"),
+        ),
+        (
+            {**SHARED_DATA, "parallel_config.data_parallel": 8},
+            *(
+                "error",
+                "parallel.dataset_strategy",
+                "parallel_config.data_parallel is 8, and parallel.dataset_strategy",
+            ),
+        ),
+        (
+            {**SHARED_DATA, "train_dataset.input_columns": ["input_ids", "labels", "loss_mask"]},
+            *(
+                "error",
+                "parallel.dataset_strategy",
+                "parallel.dataset_strategy divides 2 input columns, and train_datas",
+            ),
+        ),
+        (
+            {**SHARED_DATA, "parallel.dataset_strategy": "full_batch"},
+            *(
+                "error",
+                "parallel.dataset_strategy",
+                "parallel.full_batch is False, and dataset_strategy is 'full_batch'",
+            ),
+        ),
+        ({"context.affinity_config": "none.json"}, "error", "context.affinity_config", "none.json does not exist"),
+        ({"src_strategy_path_or_dir": "none"}, "error", "src_strategy_path_or_dir", "none does not exist"),
+        (
+            {"parallel.strategy_ckpt_config": {"load_file": "none.ckpt"}},
+            *("error", "parallel.strategy_ckpt_config.load_file", "none.ckpt does not exist"),
+        ),
+        (
+            {"train_dataset.data_loader": {"type": "HFDataLoader", "path": "json", "data_files": "none.json"}},
+            *("error", "train_dataset.data_loader.data_files", "none.json does not exist"),
+        ),
+        (
+            {"train_dataset.data_loader": {"type": "ADGenDataLoader", "dataset_dir": "none.json"}},
+            *("error", "train_dataset.data_loader.dataset_dir", "none.json does not exist"),
+        ),
+        (
+            {
+                "train_dataset.data_loader": {
+                    "type": "BlendedMegatronDatasetDataLoader",
+                    "config": {"data_path": ["0.5", "none_text_document"]},
+                },
+                "model.model_config.input_sliced_sig": True,
+            },
+            *("error", "train_dataset.data_loader.config.data_path", "none_text_document.idx does not exist"),
         ),
         (
             {"do_eval": True, "eval_dataset.data_loader": {"type": "MindDataset", "dataset_dir": "none"}},
@@ -324,3 +396,69 @@ def test_a_yaml_overrides_its_base_config(write, tmp_path):
     (finding,) = check_yaml(str(path))
     refusal = "cannot be read: No such file or directory. Correct the path or its permissions."
     assert finding.found == f"{tmp_path / 'none.yaml'} {refusal}"
+
+
+def test_the_right_strategy_of_the_data_is_in_the_advice(write):
+    columns = {"train_dataset.input_columns": ["input_ids", "attention_mask"], "parallel_config.data_parallel": 4}
+    advice = finding_at(write({**SHARED_DATA, **columns}), "parallel.dataset_strategy").advice
+    right = [[4, 1], [4, 1, 1, 1]]
+    assert f"--parallel.dataset_strategy '{right}'" in advice
+    assert severities_and_keys(write({**SHARED_DATA, **columns, "parallel.dataset_strategy": right})) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel.full_batch": True, "parallel_config.data_parallel": 8},
+        {"use_parallel": False, "parallel_config.data_parallel": 8},
+        {"parallel.dataset_strategy": None, "train_dataset.data_loader": {"type": "HFDataLoader", "path": "a/b"}},
+        {"train_dataset.input_columns": ["input_ids", "labels"]},
+    ],
+)
+def test_a_strategy_that_counts_for_nothing_or_suits_the_run_is_no_fault(write, changes):
+    assert severities_and_keys(write({**SHARED_DATA, **changes})) == []
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        {"type": "HFDataLoader", "path": "someone/alpaca.v2", "data_files": "data/*.json"},
+        {"type": "HFDataLoader", "path": "json", "data_files": "https://example.org/a.json"},
+        {"type": "SFTDataLoader", "dataset_dir": "wikitext"},
+    ],
+)
+def test_what_may_be_of_a_hub_is_no_missing_file(write, loader):
+    assert severities_and_keys(write({"train_dataset.data_loader": loader})) == []
+
+
+@pytest.mark.parametrize("run_mode", ["predict", "eval"])
+def test_a_tokenizer_that_is_read_must_be_there(write, run_mode):
+    changes = {"run_mode": run_mode, "processor.tokenizer.vocab_file": "none.model"}
+    assert ("error", "processor.tokenizer.vocab_file") in severities_and_keys(write(changes))
+
+
+PACKED = {
+    "train_dataset.data_loader": {"type": "HFDataLoader", "path": "a/b", "handler": [{"type": "PackingHandler"}]},
+    "model.model_config.input_sliced_sig": True,
+}
+COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
+
+
+def test_packed_rows_without_a_column_that_keeps_examples_apart_are_a_warning(write):
+    path = write({**PACKED, "train_dataset.input_columns": COLUMNS})
+    assert severities_and_keys(path) == [("warning", "train_dataset.input_columns")]
+    finding = finding_at(path, "train_dataset.input_columns")
+    assert "so the examples of a row see each other" in finding.found and "Add attention_mask" in finding.advice
+    for column in ("attention_mask", "actual_seq_len"):
+        assert severities_and_keys(write({**PACKED, "train_dataset.input_columns": [*COLUMNS, column]})) == []
+    assert severities_and_keys(write(PACKED)) == []
+    loader = {**PACKED["train_dataset.data_loader"], "handler": [{"type": "take", "n": 5}]}
+    changes = {"train_dataset.data_loader": loader, "train_dataset.input_columns": COLUMNS}
+    assert severities_and_keys(write({**PACKED, **changes})) == []
+
+
+@pytest.mark.parametrize("kind", ["HFDataLoader", "CommonDataLoader", "BlendedMegatronDatasetDataLoader"])
+def test_a_legacy_model_must_know_that_labels_of_packed_rows_are_shifted(write, kind):
+    loader = {**PACKED["train_dataset.data_loader"], "type": kind}
+    path = write({"train_dataset.data_loader": loader})
+    assert severities_and_keys(path) == [("error", "model.model_config.input_sliced_sig")]

@@ -74,6 +74,8 @@ def test_dotted_keys_win_over_flags():
         ),
         (["--callbacks.2.type", "x"], "'2' is not an item of callbacks, which has: 0 LoraCheckpoint, 1 "),
         (["--run_mode.x", "1"], "--run_mode.x: run_mode is 'finetune' and has no keys."),
+        (["--parallel_config", '{"data_paralel": 2}'], "'data_paralel' is not a key of parallel_config. Did you mean"),
+        (["--pet_config.lora_rank", "8"], "train_dataset. Write --model.model_config.pet_config."),
     ],
 )
 def test_what_cannot_be_set_is_one_error(words, message):
@@ -99,3 +101,30 @@ def test_keys_of_the_yaml_are_told_from_misspelled_options():
     overrides = ["--a.b", "1", "--c.d=2", "--e.f", "-4", "--device_id", "1", "--load_ckpt_format", "x"]
     assert split_overrides(words) == (overrides, ["--typo", "x", "3"])
     assert list(keys_and_texts(overrides))[:2] == [("a.b", "1"), ("c.d", "2")]
+
+
+def test_a_pet_config_is_made_where_the_yaml_has_none():
+    pet = "--model.model_config.pet_config"
+    config = overridden(f"{pet}.pet_type", "lora", f"{pet}.lora_rank", "8")
+    assert config["model"]["model_config"]["pet_config"] == {"pet_type": "lora", "lora_rank": 8}
+
+
+def test_nodes_that_the_caller_names_are_made():
+    config = {}
+    set_key(config, "pet_config.lora_init", "pissa", "--pet_config.lora_init", create=True, nodes=("pet_config",))
+    assert config == {"pet_config": {"lora_init": "pissa"}}
+    with pytest.raises(ConfigError, match="'pet_confg' is not a key of the YAML"):
+        set_key(config, "pet_confg.lora_init", "pissa", "--x", create=True, nodes=("pet_config",))
+
+
+class Node(dict):
+    """A node that is read by attribute, as MindFormers' own."""
+
+
+def test_a_node_is_of_the_kind_that_it_stands_in():
+    config = Node(parallel=Node(), callbacks=[{"type": "A"}])
+    set_key(config, "parallel", {"parallel_mode": 0, "strategy": {"file": "x"}, "list": [{"a": 1}]}, "--parallel")
+    set_key(config, "callbacks.A.node", {"b": 2}, "--callbacks.A.node")
+    kinds = [type(config["parallel"]), type(config["parallel"]["strategy"]), type(config["parallel"]["list"][0])]
+    assert kinds == [Node, Node, dict] and type(config["callbacks"][0]["node"]) is dict
+    assert config["parallel"] == {"parallel_mode": 0, "strategy": {"file": "x"}, "list": [{"a": 1}]}

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindlora.common.text import collapse_numbers, examples, listed, shown, suggestion
+from mindlora.common.text import collapse_numbers, examples, listed, near_word, shown, suggestion
+from mindlora.models import registry
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,49 @@ def test_lists_in_messages():
 def test_the_nearest_known_word():
     assert suggestion("pfet", ["slora", "peft"]) == " Did you mean 'peft'? Known: peft, slora."
     assert suggestion("xyz", ["slora", "peft"]) == " Known: peft, slora."
+
+
+MODELS = [name for record in registry.ARCHITECTURES for name in record.model_types]
+KEYS = ["lora_rank", "lora_alpha", "use_dora", "adapter_path", "data_parallel", "epochs", "batch_size", "adam", "AdamW"]
+
+
+@pytest.mark.parametrize(
+    "word, known, near",
+    [
+        ("Qwen3ForCausalML", MODELS, "Qwen3ForCausalLM"),
+        ("LlamaForCasualLM", MODELS, "LlamaForCausalLM"),
+        ("llamaforcausallm", MODELS, "LlamaForCausalLM"),
+        ("DeepSeekV3ForCausalLM", MODELS, "DeepseekV3ForCausalLM"),
+        ("qwen3moe", registry.hugging_face_types(), "qwen3_moe"),
+        ("lora_rnak", KEYS, "lora_rank"),
+        ("rank", KEYS, "lora_rank"),
+        ("adapter_pth", KEYS, "adapter_path"),
+        ("data_paralel", KEYS, "data_parallel"),
+        ("epoch", KEYS, "epochs"),
+        ("batchsize", KEYS, "batch_size"),
+        ("adamw", KEYS, "AdamW"),
+    ],
+)
+def test_a_misspelt_name_is_near(word, known, near):
+    assert near_word(word, known) == near
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("InternLMForCausalLM", "InternLM2ForCausalLM", "BaichuanForCausalLM", "MixtralForCausalLM", "PhiForCausalLM"),
+        *("TelechatForCausalLM", "Glm4MoeForCausalLM", "DeepseekV2ForCausalLM", "GPT2LMHeadModel", "TelechatConfig"),
+        *("T5ForConditionalGeneration", "ChatGLM3ForConditionalGeneration", "QWenConfig", "BertForTokenClassification"),
+        *("CogVLM2Config", "Qwen3VLForConditionalGeneration"),
+    ],
+)
+def test_another_model_is_not_near_because_its_name_ends_alike(word):
+    assert near_word(word, MODELS) is None
+
+
+@pytest.mark.parametrize("word", ["lora_init", "use_vera", "data_skip", "adapter_name", "bs"])
+def test_another_key_is_not_near_because_it_begins_or_ends_alike(word):
+    assert near_word(word, KEYS) is None
 
 
 def test_a_value_in_a_message_is_short():

@@ -243,7 +243,8 @@ def test_a_and_b_are_sharded_as_in_mindformers_own_lora(kind, on_eight_devices):
     assert isinstance(path, ParallelLowRank) and lora.choice.path == "composed"
     assert layouts(path.a_product) == of_a and layouts(path.b_product) == of_b
     assert layouts(path.sum) == [of_sum] * 2
-    assert layouts(path.dropout.dropout) == of_a[:1]
+    # Numbers: MindSpore's Dropout refuses a Layout.
+    assert path.dropout.dropout.in_strategy == tuple(of_a[:1])
     assert not path.trainable_params() and not list(path.get_parameters())
 
 

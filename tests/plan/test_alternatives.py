@@ -4,25 +4,42 @@ import pytest
 import yaml
 
 from mindlora.common.yaml_file import merged
-from mindlora.plan.alternatives import RESERVE, fit, layouts_of
+from mindlora.plan.alternatives import fit, layouts_of
 from mindlora.plan.memory import memory_of
 from mindlora.plan.run import read_run
+from mindlora.plan.units import GIB
 from tests.support.planned_runs import LORA, run_of, yaml_of
 
 MODEL = {"num_layers": 4, "num_heads": 8, "n_kv_heads": 8, "hidden_size": 256, "intermediate_size": 512}
 MODEL |= {"vocab_size": 256, "seq_length": 256}
 ROWS = {"batch_size": 8, "epochs": 1}
+# The part of a CPU's memory that is filled.
+FILLED = 0.9
 
 
 def test_a_run_that_fits_needs_no_change():
     run = run_of()
-    found = fit(run, int(memory_of(run).total / (1 - RESERVE)) + 2, [1])
+    found = fit(run, int(memory_of(run).total / FILLED) + 2, [1])
     assert found.fits and not found.tried and not found.lines
 
 
-def test_a_tenth_of_the_memory_is_not_filled():
+def test_a_tenth_of_a_cpus_memory_is_not_filled():
     run = run_of()
     assert not fit(run, memory_of(run).total, [1]).fits
+
+
+@pytest.mark.parametrize(
+    "limit, filled, reason",
+    [
+        (None, 15, "MindSpore leaves a sixteenth to communication and the runtime"),
+        ("11GB", 11, "MindSpore takes no more with context.max_device_memory: 11GB"),
+        ("58GB", 15, "MindSpore leaves a sixteenth to communication and the runtime"),
+    ],
+)
+def test_an_npu_is_filled_as_far_as_mindspore_fills_it(limit, filled, reason):
+    context = {"device_target": "Ascend", **({"max_device_memory": limit} if limit else {})}
+    found = fit(run_of(context=context), 16 * GIB, [1])
+    assert found.usable == filled * GIB and found.reason == reason
 
 
 @pytest.mark.parametrize(
@@ -38,12 +55,12 @@ def test_a_tenth_of_the_memory_is_not_filled():
 )
 def test_the_first_change_that_fits_is_taken(keys, rows, share, words):
     config = yaml_of({**MODEL, **keys}, runner_config={**ROWS, "batch_size": rows})
-    memory = int(share * memory_of(read_run(config)).total / (1 - RESERVE))
+    memory = int(share * memory_of(read_run(config)).total / FILLED)
     found = fit(read_run(config), memory, [1])
     assert found.tried[-1].change == words, [(trial.change, trial.needed) for trial in found.tried]
     assert found.tried[-1].fits and not any(trial.fits for trial in found.tried[:-1])
     changed = read_run(merged(config, yaml.safe_load(found.lines)))
-    assert memory_of(changed).total == found.tried[-1].needed <= memory * (1 - RESERVE)
+    assert memory_of(changed).total == found.tried[-1].needed <= memory * FILLED
 
 
 def test_a_larger_step_is_never_made_of_a_smaller_batch():

@@ -1,8 +1,10 @@
 """Overrides of a YAML mean the same to mindlora-run, which MindFormers fills in, and to what works without it."""
 
+import json
 import os
 
 import pytest
+import yaml
 from mindformers.tools.register.template import CONFIG_NAME_TO_CLASS, ConfigTemplate
 from mindformers.tools.utils import parse_value
 
@@ -68,6 +70,9 @@ def test_values_are_read_as_mindformers_reads_them(text):
         ["--context.mode", "1"],
         ["--trainer.model_name", "x"],
         ["--a.b", "1"],
+        ["--parallel_config", '{"data_parallel": 2}'],
+        ["--parallel_config", '{"dp": 2}'],
+        ["--model.model_config.pet_config", '{"lora_rank": 4}'],
     ],
     ids=" ".join,
 )
@@ -92,5 +97,32 @@ def test_mindlora_run_and_the_rest_take_and_refuse_the_same(words, run_mode):
         key = words[0][2:].partition("=")[0]
         key = overrides.FLAGS[key].key if key in overrides.FLAGS else key
         if not key.startswith("callbacks."):
-            assert value_at(results[0], key) == value_at(results[1], key)
+            value, given = (value_at(config, key) for config in results)
+            assert value == given or all(value[name] == given[name] for name in given)
         assert results[0]["callbacks"] == results[1]["callbacks"]
+
+
+def kinds(node):
+    """Returns {key: the kind of its value} of a node, with the nodes and lists in it."""
+    items = enumerate(node) if isinstance(node, list) else node.items()
+    return {key: (type(item), kinds(item)) for key, item in items if isinstance(item, (dict, list))}
+
+
+def test_a_node_from_the_command_line_is_what_it_is_in_a_yaml(tmp_path):
+    nodes = {
+        "parallel": {"parallel_mode": 0, "strategy_ckpt_config": {"save_file": "x.ckpt"}},
+        "runner_wrapper": {"type": "LoraTrainOneStepCell", "scale_sense": {"type": "DynamicLossScaleUpdateCell"}},
+        "runner_config": {"epochs": 2, "batch_size": 3},
+    }
+    content = {**read_yaml(YAML), **nodes}
+    content["train_dataset"]["extra"] = [{"type": "A", "node": {"b": 1}}]
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(content), "utf-8")
+    in_yaml = launcher.build_config(["--config", str(path)])
+    words = [word for key, node in nodes.items() for word in (f"--{key}", json.dumps(node))]
+    words += ["--train_dataset.extra", json.dumps(content["train_dataset"]["extra"])]
+    on_command_line = launcher.build_config(["--config", YAML, *words])
+    for key in (*nodes, "train_dataset"):
+        assert on_command_line[key] == in_yaml[key] and kinds(on_command_line[key]) == kinds(in_yaml[key])
+    assert on_command_line.runner_wrapper.scale_sense.type == "DynamicLossScaleUpdateCell"
+    assert on_command_line.runner_config.sink_mode is True

@@ -141,7 +141,7 @@ def test_a_pinned_adapter_stays(made):
     use(slots, "a", "b", "c", "d")
     assert sorted(pools.values) == [0, 3] and slots.stats().pinned == ["a"]
     refused(
-        RequestError, "2 slots cannot hold 2 pinned adapters and others too: serve with more slots.", slots.pin, "d"
+        RequestError, "2 slots cannot hold 2 pinned adapters and others too: serve with more (--slots).", slots.pin, "d"
     )
     slots.pin("a")
     with pytest.raises(AdapterNotFoundError):

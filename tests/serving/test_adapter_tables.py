@@ -69,6 +69,26 @@ def test_pairs_of_both_tables():
     assert take_tables(adapter, BASE, "it").head is None and "lm_head" in adapter.paths
 
 
+@pytest.mark.parametrize("base", [BASE._replace(head=normal(VOCABULARY, HIDDEN, seed=9)), TIED], ids=["two", "tied"])
+def test_the_base_s_own_table_beside_a_pair_leaves_the_pair_to_the_pool(base):
+    """PEFT saves it by default beside LoRA on the head; of a base with another one, it is the adapter's."""
+    adapter = with_pair(saved(HEAD), "lm_head", HIDDEN, VOCABULARY)
+    adapter.saved_modules[HEAD] = base.weight_of(HEAD).copy()
+    assert take_tables(adapter, base, "it").head is None and "lm_head" in adapter.paths and not adapter.saved_modules
+    adapter.saved_modules[HEAD] = base.weight_of(HEAD) * np.float32(2)
+    expected = adapter.saved_modules[HEAD] + adapter.delta("lm_head")
+    np.testing.assert_allclose(take_tables(adapter, base, "it").head, expected, rtol=1e-6)
+
+
+def test_a_pair_that_peft_keeps_equal_in_embedding_and_head_is_in_both():
+    """PEFT's ensure_weight_tying: the one's A and B are the other's B and A; a file may hold one of them."""
+    adapter = with_pair(saved(peft_fields={"ensure_weight_tying": True}), "lm_head", HIDDEN, VOCABULARY)
+    expected = (TIED.embedding + adapter.delta("lm_head"))[TOKENS]
+    tables = take_tables(adapter, TIED, "it")
+    np.testing.assert_allclose(tables.embed(TOKENS, TIED), expected, rtol=1e-5)
+    assert tables.head is None and adapter.paths == ["model.layers.0.attention.wq", "lm_head"]
+
+
 def test_what_has_no_place_is_refused():
     message = "it cannot be served beside other adapters: it holds saved modules (modules_to_save), which replace the"
     refused(UnexpectedTensorsError, part(message), take_tables, saved(EMBEDDING, "model.norm_out.weight"), BASE, "it")
@@ -78,6 +98,3 @@ def test_what_has_no_place_is_refused():
     refused(ShapeMismatchError, part(message), take_tables, adapter, BASE, "it")
     adapter.saved_modules[HEAD] = normal(VOCABULARY, HIDDEN + 1)
     refused(ShapeMismatchError, part(f"it: {HEAD}, a saved module"), take_tables, adapter, BASE, "it")
-    adapter = with_pair(saved(peft_fields={"ensure_weight_tying": True}), "lm_head", HIDDEN, VOCABULARY)
-    message = "a pair that embedding and output head share (ensure_weight_tying): lm_head. Merge it"
-    refused(UnexpectedTensorsError, part(message), take_tables, adapter, TIED, "it")

@@ -1,5 +1,6 @@
 """MindFormers' network with its cache and pools gives the logits of the merged model without a cache."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from mindlora.errors import ConfigError
 from mindlora.nn.linears_together import JoinsLinears
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.numerics.nf4 import dequantize, quantize
-from mindlora.serving.network import build_network
+from mindlora.serving.network import ServedStep, build_network
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.step_inputs import StepInputs
 from tests.conftest import ROOT, in_mode
@@ -132,6 +133,12 @@ def test_parameters_are_prepared_once_and_not_before_each_step(library, tmp_path
     command = [sys.executable, "-c", FOUR_STEPS, str(checkpoint)]
     run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert (run.stdout + run.stderr).count("Prepare store data") == 1
+
+
+def test_a_step_has_the_inputs_in_which_mindspore_looks_for_the_lengths_on_ascend():
+    # PagedAttention takes them on the host, from the inputs of the graph that have these names.
+    names = list(inspect.signature(ServedStep.construct).parameters)
+    assert names[4:6] == ["batch_valid_length", "q_seq_lens"]
 
 
 def decoded(steps, count):
@@ -317,7 +324,7 @@ def test_products_in_another_dtype_are_refused():
 
 
 def test_fixed_batches_that_no_step_has_are_refused():
-    message = "fixed_batches has 9 and max_running is 8: no step decodes so many requests. Raise max_running, or leave"
+    message = "fixed_batches has 9 and max_running is 8: no step decodes so many requests. Raise max_running"
     with pytest.raises(ConfigError, match=f"^{message}"):
         EngineSettings(seq_length=16, max_running=8, fixed_batches=(1, 9))
     with pytest.raises(ConfigError, match="^fixed_batches is 0: it must be a whole number of at least 1.$"):

@@ -20,7 +20,7 @@ from mindlora.errors import (
 )
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.serving.adapter_tables import BaseTables
-from mindlora.serving.packed_adapter import Block, ServedLayout, prepare
+from mindlora.serving.packed_adapter import Block, ServedLayout, prepare, rank_needed
 from tests.support.refusals import part, refused
 
 OUT = {"wq": 8, "wk": 4, "wv": 4, "wo": 6, "w1": 5, "w2": 6, "w3": 5}
@@ -259,6 +259,23 @@ def test_saved_modules_are_refused(tmp_path):
     refused_with_a_way_out(written(tmp_path, adapter), found)
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["the base's", "another"])
+def test_a_head_s_pair_beside_the_table_that_peft_saves_with_it(tmp_path, same):
+    """target_modules names lm_head, whose pair is in the pool, or in the head that the adapter has of its own."""
+    table = np.ones((7, 6), np.float32)
+    adapter = adapter_of(("wq",))
+    adapter.tensors.update(
+        {("lm_head", "A"): np.ones((2, 6), np.float32), ("lm_head", "B"): np.ones((7, 2), np.float32)}
+    )
+    adapter.alphas["lm_head"] = 4.0
+    adapter.saved_modules["lm_head.weight"] = table if same else 2 * table
+    adapter.selection = {"target_modules": ["q_proj", "lm_head"]}
+    cells = {**layout().cells, "lm_head": CellShape(6, 7)}
+    tables = BaseTables(np.zeros((7, 6), np.float32), False, table)
+    packed = prepare(written(tmp_path, adapter), dataclasses.replace(layout(), cells=cells, tables=tables))
+    assert ("lm_head" in packed.blocks) == same and (packed.tables.head is None) == same
+
+
 @pytest.mark.parametrize(
     "path, kind", [("model.tok_embeddings", "embeddings"), ("lm_head", "output heads")], ids=["embedding", "head"]
 )
@@ -271,8 +288,11 @@ def test_pairs_of_embeddings_and_heads_are_refused(tmp_path, path, kind):
     refused_with_a_way_out(written(tmp_path, adapter), f"pairs of {kind}: {path}")
 
 
-@pytest.mark.parametrize("form, single", [("peft", False), ("peft", True), ("mindformers", False)])
-def test_pairs_of_experts_lie_one_after_the_other(tmp_path, form, single):
+@pytest.mark.parametrize(
+    "form, single, filled",
+    [("peft", False, False), ("peft", True, False), ("mindformers", False, False), ("peft", False, True)],
+)
+def test_pairs_of_experts_lie_one_after_the_other(tmp_path, form, single, filled):
     rng, made, (experts, hidden, inner) = np.random.default_rng(4), Adapter({}), (3, 6, 5)
     sizes = {"weight1": (2 * inner, hidden), "weight2": (hidden, inner)}
     for name, (high, wide) in sizes.items():
@@ -287,14 +307,26 @@ def test_pairs_of_experts_lie_one_after_the_other(tmp_path, form, single):
         f"model.layers.0.mlp.experts.{name}": CellShape(*reversed(sizes[of]), experts=True)
         for name, of in (("gate_up_proj", "weight1"), ("down_proj", "weight2"))
     }
-    packed = prepare(written(tmp_path, made, form), ServedLayout(cells, 16, experts=experts))
+    served = ServedLayout(cells, 16, experts=experts, fills_experts=filled)
+    packed = prepare(written(tmp_path, made, form), served)
+    height = 16 if filled else 2
     assert packed.rank_max == 2 and packed.blocks.keys() == cells.keys()
     for (path, cell), delta in zip(cells.items(), deltas.values()):
         rows, scale, gain = packed.blocks[path]
-        assert gain is None and rows.shape == (experts * 2, cell.in_channels + cell.out_channels)
+        assert gain is None and rows.shape == (experts * height, cell.in_channels + cell.out_channels)
         for expert in range(experts):
-            block = Block(rows[2 * expert : 2 * expert + 2], scale)
+            block = Block(rows[height * expert : height * (expert + 1)], scale)
+            assert not block.rows[2:].any()
             np.testing.assert_allclose(delta_of(block, cell.in_channels), delta[expert], rtol=1e-5, atol=1e-6)
+
+
+def test_the_rank_that_a_slot_needs_is_that_at_which_an_adapter_is_taken(tmp_path):
+    source = written(tmp_path, adapter_of(("wq", "wk", "wv"), ranks=(4,)))
+    for joins_cells, needed in ((False, 4), (True, 12)):
+        assert rank_needed(source, joins_cells) == needed
+        assert prepare(source, layout(joined=joins_cells, max_rank=needed)).rank_max == needed
+        with pytest.raises(RankMismatchError):
+            prepare(source, layout(joined=joins_cells, max_rank=needed - 1))
 
 
 def test_pairs_of_routed_experts_are_refused_where_there_are_none(tmp_path):
@@ -307,12 +339,12 @@ def test_a_rank_that_a_slot_cannot_hold_is_refused(tmp_path):
     source = written(tmp_path, adapter_of(("wq", "wk", "wv"), ranks=(4,)))
     assert prepare(source, layout(max_rank=4)).rank_max == 4
     message = f"{source} has rank 4 at model.layers.{{0..1}}.attention.wk, model.layers.{{0..1}}.attention.wq, "
-    message += "model.layers.{0..1}.attention.wv, and a slot holds up to 3: serve with max_rank 4, "
+    message += "model.layers.{0..1}.attention.wv, and a slot holds up to 3: serve with --max-rank 4, "
     refused(RankMismatchError, part(message), prepare, source, layout(max_rank=3))
     message = (
         f"{source} has rank 12 at model.layers.{{0..1}}.attention.w_qkv (the pairs of joined cells have the ranks "
     )
-    message += "of their parts together), and a slot holds up to 11: serve with max_rank 12, of 256 at most"
+    message += "of their parts together), and a slot holds up to 11: serve with --max-rank 12, of 256 at most"
     refused(RankMismatchError, part(message), prepare, source, layout(joined=True, max_rank=11))
 
 

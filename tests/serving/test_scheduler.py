@@ -373,7 +373,7 @@ def test_an_error_ends_a_request_with_its_reason():
         (20, 13, "The prompt's 20 tokens and max_tokens, 13, are 33 together, and a sequence has at most 32: shorten "
                  "the prompt or lower max_tokens."),
         (20, 6, "The request needs 7 blocks of the cache for 20 prompt tokens and 6 new ones, and there are 6: shorten "
-                "the prompt, lower max_tokens or raise num_blocks."),
+                "the prompt, lower max_tokens or serve with more (--num-blocks)."),
     ],
 )  # fmt: skip
 def test_what_can_never_be_finished_is_refused_with_the_numbers(prompt, new, message):

@@ -163,6 +163,8 @@ class Engine:
         slots = [part.request.slot for part in parts]
         acting = inputs.positions >= np.repeat([part.request.adapted_from for part in parts], inputs.query_lengths)
         assert inputs.slots.tolist() == np.where(acting, np.repeat(slots, inputs.query_lengths), -1).tolist()
+        # Of a slot that there is not, the pools' kernel on Ascend could not say that there is none.
+        assert set(slots) <= {-1, *range(len(self.scheduler.adapters.holds))}
         written = [np.array(e[p.start : p.start + len(p.tokens)]) for e, p in zip(expected, parts)]
         assert len(set(inputs.slot_mapping.tolist())) == len(inputs.slot_mapping), "two tokens in one place"
         self.cache[inputs.slot_mapping] = np.concatenate(written)

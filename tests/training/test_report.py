@@ -64,7 +64,7 @@ def test_the_page_shows_the_run_and_needs_no_network(run):
     text = text_of(page)
     for expected in (
         "Steps 120", "Tokens 491,520", "Skipped steps 2", "Time in training 5 min 0 s", "Most memory in use 2.05 GiB",
-        "Loss (nats per token)", "Sent to the other devices in a step (KiB)", "Memory in use (GiB)",
+        "Loss (nats per token)", "Sent to the other devices in a step (KiB)", "Memory (GiB)",
         "40 guard The loss is NaN: the step is skipped.", "Who are you?", "the the the", "A tiny Llama.",
         "Evaluation tuned against the base: better. accuracy of q.jsonl (9 examples) model value tuned 0.75",
         "Divergence from the base on its own samples (nats per token)",

@@ -7,8 +7,8 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 import numpy as np
 
+from mindlora.adapters import bare_models, parts
 from mindlora.adapters import metadata as adapter_metadata
-from mindlora.adapters import parts
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects.peft_config import NO_EXTRAS, Extras, PeftConfig
 from mindlora.common import atomic
@@ -156,6 +156,8 @@ class Dialect(abc.ABC):
         self.complete(adapter, file)
         adapter_metadata.complete(adapter, file.metadata, file.path)
         self._settle(adapter, file)
+        # Patterns of ranks are for the names that the file has.
+        bare_models.complete(adapter)
         return adapter
 
     def _read_parts(self, adapter: Adapter, file: File, key: str, part_key: PartKey) -> None:

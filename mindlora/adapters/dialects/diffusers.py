@@ -146,9 +146,9 @@ def header(adapter: Adapter) -> Dict[str, str]:
 
 def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
     """Raises AdapterError if an adapter holds what the form has no place for; with ``dora`` it takes DoRA."""
-    if adapter.saved_modules:
+    if adapter.trained_modules:
         raise AdapterError(
-            f"Format {form!r} holds no saved modules (modules_to_save): {', '.join(adapter.saved_modules)}. Write "
+            f"Format {form!r} holds no saved modules (modules_to_save): {', '.join(adapter.trained_modules)}. Write "
             "another format."
         )
     if adapter.embeddings or adapter.variant not in (LORA, *([DORA] if dora else [])):

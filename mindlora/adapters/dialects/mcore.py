@@ -55,10 +55,10 @@ def mcore_paths(adapter: Adapter) -> Dict[str, str]:
             f"MindFormers' mcore models do not read {variant.tensors} ({variant.field}). Merge the adapter into its "
             "base, or write format 'peft'."
         )
-    if adapter.saved_modules:
+    if adapter.trained_modules:
         raise AdapterError(
             "MindFormers' mcore LoRA has no place for saved modules (modules_to_save): "
-            f"{', '.join(adapter.saved_modules)}. Merge the adapter into its base, or write format 'peft'."
+            f"{', '.join(adapter.trained_modules)}. Merge the adapter into its base, or write format 'peft'."
         )
     # The Llama has the cells of Qwen3 and others, under the same names.
     record = names.architecture_of_cells(adapter.paths) or registry.ARCHITECTURES[0]

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects import peft_experts, peft_tuners
+from mindlora.adapters.dialects import peft_experts, peft_selection, peft_tuners
 from mindlora.adapters.dialects.dialect import Dialect, File, Keys, unknown_tensors
 from mindlora.adapters.dialects.peft_config import PeftConfig
 from mindlora.adapters.expert_pairs import stacked_paths
@@ -136,6 +136,11 @@ class Peft(Dialect):
             tensors[saved_module_key(name, adapter.paths)] = array
         for cell, (_, rows) in adapter.token_rows.items():
             tensors[token_rows_key(cell)] = rows
+        # AutoModel's, for which the adapter was trained, has no other names.
+        prefix = PREFIX + adapter.bare_prefix
+        tensors = {
+            PREFIX + key[len(prefix) :] if key.startswith(prefix) else key: array for key, array in tensors.items()
+        }
         with atomic.replace_folder(path) as folder:
             write_arrays(os.path.join(folder, WEIGHTS_FILE), tensors, adapter_metadata.peft_header(adapter))
             write_json(os.path.join(folder, CONFIG_FILE), adapter_config(adapter))
@@ -205,14 +210,19 @@ def adapter_config(adapter: Adapter) -> Dict:
     """Returns the content of adapter_config.json: the subset of fields that PEFT has kept stable.
 
     The most frequent rank and lora_alpha become r and lora_alpha; others go into rank_pattern and alpha_pattern under
-    the modules' full paths. Without a selection, target_modules holds the full path of each adapted module.
+    the modules' full paths. Without a selection, or with one that is not that of the tensors (any more), as of experts
+    that have been stacked since, target_modules holds the full path of each adapted module.
     """
-    modules = {path: names.to_hugging_face(path) for path in adapter.paths}
+    modules = {path: names.to_hugging_face(path).removeprefix(adapter.bare_prefix) for path in adapter.paths}
     patterns = {path: _pattern(module, modules.values()) for path, module in modules.items()}
     ranks = {path: adapter.rank(path) for path in modules}
     alphas = {path: _plain_number(adapter.alphas[path]) for path in modules}
     stacked = stacked_paths(adapter)
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    # A cell outside a network has no path.
+    plain = sorted(module for path, module in modules.items() if module and path not in stacked)
+    parameters = sorted(modules[path] for path in stacked)
+    is_selected = peft_selection.selects(adapter.selection, plain, parameters)
     config = {
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -230,12 +240,11 @@ def adapter_config(adapter: Adapter) -> Dict:
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": {patterns[path]: value for path, value in ranks.items() if value != rank},
-        # A cell outside a network has no path.
-        "target_modules": sorted(module for path, module in modules.items() if module and path not in stacked),
+        "target_modules": plain,
         "use_rslora": adapter.use_rslora,
-        **({"target_parameters": sorted(modules[path] for path in stacked)} if stacked else {}),
+        **({"target_parameters": parameters} if stacked else {}),
         **({"alora_invocation_tokens": list(adapter.invocation_tokens)} if adapter.invocation_tokens else {}),
-        **adapter.selection,
+        **(adapter.selection if is_selected else {}),
     }
     return peft_tuners.of_lora(config, adapter)
 
@@ -325,13 +334,15 @@ def _check_saved_modules(adapter: Adapter, config: PeftConfig, path: str) -> Non
     declared = config.modules_to_save
     present = set()
     undeclared = []
-    # PEFT saves the own weight of an adapted module and of embeddings and heads without naming it.
-    unnamed = {*adapter.paths, *names.embeddings(), *names.output_heads()}
+    adapted = set(adapter.paths)
     for name in adapter.saved_modules:
         modules = [module for module in declared if is_of_module(name, module)]
         present.update(modules)
         is_bias = config.bias != "none" and name.endswith(".bias")
-        if not modules and not is_bias and name.rpartition(".")[0] not in unnamed:
+        # PEFT saves the own weight of an adapted module and of embeddings and heads without naming it.
+        path = name.rpartition(".")[0]
+        unnamed = path in adapted or names.is_embedding(path) or names.is_output_head(path)
+        if not (modules or is_bias or unnamed):
             undeclared.append(name)
     has_classifier = not present.isdisjoint(_CLASSIFIERS)
     for module in declared:

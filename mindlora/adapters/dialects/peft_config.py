@@ -1,7 +1,6 @@
-"""Reads PEFT's adapter_config.json: unknown fields are ignored, fields that change the mathematics are refused."""
+"""Reads PEFT's adapter_config.json: fields that change the mathematics are refused, and unknown ones with a value."""
 
 import dataclasses
-import logging
 import os
 import re
 from typing import Any, Dict, List, Optional, Tuple
@@ -15,10 +14,10 @@ from mindlora.config.variants.variant import Variant
 from mindlora.errors import AdapterError, AdapterFormatError
 from mindlora.models.target_modules import pattern_value
 
-logger = logging.getLogger("mindlora")
-
 _MAX_BYTES = 10_000_000  # A configuration with 100,000 module names has a tenth of this.
 
+# The version of PEFT whose fields are all below.
+_KNOWN_UP_TO = "0.21"
 # Fields that select modules: they are passed on unchanged.
 _SELECTING = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 # Fields that say nothing about the tensors, or nothing more once they are trained.
@@ -38,6 +37,8 @@ _NEUTRAL = (
     "runtime_config",
     "task_type",
 )
+# Those that other programs add, of which none changes what an adapter computes: ms-swift, transformers, unsloth.
+_OF_OTHERS = ("lora_dtype", "lorap_emb_lr", "lorap_lr_ratio", "transformers_version", "unsloth_fixed")
 # Those that say how a training began, of which PEFT warns beside another init_lora_weights.
 _OF_INITIALIZERS = ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
 # Fields that change the forward or the base.
@@ -160,9 +161,10 @@ class PeftConfig:
 
 
 def read(path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
-    """Reads an adapter_config.json; unknown fields are ignored with a warning.
+    """Reads an adapter_config.json.
 
-    Raises AdapterFormatError if there is none, or a field is invalid or changes the mathematics in an unsupported way.
+    Raises AdapterFormatError if there is none, a field is invalid or changes the mathematics in an unsupported way, or
+    one that is not known is more than null, false or empty: PEFT adds variants of LoRA as fields.
     """
     return parse(json_object(path), path, extras)
 
@@ -177,13 +179,8 @@ def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
     variant = peft_tuners.variant_of(content)
     projection_key = peft_tuners.projection_key(content)
     content = peft_tuners.as_lora(content, path)
-    unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
-    if unknown:
-        logger.warning(
-            "%s has fields that mindlora does not know and ignores: %s. Check that the adapter does the same without.",
-            path,
-            ", ".join(unknown),
-        )
+    unknown = sorted(set(content) - {*_SELECTING, *_NEUTRAL, *_OF_OTHERS, *_USED, *_UNSUPPORTED})
+    _refuse_unknown({field: content[field] for field in unknown}, path, extras)
     _refuse_unsupported(content, path, extras)
     dropout = content.get("lora_dropout")
     return PeftConfig(
@@ -202,7 +199,7 @@ def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
         initializer=_exact_initializer(content) if extras.initial_pairs else None,
         token_rows=_token_rows(content.get("trainable_token_indices"), path),
         invocation_tokens=_invocation_tokens(content.get("alora_invocation_tokens"), path),
-        kept={field: content[field] for field in content if field in (*_KEPT, *unknown)},
+        kept={field: content[field] for field in content if field in (*_KEPT, *_OF_OTHERS, *unknown)},
     )
 
 
@@ -228,6 +225,19 @@ def json_object(path: str) -> dict:
             "there."
         )
     return parse_object(text, path, AdapterFormatError)
+
+
+def _refuse_unknown(fields: dict, path: str, extras: Extras) -> None:
+    # 0 is a value: it may be the factor of something.
+    given = {field: value for field, value in fields.items() if value not in (None, "", [], {}) and value is not False}
+    if given:
+        named = ", ".join(f"{field} ({shown(value)})" for field, value in given.items())
+        message = (
+            f"{path} has fields that mindlora does not know, and which may change what the adapter computes: {named}. "
+            f"It knows those of PEFT up to {_KNOWN_UP_TO}. Update mindlora; or remove what another program has written "
+            "for itself."
+        )
+        extras.refuse(AdapterFormatError(message))
 
 
 def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:

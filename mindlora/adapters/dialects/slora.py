@@ -55,10 +55,10 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
             f"slora does not serve {variant.tensors} ({variant.field}). Merge the adapter into its base, or write "
             "format 'peft'."
         )
-    if adapter.saved_modules:
+    if adapter.trained_modules:
         raise AdapterError(
-            f"slora does not serve saved modules (modules_to_save): {', '.join(adapter.saved_modules)}. Write another "
-            "format."
+            f"slora does not serve saved modules (modules_to_save): {', '.join(adapter.trained_modules)}. Write "
+            "another format."
         )
     written = {}
     scale = _scale(adapter)

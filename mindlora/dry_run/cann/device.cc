@@ -38,5 +38,4 @@ int aclsysGetCANNVersion(int, PackageVersion* version)
 }
 
 const char* aclGetRecentErrMsg() { return "a stand-in for CANN has no messages"; }
-
 }

@@ -99,5 +99,4 @@ int aclrtGetResInCurrentThread(int type, uint32_t* cores)
     *cores = type == 1 ? kVectorCores : kCubeCores;
     return 0;
 }
-
 }

@@ -11,7 +11,7 @@ from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
-from mindlora.plugin.graph.network import train_step_of
+from mindlora.plugin.graph.network import losses_in_sum, train_step_of
 from mindlora.plugin.graph.train_step import StepRecord
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume.training_state import passed, total_steps
@@ -21,7 +21,7 @@ register = MindFormerRegister.register(MindFormerModuleType.CALLBACK, legacy=Tru
 
 def loss_of(params: InternalCallbackParam) -> float:
     """Returns the training loss of the step that MindSpore's callback parameters describe."""
-    return float(_get_loss_output(params.net_outputs)[0])
+    return float(_get_loss_output(params.net_outputs)[0]) / losses_in_sum(params.train_network)
 
 
 def step_record(params: InternalCallbackParam) -> StepRecord:

@@ -18,7 +18,6 @@ from mindlora.errors import DivergenceError, LoraError
 from mindlora.evaluation.comparison import compare
 from mindlora.plugin.callbacks.common import register
 from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
-from mindlora.plugin.callbacks.run_description import facts_of_configuration
 from mindlora.plugin.callbacks.run_report import RunReport
 from mindlora.plugin.graph.network import innermost, train_step_of
 from mindlora.plugin.graph.stacked.data import datasets_of
@@ -33,7 +32,7 @@ COMPARISON, PAGE = "comparison.json", "comparison.html"
 # What callbacks are told of an adapter alone.
 _OF_ITS_OWN = (
     *("train_network", "list_callback", "train_dataset", "batch_num"),
-    *("net_outputs", "eval_results", "training_events", "run_facts"),
+    *("net_outputs", "eval_results", "training_events", "run_configuration"),
 )
 
 
@@ -83,7 +82,7 @@ class AdapterRun:
         self.params.update(shared)
         self.params.update(train_network=step, list_callback=self.callbacks, train_dataset=data)
         self.params["batch_num"] = data.get_dataset_size()
-        self.params["run_facts"] = facts_of_configuration(self.params, configuration)
+        self.params["run_configuration"] = configuration
         self.context = RunContext(self.params)
 
     def follow(self, shared: InternalCallbackParam) -> None:

@@ -8,12 +8,14 @@ from mindspore import Tensor, nn
 from mindspore.train import RunContext
 
 from mindlora.common.fields import COUNT, check_number, whole_numbers
+from mindlora.common.token_ids import ignore_token_id, pad_token_id
 from mindlora.errors import ConfigError
 from mindlora.nn.tree import lora_cells
 from mindlora.plugin.callbacks.common import PeriodicCallback, register, reported_metrics
 from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell
 from mindlora.plugin.callbacks.sample_answers import continuations
 from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.whole_batches import missing_rows, parts_of_batch
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume.collectives import mean_over_ranks
 
@@ -112,7 +114,7 @@ class Forgetting(PeriodicCallback):
                 network,
                 rows,
                 config.seq_length,
-                config.pad_token_id,
+                pad_token_id(config),
                 config.eos_token_id,
                 self.max_tokens,
                 lambda logits: _drawn(logits, rng),
@@ -123,23 +125,25 @@ class Forgetting(PeriodicCallback):
         """Returns the mean cross entropy of the texts' tokens, in nats."""
         config = network.config
         if self.cell is None:
-            self.cell = HeldOutLossCell(network, config.ignore_token_id)
+            self.cell = HeldOutLossCell(network, ignore_token_id(config))
         self.cell.set_train(False)
         length = config.seq_length + (not self.cell.is_sliced)
         total = count = 0.0
+        rows = self.batch_size + missing_rows(self.batch_size, parts_of_batch(network))
         for begin in range(0, self.count, self.batch_size):
-            tokens, labels = _rows(self.samples[begin : begin + self.batch_size], length, self.batch_size, config)
+            tokens, labels = _rows(self.samples[begin : begin + self.batch_size], length, rows, config)
             if self.cell.is_sliced:
                 labels = np.roll(labels, -1, axis=1)
             batch_total, batch_count = self.cell(Tensor(tokens), Tensor(labels))
             total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
-        return total / count
+        # Nothing counts where nothing is computed, in a dry run.
+        return total / max(count, 1.0)
 
 
 def _rows(samples: List[List[int]], length: int, count: int, config: Any) -> Tuple[np.ndarray, np.ndarray]:
     """Returns tokens and labels, int32 [count, length]; all tokens but the first of each row have a label."""
-    tokens = np.full((count, length), config.pad_token_id, np.int32)
-    labels = np.full((count, length), config.ignore_token_id, np.int32)
+    tokens = np.full((count, length), pad_token_id(config), np.int32)
+    labels = np.full((count, length), ignore_token_id(config), np.int32)
     for row, sample in enumerate(samples):
         tokens[row, : len(sample)] = sample
         labels[row, 1 : len(sample)] = sample[1:]

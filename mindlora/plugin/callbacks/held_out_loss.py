@@ -10,6 +10,7 @@ from mindspore.common import dtype as mstype
 from mindspore.train import RunContext
 
 from mindlora.common.fields import COUNT, check_number
+from mindlora.common.token_ids import ignore_token_id
 from mindlora.errors import ConfigError
 from mindlora.evaluation.labels import label_measures
 from mindlora.nn.score import score_of
@@ -18,6 +19,7 @@ from mindlora.plugin.graph.held_out import HeldOutLabelsCell, HeldOutLossCell
 from mindlora.plugin.graph.network import base_of, train_step_of
 from mindlora.plugin.graph.packing import check_held_out
 from mindlora.plugin.graph.stacked.step_of_adapter import StepOfAdapter
+from mindlora.plugin.graph.whole_batches import labeled_batches, parts_of_batch
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume.collectives import mean_over_ranks
 from mindlora.training.history import HELD_OUT_FIELDS
@@ -102,22 +104,22 @@ class HeldOutLoss(PeriodicCallback):
         network = base_of(train_network)
         score = score_of(network)
         if score is not None:
-            return HeldOutLabelsCell(network, network.config.ignore_token_id, score.num_labels)
-        return HeldOutLossCell(network, network.config.ignore_token_id)
+            return HeldOutLabelsCell(network, ignore_token_id(network.config), score.num_labels)
+        return HeldOutLossCell(network, ignore_token_id(network.config))
 
 
 def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> float:
     """Returns the mean cross entropy, in nats per label, over a MindRecord; 0 if no label counts.
 
-    The MindRecord has integer columns input_ids and labels, as HeldOutLossCell takes them; the last batch may be
-    smaller.
+    The MindRecord has integer columns input_ids and labels, as HeldOutLossCell takes them; batches are filled up where
+    devices divide them.
     """
-    dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
     was_training = cell.network.training
     cell.set_train(False)
     total = count = 0.0
-    for input_ids, labels in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1):
-        batch_total, batch_count = cell(input_ids.astype(mstype.int32), labels.astype(mstype.int32))
+    parts = parts_of_batch(cell.network)
+    for input_ids, labels in labeled_batches(dataset_dir, batch_size, cell.ignore_token_id, parts):
+        batch_total, batch_count = cell(input_ids, labels)
         total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
     cell.set_train(was_training)
     return total / max(count, 1.0)
@@ -125,12 +127,12 @@ def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> f
 
 def held_out_labels(cell: HeldOutLabelsCell, dataset_dir: str, batch_size: int) -> Dict[str, float]:
     """Returns the mean cross entropy of the labels of a MindRecord, as ``loss``, and label_measures."""
-    dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
     was_training = cell.network.training
     cell.set_train(False)
     total, confusion = 0.0, np.zeros((cell.num_labels, cell.num_labels))
-    for input_ids, labels in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1):
-        batch_total, _, counts = cell(input_ids.astype(mstype.int32), labels.astype(mstype.int32))
+    parts = parts_of_batch(cell.network)
+    for input_ids, labels in labeled_batches(dataset_dir, batch_size, cell.ignore_token_id, parts):
+        batch_total, _, counts = cell(input_ids, labels)
         total, confusion = total + float(batch_total.asnumpy()), confusion + counts.asnumpy()
     cell.set_train(was_training)
     return {"loss": total / max(confusion.sum(), 1.0), **label_measures(confusion)}

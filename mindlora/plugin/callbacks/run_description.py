@@ -17,6 +17,7 @@ from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora import __version__
 from mindlora.checks.pet_config import PetLoraConfig
+from mindlora.common.token_ids import ignore_token_id, pad_token_id
 from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.resume.training_state import total_steps
@@ -35,7 +36,8 @@ _ROWS = 256
 
 def describe(params: InternalCallbackParam) -> Dict[str, Any]:
     """Returns the record "run" of a history; without a configuration if mindlora-run did not start the run."""
-    facts = params.get("run_facts") or facts_of_configuration(params, run_configuration())
+    configuration = params.get("run_configuration") or run_configuration()
+    facts = params.get("run_facts") or _facts_of_configuration(params, configuration)
     return {
         "time": time.time(),
         "total_steps": total_steps(params),
@@ -45,7 +47,7 @@ def describe(params: InternalCallbackParam) -> Dict[str, Any]:
     }
 
 
-def facts_of_configuration(params: InternalCallbackParam, configuration: Mapping[str, Any]) -> Dict[str, Any]:
+def _facts_of_configuration(params: InternalCallbackParam, configuration: Mapping[str, Any]) -> Dict[str, Any]:
     """Returns what a configuration says of a run, with the defaults of its keys, and what its data holds."""
     return {
         "configuration": configuration,
@@ -121,8 +123,8 @@ def _of_rows(files: List[str], config: Any) -> Dict[str, Any]:
     return {
         "rows": rows,
         "tokens in a row": tokens.shape[1],
-        f"padding in the first {len(first)} rows": f"{np.mean(tokens == config.pad_token_id):.1%}",
-        f"tokens in the loss of the first {len(first)} rows": f"{np.mean(labels != config.ignore_token_id):.1%}",
+        f"padding in the first {len(first)} rows": f"{np.mean(tokens == pad_token_id(config)):.1%}",
+        f"tokens in the loss of the first {len(first)} rows": f"{np.mean(labels != ignore_token_id(config)):.1%}",
     }
 
 

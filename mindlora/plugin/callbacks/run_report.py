@@ -13,11 +13,11 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.config.preference import MEASURES
-from mindlora.errors import LoraError
 from mindlora.plugin.callbacks.common import register, reported_metrics, step_record
 from mindlora.plugin.callbacks.run_description import describe
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.log import logger
+from mindlora.plugin.resume.training_state import total_steps
 from mindlora.training.history import EARLIER_NAME, HELD_OUT_FIELDS, HistoryWriter
 
 REPORT_NAME = "report.html"
@@ -72,7 +72,7 @@ class RunReport(Callback):
                 self.step_before,
                 EARLIER_NAME,
             )
-        self.history.append(self.step_before, run=describe(params))
+        self.history.append(self.step_before, run=_described(params))
         self.tensorboard = get_tensorboard_writer()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -152,14 +152,24 @@ class RunReport(Callback):
         started = time.time()
         try:
             write_report([self.directory], os.path.join(self.directory, REPORT_NAME))
-        except (LoraError, OSError) as error:
+        except Exception as error:
             # A run of days must not end because of its report.
             logger.warning("The report could not be written (%s); make it with mindlora report.", error)
         self.next_report = time.time() + _PAUSE * (time.time() - started)
 
 
+def _described(params):
+    """Returns the record "run"; without what cannot be found out, lest a run end because of its description."""
+    try:
+        return describe(params)
+    except Exception as error:
+        logger.warning("The report will not describe the run (%s: %s).", type(error).__name__, error)
+        return {"time": time.time(), "total_steps": total_steps(params)}
+
+
 def _memory():
-    """Returns the bytes in use: of the device, or of the process on a CPU."""
+    """Returns bytes: the most that the device has had allocated until now, or what the process uses on a CPU."""
     if ms.get_context("device_target") == "CPU":
         return psutil.Process().memory_info().rss
-    return ms.runtime.memory_allocated()
+    # What is allocated now, between two steps, lacks the activations, gradients and logits of a step.
+    return ms.runtime.max_memory_allocated()

@@ -12,6 +12,7 @@ from mindlora.data.templates import prompt_template
 from mindlora.errors import ConfigError
 from mindlora.plugin.callbacks.common import register
 from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.whole_batches import missing_rows, parts_of_batch
 from mindlora.plugin.log import logger
 
 
@@ -121,6 +122,7 @@ def continuations(
     """Returns each prompt with what follows it, up to eos, max_tokens or the end of the window.
 
     The whole window runs for each token, since a network in training has no KV cache: this is for a few short texts.
+    Where devices divide the rows of a batch, rows of padding fill it up.
     MindFormers' causal language model, called with tokens [rows, seq_length] in evaluation mode, returns (logits
     [rows, seq_length, vocabulary], ...); it is left in its mode. Each prompt has fewer than seq_length tokens. Of
     logits [rows, vocabulary], ``choose`` returns a token for each row.
@@ -130,12 +132,14 @@ def continuations(
     rows = [list(prompt) for prompt in prompts]
     ends = [min(seq_length, len(row) + max_tokens) for row in rows]
     running = set(range(len(rows)))
+    batch = len(rows) + missing_rows(len(rows), parts_of_batch(network))
     while running:
-        window = np.full((len(rows), seq_length), pad, np.int32)
+        window = np.full((batch, seq_length), pad, np.int32)
+        positions = np.arange(batch, dtype=np.int32) * seq_length
         for index, row in enumerate(rows):
             window[index, : len(row)] = row
-        positions = np.array([index * seq_length + len(row) - 1 for index, row in enumerate(rows)], np.int32)
-        chosen = choose(cell(Tensor(window), Tensor(positions)).asnumpy())
+            positions[index] += len(row) - 1
+        chosen = choose(cell(Tensor(window), Tensor(positions)).asnumpy()[: len(rows)])
         for index in sorted(running):
             rows[index].append(int(chosen[index]))
             if rows[index][-1] == eos or len(rows[index]) == ends[index]:

@@ -7,6 +7,10 @@ from mindspore import nn
 
 from mindlora.plugin.graph.mcore_model import count_tokens, gpt_model_of
 
+# Where a cell keeps the network that it is around. _VirtualDatasetCell, which MindFormers puts around the model in the
+# semi-automatic parallel modes, has the second.
+_WRAPPED = ("network", "_backbone")
+
 
 def base_of(train_network: nn.Cell) -> nn.Cell:
     """Returns the MindFormers model (with its PET wrapper) inside a train step or a tool cell.
@@ -38,6 +42,23 @@ def distribute_state(train_network: nn.Cell) -> None:
         step.distribute_state()
 
 
+def losses_in_sum(train_network: nn.Cell) -> int:
+    """Returns how many losses the loss of a step is the sum of: one for each micro-batch that MindFormers makes.
+
+    It adds up their means in a pipeline, and where it accumulates or interleaves, which is in the semi-automatic modes.
+    With calculate_per_token_loss it divides all tokens' sum once.
+    """
+    step = innermost(train_network, lambda cell: hasattr(cell, "calculate_per_token_loss"))
+    if step is not None and step.calculate_per_token_loss:
+        return 1
+    count = 1
+    cell: Optional[nn.Cell] = train_network
+    while cell is not None:
+        count *= getattr(cell, "micro_size", 1) * getattr(cell, "interleave_num", 1)
+        cell = wrapped_in(cell)
+    return count
+
+
 def check_loaded_base(network: nn.Cell) -> None:
     """Compares the base that adapter_path was trained on with the one that has been loaded, if both are there.
 
@@ -56,17 +77,30 @@ def count_tokens_in_loss(train_network: nn.Cell) -> bool:
     mcore = gpt_model_of(train_network)
     if mcore is not None:
         return count_tokens(mcore)
-    model = innermost(train_network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
+    model = with_cross_entropy(train_network)
     if model is None:
         return False
     model.loss.calculate_per_token_loss = True
     return True
 
 
+def with_cross_entropy(network: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the legacy model inside a network whose ``loss`` is MindFormers' CrossEntropyLoss, or None."""
+    return innermost(network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
+
+
 def innermost(cell: nn.Cell, accepts: Callable[[nn.Cell], bool]) -> Optional[nn.Cell]:
     """Returns the first cell that ``accepts`` takes, from outside in, or None."""
-    while isinstance(cell, nn.Cell):
-        if accepts(cell):
-            return cell
-        cell = getattr(cell, "network", None)
+    wrapped: Optional[nn.Cell] = cell
+    while wrapped is not None and not accepts(wrapped):
+        wrapped = wrapped_in(wrapped)
+    return wrapped
+
+
+def wrapped_in(cell: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the network that a cell of MindFormers' or MindSpore's is around, or None if it is around none."""
+    for name in _WRAPPED:
+        network = getattr(cell, name, None)
+        if isinstance(network, nn.Cell):
+            return network
     return None

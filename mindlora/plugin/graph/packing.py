@@ -8,11 +8,12 @@ from mindspore import nn
 
 from mindlora.checks.data_rows import BOUNDARY, Data, data_of
 from mindlora.checks.training import WRAPPER
+from mindlora.common.token_ids import pad_token_id
 from mindlora.errors import ConfigError
 from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.nn.invocation import FIELD, pack_invocations
 from mindlora.plugin.graph.mindrecords import first_rows
-from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.network import base_of, innermost, wrapped_in
 from mindlora.plugin.log import logger
 from mindlora.training.segment_mask import SegmentMask
 
@@ -100,7 +101,7 @@ def set_boundary(config: MindFormerConfig) -> None:
             f"runner_wrapper.packed_boundary is {wrapper.packed_boundary}, and train_dataset {_packed(boundary)}. "
             "Remove the key: mindlora-run sets it."
         )
-    pad = config.model.model_config.pad_token_id
+    pad = pad_token_id(config.model.model_config)
     if boundary != pad and boundary != _first_row(mindrecord_files(data)[0])["input_ids"][0]:
         raise ConfigError(
             f"model.model_config.pad_token_id is {pad}, and the padding in train_dataset is {boundary}. Set it to that."
@@ -154,9 +155,7 @@ def _llama(network):
 
 def _name(network):
     """Returns the name of the class of a model, without the wrappers of its adapter."""
-    while isinstance(getattr(network, "network", None), nn.Cell):
-        network = network.network
-    return type(network).__name__
+    return type(innermost(network, lambda cell: wrapped_in(cell) is None)).__name__
 
 
 def _packed(boundary):

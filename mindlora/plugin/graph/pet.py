@@ -13,6 +13,7 @@ from mindlora.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.checks.adapters import trained_adapters
 from mindlora.checks.parallel import is_scattered
 from mindlora.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
+from mindlora.common.token_ids import ignore_token_id, pad_token_id
 from mindlora.errors import ConfigError
 from mindlora.models.llama_classifiers import with_score
 from mindlora.nn.initial_values import initial_draws
@@ -135,8 +136,8 @@ class MindloraMcoreModel(MindloraModel):
         self.rows = McoreRows(
             base_model.config.seq_length, base_model.get_gpt_transformer_config().data_parallel_size or 1
         )
-        self.pad = base_model.config.pad_token_id
-        self.ignored = base_model.config.ignore_token_id
+        self.pad = pad_token_id(base_model.config)
+        self.ignored = ignore_token_id(base_model.config)
 
     def _make_lean(self, base_model):
         """Does nothing: an mcore model has no kernels for a CPU."""

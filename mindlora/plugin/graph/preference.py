@@ -5,7 +5,7 @@ from mindspore import Tensor, nn
 
 from mindlora.errors import ConfigError
 from mindlora.nn.repeated_layers import mark_reference
-from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.network import base_of, with_cross_entropy
 from mindlora.training.preference import PreferenceLoss, PreferenceSettings, reference_network
 
 
@@ -69,14 +69,12 @@ def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> Preferenc
     Raises ConfigError if the model is no legacy one, whose loss gets the logits of all tokens, or the reference cannot
     be had.
     """
-    model = base_of(network)
-    while not isinstance(getattr(model, "loss", None), CrossEntropyLoss):
-        model = getattr(model, "network", None)
-        if not isinstance(model, nn.Cell):
-            raise ConfigError(
-                f"preference needs the logits of every token, and {type(base_of(network)).__name__} does not give them "
-                "to a CrossEntropyLoss of MindFormers' legacy models. Use a legacy model, such as LlamaForCausalLM."
-            )
+    model = with_cross_entropy(network)
+    if model is None:
+        raise ConfigError(
+            f"preference needs the logits of every token, and {type(base_of(network)).__name__} does not give them to "
+            "a CrossEntropyLoss of MindFormers' legacy models. Use a legacy model, such as LlamaForCausalLM."
+        )
     model.loss = Rewards() if settings.kind.scores else LabelLogProbabilities(model.loss)
     reference = None
     if settings.kind.uses_reference and not settings.precomputed_reference:

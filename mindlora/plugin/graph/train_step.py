@@ -101,7 +101,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
 
     Outputs:
-        As of MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm (None without use_clip_grad).
+        As of MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm, which the step has with and
+        without use_clip_grad; MindFormers' own step returns the first four without it.
 
     Raises:
         ConfigError: An argument is out of range, or cannot hold in the parallel mode.
@@ -184,7 +185,9 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
 
     def construct(self, *inputs: Tensor) -> Tuple:
         if self.is_mindformers_step:
-            return super().construct(*inputs)
+            outputs = super().construct(*inputs)
+            # Without clipping its norm is None, which MindSpore has Python make on the host, in every step.
+            return outputs if self.use_clip_grad or self.local_norm else outputs[:4]
         # A mean over the positions of a batch has gradients of the size for which loss scales are chosen.
         positions = self.positions(inputs)
         total, sums, gradients = self.token_gradients(self.scale_sense / positions, *inputs)
@@ -211,10 +214,9 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         norm = ops.sqrt(squares.sum())
         overflow = self.overflows(status, gradients, norm, elsewhere)
         overflow = self.process_loss_scale(overflow)
-        global_norm = None
+        global_norm = norm.reshape((1,))
         if self.use_clip_grad:
             gradients = self.clipped(gradients, norm)
-            global_norm = norm.reshape((1,))
         learning_rate = self.current_rate()
 
         skipped = ops.logical_or(overflow, self.exceeds_limits(loss, norm))

@@ -16,10 +16,15 @@ def described(error: Exception, config: Optional[MindFormerConfig]) -> str:
 
     The configuration is None if the error came before it was read.
     """
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"the run ended with {type(error).__name__}: {sentence(error)} {_keep_traceback(error, config)}"
+
+
+def sentence(error: BaseException) -> str:
+    """Returns the first line of an error's message that says something, shortened, with a full stop."""
+    lines = (line.strip() for line in str(error).splitlines())
+    first = next((line for line in lines if line.strip("-")), "no message")
     shortened = first if len(first) <= _LONGEST else f"{first[:_LONGEST]}..."
-    ending = shortened if shortened.endswith((".", "!", "?")) else f"{shortened}."
-    return f"the run ended with {type(error).__name__}: {ending} {_keep_traceback(error, config)}"
+    return shortened if shortened.endswith((".", "!", "?")) else f"{shortened}."
 
 
 def _keep_traceback(error: Exception, config: Optional[MindFormerConfig]) -> str:

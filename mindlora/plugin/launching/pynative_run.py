@@ -11,6 +11,11 @@ from mindlora.common.yaml_file import read_merged
 from mindlora.errors import ConfigError
 
 _READ = ("config", "mode", "register_path", "verbose")
+# Nodes that the Trainer, or mindlora, fills in where a YAML lacks them.
+_NODES = (
+    *("checkpoint", "training", "parallelism", "optimizer", "lr_scheduler", "train_dataset", "model", "monitor"),
+    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config"),
+)
 
 
 def is_for_pynative(path: str) -> bool:
@@ -35,7 +40,7 @@ def train(args: argparse.Namespace, rest: List[str]) -> None:
     _check_flags(args)
     config = read_merged(args.config)
     for key, text in keys_and_texts(rest):
-        set_key(config, key, read_value(text), f"--{key}", create=True)
+        set_key(config, key, read_value(text), f"--{key}", create=True, nodes=_NODES)
     check_content(config)
     require_mindformers("2.0")
     import mindspore as ms

@@ -15,6 +15,7 @@ from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.text import listed
+from mindlora.common.yaml_file import value_at
 from mindlora.errors import ConfigError
 from mindlora.nn.tree import lora_cells
 from mindlora.plugin.callbacks import AdapterHealth
@@ -166,7 +167,7 @@ def _check(callbacks):
 def _run_facts(args):
     """Returns what a report says of the configuration."""
     configuration = plain(args.to_dict())
-    dataloader = configuration["train_dataset"]["dataloader"]
+    dataloader = value_at(configuration, "train_dataset.dataloader") or {}
     facts = {
         "training data": dataloader.get("dataset_files") or dataloader.get("dataset_dir"),
         "rows in a step": args.training.global_batch_size,

@@ -13,12 +13,18 @@ from mindlora.errors import BackendError
 def all_gather(content: np.ndarray) -> np.ndarray:
     """Returns what every rank holds, uint8 [ranks, n], of uint8 [n] with the same n on all ranks: by AllGather.
 
-    Raises BackendError if the device has no such operator.
+    Raises BackendError if the device has no such operator, or the operator moves no data.
     """
     # As int32, which every backend gathers; bytes are gathered on none.
     words = np.frombuffer(content.tobytes() + bytes(-content.size % 4), np.int32)
     gathered = _run("AllGather", ops.AllGather, words)
-    return gathered.view(np.uint8).reshape(get_group_size(), -1)[:, : content.size]
+    rows = gathered.view(np.uint8).reshape(get_group_size(), -1)[:, : content.size]
+    if not np.array_equal(rows[get_rank()], content):
+        raise BackendError(
+            "AllGather gives back other bytes than this rank has sent, as in a dry run (MS_SIMULATION_LEVEL), where it "
+            "moves no data. Run on devices."
+        )
+    return rows
 
 
 def all_sum(content: np.ndarray) -> np.ndarray:

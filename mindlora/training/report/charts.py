@@ -25,7 +25,7 @@ _QUANTITIES = (
     ("gradient_norm", "Norm of the gradient before clipping", False, False, True),
     ("tokens_per_second", "Tokens per second", False, True, False),
     ("bytes_exchanged", "Sent to the other devices in a step", True, True, False),
-    ("memory_bytes", "Memory in use", True, True, False),
+    ("memory_bytes", "Memory", True, True, False),
 )
 
 

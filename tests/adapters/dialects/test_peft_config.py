@@ -6,6 +6,7 @@ import pytest
 
 from mindlora.adapters.dialects import peft_config
 from mindlora.config.variants.registry import LORA
+from mindlora.errors import AdapterFormatError
 from tests.support.peft_configs import PLAIN, read, written
 
 Q, K = "model.layers.0.attention.wq", "model.layers.0.self_attn.k_proj"
@@ -137,11 +138,27 @@ def test_what_peft_0_20_writes_of_a_plain_adapter_is_read_without_a_warning(tmp_
     assert not caplog.records
 
 
-def test_unknown_fields_are_named_in_a_warning(tmp_path, caplog):
-    path = written(tmp_path, {**PLAIN, "zeta": 1, "lora_rank": 8})
-    with caplog.at_level(logging.WARNING, "mindlora"):
-        assert peft_config.read(path).rank == 8
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has fields that mindlora does not know and ignores: lora_rank, zeta. Check that the adapter does the "
-        "same without."
-    ]
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+def test_unknown_fields_that_are_switched_off_are_kept(tmp_path, value):
+    config = peft_config.read(written(tmp_path, {**PLAIN, "use_zeta": value}))
+    assert config.rank == 8 and config.kept["use_zeta"] == value
+
+
+def test_fields_of_other_programs_that_change_nothing_are_kept(tmp_path):
+    fields = {"lora_dtype": "float32", "lorap_emb_lr": 1e-6, "lorap_lr_ratio": 16.0, "transformers_version": "5.0.0"}
+    assert peft_config.read(written(tmp_path, {**PLAIN, **fields})).kept.items() >= fields.items()
+
+
+@pytest.mark.parametrize("value", [True, 0, 0.5, "on", ["a"], {"rank": 0}])
+def test_unknown_fields_with_a_value_are_refused_by_name(tmp_path, value):
+    """PEFT adds variants of LoRA as fields: those of its next version would load as plain LoRA."""
+    path = written(tmp_path, {**PLAIN, "zeta_config": value, "other": None})
+    with pytest.raises(AdapterFormatError) as error:
+        peft_config.read(path)
+    assert str(error.value) == (
+        f"{path} has fields that mindlora does not know, and which may change what the adapter computes: zeta_config "
+        f"({value!r}). It knows those of PEFT up to 0.21. Update mindlora; or remove what another program has written "
+        "for itself."
+    )
+    refusals = []
+    assert peft_config.read(path, peft_config.Extras(refusals=refusals)).rank == 8 and len(refusals) == 1

@@ -90,6 +90,17 @@ def test_more_slots_than_the_table_of_a_core_has_room_for_are_refused(answer):
     assert [code(slots) for slots in (8638, 8639, 8648)] == [0, 561002, 561002]
 
 
+def test_multi_lora_delta_takes_more_indices_than_tokens_and_not_fewer(answer):
+    """A server keeps one Parameter of indices, as long as a step may be."""
+    float32, int32 = 0, 3
+
+    def code(indices):
+        rows, pool = ((3, 4), float32), ((2, 1, 8), float32)
+        return answer("MultiLoraDelta", rows, rows, pool, ((2,), int32), ((2,), float32), ((indices,), int32), rows)[0]
+
+    assert [code(indices) for indices in (2, 3, 4, 512)] == [561002, 0, 0, 0]
+
+
 @pytest.fixture
 def adopted(tmp_path, monkeypatch):
     """Returns a function that adopts a page with made-up times, and tells the host sides."""

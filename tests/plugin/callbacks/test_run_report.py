@@ -97,6 +97,14 @@ def test_a_train_step_of_others_gives_its_loss(tmp_path):
     assert run["run"]["versions"]["mindspore"] == ms.__version__ and run["run"]["machine"]["processes"] == 1
 
 
+def test_what_only_describes_a_run_never_ends_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_report, "describe", lambda params: params.nothing_of_this_kind.at_all)
+    train([RunReport(str(tmp_path))], LOSSES)
+    history = read_history(str(tmp_path))
+    assert history.series("loss")[1].tolist() == LOSSES and history.runs[0]["run"]["total_steps"] == 5
+    assert (tmp_path / "report.html").exists()
+
+
 class Pages(ms.Callback):
     """Records at which steps there is a page."""
 

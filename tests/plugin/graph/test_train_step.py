@@ -76,11 +76,18 @@ def test_outputs_and_step(mode, data, max_grad_norm, scale_sense):
     assert overflow.asnumpy().tolist() is False
     assert float(scale.asnumpy()) == scale_sense
     assert float(learning_rate.asnumpy()) == LEARNING_RATE
-    if max_grad_norm is None:
-        assert global_norm is None
-    else:
-        np.testing.assert_allclose(global_norm.asnumpy(), [expected_norm], rtol=1e-6)
+    np.testing.assert_allclose(global_norm.asnumpy(), [expected_norm], rtol=1e-6)
     np.testing.assert_allclose(weight_of(cell), expected_weight, rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_of_mindformers_returns_no_none(graph_mode, data):
+    weight, x, target = data
+    for clipping, count in (({}, 4), ({"use_clip_grad": True}, 5)):
+        cell = train_step(Loss(weight), **clipping)
+        # As in the semi-automatic parallel modes, which a CPU does not have.
+        cell.is_mindformers_step = True
+        outputs = cell(Tensor(x), Tensor(target))
+        assert len(outputs) == count and all(isinstance(output, Tensor) for output in outputs)
 
 
 def test_learning_rate_of_each_step(mode, data):

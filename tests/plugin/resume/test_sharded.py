@@ -243,3 +243,21 @@ def test_an_operator_that_the_device_lacks_is_named(monkeypatch):
         "another device or mode."
     )
     refused(BackendError, message, collectives.all_gather, np.zeros(3, np.uint8))
+
+
+def test_an_operator_that_moves_no_data_is_told_from_one_that_does(monkeypatch):
+    from mindlora.plugin.resume import collectives
+
+    monkeypatch.setattr(collectives, "get_group_size", lambda: 2)
+    monkeypatch.setattr(collectives, "get_rank", lambda: 1)
+    content = np.array([1, 2, 3, 4], np.uint8)
+    words = content.view(np.int32)
+    other = np.array([7], np.int32)
+    monkeypatch.setattr(collectives, "_run", lambda *_: np.concatenate((other, words)))
+    np.testing.assert_array_equal(collectives.all_gather(content), [[7, 0, 0, 0], content])
+    monkeypatch.setattr(collectives, "_run", lambda *_: np.zeros(2, np.int32))
+    message = (
+        "AllGather gives back other bytes than this rank has sent, as in a dry run (MS_SIMULATION_LEVEL), where it "
+        "moves no data. Run on devices."
+    )
+    refused(BackendError, message, collectives.all_gather, content)

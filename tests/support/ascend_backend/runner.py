@@ -115,9 +115,8 @@ def _run(program: str, *arguments: str, folder: Path, launches: bool = False, **
     made = device()
     log = pathlib.Path(folder) / f"launches-{os.getpid()}-{time.monotonic_ns()}.txt"
     environment = {**made.environment, "STAND_IN_LAUNCHES": str(log), **options.pop("environment", {})}
-    finished = process.start(
-        made.stand_ins, [program, *arguments], str(folder), values=True, timeout=TIMEOUT, environment=environment, **options
-    )
+    command = [program, *arguments]
+    finished = process.start(made.stand_ins, command, str(folder), True, TIMEOUT, environment, **options)
     return Run(*finished, launches=read_launches(log))
 
 

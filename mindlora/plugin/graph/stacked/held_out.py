@@ -2,14 +2,14 @@
 
 from typing import Any, Dict, Tuple
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore.common import dtype as mstype
 
+from mindlora.common.token_ids import ignore_token_id
 from mindlora.plugin.graph.held_out import HeldOutLossCell
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.graph.stacked.losses import RowsOfAdapters
+from mindlora.plugin.graph.whole_batches import labeled_batches
 
 
 class HeldOutRows(nn.Cell):
@@ -25,7 +25,8 @@ class HeldOutRows(nn.Cell):
     def __init__(self, network: nn.Cell, adapters: int):
         super().__init__(auto_prefix=False)
         model = base_of(network)
-        self.network = RowsOfAdapters(HeldOutLossCell(model, model.config.ignore_token_id, by_row=True), adapters)
+        self.ignore_token_id = ignore_token_id(model.config)
+        self.network = RowsOfAdapters(HeldOutLossCell(model, self.ignore_token_id, by_row=True), adapters)
         self.adapters = adapters
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
@@ -73,11 +74,10 @@ class HeldOutOfAdapters:
             self.best.setdefault(path, {})[adapter] = np.array(losses), np.array(counts), step
 
     def _measure(self, dataset_dir, batch_size):
-        data = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
         losses, counts = [], []
         self.cell.set_train(False)
-        for input_ids, labels in data.batch(batch_size).create_tuple_iterator(num_epochs=1):
-            sums = self.cell(input_ids.astype(mstype.int32), labels.astype(mstype.int32))
+        for input_ids, labels in labeled_batches(dataset_dir, batch_size, self.cell.ignore_token_id):
+            sums = self.cell(input_ids, labels)
             losses.append(sums[0].asnumpy().astype(np.float64))
             counts.append(sums[1].asnumpy()[0].astype(np.float64))
         self.cell.set_train(True)

@@ -5,7 +5,7 @@ from typing import Tuple
 from mindformers.core.loss.loss import CrossEntropyLoss
 from mindspore import Tensor, nn, ops
 
-from mindlora.plugin.graph.network import innermost
+from mindlora.plugin.graph.network import with_cross_entropy
 
 
 class AdapterLosses(nn.Cell):
@@ -58,6 +58,6 @@ class RowsOfAdapters(nn.Cell):
 
 def losses_of_adapters(network: nn.Cell, adapters: int) -> RowsOfAdapters:
     """Returns what computes the losses of K adapters on a batch; the loss of the model is replaced in place."""
-    model = innermost(network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
+    model = with_cross_entropy(network)
     model.loss = AdapterLosses(model.loss, adapters)
     return RowsOfAdapters(network, adapters)

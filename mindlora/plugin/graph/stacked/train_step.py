@@ -54,7 +54,7 @@ class StackedTrainOneStepCell(nn.Cell):
 
     Outputs:
         As of MFTrainOneStepCell, over the adapters whose step was not skipped: mean loss, whether none was left, loss
-        scale, largest learning rate, and None.
+        scale, largest learning rate, and largest gradient norm.
     """
 
     is_mindformers_step = False
@@ -118,7 +118,7 @@ class StackedTrainOneStepCell(nn.Cell):
         left = applied.astype(mstype.float32)
         kept = ops.select(applied, losses, ops.zeros_like(losses))
         loss = ops.depend(kept.sum() / ops.maximum(left.sum(), Tensor(1, mstype.float32)), recorded)
-        return loss, left.sum() == 0, scale, rates.max(), None
+        return loss, left.sum() == 0, scale, rates.max(), norms.max().reshape((1,))
 
     def last_record(self) -> StepRecord:
         """Returns the mean loss, the counted tokens and the largest rate of the adapters whose last step counted."""

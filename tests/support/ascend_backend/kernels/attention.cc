@@ -12,9 +12,11 @@ using internal_kernels::Kernel;
 using internal_kernels::View;
 using internal_kernels::Views;
 
-// Inputs: q, k [tokens, heads x d], cos, sin [tokens, d], lengths. The halves of a head turn against each other.
+// Inputs: q, k [tokens, heads x d], cos, sin [tokens, d], lengths. The halves of a head turn against each other, or
+// neighbours do where the format is odd.
 bool ApplyRotaryPosEmb(const Views& in, const Views& out)
 {
+    const bool neighbours = internal_kernels::RotaryFormat() % 2 == 1;
     const View& cos = in[2];
     const View& sin = in[3];
     const int64_t d = cos.shape.back();
@@ -25,7 +27,8 @@ bool ApplyRotaryPosEmb(const Views& in, const Views& out)
             const int64_t token = first / (heads * d);
             for (int64_t i = 0; i < d; i++) head[i] = in[side].Get(first + i);
             for (int64_t i = 0; i < d; i++) {
-                const double other = i < d / 2 ? -head[i + d / 2] : head[i - d / 2];
+                const int64_t step = neighbours ? 1 : d / 2;
+                const double other = i / step % 2 == 0 ? -head[i + step] : head[i - step];
                 out[side].Set(first + i, head[i] * cos.Get(token * d + i) + other * sin.Get(token * d + i));
             }
         }
@@ -53,8 +56,7 @@ public:
     // query: where the head's query begins; group: the head of the cache that it reads.
     Head(const Views& in, int64_t request, int64_t query, int64_t group)
         : in_(in), request_(request), query_(query), group_(group)
-    {
-    }
+    {}
 
     // Softmax(q K^T / sqrt(d) + mask) V over the first `seen` tokens.
     std::vector<double> Attend(int64_t seen, const View* mask, int64_t maskRow) const
@@ -91,8 +93,8 @@ private:
     int64_t request_, query_, group_;
 };
 
-// Inputs: query [tokens, heads, d] or [1, tokens, heads x d], both caches, block tables [requests, blocks]; a mask where
-// several tokens of a request are computed at once. The lengths come from the graph's inputs.
+// Inputs: query [tokens, heads, d] or [1, tokens, heads x d], both caches, block tables [requests, blocks]; a mask
+// where several tokens of a request are computed at once. The lengths come from the graph's inputs.
 bool PagedAttention(const Views& in, const Views& out)
 {
     const int64_t groups = in[1].shape[2], d = in[1].shape[3];

@@ -1,5 +1,5 @@
-// The kernels that come with MindSpore (rotary embedding, paged attention, cache writes, products of inference) are code
-// for the NPU. Their own checks and plans run; in place of the launch, these tests compute what the kernels mean.
+// The kernels that come with MindSpore (rotary embedding, paged attention, cache writes, products of inference) are
+// code for the NPU. Their own checks and plans run; in place of the launch, these tests compute what the kernels mean.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +33,9 @@ struct Kernel {
 };
 
 Compute ComputationOf(const std::string& name);
+
+// How the rotary embedding that is being computed turns a head: MindSpore's cos_format.
+int RotaryFormat();
 
 // The lengths that MindSpore takes from the graph's input of this name, such as batch_valid_length; empty: none.
 std::vector<int64_t> Lengths(const char* name);

@@ -1,0 +1,46 @@
+"""Rows that MindFormers' own loaders pack as they read them: what the YAML must say so that examples stay apart."""
+
+from typing import Any, Iterator, List, Mapping
+
+from mindlora.checks.finding import Finding, error, warning
+from mindlora.checks.mcore import is_mcore
+from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.text import shown
+from mindlora.common.yaml_file import value_at
+
+_LOADER = "train_dataset.data_loader"
+_PACKING_LOADERS = ("HFDataLoader", "CommonDataLoader")
+_PACKER = "PackingHandler"
+
+
+def check_packing(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields what MindFormers refuses in a run whose loader packs rows, and a warning if examples see each other."""
+    kind = value_at(config, f"{_LOADER}.type")
+    packs = kind in _PACKING_LOADERS and _PACKER in _handlers(config)
+    if config.get("run_mode") not in TRAINING_MODES or not (packs or kind == "BlendedMegatronDatasetDataLoader"):
+        return
+    sliced = value_at(config, "model.model_config.input_sliced_sig")
+    if not sliced and not is_mcore(config):
+        yield error(
+            "model.model_config.input_sliced_sig",
+            f"{_LOADER}.type is {kind}, whose labels are shifted already, and model_config.input_sliced_sig is "
+            f"{shown(sliced)}.",
+            "Set it to True.",
+        )
+    columns = value_at(config, "train_dataset.input_columns")
+    # Without the key, MindFormers takes all columns.
+    if packs and columns and not {"attention_mask", "actual_seq_len"} & set(columns):
+        ends = bool(value_at(config, f"{_LOADER}.create_compressed_eod_mask"))
+        column = "actual_seq_len" if ends else "attention_mask"
+        more = "" if ends else ", or set create_compressed_eod_mask: True and add actual_seq_len"
+        yield warning(
+            "train_dataset.input_columns",
+            f"{_LOADER} packs examples ({_PACKER}), and train_dataset.input_columns lacks the column that keeps them "
+            f"apart, so the examples of a row see each other: {', '.join(map(str, columns))}.",
+            f"Add {column} to input_columns and construct_args_key, and its part to parallel.dataset_strategy{more}.",
+        )
+
+
+def _handlers(config: Mapping[str, Any]) -> List[Any]:
+    handlers = value_at(config, f"{_LOADER}.handler")
+    return [one.get("type") for one in handlers if isinstance(one, Mapping)] if isinstance(handlers, list) else []

@@ -1,0 +1,136 @@
+"""Training runs of one small layer on MindSpore's Ascend backend, in processes forked from one."""
+
+import copy
+import os
+import pathlib
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+
+import numpy as np
+import yaml
+
+from mindlora.data.mindrecord import write_mindrecord
+from mindlora.dry_run import process
+from mindlora.dry_run.process import Finished
+from mindlora.dry_run.stand_ins import stand_ins
+from tests.conftest import ROOT
+from tests.support import forked
+
+LLAMA = "configs/llama3/lora_llama3_8b.yaml"
+QWEN3 = "configs/qwen3/lora_qwen3_8b.yaml"
+QWEN3_MOE = "configs/qwen3/lora_qwen3_30b_a3b.yaml"
+SEQUENCE, VOCABULARY, BOUNDARY = 64, 512, 1
+_TOKENS = {"seq_length": SEQUENCE, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES = {"hidden_size": 256, "intermediate_size": 512}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+_LEGACY = {**_TOKENS, **_SIZES, "num_layers": 1, "num_heads": 4, "n_kv_heads": 4}
+_MCORE = {**_TOKENS, **_SIZES, **_HEADS, "num_hidden_layers": 1}
+
+
+class Run(NamedTuple):
+    """A row of a table of runs.
+
+    Attributes:
+        config: The YAML, from the checkout.
+        keys: What differs in it: dotted key -> value.
+        ranks, rank: How many devices there are, and which of them runs.
+        rows: Rows of the data. With data_parallel 8 in the semi-automatic mode, 16 are two steps.
+        data: What they are: a key of DATA.
+        values: Whether weights get their values, which what computes with them needs.
+        refused: What mindlora-run says instead of training; None for a run that trains.
+        always: Whether it runs without being asked for.
+    """
+
+    config: str = LLAMA
+    keys: Mapping[str, Any] = {}
+    ranks: int = 1
+    rank: int = 0
+    rows: int = 16
+    data: str = "tokens"
+    values: bool = False
+    refused: Optional[str] = None
+    always: bool = False
+
+
+def _tokens(rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    ids = rng.integers(5, VOCABULARY, SEQUENCE + 1).astype(np.int32)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _packed(rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    row = _tokens(rng)
+    row["input_ids"][[0, 20, 40]] = BOUNDARY
+    return {**row, "packed_boundary": np.array([BOUNDARY], np.int32)}
+
+
+def _pair(rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    ids = np.stack([_tokens(rng)["input_ids"] for _ in range(2)])
+    answers = np.full_like(ids, -1)
+    answers[:, 30:] = [[0], [1]]
+    return {"input_ids": ids, "labels": ids, "answers": answers, "pairs": np.ones(1, np.int32)}
+
+
+def _labeled(rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    row = _tokens(rng)
+    return {**row, "labels": row["labels"] % 2}
+
+
+# A row of a MindRecord, for each kind of data.
+DATA = {"tokens": _tokens, "packed": _packed, "pairs": _pair, "labels of two classes": _labeled}
+
+
+def parallel(data: int = 8, model: int = 1, stages: int = 1, mode: int = 1, **others: Any) -> Dict[str, Any]:
+    """Returns the keys that divide a run among devices; mode 0 is data parallel, 1 semi-automatic."""
+    sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages, "micro_batch_num": stages}
+    sizes.update(others)
+    context = {"parallel.parallel_mode": mode, "parallel.full_batch": mode == 1}
+    return {**context, **{f"parallel_config.{name}": value for name, value in sizes.items()}}
+
+
+def callbacks(*added: Mapping[str, Any]) -> List[Mapping[str, Any]]:
+    """Returns a list of callbacks that saves the adapter at the second step, with ``added`` ones."""
+    return [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 1}, *added]
+
+
+def small_yaml(run: Run, folder: pathlib.Path) -> Dict[str, Any]:
+    """Returns the YAML of a row, with one small layer and data of its own."""
+    config = copy.deepcopy(yaml.safe_load((pathlib.Path(ROOT) / run.config).read_text("utf-8")))
+    model = config["model"]["model_config"]
+    mcore = config.get("use_legacy") is False
+    model.update(_MCORE if mcore else _LEGACY)
+    if "num_experts" in model:
+        model.update(_EXPERTS)
+    config["runner_config"].update(epochs=1, batch_size=1, sink_mode=False)
+    config.update(auto_trans_ckpt=False, use_parallel=run.ranks > 1, output_dir="out", callbacks=callbacks())
+    for key, value in run.keys.items():
+        node = config
+        *path, leaf = key.split(".")
+        for name in path:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    rng = np.random.default_rng(0)
+    data = str(folder / "rows.mindrecord")
+    write_mindrecord((DATA[run.data](rng) for _ in range(run.rows)), data)
+    config["train_dataset"]["data_loader"]["dataset_dir"] = data
+    config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
+    return config
+
+
+def train(run: Run, folder: pathlib.Path, *flags: str) -> Finished:
+    """Runs mindlora-run on the YAML of a row, in a process that begins with MindFormers imported."""
+    made = stand_ins()
+    (folder / "run.yaml").write_text(yaml.safe_dump(small_yaml(run, folder)), encoding="utf-8")
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    first, environment = process.prepare(made, str(scratch), run.values)
+    ranks = {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(run.ranks), "RANK_ID": str(run.rank)}
+    command = [*first, "mindlora.plugin.launcher", "--config", "run.yaml", *flags]
+    done = forked.run(command, folder, {**environment, **ranks}, trainer="ascend")
+    return process.finish(done.returncode, done.stdout + done.stderr, str(scratch))
+
+
+def saved_folders(folder: pathlib.Path) -> List[str]:
+    """Returns what LoraCheckpoint has left: step folders of whole adapters, or of a rank's slices."""
+    root = folder / "out"
+    found = [path.relative_to(root) for path in root.rglob("step_*") if path.is_dir()]
+    return sorted(os.fspath(path) for path in found)
