@@ -46,13 +46,13 @@ def _leave_weights_as_memory_is() -> None:
     from mindspore.common import initializer
 
     for kind in _kinds(initializer.Initializer):
-        kind._initialize = lambda self, array, *_, **__: None
+        setattr(kind, "_initialize", lambda self, array, *_, **__: None)  # noqa: B010
 
 
 def _kinds(base: type) -> Iterator[type]:
     yield base
-    for kind in base.__subclasses__():
-        yield from _kinds(kind)
+    for derived in base.__subclasses__():
+        yield from _kinds(derived)
 
 
 def _know_ranks_of_the_world() -> None:
