@@ -9,7 +9,7 @@ import json
 import os
 import runpy
 import sys
-from typing import Iterator, List
+from typing import Any, Iterator, List
 
 # The generation of NPU that the dry run stands for, by MindSpore's two names of it.
 SOC_VERSION, SOC_NAME = b"ascend910b", b"Ascend910B1"
@@ -49,7 +49,7 @@ def _leave_weights_as_memory_is() -> None:
         setattr(kind, "_initialize", lambda self, array, *_, **__: None)  # noqa: B010
 
 
-def _kinds(base: type) -> Iterator[type]:
+def _kinds(base: Any) -> Iterator[Any]:
     yield base
     for derived in base.__subclasses__():
         yield from _kinds(derived)
