@@ -34,7 +34,7 @@ def test_without_mindspore_or_its_plugin_the_error_says_what_to_install(monkeypa
     spec = importlib.machinery.ModuleSpec("mindspore", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(plugin_needs.importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(InstallationError, match="lacks the Ascend plugin .* Install MindSpore"):
+    with pytest.raises(InstallationError, match="lacks the Ascend plugin .* Install 2.7.2"):
         plugin_needs.mindspore_folder()
     monkeypatch.setattr(plugin_needs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InstallationError, match="MindSpore is not installed"):
