@@ -1,7 +1,6 @@
 """Training runs of one small layer on MindSpore's Ascend backend, in processes forked from one."""
 
 import copy
-import json
 import os
 import pathlib
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional
@@ -121,13 +120,13 @@ def train(run: Run, folder: pathlib.Path, *flags: str) -> Finished:
     """Runs mindlora-run on the YAML of a row, in a process that begins with MindFormers imported."""
     made = stand_ins()
     (folder / "run.yaml").write_text(yaml.safe_dump(small_yaml(run, folder)), encoding="utf-8")
-    report = folder / "report.json"
-    options = ["--soc-library", made.soc, "--report", report, *(["--values"] if run.values else [])]
-    command = ["-m", "mindlora.dry_run.child", *options, "mindlora.plugin.launcher", "--config", "run.yaml", *flags]
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    first, environment = process.prepare(made, str(scratch), run.values)
     ranks = {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(run.ranks), "RANK_ID": str(run.rank)}
-    done = forked.run(command, folder, {**process.environment_of(made), **ranks}, trainer="ascend")
-    figures = json.loads(report.read_text("utf-8")) if report.exists() else {"peak_bytes": None, "reserved_bytes": None}
-    return Finished(done.returncode, done.stdout + done.stderr, **figures)
+    command = [*first, "mindlora.plugin.launcher", "--config", "run.yaml", *flags]
+    done = forked.run(command, folder, {**environment, **ranks}, trainer="ascend")
+    return process.finish(done.returncode, done.stdout + done.stderr, str(scratch))
 
 
 def saved_folders(folder: pathlib.Path) -> List[str]:

@@ -31,7 +31,8 @@ bool MatMul(const Views& in, const Views& out)
         for (int64_t column = 0; column < outputs; column++) {
             float sum = 0;
             for (int64_t k = 0; k < inputs; k++) {
-                sum += static_cast<float>(in[0].Get(row * inputs + k)) * static_cast<float>(in[1].Get(column * inputs + k));
+                sum += static_cast<float>(in[0].Get(row * inputs + k)) *
+                    static_cast<float>(in[1].Get(column * inputs + k));
             }
             out[0].Set(row * outputs + column, sum);
         }
