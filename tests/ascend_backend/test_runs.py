@@ -98,11 +98,8 @@ TRAINED = {
             "runner_config.gradient_accumulation_steps": 2,
             "runner_wrapper.gradient_exchange": "float16",
         },
-        always=True,
     ),
-    "callbacks that control, data parallel": Run(
-        ranks=8, keys={**DATA_PARALLEL, "callbacks": CONTROLLING}, always=True
-    ),
+    "callbacks that control, data parallel": Run(ranks=8, keys={**DATA_PARALLEL, "callbacks": CONTROLLING}),
     "alora, data parallel": Run(ranks=8, keys={**DATA_PARALLEL, f"{PET}.alora_invocation_tokens": [5]}),
     # What the semi-automatic mode has.
     "rslora, lora+ and noise": Run(
@@ -111,7 +108,7 @@ TRAINED = {
     "lora-fa": Run(ranks=8, keys={f"{PET}.freeze_lora_a": True}),
     "accumulation": Run(ranks=8, rows=32, keys={"runner_config.gradient_accumulation_steps": 2}),
     "without clipping": Run(ranks=8, keys={"runner_wrapper.use_clip_grad": False}),
-    "callbacks that measure": Run(ranks=8, keys={"callbacks": MEASURING}, always=True),
+    "callbacks that measure": Run(ranks=8, keys={"callbacks": MEASURING}),
     "callbacks that measure, qwen3": Run(QWEN3, ranks=8, keys={"callbacks": MEASURING}),
     "callbacks that measure, in a pipeline": Run(
         ranks=8, rank=7, rows=4, keys={**ONE_STAGE_PER_HALF, "callbacks": MEASURING}
@@ -121,11 +118,9 @@ TRAINED = {
     "a classifier": Run(ranks=8, data="labels of two classes", keys={**CLASSIFIER, "callbacks": callbacks(HELD_OUT)}),
     # What is alone or in data parallel.
     "dpo, data parallel": Run(
-        ranks=8, data="pairs", keys={**DATA_PARALLEL, **PREFERENCE, "callbacks": callbacks(HELD_OUT)}, always=True
+        ranks=8, data="pairs", keys={**DATA_PARALLEL, **PREFERENCE, "callbacks": callbacks(HELD_OUT)}
     ),
-    "several adapters": Run(
-        rows=2, keys={f"{PET}.adapters": SEVERAL, "callbacks": KEEPING_TWO}, values=True, always=True
-    ),
+    "several adapters": Run(rows=2, keys={f"{PET}.adapters": SEVERAL, "callbacks": KEEPING_TWO}, values=True),
     "adapters on experts": Run(
         QWEN3_MOE,
         ranks=8,
@@ -140,7 +135,7 @@ TRAINED = {
 
 REFUSED = {
     "dora, semi-automatic": Run(
-        ranks=8, keys={f"{PET}.use_dora": True}, refused="use_dora is not supported on sharded", always=True
+        ranks=8, keys={f"{PET}.use_dora": True}, refused="use_dora is not supported on sharded"
     ),
     "qwen3 in 4 bits, semi-automatic": Run(
         "configs/qwen3/qlora_qwen3_8b.yaml",
