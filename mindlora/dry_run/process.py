@@ -87,7 +87,7 @@ def start(
         process = subprocess.Popen(
             [sys.executable, "-m", "mindlora.dry_run.child", *options, *command],
             cwd=folder,
-            env={**environment_of(made), **environment},
+            env={**_environment(made), **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -109,8 +109,7 @@ def start(
     return Finished(process.returncode, output, **figures)
 
 
-def environment_of(made: StandIns) -> Dict[str, str]:
-    """Returns the variables with which a process finds the stand-ins, beside those of this one."""
+def _environment(made: StandIns) -> Dict[str, str]:
     plugin = mindspore_folder() / "lib/plugin/ascend"
     libraries = [made.libraries, *(str(plugin / path) for path in _BESIDE_THE_PLUGIN)]
     python = [made.python, str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
