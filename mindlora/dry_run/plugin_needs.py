@@ -107,4 +107,3 @@ def _looked_up(content: bytes) -> Iterator[str]:
 
 def _is_of_the_system(function: str) -> bool:
     return any(hasattr(ctypes.CDLL(name), function) for name in _SYSTEM)
-
