@@ -111,7 +111,10 @@ def compile_library(target: pathlib.Path, sources: Sequence[pathlib.Path], *flag
     def run(*arguments: Union[str, pathlib.Path]) -> None:
         done = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise InstallationError(f"{compiler} failed on a stand-in for CANN:\n{done.stderr[-2000:]}")
+            raise InstallationError(
+                f"{compiler} failed on a stand-in for CANN. Name another compiler in CXX, or install g++ 9 or newer. It "
+                f"said:\n{done.stderr[-2000:]}"
+            )
 
     objects = [target.with_name(f"{target.stem}.{number}.o") for number in range(len(sources))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -54,9 +54,7 @@ def device() -> Device:
     made_from = [*_contents(_HERE / "kernels"), *_contents(_HERE / "device"), cann.libraries.encode()]
     kernels = built_once("kernels", made_from, lambda folder: _build_kernels(folder, cann))
     made_from = [path.read_bytes() for folder in (OPS, STAND_IN) for path in _sources(folder)]
-    package = built_once(
-        "operators", [*made_from, cann.libraries.encode()], lambda folder: _build_package(folder, cann)
-    )
+    package = built_once("operators", [*made_from, cann.libraries.encode()], lambda folder: _build_package(folder, cann))
     environment = {
         "LD_PRELOAD": f"{cann.cores}:{kernels}/libkernels.so",
         "ASCEND_CUSTOM_OPP_PATH": f"{package}/vendors/mindlora",

@@ -114,13 +114,7 @@ def _run(program: str, *arguments: str, folder: Path, launches: bool = False, **
     log = pathlib.Path(folder) / f"launches-{os.getpid()}-{time.monotonic_ns()}.txt"
     environment = {**made.environment, "STAND_IN_LAUNCHES": str(log), **options.pop("environment", {})}
     finished = process.start(
-        made.stand_ins,
-        [program, *arguments],
-        str(folder),
-        values=True,
-        timeout=TIMEOUT,
-        environment=environment,
-        **options,
+        made.stand_ins, [program, *arguments], str(folder), values=True, timeout=TIMEOUT, environment=environment, **options
     )
     return Run(*finished, launches=read_launches(log))
 
