@@ -29,9 +29,9 @@ def _doctor_options(parser):
     parser.add_argument(
         "--ascend",
         action="store_true",
-        help="compile each YAML without an error too, as the first and the last rank of its devices, and take two steps "
-        "without launching a kernel: MindSpore's own Ascend backend does it in minutes, without an NPU and without data "
-        "(x86-64 Linux, MindSpore's wheel with the Ascend plugin, g++)",
+        help="compile each YAML without an error too, as the first and the last rank of its devices, and take two "
+        "steps without launching a kernel: MindSpore's own Ascend backend does it in minutes, without an NPU and "
+        "without data (x86-64 Linux, MindSpore's wheel with the Ascend plugin, g++)",
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="compile for N devices (default: those that the YAML is for)"
@@ -54,7 +54,9 @@ def _doctor(arguments: argparse.Namespace) -> "DoctorReport":
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = f"{parser.description} The exit code is 1 if the run does not fit --memory, or fails in --verify."
+    parser.description = (
+        f"{parser.description} The exit code is 1 if the run does not fit --memory, or fails in --verify."
+    )
     parser.add_argument(
         "yaml",
         metavar="YAML",

@@ -10,8 +10,8 @@ from mindlora.plan.units import gib
 
 _BACKEND = "MindSpore's own Ascend backend, on a stand-in for CANN"
 _UNKNOWN = (
-    "It cannot tell what CANN's kernels compute, how long they take, how much work space they need and which dtypes they "
-    "take, nor what collectives carry."
+    "It cannot tell what CANN's kernels compute, how long they take, how much work space they need and which dtypes "
+    "they take, nor what collectives carry."
 )
 
 

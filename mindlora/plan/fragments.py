@@ -1,4 +1,4 @@
-"""What MindSpore's memory pool holds beside the tensors of a step: holes between them, of which none is large enough."""
+"""What MindSpore's memory pool holds beside the tensors of a step: the holes that no tensor fits into."""
 
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 

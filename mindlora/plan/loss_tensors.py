@@ -67,11 +67,7 @@ _LEGACY_FUSED = LossTensors(
         *_product(),
         Made("exponentials", ("logits",)),
         Made("log-probabilities", ("exponentials",)),
-        Made(
-            "gradient in 16 bits",
-            ("log-probabilities", "one-hot labels", "gradient in 16 bits"),
-            in_16_bits=True,
-        ),
+        Made("gradient in 16 bits", ("log-probabilities", "one-hot labels", "gradient in 16 bits"), in_16_bits=True),
     ),
 )
 # MindFormers' mcore models hold the labels twice, as OneHot gives them and in float32, and have the logits transposed.

@@ -33,7 +33,7 @@ OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One part of the memory of a device, in bytes; its basis is "exact", "model, 15 %", "simulated" or "arithmetic"."""
+    """One part of a device's memory, in bytes; its basis is "exact", "model, 15 %", "simulated" or "arithmetic"."""
 
     name: str
     size: int

@@ -168,3 +168,14 @@ def assert_one_error(outcome, message):
     assert code == 1 and not out
     assert error.startswith("mindlora: error: ") and error.count("\n") == 1
     assert re.search(message, error), error
+
+
+def test_a_run_on_a_cpu_is_not_verified_on_ascend(plan):
+    assert_one_error(plan(yaml_of(), "--verify"), "context.device_target is CPU.*Set it to Ascend")
+
+
+def test_on_an_npu_fragments_are_a_line_and_bytes_that_mindspore_leaves_are_not_filled(plan):
+    _, text, _ = plan(yaml_of(context={"device_target": "Ascend"}), "--memory", "16GiB")
+    assert re.search(r"fragments of MindSpore's memory pool +0\.\d\d +simulated", text)
+    flat = " ".join(text.split())
+    assert "16.00 GiB, of which 15.00 can be filled: MindSpore leaves a sixteenth to communication" in flat

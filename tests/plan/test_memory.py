@@ -96,6 +96,30 @@ def test_a_reference_takes_its_logits_and_a_copy_of_what_was_loaded_to_train():
         assert "reference" not in lines(run_of(**{**nodes, "runner_wrapper": wrapper}))
 
 
+def test_on_an_npu_the_logits_of_a_reference_are_given_back_before_those_of_the_step():
+    nodes = {"runner_config": {"batch_size": 2}, "runner_wrapper": PREFERENCE, "context": {"device_target": "Ascend"}}
+    assert lines(run_of(**nodes))["reference"] == 0
+    assert lines(run_of(pet={**LORA, "adapter_path": "somewhere"}, **nodes))["reference"] == 4 * ADAPTER
+
+
+@pytest.mark.parametrize("level, tensors", [("O0", 4), ("O1", 3), (None, 4)])
+def test_at_jit_level_o1_the_loss_holds_one_tensor_less(level, tensors):
+    config = {"jit_config": {"jit_level": level}} if level else {}
+    context = {"device_target": "Ascend", **config}
+    logits = 4 * 2 * TINY["seq_length"] * 4096
+    assert lines(run_of({"vocab_size": 4096}, context=context))["logits and loss"] == tensors * logits
+    on_cpu = lines(run_of({"vocab_size": 4096}, context={"device_target": "CPU", **config}))
+    assert on_cpu["logits and loss"] == 4 * logits
+
+
+def test_fragments_are_planned_where_the_logits_leave_holes():
+    # 1.5 GiB of logits in float32, twice as much as in 16 bits: in blocks of 2 GiB, beside each only a quarter is left.
+    model = {"vocab_size": 3 * 2**23, "compute_dtype": "bfloat16"}
+    on_npu = run_of(model, context={"device_target": "Ascend"}, runner_config={"batch_size": 1})
+    assert lines(on_npu)["fragments of MindSpore's memory pool"] > 2**29
+    assert "fragments of MindSpore's memory pool" not in lines(run_of(model))
+
+
 def test_a_pair_that_is_not_packed_is_two_rows_of_the_model():
     one = lines(run_of(runner_config={"batch_size": 2}))
     pairs = lines(run_of(runner_config={"batch_size": 1}, runner_wrapper=PREFERENCE))

@@ -1,0 +1,75 @@
+"""What MindSpore's memory planner takes for runs of real width, without fragments and with them, in GiB.
+
+They were measured with MindSpore 2.9.0 and MindFormers 1.9.0 on MindSpore's own Ascend backend, on a stand-in for CANN;
+tests/ascend_backend/test_planner_figures.py measures them again.
+"""
+
+import os
+from typing import Any, Dict, NamedTuple, Optional
+
+from mindlora.common.yaml_file import merged, read_yaml
+from tests.conftest import ROOT
+
+_YAMLS = {
+    "Llama 3 8B": ("configs/llama3/lora_llama3_8b.yaml", "num_layers"),
+    "Qwen3 8B": ("configs/qwen3/lora_qwen3_8b.yaml", "num_hidden_layers"),
+}
+_PREFERENCE = {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}
+
+
+class Figures(NamedTuple):
+    """A run and the peaks of its planner.
+
+    Attributes:
+        model (str): A name of _YAMLS.
+        layers, rows (int): How many layers the model has, and rows a batch.
+        level (str): jit_level.
+        recomputes (bool): Whether the layers are recomputed.
+        pet (dict): Other values of pet_config.
+        preference (bool): Whether the run is DPO.
+        used (float): The peak without fragments.
+        actual (float): The peak with fragments, or None if it was not read.
+    """
+
+    model: str
+    layers: int
+    rows: int
+    level: str
+    recomputes: bool
+    used: float
+    actual: Optional[float] = None
+    pet: Dict[str, Any] = {}
+    preference: bool = False
+
+    def __str__(self) -> str:
+        kind = ", ".join([*self.pet, *(["dpo"] if self.preference else [])]) or "lora"
+        recomputation = "recomputed" if self.recomputes else "kept"
+        return f"{self.model} {kind} {self.layers}x{self.rows} {self.level} {recomputation}"
+
+    @property
+    def config(self) -> Dict[str, Any]:
+        """The YAML's content."""
+        path, layers = _YAMLS[self.model]
+        config = merged(
+            read_yaml(os.path.join(ROOT, path)),
+            {
+                "use_parallel": False,
+                "runner_config": {"batch_size": self.rows},
+                "recompute_config": {"recompute": self.recomputes},
+                "context": {"jit_config": {"jit_level": self.level}},
+                "model": {"model_config": {layers: self.layers, "pet_config": self.pet}},
+            },
+        )
+        if self.preference:
+            config["runner_wrapper"] = merged(config["runner_wrapper"], _PREFERENCE)
+            config["train_dataset"]["input_columns"] = ["input_ids", "labels", "answers", "pairs"]
+        return config
+
+
+FIGURES = (
+    Figures("Llama 3 8B", 1, 4, "O1", True, 14.28, 16.78),
+    Figures("Qwen3 8B", 1, 2, "O0", True, 12.07, 17.66),
+    Figures("Llama 3 8B", 1, 4, "O0", True, 18.19, 20.69),
+    Figures("Llama 3 8B", 4, 1, "O1", False, 7.77, 8.91),
+    Figures("Llama 3 8B", 1, 1, "O0", True, 10.29, 10.98, preference=True),
+)
