@@ -52,17 +52,19 @@ def write(
     tensors: List[OutputTensor],
     outtype: str,
     progress: Callable[[int], None],
+    tokenizer: Optional[str] = None,
 ) -> None:
     """Writes a model in one atomic step, one tensor in memory at a time.
 
     Args:
         output (str): The file.
-        folder (str): The folder with the tokenizer.
+        folder (str): The model's folder.
         config (mapping): The content of config.json.
         tensors (list of OutputTensor): Under Hugging Face's names.
         outtype (str): What weights are stored as, "f32", "f16" or "q8_0". Norms and biases are stored in float32, and
             weights whose rows q8_0 cannot cut into blocks of 32 in float16.
         progress (callable): Takes the size of each tensor that was written, in bytes.
+        tokenizer (str): The folder with the tokenizer. Default: None, the model's.
 
     Raises:
         CheckpointError: llama.cpp has no place for a tensor, or for a setting of the model or of its tokenizer.
@@ -102,7 +104,7 @@ def write(
             f"{hugging_face.path}: mindlora writes no GGUF file with rope_type {rope.kind}. {_SCRIPT}"
         )
     metadata.update({f"{model.name}.{key}": value for key, value in sizes.items()})
-    metadata.update(vocabulary(folder, config))
+    metadata.update(vocabulary(tokenizer or folder, config))
     counts = {"q_proj": heads, "k_proj": kv_heads}
     written = [_tensor(each, model, counts, outtype, progress) for each in tensors if not names.is_computed(each.name)]
     if rope.kind == "llama3":

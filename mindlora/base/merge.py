@@ -15,6 +15,7 @@ from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.adapters.matching import CellShape, arrange, rename_for
 from mindlora.base import llama_cpp, pynative
+from mindlora.base.adapter_tokenizer import tokenizer_files
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.trained_base import check_trained_base
 from mindlora.base.writer import PYNATIVE, OutputTensor, Shard, check_checkpoint_output, write
@@ -147,13 +148,14 @@ def merge_checkpoint(
             for file, tensor_names in merging.names_by_file.items()
         ]
         config = {**source.config, **merging.changed_config} if merging.changed_config and source.config else None
+        tokenizer = tokenizer_files(str(adapter), source.folder, source.companions(), merging.tokens)
         if source.is_pynative:
             shards = pynative.shards(shards, source.expert_heights)
         if is_gguf:
-            files = [_write_gguf(output, source, shards, config or source.config, outtype, progress)]
+            files = [_write_gguf(output, source, tokenizer.folder, shards, config or source.config, outtype, progress)]
         else:
             written = PYNATIVE if source.is_step else source.world
-            files = write(output, shards, written, source.companions(), config, progress)
+            files = write(output, shards, written, tokenizer.companions, config, progress)
     count = len(content.paths)
     # An adapted module whose own weight is in the adapter too counts as merged, once.
     tables = {merging.weight_name(path, True) for path in content.token_rows}.union(content.saved_modules)
@@ -172,7 +174,7 @@ def merge_checkpoint(
         tensor,
         difference,
         bound,
-        (*source.left_out, *merging.notes),
+        (*source.left_out, *merging.notes, *tokenizer.notes),
         time.perf_counter() - started,
     )
 
@@ -180,6 +182,7 @@ def merge_checkpoint(
 def _write_gguf(
     output: str,
     source: BaseCheckpoint,
+    tokenizer: str,
     shards: List[Shard],
     config: Mapping[str, Any],
     outtype: str,
@@ -192,7 +195,7 @@ def _write_gguf(
         if progress:
             progress(nbytes, total)
 
-    llama_cpp.write(output, source.folder, config, tensors, outtype, tick)
+    llama_cpp.write(output, source.folder, config, tensors, outtype, tick, tokenizer)
     return output
 
 
@@ -263,6 +266,11 @@ class _Merging:
             if self._new_head and self._table in tensors and self._new_head not in self.base.tensors:
                 tensors.insert(tensors.index(self._table) + 1, self._new_head)
         return by_file
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the merged model embeds; 0 if it has no embedding."""
+        return self._shape_of(self._table)[0] if self._table in self._tensors else 0
 
     def weight_name(self, path: str, embeds: bool = False) -> str:
         """Returns the name of the weight at a path of the adapter, under MindFormers' names."""

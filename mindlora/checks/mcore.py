@@ -14,6 +14,7 @@ from mindlora.common.yaml_file import PET, value_at
 from mindlora.errors import ConfigError
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture
+from mindlora.models.decoder_sizes import decoder_sizes
 
 _ROUTER = "decoder.layers.0.mlp.router.weight"
 # What the network that serves mcore models computes: key of model_config -> the value that it must have, if any.
@@ -27,6 +28,7 @@ _SERVED_KEYS: Dict[str, Any] = {
 }
 # What it computes in on a device: first what to set.
 _SERVED_DTYPES = {"CPU": ("float32",), "Ascend": ("bfloat16", "float16")}
+_HEAD_DIM_STEP = 16
 _HELP = "docs/mcore.md says which mcore models train with adapters."
 
 
@@ -121,6 +123,14 @@ def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
     changes = list(_served_changes(config, architecture, target))
     if changes:
         yield error("model.model_config", f"This model cannot be served on {target}.", f"Set: {'; '.join(changes)}.")
+    head_dim = decoder_sizes(architecture, model_config_of(config)).head_dim
+    if target == "Ascend" and head_dim % _HEAD_DIM_STEP:
+        yield error(
+            "model.model_config.head_dim",
+            f"model.model_config.head_dim is {head_dim}: MindSpore's PagedAttention on Ascend takes multiples of "
+            f"{_HEAD_DIM_STEP}.",
+            "Serve this model on a CPU: --device_target CPU.",
+        )
 
 
 def _served_changes(config: Mapping[str, Any], architecture: Architecture, target: str) -> Iterator[str]:

@@ -17,6 +17,8 @@ WRAPPER = "LoraTrainOneStepCell"
 DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
 # Alone and in data parallel, MindFormers sets gradient_accumulation_steps to 1; in the other modes it accumulates.
 _ALONE = (*DATA_PARALLEL, "STAND_ALONE", "stand_alone")
+# Callbacks that set the rate, the limits or the weights of a step.
+CONTROLLING = ("TrainingGuard", "GradientNormRate", "ReduceOnPlateau", "WarmUp", "ForgettingBudget")
 EXCHANGE = "runner_wrapper.gradient_exchange"
 # Where one of these is above 1, no rank holds the whole adapter.
 _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
@@ -62,6 +64,7 @@ def check_training(config: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _check_accumulation(config)
     yield from _check_exchange(config)
     yield from _check_adalora(config)
+    yield from _check_controlled(config)
     if value_at(config, f"{PET}.loraplus_lr_ratio") is not None and config.get("grouped_lr_schedule"):
         yield error(
             f"{PET}.loraplus_lr_ratio",
@@ -139,6 +142,19 @@ def _check_adalora(config: Mapping[str, Any]) -> Iterator[Finding]:
             "each step, and data sinking does several at once.",
             "Set runner_config.sink_mode: False.",
         )
+
+
+def _check_controlled(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each callback that steers the train step where MindFormers' own step runs."""
+    if train_step(config) == WRAPPER and accumulates_here(config):
+        return
+    for kind in CONTROLLING:
+        for where, _ in callbacks_of(config, kind):
+            yield error(
+                where,
+                f"{where} needs mindlora's train step, alone or in data parallel.",
+                f"Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0, or remove it.",
+            )
 
 
 def _check_saving(config: Mapping[str, Any]) -> Iterator[Finding]:

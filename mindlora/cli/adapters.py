@@ -69,7 +69,8 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         choices=_Forms("gguf"),
         help="needed unless OUT ends in .gguf. peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own "
         "names; slora: the folder that MindFormers serves an adapter from; mcore: what MindFormers' own LoRA on an "
-        "mcore model reads; diffusers, kohya: Stable Diffusion's adapters; gguf: what llama.cpp loads beside a base",
+        "mcore model reads; pynative: the folder that MindFormers 2's PyNative trainer loads; diffusers, kohya: Stable "
+        "Diffusion's adapters; gguf: what llama.cpp loads beside a base",
     )
     parser.add_argument(
         "--concat", action="store_true", help="join q, k, v and w1, w3, for a model with qkv_concat: True"

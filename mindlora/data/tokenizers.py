@@ -4,11 +4,12 @@ import dataclasses
 import os
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.base.reader import BaseCheckpoint
 from mindlora.common import atomic
 from mindlora.common.git_lfs import refuse_pointer
+from mindlora.common.json_files import parse_object
 from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.text import first_ten
 from mindlora.data.files import bare_name, pieces, read_text
@@ -77,14 +78,31 @@ def load_tokenizer(path: str) -> Any:
 def _load_hugging_face(path):
     from transformers import PreTrainedTokenizerFast
 
+    folder = os.path.dirname(os.path.abspath(path))
+    settings = _of_transformers_4(os.path.join(folder, "tokenizer_config.json"))
     try:
         # Not AutoTokenizer: tokenizer.json is complete, and needs no tokenizer class of its model.
-        return PreTrainedTokenizerFast.from_pretrained(os.path.dirname(os.path.abspath(path)), local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **settings)
     except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
         raise TokenizerError(
             f"Hugging Face's PreTrainedTokenizerFast cannot load {path} with the tokenizer_config.json beside it. "
-            f"Copy both again, or update tokenizers and transformers. The reason: {_brief(error)}"
+            f"Copy both again, or save them with transformers 4. The reason: {_brief(error)}"
         ) from error
+
+
+def _of_transformers_4(path: str) -> Dict[str, Any]:
+    """Returns what a tokenizer_config.json of transformers 5 says in a way that transformers 4 does not read, in its
+    way: special tokens without a role, of which transformers 5 has a list called extra_special_tokens."""
+    if not os.path.isfile(path):
+        return {}
+    with open(path, "rb") as file:
+        content = parse_object(file.read(), path, TokenizerError)
+    extra = content.get("extra_special_tokens")
+    if not isinstance(extra, list):
+        return {}
+    tokens = [*(content.get("additional_special_tokens") or []), *extra]
+    texts = [token["content"] if isinstance(token, dict) and "content" in token else token for token in tokens]
+    return {"extra_special_tokens": {}, "additional_special_tokens": list(dict.fromkeys(texts))}
 
 
 def _load_sentencepiece(path):

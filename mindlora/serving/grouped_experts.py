@@ -5,12 +5,26 @@ from typing import Tuple
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.errors import ConfigError
 from mindlora.nn.nf4_experts import DecodedWeight
 from mindlora.ops.multi_lora_delta import MultiLoraDelta
 
+# Of multi_lora_delta on Atlas A2 and A3: ops/multi_lora_delta/README.md.
+_MOST_SLOTS = 8638
+
+
+def check_slots(slots: int, experts: int) -> None:
+    """Raises ConfigError for more slots than GroupedExperts can have, beside so many experts."""
+    if slots * experts > _MOST_SLOTS:
+        raise ConfigError(
+            f"slots is {slots} and each layer has {experts} experts: multi_lora_delta takes up to {_MOST_SLOTS} slots "
+            "on an NPU, and each expert of an adapter is one. Serve with up to "
+            f"{_MOST_SLOTS // experts} slots (--slots)."
+        )
+
 
 class GroupedExperts(nn.Cell):
-    r"""y[t] = sum_j weights[t, j] D_e (silu(G_e x[t]) * (U_e x[t])) with e = chosen[t, j], adapters as in RoutedExperts.
+    r"""y[t] = sum_j weights[t, j] D_e (silu(G_e x[t]) * (U_e x[t])) with e = chosen[t, j]; adapters: see RoutedExperts.
 
     The rows of x are put in the order of their experts, so that one product takes all of a weight. Pairs are added to
     them by multi_lora_delta, for which each expert of a slot is a slot of its own.

@@ -1,6 +1,7 @@
-"""The network by which Qwen3, Qwen3-MoE and GLM4 are served: MindFormers' mcore models have no place for adapters there.
+"""The network by which Qwen3, Qwen3-MoE and GLM4 are served: MindFormers' own inference of them takes no adapters.
 
-What it computes otherwise on Ascend than on a CPU is in mcore_operators. Cells and parameters have Hugging Face's names, with q, k, v, gate and up apart: adapters in joined pairs are split.
+What it computes otherwise on Ascend than on a CPU is in mcore_operators. Cells and parameters have Hugging Face's
+names, with q, k, v, gate and up apart: adapters in joined pairs are split.
 """
 
 import types
@@ -18,7 +19,15 @@ from mindlora.models import registry
 from mindlora.models.architecture import HF, Architecture
 from mindlora.models.decoder_sizes import DecoderSizes, decoder_sizes
 from mindlora.nn.linears_together import JoinsLinears
-from mindlora.serving.mcore_operators import Dtypes, cached_attention, dtypes_of, largest, on_cpu, positions_of, rms_norm
+from mindlora.serving.mcore_operators import (
+    Dtypes,
+    cached_attention,
+    dtypes_of,
+    largest,
+    on_cpu,
+    positions_of,
+    rms_norm,
+)
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import StackedExperts
 

@@ -1,4 +1,4 @@
-"""What the network of mcore models computes otherwise on Ascend than on a CPU; the two cells of a pair compute the same.
+"""What the network of mcore models computes by other operators on Ascend than on a CPU: cells in pairs that agree.
 
 On a CPU they are mindlora's operators, in float32. On Ascend they are MindSpore's, as in MindFormers' own inference.
 """
@@ -223,15 +223,7 @@ class AscendCachedAttention(_Cache):
         if mask is None:
             return self.attention(query, self.key_cache, self.value_cache, block_tables, context_lengths)
         return self.attention(
-            query,
-            self.key_cache,
-            self.value_cache,
-            block_tables,
-            context_lengths,
-            None,
-            None,
-            mask,
-            query_lengths,
+            query, self.key_cache, self.value_cache, block_tables, context_lengths, None, None, mask, query_lengths
         )
 
 

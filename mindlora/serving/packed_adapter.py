@@ -128,6 +128,8 @@ def rank_needed(source: str, joins_cells: bool) -> int:
     Pairs of cells that are joined there have the ranks of their parts together. Errors are those of reading a file.
     """
     adapter = files.read(source, extras=Extras(invocation_tokens=True))
+    # Served experts are stacked.
+    expert_pairs.stack_pairs(adapter)
     ranks: Dict[str, int] = {}
     for path in adapter.paths:
         cell = names.joined_path(path) if joins_cells else None

@@ -12,7 +12,7 @@ from mindlora.nn.nf4 import packed_parameters
 from mindlora.nn.tensors import to_array, to_tensor
 from mindlora.numerics.nf4 import TENSOR_NAMES
 from mindlora.ops.routed_experts import Nf4RoutedExperts, RoutedExperts
-from mindlora.serving.grouped_experts import GroupedExperts, Nf4GroupedExperts
+from mindlora.serving.grouped_experts import GroupedExperts, Nf4GroupedExperts, check_slots
 from mindlora.serving.mcore_operators import Dtypes, on_cpu
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -37,7 +37,13 @@ class StackedExperts(nn.Cell):
         self.compute = RoutedExperts() if on_cpu() else GroupedExperts()
 
     def add_pools(self, slots: int, max_rank: int, slots_of_tokens: Parameter) -> Dict[str, MultiLoRAExperts]:
-        """Puts a pool of adapters beside each weight, which must have been loaded; returns name -> pool."""
+        """Puts a pool of adapters beside each weight, which must have been loaded; returns name -> pool.
+
+        Raises ConfigError if there cannot be so many slots.
+        """
+        if not on_cpu():
+            check_slots(slots, self.shapes["down_proj"][0])
+            self.transpose_weights()
         pools = {
             name: MultiLoRAExperts(getattr(self, name).name, shape, slots, max_rank, self.dtype)
             for name, shape in self.shapes.items()
@@ -45,8 +51,6 @@ class StackedExperts(nn.Cell):
         # Straight into _cells: assigning an attribute would rename the pools' parameters.
         self._cells.update({f"{name}_pool": pool for name, pool in pools.items()})
         self.slots_of_tokens = slots_of_tokens
-        if not on_cpu():
-            self.transpose_weights()
         return pools
 
     def transpose_weights(self) -> None:

@@ -198,6 +198,18 @@ def test_a_yaml_without_faults(write):
             "model.layers.{0..1}.attention.wv: use_dora is not supported on sharded cells: the norm of a row of W + "
             "scale B A needs all of the row. Leave use_dora out, or train in data parallel (parallel_mode: 0).",
         ),
+        (
+            {"use_parallel": True, "parallel.parallel_mode": 1, "callbacks": [{"type": "WarmUp", "steps": 5}]},
+            "error",
+            "callbacks.WarmUp",
+            "callbacks.WarmUp needs mindlora's train step, alone or in data parallel.",
+        ),
+        (
+            {"runner_wrapper.type": "MFTrainOneStepCell", "callbacks": [{"type": "TrainingGuard"}]},
+            "error",
+            "callbacks.TrainingGuard",
+            "callbacks.TrainingGuard needs mindlora's train step, alone or in data parallel.",
+        ),
         ({f"{PET}.lora_init": "pisa"}, "error", f"{PET}.lora_init", "lora_init is 'pisa', which is not known."),
         ({f"{PET}.adapter_path": "none"}, "error", f"{PET}.adapter_path", "none does not exist"),
         ({DATA: "none.mindrecord"}, "error", DATA, "none.mindrecord does not exist"),

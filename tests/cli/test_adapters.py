@@ -1,6 +1,7 @@
 """mindlora inspect, diff and combine, as a user types them."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from mindlora import cli
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.combine import METHODS
+from mindlora.adapters.dialects.registry import FORMS
 from tests.support import diffusion_adapters
 
 WQ, WV = "model.layers.0.attention.wq", "model.layers.1.attention.wv"
@@ -212,3 +214,14 @@ def test_a_pickle_is_read_only_if_allowed(capsys, monkeypatch):
             asked.clear()
             assert run(capsys, *words, *flag)[0] == 0
             assert set(asked) == {bool(flag)}
+
+
+@pytest.mark.parametrize("verb", ["convert", "convert-base"])
+def test_the_help_says_what_each_form_is(verb, capsys):
+    """A name that is only in the list of choices says nothing to whoever does not know it."""
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    options = capsys.readouterr().out.partition("options:")[2]
+    text = re.search(r"\n  --to (.*?)\n  --\w", options, re.DOTALL)[1]
+    forms = [*FORMS, "gguf"] if verb == "convert" else ["mindformers", "mcore", "pynative"]
+    assert [form for form in forms if form not in text] == []

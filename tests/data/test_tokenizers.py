@@ -1,6 +1,7 @@
 """Tokenizers: trained, loaded from Hugging Face's and sentencepiece's files, refused, compared with a base's."""
 
 import gzip
+import json
 import os
 import pathlib
 import shutil
@@ -47,6 +48,22 @@ def test_a_trained_tokenizer_loads_in_transformers_and_reads_any_text_back(token
         assert loaded.decode(tokenizers.encode(loaded, text)) == text
         assert loaded(text)["input_ids"] == [BOS] + tokenizers.encode(loaded, text)
     assert len(loaded) <= 300
+
+
+@pytest.mark.parametrize("beside", [{}, {"additional_special_tokens": ["<unk>"]}])
+def test_the_extra_special_tokens_of_transformers_5_are_a_list(tmp_path, tokenizer_path, beside):
+    """transformers 4 has a mapping there; it is what MindFormers needs."""
+    shutil.copytree(tokenizer_path, tmp_path / "t")
+    config = tmp_path / "t" / "tokenizer_config.json"
+    content = json.loads(config.read_text())
+    token = {"__type": "AddedToken", "content": "</s>", "special": True}
+    extra = {"extra_special_tokens": ["<pad>", token], "tokenizer_class": "TokenizersBackend", "backend": "tokenizers"}
+    config.write_text(json.dumps({**content, **extra, **beside}))
+    loaded = tokenizers.load_tokenizer(str(tmp_path / "t"))
+    before = tokenizers.load_tokenizer(tokenizer_path)
+    assert loaded.additional_special_tokens == [*beside.get("additional_special_tokens", []), "<pad>", "</s>"]
+    assert loaded("a<pad>b</s>")["input_ids"] == before("a<pad>b</s>")["input_ids"]
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (BOS, EOS, PAD)
 
 
 def test_a_tokenizer_is_not_trained_over_other_things(tmp_path):

@@ -21,6 +21,7 @@ from mindlora.nn.base_fingerprint import joined_fingerprints_of
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
 from mindlora.serving.mcore_network import FeedForward, JoinedFeedForward
+from mindlora.serving.mcore_operators import dtypes_of
 from mindlora.serving.network import build_network, linear_cells, stacked_experts
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.settings import EngineSettings
@@ -156,7 +157,7 @@ def test_a_feed_forward_network_is_down_of_the_gated_up(library, kind):
     rng = np.random.default_rng(4)
     gate, up = rng.normal(size=(2, INNER, HIDDEN)).astype(np.float32)
     down, x = (rng.normal(size=shape).astype(np.float32) for shape in ((HIDDEN, INNER), (3, HIDDEN)))
-    made = kind(HIDDEN, INNER, ms.float32)
+    made = kind(HIDDEN, INNER, dtypes_of({}))
     weights = {"gate_proj": gate, "up_proj": up, "gate_up_proj": np.concatenate([gate, up]), "down_proj": down}
     for name, cell in made.name_cells().items():
         if name in weights:

@@ -288,8 +288,11 @@ def test_pairs_of_embeddings_and_heads_are_refused(tmp_path, path, kind):
     refused_with_a_way_out(written(tmp_path, adapter), f"pairs of {kind}: {path}")
 
 
-@pytest.mark.parametrize("form, single", [("peft", False), ("peft", True), ("mindformers", False)])
-def test_pairs_of_experts_lie_one_after_the_other(tmp_path, form, single):
+@pytest.mark.parametrize(
+    "form, single, filled",
+    [("peft", False, False), ("peft", True, False), ("mindformers", False, False), ("peft", False, True)],
+)
+def test_pairs_of_experts_lie_one_after_the_other(tmp_path, form, single, filled):
     rng, made, (experts, hidden, inner) = np.random.default_rng(4), Adapter({}), (3, 6, 5)
     sizes = {"weight1": (2 * inner, hidden), "weight2": (hidden, inner)}
     for name, (high, wide) in sizes.items():
@@ -304,13 +307,16 @@ def test_pairs_of_experts_lie_one_after_the_other(tmp_path, form, single):
         f"model.layers.0.mlp.experts.{name}": CellShape(*reversed(sizes[of]), experts=True)
         for name, of in (("gate_up_proj", "weight1"), ("down_proj", "weight2"))
     }
-    packed = prepare(written(tmp_path, made, form), ServedLayout(cells, 16, experts=experts))
+    served = ServedLayout(cells, 16, experts=experts, fills_experts=filled)
+    packed = prepare(written(tmp_path, made, form), served)
+    height = 16 if filled else 2
     assert packed.rank_max == 2 and packed.blocks.keys() == cells.keys()
     for (path, cell), delta in zip(cells.items(), deltas.values()):
         rows, scale, gain = packed.blocks[path]
-        assert gain is None and rows.shape == (experts * 2, cell.in_channels + cell.out_channels)
+        assert gain is None and rows.shape == (experts * height, cell.in_channels + cell.out_channels)
         for expert in range(experts):
-            block = Block(rows[2 * expert : 2 * expert + 2], scale)
+            block = Block(rows[height * expert : height * (expert + 1)], scale)
+            assert not block.rows[2:].any()
             np.testing.assert_allclose(delta_of(block, cell.in_channels), delta[expert], rtol=1e-5, atol=1e-6)
 
 

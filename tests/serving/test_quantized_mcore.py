@@ -8,7 +8,6 @@ import pytest
 from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, save_lora
-from mindlora.adapters import files
 from mindlora.base.convert import convert_base
 from mindlora.base.quantize import quantize_checkpoint
 from mindlora.errors import CheckpointError, ConfigError
@@ -26,7 +25,7 @@ from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode
 from tests.support import mcore_networks, mcore_serving, moe_cpu, tiny_serving
 from tests.support.llama_checkpoints import load, save_base
-from tests.support.mcore_serving import COMMON, FEED_FORWARD, ROUTED, checkpoint, node
+from tests.support.mcore_serving import COMMON, ROUTED, checkpoint, node
 from tests.support.networks import randomize
 
 SETTINGS = EngineSettings(seq_length=96, block_size=8, max_running=8, max_tokens_per_step=300, slots=3, max_rank=8)
@@ -118,14 +117,9 @@ def test_a_base_of_another_model_is_refused(tmp_path):
 
 
 def write_adapters(folder, kind):
-    """Writes one adapter on Hugging Face's cells, and one on mcore's joined ones."""
-    apart = ("attention.wq", "attention.wv", *FEED_FORWARD[kind])
-    joined = ("attention.w_qkv", "attention.wo")
-    for seed, (name, cells) in enumerate({"apart": apart, "joined": joined}.items()):
-        made = mcore_serving.adapter(seed, dict.fromkeys(cells, 4))
-        form, target = ("peft", name) if name == "apart" else ("mcore", f"{name}.safetensors")
-        files.write(made, str(folder / target), form)
-    return {"apart": str(folder / "apart"), "joined": str(folder / "joined.safetensors")}
+    """Writes two adapters; returns name -> path."""
+    mcore_serving.write_adapters(folder, kind)
+    return {name: str(folder / path) for name, path in mcore_serving.ADAPTERS.items()}
 
 
 def answers(kind, path, adapters, quantize, settings=SETTINGS):

@@ -20,7 +20,7 @@ import types
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # What nearly every run imports sooner or later, and none of it knows mindlora: with graph mode's Trainer, and with the
-# PyNative one, which takes the stand-ins of pynative_cpu while it is imported; on MindSpore's Ascend backend as on a CPU.
+# PyNative one, which takes the stand-ins of pynative_cpu while it is imported; on Ascend's backend as on a CPU.
 _FOR_GRAPHS = ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", "mindspore.mindrecord")
 IMPORTED = {
     "graph": _FOR_GRAPHS,

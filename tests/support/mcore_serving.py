@@ -1,8 +1,16 @@
 """Small random mcore models that are served, under Hugging Face's names, and adapters for them."""
 
-import numpy as np
+import os
 
+import numpy as np
+import yaml
+
+from mindlora.adapters import files
 from mindlora.adapters.adapter import Adapter
+from mindlora.base.convert import convert_base
+from mindlora.base.quantize import quantize_checkpoint
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.llama_checkpoints import save_base
 
 # Three blocks in a row, so that groups of 256 cross rows; the border of gate and up is within a block.
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, EXPERTS, EXPERT_INNER, VOCAB = 192, 4, 2, 48, 80, 3, 40, 384
@@ -44,9 +52,15 @@ CELLS = {
 }
 ATTENTION = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 FEED_FORWARD = {
+    "qwen3": ("feed_forward.w2",),
     "qwen3-moe": ("mlp.experts.weight1", "mlp.experts.weight2"),
     "glm4": ("feed_forward.w_gate_up", "feed_forward.w2"),
 }
+
+# Adapter -> its path, in the folders that write_folder and write_adapters fill.
+ADAPTERS = {"apart": "apart", "joined": "joined.safetensors"}
+# In one batch they are for the graph of many tokens, and those of an answer for that of few; one repeats itself.
+PROMPTS = (tuple(range(3, 9)), tuple(range(40, 110)), (5, 6, 7) * 6)
 
 
 def node(kind, **keys):
@@ -103,3 +117,46 @@ def adapter(seed, ranks, layers=range(2), **fields):
             made.tensors[path, "B"] = rng.normal(0, rank**-0.5, (*stack, high, rank)).astype(np.float32)
             made.alphas[path] = 2.0 * rank
     return made
+
+
+def write_adapters(folder, kind):
+    """Writes the ADAPTERS: one on Hugging Face's cells, and one on mcore's joined ones."""
+    cells = {
+        "apart": ("attention.wq", "attention.wv", *FEED_FORWARD[kind]),
+        "joined": ("attention.w_qkv", "attention.wo"),
+    }
+    for seed, (name, path) in enumerate(ADAPTERS.items()):
+        form = "peft" if name == "apart" else "mcore"
+        files.write(adapter(seed, dict.fromkeys(cells[name], 4)), os.path.join(folder, path), form)
+
+
+def write_folder(folder, kind, quantized=False, **keys):
+    """Writes run.yaml, a base with a tokenizer and ADAPTERS into a folder that is made; returns it.
+
+    ``keys`` go into model_config.
+    """
+    tensors = checkpoint(kind)
+    if keys.get("tie_word_embeddings"):
+        del tensors["lm_head.weight"]
+    base = save_base(os.path.join(folder, "base"), tensors, **COMMON)
+    chat_tokenizer(CHATML).save_pretrained(base)
+    model = node(kind, **keys)
+    if quantized:
+        plain, base = (os.path.join(folder, "base", f"{name}.safetensors") for name in ("plain", "nf4"))
+        convert_base(os.path.join(folder, "base"), plain, None, "mcore")
+        quantize_checkpoint(plain, base)
+        os.remove(plain)
+        model["model_config"]["pet_config"] = {"pet_type": "qlora", "target_modules": "all-linear"}
+    config = {
+        "use_legacy": False,
+        "use_parallel": False,
+        "run_mode": "predict",
+        "load_checkpoint": base,
+        "trainer": {"type": "CausalLanguageModelingTrainer", "model_name": kind},
+        "context": {"mode": 0, "device_target": "CPU", "max_device_memory": "4GB"},
+        "model": model,
+    }
+    with open(os.path.join(folder, "run.yaml"), "w", encoding="utf-8") as file:
+        yaml.safe_dump(config, file)
+    write_adapters(folder, kind)
+    return folder

@@ -10,9 +10,9 @@ from mindspore.communication import get_group_size
 def allow_data_parallel() -> None:
     """Lets MindFormers build its mcore models in data parallel (parallel_mode 0) on several devices.
 
-    Its Trainer sets data_parallel to 1 in that mode, and its GPTModel (seen in 1.9.0) then makes process groups of
-    these sizes and refuses them, since 1 is not the number of devices. No key of a YAML reaches either. Only the number
-    of devices is set right: the model keeps data_parallel 1, by which it reshapes the rows that each device has.
+    Its Trainer (1.8.0, 1.9.0 and 2.1.0) sets data_parallel to 1 in that mode, and its GPTModel then makes process
+    groups of these sizes and refuses them, since 1 is not the number of devices. No key of a YAML reaches either. Only
+    the number of devices is set right: the model keeps data_parallel 1, by which it reshapes the rows of its device.
     """
     try:
         from mindformers.parallel_core.training_graph.base_models.gpt import gpt_model

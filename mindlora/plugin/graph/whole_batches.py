@@ -26,7 +26,7 @@ def missing_rows(rows: int, parts: int) -> int:
 
 
 def labeled_batches(dataset_dir: str, batch_size: int, ignored: int, parts: int = 1) -> Iterator[Tuple[Tensor, Tensor]]:
-    """Yields the rows of a MindRecord in batches, the last of which may be smaller: input_ids and labels, int32 [rows, N].
+    """Yields the rows of a MindRecord in batches, the last one perhaps smaller: input_ids and labels, int32 [rows, N].
 
     Args:
         dataset_dir (str): The MindRecord, with integer columns input_ids and labels.

@@ -11,6 +11,7 @@ import inspect
 import sys
 from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
+import mindspore as ms
 from mindspore import Parameter, nn
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
@@ -73,7 +74,21 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         if adapters.neftune_alpha is not None:
             add_embedding_noise(model, adapters.neftune_alpha)
         keep_examples_apart(model, settings)
+    model.to_empty = on_current_device(model.to_empty)
     return model
+
+
+def on_current_device(to_empty: Callable) -> Callable:
+    """Returns a cell's method that makes room for its parameters, on the current device where none is named.
+
+    MindFormers names none, and MindSpore 2.10 then leaves a model without values where it is.
+    """
+
+    @functools.wraps(to_empty)
+    def make_room(*, device: Optional[str] = None, recurse: bool = True) -> nn.Cell:
+        return to_empty(device=device or ms.get_context("device_target"), recurse=recurse)
+
+    return make_room
 
 
 def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:

@@ -75,6 +75,8 @@ class PreferenceLoss(nn.Cell):
         self.one_hot = ops.OneHot()
         self.on = Tensor(1, mstype.float32)
         self.off = Tensor(0, mstype.float32)
+        # e to this power is near the largest float32.
+        self.farthest = Tensor(88, mstype.float32)
 
     def construct(
         self, input_ids: Tensor, labels: Tensor, answers: Tensor, marks: Tensor, reference: Optional[Tensor] = None
@@ -94,7 +96,8 @@ class PreferenceLoss(nn.Cell):
             compared = self.of_answers(distances, which, lengths)
             if self.pairs:
                 moved = ops.stop_gradient(distances)
-                kl = (self.of_answers(ops.expm1(moved) - moved, which, lengths).sum(-1) * exists).sum()
+                distances_of_tokens = ops.expm1(ops.minimum(moved, self.farthest)) - moved
+                kl = (self.of_answers(distances_of_tokens, which, lengths).sum(-1) * exists).sum()
         if self.normalizes:
             compared = compared / ops.maximum(lengths, self.on)
         judged = marks.astype(mstype.float32)
@@ -134,8 +137,9 @@ class PreferenceLoss(nn.Cell):
 
     def of_answers(self, log_probabilities: Tensor, which: Tensor, lengths: Tensor) -> Tensor:
         """Returns the log-probability of each answer, float32 [batch, examples, 2], from those of its tokens."""
-        of_tokens = log_probabilities.reshape((which.shape[0], -1, 1))
-        return (of_tokens * which).sum(1).reshape(lengths.shape)
+        of_tokens = ops.broadcast_to(log_probabilities.reshape((which.shape[0], -1, 1)), which.shape)
+        # Selected, not multiplied: what a token of another answer has may be infinite.
+        return ops.select(which > 0, of_tokens, ops.zeros_like(which)).sum(1).reshape(lengths.shape)
 
     def sums(self, scores: Tensor, policy: Tensor, lengths: Tensor, judged: Tensor, kl: Tensor) -> Tensor:
         """Returns SUMS, of pairs or of single answers."""

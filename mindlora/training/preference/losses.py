@@ -9,6 +9,9 @@ from typing import Callable, Dict
 
 from mindspore import Tensor, ops
 
+# The logarithm of the largest probability below 1 in float32, 1 - 2^-24.
+_NEARLY_CERTAIN = -(2.0**-24)
+
 
 def log_sigmoid(x: Tensor) -> Tensor:
     """log(1 / (1 + e^-x)), also where e^-x overflows."""
@@ -45,6 +48,8 @@ def odds_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, m
 
 
 def _log_odds(score):
+    # An answer that is certain would have infinite odds, and a gradient that is no number.
+    score = ops.minimum(score, _NEARLY_CERTAIN)
     return score - ops.log(-ops.expm1(score))
 
 

@@ -48,7 +48,10 @@ def reference_fingerprint(network: nn.Cell) -> np.ndarray:
         if cell.awaits_initialization:
             content.update(f"{path} {cell.lora_init} {cell.lora_rank} {cell.scale};".encode())
         elif not adds_nothing(cell):
-            _add(content, {parameter.name: parameter for parameter in cell.lora_parameters()}, _all_elements)
+            # What the same tensors do depends on these.
+            content.update(f"{path} {cell.variant.name} {cell.scale} {cell.invocation_tokens};".encode())
+            loaded = [*cell.lora_parameters(), *cell.shared_parts().values()]
+            _add(content, {parameter.name: parameter for parameter in loaded}, _all_elements)
     others = {p.name: p for p in network.get_parameters() if id(p) not in of_adapters}
     trained = {name: parameter for name, parameter in others.items() if parameter.requires_grad}
     content.update(str(sorted((name, tuple(parameter.shape)) for name, parameter in others.items())).encode())

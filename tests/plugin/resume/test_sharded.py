@@ -257,7 +257,7 @@ def test_an_operator_that_moves_no_data_is_told_from_one_that_does(monkeypatch):
     np.testing.assert_array_equal(collectives.all_gather(content), [[7, 0, 0, 0], content])
     monkeypatch.setattr(collectives, "_run", lambda *_: np.zeros(2, np.int32))
     message = (
-        "AllGather gives back other bytes than this rank has sent, as in a dry run (MS_SIMULATION_LEVEL), where it moves "
-        "no data. Run on devices."
+        "AllGather gives back other bytes than this rank has sent, as in a dry run (MS_SIMULATION_LEVEL), where it "
+        "moves no data. Run on devices."
     )
     refused(BackendError, message, collectives.all_gather, content)

@@ -103,6 +103,7 @@ long StandInLaunched(void*);
 """
     names = set(functions)
     operators = {name for name in names if name.startswith("aclnn") and name + "GetWorkspaceSize" in names}
+    operators -= {"aclnnInit", "aclnnFinalize"}
     others = names - operators - {name + "GetWorkspaceSize" for name in operators}
     return head + "".join(f"OPERATOR({name})\n" for name in sorted(operators)) + return_0(sorted(others))
 

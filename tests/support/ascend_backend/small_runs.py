@@ -1,4 +1,4 @@
-"""Training runs of one small layer on MindSpore's Ascend backend, in processes forked from one: what a table asks for."""
+"""Training runs of one small layer on MindSpore's Ascend backend, in processes forked from one."""
 
 import copy
 import json
@@ -6,14 +6,15 @@ import os
 import pathlib
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional
 
+import numpy as np
 import yaml
 
+from mindlora.data.mindrecord import write_mindrecord
 from mindlora.dry_run import process
 from mindlora.dry_run.process import Finished
 from mindlora.dry_run.stand_ins import stand_ins
 from tests.conftest import ROOT
 from tests.support import forked
-from tests.support.ascend_backend.runner import write_rows
 
 LLAMA = "configs/llama3/lora_llama3_8b.yaml"
 QWEN3 = "configs/qwen3/lora_qwen3_8b.yaml"
@@ -35,9 +36,9 @@ class Run(NamedTuple):
         keys: What differs in it: dotted key -> value.
         ranks, rank: How many devices there are, and which of them runs.
         rows: Rows of the data. With data_parallel 8 in the semi-automatic mode, 16 are two steps.
-        packed: Whether examples are packed in them.
+        data: What they are: a key of DATA.
         values: Whether weights get their values, which what computes with them needs.
-        refused: What mindlora-run says before it builds anything; None for a run that trains.
+        refused: What mindlora-run says instead of training; None for a run that trains.
         always: Whether it runs without being asked for.
     """
 
@@ -46,10 +47,37 @@ class Run(NamedTuple):
     ranks: int = 1
     rank: int = 0
     rows: int = 16
-    packed: bool = False
+    data: str = "tokens"
     values: bool = False
     refused: Optional[str] = None
     always: bool = False
+
+
+def _tokens(rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    ids = rng.integers(5, VOCABULARY, SEQUENCE + 1).astype(np.int32)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _packed(rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    row = _tokens(rng)
+    row["input_ids"][[0, 20, 40]] = BOUNDARY
+    return {**row, "packed_boundary": np.array([BOUNDARY], np.int32)}
+
+
+def _pair(rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    ids = np.stack([_tokens(rng)["input_ids"] for _ in range(2)])
+    answers = np.full_like(ids, -1)
+    answers[:, 30:] = [[0], [1]]
+    return {"input_ids": ids, "labels": ids, "answers": answers, "pairs": np.ones(1, np.int32)}
+
+
+def _labeled(rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    row = _tokens(rng)
+    return {**row, "labels": row["labels"] % 2}
+
+
+# A row of a MindRecord, for each kind of data.
+DATA = {"tokens": _tokens, "packed": _packed, "pairs": _pair, "labels of two classes": _labeled}
 
 
 def parallel(data: int = 8, model: int = 1, stages: int = 1, mode: int = 1, **others: Any) -> Dict[str, Any]:
@@ -81,8 +109,9 @@ def small_yaml(run: Run, folder: pathlib.Path) -> Dict[str, Any]:
         for name in path:
             node = node.setdefault(name, {})
         node[leaf] = value
-    columns = {"packed_boundary": [[BOUNDARY]] * run.rows} if run.packed else {}
-    data = write_rows(folder / "rows.mindrecord", run.rows, SEQUENCE + 1, VOCABULARY, **columns)
+    rng = np.random.default_rng(0)
+    data = str(folder / "rows.mindrecord")
+    write_mindrecord((DATA[run.data](rng) for _ in range(run.rows)), data)
     config["train_dataset"]["data_loader"]["dataset_dir"] = data
     config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
     return config
@@ -103,6 +132,6 @@ def train(run: Run, folder: pathlib.Path, *flags: str) -> Finished:
 
 def saved_folders(folder: pathlib.Path) -> List[str]:
     """Returns what LoraCheckpoint has left: step folders of whole adapters, or of a rank's slices."""
-    root = folder / "out/lora_checkpoint"
+    root = folder / "out"
     found = [path.relative_to(root) for path in root.rglob("step_*") if path.is_dir()]
     return sorted(os.fspath(path) for path in found)

@@ -47,7 +47,7 @@ class Peer:
         """Ends the process."""
         with contextlib.suppress(BrokenPipeError):  # It has ended before.
             self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def _ask(self, **request):
         watch = threading.Timer(PATIENCE, self._process.kill)

@@ -207,6 +207,8 @@ def load_adapted(model, adapter, trainable=False):
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         # PEFT looks for the patterns of stacked experts among the modules, finds none, and then uses them.
         warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys .*\.mlp\.experts\.")
+        # That merging in PEFT changes the one table for embedding and head.
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer is part of")
         adapted = PeftModel.from_pretrained(load_model(model), adapter, is_trainable=trainable).eval()
     stored = load_stored(adapter)
     declared = adapted.peft_config["default"].modules_to_save

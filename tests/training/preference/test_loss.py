@@ -7,6 +7,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindlora.config.preference import LOSSES, preference_settings
 from mindlora.training.preference import SUMS, PreferenceLoss, answer_tokens, preference_measures
+from mindlora.training.preference.losses import PAIR_LOSSES
 from tests.support import preference_oracle
 
 WIDTH, EXAMPLES = 13, 3
@@ -113,6 +114,34 @@ def slopes(settings, loss, values, answers):
         below[index] -= step
         result[index] = (loss(above) - loss(below)) / (2 * step)
     return result
+
+
+@pytest.mark.parametrize("loss", ["dpo", "hinge", "ipo"])
+@pytest.mark.parametrize("far", [1.0, 87.0, 89.0, 500.0])
+def test_a_token_that_moved_far_leaves_the_distances_of_other_answers_alone(pynative_mode, loss, far):
+    """e^89 is infinite in float32, and times 0 no number."""
+    settings = preference_settings({"loss": loss})
+    tokens, labels, answers, judgments = batch()
+    policy, moved = log_probabilities(0), log_probabilities(1)
+    moved[0, 0] = policy[0, 0] - far
+    cell = PreferenceLoss(Table(policy), Table(moved), settings)
+    _, sums = cell(*(Tensor(array) for array in (tokens, labels, answers, judgments)))
+    kl = float(sums.asnumpy()[SUMS.index("kl")])
+    distances = (policy - moved).astype(np.float64)[answers[:, 1:] >= 0]
+    expected = (np.expm1(np.minimum(distances, 88)) - distances).sum()
+    np.testing.assert_allclose(kl, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("certain", [(0, 1), (1, 0), (0, 0)])
+def test_the_odds_of_a_certain_answer_are_bounded(pynative_mode, certain):
+    """log p = 0, as of a model that has learned its answers by heart: TRL's loss is 0 where it is the chosen one."""
+    scores = [Parameter(Tensor(np.float32([-0.5 * side]))) for side in certain]
+    gradient = ms.value_and_grad(lambda: PAIR_LOSSES["orpo"](*scores, 1.0, 0.0, 0.0).sum(), None, scores)
+    loss, gradients = gradient()
+    odds = [np.log(np.exp(s) / -np.expm1(s)) for s in (min(-0.5 * side, -(2.0**-24)) for side in certain)]
+    expected = np.log1p(np.exp(odds[1] - odds[0]))
+    np.testing.assert_allclose(float(loss), expected, rtol=1e-5, atol=1e-7)
+    assert all(np.isfinite(each.asnumpy()).all() for each in gradients)
 
 
 class Scores(nn.Cell):

@@ -50,7 +50,12 @@ def test_a_reference_is_known_by_its_base_and_by_what_it_begins_with(fingerprint
         fingerprint(factor=1.5),
         fingerprint(trained=0.1),
         fingerprint(trained=0.2),
+        # The same tensors at another scale.
+        fingerprint(trained=0.1, lora_alpha=64),
+        fingerprint(trained=0.1, use_rslora=True),
+        fingerprint(trained=0.1, alpha_pattern={"wq": 5}),
+        fingerprint(trained=0.1, alora_invocation_tokens=[3, 4]),
         fingerprint(lora_init="pissa"),
         fingerprint(lora_init="pissa", lora_alpha=64),
     ]
-    assert len({tuple(each) for each in [new, *others]}) == 6
+    assert len({tuple(each) for each in [new, *others]}) == 10

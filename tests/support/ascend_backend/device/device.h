@@ -31,7 +31,7 @@ struct Executor {
     const char* name;
     std::vector<uintptr_t> arguments;  // pointers and integers, in order
     std::vector<double> reals;         // floating-point arguments, in order
-    std::vector<aclTensor*> tensors;   // those of the arguments that are tensors
+    std::vector<aclTensor*> tensors;   // those of the arguments that are tensors or lists of them
 };
 
 // Of CANN's operators that are called by name: what they read or write.
@@ -45,7 +45,8 @@ struct Buffer {
     size_t bytes;
 };
 
-bool IsTensor(uintptr_t argument);
+// The tensors that an argument of an operator is: one, those of a list, or none.
+std::vector<aclTensor*> TensorsOf(uintptr_t argument);
 
 // Adds a line to the file that STAND_IN_LAUNCHES names: an operator, what was done, and its tensors.
 void Log(const std::string& name, bool computed, const std::vector<const aclTensor*>& tensors);

@@ -53,7 +53,8 @@ long StandInAsked(const char* name, const uintptr_t* arguments, int most, const 
         if (!isPlace(arguments[count]) || !isPlace(arguments[count + 1])) continue;
         auto executor = new device::Executor{false, name, {arguments, arguments + count}, {reals, reals + mostReals}, {}};
         for (uintptr_t argument : executor->arguments) {
-            if (device::IsTensor(argument)) executor->tensors.push_back(reinterpret_cast<aclTensor*>(argument));
+            const std::vector<aclTensor*> tensors = device::TensorsOf(argument);
+            executor->tensors.insert(executor->tensors.end(), tensors.begin(), tensors.end());
         }
         *reinterpret_cast<device::Executor**>(arguments[count + 1]) = executor;
         return 0;

@@ -1,6 +1,7 @@
 // CANN's tensors, scalars and arrays, as MindSpore makes them for an operator.
 #include <cstring>
 #include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "device.h"
@@ -9,15 +10,18 @@
 namespace {
 std::mutex lock;
 std::unordered_set<uintptr_t> alive;
+std::unordered_map<uintptr_t, std::vector<aclTensor*>> lists;
 
 using device::Buffer;
 using device::Description;
 }  // namespace
 
-bool device::IsTensor(uintptr_t argument)
+std::vector<aclTensor*> device::TensorsOf(uintptr_t argument)
 {
     const std::lock_guard<std::mutex> guard(lock);
-    return alive.count(argument) != 0;
+    if (alive.count(argument) != 0) return {reinterpret_cast<aclTensor*>(argument)};
+    const auto list = lists.find(argument);
+    return list == lists.end() ? std::vector<aclTensor*>{} : list->second;
 }
 
 extern "C" {
@@ -59,6 +63,22 @@ int aclSetTensorAddr(void*, size_t, aclTensor* tensor, void* storage)
     return 0;
 }
 
+void* aclCreateTensorList(aclTensor* const* tensors, uint64_t count)
+{
+    auto list = new device::Integers;  // An address of its own is all that it needs.
+    const std::lock_guard<std::mutex> guard(lock);
+    lists[reinterpret_cast<uintptr_t>(list)] = {tensors, tensors + count};
+    return list;
+}
+
+// Nor does this free anything: executors that may be launched again hold the list.
+int aclDestroyTensorList(const void*) { return 0; }
+
+int aclSetDynamicTensorAddr(void* executor, size_t argument, size_t place, void* list, void* storage)
+{
+    return aclSetTensorAddr(executor, argument, device::TensorsOf(reinterpret_cast<uintptr_t>(list)).at(place), storage);
+}
+
 void* aclCreateScalar(void* value, int type) { return new device::Scalar{device::Read(value, type)}; }
 int aclDestroyScalar(void*) { return 0; }
 void* aclCreateIntArray(const int64_t* values, uint64_t count) { return new device::Integers{{values, values + count}}; }
@@ -66,7 +86,6 @@ int aclDestroyIntArray(void*) { return 0; }
 // Nothing that is computed here asks what these hold; they only must not be null.
 void* aclCreateFloatArray(const float*, uint64_t) { return new device::Integers; }
 void* aclCreateBoolArray(const bool*, uint64_t) { return new device::Integers; }
-void* aclCreateTensorList(const void* const*, uint64_t) { return new device::Integers; }
 void* aclrtAllocatorCreateDesc() { return new device::Integers; }
 
 void* aclCreateTensorDesc(int type, int axes, const int64_t* shape, int)

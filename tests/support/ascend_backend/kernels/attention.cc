@@ -12,9 +12,11 @@ using internal_kernels::Kernel;
 using internal_kernels::View;
 using internal_kernels::Views;
 
-// Inputs: q, k [tokens, heads x d], cos, sin [tokens, d], lengths. The halves of a head turn against each other.
+// Inputs: q, k [tokens, heads x d], cos, sin [tokens, d], lengths. The halves of a head turn against each other, or
+// neighbours do where the format is odd.
 bool ApplyRotaryPosEmb(const Views& in, const Views& out)
 {
+    const bool neighbours = internal_kernels::RotaryFormat() % 2 == 1;
     const View& cos = in[2];
     const View& sin = in[3];
     const int64_t d = cos.shape.back();
@@ -25,7 +27,8 @@ bool ApplyRotaryPosEmb(const Views& in, const Views& out)
             const int64_t token = first / (heads * d);
             for (int64_t i = 0; i < d; i++) head[i] = in[side].Get(first + i);
             for (int64_t i = 0; i < d; i++) {
-                const double other = i < d / 2 ? -head[i + d / 2] : head[i - d / 2];
+                const int64_t step = neighbours ? 1 : d / 2;
+                const double other = i / step % 2 == 0 ? -head[i + step] : head[i - step];
                 out[side].Set(first + i, head[i] * cos.Get(token * d + i) + other * sin.Get(token * d + i));
             }
         }

@@ -12,12 +12,18 @@
 namespace mindspore::internal {
 
 // As MindSpore's library has it, as far as it is read here.
-struct Argument {
+struct ArgImmutableInfo {
     int type;
     int format;
 };
+using Argument = ArgImmutableInfo;
 
 enum InternalStatus { kInternalOk = 0 };
+
+struct ApplyRotaryPosEmbParam {
+    int32_t cosFormat;
+    int32_t rotaryCoefficient;
+};
 
 class InternalOp {
 public:
@@ -28,6 +34,9 @@ public:
     std::vector<std::vector<int64_t>> inputShapes, outputShapes;
     std::string name;
 };
+
+std::shared_ptr<InternalOp> CreateApplyRotaryPosEmbOp(const std::vector<ArgImmutableInfo>& in,
+    const std::vector<ArgImmutableInfo>& out, const ApplyRotaryPosEmbParam& parameter, const std::string& name);
 
 }  // namespace mindspore::internal
 
@@ -42,6 +51,10 @@ std::unordered_map<std::string, internal_kernels::Compute>& Known()
     static auto* known = new std::unordered_map<std::string, internal_kernels::Compute>;
     return *known;
 }
+
+// The cos_format of each rotary embedding that MindSpore made, and of the one that is being computed.
+std::unordered_map<const void*, int> rotaryFormats;
+thread_local int rotaryFormat = 0;
 
 // CANN's number of a dtype, from that of these kernels.
 int TypeOf(int type)
@@ -71,6 +84,22 @@ internal_kernels::Compute internal_kernels::ComputationOf(const std::string& nam
 {
     const auto found = Known().find(name);
     return found == Known().end() ? nullptr : found->second;
+}
+
+int internal_kernels::RotaryFormat() { return rotaryFormat; }
+
+// A launch does not show the parameters of its kernel, so this one notes the format where the kernel is made.
+std::shared_ptr<mindspore::internal::InternalOp> mindspore::internal::CreateApplyRotaryPosEmbOp(
+    const std::vector<ArgImmutableInfo>& in, const std::vector<ArgImmutableInfo>& out,
+    const ApplyRotaryPosEmbParam& parameter, const std::string& name)
+{
+    static const auto make = reinterpret_cast<decltype(&CreateApplyRotaryPosEmbOp)>(
+        dlsym(dlopen("libms_kernels_internal.so", RTLD_NOW | RTLD_NOLOAD),
+            "_ZN9mindspore8internal25CreateApplyRotaryPosEmbOpERKSt6vectorINS0_16ArgImmutableInfoESaIS2_EES6_"
+            "RKNS0_22ApplyRotaryPosEmbParamERKSs"));
+    std::shared_ptr<InternalOp> kernel = make(in, out, parameter, name);
+    rotaryFormats[kernel.get()] = parameter.cosFormat;
+    return kernel;
 }
 
 std::vector<int64_t> internal_kernels::Lengths(const char* name)
@@ -106,6 +135,8 @@ mindspore::internal::InternalStatus mindspore::internal::InternalOp::Launch(cons
     if (name == "PagedAttention" && in.size() > 7 && read.size() > 4 && read[4].count > 0) {
         read[4].data = static_cast<char*>(in[7]);
     }
+    const auto format = rotaryFormats.find(this);
+    rotaryFormat = format == rotaryFormats.end() ? 0 : format->second;
     const internal_kernels::Compute compute = internal_kernels::ComputationOf(name);
     const bool computed = compute != nullptr && compute(read, written);
     std::vector<aclTensor> tensors;

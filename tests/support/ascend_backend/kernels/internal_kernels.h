@@ -34,6 +34,9 @@ struct Kernel {
 
 Compute ComputationOf(const std::string& name);
 
+// How the rotary embedding that is being computed turns a head: MindSpore's cos_format.
+int RotaryFormat();
+
 // The lengths that MindSpore takes from the graph's input of this name, such as batch_valid_length; empty: none.
 std::vector<int64_t> Lengths(const char* name);
 

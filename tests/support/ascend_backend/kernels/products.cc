@@ -1,4 +1,5 @@
 // Kernels of the rest of a layer: rows of a table, products of matrices, norms, activations.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -55,6 +56,19 @@ bool AddRmsNorm(const Views& in, const Views& out)
     return true;
 }
 
+// Over the last axis.
+bool Softmax(const Views& in, const Views& out)
+{
+    const int64_t width = in[0].shape.back();
+    for (int64_t first = 0; first < in[0].count; first += width) {
+        double top = in[0].Get(first), sum = 0;
+        for (int64_t i = first; i < first + width; i++) top = std::max(top, in[0].Get(i));
+        for (int64_t i = first; i < first + width; i++) sum += std::exp(in[0].Get(i) - top);
+        for (int64_t i = first; i < first + width; i++) out[0].Set(i, std::exp(in[0].Get(i) - top) / sum);
+    }
+    return true;
+}
+
 bool Swish(const Views& in, const Views& out)
 {
     for (int64_t i = 0; i < out[0].count; i++) {
@@ -69,6 +83,7 @@ const Kernel kernels[] = {
     {"Gather", Gather},
     {"MatMul", MatMul},
     {"Matmul", MatMul},
+    {"Softmax", Softmax},
     {"Swish", Swish},
 };
 

@@ -1,0 +1,86 @@
+"""The tokenizer that a training saved beside its adapter: where it has more tokens, it is the merged model's."""
+
+import os
+from typing import Dict, List, NamedTuple, Tuple
+
+from mindlora.base.reader import COMPANIONS, CONFIG
+from mindlora.common.json_files import parse_object
+from mindlora.common.text import first_ten
+from mindlora.errors import CheckpointError
+
+TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_OF_MODEL = (CONFIG, "generation_config.json")
+
+
+class TokenizerFiles(NamedTuple):
+    """The tokenizer of a merged model.
+
+    Attributes:
+        folder (str): The folder that tokenizer.json is in.
+        companions (list of str): Paths of all files that go with the model.
+        notes (tuple of str): What of the adapter's tokenizer was taken or left.
+    """
+
+    folder: str
+    companions: List[str]
+    notes: Tuple[str, ...] = ()
+
+
+def tokenizer_files(adapter: str, base_folder: str, companions: List[str], rows: int) -> TokenizerFiles:
+    """Returns the tokenizer of the model that an adapter is merged into.
+
+    That is the adapter's if it has the base's tokens and more, for each of which the model has a row.
+
+    Args:
+        adapter (str): Path of the adapter.
+        base_folder (str): The folder of the base.
+        companions (list of str): The base's own files.
+        rows (int): Tokens that the merged model embeds.
+
+    Raises CheckpointError if a tokenizer.json cannot be read.
+    """
+    folder = adapter if os.path.isdir(adapter) else os.path.dirname(os.path.abspath(adapter))
+    own = TokenizerFiles(base_folder, companions)
+    if not os.path.isfile(os.path.join(folder, TOKENIZER)) or os.path.realpath(folder) == os.path.realpath(base_folder):
+        return own
+    tokens, of_base = (_tokens(os.path.join(where, TOKENIZER)) for where in (folder, base_folder))
+    if tokens == of_base:
+        return own
+    added = sorted(tokens.keys() - of_base.keys(), key=lambda token: tokens[token])
+    beside = f"{folder} has a tokenizer of {len(tokens)} tokens, and the base's has {len(of_base)}"
+    if any(tokens.get(token) != number for token, number in of_base.items()):
+        return own._replace(notes=(f"{beside}, other ones: the base's was kept.",))
+    if max(tokens.values()) >= rows:
+        note = f"{beside}: it was not taken, since the model has {rows} rows, none for {first_ten(added)}."
+        return own._replace(notes=(note,))
+    return TokenizerFiles(folder, _with_tokenizer_of(folder, companions), (f"{beside}: the adapter's was taken.",))
+
+
+def _with_tokenizer_of(folder: str, companions: List[str]) -> List[str]:
+    """Returns a base's files with the tokenizer of ``folder`` in the place of its own."""
+    names = [name for name in COMPANIONS if name not in _OF_MODEL]
+    taken = [os.path.join(folder, name) for name in names if os.path.isfile(os.path.join(folder, name))]
+    kept = [path for path in companions if os.path.basename(path) in _OF_MODEL]
+    settings = os.path.join(folder, _SETTINGS)
+    has_template = os.path.isfile(settings) and "chat_template" in _read(settings)
+    if not has_template and not any(os.path.basename(path) in _TEMPLATES for path in taken):
+        kept += [path for path in companions if os.path.basename(path) in _TEMPLATES]
+    return kept + taken
+
+
+def _tokens(path: str) -> Dict[str, int]:
+    """Returns token -> number of a tokenizer.json; none if there is none."""
+    if not os.path.isfile(path):
+        return {}
+    content = _read(path)
+    vocabulary = (content.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):
+        # Of type Unigram: [token, score], in the order of their numbers.
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or []}}
+
+
+def _read(path: str) -> dict:
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, CheckpointError)

@@ -1,0 +1,69 @@
+"""Qwen3, Qwen3-MoE and GLM4 served on MindSpore's Ascend backend, with values: greedy tokens are those of a CPU.
+
+On Ascend the network computes in float16 here, whose rounding leaves the order of the likeliest tokens as it is.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.support.ascend_backend import run_program
+from tests.support.mcore_serving import write_folder
+
+PROGRAM = pathlib.Path(ROOT) / "tests/support/ascend_backend/programs/served_tokens.py"
+ON_ASCEND = ["--context.device_target", "Ascend", "--model.model_config.compute_dtype", "float16"]
+# What write_folder takes, and sizes of the engine.
+MODELS = {
+    "qwen3, one slot for two adapters": ({"kind": "qwen3"}, {"slots": 1}),
+    "qwen3, tied, fixed batches": ({"kind": "qwen3", "tie_word_embeddings": True}, {"fixed_batches": [4, 8]}),
+    "qwen3-moe, guesses": ({"kind": "qwen3-moe"}, {"prompt_lookup": 3}),
+    "qwen3-moe, 4 bits": ({"kind": "qwen3-moe", "quantized": True}, {}),
+    "glm4, chunks of prompts": ({"kind": "glm4"}, {"max_tokens_per_step": 16}),
+}
+
+
+def answers(output):
+    """What the program printed: model -> what was asked -> (tokens, log-probabilities)."""
+    lines = [json.loads(line[len("answered ") :]) for line in output.splitlines() if line.startswith("answered ")]
+    return dict(zip(MODELS, lines))
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """The answers on Ascend, on a CPU, and the operators that were launched."""
+    jobs = []
+    for number, (made, sizes) in enumerate(MODELS.values()):
+        folder = tmp_path_factory.mktemp(f"model{number}")
+        jobs.append({"folder": str(write_folder(str(folder), **made)), "seq_length": 96, **sizes})
+    folder = tmp_path_factory.mktemp("runs")
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    command = [sys.executable, str(PROGRAM), json.dumps(jobs)]
+    cpu = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    jobs = [{**job, "overrides": ON_ASCEND} for job in jobs]
+    npu = run_program(str(PROGRAM), json.dumps(jobs), folder=folder, launches=True)
+    assert npu.returncode == 0, npu.output[-3000:]
+    return answers(npu.output), answers(cpu.stdout), npu.launches
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_of_base_and_adapters_are_those_of_a_cpu(answered, model):
+    found, expected = answered[0][model], answered[1][model]
+    assert {asked: tokens for asked, (tokens, _) in found.items()} == {
+        asked: tokens for asked, (tokens, _) in expected.items()
+    }
+    for asked, (_, logprobs) in expected.items():
+        np.testing.assert_allclose(found[asked][1], logprobs, atol=0.05, err_msg=asked)
+    assert len({tuple(tokens) for tokens, _ in found.values()}) > 6, "adapters change answers"
+
+
+def test_every_operator_of_a_step_was_computed(answered):
+    left_out = {launch.name for launch in answered[2] if not launch.computed}
+    assert not left_out
+    names = {launch.name for launch in answered[2]}
+    assert names >= {"PagedAttention", "ReshapeAndCache", "ApplyRotaryPosEmb", "aclnnGroupedMatmulV4", "MultiLoraDelta"}
