@@ -144,7 +144,8 @@ def check_dataset_strategy(config: Mapping[str, Any]) -> Iterator[Finding]:
     count = len(columns) if isinstance(columns, list) else 0
     # A mask of MindFormers' loaders is [batch, 1, N, N]; the other columns are [batch, N].
     needed = [[data, 1, 1, 1] if column == "attention_mask" else [data, 1] for column in columns or ("", "")]
-    advice = f"Set it to {needed} (--parallel.dataset_strategy '{needed}'), or parallel.full_batch: True."
+    option = f"--parallel.dataset_strategy '{needed}'"
+    advice = f"Set it to {needed} ({option}), or set parallel.full_batch: True."
     if not isinstance(strategy, list) or not all(isinstance(part, list) and part for part in strategy):
         yield error(
             "parallel.dataset_strategy",

@@ -52,7 +52,8 @@ def mindspore_folder() -> pathlib.Path:
     if not list((folder / "lib/plugin").glob("libmindspore_ascend.so*")):
         raise InstallationError(
             f"The MindSpore in {folder} lacks the Ascend plugin (lib/plugin/libmindspore_ascend.so), so its Ascend "
-            "backend cannot run here. The wheels of 2.7.2, 2.9.0 and 2.10.0 on the package index have it for x86-64."
+            "backend cannot run here. Install 2.7.2, 2.9.0 or 2.10.0 from the package index, whose wheels for x86-64 "
+            "have it."
         )
     return folder
 
@@ -107,4 +108,3 @@ def _looked_up(content: bytes) -> Iterator[str]:
 
 def _is_of_the_system(function: str) -> bool:
     return any(hasattr(ctypes.CDLL(name), function) for name in _SYSTEM)
-

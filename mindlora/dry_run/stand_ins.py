@@ -48,9 +48,7 @@ def return_0(functions: Iterable[str]) -> str:
     return "".join(f"__attribute__((weak)) long {name}(void) {{ return 0; }}\n" for name in functions)
 
 
-def stand_ins(
-    more: Sequence[pathlib.Path] = (), rest: Callable[[Iterable[str]], str] = return_0
-) -> StandIns:
+def stand_ins(more: Sequence[pathlib.Path] = (), rest: Callable[[Iterable[str]], str] = return_0) -> StandIns:
     """Returns the stand-ins for the installed MindSpore; builds them if the cache does not hold them.
 
     Args:
@@ -63,7 +61,12 @@ def stand_ins(
     mindspore = mindspore_folder()
     sources = [*sorted((_HERE / "cann").glob("*.cc")), *more]
     plugin = next((mindspore / "lib/plugin").glob("libmindspore_ascend.so*")).stat()
-    code = [_HERE / "plugin_needs.py", _HERE / "stand_ins.py", *(_HERE / "cann").glob("*.h"), *(_HERE / "host").glob("*")]
+    code = [
+        _HERE / "plugin_needs.py",
+        _HERE / "stand_ins.py",
+        *(_HERE / "cann").glob("*.h"),
+        *(_HERE / "host").glob("*"),
+    ]
     made_from = [
         f"{mindspore} {plugin.st_size} {plugin.st_mtime_ns} {inspect.getsource(rest)}".encode(),
         *(path.read_bytes() for path in [*sorted(code), *sources]),
@@ -108,7 +111,10 @@ def compile_library(target: pathlib.Path, sources: Sequence[pathlib.Path], *flag
     def run(*arguments: Union[str, pathlib.Path]) -> None:
         done = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise InstallationError(f"{compiler} failed on a stand-in for CANN:\n{done.stderr[-2000:]}")
+            raise InstallationError(
+                f"{compiler} failed on a stand-in for CANN. Name another compiler in CXX, or install g++ 9 or newer. It "
+                f"said:\n{done.stderr[-2000:]}"
+            )
 
     objects = [target.with_name(f"{target.stem}.{number}.o") for number in range(len(sources))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -123,10 +129,7 @@ def _language(source: pathlib.Path) -> Sequence[str]:
 
 
 def _build(
-    folder: pathlib.Path,
-    mindspore: pathlib.Path,
-    sources: List[pathlib.Path],
-    rest: Callable[[Iterable[str]], str],
+    folder: pathlib.Path, mindspore: pathlib.Path, sources: List[pathlib.Path], rest: Callable[[Iterable[str]], str]
 ) -> None:
     libraries = folder / "cann/latest/lib64"
     for path in (libraries, folder / "cann/latest/opp", folder / "python/hccl"):

@@ -163,7 +163,11 @@ def _described(params):
     try:
         return describe(params)
     except Exception as error:
-        logger.warning("The report will not describe the run (%s: %s).", type(error).__name__, error)
+        logger.warning(
+            "The report will not describe the run (%s: %s). The run goes on; send this line to mindlora's issues.",
+            type(error).__name__,
+            error,
+        )
         return {"time": time.time(), "total_steps": total_steps(params)}
 
 
