@@ -86,12 +86,14 @@ def test_any_number_of_cores(run, reference, cores):
         assert_near(reference, "float16", y, inputs)
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("k, n", [(1, 1), (1, 300), (300, 1), (16, 16), (2100, 17), (17, 2100)])
-def test_any_width(run, reference, k, n):
-    inputs = case("bfloat16", [2, 4, -1, 2, 3], k=k, n=n)
+def test_any_width(run, reference, dtype, k, n):
+    """With two cores B's tiles are wider than 64 columns for each of their rows, and expand counts its lanes."""
+    inputs = case(dtype, [2, 4, -1, 2, 3], k=k, n=n)
     for cores in (2, 48):
-        y, _ = run("bfloat16", inputs, cores)
-        assert_near(reference, "bfloat16", y, inputs)
+        y, _ = run(dtype, inputs, cores)
+        assert_near(reference, dtype, y, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
