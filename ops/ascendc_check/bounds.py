@@ -1,6 +1,6 @@
 """How near to its reference a right result is: for each of its numbers the lowest and the highest that will do.
 
-golden.py, scripts/verify_npu_operators.py and the tests of the kernels judge by this. It needs NumPy alone.
+golden.py and scripts/verify_npu_operators.py judge by this. It needs NumPy alone.
 
 A right result differs from the reference, which is in float64, by two things. Sums are float32, in any order: their
 error grows with the sum of the magnitudes of what is added. And numbers are rounded where ops/<operator>/README.md says
