@@ -224,7 +224,7 @@ REFUSED = [
     ("LoraLinear", {"bias": (1, 1, 1)}, "bias has 3 dimensions: it must have 2"),
     ("LoraLinear", {"scale": ((2,), FLOAT32)}, "scale must be one number"),
     ("MultiLoraDelta", {"x": (4, 8)}, NOT_EVEN.format("the number of tokens", 3, 4)),
-    ("MultiLoraDelta", {"indices": ((4,), INT32)}, NOT_EVEN.format("the number of tokens", 4, 3)),
+    ("MultiLoraDelta", {"indices": ((2,), INT32)}, "the number of indices is 2: it must be 3 to 2147483647"),
     ("MultiLoraDelta", {"pool": (4, 2, 25)}, NOT_EVEN.format("K + N", 24, 25)),
     ("MultiLoraDelta", {"ranks": ((5,), INT32)}, NOT_EVEN.format("the number of slots", 4, 5)),
     ("MultiLoraDelta", {"scales": ((3,), FLOAT32)}, NOT_EVEN.format("the number of slots", 4, 3)),
