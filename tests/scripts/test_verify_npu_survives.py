@@ -74,10 +74,10 @@ def builds_of(tmp_path):
 def test_a_signal_ends_the_step_and_the_page_says_so(tmp_path, machine, number, name):
     process = start(tmp_path, machine)
     page = tmp_path / "out/report.md"
-    wait_for(lambda: "| build | is running | since" in read(page) and (tmp_path / "log").exists())
+    wait_for(lambda: any("sleep 3210" in line for line in builds_of(tmp_path).values()))
     text = read(page)
-    assert "**The run is at build.** Not begun: aclnn." in text and "at most 7200 s" in text
-    assert any("sleep 3210" in line for line in builds_of(tmp_path).values())
+    assert "| build | is running | since" in text and "at most 7200 s" in text
+    assert "**The run is at build.** Not begun: aclnn." in text
     process.send_signal(number)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + number
@@ -102,7 +102,7 @@ def test_a_step_that_hangs_is_ended_and_the_next_one_runs(tmp_path, machine):
 
 def test_a_run_that_is_killed_without_a_word_leaves_a_page_that_says_where_it_was(tmp_path, machine):
     process = start(tmp_path, machine)
-    wait_for(lambda: (tmp_path / "log").exists())
+    wait_for(lambda: any("sleep 3210" in line for line in builds_of(tmp_path).values()))
     process.kill()
     process.communicate()
     text = read(tmp_path / "out/report.md")
