@@ -97,12 +97,13 @@ def test_any_width(run, reference, dtype, k, n):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_more_rows_than_share_a_read(run, reference, dtype):
-    """The other rows of the adapter are in another segment, which reads it again."""
-    inputs = case(dtype, popularity("identical", 100), k=19, n=24)
+@pytest.mark.parametrize("tokens, rank, reads", [(33, 64, 2), (100, 64, 4), (17, 256, 2)])
+def test_more_rows_than_share_a_read(run, reference, dtype, tokens, rank, reads):
+    """The other rows of the adapter are in another segment, which reads it again: 32 share it, 16 at rank 256."""
+    inputs = case(dtype, np.zeros(tokens, int), (rank,), k=19, n=24)
     y, report = run(dtype, inputs, 12)
     assert_near(reference, dtype, y, inputs)
-    assert report["gm"]["pool"]["read"] == 4 * read_of_pool(inputs)
+    assert report["gm"]["pool"]["read"] == reads * read_of_pool(inputs)
 
 
 def test_more_tokens_than_a_round_has(run, reference):
