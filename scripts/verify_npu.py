@@ -55,9 +55,12 @@ def main() -> int:
     given = arguments()
     listen()
     with temporary_folder() as work:
-        place = prepared(given, work)
-        report = place.report
-        code = 1
+        try:
+            place = prepared(given, work)
+        except Unwritable as problem:
+            say(f"error: {problem}: name another folder with --output.")
+            return 2
+        report, code = place.report, 1
         try:
             for name in given.only or STEPS:
                 report.begin(name)
@@ -84,7 +87,7 @@ def prepared(given: argparse.Namespace, work: str) -> Place:
     environment.update(dict.fromkeys(MEASURED, ""))
     environment.update(PYTHONPATH=os.pathsep.join(filter(None, [ROOT, environment.get("PYTHONPATH")])))
     environment.update(LOG_MF_PATH=os.path.join(work, "log"), MS_COMPILER_CACHE_PATH=os.path.join(work, "calls"))
-    # What a command leaves behind that is killed goes with the folder; and its last line is where it was.
+    # What a killed command leaves behind goes with the folder, and its last line is where it was.
     environment.update(TMPDIR=work, PYTHONUNBUFFERED="1")
     environment.setdefault("GLOG_v", "3")
     environment.update(PYTHON=sys.executable, PATH=path_with_this_python(environment.get("PATH", os.defpath)))

@@ -13,7 +13,7 @@ KERNELS = {
     "multi_lora_slot_write": ("MultiLoraSlotWrite", ""),
 }
 
-# What tests/ascend_backend and tests/ops/ascendc run where there is no NPU. The kernels are those of the functional model.
+# What tests/ascend_backend and tests/ops/ascendc run without an NPU. The kernels run in the functional model.
 REHEARSED = {
     "doctor, library": "all of it, on a CPU",
     "build, doctor-after": "nothing: CANN's compiler was not at hand",

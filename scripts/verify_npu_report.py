@@ -25,6 +25,9 @@ class Report:
         steps (sequence of str): The steps that were asked for.
         device (str): Ascend or CPU.
         clean (Callable): What every text goes through.
+
+    Raises:
+        Unwritable: The folder has no room for a page.
     """
 
     def __init__(
@@ -35,8 +38,11 @@ class Report:
         self.running: Optional[Outcome] = None
         self.stopped = ""
         self._waiting, self._since, self._written = list(steps), "", 0.0
-        with open(os.path.join(folder, ".reserve"), "wb") as file:
-            file.write(bytes(RESERVE))
+        try:
+            with open(os.path.join(folder, ".reserve"), "wb") as file:
+                file.write(bytes(RESERVE))
+        except OSError as error:
+            raise Unwritable(f"{folder} has no room for a page ({error.strerror})") from error
 
     def begin(self, name: str, limit: Optional[int] = None, log: str = "") -> None:
         """Says that a step, or a command of one, runs now.

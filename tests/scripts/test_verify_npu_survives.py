@@ -142,6 +142,14 @@ def test_where_the_disk_is_full_the_last_page_is_whole(tmp_path, machine):
     assert os.listdir(tmp_path / "tmp") == [] and not builds_of(tmp_path)
 
 
+def test_a_folder_without_room_for_a_page_is_one_line(tmp_path, machine):
+    run = f"bash {tmp_path}/checkout/scripts/verify_npu.sh --only build --output {tmp_path}/mount/out"
+    result = mounted(tmp_path, machine, "-t tmpfs -o size=100k none", run)
+    assert result.returncode == 2 and result.stdout.endswith(
+        "mount/out has no room for a page (No space left on device): name another folder with --output.\n"
+    ), result.stdout + result.stderr
+
+
 def test_a_checkout_that_cannot_be_written_to_gets_advice_that_helps(tmp_path, machine):
     mount = f"--bind {tmp_path}/checkout"
     script = f"mount -o remount,ro,bind {tmp_path}/mount"
