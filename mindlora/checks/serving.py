@@ -1,6 +1,6 @@
 """Whether mindlora can serve the model of a YAML on the YAML's device: one rule, which serving and the doctor ask."""
 
-from typing import Any, Iterator, Mapping
+from typing import Any, Dict, Iterator, Mapping
 
 from mindlora.checks.cpu import check_cpu_serving
 from mindlora.checks.finding import Finding, error, note
@@ -10,7 +10,7 @@ from mindlora.common.yaml_file import value_at
 
 _MODEL = "model.model_config"
 # What MindFormers' LlamaConfig has where a YAML says nothing.
-_DEFAULTS = {"compute_dtype": "float16", "hidden_size": 4096, "num_heads": 32}
+_DEFAULTS: Dict[str, Any] = {"compute_dtype": "float16", "hidden_size": 4096, "num_heads": 32}
 # Numbers of a head that PagedAttention reads at a time.
 _HEAD_MULTIPLE = 16
 
