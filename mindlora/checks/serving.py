@@ -4,15 +4,13 @@ from typing import Any, Dict, Iterator, Mapping
 
 from mindlora.checks.cpu import check_cpu_serving
 from mindlora.checks.finding import Finding, error, note
-from mindlora.checks.mcore import check_served, is_mcore
+from mindlora.checks.mcore import HEAD_MULTIPLE, check_served, is_mcore
 from mindlora.common.fields import COUNT, dtype_name
 from mindlora.common.yaml_file import value_at
 
 _MODEL = "model.model_config"
 # What MindFormers' LlamaConfig has where a YAML says nothing.
 _DEFAULTS: Dict[str, Any] = {"compute_dtype": "float16", "hidden_size": 4096, "num_heads": 32}
-# Numbers of a head that PagedAttention reads at a time.
-_HEAD_MULTIPLE = 16
 
 
 def check_serving(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -50,11 +48,11 @@ def _check_paged_attention(model_config: Mapping[str, Any]) -> Iterator[Finding]
             "compute_dtype is float32, and on Ascend MindFormers' paged attention computes in 16 bits alone.",
             f"Set --{_MODEL}.compute_dtype bfloat16, or serve it on a CPU (--device_target CPU).",
         )
-    size = hidden // heads if hidden in COUNT and heads in COUNT else _HEAD_MULTIPLE
-    if size % _HEAD_MULTIPLE:
+    size = hidden // heads if hidden in COUNT and heads in COUNT else HEAD_MULTIPLE
+    if size % HEAD_MULTIPLE:
         yield error(
             f"{_MODEL}.num_heads",
             f"hidden_size {hidden} and num_heads {heads} make heads of {size} numbers, and on Ascend MindFormers' "
-            f"attention takes multiples of {_HEAD_MULTIPLE}.",
+            f"attention takes multiples of {HEAD_MULTIPLE}.",
             "Serve it on a CPU (--device_target CPU).",
         )
