@@ -10,13 +10,13 @@ from mindlora.plan.units import gib
 
 _BACKEND = "MindSpore's own Ascend backend, on a stand-in for CANN"
 _UNKNOWN = (
-    "It cannot tell what CANN's kernels compute, how long they take, how much work space they need and which dtypes "
-    "they take, nor what collectives carry."
+    f"What {_BACKEND}, cannot tell: what CANN's kernels compute, how long they take, how much work space they need and "
+    "which dtypes they take, and what collectives carry."
 )
 
 
 def try_on_ascend(config: Dict[str, Any], devices: Optional[int] = None) -> Iterator[Finding]:
-    """Yields what comes of the first steps of a YAML's run, as its first and its last rank.
+    """Yields what comes of the first steps of a YAML's run, as its first rank and, if that passes, as its last one.
 
     Args:
         config (dict): The content of a YAML in which nothing else is wrong.
@@ -29,7 +29,11 @@ def try_on_ascend(config: Dict[str, Any], devices: Optional[int] = None) -> Iter
     try:
         tried = config if devices is None else with_devices(config, devices)
         for rank in sorted({0, Division.of_yaml(tried).devices - 1}):
-            yield _finding(try_rank(tried, rank))
+            trial = try_rank(tried, rank)
+            yield _finding(trial)
+            if not trial.passed:
+                break
+        yield note("", _UNKNOWN)
     except ConfigError as refusal:
         yield error("", f"The run is not tried on {_BACKEND}. {refusal}")
 
@@ -43,12 +47,10 @@ def not_tried(findings: List[Finding]) -> Finding:
 def _finding(trial: Trial) -> Finding:
     who = f"{_BACKEND}, as rank {trial.rank} of {trial.devices}"
     if not trial.passed:
-        return error("", f"{who}: the run ended after {trial.steps} of {STEPS} steps. {trial.error}", _UNKNOWN)
+        return error("", f"{who}: the run ended after {trial.steps} of {STEPS} steps. {trial.error}")
     peak = ""
     if trial.used is not None and trial.actual is not None:
         peak = f" Its planner takes {gib(trial.used)} GiB, and {gib(trial.actual)} GiB with fragments."
     rows = "made-up rows" if trial.made_up else "rows of the data"
-    return note(
-        "",
-        f"{who}: the run compiles and reaches its second step, on {rows}, in {trial.seconds:.0f} s.{peak} {_UNKNOWN}",
-    )
+    done = f"the run compiles and reaches its second step, on {rows}, in {trial.seconds:.0f} s"
+    return note("", f"{who}: {done}.{peak}")

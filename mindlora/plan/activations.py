@@ -186,9 +186,9 @@ class Activations:
         self.run = run
         self.sizes = Sizes.of(run)
         self.compute = bytes_of(run.compute_dtype)
-        self.norm = bytes_of(run.dtype("layernorm_compute_type", "float32"))
-        self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
         self.is_legacy = run.architecture.legacy
+        self.norm = bytes_of(run.dtype(f"layernorm_compute_{'type' if self.is_legacy else 'dtype'}", "float32"))
+        self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
         # mindlora's operators for training on a CPU: mindlora/plugin/graph/cpu_llama.py.
         self.has_cpu_operators = run.on_cpu and run.model.get("type") == "LlamaConfig"
         self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.on_cpu
@@ -231,7 +231,7 @@ class Activations:
     def head(self) -> int:
         """Returns the bytes that are kept after the last layer, without the loss."""
         sizes = self.sizes
-        total = self.compute * sizes.outside * sizes.hidden
+        total = (self.compute if self.is_legacy else self.norm) * sizes.outside * sizes.hidden
         if not self.has_cpu_operators:
             total += 4 * sizes.outside
         if _any_trained(weight for weight in self.weights.get(-1, []) if weight.role == "lm_head"):
@@ -292,6 +292,7 @@ class Activations:
         for leaf in _LATENTS:
             yield from self._inputs(f"attention.{leaf}.reshape", "attention", (leaf,), by_leaf)
         if queries:
+            yield from self._head_norms(by_leaf)
             yield from self._attention()
         yield from self._inputs("attention.merger_head_transpose", "attention", ("wo",), by_leaf)
         yield from self._norm("ffn_norm", attended, trained)
@@ -312,9 +313,19 @@ class Activations:
             if self.has_cpu_operators:
                 yield Kept(path, kept)
                 return
-            # The fused one casts again in the backward; the composed one keeps what it cast.
-            yield Kept(f"{path}.cast", kept if self.fuses_norms else tokens * hidden * self.norm, kept)
+            # The legacy models' fused one casts again in the backward; the others keep what they cast.
+            casts_again = self.fuses_norms and self.is_legacy
+            yield Kept(f"{path}.cast", kept if casts_again else tokens * hidden * self.norm, kept)
             yield Kept(f"{path}.rsqrt", tokens * (4 if self.fuses_norms else self.norm))
+
+    def _head_norms(self, by_leaf: Dict[str, List[Weight]]) -> Iterator[Kept]:
+        """Yields what the norms of each head's q and k keep, which Qwen3 has: what they cast to their dtype."""
+        head_size = self.run.attention.queries // self.run.attention.heads
+        for leaf, width in (("q_layernorm", self.sizes.queries), ("k_layernorm", self.sizes.keys)):
+            if any(weight.shape == (head_size,) for weight in by_leaf.get(leaf, [])):
+                tokens = self.sizes.tokens
+                yield Kept(f"attention.{leaf}.cast", tokens * width * self.norm, tokens * width * self.compute)
+                yield Kept(f"attention.{leaf}.rsqrt", tokens * width // head_size * 4)
 
     def _attention(self) -> Iterator[Kept]:
         sizes = self.sizes

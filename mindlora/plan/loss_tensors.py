@@ -70,7 +70,7 @@ _LEGACY_FUSED = LossTensors(
         Made("gradient in 16 bits", ("log-probabilities", "one-hot labels", "gradient in 16 bits"), in_16_bits=True),
     ),
 )
-# MindFormers' mcore models hold the labels twice, as OneHot gives them and in float32, and have the logits transposed.
+# MindFormers' mcore models transpose the logits, and hold the labels twice at O0: as OneHot gives them, and in float32.
 _MCORE = LossTensors(
     (Made("one-hot labels"), Made("one-hot labels in float32")),
     (
@@ -89,10 +89,22 @@ _MCORE = LossTensors(
         Made("gradient, transposed", ("gradient in 16 bits", "gradient, transposed"), in_16_bits=True),
     ),
 )
+_MCORE_FUSED = LossTensors(
+    (Made("one-hot labels"),),
+    (
+        Made("product of output_layer", in_16_bits=True),
+        Made("product, transposed", ("product of output_layer",), in_16_bits=True),
+        Made("logits", ("product, transposed",)),
+        Made("exponentials", ("logits",)),
+        Made("log-probabilities", ("exponentials",)),
+        Made("gradient in 16 bits", ("log-probabilities", "one-hot labels"), in_16_bits=True),
+        Made("gradient, transposed", ("gradient in 16 bits", "gradient, transposed"), in_16_bits=True),
+    ),
+)
 
 
 def loss_tensors(is_legacy: bool, fuses: bool) -> LossTensors:
     """Returns the tensors of the loss of a legacy or an mcore model; ``fuses``: the jit_level is O1."""
-    if not is_legacy:
-        return _MCORE
-    return _LEGACY_FUSED if fuses else _LEGACY
+    if is_legacy:
+        return _LEGACY_FUSED if fuses else _LEGACY
+    return _MCORE_FUSED if fuses else _MCORE

@@ -125,17 +125,7 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
         lines.append(Line("copies of each adapter and its moments, which are saved", _copies(run), exact))
     activations = Activations(run, weights)
     recomputation = read_recomputation(run.config, run.division, run.layers)
-    kept = _kept(run, activations, recomputation, stage)
-    # How many bits an NPU keeps of a dropout's mask was not counted.
-    keeps_masks = not run.on_cpu and bool(run.lora and run.lora.lora_dropout)
-    keeps_masks = keeps_masks and len(recomputation.layers) < run.layers
-    basis = ARITHMETIC if keeps_masks else basis_of(run)
-    lines.append(Line(f"activations, {_described(recomputation, run.layers)}", kept, basis))
-    layer = _recomputed_layer(run, activations, recomputation, stage)
-    is_last = stage == run.division.pipeline - 1
-    loss = activations.loss.widest(*activations.logits) if is_last else 0
-    name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
-    lines.append(Line(name, max(loss, layer), basis_of(run) if loss >= layer else ARITHMETIC))
+    lines += _step_lines(run, activations, recomputation, stage)
     if run.computes_reference:
         lines.append(_reference(run))
     if not run.on_cpu:
@@ -149,12 +139,26 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
     )
 
 
+def _step_lines(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> List[Line]:
+    """Returns what a step keeps for its backward, and what is held at its widest point beside that."""
+    kept = _kept(run, activations, recomputation, stage)
+    lines = [Line(f"activations, {_described(recomputation, run.layers)}", kept, basis_of(run))]
+    layer = _recomputed_layer(run, activations, recomputation, stage)
+    is_last = stage == run.division.pipeline - 1
+    loss = activations.loss.widest(*activations.logits) if is_last else 0
+    name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
+    lines.append(Line(name, max(loss, layer), basis_of(run) if loss >= layer else ARITHMETIC))
+    return lines
+
+
 def basis_of(run: Run) -> str:
-    """Returns what the activations of a run rest on: the graphs of the legacy Llama were counted, others were not."""
+    """Returns what the activations of a run rest on: those of the legacy Llama were counted, and Qwen3's on an NPU."""
     division = run.division
     plain = division.model * division.pipeline * division.context == 1 and not division.optimizer
     plain = plain and not (run.lora and run.lora.variant is ADALORA)
-    return MODEL if plain and "LlamaConfig" in run.architecture.model_types else ARITHMETIC
+    counted = "LlamaConfig" in run.architecture.model_types
+    counted = counted or "Qwen3Config" in run.architecture.model_types and not run.experts and not run.on_cpu
+    return MODEL if plain and counted else ARITHMETIC
 
 
 def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weight]:

@@ -29,7 +29,7 @@ def test_the_first_and_the_last_rank_of_eight_compile_and_nothing_is_left_behind
     text = " ".join(capsys.readouterr().out.split())
     for rank in (0, 7):
         assert f"as rank {rank} of 8: the run compiles and reaches its second step, on made-up rows" in text
-    assert "It cannot tell what CANN's kernels compute" in text
+    assert text.count("cannot tell: what CANN's kernels compute") == 1
     assert os.listdir(tmp_path) == ["run.yaml"]
 
 

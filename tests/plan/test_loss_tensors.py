@@ -7,7 +7,9 @@ from mindlora.plan.loss_tensors import LossTensors, Made, loss_tensors
 WHOLE, HALF = 400, 200
 
 
-@pytest.mark.parametrize("is_legacy, fuses, tensors", [(True, False, 4), (True, True, 3), (False, False, 4)])
+@pytest.mark.parametrize(
+    "is_legacy, fuses, tensors", [(True, False, 4), (True, True, 3), (False, False, 4), (False, True, 3)]
+)
 def test_so_many_float32_tensors_are_held_at_the_widest_point(is_legacy, fuses, tensors):
     assert loss_tensors(is_legacy, fuses).widest(WHOLE, HALF) == tensors * WHOLE
 
@@ -19,7 +21,7 @@ def test_a_tensor_is_held_until_an_operator_is_the_last_that_takes_it():
     assert LossTensors((), after[:2]).widest(WHOLE, HALF) == WHOLE + HALF
 
 
-@pytest.mark.parametrize("is_legacy, fuses", [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("is_legacy, fuses", [(True, False), (True, True), (False, False), (False, True)])
 def test_nothing_of_a_loss_is_left_after_it(is_legacy, fuses):
     held = []
     tensors = loss_tensors(is_legacy, fuses)

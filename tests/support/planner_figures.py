@@ -72,4 +72,7 @@ FIGURES = (
     Figures("Llama 3 8B", 1, 4, "O0", True, 18.19, 20.69),
     Figures("Llama 3 8B", 4, 1, "O1", False, 7.77, 8.91),
     Figures("Llama 3 8B", 1, 1, "O0", True, 10.29, 10.98, preference=True),
+    Figures("Qwen3 8B", 4, 1, "O0", False, 9.70, 12.03),
+    Figures("Qwen3 8B", 1, 4, "O1", True, 16.81, 27.40),
+    Figures("Llama 3 8B", 1, 1, "O0", True, 6.11, pet={"quantize_base": "nf4"}),
 )

@@ -163,7 +163,12 @@ def _described(params):
     try:
         return describe(params)
     except Exception as error:
-        logger.warning("The report will not describe the run (%s: %s).", type(error).__name__, error)
+        logger.warning(
+            "RunReport cannot describe the run (%s: %s), so report.html will show its numbers alone. Read its settings "
+            "in the YAML.",
+            type(error).__name__,
+            error,
+        )
         return {"time": time.time(), "total_steps": total_steps(params)}
 
 
