@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tests.support.ascend_backend import run_program
-from tests.support.ascend_backend.small_runs import QWEN3, Run, small_yaml
+from tests.support.ascend_backend.small_runs import QWEN3, Row, small_yaml
 
 LAUNCH = """
 import sys
@@ -25,16 +25,16 @@ layout = Layout((8, 1, 1), ("a", "b", "c"))
 operations.Dropout.shard = lambda self, strategy: shard(self, (layout("b", "a", "c"),))
 """
 MISTAKES = {
-    "a dropped backbone": (DROPPED_BACKBONE, Run(ranks=8), "contains no MindFormers model"),
-    "a dropout sharded by a Layout": (DROPOUT_BY_LAYOUT, Run(QWEN3, ranks=8), "layout"),
+    "a dropped backbone": (DROPPED_BACKBONE, Row(ranks=8), "contains no MindFormers model"),
+    "a dropout sharded by a Layout": (DROPOUT_BY_LAYOUT, Row(QWEN3, ranks=8), "layout"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_run_on_several_devices_ends_it(tmp_path, mistake):
-    mutation, run, message = MISTAKES[mistake]
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_yaml(run, tmp_path)), encoding="utf-8")
-    finished = run_program(mutation + LAUNCH, "--config", "run.yaml", folder=tmp_path, ranks=run.ranks)
+    mutation, row, message = MISTAKES[mistake]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_yaml(row, tmp_path)), encoding="utf-8")
+    finished = run_program(mutation + LAUNCH, "--config", "run.yaml", folder=tmp_path, ranks=row.ranks)
     assert finished.returncode != 0
     assert message in finished.output, finished.output[-3000:]
 
