@@ -23,6 +23,33 @@ _FLAGS = ("-O1", "-fPIC", "-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
 # All of CANN's libraries are this one.
 _ALL = "libstandins.so"
 
+# What these kernels read of the chip, a 910B, of the file that CANN has for it.
+_CHIP = """[version]
+SoC_version=Ascend910B1
+Short_SoC_version=Ascend910B
+AIC_version=AIC-C-220
+[SoCInfo]
+ai_core_cnt=24
+cube_core_cnt=24
+vector_core_cnt=48
+ai_cpu_cnt=6
+memory_size=68719476736
+l2_size=201326592
+[AICoreSpec]
+cube_m_size=16
+cube_n_size=16
+cube_k_size=16
+l0_a_size=65536
+l0_b_size=65536
+l0_c_size=131072
+l1_size=524288
+ub_size=196608
+ubblock_size=32
+[VectorCoreSpec]
+ub_size=196608
+ubblock_size=32
+"""
+
 
 class StandIns(NamedTuple):
     """Where the stand-ins are.
@@ -138,6 +165,9 @@ def _build(
     # What MindSpore compiles to call a custom operator includes this header and needs nothing in it but integers.
     (folder / "cann/latest/include/acl").mkdir(parents=True)
     (folder / "cann/latest/include/acl/acl_base.h").write_text("#include <stddef.h>\n#include <stdint.h>\n")
+    # The kernels that come with MindSpore look there for the sizes by which they plan.
+    (folder / "cann/latest/x86_64-linux/data/platform_config").mkdir(parents=True)
+    (folder / "cann/latest/x86_64-linux/data/platform_config/Ascend910B1.ini").write_text(_CHIP)
     needs = plugin_needs(mindspore)
     others = folder / "rest.c"
     others.write_text(rest(sorted(needs.functions)))
