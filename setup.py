@@ -58,6 +58,7 @@ setup(
     packages=find_packages(include=["mindlora", "mindlora.*"]),
     package_data={
         "mindlora": ["py.typed"],
+        "mindlora.dry_run": ["cann/*.cc", "cann/*.h", "host/*.cc"],
         "mindlora.plugin": ["register_path/*.py"],
         "mindlora.ops": ["lib/*.so"],
         "mindlora.training.report": ["page.*"],

@@ -5,10 +5,12 @@
 #   bash scripts/build_ascend.sh --soc ascend910b             for Atlas A2 alone
 #   bash scripts/build_ascend.sh --install-path /opt/mindlora into another folder than mindlora/ops/lib/ascend
 #   bash scripts/build_ascend.sh --kernel-options "-g -sanitizer"   options for the kernels' compiler, for CANN's tools
+#   bash scripts/build_ascend.sh --missing                    names what this machine lacks for it, a line each
 set -eu
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 BUILD=$ROOT/build/ascend
+LOG=$BUILD/build.log
 SOCS="ascend910b,ascend910_93"
 INSTALL_PATH=$ROOT/mindlora/ops/lib/ascend
 KERNEL_OPTIONS=
@@ -87,6 +89,43 @@ print(*(name for name, module in pairs if missing(module)))
 END
 }
 
+# Prints what this machine lacks, a line each.
+print_missing() {
+    local packages
+    if ! (find_cann "$OLDEST") > /dev/null 2>&1; then
+        echo "CANN: install $OLDEST or newer and source its set_env.sh"
+    fi
+    if ! command -v cmake > /dev/null; then echo "cmake: install it (3.16 or newer)"; fi
+    packages=$(missing_packages)
+    if [ -n "$packages" ]; then
+        echo "Python packages that CANN's compiler may need: python3 -m pip install $packages"
+    fi
+}
+
+# Runs a command of the build, and keeps what it prints.
+logged() {
+    "$@" 2>&1 | tee -a "$LOG"
+    return "${PIPESTATUS[0]}"
+}
+
+# Prints the first error that a command of the build printed, CMake's with the lines that explain it.
+first_error() {
+    awk '
+        !hit && !/^-- / && /(CMake Error|[Ee]rror:|ERROR|[Nn]ot found|No such file)/ {
+            hit = 1
+            line = $0
+            if (!/^CMake Error/) exit
+            next
+        }
+        hit && (/^  / || /^$/) { gsub(/^ +/, ""); line = line (NF ? " " $0 : ""); next }
+        hit { exit }
+        END {
+            sub(/\.+$/, "", line)
+            print hit ? substr(line, 1, 600) : "what CANN printed above says why"
+        }
+    ' "$LOG"
+}
+
 # PyNative's own way to the kernels, a module for the MindSpore of python3. Without it ops.Custom serves PyNative too.
 build_pynative_module() {
     if ! python3 -c 'import importlib.util as util, sys; sys.exit(util.find_spec("mindspore") is None)'; then
@@ -101,8 +140,9 @@ while [ $# -gt 0 ]; do
         --soc) [ $# -gt 1 ] || fail "--soc needs a name, or several with commas."; SOCS=$2; shift 2 ;;
         --install-path) [ $# -gt 1 ] || fail "--install-path needs a folder."; INSTALL_PATH=$2; shift 2 ;;
         --kernel-options) [ $# -gt 1 ] || fail "--kernel-options needs a text."; KERNEL_OPTIONS=$2; shift 2 ;;
-        -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
-        *) fail "$1 is not an option. The options are --soc, --install-path, --kernel-options and --help." ;;
+        --missing) print_missing; exit ;;
+        -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+        *) fail "$1 is not an option. The options are --soc, --install-path, --kernel-options, --missing and --help." ;;
     esac
 done
 
@@ -111,24 +151,26 @@ find_cann "$OLDEST"
 check_version
 add_stub_libraries
 command -v cmake > /dev/null || fail "cmake was not found: install it (3.16 or newer)."
+command -v "${CXX:-g++}" > /dev/null || fail "${CXX:-g++} was not found: install g++ for the host side of the kernels."
 # Before the build, which takes minutes.
 mkdir -p "$INSTALL_PATH" && [ -w "$INSTALL_PATH" ] ||
     fail "$INSTALL_PATH cannot be written to: name another folder with --install-path."
 
 missing=$(missing_packages)
-advice="what CANN printed above says why."
+advice=""
 if [ -n "$missing" ]; then
-    advice="$advice CANN's compiler runs on $(command -v python3), which lacks packages that CANN's installation guide"
-    advice="$advice names: python3 -m pip install $missing"
+    advice=" If that does not say it: CANN's compiler runs on $(command -v python3), which lacks packages that CANN's"
+    advice="$advice installation guide names: python3 -m pip install $missing"
     echo "note: python3 lacks $missing, which CANN's compiler may need"
 fi
 rm -rf "$BUILD"
-cmake -S "$ROOT/ops" -B "$BUILD" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DASCEND_COMPUTE_UNIT="${SOCS//,/;}" \
-    -DMINDLORA_KERNEL_OPTIONS="${KERNEL_OPTIONS// /;}" || fail "the build was not configured: $advice"
-cmake --build "$BUILD" --target binary package -j"$(nproc)" || fail "the build failed: $advice"
+mkdir -p "$BUILD"
+logged cmake -S "$ROOT/ops" -B "$BUILD" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DASCEND_COMPUTE_UNIT="${SOCS//,/;}" \
+    -DMINDLORA_KERNEL_OPTIONS="${KERNEL_OPTIONS// /;}" || fail "the build was not configured: $(first_error).$advice"
+logged cmake --build "$BUILD" --target binary package -j"$(nproc)" || fail "the build failed: $(first_error).$advice"
 
 package=$(find "$BUILD" -maxdepth 1 -name 'custom_opp_*.run' | head -n 1)
-[ -n "$package" ] || fail "the build made no package (custom_opp_*.run in $BUILD): $advice"
+[ -n "$package" ] || fail "the build made no package (custom_opp_*.run in $BUILD): $(first_error).$advice"
 INSTALL_PATH=$(cd "$INSTALL_PATH" && pwd)
 bash "$package" --quiet --install-path="$INSTALL_PATH"
 

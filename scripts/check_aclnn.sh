@@ -74,6 +74,7 @@ fi
 find_python
 find_cann 8.3
 find_package
+command -v g++ > /dev/null || fail "g++ was not found: install it."
 rm -rf "$BUILD"
 mkdir -p "$BUILD"
 "$PYTHON" "$ROOT/ops/ascendc_check/golden.py" "$BUILD/golden" "${OPERATORS[@]}" ${SMALL[@]+"${SMALL[@]}"}

@@ -1,24 +1,23 @@
 """Tries all that docs/ascend.md says was not tried on an NPU, and writes a folder with one page; see verify_npu.sh.
 
-The exit code is 0 if everything that could run holds, 1 if something does not, 2 for wrong options, 130 after Ctrl-C.
+The exit code is 0 if all steps ran and hold; without --only, one may be left out for want of NPUs. It is 1 if a step
+does not hold or could not run, 2 for wrong options, and 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP.
 """
 
 import argparse
-import dataclasses
-import json
+import contextlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from typing import Dict, Iterator, List
+from typing import Dict, Iterator, Sequence
 
-from verify_npu_choices import choices, section
-from verify_npu_devices import VISIBLE, find_npus
-from verify_npu_page import page
-from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome
+from verify_npu_devices import VISIBLE, Npus, find_npus
+from verify_npu_missing import missing
+from verify_npu_report import Report
+from verify_npu_run import FAILED, NOT_RUN, ROOT, Cleaner, Outcome, Stopped, Unwritable, check_signals, listen
 from verify_npu_steps import STEPS, Place
 
 # The variables by which a shell chooses, and those that `mindlora doctor --adopt` leads to (mindlora/ops/measured.py).
@@ -33,6 +32,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--soc", help="for build_ascend.sh: ascend910b or ascend910_93. Default: both")
     parser.add_argument("--name", help="what the report calls this machine. Default: its NPU")
     parser.add_argument("--quick", action="store_true", help="few shapes")
+    parser.add_argument(
+        "--limit", type=int, metavar="SECONDS", help="of each command. Default: an hour, two of the build"
+    )
     parser.add_argument("--only", nargs="+", choices=list(STEPS), metavar="STEP", help=f"of {', '.join(STEPS)}")
     parser.add_argument(
         "--output", type=os.path.abspath, help="an empty or new folder. Default: one in output/, named after the time"
@@ -51,35 +53,96 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs the steps; returns the exit code."""
     given = arguments()
-    outcomes: List[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="verify_npu_") as work:
-        # Choices of the shell must not reach what is compared here.
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(CHOICES)}
-        # Nor what was adopted here before: set, but to nothing.
-        environment.update(dict.fromkeys(MEASURED, ""))
-        environment.update(PYTHONPATH=os.pathsep.join(filter(None, [ROOT, environment.get("PYTHONPATH")])))
-        environment.update(LOG_MF_PATH=os.path.join(work, "log"), MS_COMPILER_CACHE_PATH=os.path.join(work, "calls"))
-        environment.setdefault("GLOG_v", "3")
-        environment.update(PYTHON=sys.executable, PATH=path_with_this_python(environment.get("PATH", os.defpath)))
-        places = {work: "<work>", given.output: "<report>"}
-        for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH"):
-            if os.environ.get(variable):
-                places[os.environ[variable]] = f"<{variable}>"
-        npus = find_npus(environment)
-        if npus.free:
-            environment[VISIBLE] = ",".join(npus.free)
-        place = Place(given, work, environment, Cleaner(places), npus)
+    listen()
+    with temporary_folder() as work:
+        try:
+            place = prepared(given, work)
+        except Unwritable as problem:
+            say(f"error: {problem}: name another folder with --output.")
+            return 2
+        report, code = place.report, 1
         try:
             for name in given.only or STEPS:
+                report.begin(name)
                 for outcome in run_step(name, place):
-                    outcomes.append(outcome)
-                    print(f"{outcome.name:<36} {outcome.state:<14} {outcome.line}", flush=True)
-                    write(place, outcomes)
-        except KeyboardInterrupt:
-            print(f"\ninterrupted: {given.output} has the steps that ended before")
-            return 130
-    print(f"\n{given.output}: send this folder back; report.md is its page")
-    return 1 if any(outcome.state == FAILED for outcome in outcomes) else 0
+                    report.end(outcome)
+                    say(f"{outcome.name:<36} {outcome.state:<14} {outcome.line}")
+                    check_signals()
+            code = exit_code(report.outcomes, bool(given.only))
+        except Stopped as stopped:
+            code = 128 + stopped.number
+            end_early(report, str(stopped))
+        except Unwritable as problem:
+            end_early(report, str(problem))
+        report.free()
+    say(f"\n{given.output}: send this folder back; report.md is its page")
+    return code
+
+
+def prepared(given: argparse.Namespace, work: str) -> Place:
+    """Returns the place where the steps run, with a page that names what it lacks."""
+    # Choices of the shell must not reach what is compared here.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(CHOICES)}
+    # Nor what was adopted here before: set, but to nothing.
+    environment.update(dict.fromkeys(MEASURED, ""))
+    environment.update(PYTHONPATH=os.pathsep.join(filter(None, [ROOT, environment.get("PYTHONPATH")])))
+    environment.update(LOG_MF_PATH=os.path.join(work, "log"), MS_COMPILER_CACHE_PATH=os.path.join(work, "calls"))
+    # What a killed command leaves behind goes with the folder, and its last line is where it was.
+    environment.update(TMPDIR=work, PYTHONUNBUFFERED="1")
+    environment.setdefault("GLOG_v", "3")
+    environment.update(PYTHON=sys.executable, PATH=path_with_this_python(environment.get("PATH", os.defpath)))
+    places = {work: "<work>", given.output: "<report>"}
+    for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH"):
+        if os.environ.get(variable):
+            places[os.environ[variable]] = f"<{variable}>"
+    clean = Cleaner(places)
+    npus = find_npus(environment)
+    if npus.free:
+        environment[VISIBLE] = ",".join(npus.free)
+    steps = given.only or list(STEPS)
+    head, lacks = machine(given, npus), missing(steps, given.device, environment)
+    if lacks:
+        head["missing"] = lacks
+        say(f"missing: {lacks}")
+    report = Report(given.output, head, steps, given.device, clean)
+    return Place(given, work, environment, clean, npus, report)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    """A folder that is removed at the end, even while killed processes still let go of it."""
+    folder = tempfile.mkdtemp(prefix="verify_npu_")
+    try:
+        yield folder
+    finally:
+        for _ in range(10):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not os.path.exists(folder):
+                break
+            time.sleep(0.5)
+
+
+def end_early(report: Report, reason: str) -> None:
+    """Writes the last page of a run that does not reach its end."""
+    say(f"\nended early: {reason}")
+    try:
+        report.stop(reason)
+    except Unwritable as problem:
+        say(f"report.md is that of the step before: {problem}")
+
+
+def exit_code(outcomes: Sequence[Outcome], named: bool) -> int:
+    """Returns 0 if all steps ran and hold, but for those that are excused and were not ``named`` by --only."""
+    left = [outcome for outcome in outcomes if outcome.state == NOT_RUN and (named or not outcome.excused)]
+    return 1 if left or any(outcome.state == FAILED for outcome in outcomes) else 0
+
+
+def say(text: str) -> None:
+    """Prints a line. A terminal that is gone must not keep the page from being written."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def path_with_this_python(path: str) -> str:
@@ -94,38 +157,27 @@ def run_step(name: str, place: Place) -> Iterator[Outcome]:
     """Yields the outcomes of a step. What the script itself trips over is an outcome too, and the next step runs."""
     try:
         yield from STEPS[name](place)
-    except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+    except (Stopped, Unwritable):
+        raise
+    except Exception as error:  # a page with one wrong row is worth more than none
         yield Outcome(name, FAILED, place.clean(f"{type(error).__name__}: {error}".splitlines()[0]))
 
 
-def write(place: Place, outcomes: List[Outcome]) -> None:
-    """Writes report.json and report.md anew, so that they are there whatever happens later."""
-    head, folder = machine(place), place.given.output
-    states = {state: sum(outcome.state == state for outcome in outcomes) for state in (HELD, FAILED, NOT_RUN)}
-    chosen = choices(outcomes, place.given.device)
-    report = {"machine": head, "states": states, "choices": chosen}
-    report["steps"] = [dataclasses.asdict(outcome) for outcome in outcomes]
-    shown = "\n".join([page(head, outcomes).rstrip("\n"), *section(chosen), ""])
-    for name, text in (("report.json", json.dumps(report, indent=2)), ("report.md", shown)):
-        with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
-            file.write(place.clean(text))
-
-
-def machine(place: Place) -> Dict[str, str]:
+def machine(given: argparse.Namespace, npus: Npus) -> Dict[str, str]:
     """Returns what the results depend on."""
     from bench.common import version
 
     with open(os.path.join(ROOT, "mindlora", "__init__.py"), encoding="utf-8") as file:
         own = re.search(r'__version__ = "(.+?)"', file.read())
     return {
-        "name": place.given.name or place.npus.kind or "a machine without an NPU",
+        "name": given.name or npus.kind or "a machine without an NPU",
         "mindlora": own[1] if own else "unknown",
         "MindSpore": version("mindspore"),
         "MindFormers": version("mindformers"),
         "processor": os.uname().machine,
-        "device": place.given.device,
-        "NPUs": str(place.npus),
-        "shapes": "few (--quick)" if place.given.quick else "all",
+        "device": given.device,
+        "NPUs": str(npus),
+        "shapes": "few (--quick)" if given.quick else "all",
     }
 
 

@@ -1,13 +1,14 @@
 """The cases of scripts/verify_npu_operators.py: each operator on odd shapes and odd numbers, and what must come out."""
 
 import dataclasses
-import importlib.util
 import os
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+import sys
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
+from verify_npu_run import ROOT
 
 from mindlora.numerics.dtypes import from_float32, named_dtype, to_float32
 from mindlora.ops import (
@@ -21,7 +22,12 @@ from mindlora.ops import (
     quantize,
 )
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# What is right has one owner for these cases and for those that CANN alone calls.
+sys.path.insert(0, os.path.join(ROOT, "ops", "ascendc_check"))
+import bounds  # noqa: E402
+from bounds import Span, exact, rounded  # noqa: E402
+from golden import reference  # noqa: E402
+
 SCALE = 0.75
 # An infinity or NaN in y0 may spoil as many neighbours in its row (ops/lora_delta/README.md).
 NEIGHBOURS = 15
@@ -53,26 +59,19 @@ class Case:
     Attributes:
         title (str): Shapes, and what is odd about the numbers.
         run (Callable): Returns what the operator computes, a list of arrays.
-        wanted (list of ndarray): What it must compute.
-        terms (float): How many products of numbers of size 1 are summed; 0 if not a bit may differ.
-        gradient (bool): Whether these are gradients, which are compared with the largest of each.
+        spans (list of Span): Between which numbers each array must be.
         may_spoil (ndarray or None): Where, in the first result, a number need not be finite.
     """
 
     title: str
     run: Callable[[], List[np.ndarray]]
-    wanted: List[np.ndarray]
-    terms: float
-    gradient: bool = False
+    spans: List[Span]
     may_spoil: Any = None
 
 
-def reference(op: str) -> Any:
-    """Returns the module ops/<op>/reference.py."""
-    spec = importlib.util.spec_from_file_location(f"{op}_reference", os.path.join(ROOT, "ops", op, "reference.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def kept(dtype: str, kernel: bool) -> Tuple[str, ...]:
+    """Returns the dtypes in which a forward may keep the rank-r tensor: a CPU's is float32, a kernel's either."""
+    return ("float32", dtype) if kernel else ("float32",)
 
 
 def called(cell: nn.Cell, inputs: Sequence[Tensor]) -> Callable[[], List[np.ndarray]]:
@@ -101,15 +100,16 @@ def lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
         ]
 
     for tokens, k, n, rank in sizes.all():
-        given = arrays(tokens, k, n, rank)
+        y0, *pair = given = arrays(tokens, k, n, rank)
         inputs, title = [*(tensor(array, dtype) for array in given), scale], shape_title(tokens, k, n, rank)
-        terms = 1 + rank * k**0.5
-        yield Case(title, called(cell, inputs), [oracle.lora_delta(*given, SCALE)], terms)
+        wanted = oracle.lora_delta(*given, SCALE)
+        span = bounds.low_rank(wanted, np.abs(y0), *pair, SCALE, dtype, kept(dtype, kernel))
+        yield Case(title, called(cell, inputs), [span])
         if tokens in sizes.tokens[1:3] and k <= 1000:
             dy = normal(tokens, n, seed=9, dtype=dtype)
-            wanted = list(oracle.lora_delta_grad(dy, *given[1:], SCALE)[:4])
+            spans = gradients(oracle.lora_delta_grad(dy, *pair, SCALE)[1:4], dy, *pair, dtype)
             run = differentiated(cell, inputs, tensor(dy, dtype), range(4))
-            yield Case(f"gradients, {title}", run, wanted, terms, gradient=True)
+            yield Case(f"gradients, {title}", run, [exact(dy), *spans])
     tokens, (k, n), rank = 17, sizes.widths[0], 5
     for place, name in ((0, "y0"), (1, "x")):
         for number in (np.nan, np.inf):
@@ -120,13 +120,35 @@ def lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
             if place == 1:
                 spoiled[3] = True
             inputs = [*(tensor(array, dtype) for array in given), scale]
-            yield Case(
-                f"{number} in one number of {name}, {shape_title(tokens, k, n, rank)}",
-                called(cell, inputs),
-                [quietly(oracle.lora_delta, *given, SCALE)],
-                1 + rank * k**0.5,
-                may_spoil=spoiled,
-            )
+            title = f"{number} in one number of {name}, {shape_title(tokens, k, n, rank)}"
+            with np.errstate(invalid="ignore", over="ignore"):
+                wanted = oracle.lora_delta(*given, SCALE)
+                span = bounds.low_rank(wanted, np.abs(given[0]), *given[1:], SCALE, dtype, kept(dtype, kernel))
+            yield Case(title, called(cell, inputs), [span], may_spoil=spoiled)
+
+
+def gradients(
+    wanted: Sequence[np.ndarray],
+    dy: np.ndarray,
+    x: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    dtype: str,
+    w: Optional[np.ndarray] = None,
+) -> List[Span]:
+    """Returns the spans of dx, dA and dB, of lora_linear if there is a W.
+
+    MindSpore's own operators compute them: each product is rounded, and so is what the scale makes of it.
+    """
+    of_dy, of_x = np.abs(dy @ b) * SCALE, np.abs(x @ a.T) * SCALE
+    rest, of_rest = (0, 0) if w is None else (np.abs(dy) @ np.abs(w), np.abs(dy @ w) + np.abs(dy @ b @ a) * SCALE)
+    x, a, b, dy = map(np.abs, (x, a, b, dy))
+    sums_of_dy, sums_of_x = dy @ b * SCALE, x @ a.T * SCALE
+    return [
+        rounded(wanted[0], rest + sums_of_dy @ a, dtype, of_rest + 2 * of_dy @ a),
+        rounded(wanted[1], sums_of_dy.T @ x, dtype, 2 * of_dy.T @ x),
+        rounded(wanted[2], dy.T @ sums_of_x, dtype, 2 * dy.T @ of_x),
+    ]
 
 
 def lora_linear(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
@@ -138,23 +160,31 @@ def lora_linear(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
         shapes = ((tokens, k), (n, k), (rank, k), (n, rank), (n,))
         return [normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
 
+    def span(given, bias=None):
+        x, w, a, b = given
+        rest = np.abs(x) @ np.abs(w).T + (0 if bias is None else np.abs(bias))
+        wanted = oracle.lora_linear(*given, SCALE, bias)
+        return bounds.low_rank(wanted, rest, x, a, b, SCALE, dtype, kept(dtype, kernel))
+
     for tokens, k, n, rank in sizes.all():
         *given, bias = arrays(tokens, k, n, rank)
         inputs, title = [*(tensor(array, dtype) for array in given), scale], shape_title(tokens, k, n, rank)
-        terms, with_bias = 1 + k + rank * k**0.5, [*inputs, tensor(bias, dtype)]
-        yield Case(title, called(plain, inputs), [oracle.lora_linear(*given, SCALE)], terms)
-        yield Case(f"bias, {title}", called(biased, with_bias), [oracle.lora_linear(*given, SCALE, bias)], terms)
+        with_bias = [*inputs, tensor(bias, dtype)]
+        yield Case(title, called(plain, inputs), [span(given)])
+        yield Case(f"bias, {title}", called(biased, with_bias), [span(given, bias)])
         if tokens in sizes.tokens[1:3] and k <= 1000:
             dy = normal(tokens, n, seed=9, dtype=dtype)
             run = differentiated(biased, with_bias, tensor(dy, dtype), (0, 2, 3, 5))
-            wanted = list(oracle.lora_linear_grad(dy, *given, SCALE))
-            yield Case(f"gradients, {title}", run, wanted, terms, gradient=True)
+            *wanted, dbias = oracle.lora_linear_grad(dy, *given, SCALE)
+            x, w, a, b = given
+            added = np.abs(dy).sum(axis=0)
+            spans = [*gradients(wanted, dy, x, a, b, dtype, w), rounded(dbias, added, dtype, added)]
+            yield Case(f"gradients, {title}", run, spans)
     tokens, (k, n), rank = 17, sizes.widths[0], 5
     *given, bias = arrays(tokens, k, n, rank)
     given[0][3, 20] = np.nan
     inputs = [*(tensor(array, dtype) for array in given), scale]
-    wanted = [oracle.lora_linear(*given, SCALE)]
-    yield Case(f"nan in one number of x, {shape_title(tokens, k, n, rank)}", called(plain, inputs), wanted, 1 + k)
+    yield Case(f"nan in one number of x, {shape_title(tokens, k, n, rank)}", called(plain, inputs), [span(given)])
 
 
 def multi_lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
@@ -170,11 +200,11 @@ def multi_lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
         for tokens in sizes.tokens:
             y0, x = normal(tokens, n, seed=1, dtype=dtype), normal(tokens, k, seed=2, dtype=dtype)
             for kind, indices in users(tokens, len(ranks), len(sizes.ranks), kernel).items():
-                wanted = [beyond_is_nan(oracle.multi_lora_delta, y0, x, pool, ranks, scales, indices)]
+                given = (y0, x, pool, ranks, scales, indices)
+                wanted = beyond_is_nan(oracle.multi_lora_delta, *given)
+                span = bounds.of_slots(wanted, *given, dtype, kept(dtype, kernel))
                 inputs = [tensor(y0, dtype), tensor(x, dtype), *held, Tensor(indices)]
-                # Rows without an adapter must come back as they are.
-                terms = 0 if kind in ("none", "empty") else 1 + 64 * k**0.5
-                yield Case(f"{tokens} tokens, {k} to {n}, adapters: {kind}", called(cell, inputs), wanted, terms)
+                yield Case(f"{tokens} tokens, {k} to {n}, adapters: {kind}", called(cell, inputs), [span])
 
 
 def users(tokens: int, slots: int, empty: int, kernel: bool) -> Dict[str, np.ndarray]:
@@ -213,7 +243,7 @@ def multi_lora_slot_write(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Ca
                     oracle.multi_lora_slot_write(*wanted, slot, packed, SCALE)
                 wanted.append(np.int32([slot if slot < slots else -1]))
                 run = written(cell, before, slot, tensor(packed, dtype), dtype)
-                yield Case(f"rank {rank}, {k} + {n}, slot {slot} of {slots}", run, wanted, 0)
+                yield Case(f"rank {rank}, {k} + {n}, slot {slot} of {slots}", run, list(map(exact, wanted)))
 
 
 def written(cell: nn.Cell, before: List[np.ndarray], slot: int, packed: Tensor, dtype: str) -> Callable:
@@ -232,29 +262,38 @@ def written(cell: nn.Cell, before: List[np.ndarray], slot: int, packed: Tensor, 
 
 
 def nf4_linear(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
-    """x W^T with a W of 4 bits, with and without bias, its gradients, and NaN in one number of x."""
-    oracle, plain, biased = reference("nf4_linear"), Nf4Linear(), Nf4LinearWithBias()
+    """x W^T with a W of 4 bits, with and without bias, its gradients, and NaN in one number of x.
+
+    On an NPU the kernel rounds W to the dtype, and MindSpore's MatMul rounds the product before it meets the bias.
+    """
+    oracle, plain, biased = reference("nf4_dequantize"), Nf4Linear(), Nf4LinearWithBias()
+
+    def span(x, weight, bias=None):
+        y, sums = x.astype(np.float64) @ weight.T, np.abs(x) @ np.abs(weight).T
+        if bias is None:
+            return rounded(y, sums, dtype)
+        return rounded(y + bias, sums + np.abs(bias), dtype, np.abs(y) * kernel)
+
     for k, n in sizes.widths:
         array = quantize(normal(n, k, seed=1) * np.linspace(0.5, 1.5, n * k).reshape(n, k).astype(np.float32))
         parts = [array.codes, array.absmax, array.scales, array.offsets]
         bias, held = normal(n, seed=4, dtype=dtype), list(map(Tensor, parts))
-        weight = oracle.dequantize(*parts, k)
+        weight = bounds.held(oracle.nf4_dequantize(*parts, k), dtype if kernel else "float32")
         for tokens in sizes.tokens:
             x, title = normal(tokens, k, dtype=dtype), f"{tokens} tokens, {k} to {n}"
-            inputs, terms = [tensor(x, dtype), *held], k + 1
-            y = x.astype(np.float64) @ weight.T
-            yield Case(title, called(plain, inputs), [y], terms)
+            inputs = [tensor(x, dtype), *held]
+            yield Case(title, called(plain, inputs), [span(x, weight)])
             with_bias = [*inputs, tensor(bias, dtype)]
-            yield Case(f"bias, {title}", called(biased, with_bias), [y + bias], terms)
+            yield Case(f"bias, {title}", called(biased, with_bias), [span(x, weight, bias)])
             if tokens in sizes.tokens[1:3]:
                 dy = normal(tokens, n, seed=9, dtype=dtype)
                 run = differentiated(plain, inputs, tensor(dy, dtype), (0,))
-                yield Case(f"gradients, {title}", run, [dy.astype(np.float64) @ weight], terms, gradient=True)
+                yield Case(f"gradients, {title}", run, [span(dy, weight.T)])
             if tokens == 17:
                 x = x.copy()
                 x[3, 20] = np.nan
                 run = called(plain, [tensor(x, dtype), *held])
-                yield Case(f"nan in one number of x, {title}", run, [x.astype(np.float64) @ weight.T], terms)
+                yield Case(f"nan in one number of x, {title}", run, [span(x, weight)])
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
@@ -276,12 +315,6 @@ def values(result: Tensor) -> np.ndarray:
 def shape_title(tokens: int, k: int, n: int, rank: int) -> str:
     """Returns the shapes of a case in words."""
     return f"{tokens} tokens, {k} to {n}, rank {rank}"
-
-
-def quietly(function: Callable, *arguments: Any) -> np.ndarray:
-    """Calls a reference on numbers that are not finite, of which NumPy warns."""
-    with np.errstate(invalid="ignore"):
-        return function(*arguments)
 
 
 CASES: Dict[str, Callable[[str, Sizes, bool], Iterator[Case]]] = {

@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, List, Sequence
 
-from verify_npu_run import FAILED, HELD, NOT_RUN, Outcome
+from verify_npu_run import FAILED, HELD, NOT_RUN, RUNNING, Outcome
 
 # Operator -> its kernel in CANN, and the operators that call it too.
 KERNELS = {
@@ -13,6 +13,17 @@ KERNELS = {
     "multi_lora_slot_write": ("MultiLoraSlotWrite", ""),
 }
 
+# What tests/ascend_backend and tests/ops/ascendc run without an NPU. The kernels run in the functional model.
+REHEARSED = {
+    "doctor, library": "all of it, on a CPU",
+    "build, doctor-after": "nothing: CANN's compiler was not at hand",
+    "aclnn": "all golden files, by the stand-in alone, without MindSpore",
+    "operators": "few shapes (--quick) of all operators in all dtypes, in graph mode and PyNative, with gradients",
+    "fine-tune": "compiled, and its steps taken; kernels were not launched, so there was no loss to compare",
+    "two-devices": "compiled as one rank of 8, and its steps taken; collectives moved no data",
+    "bench, msprof, ways": "nothing: there are no times without an NPU",
+}
+
 NO_NPU = " There is no NPU here, so this page says nothing about the kernels."
 
 
@@ -21,17 +32,19 @@ def switch(op: str) -> str:
     return f"MINDLORA_BACKEND_{op.upper()}=composed"
 
 
-def page(head: Dict[str, Any], outcomes: Sequence[Outcome]) -> str:
+def page(head: Dict[str, Any], outcomes: Sequence[Outcome], stopped: str = "", waiting: Sequence[str] = ()) -> str:
     """Returns the page in Markdown.
 
     Args:
         head (dict): What the result depends on: versions, device, options.
         outcomes (sequence of Outcome): One for each step, in order.
+        stopped (str): Why the run ended early. Default: it did not.
+        waiting (sequence of str): The steps that were asked for and did not begin. Default: none.
     """
     lines = ["# mindlora on this machine", ""]
     lines += [f"- {name}: {value}" for name, value in head.items()]
+    lines += ["", *where(outcomes, stopped, waiting)]
     lines += [
-        "",
         verdict(outcomes) + (NO_NPU if head.get("NPUs") == "none" and head.get("device") == "Ascend" else ""),
         "",
         "## Steps",
@@ -40,29 +53,44 @@ def page(head: Dict[str, Any], outcomes: Sequence[Outcome]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [f"| {o.name} | {o.state} | {cell(o.line)} | {o.seconds:g} | {o.log} |" for o in outcomes]
-    return "\n".join([*lines, *failures(outcomes), *switches(outcomes), ""])
+    return "\n".join([*lines, *failures(outcomes), *switches(outcomes), *rehearsed(), ""])
+
+
+def where(outcomes: Sequence[Outcome], stopped: str, waiting: Sequence[str]) -> List[str]:
+    """Returns the paragraph of a run that is not at its end."""
+    running = [outcome.name for outcome in outcomes if outcome.state == RUNNING]
+    left = f" Not begun: {', '.join(waiting)}." if waiting else ""
+    if stopped:
+        return [f"**The run ended early: {stopped}.**{left}", ""]
+    if running:
+        text = (
+            f"**The run is at {running[0]}.**{left} This page is written anew while it goes on: if it is older than a"
+        )
+        return [f"{text} minute and no such process is left, the run was killed there.", ""]
+    return []
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
     """Returns the result in one sentence."""
     failed, left = ([o.name for o in outcomes if o.state == state] for state in (FAILED, NOT_RUN))
-    ran = len(outcomes) - len(left)
+    ended = [o for o in outcomes if o.state in (HELD, FAILED, NOT_RUN)]
+    ran = len(ended) - len(left)
     if not ran:
-        text = "Nothing could run here."
+        text = "Nothing could run here." if ended else "No step has ended."
     elif failed:
         text = f"{len(failed)} of {ran} steps that could run do not hold: {', '.join(failed)}."
     else:
-        text = f"What could run holds: {ran} of {len(outcomes)} steps."
+        text = f"What could run holds: {ran} of {len(ended)} steps."
     return text + (f" Not run: {', '.join(left)}." if left else "")
 
 
 def failures(outcomes: Sequence[Outcome]) -> List[str]:
-    """Returns the cases of operators that failed, the first ten of each step."""
+    """Returns the cases that failed, the first ten of each step."""
     lines: List[str] = []
     for outcome in outcomes:
         found = outcome.figures.get("failures", [])
         if found:
-            lines += ["", f"## {outcome.name}: {len(found)} of {outcome.figures['cases']} cases", ""]
+            lines += ["", f"## {outcome.name}: {len(found)} of {outcome.figures['cases']} cases do not hold", ""]
             lines += [f"- {failure['case']}: {failure['problem']}" for failure in found[:10]]
             lines += [f"- and {len(found) - 10} more, in report.json"] * (len(found) > 10)
     return lines
@@ -74,10 +102,26 @@ def switches(outcomes: Sequence[Outcome]) -> List[str]:
     lines += ["| --- | --- | --- | --- |"]
     for op, (kernel, remark) in KERNELS.items():
         states = {o.state for o in outcomes if o.figures.get("operator", "") == op}
+        # By CANN alone, of which one outcome names all kernels.
+        named = [failure.get("kernel") for o in outcomes for failure in o.figures.get("failures", [])]
+        states |= {FAILED} if kernel in named else set()
         state = next((state for state in (FAILED, HELD) if state in states), NOT_RUN)
         lines.append(f"| {op} | {kernel} | {state}{remark and f'; {remark}'} | `{switch(op)}` |")
     lines += ["", "All at once: `MINDLORA_BACKEND=composed`. MindSpore's own operators then compute the same."]
     return lines
+
+
+def rehearsed() -> List[str]:
+    """Returns the table of what had passed before any NPU was at hand."""
+    lines = [
+        "",
+        "## Before an NPU",
+        "",
+        "What had passed on MindSpore's own Ascend backend, on a stand-in for CANN:",
+        "",
+    ]
+    lines += ["| step | what had passed |", "| --- | --- |"]
+    return lines + [f"| {step} | {what} |" for step, what in REHEARSED.items()]
 
 
 def cell(text: str) -> str:

@@ -1,5 +1,6 @@
 """Runs one command of scripts/verify_npu.py: its log, cleaned, its time limit and its outcome in one line."""
 
+import contextlib
 import dataclasses
 import getpass
 import os
@@ -8,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from typing import Any, Dict, Mapping, Optional, Sequence
+from typing import IO, Any, Dict, List, Mapping, Sequence
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HELD, FAILED, NOT_RUN = "holds", "does not hold", "not run"
+RUNNING, STOPPED = "is running", "ended early"
 # A path with at least two parts, of which the last is kept. Those of the system say where CANN and the driver are.
 _PATH = re.compile(r"(?<![\w<>./])(?!/usr/|/dev/)(?:/[\w.+@~-]+)+/([\w.+@~-]+)")
 # Four numbers with dots, but no version of five; and as IPv6 and network cards have it, with colons.
@@ -27,11 +30,13 @@ class Outcome:
 
     Attributes:
         name (str): The step.
-        state (str): HELD, FAILED or NOT_RUN.
+        state (str): HELD, FAILED, NOT_RUN, RUNNING or STOPPED.
         line (str): One sentence about it.
         log (str): The name of its log in the folder, or "".
         seconds (float): How long it took.
         figures (dict): What it measured.
+        excused (bool): Whether it did not run for want of NPUs, or because --device CPU was given: nothing that its
+            owner could install.
     """
 
     name: str
@@ -40,6 +45,7 @@ class Outcome:
     log: str = ""
     seconds: float = 0.0
     figures: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    excused: bool = False
 
 
 class Cleaner:
@@ -74,21 +80,75 @@ def _user():
         return set()
 
 
+class Stopped(Exception):
+    """A signal ends the run."""
+
+    def __init__(self, number: int):
+        self.number = number
+        super().__init__(f"{SIGNALS[number]} came")
+
+
+SIGNALS = {signal.SIGINT: "Ctrl-C (SIGINT)", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP (a closed terminal)"}
+_received: List[int] = []
+
+
+def listen() -> None:
+    """From now on a signal is noted, so that what runs can be ended in order. `nohup` keeps its meaning."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda got, frame: _received.append(got))
+
+
+def check_signals() -> None:
+    """Raises Stopped if a signal came."""
+    if _received:
+        raise Stopped(_received[0])
+
+
+class Unwritable(Exception):
+    """The folder of the report cannot be written to."""
+
+
+class Log(threading.Thread):
+    """Copies what a command prints into its log, line by line, cleaned.
+
+    Attributes:
+        last (str): The last line that is not empty.
+        error (OSError or None): Why the log could not be written.
+    """
+
+    def __init__(self, output: IO[bytes], path: str, clean: Cleaner):
+        super().__init__(daemon=True)
+        self.last, self.error = "", None
+        self._output, self._path, self._clean = output, path, clean
+
+    def run(self) -> None:
+        try:
+            with open(self._path, "w", encoding="utf-8") as file:
+                for line in self._output:
+                    text = self._clean(line.decode("utf-8", "replace"))
+                    file.write(text)
+                    file.flush()
+                    self.last = text.strip() or self.last
+        except OSError as error:
+            self.error = error
+
+
 def run(
     name: str,
     command: Sequence[str],
-    folder: str,
+    report: Any,
     clean: Cleaner,
     environment: Mapping[str, str],
     limit: int,
     cannot: Sequence[str] = (),
 ) -> Outcome:
-    """Runs a command in the checkout, and writes what it printed to logs/<name>.log of the folder.
+    """Runs a command in the checkout, and writes what it prints to logs/<name>.log of the report's folder.
 
     Args:
         name (str): The step.
         command (sequence of str): The program and its arguments.
-        folder (str): The folder of the report.
+        report (Report): Shows meanwhile that it runs, and its last line.
         clean (Cleaner): What the log goes through.
         environment (mapping): The environment variables.
         limit (int): Seconds after which the command and its children are killed.
@@ -96,8 +156,13 @@ def run(
 
     Returns:
         Outcome, whose line is the command's last one if it failed.
+
+    Raises:
+        Stopped: A signal came; the command and its children were killed.
+        Unwritable: Its log cannot be written; they were killed too.
     """
     log, started = os.path.join("logs", f"{name.replace(' ', '_')}.log"), time.time()
+    report.begin(name, limit, log)
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -107,24 +172,37 @@ def run(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    late: Optional[str] = None
+    assert process.stdout is not None
+    printed = Log(process.stdout, os.path.join(report.folder, log), clean)
+    printed.start()
+    late = False
     try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        late = f"it did not end within {limit} s and was killed"
-    except BaseException:  # Ctrl-C in the terminal does not reach a session of its own
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    text = clean(output.decode("utf-8", "replace"))
-    with open(os.path.join(folder, log), "w", encoding="utf-8") as file:
-        file.write(text)
-    seconds = round(time.time() - started, 1)
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it printed nothing"]
+        while process.poll() is None and not printed.error and not late:
+            check_signals()
+            report.at(printed.last, time.time() - started)
+            late = time.time() - started > limit
+            time.sleep(0.1)
+    finally:
+        if process.poll() is None:
+            kill(process)
+        # What a child left running holds the pipe open.
+        printed.join(5)
+        if printed.is_alive():
+            kill(process)
+            printed.join(5)
+    if printed.error:
+        raise Unwritable(f"{log} cannot be written to ({printed.error.strerror})") from printed.error
+    seconds, last = round(time.time() - started, 1), printed.last or "it printed nothing"
     if process.returncode == 0:
-        return Outcome(name, HELD, lines[-1], log, seconds)
-    if any(words in lines[-1] for words in cannot):
-        return Outcome(name, NOT_RUN, lines[-1].rpartition("rror: ")[2], log, seconds)
-    return Outcome(name, FAILED, f"{late or f'exit code {process.returncode}'}; last line: {lines[-1]}", log, seconds)
+        return Outcome(name, HELD, last, log, seconds)
+    if any(words in last for words in cannot):
+        return Outcome(name, NOT_RUN, last.rpartition("rror: ")[2], log, seconds)
+    why = f"it did not end within {limit} s and was killed" if late else f"exit code {process.returncode}"
+    return Outcome(name, FAILED, f"{why}; last line: {last}", log, seconds)
+
+
+def kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kills a command with all its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -11,18 +11,19 @@ import runpy
 import shlex
 import shutil
 import statistics
-import subprocess
 import sys
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from verify_npu_devices import VISIBLE, Npus, free_port
+from verify_npu_missing import unwritable
 from verify_npu_operators import DTYPES, OPERATORS
 from verify_npu_page import KERNELS, switch
+from verify_npu_report import Report
 from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome, run
 from verify_npu_timing import ways
 
 # Last lines of build_ascend.sh where the machine lacks what it needs.
-CANNOT_BUILD = ("no CANN toolkit was found", "the kernels need", "cmake was not found")
+CANNOT_BUILD = ("no CANN toolkit was found", "the kernels need", "cmake was not found", "g++ was not found")
 # Of mindlora/ops/build.py.
 CANNOT_COMPILE = ("No C++ compiler was found",)
 # Where nothing was installed.
@@ -30,6 +31,7 @@ NOT_INSTALLED = tuple(f"No module named '{name}'" for name in ("numpy", "yaml", 
 # Of check_aclnn.sh.
 CANNOT_CHECK = (
     "no CANN toolkit was found",
+    "g++ was not found",
     "which the NPU's driver brings",
     "aclInit returned",
     "aclrtSetDevice returned",
@@ -41,13 +43,13 @@ NO_KERNELS = ("MINDLORA_BACKEND is ascend, but", "MINDLORA_BACKEND is cpu, but")
 NO_MEMORY = ("Out of Memory", "Memory not enough", "EL0004")
 BUILD = os.path.join(ROOT, "mindlora", "ops", "build.py")
 LIBRARY = os.path.join(ROOT, "mindlora", "ops", "lib", "libmindlora_cpu.so")
-# Prints nothing if the device computes, else why not.
+# Prints what the device computes, or why it does not.
 PROBE = """
 import sys
 import mindspore as ms
 try:
     ms.set_context(device_target=sys.argv[1])
-    (ms.Tensor([1.0]) + 1).asnumpy()
+    print((ms.Tensor([1.0]) + 1).asnumpy())
 except Exception as error:
     sys.exit(str(error).strip().split(". ")[0])
 """
@@ -67,6 +69,7 @@ class Place:
         environment (dict): Of all commands; the build adds its package to it.
         clean (Cleaner): What every text in the report goes through.
         npus (Npus): The NPUs of this machine.
+        report (Report): The folder that is left.
         tuned (str or None): The folder of the quickstart, once it ran.
         built (bool): Whether the build said that it made the kernels.
     """
@@ -76,6 +79,7 @@ class Place:
     environment: Dict[str, str]
     clean: Cleaner
     npus: Npus
+    report: Report
     tuned: Optional[str] = None
     built: bool = False
     device_problem: Optional[str] = None
@@ -83,7 +87,8 @@ class Place:
 
     def run(self, name: str, command: Sequence[str], limit: int = HOUR, cannot: Sequence[str] = ()) -> Outcome:
         """Runs a command; see verify_npu_run.run."""
-        return run(name, command, self.given.output, self.clean, self.environment, limit, cannot)
+        limit = self.given.limit or limit
+        return run(name, command, self.report, self.clean, self.environment, limit, cannot)
 
     def log(self, outcome: Outcome) -> str:
         """Returns the text of an outcome's log."""
@@ -95,16 +100,9 @@ class Place:
         if self.given.device == "Ascend" and self.npus.problem():
             return self.npus.problem()
         if not self.probed:
-            command = [sys.executable, "-c", PROBE, self.given.device]
-            try:
-                tried = subprocess.run(
-                    command, env=self.environment, capture_output=True, text=True, timeout=PROBE_LIMIT, check=False
-                )
-                lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
-                said = f"MindSpore cannot compute on {self.given.device}: {lines[-1].rstrip('.')}"
-                self.device_problem = self.clean(said) if tried.returncode else None
-            except subprocess.TimeoutExpired:
-                self.device_problem = f"1 + 1 did not end within {PROBE_LIMIT} s on {self.given.device}"
+            tried = self.run("device", [sys.executable, "-c", PROBE, self.given.device], PROBE_LIMIT)
+            if tried.state != HELD:
+                self.device_problem = f"MindSpore cannot compute on {self.given.device}: {tried.line.rstrip('.')}"
             self.probed = True
         return self.device_problem
 
@@ -130,7 +128,7 @@ def on_device(step: Callable[[Place], Iterator[Outcome]], name: str) -> Callable
 
     def guarded(place: Place) -> Iterator[Outcome]:
         if place.problem():
-            yield Outcome(name, NOT_RUN, place.problem() or "")
+            yield Outcome(name, NOT_RUN, place.problem() or "", excused=not place.npus.seen)
         else:
             yield from step(place)
 
@@ -143,16 +141,25 @@ def doctor(place: Place) -> Iterator[Outcome]:
     if outcome.state == NOT_RUN:
         outcome.line += ": this Python lacks what `pip install .` brings; name another one in PYTHON"
     if outcome.state == HELD:
-        found = re.findall(r"^(CANN|driver) +(\S+(?: \S+)*)", place.log(outcome), re.MULTILINE)
-        versions = ", ".join(" ".join(item) for item in found)
-        outcome.line = f"no errors; {versions}; the log names all versions and the path of each operator"
+        outcome.line = what_doctor_found(place.log(outcome))
     yield outcome
+
+
+def what_doctor_found(text: str) -> str:
+    """Returns the warnings, such as that of an untested MindSpore, and the versions of what the doctor printed."""
+    versions = [" ".join(item) for item in re.findall(r"^(CANN|driver) +(\S+(?: \S+)*)", text, re.MULTILINE)]
+    # A warning goes on in the indented lines below it.
+    warnings = [" ".join(lines.split()) for lines in re.findall(r"^warning +(.*(?:\n +.*)*)", text, re.MULTILINE)]
+    found = ["no errors", *(f"warning: {warning}" for warning in warnings), ", ".join(versions)]
+    return "; ".join([*found, "the log names all versions and the path of each operator"])
 
 
 def library(place: Place) -> Iterator[Outcome]:
     """The CPU library, which infers shapes on an NPU too: pip builds it, a checkout alone has none."""
     if runpy.run_path(BUILD)["is_current"]():
         outcome = Outcome("library", HELD, "the CPU library is there, and no source is newer")
+    elif unwritable():
+        outcome = Outcome("library", NOT_RUN, f"it needs {unwritable()}")
     else:
         outcome = place.run("library", [sys.executable, BUILD], cannot=CANNOT_COMPILE)
     yield outcome
@@ -161,7 +168,10 @@ def library(place: Place) -> Iterator[Outcome]:
 def build(place: Place) -> Iterator[Outcome]:
     """build_ascend.sh, into the folder where mindlora looks; the steps after it use the package."""
     if place.given.device == "CPU":
-        yield Outcome("build", NOT_RUN, "the kernels are for NPUs only")
+        yield Outcome("build", NOT_RUN, "the kernels are for NPUs only", excused=True)
+        return
+    if unwritable():
+        yield Outcome("build", NOT_RUN, f"it needs {unwritable()}")
         return
     command = ["bash", os.path.join(ROOT, "scripts", "build_ascend.sh")]
     command += ["--soc", place.given.soc] if place.given.soc else []
@@ -205,7 +215,10 @@ def judge_paths(outcome: Outcome, paths: Dict[str, Tuple[str, str]], on_npu: boo
 def aclnn(place: Place) -> Iterator[Outcome]:
     """check_aclnn.sh: every kernel against its reference, called by CANN alone, before MindSpore is involved."""
     if place.given.device == "CPU":
-        yield Outcome("aclnn", NOT_RUN, "CANN calls kernels on an NPU only")
+        yield Outcome("aclnn", NOT_RUN, "CANN calls kernels on an NPU only", excused=True)
+        return
+    if unwritable():
+        yield Outcome("aclnn", NOT_RUN, f"it needs {unwritable()}")
         return
     cannot = (*CANNOT_CHECK, *NOT_INSTALLED, *(() if place.built else NO_PACKAGE))
     command = ["bash", os.path.join(ROOT, "scripts", "check_aclnn.sh"), *["--small"] * place.given.quick]
@@ -213,8 +226,31 @@ def aclnn(place: Place) -> Iterator[Outcome]:
     if outcome.state == HELD:
         outcome.line = "called by CANN alone, every kernel gives what its reference gives"
     elif outcome.state == NOT_RUN and not place.npus.seen:
-        outcome.line = f"{place.npus.problem()}; {outcome.line}"
+        outcome.line, outcome.excused = f"{place.npus.problem()}; {outcome.line}", True
+    elif outcome.state == FAILED:
+        name_files(outcome, place.log(outcome))
     yield outcome
+
+
+def name_files(outcome: Outcome, log: str) -> None:
+    """Puts into an outcome which golden files a kernel did not compute, by how much, and which kernels these are."""
+    kernel, results = "", {}
+    for line in log.splitlines():
+        starts, case = re.match(r"(\w+) on device ", line), re.match(r"(TRY |PASS|FAIL) ([^:]+)(?:: )?(.*)", line)
+        if starts:
+            kernel = starts[1]
+        elif case:
+            unended = "the program ended within it, or did not end"
+            results[kernel, case[2]] = {"TRY ": unended, "PASS": "", "FAIL": case[3]}[case[1]]
+    failures = [
+        {"case": f"{kernel} {case}", "problem": problem, "kernel": kernel}
+        for (kernel, case), problem in results.items()
+        if problem
+    ]
+    outcome.figures = {"cases": len(results), "failures": failures}
+    if failures:
+        wrong = ", ".join(dict.fromkeys(failure["kernel"] for failure in failures))
+        outcome.line = f"{len(failures)} of {len(results)} golden files, of {wrong}; {outcome.line}"
 
 
 def operators(place: Place) -> Iterator[Outcome]:
@@ -297,7 +333,7 @@ def two_devices(place: Place) -> Iterator[Outcome]:
     name, free = "two-devices", place.npus.free
     if place.given.device == "CPU" or free is None or len(free) < 2:
         advice = f"; name two in {VISIBLE}" if free is None and place.npus.seen > 1 else ""
-        yield Outcome(name, NOT_RUN, f"it needs two free NPUs; here: {place.npus}{advice}")
+        yield Outcome(name, NOT_RUN, f"it needs two free NPUs; here: {place.npus}{advice}", excused=True)
         return
     if not place.tuned:
         yield Outcome(name, NOT_RUN, "it needs the data and the base of the step fine-tune")
@@ -306,7 +342,7 @@ def two_devices(place: Place) -> Iterator[Outcome]:
     logs = os.path.join(place.work, "msrun")
     command = ["bash", os.path.join(ROOT, "scripts", "msrun_launcher.sh"), order, "2", free_port(), logs, "True", "600"]
     visible = {**place.environment, VISIBLE: ",".join(free[:2])}
-    outcome = run(name, command, place.given.output, place.clean, visible, HOUR)
+    outcome = dataclasses.replace(place, environment=visible).run(name, command)
     if outcome.state == HELD:
         outcome.line = f"both workers ended well, on NPUs {' and '.join(free[:2])}"
     for path in sorted(glob.glob(os.path.join(logs, "*.log"))):
@@ -335,7 +371,8 @@ def msprof(place: Place) -> Iterator[Outcome]:
     name, folder = "msprof", os.path.join(place.work, "msprof")
     program = shutil.which("msprof", path=place.environment.get("PATH"))
     if place.given.device == "CPU" or not program:
-        yield Outcome(name, NOT_RUN, "CANN's profiler measures NPUs only" if program else "msprof is not on PATH")
+        why = "CANN's profiler measures NPUs only" if place.given.device == "CPU" else "msprof is not on PATH"
+        yield Outcome(name, NOT_RUN, why, excused=place.given.device == "CPU")
         return
     command = [program, f"--output={folder}"]
     command += place.python("bench.py", "ops", "--device", "Ascend", "--quick")

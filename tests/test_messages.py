@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from mindlora import cli
 from mindlora.adapters.dialects import foreign
 from tests.conftest import ROOT
 
@@ -24,6 +25,13 @@ IMPERATIVES = """
     point put quantize quote raise read remove rename repeat replace resume run save say scatter see send serve set
     shard shorten split start store switch take tokenize train try turn type unset update use wait write
 """
+COMMAND = re.compile(r"mindlora ([a-z][a-z-]+)([^.;)]*)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+# Flags of servers and of converters, of which messages speak too.
+OF_OTHERS = [
+    {"--max-lora-rank", "--tensor-parallel-size", "--fully-sharded-loras", "--enforce-eager", "--lora"},
+    {"--save-lora-to-hf", "--lora-load"},
+]
 BEGINS = r"(^|[.:;,(?] )((?i:and|or|so|then) )?|(?<=\w) (and|or|then) |… (?=[A-Z])"
 ADVICE = re.compile(rf"({BEGINS})(?i:{'|'.join(IMPERATIVES.split())})\b|\bmust\b")
 
@@ -53,6 +61,36 @@ def test_what_is_called_advice_is():
             texts += [text_of(part) for part in ast.walk(node.value) if words(part) >= 3]
     assert len(texts) > 30
     assert [text for text in texts if not has_advice(text)] == []
+
+
+def test_every_command_and_flag_of_an_advice_exists():
+    """What a message about files says to do can be done as it stands there."""
+    options = options_by_verb()
+    every = set().union(*options.values(), *OF_OTHERS)
+    wrong = []
+    for path, text in texts_about_files():
+        wrong += [f"{path}: {flag}" for flag in FLAG.findall(text) if flag not in every]
+        for verb, rest in COMMAND.findall(text):
+            if verb in options:
+                wrong += [f"{path}: {verb} {flag}" for flag in FLAG.findall(rest) if flag not in options[verb]]
+            elif "--" in rest:
+                wrong.append(f"{path}: mindlora {verb}{rest}")
+    assert wrong == []
+
+
+def options_by_verb():
+    """Returns verb -> the flags that it takes."""
+    (verbs,) = (action for action in cli._parser()._actions if hasattr(action, "choices") and action.choices)
+    return {verb: set(parser._option_string_actions) for verb, parser in verbs.choices.items()}
+
+
+def texts_about_files():
+    """Yields (path, text) of each string of the modules on files of adapters and bases, docstrings among them."""
+    for path, tree in modules():
+        if path.startswith(("mindlora/adapters/", "mindlora/base/")):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield path, text_of(node)
 
 
 def problem(text):

@@ -149,6 +149,10 @@ def convert_adapter(
         _join_all(adapter, heads, adapter.paths)
     else:
         adapter = with_cells_of(adapter, form.form, heads)
+    if is_gguf or not form.holds_modules:
+        # Nothing is lost: the base has them.
+        for name in adapter.base_tables:
+            del adapter.saved_modules[name]
     if is_gguf:
         llama_cpp.write(adapter, output, _base_in_llama_cpp(architecture, base.config, heads))
     else:

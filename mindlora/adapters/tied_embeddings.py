@@ -31,10 +31,11 @@ def settle(
     embedding = _saved(adapter, names.embeddings())
     head = _saved(adapter, names.output_heads())
     if embedding is None:
-        head_weight = adapter.saved_modules[head] if head and head.rpartition(".")[0] in adapter.paths else None
+        if head is None or head not in adapter.base_tables or table is None:
+            return
+        head_weight, of_base = adapter.saved_modules[head], table()
         # Matching sees to the shapes.
-        comparable = head_weight is not None and table is not None and head_weight.shape == table().shape
-        if comparable and not is_copy(head_weight, table()):
+        if head_weight.shape == of_base.shape and not is_copy(head_weight, of_base):
             raise error(
                 f"{source} holds {head}, the weight that the adapter of the output head is for, and {base} has another "
                 f"one, the embedding's table: its embeddings are tied. {WAY_OUT}"
@@ -85,8 +86,8 @@ def unties(adapter: Adapter) -> bool:
     embedding, head = _adapted(adapter)
     saved_embedding, saved_head = (_saved(adapter, paths) for paths in (names.embeddings(), names.output_heads()))
     if saved_embedding and saved_head:
-        tables = [to_float32(adapter.saved_modules[name]) for name in (saved_embedding, saved_head)]
-        if not np.array_equal(*tables):
+        embedded, chosen = (to_float32(adapter.saved_modules[name]) for name in (saved_embedding, saved_head))
+        if not np.array_equal(embedded, chosen):
             return True
     elif saved_head and not head or saved_embedding and not embedding and _is_untied(adapter, saved_embedding):
         return True

@@ -223,9 +223,9 @@ def _settle_head(base, plan, to, tied) -> List[str]:
             shard.tensors[:] = [tensor for tensor in shard.tensors if tensor.name != written_head]
         return [f"{written_head} is the embedding and was left out; the model must set tie_word_embeddings: true."]
     if base.config.get("tie_word_embeddings") is False:
+        advice = base.advice_without_head
         raise CheckpointError(
-            f"{base.path} lacks {head}, and its config.json says that the embeddings are not tied. "
-            "Copy the model again."
+            f"{base.path} lacks {head}, and its config.json says that the embeddings are not tied. {advice}"
         )
     # MindFormers' mcore models share the embedding as transformers does, if the configuration says so.
     if tied or to in (HF, MCORE):

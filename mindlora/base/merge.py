@@ -246,10 +246,11 @@ class _Merging:
         self._found: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
         # The fields of config.json that change.
         self.changed_config: Dict[str, Any] = {}
-        for rows, _ in list(self._grown.values())[:1]:
-            self.changed_config["vocab_size"] = rows
+        for vocabulary, _ in list(self._grown.values())[:1]:
+            self.changed_config["vocab_size"] = vocabulary
             self.notes.append(
-                f"The vocabulary has {rows} tokens with this adapter: build the model with vocab_size {rows}."
+                f"The vocabulary has {vocabulary} tokens with this adapter: build the model with vocab_size "
+                f"{vocabulary}."
             )
         if self._new_head:
             self.changed_config["tie_word_embeddings"] = False

@@ -144,6 +144,13 @@ class BaseCheckpoint:
         return notes
 
     @property
+    def advice_without_head(self) -> str:
+        """What to do where the output head of a model whose embeddings are not tied is not among the tensors."""
+        if self.bare_prefix:
+            return "It is a bare model (AutoModel's), which writes no text: give the model with a head."
+        return "Copy the model again."
+
+    @property
     def names_by_file(self) -> Dict[str, List[str]]:
         """Name of a file -> names of its tensors."""
         by_file: Dict[str, List[str]] = {file: [] for file in self.files}

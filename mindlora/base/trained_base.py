@@ -60,7 +60,7 @@ def _nf4_note(adapter: Adapter, shapes: Mapping[str, Shape], read: Callable[[str
     squares = {"product": 0.0, "rounding": 0.0, "adapter": 0.0}
     for path in sampled:
         weight = to_float32(read(path))
-        probe = rng.choice(np.float32([-1, 1]), weight.shape[1])
+        probe = rng.choice(np.array([-1, 1], np.float32), weight.shape[1])
         a, b = adapter.pair(path)
         results = {
             "product": weight @ probe,
@@ -69,7 +69,8 @@ def _nf4_note(adapter: Adapter, shapes: Mapping[str, Shape], read: Callable[[str
         }
         for name, result in results.items():
             squares[name] += float(np.square(result, dtype=np.float64).sum())
-    parts = {name: np.sqrt(square / squares["product"]) for name, square in squares.items()}
+    size = squares["product"] or 1.0
+    parts = {name: np.sqrt(square / size) for name, square in squares.items()}
     return (
         f"The adapter was trained on its base in NF4, and this one is in float: on a random probe the products with "
         f"{len(sampled)} of its {len(paths)} weights differ by {parts['rounding']:.1%}, where what the adapter adds is "

@@ -5,6 +5,7 @@ import re
 from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
 
 from mindlora.base import quantize
+from mindlora.checks.base_loading import loads_by_tensor
 from mindlora.checks.files import base_of
 from mindlora.checks.finding import Finding, error
 from mindlora.checks.mcore import is_mcore
@@ -16,6 +17,7 @@ from mindlora.common.yaml_file import value_at
 from mindlora.errors import ConfigError
 from mindlora.formats import ckpt_file
 from mindlora.formats.safetensors_file import TensorFile
+from mindlora.models import bare
 
 _KEY = "load_checkpoint"
 
@@ -23,17 +25,30 @@ _KEY = "load_checkpoint"
 def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields how the weights of load_checkpoint differ from the model's: names and shapes.
 
-    Of a folder, only whose names it has is looked at. Nothing is said of a quantized base, a model whose cells are not
-    known, or a run in parallel, whose checkpoint may be divided.
+    Of a folder, only whose names it has is looked at. Of a quantized base, a model whose cells are not known, or a run
+    in parallel, whose checkpoint may be divided, only the names of a bare model are looked for.
     """
     path = base_of(config)[1]
     format_ = config.get("load_ckpt_format")
     expected = {} if config.get("use_parallel") else _shapes_of_model(config)
-    file = _file_of(path, format_) if path and expected else None
-    if file is None:
+    file = _file_of(path, format_) if path else None
+    # A .ckpt is read as a whole.
+    if file is None or not expected and file.endswith(".ckpt"):
         return
     refuse_pointer(file, ConfigError)
     stored = _stored_shapes(file)
+    prefix = bare.missing_prefix(stored)
+    if prefix and not loads_by_tensor(config):
+        form = "mcore" if is_mcore(config) else "mindformers"
+        yield error(
+            _KEY,
+            f"load_checkpoint: {path} has a bare model's names ({examples(stored)}), where MindFormers looks for those "
+            f"with {prefix!r} before them.",
+            f"Convert it: mindlora convert-base {path} base.safetensors --to {form}",
+        )
+        return
+    if not expected:
+        return
     if any(".self_attn." in name for name in stored):
         # MindFormers converts a folder of them itself, if it is told to read it.
         if file == path or format_ != "safetensors":

@@ -28,7 +28,7 @@ _SERVED_KEYS: Dict[str, Any] = {
 }
 # What it computes in on a device: first what to set.
 _SERVED_DTYPES = {"CPU": ("float32",), "Ascend": ("bfloat16", "float16")}
-_HEAD_DIM_STEP = 16
+HEAD_MULTIPLE = 16
 _HELP = "docs/mcore.md says which mcore models train with adapters."
 
 
@@ -124,11 +124,11 @@ def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
     if changes:
         yield error("model.model_config", f"This model cannot be served on {target}.", f"Set: {'; '.join(changes)}.")
     head_dim = decoder_sizes(architecture, model_config_of(config)).head_dim
-    if target == "Ascend" and head_dim % _HEAD_DIM_STEP:
+    if target == "Ascend" and head_dim % HEAD_MULTIPLE:
         yield error(
             "model.model_config.head_dim",
             f"model.model_config.head_dim is {head_dim}: MindSpore's PagedAttention on Ascend takes multiples of "
-            f"{_HEAD_DIM_STEP}.",
+            f"{HEAD_MULTIPLE}.",
             "Serve this model on a CPU: --device_target CPU.",
         )
 

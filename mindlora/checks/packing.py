@@ -11,10 +11,12 @@ from mindlora.common.yaml_file import value_at
 _LOADER = "train_dataset.data_loader"
 _PACKING_LOADERS = ("HFDataLoader", "CommonDataLoader")
 _PACKER = "PackingHandler"
+_SHORTEST = 2048
 
 
 def check_packing(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields what MindFormers refuses in a run whose loader packs rows, and a warning if examples see each other."""
+    yield from _check_length(config)
     kind = value_at(config, f"{_LOADER}.type")
     packs = kind in _PACKING_LOADERS and _PACKER in _handlers(config)
     if config.get("run_mode") not in TRAINING_MODES or not (packs or kind == "BlendedMegatronDatasetDataLoader"):
@@ -38,6 +40,22 @@ def check_packing(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"{_LOADER} packs examples ({_PACKER}), and train_dataset.input_columns lacks the column that keeps them "
             f"apart, so the examples of a row see each other: {', '.join(map(str, columns))}.",
             f"Add {column} to input_columns and construct_args_key, and its part to parallel.dataset_strategy{more}.",
+        )
+
+
+def _check_length(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error if rows are too short for the compressed mask that flash attention is given."""
+    keys = ["model.model_config.use_attn_mask_compression"]
+    if is_mcore(config):
+        keys += ["model.model_config.use_eod_attn_mask_compression", f"{_LOADER}.create_compressed_eod_mask"]
+    compressing = [key for key in keys if value_at(config, key)]
+    length = value_at(config, "model.model_config.seq_length")
+    if compressing and isinstance(length, int) and length < _SHORTEST and config.get("run_mode") in TRAINING_MODES:
+        yield error(
+            compressing[0],
+            f"{compressing[0]} is True and model_config.seq_length is {length}: MindFormers compresses masks of at "
+            f"least {_SHORTEST} tokens.",
+            f"Set {compressing[0].rpartition('.')[2]}: False, or seq_length: {_SHORTEST}.",
         )
 
 

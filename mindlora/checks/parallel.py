@@ -144,28 +144,27 @@ def check_dataset_strategy(config: Mapping[str, Any]) -> Iterator[Finding]:
     count = len(columns) if isinstance(columns, list) else 0
     # A mask of MindFormers' loaders is [batch, 1, N, N]; the other columns are [batch, N].
     needed = [[data, 1, 1, 1] if column == "attention_mask" else [data, 1] for column in columns or ("", "")]
-    option = f"--parallel.dataset_strategy '{needed}'"
-    advice = f"Set it to {needed} ({option}), or set parallel.full_batch: True."
+    remedy = f"Set it to {needed} (--parallel.dataset_strategy '{needed}'), or parallel.full_batch: True."
     if not isinstance(strategy, list) or not all(isinstance(part, list) and part for part in strategy):
         yield error(
             "parallel.dataset_strategy",
             f"parallel.full_batch is False, and dataset_strategy is {shown(strategy)}, but it must be a list that says "
             "how each input column is divided.",
-            advice,
+            remedy,
         )
     elif strategy[0][0] != data:
         yield error(
             "parallel.dataset_strategy",
             f"parallel_config.data_parallel is {data}, and parallel.dataset_strategy divides the rows by "
             f"{strategy[0][0]}: {shown(strategy)}.",
-            advice,
+            remedy,
         )
     elif count and len(strategy) != count:
         yield error(
             "parallel.dataset_strategy",
             f"parallel.dataset_strategy divides {len(strategy)} input columns, and train_dataset.input_columns has "
             f"{count}: {', '.join(map(str, columns))}.",
-            advice,
+            remedy,
         )
 
 

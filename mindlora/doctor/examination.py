@@ -12,6 +12,7 @@ from mindlora.checks.files import check_files
 from mindlora.checks.finding import Finding, error, errors, worst_first
 from mindlora.checks.key_ranges import check_names, check_shape
 from mindlora.checks.pynative import Version, check_pynative, is_pynative
+from mindlora.checks.serving import notes_on_serving
 from mindlora.common.mindformers_version import mindformers_version, release
 from mindlora.common.yaml_file import read_merged, read_yaml
 from mindlora.doctor.ascend import not_tried, try_on_ascend
@@ -57,6 +58,8 @@ def check_yaml(path: str) -> List[Finding]:
         return [error("", str(refusal))]
     findings = check_run(config)
     if not list(check_shape(config)):
+        if not errors(findings):
+            findings += notes_on_serving(config)
         findings += check_files(config)
         findings += find_further(path, config, right=not errors(findings))
     return worst_first(findings)

@@ -115,9 +115,9 @@ def _check_weights(folder: str, architecture: Architecture, model_config: Dict[s
         dtypes = {tensor.dtype for tensor in base.tensors.values() if len(tensor.shape) > 1}
         head = architecture.head_weight(base.world)
         if head not in base.tensors and not tied:
+            advice = base.advice_without_head
             raise ConfigError(
-                f"{folder}: the weights lack {head}, and {CONFIG} does not say tie_word_embeddings: true. Copy the "
-                "model again, or correct the setting there."
+                f"{folder}: the weights lack {head}, and {CONFIG} does not say tie_word_embeddings: true. {advice}"
             )
     expected = {name: tuple(size.shape) for name, size in architecture.parameter_sizes(model_config).items()}
     missing = [name for name in expected if name not in stored]

@@ -52,8 +52,7 @@ def mindspore_folder() -> pathlib.Path:
     if not list((folder / "lib/plugin").glob("libmindspore_ascend.so*")):
         raise InstallationError(
             f"The MindSpore in {folder} lacks the Ascend plugin (lib/plugin/libmindspore_ascend.so), so its Ascend "
-            "backend cannot run here. Install 2.7.2, 2.9.0 or 2.10.0 from the package index, whose wheels for x86-64 "
-            "have it."
+            "backend cannot run here. Install MindSpore 2.7.2, 2.9.0 or 2.10.0 for x86-64: those wheels hold it."
         )
     return folder
 

@@ -4,11 +4,12 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from typing import Dict, Mapping, NamedTuple, Optional, Sequence
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.dry_run.plugin_needs import mindspore_folder
 from mindlora.dry_run.stand_ins import StandIns, stand_ins
@@ -22,6 +23,10 @@ _BESIDE_THE_PLUGIN = (
     "ms_kernels_internal/internal_kernel/lib",
 )
 
+_WITH_FRAGMENTS = re.compile(r"Actual peak memory usage \(with fragments\): (\d+)M")
+# How a line of a graph begins that calls an operator.
+_OPERATOR = re.compile(r" *%\d+\(\w+\) = (?:PrimFunc_)?(\w+)\(")
+
 
 class Finished(NamedTuple):
     """What a program left.
@@ -31,13 +36,15 @@ class Finished(NamedTuple):
         output (str): What it wrote, standard output and errors in one.
         peak_bytes (int): The most that MindSpore's planner had in use on the device, without fragments. None if the
             process ended before it could say.
-        reserved_bytes (int): The same with fragments: what the planner took from the device.
+        reserved_bytes (int): The same with fragments.
+        on_cpu (tuple of str): The operators that were compiled for the host's CPU in place of the NPU, by name.
     """
 
     returncode: int
     output: str
     peak_bytes: Optional[int]
     reserved_bytes: Optional[int]
+    on_cpu: Tuple[str, ...]
 
 
 def run(
@@ -50,7 +57,7 @@ def run(
     timeout: Optional[float] = None,
     environment: Optional[Mapping[str, str]] = None,
 ) -> Finished:
-    """Runs a Python program in MindSpore's dry run: graphs are compiled, planned and sharded, and no kernel is launched.
+    """Runs a Python program in MindSpore's dry run: graphs are compiled, planned and sharded; no kernel is launched.
 
     Args:
         program: The path of a .py file or the name of a module, such as mindlora.plugin.launcher.
@@ -82,12 +89,11 @@ def start(
 ) -> Finished:
     """Runs a program on the stand-ins ``made``; the arguments are those of run."""
     with tempfile.TemporaryDirectory(prefix="mindlora-dry-run-") as scratch:
-        report = os.path.join(scratch, "report.json")
-        options = ["--soc-library", made.soc, "--report", report, *(["--values"] if values else [])]
+        first, variables = prepare(made, scratch, values)
         process = subprocess.Popen(
-            [sys.executable, "-m", "mindlora.dry_run.child", *options, *command],
+            [sys.executable, *first, *command],
             cwd=folder,
-            env={**environment_of(made), **environment},
+            env={**variables, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -102,15 +108,47 @@ def start(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        figures = {"peak_bytes": None, "reserved_bytes": None}
-        if os.path.exists(report):
-            with open(report, encoding="utf-8") as file:
-                figures = json.load(file)
-    return Finished(process.returncode, output, **figures)
+        return finish(process.returncode, output, scratch)
 
 
-def environment_of(made: StandIns) -> Dict[str, str]:
-    """Returns the variables with which a process finds the stand-ins, beside those of this one."""
+def prepare(made: StandIns, scratch: str, values: bool) -> Tuple[List[str], Dict[str, str]]:
+    """Returns what comes before a program on Python's command line, and the variables of its process.
+
+    Args:
+        made: The stand-ins.
+        scratch: An empty folder, which finish reads.
+        values: Whether weights are initialized.
+    """
+    options = ["--soc-library", made.soc, "--report", _report(scratch), *(["--values"] if values else [])]
+    # MindSpore writes each graph as it is built for the device, and no other stage of it.
+    graphs = {"MS_DEV_SAVE_GRAPHS": "1", "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_SAVE_GRAPHS_PATH": scratch}
+    return ["-m", "mindlora.dry_run.child", *options], {**_environment(made), **graphs}
+
+
+def finish(returncode: int, output: str, scratch: str) -> Finished:
+    """Returns what a program left that was prepared with the folder ``scratch``."""
+    peak = None
+    if os.path.exists(_report(scratch)):
+        with open(_report(scratch), encoding="utf-8") as file:
+            peak = json.load(file)["peak_bytes"]
+    with_fragments = _WITH_FRAGMENTS.findall(output)
+    reserved = int(with_fragments[-1]) << 20 if with_fragments else None
+    return Finished(returncode, output, peak, reserved, tuple(_on_cpu(pathlib.Path(scratch))))
+
+
+def _report(scratch: str) -> str:
+    return os.path.join(scratch, "report.json")
+
+
+def _on_cpu(folder: pathlib.Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("graph_build_*.ir")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            operator = _OPERATOR.match(line)
+            if operator and 'primitive_target: "CPU"' in line:
+                yield operator[1]
+
+
+def _environment(made: StandIns) -> Dict[str, str]:
     plugin = mindspore_folder() / "lib/plugin/ascend"
     libraries = [made.libraries, *(str(plugin / path) for path in _BESIDE_THE_PLUGIN)]
     python = [made.python, str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -122,6 +160,6 @@ def environment_of(made: StandIns) -> Dict[str, str]:
         "ASCEND_HOME_PATH": made.cann,
         "ASCEND_TOOLKIT_HOME": made.cann,
         "ASCEND_OPP_PATH": f"{made.cann}/opp",
-        "MINDLORA_DRY_RUN_SOC": "Ascend910B1",
-        "GLOG_v": os.environ.get("GLOG_v", "3"),
+        # MindSpore says what its planner took as a warning.
+        "GLOG_v": "2",
     }

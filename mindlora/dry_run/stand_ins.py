@@ -61,12 +61,8 @@ def stand_ins(more: Sequence[pathlib.Path] = (), rest: Callable[[Iterable[str]],
     mindspore = mindspore_folder()
     sources = [*sorted((_HERE / "cann").glob("*.cc")), *more]
     plugin = next((mindspore / "lib/plugin").glob("libmindspore_ascend.so*")).stat()
-    code = [
-        _HERE / "plugin_needs.py",
-        _HERE / "stand_ins.py",
-        *(_HERE / "cann").glob("*.h"),
-        *(_HERE / "host").glob("*"),
-    ]
+    code = [_HERE / "plugin_needs.py", _HERE / "stand_ins.py"]
+    code += [*(_HERE / "cann").glob("*.h"), *(_HERE / "host").glob("*.cc")]
     made_from = [
         f"{mindspore} {plugin.st_size} {plugin.st_mtime_ns} {inspect.getsource(rest)}".encode(),
         *(path.read_bytes() for path in [*sorted(code), *sources]),
@@ -104,16 +100,16 @@ def compile_library(target: pathlib.Path, sources: Sequence[pathlib.Path], *flag
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise InstallationError(
-            "MindSpore's Ascend backend needs stand-ins for CANN here, and no C++ compiler was found to build them (g++, "
-            "or what CXX names): install one."
+            "MindSpore's Ascend backend needs stand-ins for CANN here, and no C++ compiler was found to build them "
+            "(g++, or what CXX names): install one."
         )
 
     def run(*arguments: Union[str, pathlib.Path]) -> None:
         done = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise InstallationError(
-                f"{compiler} failed on a stand-in for CANN. Name another compiler in CXX, or install g++ 9 or newer. It "
-                f"said:\n{done.stderr[-2000:]}"
+                f"{compiler} cannot compile the stand-ins for CANN. Install g++ 9 or newer, or name a compiler with "
+                f"CXX. It says:\n{done.stderr[-2000:]}"
             )
 
     objects = [target.with_name(f"{target.stem}.{number}.o") for number in range(len(sources))]

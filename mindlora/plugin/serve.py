@@ -6,11 +6,11 @@ from typing import Any, Mapping, Optional, Sequence
 from mindformers.core.context import build_context
 from mindformers.tools.register import MindFormerConfig
 
-from mindlora.checks.cpu import check_cpu_serving
 from mindlora.checks.files import check_quantized_base
 from mindlora.checks.finding import refuse
-from mindlora.checks.mcore import check_served, is_mcore, model_config_of
+from mindlora.checks.mcore import is_mcore, model_config_of
 from mindlora.checks.pet_config import refuse_pet_config
+from mindlora.checks.serving import check_serving
 from mindlora.config import expand_pet_type
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.errors import ConfigError
@@ -63,11 +63,9 @@ def build_engine(
     if model.arch and task_of(model.arch.type) is not None:
         # Its adapters bring their heads along, on the language model that a classifier is made of.
         model.arch.type = CAUSAL_LM
-    refuse(check_served(yaml))
+    refuse(check_serving(yaml))
     if is_mcore(yaml):
         model = {"model_config": model_config_of(yaml)}
-    elif yaml.context.device_target == "CPU":
-        refuse(check_cpu_serving(model.model_config))
     if yaml.use_parallel:
         raise ConfigError(
             "use_parallel is True: mindlora serves on one device. Set use_parallel: False (--use_parallel False)."
@@ -83,6 +81,10 @@ def build_engine(
     yaml.context.mode = 0
     if (yaml.context.jit_config or {}).get("jit_level") == "O1":
         yaml.context.jit_config["jit_level"] = "O0"
+    # The network that is built has a cache, whatever the YAML trains with. On Ascend MindFormers' context then prepares
+    # the environment of its inference kernels; on a CPU, where they do not run, it would bind the process to cores.
+    if not is_mcore(yaml):
+        yaml.model.model_config.use_past = None if yaml.context.device_target == "CPU" else True
     loaded = load_tokenizer(tokenizer or _tokenizer_of(yaml))
     set_up_context(yaml)
     return make_engine(
@@ -103,9 +105,10 @@ def set_up_context(yaml: MindFormerConfig) -> None:
         build_context(yaml)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"The YAML's context cannot be used here: {reason} Set --device_target CPU to run on a CPU."
-        ) from error
+        # What the device lacks is a RuntimeError; what MindFormers refuses in the YAML is a ValueError.
+        lacks_device = isinstance(error, RuntimeError) and yaml.context.device_target != "CPU"
+        advice = "Set --device_target CPU to run on a CPU." if lacks_device else "Correct the YAML's node context."
+        raise ConfigError(f"The YAML's context cannot be used here: {reason} {advice}") from error
 
 
 def _tokenizer_of(yaml: MindFormerConfig) -> str:

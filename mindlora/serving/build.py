@@ -64,8 +64,7 @@ def make_engine(
     load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
     cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
-    shapes = cell_shapes(network, cells)
-    experts = _expert_shapes(network)
+    shapes = {**cell_shapes(network, cells), **_expert_shapes(network)}
     fingerprint, *others = _fingerprints(network, cells)
     pooled = add_pools(network, cells, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).lora_pool.dtype)]
@@ -73,7 +72,7 @@ def make_engine(
     weights = None if quantize else _weights(cells)
     hidden = embedding_of(network)[1].shape[1]
     layout = ServedLayout(
-        {**shapes, **experts},
+        shapes,
         settings.max_rank,
         dtype,
         fingerprint,

@@ -178,6 +178,9 @@ bool RunFile(const Operator& op, const Options& options, const std::string& path
 {
     std::string title = path.substr(path.find_last_of('/') + 1), wrong;
     title = title.substr(0, title.rfind(".golden"));
+    // So that the last line names the file if the program ends within it, or never does.
+    std::printf("TRY  %s\n", title.c_str());
+    std::fflush(stdout);
     std::unique_ptr<Case> one;
     int round = 0;
     try {

@@ -1,9 +1,10 @@
-"""Writes golden files for the programs ops/<operator>/ascendc/check.cpp: inputs, what must come out, and how near.
+"""Writes golden files for the programs ops/<operator>/ascendc/check.cpp: inputs, and what may come out.
 
     python ops/ascendc_check/golden.py FOLDER [OPERATOR ...] [--small]
 
 Needs NumPy alone. What must come out is computed by ops/<operator>/reference.py in float64, from inputs as the dtype
-holds them. FOLDER/<operator> gets one file for each dtype and case; README.md describes them.
+holds them; bounds.py says how near to it a result must be. FOLDER/<operator> gets one file for each dtype and case;
+README.md describes them.
 """
 
 import argparse
@@ -13,12 +14,12 @@ import os
 import sys
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
+import bounds
 import numpy as np
+from bounds import Span, held, store
 
 OPS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = ("float32", "float16", "bfloat16")
-# The largest error of rounding a number to the dtype once, relative to it.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SCALE = 0.75
 # tokens, K, N, rank: odd ones, both sides of 16 tokens, and a larger one for more cores.
 SIZES = ((1, 37, 53, 5), (3, 130, 16, 8), (8, 1000, 267, 1), (17, 37, 53, 16), (33, 257, 129, 64))
@@ -35,53 +36,28 @@ class Tensor:
         name (str): As the operator's host side calls it.
         dtype (str): In which it is stored.
         before (ndarray or None): Its values before the call; None if the operator writes all of it.
-        expected (ndarray or None): Its values after the call; None for an input.
-        absolute (float): A number may be off by this, and by the rounding of the dtype if this is not 0.
+        after (Span or None): Between which numbers its values must be after the call; None for an input.
     """
 
     name: str
     dtype: str
     before: Optional[np.ndarray] = None
-    expected: Optional[np.ndarray] = None
-    absolute: float = 0.0
+    after: Optional[Span] = None
 
     def line(self) -> str:
-        """Returns role, name, dtype, shape and tolerances."""
-        role = "in" if self.expected is None else "out" if self.before is None else "inout"
-        shape = ",".join(map(str, np.shape(self.before if self.expected is None else self.expected)))
-        relative = 1.01 * ROUNDING[self.dtype] if self.absolute else 0.0
-        return f"{role} {self.name} {self.dtype} {shape}" + ("" if role == "in" else f" {relative} {self.absolute}")
+        """Returns role, name, dtype and shape."""
+        role = "in" if self.after is None else "out" if self.before is None else "inout"
+        shape = ",".join(map(str, np.shape(self.before if self.after is None else self.after[0])))
+        return f"{role} {self.name} {self.dtype} {shape}"
 
 
 Case = Tuple[str, List[Tensor]]
-
-
-def store(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns an array as it is stored: bfloat16, which NumPy lacks, as the upper halves of float32."""
-    if dtype != "bfloat16":
-        return np.ascontiguousarray(values, dtype)
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
-
-
-def held(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns the values that an array has once it is stored, as float64."""
-    stored = store(values, dtype)
-    if dtype == "bfloat16":
-        stored = (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float64)
 
 
 def normal(seed: int, dtype: str, *shapes: Sequence[int]) -> List[np.ndarray]:
     """Returns normally distributed numbers that the dtype can hold."""
     generator = np.random.default_rng(seed)
     return [held(generator.standard_normal(shape), dtype) for shape in shapes]
-
-
-def error_of_sums(terms: float, dtype: str) -> float:
-    """Returns by how much a sum of so many products of numbers near 1 may be off: float32, and 16-bit low-rank rows."""
-    return (4e-7 + (0 if dtype == "float32" else ROUNDING[dtype])) * max(1.0, terms)
 
 
 def inputs(dtype: str, **values: np.ndarray) -> List[Tensor]:
@@ -103,8 +79,9 @@ def lora_delta(oracle: Any, dtype: str, small: bool) -> Iterator[Case]:
     """y0 + scale x A^T B^T."""
     for tokens, k, n, rank in sizes_of(small):
         y0, x, a, b = normal(1, dtype, (tokens, n), (tokens, k), (rank, k), (n, rank))
-        y = Tensor("y", dtype, None, oracle.lora_delta(y0, x, a, b, SCALE), error_of_sums(1 + rank * k**0.5, dtype))
-        tensors = [*inputs(dtype, y0=y0, x=x, a=a, b=b), *numbers("float32", scale=SCALE), y]
+        span = bounds.low_rank(oracle.lora_delta(y0, x, a, b, SCALE), np.abs(y0), x, a, b, SCALE, dtype)
+        tensors = [*inputs(dtype, y0=y0, x=x, a=a, b=b), *numbers("float32", scale=SCALE)]
+        tensors.append(Tensor("y", dtype, None, span))
         yield f"t{tokens}_k{k}_n{n}_r{rank}", tensors
 
 
@@ -112,9 +89,11 @@ def lora_linear(oracle: Any, dtype: str, small: bool) -> Iterator[Case]:
     """x W^T + scale x A^T B^T, with a bias and without: a matrix in its place means none."""
     for tokens, k, n, rank in sizes_of(small):
         x, w, a, b, bias = normal(2, dtype, (tokens, k), (n, k), (rank, k), (n, rank), (n,))
+        products = np.abs(x) @ np.abs(w).T
         for title, given in (("", None), ("_bias", bias)):
+            rest = products if given is None else products + np.abs(given)
             wanted = oracle.lora_linear(x, w, a, b, SCALE, given)
-            y = Tensor("y", dtype, None, wanted, error_of_sums(1 + k + rank * k**0.5, dtype))
+            y = Tensor("y", dtype, None, bounds.low_rank(wanted, rest, x, a, b, SCALE, dtype))
             place = inputs(dtype, bias=np.zeros((1, 1)) if given is None else given)
             tensors = [*inputs(dtype, x=x, w=w, a=a, b=b), *numbers("float32", scale=SCALE), *place, y]
             yield f"t{tokens}_k{k}_n{n}_r{rank}{title}", tensors
@@ -133,10 +112,10 @@ def multi_lora_delta(oracle: Any, dtype: str, small: bool) -> Iterator[Case]:
         for kind, indices in kinds.items():
             wanted = oracle.multi_lora_delta(y0, x, pool, RANKS, scales, np.where(indices < slots, indices, -1))
             wanted[indices >= slots] = np.nan
-            absolute = 0.0 if kind == "none" else error_of_sums(1 + most * k**0.5, dtype)
+            span = bounds.of_slots(wanted, y0, x, pool, RANKS, scales, indices, dtype)
             given = [*inputs(dtype, y0=y0, x=x, pool=pool), *numbers("int32", ranks=RANKS)]
             given += [*numbers("float32", scales=scales), *numbers("int32", indices=indices)]
-            yield f"t{tokens}_k{k}_n{n}_{kind}", [*given, Tensor("y", dtype, None, wanted, absolute)]
+            yield f"t{tokens}_k{k}_n{n}_{kind}", [*given, Tensor("y", dtype, None, span)]
 
 
 def multi_lora_slot_write(oracle: Any, dtype: str, small: bool) -> Iterator[Case]:
@@ -149,19 +128,19 @@ def multi_lora_slot_write(oracle: Any, dtype: str, small: bool) -> Iterator[Case
             after = [array.copy() for array in before]
             if slot < slots:
                 oracle.multi_lora_slot_write(*after, slot, packed, SCALE)
-            tensors = [
-                Tensor(name, of, *arrays)
-                for name, of, *arrays in zip(("pool", "ranks", "scales"), (dtype, "int32", "float32"), before, after)
-            ]
+            kinds = (("pool", dtype), ("ranks", "int32"), ("scales", "float32"))
+            tensors = [Tensor(name, of, old, bounds.exact(new)) for (name, of), old, new in zip(kinds, before, after)]
             tensors += [*numbers("int32", slot=slot), *inputs(dtype, packed=packed), *numbers("float32", scale=SCALE)]
-            tensors.append(Tensor("written", "int32", None, np.int32([slot if slot < slots else -1])))
+            written = np.int32([slot if slot < slots else -1])
+            tensors.append(Tensor("written", "int32", None, bounds.exact(written)))
             yield f"c{k + n}_r{rank}_slot{slot}", tensors
 
 
 def nf4_dequantize(oracle: Any, dtype: str, small: bool) -> Iterator[Case]:
     """W from 4 bits, to the last bit: random codes, rows that end within a block, and whole blocks."""
     generator = np.random.default_rng(5)
-    for k, n in sorted({(192, 7), *(sizes[1:3] for sizes in sizes_of(small))}):
+    shapes = {(192, 7), *(sizes[1:3] for sizes in SIZES)} | (set() if small else {(2048, 128)})
+    for k, n in sorted(shapes):
         blocks = -(-k // 64)
         groups = -(-n * blocks // 256)
         codes, absmax = (generator.integers(0, 256, (n, size), np.uint8) for size in (blocks * 32, blocks))
@@ -170,7 +149,8 @@ def nf4_dequantize(oracle: Any, dtype: str, small: bool) -> Iterator[Case]:
         # Of a vector, the dtype alone counts, and W has whole blocks.
         like = np.ones(3) if k % 64 == 0 else np.ones((1, k))
         given = [*inputs(dtype, like=like), *inputs("uint8", codes=codes, absmax=absmax)]
-        yield f"n{n}_k{k}", [*given, *inputs("float32", scales=scales, offsets=offsets), Tensor("w", dtype, None, w)]
+        given += inputs("float32", scales=scales, offsets=offsets)
+        yield f"n{n}_k{k}", [*given, Tensor("w", dtype, None, bounds.exact(w))]
 
 
 OPERATORS: Dict[str, Callable[[Any, str, bool], Iterator[Case]]] = {
@@ -190,14 +170,15 @@ def reference(op: str) -> Any:
 
 
 def write_file(path: str, tensors: Sequence[Tensor]) -> None:
-    """Writes one golden file: lines, an empty one, then for each tensor its bytes and, in float64, what is expected."""
+    """Writes one golden file: lines, an empty one, then for each tensor its bytes and, in float64, what is right."""
     with open(path, "wb") as file:
-        file.write("\n".join(["golden file 1", *(tensor.line() for tensor in tensors), "", ""]).encode())
+        file.write("\n".join(["golden file 2", *(tensor.line() for tensor in tensors), "", ""]).encode())
         for tensor in tensors:
             if tensor.before is not None:
                 file.write(store(tensor.before, tensor.dtype).tobytes())
-            if tensor.expected is not None:
-                file.write(np.ascontiguousarray(tensor.expected, np.float64).tobytes())
+            if tensor.after is not None:
+                for end in tensor.after:
+                    file.write(np.ascontiguousarray(end, np.float64).tobytes())
 
 
 def write(

@@ -23,10 +23,9 @@ struct GoldenTensor {
     std::string dtype;
     aclDataType type = ACL_FLOAT;
     std::vector<int64_t> shape;
-    std::vector<char> before;      // before the call; an output holds NaN or a large integer
-    std::vector<double> expected;  // after the call; empty for an input, whose bytes must stay
-    double relative = 0;           // a number may be off by relative * |expected| + absolute
-    double absolute = 0;
+    std::vector<char> before;  // before the call; an output holds NaN or a large integer
+    // Between which numbers those after the call must be; empty for an input, whose bytes must stay.
+    std::vector<double> lowest, highest;
 
     size_t Count() const
     {
@@ -55,7 +54,7 @@ inline void ReadBlock(std::ifstream& file, const std::string& path, void* into, 
     }
 }
 
-// A line: role (in, out or inout), name, dtype, shape with commas, and for an output both tolerances.
+// A line: role (in, out or inout), name, dtype, and shape with commas.
 inline GoldenTensor ReadLine(const std::string& line, const std::string& path, std::string& role)
 {
     GoldenTensor tensor;
@@ -64,7 +63,6 @@ inline GoldenTensor ReadLine(const std::string& line, const std::string& path, s
     words >> role >> tensor.name >> tensor.dtype >> sizes;
     const auto found = DataTypes().find(tensor.dtype);
     const bool known = role == "in" || role == "out" || role == "inout";
-    if (role != "in") words >> tensor.relative >> tensor.absolute;
     if (!words || !known || found == DataTypes().end()) throw Unusable(path + " has a line that is no tensor: " + line);
     tensor.type = found->second.type;
     for (std::istringstream list(sizes); std::getline(list, size, ',');) tensor.shape.push_back(std::stoll(size));
@@ -77,7 +75,7 @@ inline std::vector<GoldenTensor> ReadGolden(const std::string& path)
     std::ifstream file(path, std::ios::binary);
     if (!file) throw Unusable(path + " cannot be read");
     std::string line;
-    if (!std::getline(file, line) || line != "golden file 1") throw Unusable(path + " is no golden file");
+    if (!std::getline(file, line) || line != "golden file 2") throw Unusable(path + " is no golden file");
     std::vector<GoldenTensor> tensors;
     std::vector<std::string> roles;
     while (std::getline(file, line) && !line.empty()) {
@@ -91,8 +89,10 @@ inline std::vector<GoldenTensor> ReadGolden(const std::string& path)
         tensor.before.assign(tensor.Count() * DataTypes().at(tensor.dtype).bytes, poison);
         if (roles[i] != "out") ReadBlock(file, path, tensor.before.data(), tensor.before.size());
         if (roles[i] == "in") continue;
-        tensor.expected.resize(tensor.Count());
-        ReadBlock(file, path, tensor.expected.data(), tensor.expected.size() * sizeof(double));
+        for (std::vector<double>* end : {&tensor.lowest, &tensor.highest}) {
+            end->resize(tensor.Count());
+            ReadBlock(file, path, end->data(), end->size() * sizeof(double));
+        }
     }
     return tensors;
 }

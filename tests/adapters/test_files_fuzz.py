@@ -12,6 +12,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.dialects import peft_config
+from mindlora.adapters.dialects.peft_selection import selects
 from mindlora.errors import AdapterFormatError, LoraError
 from mindlora.formats import ckpt_file
 from mindlora.formats.safetensors_file import TensorFile
@@ -218,8 +219,10 @@ def test_values_in_the_config(adapter_folder, fields):
     assert isinstance(adapter.use_rslora, bool)
     again = adapter_folder.parent / "again"
     adapter_files.write(adapter, str(again))
-    # If the configuration names no modules, those of the tensors are written.
-    adapter.selection.setdefault("target_modules", sorted(names.to_hugging_face(path) for path in adapter.paths))
+    # If the configuration names no modules, or others, those of the tensors are written.
+    modules = sorted(names.to_hugging_face(path) for path in adapter.paths)
+    if not selects(adapter.selection, modules, []):
+        adapter.selection = {"target_modules": modules}
     assert_same(adapter_files.read(str(again)), adapter)
 
 

@@ -82,7 +82,8 @@ def test_a_pair_of_a_head_with_a_table_of_its_own_is_written_without_that(tmp_pa
     adapter.alphas["lm_head"] = 2.0
     adapter.saved_modules["lm_head.weight"] = np.ones((7, 5), np.float32)
     adapter_files.write(adapter, str(tmp_path / "in"))
-    convert_adapter(str(tmp_path / "in"), str(tmp_path / "x.gguf"), "gguf", architecture="qwen2")
+    report = convert_adapter(str(tmp_path / "in"), str(tmp_path / "x.gguf"), "gguf", architecture="qwen2")
+    assert report.saved_modules == 0
     assert set(read_gguf(tmp_path / "x.gguf")[1]) == {f"output.weight.lora_{half}" for half in "ab"}
 
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.support.ascend_backend.small_runs import QWEN3, QWEN3_MOE, Run, callbacks, parallel, saved_folders, train
+from tests.support.ascend_backend.small_runs import QWEN3, QWEN3_MOE, Row, callbacks, parallel, saved_folders, train
 
 PET = "model.model_config.pet_config"
 DATA_PARALLEL, SEMI_AUTOMATIC = parallel(mode=0), parallel()
@@ -39,58 +39,58 @@ SEVERAL = [{"name": "slow", "learning_rate": 1e-4}, {"name": "small", "learning_
 
 TRAINED = {
     # The shipped YAMLs: alone, and as the first and the last of 8 devices.
-    "llama alone": Run(),
-    "llama, first of 8": Run(ranks=8, always=True),
-    "llama, last of 8": Run(ranks=8, rank=7),
-    "llama at O0": Run(ranks=8, keys={"context.jit_config.jit_level": "O0"}),
-    "llama, all linear cells": Run("configs/llama3/lora_llama3_8b_all_linear.yaml", ranks=8),
-    "llama 2 7b": Run("configs/llama2/lora_llama2_7b.yaml", ranks=8),
-    "llama 2 7b, all linear cells": Run("configs/llama2/lora_llama2_7b_all_linear.yaml", ranks=8),
-    "llama 2 13b": Run("configs/llama2/lora_llama2_13b.yaml", ranks=8),
-    "llama 2 13b, all linear cells": Run("configs/llama2/lora_llama2_13b_all_linear.yaml", ranks=8),
-    "llama in 4 bits": Run("configs/llama2/qlora_llama2_7b.yaml", rows=2, values=True),
-    "qwen3 alone": Run(QWEN3, rows=2),
-    "qwen3, first of 8": Run(QWEN3, ranks=8, always=True),
-    "qwen3, last of 8": Run(QWEN3, ranks=8, rank=7),
-    "qwen3 at O1": Run(QWEN3, ranks=8, keys={"context.jit_config.jit_level": "O1"}),
-    "qwen3 in 4 bits": Run("configs/qwen3/qlora_qwen3_8b.yaml", rows=2, values=True),
-    "qwen3 with experts, first of 8": Run(QWEN3_MOE, ranks=8, rows=4, always=True),
-    "qwen3 with experts, last of 8": Run(QWEN3_MOE, ranks=8, rank=7, rows=4),
-    "qwen3 with experts in 4 bits": Run("configs/qwen3/qlora_qwen3_30b_a3b.yaml", rows=2, values=True),
+    "llama alone": Row(),
+    "llama, first of 8": Row(ranks=8, always=True),
+    "llama, last of 8": Row(ranks=8, rank=7),
+    "llama at O0": Row(ranks=8, keys={"context.jit_config.jit_level": "O0"}),
+    "llama, all linear cells": Row("configs/llama3/lora_llama3_8b_all_linear.yaml", ranks=8),
+    "llama 2 7b": Row("configs/llama2/lora_llama2_7b.yaml", ranks=8),
+    "llama 2 7b, all linear cells": Row("configs/llama2/lora_llama2_7b_all_linear.yaml", ranks=8),
+    "llama 2 13b": Row("configs/llama2/lora_llama2_13b.yaml", ranks=8),
+    "llama 2 13b, all linear cells": Row("configs/llama2/lora_llama2_13b_all_linear.yaml", ranks=8),
+    "llama in 4 bits": Row("configs/llama2/qlora_llama2_7b.yaml", rows=2, values=True),
+    "qwen3 alone": Row(QWEN3, rows=2),
+    "qwen3, first of 8": Row(QWEN3, ranks=8, always=True),
+    "qwen3, last of 8": Row(QWEN3, ranks=8, rank=7),
+    "qwen3 at O1": Row(QWEN3, ranks=8, keys={"context.jit_config.jit_level": "O1"}),
+    "qwen3 in 4 bits": Row("configs/qwen3/qlora_qwen3_8b.yaml", rows=2, values=True),
+    "qwen3 with experts, first of 8": Row(QWEN3_MOE, ranks=8, rows=4, always=True),
+    "qwen3 with experts, last of 8": Row(QWEN3_MOE, ranks=8, rank=7, rows=4),
+    "qwen3 with experts in 4 bits": Row("configs/qwen3/qlora_qwen3_30b_a3b.yaml", rows=2, values=True),
     # Layouts.
-    "llama, model parallel 2": Run(ranks=8, rows=8, keys=parallel(4, 2)),
-    "llama, a pipeline of model parallel 4": Run(ranks=8, rank=7, rows=4, keys=ONE_STAGE_PER_HALF, always=True),
-    "llama, optimizer parallel": Run(ranks=8, keys={"parallel.enable_parallel_optimizer": True}),
-    "llama, sequence parallel": Run(ranks=8, rows=8, keys=parallel(4, 2, use_seq_parallel=True)),
-    "llama, context parallel": Run(ranks=8, rows=8, keys=parallel(4, context_parallel=2)),
-    "llama, slices of the data": Run(
+    "llama, model parallel 2": Row(ranks=8, rows=8, keys=parallel(4, 2)),
+    "llama, a pipeline of model parallel 4": Row(ranks=8, rank=7, rows=4, keys=ONE_STAGE_PER_HALF, always=True),
+    "llama, optimizer parallel": Row(ranks=8, keys={"parallel.enable_parallel_optimizer": True}),
+    "llama, sequence parallel": Row(ranks=8, rows=8, keys=parallel(4, 2, use_seq_parallel=True)),
+    "llama, context parallel": Row(ranks=8, rows=8, keys=parallel(4, context_parallel=2)),
+    "llama, slices of the data": Row(
         ranks=8, rows=16, keys={"parallel.full_batch": False, "parallel.dataset_strategy": [[8, 1], [8, 1]]}
     ),
-    "qwen3, context and sequence parallel": Run(
+    "qwen3, context and sequence parallel": Row(
         QWEN3, ranks=8, rows=4, keys=parallel(2, 2, context_parallel=2, use_seq_parallel=True), always=True
     ),
-    "qwen3, a pipeline": Run(
+    "qwen3, a pipeline": Row(
         QWEN3, ranks=8, rank=7, rows=8, keys={"model.model_config.num_hidden_layers": 2, **parallel(2, 2, 2)}
     ),
     # What data parallel has, on a Llama and on a Qwen3.
-    "dora, data parallel": Run(ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_dora": True}, values=True),
-    "miss, data parallel": Run(
+    "dora, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_dora": True}, values=True),
+    "miss, data parallel": Row(
         ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_miss": True, f"{PET}.lora_alpha": None, f"{PET}.lora_dropout": 0.0}
     ),
-    "pissa, data parallel": Run(
+    "pissa, data parallel": Row(
         ranks=8, keys={**DATA_PARALLEL, f"{PET}.lora_init": "pissa", f"{PET}.lora_dropout": 0.0}, values=True
     ),
-    "qwen3, data parallel": Run(QWEN3, ranks=8, keys=DATA_PARALLEL),
-    "qwen3 dora, data parallel": Run(
+    "qwen3, data parallel": Row(QWEN3, ranks=8, keys=DATA_PARALLEL),
+    "qwen3 dora, data parallel": Row(
         QWEN3, ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_dora": True}, values=True, always=True
     ),
-    "qwen3 in 4 bits, data parallel": Run(
+    "qwen3 in 4 bits, data parallel": Row(
         "configs/qwen3/qlora_qwen3_8b.yaml", ranks=8, keys=DATA_PARALLEL, values=True
     ),
-    "qwen3 with experts, data parallel": Run(
+    "qwen3 with experts, data parallel": Row(
         QWEN3_MOE, ranks=8, keys=parallel(mode=0, expert_parallel=1, use_seq_parallel=False)
     ),
-    "accumulation and compressed exchange": Run(
+    "accumulation and compressed exchange": Row(
         ranks=8,
         rows=32,
         keys={
@@ -98,35 +98,30 @@ TRAINED = {
             "runner_config.gradient_accumulation_steps": 2,
             "runner_wrapper.gradient_exchange": "float16",
         },
-        always=True,
     ),
-    "callbacks that control, data parallel": Run(
-        ranks=8, keys={**DATA_PARALLEL, "callbacks": CONTROLLING}, always=True
-    ),
-    "alora, data parallel": Run(ranks=8, keys={**DATA_PARALLEL, f"{PET}.alora_invocation_tokens": [5]}),
+    "callbacks that control, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, "callbacks": CONTROLLING}),
+    "alora, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, f"{PET}.alora_invocation_tokens": [5]}),
     # What the semi-automatic mode has.
-    "rslora, lora+ and noise": Run(
+    "rslora, lora+ and noise": Row(
         ranks=8, keys={f"{PET}.use_rslora": True, f"{PET}.loraplus_lr_ratio": 16.0, f"{PET}.neftune_alpha": 5.0}
     ),
-    "lora-fa": Run(ranks=8, keys={f"{PET}.freeze_lora_a": True}),
-    "accumulation": Run(ranks=8, rows=32, keys={"runner_config.gradient_accumulation_steps": 2}),
-    "without clipping": Run(ranks=8, keys={"runner_wrapper.use_clip_grad": False}),
-    "callbacks that measure": Run(ranks=8, keys={"callbacks": MEASURING}, always=True),
-    "callbacks that measure, qwen3": Run(QWEN3, ranks=8, keys={"callbacks": MEASURING}),
-    "callbacks that measure, in a pipeline": Run(
+    "lora-fa": Row(ranks=8, keys={f"{PET}.freeze_lora_a": True}),
+    "accumulation": Row(ranks=8, rows=32, keys={"runner_config.gradient_accumulation_steps": 2}),
+    "without clipping": Row(ranks=8, keys={"runner_wrapper.use_clip_grad": False}),
+    "callbacks that measure": Row(ranks=8, keys={"callbacks": MEASURING}),
+    "callbacks that measure, qwen3": Row(QWEN3, ranks=8, keys={"callbacks": MEASURING}),
+    "callbacks that measure, in a pipeline": Row(
         ranks=8, rank=7, rows=4, keys={**ONE_STAGE_PER_HALF, "callbacks": MEASURING}
     ),
-    "packed rows": Run(ranks=8, data="packed", always=True),
-    "packed rows, data parallel": Run(ranks=8, data="packed", keys=DATA_PARALLEL),
-    "a classifier": Run(ranks=8, data="labels of two classes", keys={**CLASSIFIER, "callbacks": callbacks(HELD_OUT)}),
+    "packed rows": Row(ranks=8, data="packed", always=True),
+    "packed rows, data parallel": Row(ranks=8, data="packed", keys=DATA_PARALLEL),
+    "a classifier": Row(ranks=8, data="labels of two classes", keys={**CLASSIFIER, "callbacks": callbacks(HELD_OUT)}),
     # What is alone or in data parallel.
-    "dpo, data parallel": Run(
-        ranks=8, data="pairs", keys={**DATA_PARALLEL, **PREFERENCE, "callbacks": callbacks(HELD_OUT)}, always=True
+    "dpo, data parallel": Row(
+        ranks=8, data="pairs", keys={**DATA_PARALLEL, **PREFERENCE, "callbacks": callbacks(HELD_OUT)}
     ),
-    "several adapters": Run(
-        rows=2, keys={f"{PET}.adapters": SEVERAL, "callbacks": KEEPING_TWO}, values=True, always=True
-    ),
-    "adapters on experts": Run(
+    "several adapters": Row(rows=2, keys={f"{PET}.adapters": SEVERAL, "callbacks": KEEPING_TWO}, values=True),
+    "adapters on experts": Row(
         QWEN3_MOE,
         ranks=8,
         rows=4,
@@ -139,40 +134,40 @@ TRAINED = {
 
 
 REFUSED = {
-    "dora, semi-automatic": Run(
-        ranks=8, keys={f"{PET}.use_dora": True}, refused="use_dora is not supported on sharded", always=True
+    "dora, semi-automatic": Row(
+        ranks=8, keys={f"{PET}.use_dora": True}, refused="use_dora is not supported on sharded"
     ),
-    "qwen3 in 4 bits, semi-automatic": Run(
+    "qwen3 in 4 bits, semi-automatic": Row(
         "configs/qwen3/qlora_qwen3_8b.yaml",
         ranks=8,
         keys=SEMI_AUTOMATIC,
         refused="is sharded, and NF4 weights are not supported there",
     ),
-    "alora, semi-automatic": Run(
+    "alora, semi-automatic": Row(
         ranks=8, keys={f"{PET}.alora_invocation_tokens": [5]}, refused="each device has tokens of its own"
     ),
-    "dpo, semi-automatic": Run(
+    "dpo, semi-automatic": Row(
         ranks=8, data="pairs", keys=PREFERENCE, refused="which learns from preferences alone and in data parallel"
     ),
-    "compressed exchange, semi-automatic": Run(
+    "compressed exchange, semi-automatic": Row(
         ranks=8,
         keys={"runner_wrapper.gradient_exchange": "float16"},
         refused="gradients are compressed only between ranks that each hold the whole adapter",
     ),
-    "adalora, semi-automatic": Run(
+    "adalora, semi-automatic": Row(
         ranks=8,
         keys={f"{PET}.use_adalora": True, f"{PET}.lora_rank": None},
         refused="ranks are allocated by mindlora's train step, alone or in data parallel",
     ),
-    "callbacks that control, semi-automatic": Run(
+    "callbacks that control, semi-automatic": Row(
         ranks=8, keys={"callbacks": CONTROLLING}, refused="needs mindlora's train step, alone or in data parallel"
     ),
-    "several adapters on 8 devices": Run(
+    "several adapters on 8 devices": Row(
         ranks=8,
         keys={f"{PET}.adapters": SEVERAL, "callbacks": KEEPING_TWO, **DATA_PARALLEL},
         refused="it was made for one device",
     ),
-    "packed rows of a qwen3": Run(QWEN3, rows=2, data="packed", refused="only MindFormers' LlamaForCausalLM"),
+    "packed rows of a qwen3": Row(QWEN3, rows=2, data="packed", refused="only MindFormers' LlamaForCausalLM"),
 }
 
 
@@ -180,7 +175,7 @@ def asked_for(table):
     """Returns the names of a table as parameters; those that run on request are skipped with the reason."""
     everything = os.environ.get("MINDLORA_ASCEND_RUNS") == "all"
     skipped = pytest.mark.skip(reason="runs with MINDLORA_ASCEND_RUNS=all")
-    return [pytest.param(name, marks=() if everything or run.always else skipped) for name, run in table.items()]
+    return [pytest.param(name, marks=() if everything or row.always else skipped) for name, row in table.items()]
 
 
 @pytest.mark.parametrize("name", asked_for(TRAINED))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mindlora.base import writer as base_writer
+from mindlora.base.convert import convert_base
 from mindlora.base.reader import INDEX, BaseCheckpoint
 from mindlora.base.writer import OutputTensor, Shard
 from mindlora.errors import AdapterFormatError, CheckpointError, TruncatedAdapterError
@@ -72,6 +73,14 @@ def test_a_bare_model_of_mindformers_keeps_its_state_of_training_apart(tmp_path)
     with BaseCheckpoint(str(tmp_path / "base.safetensors")) as base:
         assert base.world == "mindformers" and base.training_state == ["adam_m.norm_out.weight"]
         assert set(base.tensors) == {MF, "model.tok_embeddings.embedding_weight", "model.norm_out.weight"}
+
+
+def test_a_bare_model_without_a_head_says_what_it_is(tmp_path):
+    """As e5-mistral, whose embeddings are not tied: nothing can be copied again that was left out on purpose."""
+    bare = {name.removeprefix("model."): array for name, array in llama(tied=True).items()}
+    path = save_base(tmp_path / "base", bare, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match="It is a bare model .* give the model with a head."):
+        convert_base(path, str(tmp_path / "out"), None, "mindformers")
 
 
 def test_names_of_no_known_model_are_not_a_bare_model_s(tmp_path):

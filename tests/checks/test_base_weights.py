@@ -77,3 +77,17 @@ def test_what_cannot_be_compared_is_left_alone(base):
     assert mistakes(path, f"{MODEL}num_layers", "3", "--use_parallel", "True") == []
     assert mistakes(path, f"{MODEL}num_layers", "3", f"{MODEL}pet_config.quantize_base", "nf4") == []
     assert mistakes(str(base), f"{MODEL}num_layers", "3") == mistakes("nowhere.ckpt") == []
+
+
+def test_a_bare_model_is_to_be_converted_where_mindformers_loads_it(base, tmp_path):
+    """AutoModel's layers.0... MindFormers would leave random; where the base is loaded by tensor, it is read."""
+    names = ("self_attn.q_proj.weight", "mlp.up_proj.weight")
+    weights = {f"layers.0.{name}": np.zeros((2, 2), np.float32) for name in names}
+    (tmp_path / "bare").mkdir()
+    save_file(weights, tmp_path / "bare" / "model.safetensors")
+    path, flags = str(tmp_path / "bare"), ("--load_ckpt_format", "safetensors")
+    assert mistakes(path, *flags) == []
+    for words in (("--use_parallel", "True"), ("--run_mode", "eval")):
+        (found,) = mistakes(path, *flags, *words)
+        assert "has a bare model's names (layers.0." in found and "with 'model.' before them" in found
+        assert found.endswith(f"Convert it: mindlora convert-base {path} base.safetensors --to mindformers")

@@ -93,7 +93,7 @@ MISTAKES = {
     "loader": (["--train_dataset.data_loader.type", "MindData"], "Did you mean 'MindDataset'"),
     "columns": (["--train_dataset.input_columns", '["tokens", "labels"]'], "names tokens, and "),
     "too few rows": (["--batch_size", "5"], "train_dataset has 4 rows, and a step needs 5"),
-    "accumulation": (["--gradient_accumulation_steps", "2"], "a step needs 8 (runner_config.batch_size 4, gradient"),
+    "accumulation": (["--gradient_accumulation_steps", "2"], "a step needs 8 (runner_config.batch_size 4 x runner_"),
     "LoraCheckpoint without LoRA": ([f"{MODEL}pet_config", "null"], "LoraCheckpoint saves adapters, and model_"),
     "padding": (
         ["--train_dataset_dir", "{data}/padded.mindrecord", f"{MODEL}pad_token_id", "3"],

@@ -4,6 +4,8 @@ import pytest
 import yaml
 
 from mindlora import doctor
+from mindlora.checks.packing import check_packing
+from mindlora.common.overrides import set_key
 from mindlora.common.yaml_file import PET
 from mindlora.doctor.examination import check_yaml
 from mindlora.models import target_modules
@@ -462,3 +464,24 @@ def test_a_legacy_model_must_know_that_labels_of_packed_rows_are_shifted(write, 
     loader = {**PACKED["train_dataset.data_loader"], "type": kind}
     path = write({"train_dataset.data_loader": loader})
     assert severities_and_keys(path) == [("error", "model.model_config.input_sliced_sig")]
+
+
+@pytest.mark.parametrize(
+    "key, use_legacy",
+    [
+        ("model.model_config.use_attn_mask_compression", True),
+        ("model.model_config.use_eod_attn_mask_compression", False),
+        ("train_dataset.data_loader.create_compressed_eod_mask", False),
+    ],
+)
+def test_a_compressed_mask_is_for_rows_of_2048_tokens_at_least(key, use_legacy):
+    def found(length):
+        config = {"run_mode": "finetune", "use_legacy": use_legacy, "train_dataset": {"data_loader": {}}}
+        config["model"] = {"model_config": {"seq_length": length}}
+        set_key(config, key, True, "--x")
+        return list(check_packing(config))
+
+    (finding,) = found(1024)
+    assert finding.severity == "error" and finding.key == key
+    assert "seq_length is 1024: MindFormers compresses masks of at least 2048 tokens" in finding.found
+    assert found(2048) == []

@@ -7,6 +7,14 @@ import pytest
 from mindlora.errors import ConfigError
 from tests.support.served_llama import write_llama
 
+MODEL = "--model.model_config."
+# What the tiny Llama needs to be served on Ascend: 16 bits, and heads of 16 numbers.
+ON_ASCEND = (
+    *("--context.device_target", "Ascend", f"{MODEL}compute_dtype", "float16"),
+    *(f"{MODEL}num_heads", "2", f"{MODEL}n_kv_heads", "1"),
+)
+NO_DEVICE = RuntimeError("Unsupported device.\n\n- Device load error:\n...")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -19,12 +27,12 @@ def refused(folder, mindformers, monkeypatch):
     from mindlora.plugin import serve
 
     # Where nothing is wrong, the last thing before the network is built.
-    def no_context(config):
-        raise RuntimeError("Unsupported device target Ascend.\n\n- Device load error message:\n...")
+    def message(*overrides, tokenizer=None, problem=NO_DEVICE):
+        def no_context(config):
+            message.use_past = config.get_value("model.model_config.use_past")
+            raise problem
 
-    monkeypatch.setattr(serve, "build_context", no_context)
-
-    def message(*overrides, tokenizer=None):
+        monkeypatch.setattr(serve, "build_context", no_context)
         with pytest.raises(ConfigError) as caught:
             serve.build_engine(os.path.join(folder, "run.yaml"), overrides, tokenizer)
         return str(caught.value)
@@ -33,10 +41,32 @@ def refused(folder, mindformers, monkeypatch):
 
 
 def test_a_device_that_the_machine_has_not_is_one_line(refused):
-    assert refused() == (
-        "The YAML's context cannot be used here: Unsupported device target Ascend. Set "
-        "--device_target CPU to run on a CPU."
+    assert refused(*ON_ASCEND) == (
+        "The YAML's context cannot be used here: Unsupported device. Set --device_target CPU to run on a CPU."
     )
+
+
+def test_nobody_is_sent_to_a_cpu_who_is_there_or_whose_yaml_is_wrong(refused):
+    wrong = "The YAML's context cannot be used here: {} Correct the YAML's node context."
+    assert refused() == wrong.format("Unsupported device.")
+    jit = ValueError("jit_level O2 needs infer_boost off.")
+    assert refused(*ON_ASCEND, problem=jit) == wrong.format(jit)
+
+
+@pytest.mark.parametrize("trained_with", ["True", "False"])
+def test_mindformers_prepares_its_inference_on_ascend_whatever_the_yaml_trains_with(refused, trained_with):
+    cache = (f"{MODEL}use_past", trained_with, f"{MODEL}use_flash_attention", "True")
+    refused(*ON_ASCEND, *cache)
+    assert refused.use_past is True
+    # Nor does its check of flash attention without a cache refuse what a CPU serves.
+    refused(*cache)
+    assert refused.use_past is None
+
+
+def test_what_ascend_cannot_serve_is_said_before_anything_is_loaded(refused):
+    message = refused(*ON_ASCEND, f"{MODEL}compute_dtype", "float32", f"{MODEL}num_heads", "4")
+    assert "compute_dtype is float32, and on Ascend" in message
+    assert "hidden_size 32 and num_heads 4 make heads of 8 numbers" in message
 
 
 def test_several_devices_are_refused(refused):

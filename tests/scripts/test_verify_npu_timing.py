@@ -41,9 +41,11 @@ class Place:
         return ()
 
     def run(self, name, command, cannot=()):
+        from verify_npu_report import Report
         from verify_npu_run import Cleaner, run
 
-        return run(name, command, self.given.output, Cleaner({}), self.environment, 60, cannot)
+        report = Report(self.given.output, {}, [], "Ascend", Cleaner({}))
+        return run(name, command, report, Cleaner({}), self.environment, 60, cannot)
 
 
 @pytest.fixture

@@ -20,14 +20,12 @@ import types
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # What nearly every run imports sooner or later, and none of it knows mindlora: with graph mode's Trainer, and with the
-# PyNative one, which takes the stand-ins of pynative_cpu while it is imported; on Ascend's backend as on a CPU.
-_FOR_GRAPHS = ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", "mindspore.mindrecord")
+# PyNative one, which takes the stand-ins of pynative_cpu while it is imported.
 IMPORTED = {
-    "graph": _FOR_GRAPHS,
-    "ascend": _FOR_GRAPHS,
+    "graph": ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", "mindspore.mindrecord"),
     "pynative": ("mindformers", "mindformers.pynative.trainer", "mindspore.mindrecord"),
 }
-TIMEOUT = 540  # seconds, after which a process is ended by SIGALRM
+TIMEOUT = 300  # seconds, after which a process is ended by SIGALRM
 
 
 # In the process of the tests
@@ -43,7 +41,7 @@ def run(arguments, folder, environment, trainer="graph"):
     words = [str(word) for word in arguments]
     with tempfile.NamedTemporaryFile("w+") as stdout, tempfile.NamedTemporaryFile("w+") as stderr:
         request = {"arguments": words, "folder": str(folder), "environment": environment}
-        server = _running_server(trainer, environment)
+        server = _running_server(trainer)
         server.stdin.write(json.dumps({**request, "stdout": stdout.name, "stderr": stderr.name}) + "\n")
         server.stdin.flush()
         code = server.stdout.readline()
@@ -51,13 +49,11 @@ def run(arguments, folder, environment, trainer="graph"):
         return subprocess.CompletedProcess([sys.executable, *words], int(code), stdout.read(), stderr.read())
 
 
-def _running_server(trainer, environment):
+def _running_server(trainer):
     """Returns the process that forks, which begins with the first call and ends with this process."""
     if trainer not in _servers:
         folder = tempfile.mkdtemp(prefix="mindlora-test-forked-")
-        # Of MindSpore's Ascend plugin, the dynamic loader finds what it needs by variables of the first run.
-        environment = {**(environment if trainer == "ascend" else os.environ)}
-        environment["OM_MODULES_CACHE"] = os.path.join(folder, "modules")
+        environment = {**os.environ, "OM_MODULES_CACHE": os.path.join(folder, "modules")}
         command = [sys.executable, os.path.abspath(__file__), trainer]
         pipe = subprocess.PIPE
         server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder, env=environment)

@@ -20,7 +20,7 @@ from mindlora.numerics.dtypes import to_float32
 from tests.conftest import ROOT
 from tests.support import forked, mcore_checkpoints
 from tests.support.chat_templates import CHATML, HERMES_TOOLS, chat_tokenizer
-from tests.support.llama_checkpoints import FFN, HIDDEN, HUGGING_FACE, llama, save_base
+from tests.support.llama_checkpoints import FFN, HEAD_DIM, HIDDEN, HUGGING_FACE, ROWS, llama, save_base
 
 LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
 VOCABULARY, LAYERS = 384, 2
@@ -35,20 +35,25 @@ EXPERT_INNER, EXPERTS = 12, 3
 OF_EXPERTS = {"mlp.experts.weight1": (HIDDEN, 2 * EXPERT_INNER), "mlp.experts.weight2": (EXPERT_INNER, HIDDEN)}
 
 
-def write_llama(folder, length=96):
-    """Writes run.yaml, base/ (with a tokenizer) and adapters/ into a folder; returns it. Sequences have ``length``."""
+def write_llama(folder, length=96, head_dim=HEAD_DIM):
+    """Writes run.yaml, base/ (with a tokenizer) and adapters/ into a folder; returns it. Sequences have ``length``.
+
+    Weights are the same for any ``head_dim``, and so are their shapes.
+    """
+    heads, kv_heads = (ROWS[name] // head_dim for name in ("q_proj", "k_proj"))
     rng = np.random.default_rng(0)
     tensors = llama(np.dtype("<f4"))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = rng.normal(size=(VOCABULARY, HIDDEN)).astype(np.float32)
     tensors = {name: array * 0.3 if array.ndim == 2 else np.ones_like(array) for name, array in tensors.items()}
     config = {"vocab_size": VOCABULARY, "max_position_embeddings": length, **HUGGING_FACE}
+    config.update(num_attention_heads=heads, num_key_value_heads=kv_heads)
     base = save_base(os.path.join(folder, "base"), tensors, **config)
     _save_tokenizer(base)
     with open(LORA_YAML, encoding="utf-8") as file:
         config = yaml.safe_load(file)
     sizes = {"seq_length": length, "hidden_size": HIDDEN, "num_layers": LAYERS, "vocab_size": VOCABULARY}
-    config["model"]["model_config"].update(sizes, intermediate_size=FFN)
+    config["model"]["model_config"].update(sizes, intermediate_size=FFN, num_heads=heads, n_kv_heads=kv_heads)
     config.update(load_checkpoint=base)
     with open(os.path.join(folder, "run.yaml"), "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file)
@@ -139,11 +144,17 @@ def write_adapter(folder, name, seed, kind=None, labels=0):
     files.write(Adapter(tensors, alphas, saved_modules=head), os.path.join(folder, "adapters", name), "peft")
 
 
+def run_here(program, folder):
+    """Runs the source of a program in a process forked from this one; returns its exit code and what it wrote."""
+    ended = forked.run(["-c", program], folder, {**os.environ, "PYTHONPATH": ROOT})
+    return ended.returncode, ended.stderr
+
+
 @contextlib.contextmanager
-def serving(folder, *options, source=("--config", "run.yaml", "--adapters", "adapters")):
+def serving(folder, *options, source=("--config", "run.yaml", "--adapters", "adapters"), run=run_here):
     """Runs `mindlora serve` while the context lasts; yields its URL, and ``log``, a function that returns its lines.
 
-    ``source`` is what it serves. Ends it by SIGTERM, and expects exit code 0.
+    ``source`` is what it serves, ``run`` is as run_here. Ends it by SIGTERM, and expects exit code 0.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -154,18 +165,18 @@ def serving(folder, *options, source=("--config", "run.yaml", "--adapters", "ada
         f"from mindlora import cli; raise SystemExit(cli.main({[*words, *options]!r}))"
     )
     ended = []
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    thread = threading.Thread(target=lambda: ended.append(forked.run(["-c", program], folder, environment)))
+    thread = threading.Thread(target=lambda: ended.append(run(program, folder)))
     thread.start()
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until_ready(url, lambda: ended and ended[0].stderr)
+        wait_until_ready(url, lambda: ended and ended[0][1])
         yield types.SimpleNamespace(url=url, log=lambda: _lines(log), pid=_number(process))
     finally:
         if not ended:
             os.kill(_number(process), signal.SIGTERM)
         thread.join()
-    assert ended[0].returncode == 0, ended[0].stderr
+    code, text = ended[0]
+    assert code == 0, text
 
 
 def _number(path):

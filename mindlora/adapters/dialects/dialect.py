@@ -67,6 +67,7 @@ class Dialect(abc.ABC):
         form (str): What users call it where they choose what to write; "" for one that is only read.
         ending (str): The ending of the file that is written; "" for a folder.
         world (str): Whose names of cells it has: one of models.architecture.WORLDS; "" for a diffusion model's.
+        holds_modules (bool): Whether it has a place for saved modules.
         stacks_experts (bool): Whether it holds pairs of a layer's experts in stacks alone.
         weights (tuple of str): Names of the file with the tensors in a folder of this form.
         number_parts (tuple of str): Parts that are one number each, of any dtype.
@@ -76,6 +77,7 @@ class Dialect(abc.ABC):
     form = ""
     ending = ""
     world = ""
+    holds_modules = False
     stacks_experts = False
     weights: Tuple[str, ...] = ()
     number_parts: Tuple[str, ...] = ()

@@ -107,6 +107,7 @@ class MindPet(MindFormers):
     """MindFormers' own LoRA, under the names of a network; ``form`` is "mindformers" or "ckpt"."""
 
     world = architecture.LEGACY
+    holds_modules = True
     stacks_experts = True
 
     def __init__(self, form: str, ending: str):

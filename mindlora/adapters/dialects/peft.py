@@ -62,6 +62,7 @@ class Peft(Dialect):
     name = "PEFT"
     form = "peft"
     world = architecture.HF
+    holds_modules = True
     weights = (WEIGHTS_FILE, PICKLE_FILE)
 
     def matches(self, file: File) -> bool:

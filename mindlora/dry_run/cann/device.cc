@@ -1,11 +1,10 @@
 // The device as MindSpore's dry run sees it: what it is called, how many there are, and how much memory one has.
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 
 extern "C" {
 
-const char* aclrtGetSocName() { return std::getenv("MINDLORA_DRY_RUN_SOC"); }
+const char* aclrtGetSocName() { return "Ascend910B1"; }
 
 int aclrtGetDeviceCount(uint32_t* count)
 {
@@ -25,6 +24,18 @@ int aclrtGetMemInfo(int, size_t* free, size_t* total)
     return 0;
 }
 
-const char* aclGetRecentErrMsg() { return "a stand-in for CANN has no messages"; }
+// The version, whole and in its parts, of which MindSpore reads the numbers when it fuses operators.
+struct PackageVersion {
+    char whole[128];
+    char parts[4][64];  // major, minor, release, patch
+    char reserved[128];
+};
 
+int aclsysGetCANNVersion(int, PackageVersion* version)
+{
+    *version = {"8.5.0", {"8", "5", "0", "0"}, ""};
+    return 0;
+}
+
+const char* aclGetRecentErrMsg() { return "a stand-in for CANN has no messages"; }
 }

@@ -83,8 +83,8 @@ struct TensorType {
 };
 
 // Each kind of attribute has three functions, which the linker knows by their exact parameters.
-#define ATTRIBUTE(Type, Parameter)                           \
-    void AttrRegister(const char* name, Parameter value);    \
+#define ATTRIBUTE(Type, Parameter)                            \
+    void AttrRegister(const char* name, Parameter value);     \
     graphStatus GetAttr(const char* name, Type& value) const; \
     Operator& SetAttr(const char* name, Parameter value);
 

@@ -1,4 +1,5 @@
-// Operators of CANN's graph: their names and attributes. The plugin registers defaults of attributes, which it then asks.
+// Operators of CANN's graph: their names and attributes. The plugin registers defaults of attributes, which it then
+// asks.
 #include "graph_engine.h"
 
 namespace ge {
@@ -47,13 +48,13 @@ void Operator::Set(const char* name, const Stored& value)
     if (fields_) fields_->attributes[name] = value;
 }
 
-#define ATTRIBUTE(Type, Parameter)                                                                \
-    void Operator::AttrRegister(const char* name, Parameter value) { Set<Type>(name, value); }    \
+#define ATTRIBUTE(Type, Parameter)                                                                  \
+    void Operator::AttrRegister(const char* name, Parameter value) { Set<Type>(name, value); }      \
     graphStatus Operator::GetAttr(const char* name, Type& value) const { return Get(name, value); } \
-    Operator& Operator::SetAttr(const char* name, Parameter value)                                \
-    {                                                                                             \
-        Set<Type>(name, value);                                                                   \
-        return *this;                                                                             \
+    Operator& Operator::SetAttr(const char* name, Parameter value)                                  \
+    {                                                                                               \
+        Set<Type>(name, value);                                                                     \
+        return *this;                                                                               \
     }
 
 ATTRIBUTE(bool, bool)

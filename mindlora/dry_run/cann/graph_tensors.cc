@@ -43,8 +43,7 @@ struct TensorDesc::Fields {
 TensorDesc::TensorDesc() : fields(std::make_shared<Fields>()) {}
 TensorDesc::TensorDesc(Shape shape, Format format, DataType type)
     : fields(std::make_shared<Fields>(Fields{shape, Shape(), format, type}))
-{
-}
+{}
 TensorDesc::TensorDesc(const TensorDesc& other) : fields(std::make_shared<Fields>(*other.fields)) {}
 TensorDesc::TensorDesc(TensorDesc&& other) : fields(other.fields) {}
 

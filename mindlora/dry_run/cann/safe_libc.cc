@@ -72,5 +72,4 @@ int sprintf_s(char* destination, size_t size, const char* format, ...)
     va_end(values);
     return length;
 }
-
 }

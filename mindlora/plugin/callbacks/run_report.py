@@ -164,7 +164,8 @@ def _described(params):
         return describe(params)
     except Exception as error:
         logger.warning(
-            "The report will not describe the run (%s: %s). The run goes on; send this line to mindlora's issues.",
+            "RunReport cannot describe the run (%s: %s), so report.html will show its numbers alone. Read its settings "
+            "in the YAML.",
             type(error).__name__,
             error,
         )

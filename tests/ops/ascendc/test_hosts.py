@@ -165,3 +165,115 @@ def test_what_the_environment_says_comes_before_what_was_adopted(answer, adopted
     adopted("cores", {"8": times("cores", 30), "24": times("cores", 10)})
     assert measured.measured().draw_tenths == 10 and lora_delta(answer, 8, 64)[0] == 561002
     assert capfd.readouterr().err == "mindlora lora_delta (ascend): MINDLORA_ASCEND_DRAW is 9: it must be 10 to 1000.\n"
+
+
+FLOAT32, FLOAT16, INT32, UINT8 = 0, 1, 3, 4
+# The tensors of a call that each host takes: shape and dtype, the outputs last.
+CALLS = {
+    "LoraDelta": {"y0": (3, 16), "x": (3, 8), "a": (2, 8), "b": (16, 2), "scale": ((1,), FLOAT32), "y": (3, 16)},
+    "LoraLinear": {
+        "x": (3, 8),
+        "w": (16, 8),
+        "a": (2, 8),
+        "b": (16, 2),
+        "scale": ((1,), FLOAT32),
+        "bias": (16,),
+        "y": (3, 16),
+    },
+    "MultiLoraDelta": {
+        "y0": (3, 16),
+        "x": (3, 8),
+        "pool": (4, 2, 24),
+        "ranks": ((4,), INT32),
+        "scales": ((4,), FLOAT32),
+        "indices": ((3,), INT32),
+        "y": (3, 16),
+    },
+    "MultiLoraSlotWrite": {
+        "pool": (4, 2, 24),
+        "ranks": ((4,), INT32),
+        "scales": ((4,), FLOAT32),
+        "slot": ((1,), INT32),
+        "packed": (2, 24),
+        "scale": ((1,), FLOAT32),
+        "written": ((1,), INT32),
+    },
+    "Nf4Dequantize": {
+        "like": (1, 100),
+        "codes": ((9, 64), UINT8),
+        "absmax": ((9, 2), UINT8),
+        "scales": ((1,), FLOAT32),
+        "offsets": ((1,), FLOAT32),
+        "w": (9, 100),
+    },
+}
+NOT_EVEN = "{} is {} in one input and {} in another"
+REFUSED = [
+    ("LoraDelta", {"x": (4, 8)}, NOT_EVEN.format("the number of tokens", 3, 4)),
+    ("LoraDelta", {"a": (2, 9)}, NOT_EVEN.format("K", 8, 9)),
+    ("LoraDelta", {"b": (15, 2)}, NOT_EVEN.format("N", 16, 15)),
+    ("LoraDelta", {"b": (16, 3)}, NOT_EVEN.format("the rank", 2, 3)),
+    ("LoraDelta", {"a": (257, 8), "b": (16, 257)}, "rank is 257: it must be 1 to 256"),
+    ("LoraDelta", {"a": (0, 8), "b": (16, 0)}, "rank is 0: it must be 1 to 256"),
+    ("LoraDelta", {"scale": ((2,), FLOAT32)}, "scale must be one number"),
+    ("LoraDelta", {"x": (3, 2, 8)}, "x has 3 dimensions: it must have 2"),
+    ("LoraLinear", {"w": (16, 9)}, NOT_EVEN.format("K", 8, 9)),
+    ("LoraLinear", {"a": (2, 9)}, NOT_EVEN.format("K", 8, 9)),
+    ("LoraLinear", {"b": (17, 2)}, NOT_EVEN.format("N", 16, 17)),
+    ("LoraLinear", {"bias": (15,)}, NOT_EVEN.format("N", 16, 15)),
+    ("LoraLinear", {"bias": (1, 1, 1)}, "bias has 3 dimensions: it must have 2"),
+    ("LoraLinear", {"scale": ((2,), FLOAT32)}, "scale must be one number"),
+    ("MultiLoraDelta", {"x": (4, 8)}, NOT_EVEN.format("the number of tokens", 3, 4)),
+    ("MultiLoraDelta", {"indices": ((2,), INT32)}, "the number of indices is 2: it must be 3 to 2147483647"),
+    ("MultiLoraDelta", {"pool": (4, 2, 25)}, NOT_EVEN.format("K + N", 24, 25)),
+    ("MultiLoraDelta", {"ranks": ((5,), INT32)}, NOT_EVEN.format("the number of slots", 4, 5)),
+    ("MultiLoraDelta", {"scales": ((3,), FLOAT32)}, NOT_EVEN.format("the number of slots", 4, 3)),
+    ("MultiLoraDelta", {"pool": (4, 257, 24)}, "max_rank is 257: it must be 1 to 256"),
+    ("MultiLoraSlotWrite", {"packed": (2, 23)}, NOT_EVEN.format("K + N", 24, 23)),
+    ("MultiLoraSlotWrite", {"packed": (3, 24)}, "rank is 3: it must be 1 to 2"),
+    ("MultiLoraSlotWrite", {"scale": ((2,), FLOAT32)}, "scale must be one number"),
+    ("MultiLoraSlotWrite", {"ranks": ((5,), INT32)}, NOT_EVEN.format("the number of slots", 4, 5)),
+    ("Nf4Dequantize", {"codes": ((8, 64), UINT8)}, NOT_EVEN.format("N", 9, 8)),
+    ("Nf4Dequantize", {"codes": ((9, 65), UINT8)}, NOT_EVEN.format("the number of bytes of a row", 65, 64)),
+    ("Nf4Dequantize", {"like": (1, 129), "w": (9, 129)}, NOT_EVEN.format("the number of blocks of a row", 3, 2)),
+    ("Nf4Dequantize", {"scales": ((2,), FLOAT32)}, NOT_EVEN.format("the number of groups", 1, 2)),
+    ("Nf4Dequantize", {"offsets": ((2,), FLOAT32)}, NOT_EVEN.format("the number of groups", 1, 2)),
+]
+
+
+def tensors_of(call):
+    """(shape, dtype) of each tensor; those that name no dtype are float16."""
+    return [tensor if isinstance(tensor[0], tuple) else (tensor, FLOAT16) for tensor in call.values()]
+
+
+@pytest.mark.parametrize("op_type", CALLS)
+def test_a_right_call_is_planned(answer, op_type, capfd):
+    assert answer(op_type, *tensors_of(CALLS[op_type]))[0] == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("op_type, wrong, said", REFUSED)
+def test_shapes_that_do_not_match_are_refused_with_one_line(answer, op_type, wrong, said, capfd):
+    assert answer(op_type, *tensors_of({**CALLS[op_type], **wrong}))[0] == 561002
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].endswith(f" (ascend): {said}."), lines
+
+
+@pytest.mark.parametrize(
+    "op_type, name, dtype",
+    [
+        ("LoraDelta", "scale", FLOAT16),
+        ("LoraDelta", "a", FLOAT32),
+        ("LoraLinear", "scale", FLOAT16),
+        ("LoraLinear", "bias", FLOAT32),
+        ("MultiLoraDelta", "indices", FLOAT32),
+        ("MultiLoraDelta", "scales", FLOAT16),
+        ("MultiLoraSlotWrite", "packed", FLOAT32),
+        ("MultiLoraSlotWrite", "ranks", FLOAT32),
+        ("Nf4Dequantize", "absmax", INT32),
+    ],
+)
+def test_another_dtype_has_no_kernel(answer, op_type, name, dtype):
+    call = dict(CALLS[op_type])
+    shape = call[name][0] if isinstance(call[name][0], tuple) else call[name]
+    assert answer(op_type, *tensors_of({**call, name: (shape, dtype)}))[0] == 161002

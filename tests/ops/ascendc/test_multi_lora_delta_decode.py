@@ -86,21 +86,24 @@ def test_any_number_of_cores(run, reference, cores):
         assert_near(reference, "float16", y, inputs)
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("k, n", [(1, 1), (1, 300), (300, 1), (16, 16), (2100, 17), (17, 2100)])
-def test_any_width(run, reference, k, n):
-    inputs = case("bfloat16", [2, 4, -1, 2, 3], k=k, n=n)
+def test_any_width(run, reference, dtype, k, n):
+    """With two cores B's tiles are wider than 64 columns for each of their rows, and expand counts its lanes."""
+    inputs = case(dtype, [2, 4, -1, 2, 3], k=k, n=n)
     for cores in (2, 48):
-        y, _ = run("bfloat16", inputs, cores)
-        assert_near(reference, "bfloat16", y, inputs)
+        y, _ = run(dtype, inputs, cores)
+        assert_near(reference, dtype, y, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_more_rows_than_share_a_read(run, reference, dtype):
-    """The other rows of the adapter are in another segment, which reads it again."""
-    inputs = case(dtype, popularity("identical", 100), k=19, n=24)
+@pytest.mark.parametrize("tokens, rank, reads", [(33, 64, 2), (100, 64, 4), (17, 256, 2)])
+def test_more_rows_than_share_a_read(run, reference, dtype, tokens, rank, reads):
+    """The other rows of the adapter are in another segment, which reads it again: 32 share it, 16 at rank 256."""
+    inputs = case(dtype, np.zeros(tokens, int), (rank,), k=19, n=24)
     y, report = run(dtype, inputs, 12)
     assert_near(reference, dtype, y, inputs)
-    assert report["gm"]["pool"]["read"] == 4 * read_of_pool(inputs)
+    assert report["gm"]["pool"]["read"] == reads * read_of_pool(inputs)
 
 
 def test_more_tokens_than_a_round_has(run, reference):

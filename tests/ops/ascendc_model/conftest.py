@@ -26,6 +26,12 @@ def libraries(tmp_path_factory):
 
 
 @pytest.fixture
+def build():
+    """Compiles one source with kernels into a library."""
+    return ascendc_model.build
+
+
+@pytest.fixture
 def refused():
     """The simulator's exception."""
     return ascendc_model.KernelRefused

@@ -16,6 +16,7 @@ struct ProductTiling {
 template <class T, class Out>
 void Product(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR tiling)
 {
+    REGISTER_TILING_DEFAULT(ProductTiling);
     GET_TILING_DATA_WITH_STRUCT(ProductTiling, t, tiling);
     const uint32_t m16 = (t.m + 15) / 16, n16 = (t.n + 15) / 16;
     GlobalTensor<T> aGm, bGm;

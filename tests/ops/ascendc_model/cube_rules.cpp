@@ -125,6 +125,7 @@ void Product(GM_ADDR a, GM_ADDR b, GM_ADDR c, uint32_t size, int32_t broken)
 
 void product(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR tiling)
 {
+    REGISTER_TILING_DEFAULT(int32_t);
     GET_TILING_DATA_WITH_STRUCT(int32_t, broken, tiling);
     Product(a, b, c, 32, broken);
 }
@@ -137,6 +138,7 @@ ASCENDC_MODEL_KERNEL(large_product);
 // One row: the cube reads A as a row, not as fractals. `broken` leaves it as fractals of 16 rows.
 void gemv(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR tiling)
 {
+    REGISTER_TILING_DEFAULT(int32_t);
     GET_TILING_DATA_WITH_STRUCT(int32_t, broken, tiling);
     GlobalTensor<half> aGm, bGm;
     GlobalTensor<float> cGm;

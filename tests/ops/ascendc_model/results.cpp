@@ -89,6 +89,7 @@ struct CastTiling {
 template <class In, class Out>
 void CastAll(GM_ADDR x, GM_ADDR y, GM_ADDR tiling)
 {
+    REGISTER_TILING_DEFAULT(CastTiling);
     GET_TILING_DATA_WITH_STRUCT(CastTiling, t, tiling);
     Apply<In, Out>(x, y, t.count, t.count, [&](const auto& a, const auto& b, TPipe&) {
         Cast(b, a, static_cast<RoundMode>(t.mode), static_cast<uint32_t>(t.count));
@@ -119,6 +120,7 @@ struct OpTiling {
 template <class T>
 void Elementwise(GM_ADDR x, GM_ADDR y, GM_ADDR tiling)
 {
+    REGISTER_TILING_DEFAULT(OpTiling);
     GET_TILING_DATA_WITH_STRUCT(OpTiling, t, tiling);
     const int32_t n = t.count;
     Apply<T, T>(x, y, 2 * n, n, [&](const auto& a, const auto& b, TPipe&) {
@@ -185,6 +187,7 @@ ASCENDC_MODEL_KERNEL(bit_mask);
 template <class T>
 void Reduce(GM_ADDR x, GM_ADDR y, GM_ADDR tiling)
 {
+    REGISTER_TILING_DEFAULT(OpTiling);
     GET_TILING_DATA_WITH_STRUCT(OpTiling, t, tiling);
     constexpr int32_t lanes = 256 / sizeof(T);
     const int32_t n = t.count;

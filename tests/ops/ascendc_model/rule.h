@@ -11,6 +11,7 @@ using In = TQue<TPosition::VECIN, 1>;
 struct Env {
     Env(GM_ADDR xAddress, GM_ADDR yAddress, GM_ADDR tiling)
     {
+        REGISTER_TILING_DEFAULT(int32_t);
         GET_TILING_DATA_WITH_STRUCT(int32_t, flag, tiling);
         bad = flag != 0;
         x.SetGlobalBuffer((__gm__ float*)xAddress, 1024);

@@ -292,3 +292,17 @@ def test_a_launch_must_fit_the_kernel(libraries, refused):
         libraries["buffer_rules"].run("copy_length", [("x", x, "in"), ("y", x.copy(), "out")], bytes(8))
     with pytest.raises(refused, match="no kernel nothing"):
         libraries["buffer_rules"].run("nothing", [])
+
+
+@pytest.mark.parametrize("registered", (True, False))
+def test_a_kernel_must_register_its_tiling(build, tmp_path, registered):
+    """CANN's compiler would not know its layout."""
+    lines = ['#include "kernel_operator.h"', '#include "model/python_entry.h"', "void k(GM_ADDR x, GM_ADDR tiling) {"]
+    lines += ["REGISTER_TILING_DEFAULT(int32_t);"] * registered
+    lines += ["GET_TILING_DATA_WITH_STRUCT(int32_t, flag, tiling);", "}", "ASCENDC_MODEL_KERNEL(k);", ""]
+    (tmp_path / "k.cpp").write_text("\n".join(lines))
+    if registered:
+        build(tmp_path / "k.cpp", tmp_path / "k.so", ("-O0",))
+    else:
+        with pytest.raises(RuntimeError, match="AscendcModelTiling.* was not declared"):
+            build(tmp_path / "k.cpp", tmp_path / "k.so", ("-O0",))

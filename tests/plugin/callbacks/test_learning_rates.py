@@ -2,8 +2,10 @@
 
 import pytest
 
+from mindlora.checks.training import CONTROLLING
 from mindlora.errors import ConfigError
 from mindlora.plugin.callbacks import GradientNormRate, LoraCheckpoint, ReduceOnPlateau, WarmUp
+from mindlora.plugin.callbacks.common import RateCallback
 from tests.support import scripted_runs
 from tests.support.controlled_runs import RATE, play
 from tests.support.scripted_runs import Report
@@ -22,6 +24,10 @@ CASES = {
     "GradientNormRate": (lambda: GradientNormRate(**NORM_SETTINGS), [1, 1, 1, 1, 1, 0.25, 0.5, 1]),
 }
 EVENTS = {"WarmUp": [1, 6], "ReduceOnPlateau": [4, 6, 8], "GradientNormRate": [5, 7]}
+
+
+def test_the_doctor_knows_every_callback_that_sets_the_rate():
+    assert {kind.__name__ for kind in RateCallback.__subclasses__()} == set(CASES) <= set(CONTROLLING)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -53,8 +53,8 @@ def device() -> Device:
     cann = stand_ins(sources, _operators)
     made_from = [*_contents(_HERE / "kernels"), *_contents(_HERE / "device"), cann.libraries.encode()]
     kernels = built_once("kernels", made_from, lambda folder: _build_kernels(folder, cann))
-    made_from = [path.read_bytes() for folder in (OPS, STAND_IN) for path in _sources(folder)]
-    package = built_once("operators", [*made_from, cann.libraries.encode()], lambda folder: _build_package(folder, cann))
+    made_from = [*_contents(OPS), *_contents(STAND_IN), cann.libraries.encode()]
+    package = built_once("operators", made_from, lambda folder: _build_package(folder, cann))
     environment = {
         "LD_PRELOAD": f"{cann.cores}:{kernels}/libkernels.so",
         "ASCEND_CUSTOM_OPP_PATH": f"{package}/vendors/mindlora",

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from typing import Any, List, Mapping, Optional, Union
+from typing import Any, List, Mapping, Optional, Tuple, Union
 
 import numpy as np
 import pytest
@@ -30,7 +30,8 @@ class Run:
         returncode (int): Its exit code; below 0, the signal that ended it.
         output (str): What it wrote, standard output and errors in one.
         peak_bytes (int): The most that MindSpore's planner had in use on the device, without fragments.
-        reserved_bytes (int): What it took from the device.
+        reserved_bytes (int): The same with fragments.
+        on_cpu (tuple of str): The operators that were compiled for the host's CPU in place of the NPU, by name.
         launches (list of Launch): The operators that were launched, in order; none in a dry run.
     """
 
@@ -38,6 +39,7 @@ class Run:
     output: str
     peak_bytes: Optional[int]
     reserved_bytes: Optional[int]
+    on_cpu: Tuple[str, ...]
     launches: List[Launch]
 
 
@@ -113,9 +115,8 @@ def _run(program: str, *arguments: str, folder: Path, launches: bool = False, **
     made = device()
     log = pathlib.Path(folder) / f"launches-{os.getpid()}-{time.monotonic_ns()}.txt"
     environment = {**made.environment, "STAND_IN_LAUNCHES": str(log), **options.pop("environment", {})}
-    finished = process.start(
-        made.stand_ins, [program, *arguments], str(folder), values=True, timeout=TIMEOUT, environment=environment, **options
-    )
+    command = [program, *arguments]
+    finished = process.start(made.stand_ins, command, str(folder), True, TIMEOUT, environment, **options)
     return Run(*finished, launches=read_launches(log))
 
 

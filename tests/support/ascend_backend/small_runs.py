@@ -1,7 +1,6 @@
-"""Training runs of one small layer on MindSpore's Ascend backend, in processes forked from one."""
+"""Training runs of one small layer on MindSpore's Ascend backend: what a row of a table of them says."""
 
 import copy
-import json
 import os
 import pathlib
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional
@@ -10,11 +9,8 @@ import numpy as np
 import yaml
 
 from mindlora.data.mindrecord import write_mindrecord
-from mindlora.dry_run import process
-from mindlora.dry_run.process import Finished
-from mindlora.dry_run.stand_ins import stand_ins
 from tests.conftest import ROOT
-from tests.support import forked
+from tests.support.ascend_backend.runner import Run, run_yaml
 
 LLAMA = "configs/llama3/lora_llama3_8b.yaml"
 QWEN3 = "configs/qwen3/lora_qwen3_8b.yaml"
@@ -28,7 +24,7 @@ _LEGACY = {**_TOKENS, **_SIZES, "num_layers": 1, "num_heads": 4, "n_kv_heads": 4
 _MCORE = {**_TOKENS, **_SIZES, **_HEADS, "num_hidden_layers": 1}
 
 
-class Run(NamedTuple):
+class Row(NamedTuple):
     """A row of a table of runs.
 
     Attributes:
@@ -93,17 +89,17 @@ def callbacks(*added: Mapping[str, Any]) -> List[Mapping[str, Any]]:
     return [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 1}, *added]
 
 
-def small_yaml(run: Run, folder: pathlib.Path) -> Dict[str, Any]:
+def small_yaml(row: Row, folder: pathlib.Path) -> Dict[str, Any]:
     """Returns the YAML of a row, with one small layer and data of its own."""
-    config = copy.deepcopy(yaml.safe_load((pathlib.Path(ROOT) / run.config).read_text("utf-8")))
+    config = copy.deepcopy(yaml.safe_load((pathlib.Path(ROOT) / row.config).read_text("utf-8")))
     model = config["model"]["model_config"]
     mcore = config.get("use_legacy") is False
     model.update(_MCORE if mcore else _LEGACY)
     if "num_experts" in model:
         model.update(_EXPERTS)
     config["runner_config"].update(epochs=1, batch_size=1, sink_mode=False)
-    config.update(auto_trans_ckpt=False, use_parallel=run.ranks > 1, output_dir="out", callbacks=callbacks())
-    for key, value in run.keys.items():
+    config.update(auto_trans_ckpt=False, use_parallel=row.ranks > 1, callbacks=callbacks())
+    for key, value in row.keys.items():
         node = config
         *path, leaf = key.split(".")
         for name in path:
@@ -111,23 +107,16 @@ def small_yaml(run: Run, folder: pathlib.Path) -> Dict[str, Any]:
         node[leaf] = value
     rng = np.random.default_rng(0)
     data = str(folder / "rows.mindrecord")
-    write_mindrecord((DATA[run.data](rng) for _ in range(run.rows)), data)
+    write_mindrecord((DATA[row.data](rng) for _ in range(row.rows)), data)
     config["train_dataset"]["data_loader"]["dataset_dir"] = data
     config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
     return config
 
 
-def train(run: Run, folder: pathlib.Path, *flags: str) -> Finished:
-    """Runs mindlora-run on the YAML of a row, in a process that begins with MindFormers imported."""
-    made = stand_ins()
-    (folder / "run.yaml").write_text(yaml.safe_dump(small_yaml(run, folder)), encoding="utf-8")
-    report = folder / "report.json"
-    options = ["--soc-library", made.soc, "--report", report, *(["--values"] if run.values else [])]
-    command = ["-m", "mindlora.dry_run.child", *options, "mindlora.plugin.launcher", "--config", "run.yaml", *flags]
-    ranks = {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(run.ranks), "RANK_ID": str(run.rank)}
-    done = forked.run(command, folder, {**process.environment_of(made), **ranks}, trainer="ascend")
-    figures = json.loads(report.read_text("utf-8")) if report.exists() else {"peak_bytes": None, "reserved_bytes": None}
-    return Finished(done.returncode, done.stdout + done.stderr, **figures)
+def train(row: Row, folder: pathlib.Path, *flags: str) -> Run:
+    """Runs mindlora-run on the YAML of a row."""
+    config = small_yaml(row, folder)
+    return run_yaml(config, *flags, folder=folder, ranks=row.ranks, rank=row.rank, values=row.values)
 
 
 def saved_folders(folder: pathlib.Path) -> List[str]:

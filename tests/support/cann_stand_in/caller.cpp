@@ -1,6 +1,7 @@
 #include "caller.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -144,6 +145,15 @@ bool Skipped()
     return wanted != nullptr && ++launches == std::atoi(wanted);
 }
 
+// MINDLORA_STAND_IN_HANG=N: the Nth launch never ends.
+void Hang()
+{
+    static int launches = 0;
+    const char* wanted = std::getenv("MINDLORA_STAND_IN_HANG");
+    while (wanted != nullptr && launches + 1 == std::atoi(wanted)) pause();
+    ++launches;
+}
+
 // MINDLORA_STAND_IN_SPOIL=N: the Nth launch leaves a wrong bit in the last byte of the last tensor; N:T of tensor T.
 void Spoil(const std::vector<const aclTensor*>& tensors)
 {
@@ -194,6 +204,7 @@ aclnnStatus Launch(void* workspace, uint64_t bytes, aclOpExecutor* executor)
     auto* const call = static_cast<Call*>(executor);
     const std::unique_ptr<Call> last(call->repeatable ? nullptr : call);
     if (Skipped()) return 0;
+    Hang();
     gert::TilingContext& context = call->context;
     const Kernel& kernel = call->kernel;
     std::vector<Buffer> buffers;

@@ -13,8 +13,10 @@
 #define ASCEND_IS_AIV (!::ascendc_model::Me().cube)
 
 #define REGISTER_TILING_DEFAULT(TILING_STRUCT) using AscendcModelTiling [[maybe_unused]] = TILING_STRUCT
-#define GET_TILING_DATA_WITH_STRUCT(struct_name, tiling_data, tiling_arg) \
-    struct_name tiling_data;                                              \
+// CANN's compiler lays out the tiling of a plain structure only where one is registered: without that this has no type.
+#define GET_TILING_DATA_WITH_STRUCT(struct_name, tiling_data, tiling_arg)               \
+    static_assert(sizeof(AscendcModelTiling) > 0, "REGISTER_TILING_DEFAULT is needed"); \
+    struct_name tiling_data;                                                            \
     ::ascendc_model::CopyTiling(&tiling_data, tiling_arg, sizeof(struct_name))
 #define GET_TILING_DATA(tiling_data, tiling_arg) \
     GET_TILING_DATA_WITH_STRUCT(AscendcModelTiling, tiling_data, tiling_arg)

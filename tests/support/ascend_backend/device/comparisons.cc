@@ -17,9 +17,8 @@ Compute OfTensors(double (*f)(double, double))
         const aclTensor& x = *executor.tensors[0];
         const aclTensor& y = *executor.tensors[1];
         const aclTensor& z = *executor.tensors[2];
-        device::ForEach(z.shape, [&](const Index& index) {
-            device::Put(z, index, f(device::Get(x, index), device::Get(y, index)));
-        });
+        device::ForEach(z.shape,
+            [&](const Index& index) { device::Put(z, index, f(device::Get(x, index), device::Get(y, index))); });
     };
 }
 

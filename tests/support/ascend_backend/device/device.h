@@ -1,5 +1,5 @@
-// What the parts of the device know of each other. The device's memory is this process's, and what is launched on it has
-// run when the launch returns.
+// What the parts of the device know of each other. The device's memory is this process's, and what is launched on it
+// has run when the launch returns.
 #pragma once
 
 #include <cstdint>

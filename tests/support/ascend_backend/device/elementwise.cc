@@ -29,9 +29,8 @@ Compute Binary(double (*f)(double, double, double))
         const aclTensor& z = *executor.tensors.back();
         double alpha = 1;
         if (executor.arguments.size() > 3) alpha = reinterpret_cast<device::Scalar*>(executor.arguments[2])->value;
-        device::ForEach(z.shape, [&](const Index& index) {
-            device::Put(z, index, f(device::Get(x, index), device::Get(y, index), alpha));
-        });
+        device::ForEach(z.shape,
+            [&](const Index& index) { device::Put(z, index, f(device::Get(x, index), device::Get(y, index), alpha)); });
     };
 }
 

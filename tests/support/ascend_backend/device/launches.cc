@@ -1,5 +1,5 @@
-// An operator's two functions: the first makes an executor of its arguments, the second computes. Both are generated for
-// each name (mindlora/dry_run finds the names) and hand over to these.
+// An operator's two functions: the first makes an executor of its arguments, the second computes. Both are generated
+// for each name (mindlora/dry_run finds the names) and hand over to these.
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -42,16 +42,18 @@ extern "C" {
 
 // The last two of an operator's arguments are places on the caller's stack, for the size of the workspace and for the
 // executor; both hold 0. MindSpore takes an executor that is null for a failure.
-long StandInAsked(const char* name, const uintptr_t* arguments, int most, const double* reals, int mostReals, void* frame)
+long StandInAsked(
+    const char* name, const uintptr_t* arguments, int most, const double* reals, int mostReals, void* frame)
 {
     const auto stack = reinterpret_cast<uintptr_t>(frame);
     const auto isPlace = [&](uintptr_t argument) {
         return argument > stack && argument < stack + kCallersStack && argument % 8 == 0 &&
-               *reinterpret_cast<uint64_t*>(argument) == 0;
+            *reinterpret_cast<uint64_t*>(argument) == 0;
     };
     for (int count = 0; count + 1 < most; count++) {
         if (!isPlace(arguments[count]) || !isPlace(arguments[count + 1])) continue;
-        auto executor = new device::Executor{false, name, {arguments, arguments + count}, {reals, reals + mostReals}, {}};
+        auto executor =
+            new device::Executor{false, name, {arguments, arguments + count}, {reals, reals + mostReals}, {}};
         for (uintptr_t argument : executor->arguments) {
             const std::vector<aclTensor*> tensors = device::TensorsOf(argument);
             executor->tensors.insert(executor->tensors.end(), tensors.begin(), tensors.end());
@@ -81,7 +83,6 @@ int aclSetAclOpExecutorRepeatable(void* executor)
     if (executor != nullptr) *static_cast<bool*>(executor) = true;
     return 0;
 }
-
 
 }  // extern "C"
 

@@ -124,5 +124,4 @@ int aclrtProcessReport(int)
     usleep(20000);  // MindSpore asks in a loop for reports of callbacks, and there are none.
     return 0;
 }
-
 }

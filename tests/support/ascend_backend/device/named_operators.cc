@@ -18,9 +18,9 @@ struct Tensors {
     Tensors(int count, void* const* descriptions, void* const* buffers)
         : descriptions(reinterpret_cast<const Description* const*>(descriptions),
               reinterpret_cast<const Description* const*>(descriptions) + count),
-          buffers(reinterpret_cast<const Buffer* const*>(buffers), reinterpret_cast<const Buffer* const*>(buffers) + count)
-    {
-    }
+          buffers(
+              reinterpret_cast<const Buffer* const*>(buffers), reinterpret_cast<const Buffer* const*>(buffers) + count)
+    {}
 
     char* Data(int number) const { return static_cast<char*>(buffers[number]->data); }
 
@@ -72,9 +72,8 @@ void Split(const Tensors& in, const Tensors& out)
 
 bool Compute(const std::string& type, const Tensors& in, const Tensors& out)
 {
-    static const std::unordered_map<std::string, void (*)(const Tensors&, const Tensors&)> known = {
-        {"Assign", Assign}, {"Identity", Copy}, {"Slice", Slice}, {"Split", Split}, {"TensorMove", Copy},
-        {"ZerosLike", Zeros}};
+    static const std::unordered_map<std::string, void (*)(const Tensors&, const Tensors&)> known = {{"Assign", Assign},
+        {"Identity", Copy}, {"Slice", Slice}, {"Split", Split}, {"TensorMove", Copy}, {"ZerosLike", Zeros}};
     const auto found = known.find(type);
     if (found == known.end() || (type == "Split" && in.descriptions[1]->shape.size() != 1)) return false;
     found->second(in, out);
@@ -88,7 +87,8 @@ int Run(const char* type, int inputs, void* const* in, void* const* inBuffers, i
     const bool computed = Compute(type, read, written);
     std::vector<aclTensor> tensors;
     for (const Tensors* side : {&read, &written}) {
-        for (const Description* known : side->descriptions) tensors.push_back({known->type, known->shape, nullptr, {}, 0});
+        for (const Description* known : side->descriptions)
+            tensors.push_back({known->type, known->shape, nullptr, {}, 0});
     }
     std::vector<const aclTensor*> logged;
     for (const aclTensor& tensor : tensors) logged.push_back(&tensor);
@@ -111,5 +111,4 @@ int aclopCompileAndExecuteV2(const char* type, int inputs, void* const* in, void
 {
     return Run(type, inputs, in, inBuffers, outputs, out, outBuffers);
 }
-
 }

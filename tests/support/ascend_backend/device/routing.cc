@@ -44,8 +44,8 @@ void Sort(Executor& executor)
     Order(*executor.tensors[0], *executor.tensors[1], *executor.tensors[2], descends);
 }
 
-// Tensors: x [tokens, width], experts [tokens, k]. Outputs: the rows of x in the order of their experts, the row of each
-// token's j-th expert, and how many rows each expert has.
+// Tensors: x [tokens, width], experts [tokens, k]. Outputs: the rows of x in the order of their experts, the row of
+// each token's j-th expert, and how many rows each expert has.
 void MoeInitRouting(Executor& executor)
 {
     const aclTensor& x = *executor.tensors[0];
@@ -57,9 +57,8 @@ void MoeInitRouting(Executor& executor)
     std::vector<int64_t> order(experts.shape[0] * k);
     std::iota(order.begin(), order.end(), 0);
     const auto expert = [&](int64_t source) { return device::Get(experts, source); };
-    std::stable_sort(order.begin(), order.end(), [&](int64_t first, int64_t second) {
-        return expert(first) < expert(second);
-    });
+    std::stable_sort(
+        order.begin(), order.end(), [&](int64_t first, int64_t second) { return expert(first) < expert(second); });
     device::ForEach(counts.shape, [&](const Index& index) { device::Put(counts, index, 0); });
     for (int64_t row = 0; row < static_cast<int64_t>(order.size()); row++) {
         const Index of = {static_cast<int64_t>(expert(order[row]))};

@@ -76,12 +76,16 @@ int aclDestroyTensorList(const void*) { return 0; }
 
 int aclSetDynamicTensorAddr(void* executor, size_t argument, size_t place, void* list, void* storage)
 {
-    return aclSetTensorAddr(executor, argument, device::TensorsOf(reinterpret_cast<uintptr_t>(list)).at(place), storage);
+    return aclSetTensorAddr(
+        executor, argument, device::TensorsOf(reinterpret_cast<uintptr_t>(list)).at(place), storage);
 }
 
 void* aclCreateScalar(void* value, int type) { return new device::Scalar{device::Read(value, type)}; }
 int aclDestroyScalar(void*) { return 0; }
-void* aclCreateIntArray(const int64_t* values, uint64_t count) { return new device::Integers{{values, values + count}}; }
+void* aclCreateIntArray(const int64_t* values, uint64_t count)
+{
+    return new device::Integers{{values, values + count}};
+}
 int aclDestroyIntArray(void*) { return 0; }
 // Nothing that is computed here asks what these hold; they only must not be null.
 void* aclCreateFloatArray(const float*, uint64_t) { return new device::Integers; }
@@ -130,5 +134,4 @@ int aclDestroyDataBuffer(const void* buffer)
 
 void* aclopCreateAttr() { return new char; }
 void aclopDestroyAttr(const void* attributes) { delete static_cast<const char*>(attributes); }
-
 }

@@ -56,8 +56,7 @@ public:
     // query: where the head's query begins; group: the head of the cache that it reads.
     Head(const Views& in, int64_t request, int64_t query, int64_t group)
         : in_(in), request_(request), query_(query), group_(group)
-    {
-    }
+    {}
 
     // Softmax(q K^T / sqrt(d) + mask) V over the first `seen` tokens.
     std::vector<double> Attend(int64_t seen, const View* mask, int64_t maskRow) const
@@ -94,8 +93,8 @@ private:
     int64_t request_, query_, group_;
 };
 
-// Inputs: query [tokens, heads, d] or [1, tokens, heads x d], both caches, block tables [requests, blocks]; a mask where
-// several tokens of a request are computed at once. The lengths come from the graph's inputs.
+// Inputs: query [tokens, heads, d] or [1, tokens, heads x d], both caches, block tables [requests, blocks]; a mask
+// where several tokens of a request are computed at once. The lengths come from the graph's inputs.
 bool PagedAttention(const Views& in, const Views& out)
 {
     const int64_t groups = in[1].shape[2], d = in[1].shape[3];

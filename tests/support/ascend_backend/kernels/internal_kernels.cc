@@ -106,14 +106,12 @@ std::vector<int64_t> internal_kernels::Lengths(const char* name)
 {
     static void* const core = dlopen("libmindspore_core.so", RTLD_NOW | RTLD_NOLOAD);
     static const auto function = [](const char* mangled) { return core == nullptr ? nullptr : dlsym(core, mangled); };
-    static const auto instance =
-        reinterpret_cast<void* (*)()>(function("_ZN9mindspore10LLMManager11GetInstanceEv"));
+    static const auto instance = reinterpret_cast<void* (*)()>(function("_ZN9mindspore10LLMManager11GetInstanceEv"));
     static const auto input = reinterpret_cast<std::shared_ptr<void> (*)(void*, const std::string&)>(
         function("_ZN9mindspore10LLMManager15get_graph_inputERKSs"));
-    static const auto data =
-        reinterpret_cast<void* (*)(void*)>(function("_ZNK9mindspore6tensor6Tensor6data_cEv"));
-    static const auto shape = reinterpret_cast<const std::vector<int64_t>& (*)(void*)>(
-        function("_ZNK9mindspore6tensor6Tensor7shape_cEv"));
+    static const auto data = reinterpret_cast<void* (*)(void*)>(function("_ZNK9mindspore6tensor6Tensor6data_cEv"));
+    static const auto shape =
+        reinterpret_cast<const std::vector<int64_t>& (*)(void*)>(function("_ZNK9mindspore6tensor6Tensor7shape_cEv"));
     if (instance == nullptr || input == nullptr || data == nullptr || shape == nullptr) {
         std::fprintf(stderr, "stand-in for CANN: MindSpore's LLMManager cannot be asked for lengths\n");
         return {};
@@ -126,8 +124,8 @@ std::vector<int64_t> internal_kernels::Lengths(const char* name)
     return {values, values + count};
 }
 
-mindspore::internal::InternalStatus mindspore::internal::InternalOp::Launch(const std::vector<void*>& in,
-    const std::vector<void*>& out, const std::vector<void*>&, void*, const std::string&)
+mindspore::internal::InternalStatus mindspore::internal::InternalOp::Launch(
+    const std::vector<void*>& in, const std::vector<void*>& out, const std::vector<void*>&, void*, const std::string&)
 {
     Views read = ViewsOf(inputs, inputShapes, in);
     const Views written = ViewsOf(outputs, outputShapes, out);

@@ -1,5 +1,5 @@
-// The kernels that come with MindSpore (rotary embedding, paged attention, cache writes, products of inference) are code
-// for the NPU. Their own checks and plans run; in place of the launch, these tests compute what the kernels mean.
+// The kernels that come with MindSpore (rotary embedding, paged attention, cache writes, products of inference) are
+// code for the NPU. Their own checks and plans run; in place of the launch, these tests compute what the kernels mean.
 #pragma once
 
 #include <cstdint>

@@ -22,18 +22,21 @@ bool Gather(const Views& in, const Views& out)
     return true;
 }
 
-// y = x W^T with W [N, K], summed in float32, as all linear cells of Llama
+// y = x W^T with W [N, K], summed in float32, as all linear cells of Llama; plus a bias [N] where MindSpore made one
+// operator of a product and an addition, as it does in float16.
 bool MatMul(const Views& in, const Views& out)
 {
     const int64_t inputs = in[0].shape.back(), rows = in[0].count / inputs, outputs = in[1].shape[0];
+    const bool hasBias = in.size() > 2 && in[2].count == outputs;
     if (in[1].shape[1] != inputs) return false;
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t column = 0; column < outputs; column++) {
             float sum = 0;
             for (int64_t k = 0; k < inputs; k++) {
-                sum += static_cast<float>(in[0].Get(row * inputs + k)) * static_cast<float>(in[1].Get(column * inputs + k));
+                sum += static_cast<float>(in[0].Get(row * inputs + k)) *
+                    static_cast<float>(in[1].Get(column * inputs + k));
             }
-            out[0].Set(row * outputs + column, sum);
+            out[0].Set(row * outputs + column, hasBias ? sum + in[2].Get(column) : sum);
         }
     }
     return true;

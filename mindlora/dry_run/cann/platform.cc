@@ -1,4 +1,4 @@
-// What the kernels that come with MindSpore ask about the chip when they plan: a 910B with 24 cores.
+// What MindSpore asks about the chip when it fuses operators and plans its own kernels: a 910B with 24 cores.
 #include <cstdint>
 #include <cstdio>
 #include <map>
@@ -73,9 +73,11 @@ uint32_t PlatformInfoManager::InitRuntimePlatformInfos(const std::string&) { ret
 
 extern "C" {
 
+const char* aclrtGetSocName();
+
 int rtGetSocVersion(char* name, uint32_t size)
 {
-    std::snprintf(name, size, "Ascend910B1");
+    std::snprintf(name, size, "%s", aclrtGetSocName());
     return 0;
 }
 
@@ -97,5 +99,4 @@ int aclrtGetResInCurrentThread(int type, uint32_t* cores)
     *cores = type == 1 ? kVectorCores : kCubeCores;
     return 0;
 }
-
 }
