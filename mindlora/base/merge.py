@@ -246,6 +246,10 @@ class _Merging:
         self._found: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
         # The fields of config.json that change.
         self.changed_config: Dict[str, Any] = {}
+        self._note_changes()
+
+    def _note_changes(self):
+        """Takes note of what the model must be built with: of a vocabulary that grew, and of a head that was untied."""
         for vocabulary, _ in list(self._grown.values())[:1]:
             self.changed_config["vocab_size"] = vocabulary
             self.notes.append(
