@@ -150,9 +150,7 @@ def convert_adapter(
     else:
         adapter = with_cells_of(adapter, form.form, heads)
     if is_gguf or not form.holds_modules:
-        # Nothing is lost: the base has them.
-        for name in adapter.base_tables:
-            del adapter.saved_modules[name]
+        _leave_base_tables(adapter)
     if is_gguf:
         llama_cpp.write(adapter, output, _base_in_llama_cpp(architecture, base.config, heads))
     else:
@@ -167,6 +165,12 @@ def convert_adapter(
         adapter.ranks,
         tuple(sorted(set(adapter.alphas.values()))),
     )
+
+
+def _leave_base_tables(adapter: Adapter) -> None:
+    """Takes the base's own tables off an adapter. Nothing is lost: the base has them."""
+    for name in adapter.base_tables:
+        del adapter.saved_modules[name]
 
 
 def _extras(to: str) -> Extras:
