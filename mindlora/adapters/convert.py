@@ -167,7 +167,7 @@ def convert_adapter(
 
 
 def _leave_base_tables(adapter: Adapter, has_no_place: bool) -> None:
-    """Takes the base's own tables off an adapter whose form has no place for them. Nothing is lost: the base has them."""
+    """Takes the base's own tables off an adapter whose form has no place for them: nothing is lost."""
     for name in adapter.base_tables if has_no_place else ():
         del adapter.saved_modules[name]
 
