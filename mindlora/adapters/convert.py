@@ -149,10 +149,7 @@ def convert_adapter(
         _join_all(adapter, heads, adapter.paths)
     else:
         adapter = with_cells_of(adapter, form.form, heads)
-    if is_gguf or not form.holds_modules:
-        # Nothing is lost: the base has them.
-        for name in adapter.base_tables:
-            del adapter.saved_modules[name]
+    _leave_base_tables(adapter, is_gguf or not form.holds_modules)
     if is_gguf:
         llama_cpp.write(adapter, output, _base_in_llama_cpp(architecture, base.config, heads))
     else:
@@ -167,6 +164,12 @@ def convert_adapter(
         adapter.ranks,
         tuple(sorted(set(adapter.alphas.values()))),
     )
+
+
+def _leave_base_tables(adapter: Adapter, has_no_place: bool) -> None:
+    """Takes the base's own tables off an adapter whose form has no place for them: nothing is lost."""
+    for name in adapter.base_tables if has_no_place else ():
+        del adapter.saved_modules[name]
 
 
 def _extras(to: str) -> Extras:

@@ -69,8 +69,10 @@ def _fingerprints(
     """Yields the fingerprint of trained cells, path -> the paths of their parts in the base, for each order of rows."""
     if not all(part in shapes for parts in cells.values() for part in parts):
         return
-    sizes = {path: (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:]) for path, parts in cells.items()}
-    weights = {path: [read(part) for part in cells[path]] for path in sampled_paths(cells)}
+    sizes = {}
+    for path, parts in cells.items():
+        sizes[path] = (sum(shapes[part][0] for part in parts), *shapes[parts[0]][1:])
+    weights = {path: list(map(read, cells[path])) for path in sampled_paths(cells)}
     for layouts in orders:
         try:
             samples = {path: sample_of_joined(path, parts, kv_heads, layouts) for path, parts in weights.items()}

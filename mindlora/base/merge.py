@@ -135,18 +135,12 @@ def merge_checkpoint(
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
     check_checkpoint_output(output, [base, adapter], overwrite)
     is_gguf = str(output).endswith(gguf_file.ENDING)
-    content = adapter_files.read(adapter, allow_pickle, extras=Extras(initial_pairs=True, token_rows=True))
-    if lora_alpha is not None:
-        content.set_alpha(lora_alpha)
-    content.check_finite(str(adapter))
+    content = _read_adapter(adapter, lora_alpha, allow_pickle)
     with BaseCheckpoint(base) as source:
         if is_gguf:
             llama_cpp.check(source.folder, source.world, source.config, outtype)
         merging = _Merging(source, content, str(adapter), kv_heads, on_base_mismatch)
-        shards = [
-            Shard(list(map(merging.tensor, tensor_names)), source.files[file].metadata)
-            for file, tensor_names in merging.names_by_file.items()
-        ]
+        shards = merging.shards
         config = {**source.config, **merging.changed_config} if merging.changed_config and source.config else None
         tokenizer = tokenizer_files(str(adapter), source.folder, source.companions(), merging.tokens)
         if source.is_pynative:
@@ -177,6 +171,14 @@ def merge_checkpoint(
         (*source.left_out, *merging.notes, *tokenizer.notes),
         time.perf_counter() - started,
     )
+
+
+def _read_adapter(path: str, lora_alpha: Optional[float], allow_pickle: bool) -> Adapter:
+    adapter = adapter_files.read(path, allow_pickle, extras=Extras(initial_pairs=True, token_rows=True))
+    if lora_alpha is not None:
+        adapter.set_alpha(lora_alpha)
+    adapter.check_finite(str(path))
+    return adapter
 
 
 def _write_gguf(
@@ -246,6 +248,10 @@ class _Merging:
         self._found: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
         # The fields of config.json that change.
         self.changed_config: Dict[str, Any] = {}
+        self._note_changes()
+
+    def _note_changes(self):
+        """Takes note of what the model must be built with: of a vocabulary that grew, and of a head that was untied."""
         for vocabulary, _ in list(self._grown.values())[:1]:
             self.changed_config["vocab_size"] = vocabulary
             self.notes.append(
@@ -272,6 +278,14 @@ class _Merging:
     def tokens(self) -> int:
         """How many tokens the merged model embeds; 0 if it has no embedding."""
         return self._shape_of(self._table)[0] if self._table in self._tensors else 0
+
+    @property
+    def shards(self) -> List[Shard]:
+        """The files that are written: one for each of the base's, with its tensors or what replaces them."""
+        shards = []
+        for file, tensor_names in self.names_by_file.items():
+            shards.append(Shard(list(map(self.tensor, tensor_names)), self.base.files[file].metadata))
+        return shards
 
     def weight_name(self, path: str, embeds: bool = False) -> str:
         """Returns the name of the weight at a path of the adapter, under MindFormers' names."""

@@ -19,8 +19,9 @@ def selects(selection: Mapping[str, Any], modules: Collection[str], parameters: 
         return False
     if not modules and targets or not all(_ends_any(parameters, name) for name in named):
         return False
-    named_all = all(any(_is_or_ends_in(path, name) for name in named) for path in parameters)
-    return named_all and all(_is_target(selection, module) for module in modules)
+    return all(_matches(named, path) for path in parameters) and all(
+        _is_target(selection, module) for module in modules
+    )
 
 
 def _is_target(selection: Mapping[str, Any], module: str) -> bool:
