@@ -147,9 +147,9 @@ def _served_changes(config: Mapping[str, Any], architecture: Architecture, targe
         found = model_config.get(key)
         if found not in (None, needed):
             yield f"model.model_config.{key}: {'null' if needed is None else needed} (found {found})"
-    computed = model_config.get("compute_dtype")
     dtypes = _SERVED_DTYPES[target]
-    if computed is not None and dtype_name(computed, "compute_dtype") not in dtypes:
+    computed = dtype_name(model_config.get("compute_dtype") or dtypes[0], "compute_dtype")
+    if computed not in dtypes:
         yield f"model.model_config.compute_dtype: {dtypes[0]} (found {computed})"
 
 
