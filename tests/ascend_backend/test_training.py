@@ -15,4 +15,4 @@ def test_the_llama_yaml_trains_to_its_end_on_one_device(tmp_path):
     assert run.returncode == 0, run.output[-3000:]
     assert "step:[    2/    2]" in run.output
     assert "step_2" in os.listdir(tmp_path / "out/lora_checkpoint")
-    assert run.peak_bytes > 2**30
+    assert run.peak_bytes > 2**30 and run.on_cpu == ()
