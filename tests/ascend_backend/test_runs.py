@@ -108,7 +108,7 @@ TRAINED = {
     "lora-fa": Row(ranks=8, keys={f"{PET}.freeze_lora_a": True}),
     "accumulation": Row(ranks=8, rows=32, keys={"runner_config.gradient_accumulation_steps": 2}),
     "without clipping": Row(ranks=8, keys={"runner_wrapper.use_clip_grad": False}),
-    "callbacks that measure": Row(ranks=8, keys={"callbacks": MEASURING}),
+    "callbacks that measure": Row(ranks=8, keys={"callbacks": MEASURING}, always=True),
     "callbacks that measure, qwen3": Row(QWEN3, ranks=8, keys={"callbacks": MEASURING}),
     "callbacks that measure, in a pipeline": Row(
         ranks=8, rank=7, rows=4, keys={**ONE_STAGE_PER_HALF, "callbacks": MEASURING}
