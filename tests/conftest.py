@@ -44,7 +44,7 @@ if ROOT not in sys.path:
 # With several processes (pytest -n 2) all of such a folder runs in one of them.
 TOGETHER = ("tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
 # What takes longest, so that none of it is left at the end.
-FIRST = ("tests/e2e", *TOGETHER, "tests/plugin")
+FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/plugin")
 
 
 def pytest_configure(config):
