@@ -65,7 +65,7 @@ def test_another_base_of_the_same_shapes_is_refused_unless_a_flag_says_otherwise
         merge_checkpoint(base, adapter, output, on_base_mismatch="never")
 
 
-@pytest.mark.parametrize("layouts", ROW_ORDERS, ids=str)
+@pytest.mark.parametrize("layouts", ROW_ORDERS, ids="+".join)
 @pytest.mark.parametrize("same", [True, False])
 def test_an_adapter_that_was_trained_on_mcore_s_joined_cells(tmp_path, layouts, same):
     found, source = pairs(), llama(DTYPES["float32"])
