@@ -111,8 +111,9 @@ def lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
             run = differentiated(cell, inputs, tensor(dy, dtype), range(4))
             yield Case(f"gradients, {title}", run, [exact(dy), *spans])
     tokens, (k, n), rank = 17, sizes.widths[0], 5
-    for place, name in ((0, "y0"), (1, "x")):
-        for number in (np.nan, np.inf):
+    # NaN comes last: on the cube cores it may end in an error of execution.
+    for number in (np.inf, np.nan):
+        for place, name in ((0, "y0"), (1, "x")):
             given = arrays(tokens, k, n, rank)
             given[place][3, 20] = number
             spoiled = np.zeros((tokens, n), bool)
@@ -124,7 +125,8 @@ def lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
             with np.errstate(invalid="ignore", over="ignore"):
                 wanted = oracle.lora_delta(*given, SCALE)
                 span = bounds.low_rank(wanted, np.abs(given[0]), *given[1:], SCALE, dtype, kept(dtype, kernel))
-            yield Case(title, called(cell, inputs), [span], may_spoil=spoiled)
+            # A cell of its own: MindSpore refuses to run a graph in which a launch has failed.
+            yield Case(title, called(LoraDelta(), inputs), [span], may_spoil=spoiled)
 
 
 def gradients(

@@ -60,11 +60,16 @@ def run_cases(given: argparse.Namespace, mode: str, result: Dict[str, Any]) -> N
         try:
             share, problem = compare(case, case.run())
         except Exception as error:  # whatever a device throws
-            share, problem = 0.0, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            share, problem = 0.0, f"{type(error).__name__}: {first_words(error)}"
         result["worst"] = max(result["worst"], share)
         if problem:
             result["failures"].append({"case": title, "problem": problem})
             print(f"    FAILED: {problem}", flush=True)
+
+
+def first_words(error: Exception) -> str:
+    """Returns the first line of an error that says something: MindSpore rules lines with dashes."""
+    return next((line for line in map(str.strip, str(error).splitlines()) if line.strip("-")), "")
 
 
 def compare(case: Any, found: List[Any]) -> "tuple[float, Optional[str]]":

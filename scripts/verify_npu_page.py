@@ -18,7 +18,8 @@ REHEARSED = {
     "doctor, library": "all of it, on a CPU",
     "build, doctor-after": "nothing: CANN's compiler was not at hand",
     "aclnn": "all golden files, by the stand-in alone, without MindSpore",
-    "operators": "few shapes (--quick) of all operators in all dtypes, in graph mode and PyNative, with gradients",
+    "operators": "few shapes (--quick) of all operators in all dtypes, in graph mode and PyNative, with gradients; not "
+    "lora_delta in 16 bits with NaN, which the model of the cube cores refuses",
     "fine-tune": "compiled, and its steps taken; kernels were not launched, so there was no loss to compare",
     "two-devices": "compiled as one rank of 8, and its steps taken; collectives moved no data",
     "bench, msprof, ways": "nothing: there are no times without an NPU",

@@ -273,6 +273,14 @@ def test_a_number_that_may_be_spoiled_must_not_be_a_wrong_one():
     assert "first at (0,): 3, not 1" in compare(case, [np.array([3.0, 1])])[1]
 
 
+def test_an_error_is_quoted_from_its_first_line_with_words():
+    from verify_npu_operators import first_words
+
+    assert first_words(RuntimeError("\n-----\n- Ascend Error Message:\n-----\n")) == "- Ascend Error Message:"
+    assert first_words(RuntimeError("no kernel\nmore")) == "no kernel"
+    assert first_words(RuntimeError()) == ""
+
+
 def test_python_on_path_is_the_one_that_was_named(monkeypatch, tmp_path):
     from verify_npu import path_with_this_python
 

@@ -19,3 +19,5 @@ struct aclOpExecutor {
 // 0, or what MINDLORA_STAND_IN_FAIL=function:code names.
 int StandInFailure(const char* function);
 void StandInMessage(const char* text);
+// Called after a kernel has run, with the operator's name and tensors.
+void StandInRan(const char* opType, const std::vector<const aclTensor*>& tensors);

@@ -12,6 +12,9 @@ namespace {
 // How far up the caller's stack the places are that it wants filled.
 constexpr uintptr_t kCallersStack = 1 << 18;
 
+std::mutex messageLock;
+std::string message;
+
 std::string Text(const aclTensor& tensor)
 {
     std::string text = std::to_string(tensor.type) + "[";
@@ -84,12 +87,28 @@ int aclSetAclOpExecutorRepeatable(void* executor)
     return 0;
 }
 
+// Each thread reads a copy, which stays until it asks again.
+const char* aclGetRecentErrMsg()
+{
+    thread_local std::string copy;
+    const std::lock_guard<std::mutex> guard(messageLock);
+    copy = message.empty() ? "a stand-in for CANN has no message" : message;
+    return copy.c_str();
+}
+
 }  // extern "C"
 
-// What the project's operator package asks of the runtime: failures that a test wants, and where messages go.
+// What the project's operator package asks of the runtime: failures that a test wants, and where messages and launches
+// go. MindSpore quotes the last message when a launch fails.
 int StandInFailure(const char*) { return 0; }
 
 void StandInMessage(const char* text)
 {
-    if (text != nullptr && *text != '\0') std::fprintf(stderr, "stand-in for CANN: %s\n", text);
+    const std::lock_guard<std::mutex> guard(messageLock);
+    message = text == nullptr ? "" : text;
+}
+
+void StandInRan(const char* opType, const std::vector<const aclTensor*>& tensors)
+{
+    device::Log(opType, true, tensors);
 }
