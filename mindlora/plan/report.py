@@ -38,8 +38,8 @@ _BASES = (
     "exact: the same bytes as in a network that MindFormers builds.",
     "model, 15 %: within 15 % of the tensors that MindSpore's graph of such a step keeps, counted for MindFormers' "
     "legacy Llama on one device.",
-    "simulated: the rules of MindSpore's memory pool, applied to the tensors above. An NPU whose driver maps memory "
-    "virtually has fewer holes.",
+    "simulated: the rules of MindSpore's memory pool, applied to the tensors above. Where MindSpore maps memory "
+    "virtually (enable_vmm) there should be fewer holes.",
     "arithmetic: follows from the sizes and was compared with nothing.",
     "Not counted: work space of kernels, buffers of communication, and what the framework itself takes.",
 )
