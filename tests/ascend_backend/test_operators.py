@@ -9,35 +9,28 @@ import os
 import pathlib
 import shutil
 
-import mindspore as ms
 import pytest
 
-from mindlora.dry_run.stand_ins import built_once
-from mindlora.ops import ascend_pynative, build_pynative
-from tests.support import cann_stand_in
+from mindlora.ops import ascend_pynative
 from tests.support.ascend_backend import run_program
 from tests.support.ascend_backend.printed import printed
+from tests.support.cann_stand_in import write_headers_for_mindspore
 
 PROGRAMS = pathlib.Path(__file__).resolve().parents[1] / "support/ascend_backend/programs"
 MODES = ("graph", "pynative")
 ALL_DTYPES = ("float32", "float16", "bfloat16")
 KERNELS = {"LoraDelta", "LoraLinear", "MultiLoraDelta", "MultiLoraSlotWrite", "Nf4Dequantize"}
-BUILD = """
-import sys
-from mindlora.ops import build_pynative
-build_pynative.MODULE = sys.argv[1]
-build_pynative.build()
-"""
 EVERYTHING = os.environ.get("MINDLORA_ASCEND_RUNS") == "all"
 # Too old for the module by which PyNative calls the kernels; without it, ops.Custom calls them there too.
 OLD = ascend_pynative.age_problem() is not None
 
 
-def compare(folder, mode, dtypes, *module):
+def compare(folder, mode, dtypes, *module, **environment):
     """Runs operators.py, asserts that all cases hold, and returns how the kernels were called."""
     dtypes = ALL_DTYPES if EVERYTHING else dtypes
     program = str(PROGRAMS / "operators.py")
-    run = run_program(program, mode, ",".join(dtypes), *module, folder=folder, launches=True)
+    arguments = (mode, ",".join(dtypes), *module)
+    run = run_program(program, *arguments, folder=folder, launches=True, environment=environment)
     compared = printed(run.output, "compared")
     assert run.returncode == 0 and len(compared) == 5 * len(dtypes), run.output[-3000:]
     assert {launch.name for launch in run.launches} >= KERNELS
@@ -62,26 +55,12 @@ def test_every_operator_and_its_gradients_are_as_their_references(tmp_path, mode
     assert compare(tmp_path, mode, ("float32", "bfloat16")).startswith("called by ops.Custom, in PyNative too: ")
 
 
-@pytest.fixture(scope="module")
-def module():
-    """Builds the module of PyNative where the cache does not hold it, which takes minutes, and returns its path."""
-    version = f"mindspore-{ms.__version__}"
-    sources = (build_pynative.SOURCE, build_pynative.__file__, cann_stand_in.FOR_MINDSPORE)
-    made_from = [version.encode(), *(pathlib.Path(path).read_bytes() for path in sources)]
-    return str(built_once(f"pynative-{version}", made_from, build_module) / "mindlora_pynative.so")
-
-
-def build_module(folder):
-    cann_stand_in.write_headers_for_mindspore(folder / "include")
-    target = str(folder / "mindlora_pynative.so")
-    run = run_program(BUILD, target, folder=folder, launches=True, environment={"CPATH": str(folder / "include")})
-    assert run.returncode == 0, run.output[-3000:]
-
-
 @pytest.mark.skipif(OLD, reason="the module is for MindSpore from 2.9 on")
 @pytest.mark.skipif(shutil.which("ninja") is None, reason="MindSpore builds modules with ninja")
-def test_the_module_of_pynative_is_built_and_loaded_and_calls_every_operator(tmp_path, module):
-    called = compare(tmp_path, "pynative", ("float16",), module)
+def test_the_module_of_pynative_is_built_and_loaded_and_calls_every_operator(tmp_path):
+    write_headers_for_mindspore(tmp_path / "include")
+    module = tmp_path / "module/mindlora_pynative.so"
+    called = compare(tmp_path, "pynative", ("float16",), str(module), CPATH=str(tmp_path / "include"))
     assert called == f"called by ops.Custom in graph mode, and in PyNative by AclnnOpRunner, {module}"
 
 

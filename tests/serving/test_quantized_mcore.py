@@ -19,7 +19,7 @@ from mindlora.numerics.nf4 import Nf4Array, dequantize
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.network import build_network, stacked_experts
-from mindlora.serving.quantized_network import quantize_as
+from mindlora.serving.quantized_network import check_groups, quantize_as
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode
@@ -106,6 +106,14 @@ def test_experts_of_which_one_weight_alone_is_quantized_are_refused(tmp_path):
     packed, _ = bases(tmp_path, "qwen3-moe", exclude=["mlp.experts.down_proj"])
     with pytest.raises(ConfigError, match="gate_up_proj in NF4, and the other weight of these experts in float"):
         quantize_as(build_network(node("qwen3-moe"), SETTINGS), packed)
+
+
+def test_parts_of_a_joined_weight_are_refused_for_an_npu():
+    whole = {"o_proj.weight": (80, 96), "o_proj.weight_absmax": (80, 4), "o_proj.weight_scales": (2,)}
+    check_groups(whole, "base")
+    parts = {"k_proj.weight": (80, 96), "k_proj.weight_absmax": (80, 4), "k_proj.weight_scales": (80,)}
+    with pytest.raises(ConfigError, match="an NPU does not decode their parts: k_proj.weight. Serve"):
+        check_groups({**whole, **parts}, "base")
 
 
 def test_a_base_of_another_model_is_refused(tmp_path):

@@ -17,8 +17,7 @@ STAND_IN = pathlib.Path(__file__).resolve().parent / "cann_stand_in"
 ELEMENTS = {"multi_lora_slot_write": "pool", "nf4_dequantize": "like"}
 # As the simulator numbers them.
 KERNEL_TYPES = ("AIV_ONLY", "AIC_ONLY", "MIX_AIV_1_0", "MIX_AIC_1_0", "MIX_AIC_1_1", "MIX_AIC_1_2")
-# What MindSpore's own headers for Ascend need of CANN's, in one header, and the names by which they include it.
-FOR_MINDSPORE = STAND_IN.parent / "cann_for_mindspore.h"
+# Those of CANN that MindSpore's own headers include.
 _FOR_MINDSPORE = (
     *(f"acl/{name}.h" for name in ("acl", "acl_base", "acl_op", "acl_op_compiler", "acl_rt", "acl_rt_allocator")),
     *("ge/ge_api.h", "graph/operator_reg.h", "graph/tensor.h", "graph/types.h", "hccl/hccl.h"),
@@ -30,7 +29,7 @@ def write_headers_for_mindspore(folder: pathlib.Path) -> None:
     for name in _FOR_MINDSPORE:
         header = folder / name
         header.parent.mkdir(parents=True, exist_ok=True)
-        header.write_text(f'#include "{FOR_MINDSPORE}"\n')
+        header.write_text(f'#include "{STAND_IN.parent}/cann_for_mindspore.h"\n')
 
 
 def operators() -> List[str]:

@@ -7,8 +7,6 @@ import yaml
 
 from mindlora.adapters import files
 from mindlora.adapters.adapter import Adapter
-from mindlora.base.convert import convert_base
-from mindlora.base.quantize import quantize_checkpoint
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import save_base
 
@@ -130,23 +128,10 @@ def write_adapters(folder, kind):
         files.write(adapter(seed, dict.fromkeys(cells[name], 4)), os.path.join(folder, path), form)
 
 
-def write_folder(folder, kind, quantized=False, **keys):
-    """Writes run.yaml, a base with a tokenizer and ADAPTERS into a folder that is made; returns it.
-
-    ``keys`` go into model_config.
-    """
-    tensors = checkpoint(kind)
-    if keys.get("tie_word_embeddings"):
-        del tensors["lm_head.weight"]
-    base = save_base(os.path.join(folder, "base"), tensors, **COMMON)
+def write_folder(folder, kind):
+    """Writes run.yaml, a base with a tokenizer and ADAPTERS into a folder that is made; returns it."""
+    base = save_base(os.path.join(folder, "base"), checkpoint(kind), **COMMON)
     chat_tokenizer(CHATML).save_pretrained(base)
-    model = node(kind, **keys)
-    if quantized:
-        plain, base = (os.path.join(folder, "base", f"{name}.safetensors") for name in ("plain", "nf4"))
-        convert_base(os.path.join(folder, "base"), plain, None, "mcore")
-        quantize_checkpoint(plain, base)
-        os.remove(plain)
-        model["model_config"]["pet_config"] = {"pet_type": "qlora", "target_modules": "all-linear"}
     config = {
         "use_legacy": False,
         "use_parallel": False,
@@ -154,7 +139,7 @@ def write_folder(folder, kind, quantized=False, **keys):
         "load_checkpoint": base,
         "trainer": {"type": "CausalLanguageModelingTrainer", "model_name": kind},
         "context": {"mode": 0, "device_target": "CPU", "max_device_memory": "4GB"},
-        "model": model,
+        "model": node(kind),
     }
     with open(os.path.join(folder, "run.yaml"), "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file)

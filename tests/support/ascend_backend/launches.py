@@ -37,7 +37,7 @@ class Launch(NamedTuple):
     """An operator that was launched.
 
     Attributes:
-        name (str): In CANN, such as aclnnMul or LoraDelta; or of a kernel that comes with MindSpore.
+        name (str): In CANN, such as aclnnMul, or of a kernel that comes with MindSpore; the project's are not noted.
         computed (bool): Whether its values were computed. Without, its outputs hold what their memory held.
         tensors (tuple of str): Its tensors, with CANN's number of the dtype: "0[2,16]".
     """

@@ -1,7 +1,7 @@
 """The comparisons of scripts/verify_npu_operators.py in one mode, for all operators in one process.
 
 operators.py graph|pynative DTYPE,DTYPE.. [MODULE] prints a line of JSON for each operator and dtype: both, how many
-cases, and those that failed. MODULE is the module by which PyNative calls the kernels.
+cases, and those that failed. MODULE is where the module is built first by which PyNative calls the kernels.
 """
 
 import argparse
@@ -16,13 +16,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[4] / "scripts"))
 import mindspore as ms
 import verify_npu_operators as operators
 
-from mindlora.ops import ascend_pynative
+from mindlora.ops import ascend_pynative, build_pynative
 from mindlora.ops.build import LIBRARY
 
 mode, dtypes = sys.argv[1], sys.argv[2].split(",")
 ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
 if len(sys.argv) > 3:
-    ascend_pynative.MODULE = sys.argv[3]
+    build_pynative.MODULE = ascend_pynative.MODULE = sys.argv[3]
+    build_pynative.build()
 print("@called", json.dumps(ascend_pynative.describe(LIBRARY)), flush=True)
 for operator in operators.OPERATORS:
     for dtype in dtypes:

@@ -13,7 +13,7 @@ from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.request import Sampling
 from tests.support.mcore_serving import ADAPTERS, PROMPTS
 
-SAMPLING = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
+SAMPLING = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
 SIZES = {"max_running": 8, "max_tokens_per_step": 64, "slots": 2, "max_rank": 9}
 
 

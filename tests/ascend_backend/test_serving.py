@@ -1,0 +1,98 @@
+"""`mindlora generate` and `mindlora serve` on MindSpore's Ascend backend, with values: greedy answers are a CPU's.
+
+The project's kernels run in their simulator; the arithmetic of MindSpore's and CANN's operators is the device's of
+tests/support/ascend_backend.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from mindlora.base.quantize import quantize_checkpoint
+from tests.conftest import ROOT
+from tests.support.ascend_backend import run_program
+from tests.support.ascend_backend.printed import printed
+from tests.support.served_llama import serving, write_llama
+
+ANSWERS = pathlib.Path(ROOT) / "tests/support/ascend_backend/programs/answers.py"
+MODEL = "--model.model_config."
+# What a YAML for Ascend has where the tiny one has what a CPU needs.
+ON_ASCEND = (
+    *("--context.device_target", "Ascend", f"{MODEL}compute_dtype", "float16", f"{MODEL}param_init_type", "float16"),
+    *(f"{MODEL}fused_rms_norm", "True", f"{MODEL}use_rope_slice", "False"),
+)
+ASKED = (
+    *("generate", "--config", "run.yaml", "--json", "--temperature", "0", "--max-tokens", "12", "--base"),
+    *("--adapter", "first=adapters/first", "--adapter", "second=adapters/second"),
+    *("--template", "none", "--prompt", "the cat the cat the", "--prompt", "hello"),
+)
+NF4 = ("--load_checkpoint", "nf4.safetensors", "--tokenizer", "base", f"{MODEL}pet_config.pet_type", "qlora")
+COMMANDS = {
+    "in one batch": ASKED,
+    "guesses, fixed batches": (*ASKED, "--prompt-lookup", "4", "--fixed-batches", "2,6"),
+    "one slot for two adapters": (*ASKED, "--slots", "1"),
+    "4 bits": (*ASKED, *NF4),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """run.yaml, base/, adapters/ and the base in 4 bits of a Llama whose heads are as large as Ascend needs them."""
+    made = tmp_path_factory.mktemp("llama")
+    write_llama(str(made), head_dim=16)
+    quantize_checkpoint(str(made / "base"), str(made / "nf4.safetensors"))
+    return made
+
+
+def answers(output):
+    """The texts in what answers.py printed: command -> (prompt, adapter) -> text."""
+    reports = printed(output, "answered")
+    texts = [{(one["prompt"], one["adapter"]): one["text"] for one in report["answers"]} for report in reports]
+    return dict(zip(COMMANDS, texts))
+
+
+def test_every_answer_of_base_and_adapters_is_that_of_a_cpu(folder):
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    command = [sys.executable, str(ANSWERS), json.dumps(list(COMMANDS.values()))]
+    cpu = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    commands = [(*words, *ON_ASCEND) for words in COMMANDS.values()]
+    npu = run_program(str(ANSWERS), json.dumps(commands), folder=folder, launches=True)
+    assert npu.returncode == 0, npu.output[-3000:]
+    wanted = answers(cpu.stdout)
+    assert len(wanted) == len(COMMANDS) and len(set(wanted["in one batch"].values())) == 6
+    assert answers(npu.output) == wanted
+
+
+def ask(url):
+    """Answers of base and adapters that were asked at once: model -> text."""
+
+    def answer(model):
+        body = {"model": model, "prompt": "the cat the cat the", "max_tokens": 12, "temperature": 0}
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=300, verify=False)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["text"]
+
+    models = ("llama", "first", "second", "first")
+    with ThreadPoolExecutor(len(models)) as pool:
+        return dict(zip(models, pool.map(answer, models)))
+
+
+def on_ascend(program, folder):
+    """As run_here of served_llama, on the backend."""
+    ended = run_program(program, folder=folder, launches=True)
+    return ended.returncode, ended.output[-3000:]
+
+
+def test_a_server_answers_as_a_cpu_s(folder):
+    options = ("--model-name", "llama", "--slots", "1", "--prompt-lookup", "4", "--fixed-batches", "1,2")
+    with serving(str(folder), *options) as server:
+        wanted = ask(server.url)
+    assert len(set(wanted.values())) == 3
+    with serving(str(folder), *options, *ON_ASCEND, run=on_ascend) as server:
+        assert ask(server.url) == wanted
