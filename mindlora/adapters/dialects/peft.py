@@ -341,8 +341,8 @@ def _check_saved_modules(adapter: Adapter, config: PeftConfig, path: str) -> Non
         present.update(modules)
         is_bias = config.bias != "none" and name.endswith(".bias")
         # PEFT saves the own weight of an adapted module and of embeddings and heads without naming it.
-        path = name.rpartition(".")[0]
-        unnamed = path in adapted or names.is_embedding(path) or names.is_output_head(path)
+        cell = name.rpartition(".")[0]
+        unnamed = cell in adapted or names.is_embedding(cell) or names.is_output_head(cell)
         if not (modules or is_bias or unnamed):
             undeclared.append(name)
     has_classifier = not present.isdisjoint(_CLASSIFIERS)
