@@ -189,7 +189,11 @@ def test_conversion_and_back(tmp_path):
             UnexpectedTensorsError,
             ": use_vera is False, but the adapter has VeRA vectors. Use the tensors and the configuration of one save.",
             None,
-            {"peft_type": "LORA", "lora_alpha": 2},
+            {
+                "peft_type": "LORA",
+                "lora_alpha": 2,
+                **dict.fromkeys(("projection_prng_key", "save_projection", "vera_dropout")),
+            },
         ),
         (
             AdapterFormatError,
