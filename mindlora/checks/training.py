@@ -14,6 +14,8 @@ from mindlora.config.variants.adalora import ADALORA
 from mindlora.errors import ConfigError
 
 WRAPPER = "LoraTrainOneStepCell"
+# The steps of MindFormers. A step of the user's own may be made from mindlora's; callbacks look at it when they begin.
+_STEPS_OF_MINDFORMERS = ("MFTrainOneStepCell", "MFPipelineWithLossScaleCell")
 DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
 # Alone and in data parallel, MindFormers sets gradient_accumulation_steps to 1; in the other modes it accumulates.
 _ALONE = (*DATA_PARALLEL, "STAND_ALONE", "stand_alone")
@@ -146,7 +148,7 @@ def _check_adalora(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _check_controlled(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error for each callback that steers the train step where MindFormers' own step runs."""
-    if train_step(config) == WRAPPER and accumulates_here(config):
+    if train_step(config) not in _STEPS_OF_MINDFORMERS and accumulates_here(config):
         return
     for kind in CONTROLLING:
         for where, _ in callbacks_of(config, kind):
