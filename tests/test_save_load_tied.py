@@ -70,7 +70,7 @@ def test_an_embedding_alone_is_refused_because_peft_unties_the_head(tmp_path):
 
 def test_a_head_alone_is_refused(tmp_path):
     path = saved(tmp_path, {HEAD: table(1)}, ["lm_head"])
-    message = part("a saved module (modules_to_save), which the network does not have: its embeddings are tied. Merge it")
+    message = part("a saved module (modules_to_save), which the network does not have: its embeddings are tied. Merge")
     refused_unchanged(tied(), UnexpectedTensorsError, message, load_lora, tied(), path)
 
 
