@@ -77,8 +77,8 @@ def near_word(word: str, known: Iterable[str]) -> Optional[str]:
 def _differ_in_spelling(word: str, other: str) -> bool:
     """Returns whether two words that have much in common are near where they differ.
 
-    What two names share says little if many names end so: InternLMForCausalLM is no misspelt Qwen3ForCausalLM. Numbers
-    tell versions apart: Qwen2 is no misspelt Qwen3.
+    What two names share says little if many names end so: InternLMForCausalLM is not a misspelling of Qwen3ForCausalLM.
+    Numbers tell versions apart: Qwen2 is not a misspelling of Qwen3.
     """
     if re.findall(r"\d+", word) != re.findall(r"\d+", other):
         return False
