@@ -33,13 +33,8 @@ def verify(tmp_path):
         environment.update(PYTHON=sys.executable, **variables)
         if (tmp_path / "cann").exists():
             environment["ASCEND_HOME_PATH"] = str(tmp_path / "cann")
-        command = [
-            "bash",
-            os.path.join(root, "scripts", "verify_npu.sh"),
-            *arguments,
-            "--output",
-            str(tmp_path / "out"),
-        ]
+        script = os.path.join(root, "scripts", "verify_npu.sh")
+        command = ["bash", script, *arguments, "--output", str(tmp_path / "out")]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return result, tmp_path / "out"
 
