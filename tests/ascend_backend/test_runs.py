@@ -81,9 +81,7 @@ TRAINED = {
         ranks=8, keys={**DATA_PARALLEL, f"{PET}.lora_init": "pissa", f"{PET}.lora_dropout": 0.0}, values=True
     ),
     "qwen3, data parallel": Row(QWEN3, ranks=8, keys=DATA_PARALLEL),
-    "qwen3 dora, data parallel": Row(
-        QWEN3, ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_dora": True}, values=True, always=True
-    ),
+    "qwen3 dora, data parallel": Row(QWEN3, ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_dora": True}, values=True),
     "qwen3 in 4 bits, data parallel": Row(
         "configs/qwen3/qlora_qwen3_8b.yaml", ranks=8, keys=DATA_PARALLEL, values=True
     ),
@@ -113,7 +111,7 @@ TRAINED = {
     "callbacks that measure, in a pipeline": Row(
         ranks=8, rank=7, rows=4, keys={**ONE_STAGE_PER_HALF, "callbacks": MEASURING}
     ),
-    "packed rows": Row(ranks=8, data="packed", always=True),
+    "packed rows": Row(ranks=8, data="packed"),
     "packed rows, data parallel": Row(ranks=8, data="packed", keys=DATA_PARALLEL),
     "a classifier": Row(ranks=8, data="labels of two classes", keys={**CLASSIFIER, "callbacks": callbacks(HELD_OUT)}),
     # What is alone or in data parallel.
