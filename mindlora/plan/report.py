@@ -293,7 +293,7 @@ def _memory(report: PlanReport) -> str:
 
 
 def _compared(device: DeviceMemory, trial: Trial) -> str:
-    """Returns what MindSpore's planner took beside what the plan says, or why there is no telling."""
+    """Returns what MindSpore's planner took beside what the plan says, or why it is not known."""
     who = f"MindSpore's own Ascend backend, on a stand-in for CANN, as rank {trial.rank} of {trial.devices}"
     if not trial.passed or trial.used is None or trial.actual is None:
         return wrapped("", f"{who}, ended after {trial.steps} of {STEPS} steps: {trial.error}", WIDTH)
