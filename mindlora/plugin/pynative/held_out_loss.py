@@ -38,11 +38,12 @@ class _Loss(nn.Cell):
         super().__init__(auto_prefix=False)
         self.network = step.network
         self.gpt = step.gpt
+        self.ignore_token_id = step.gpt.ignore_token_id
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         rows = shifted({"input_ids": input_ids, "labels": labels}, self.gpt.seq_length)
         tokens, labels = rows["input_ids"], rows["labels"]
-        mask = ops.logical_and(tokens != self.gpt.pad_token_id, labels != self.gpt.ignore_token_id)
+        mask = ops.logical_and(tokens != self.gpt.pad_token_id, labels != self.ignore_token_id)
         logits = self.network(input_ids=tokens, labels=labels)
         safe_labels = ops.select(mask, labels, ops.zeros_like(labels)).reshape(-1)
         log_probabilities = ops.log_softmax(logits.astype(mstype.float32), -1)
