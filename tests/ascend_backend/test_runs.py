@@ -39,7 +39,7 @@ SEVERAL = [{"name": "slow", "learning_rate": 1e-4}, {"name": "small", "learning_
 
 TRAINED = {
     # The shipped YAMLs: alone, and as the first and the last of 8 devices.
-    "llama alone": Row(),
+    "llama alone": Row(rows=2),
     "llama, first of 8": Row(ranks=8, always=True),
     "llama, last of 8": Row(ranks=8, rank=7),
     "llama at O0": Row(ranks=8, keys={"context.jit_config.jit_level": "O0"}),
