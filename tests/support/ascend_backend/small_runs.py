@@ -34,6 +34,7 @@ class Row(NamedTuple):
         rows: Rows of the data. With data_parallel 8 in the semi-automatic mode, 16 are two steps.
         data: What they are: a key of DATA.
         values: Whether weights get their values, which what computes with them needs.
+        saves: Whether the adapter is saved. DoRA looks at trained values first, and in a dry run nothing has trained.
         refused: What mindlora-run says instead of training; None for a run that trains.
         always: Whether it runs without being asked for.
     """
@@ -45,6 +46,7 @@ class Row(NamedTuple):
     rows: int = 16
     data: str = "tokens"
     values: bool = False
+    saves: bool = True
     refused: Optional[str] = None
     always: bool = False
 
@@ -98,7 +100,8 @@ def small_yaml(row: Row, folder: pathlib.Path) -> Dict[str, Any]:
     if "num_experts" in model:
         model.update(_EXPERTS)
     config["runner_config"].update(epochs=1, batch_size=1, sink_mode=False)
-    config.update(auto_trans_ckpt=False, use_parallel=row.ranks > 1, callbacks=callbacks())
+    config.update(auto_trans_ckpt=False, use_parallel=row.ranks > 1)
+    config["callbacks"] = callbacks() if row.saves else [{"type": "MFLossMonitor"}]
     for key, value in row.keys.items():
         node = config
         *path, leaf = key.split(".")
