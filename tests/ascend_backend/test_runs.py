@@ -41,7 +41,8 @@ TRAINED = {
     # The shipped YAMLs: alone, and as the first and the last of 8 devices.
     "llama alone": Row(rows=2),
     "llama, first of 8": Row(ranks=8, always=True),
-    "llama, last of 8": Row(ranks=8, rank=7),
+    # Each device holds the whole adapter, and the first writes it.
+    "llama, last of 8": Row(ranks=8, rank=7, saves=False),
     "llama at O0": Row(ranks=8, keys={"context.jit_config.jit_level": "O0"}),
     "llama, all linear cells": Row("configs/llama3/lora_llama3_8b_all_linear.yaml", ranks=8),
     "llama 2 7b": Row("configs/llama2/lora_llama2_7b.yaml", ranks=8),
@@ -90,14 +91,27 @@ TRAINED = {
     "qwen3 with experts, data parallel": Row(
         QWEN3_MOE, ranks=8, keys=parallel(mode=0, expert_parallel=1, use_seq_parallel=False)
     ),
-    "accumulation and compressed exchange": Row(
+    "compressed exchange, data parallel": Row(
+        ranks=8, keys={**DATA_PARALLEL, "runner_wrapper.gradient_exchange": "float16"}
+    ),
+    "accumulation, data parallel": Row(
+        ranks=8, rows=32, keys={**DATA_PARALLEL, "runner_config.gradient_accumulation_steps": 2}
+    ),
+    "vera, data parallel": Row(
+        ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_vera": True, f"{PET}.lora_alpha": None, f"{PET}.lora_dropout": 0.0}
+    ),
+    "adalora, data parallel": Row(
         ranks=8,
-        rows=32,
         keys={
             **DATA_PARALLEL,
-            "runner_config.gradient_accumulation_steps": 2,
-            "runner_wrapper.gradient_exchange": "float16",
+            f"{PET}.use_adalora": True,
+            f"{PET}.lora_rank": None,
+            f"{PET}.init_r": 4,
+            f"{PET}.target_r": 2,
         },
+    ),
+    "olora, data parallel": Row(
+        ranks=8, keys={**DATA_PARALLEL, f"{PET}.lora_init": "olora", f"{PET}.lora_dropout": 0.0}, values=True
     ),
     "callbacks that control, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, "callbacks": CONTROLLING}),
     "alora, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, f"{PET}.alora_invocation_tokens": [5]}),
