@@ -1,5 +1,6 @@
 """Gradients of a batch that is processed in micro-batches, where every counted token or example weighs the same."""
 
+import os
 from typing import Optional, Tuple
 
 import numpy as np
@@ -68,6 +69,8 @@ class TokenGradients(nn.Cell):
         self.zero = Tensor(np.zeros(self.shape), mstype.float32)
         self.one = Tensor(1, mstype.float32)
         self.first = Tensor(0, mstype.int32)
+        # MindSpore's dry run computes nothing, so that a loop on the device would never end there.
+        self.loops = not os.environ.get("MS_SIMULATION_LEVEL")
 
     def construct(self, scale: Tensor, *inputs: Tensor) -> Tuple[Tensor, Tensor, tuple]:
         if self.micro_batches == 1:
@@ -76,23 +79,28 @@ class TokenGradients(nn.Cell):
         for x in inputs:
             rows = _rows_of_micro_batch(x.shape[0], self.micro_batches)
             micro_batches += (x.reshape((self.micro_batches, rows) + x.shape[1:]),)
-        total = self.zero
-        count = self.no_counts
         gradients = ()
         for weight in self.weights:
             gradients += (ops.zeros(weight.shape, mstype.float32),)
+        sums = (self.zero, self.no_counts, gradients)
         index = self.first
+        if not self.loops:
+            return self.with_micro_batch(sums, scale, micro_batches, index)
         # A loop in the graph, and not K copies of the network: it compiles as fast as one micro-batch, and the
         # activations of only one are in memory.
         while index < self.micro_batches:
-            part = ()
-            for x in micro_batches:
-                part += (ops.gather(x, index, 0),)
-            part_total, part_count, part_gradients = self.of_micro_batch(scale, *part)
-            total, count = total + part_total, count + part_count
-            gradients = self.map(_add_float32, gradients, part_gradients)
+            sums = self.with_micro_batch(sums, scale, micro_batches, index)
             index = index + 1
-        return total, count, gradients
+        return sums
+
+    def with_micro_batch(self, sums: tuple, scale: Tensor, micro_batches: tuple, index: Tensor) -> tuple:
+        """Returns (s, n, gradients) with those of micro-batch ``index`` added."""
+        total, count, gradients = sums
+        part = ()
+        for x in micro_batches:
+            part += (ops.gather(x, index, 0),)
+        part_total, part_count, part_gradients = self.of_micro_batch(scale, *part)
+        return total + part_total, count + part_count, self.map(_add_float32, gradients, part_gradients)
 
     def of_micro_batch(self, scale: Tensor, *inputs: Tensor) -> Tuple[Tensor, Tensor, tuple]:
         """Returns what construct does, for one micro-batch."""
