@@ -52,7 +52,7 @@ TRAINED = {
     "llama in 4 bits": Row("configs/llama2/qlora_llama2_7b.yaml", rows=2, values=True),
     "qwen3 alone": Row(QWEN3, rows=2),
     "qwen3, first of 8": Row(QWEN3, ranks=8, always=True),
-    "qwen3, last of 8": Row(QWEN3, ranks=8, rank=7),
+    "qwen3, last of 8": Row(QWEN3, ranks=8, rank=7, saves=False),
     "qwen3 at O1": Row(QWEN3, ranks=8, keys={"context.jit_config.jit_level": "O1"}),
     "qwen3 in 4 bits": Row("configs/qwen3/qlora_qwen3_8b.yaml", rows=2, values=True),
     "qwen3 with experts, first of 8": Row(QWEN3_MOE, ranks=8, rows=4, always=True),
