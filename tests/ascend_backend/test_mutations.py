@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tests.support.ascend_backend import run_program
+from tests.support.ascend_backend import on_request, run_program
 from tests.support.ascend_backend.small_runs import QWEN3, Row, small_yaml
 
 LAUNCH = """
@@ -30,6 +30,7 @@ MISTAKES = {
 }
 
 
+@on_request
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_run_on_several_devices_ends_it(tmp_path, mistake):
     mutation, row, message = MISTAKES[mistake]

@@ -5,14 +5,13 @@ the cube cores, where an NPU may end in an error of execution: that happens in t
 Each mode runs some of the dtypes, and all of them with MINDLORA_ASCEND_RUNS=all.
 """
 
-import os
 import pathlib
 import shutil
 
 import pytest
 
 from mindlora.ops import ascend_pynative
-from tests.support.ascend_backend import run_program
+from tests.support.ascend_backend import EVERYTHING, run_program
 from tests.support.ascend_backend.printed import printed
 from tests.support.cann_stand_in import write_headers_for_mindspore
 
@@ -20,7 +19,6 @@ PROGRAMS = pathlib.Path(__file__).resolve().parents[1] / "support/ascend_backend
 MODES = ("graph", "pynative")
 ALL_DTYPES = ("float32", "float16", "bfloat16")
 KERNELS = {"LoraDelta", "LoraLinear", "MultiLoraDelta", "MultiLoraSlotWrite", "Nf4Dequantize"}
-EVERYTHING = os.environ.get("MINDLORA_ASCEND_RUNS") == "all"
 # Too old for the module by which PyNative calls the kernels; without it, ops.Custom calls them there too.
 OLD = ascend_pynative.age_problem() is not None
 

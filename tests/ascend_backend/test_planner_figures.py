@@ -1,9 +1,7 @@
 """The plan, and the figures that tests/plan compares it with, beside what MindSpore's planner says now.
 
-Two runs are compiled; MINDLORA_ASCEND_RUNS=all compiles all of them, which takes half an hour.
+One run is compiled; MINDLORA_ASCEND_RUNS=all compiles all of them, which takes half an hour.
 """
-
-import os
 
 import pytest
 
@@ -11,9 +9,10 @@ from mindlora.plan.memory import memory_of
 from mindlora.plan.run import read_run
 from mindlora.plan.trial import try_rank
 from mindlora.plan.units import GIB
+from tests.support.ascend_backend import EVERYTHING
 from tests.support.planner_figures import FIGURES
 
-CHOSEN = FIGURES if os.environ.get("MINDLORA_ASCEND_RUNS") == "all" else FIGURES[:2]
+CHOSEN = FIGURES if EVERYTHING else FIGURES[:1]
 
 
 @pytest.mark.parametrize("figures", CHOSEN, ids=str)

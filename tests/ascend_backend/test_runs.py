@@ -3,10 +3,9 @@
 Rows with ``always`` run always, the others with MINDLORA_ASCEND_RUNS=all.
 """
 
-import os
-
 import pytest
 
+from tests.support.ascend_backend import on_request
 from tests.support.ascend_backend.small_runs import QWEN3, QWEN3_MOE, Row, callbacks, parallel, saved_folders, train
 
 PET = "model.model_config.pet_config"
@@ -186,10 +185,8 @@ REFUSED = {
 
 
 def asked_for(table):
-    """Returns the names of a table as parameters; those that run on request are skipped with the reason."""
-    everything = os.environ.get("MINDLORA_ASCEND_RUNS") == "all"
-    skipped = pytest.mark.skip(reason="runs with MINDLORA_ASCEND_RUNS=all")
-    return [pytest.param(name, marks=() if everything or row.always else skipped) for name, row in table.items()]
+    """Returns the names of a table as parameters; those that run on request are marked."""
+    return [pytest.param(name, marks=() if row.always else on_request) for name, row in table.items()]
 
 
 @pytest.mark.parametrize("name", asked_for(TRAINED))

@@ -34,8 +34,8 @@ class Row(NamedTuple):
         rows: Rows of the data. With data_parallel 8 in the semi-automatic mode, 16 are two steps.
         data: What they are: a key of DATA.
         values: Whether weights get their values, which what computes with them needs.
-        saves: Whether this rank writes the adapter. DoRA's is not written: it looks at trained values first, and in a dry
-            run nothing has trained.
+        saves: Whether this rank writes the adapter. DoRA's is not: it looks at trained values first, and a
+            dry run has none.
         refused: What mindlora-run says instead of training; None for a run that trains.
         always: Whether it runs without being asked for.
     """
