@@ -40,6 +40,16 @@ def header_of(folder: ModelFolder, request: Request, batch: Batch, trained: int,
     ]
 
 
+def notes_on(folder: ModelFolder) -> Tuple[str, ...]:
+    """Returns what the user should know of the model."""
+    if folder.unstated_end is None:
+        return ()
+    return (
+        f"the chat template ends the assistant's turns with {folder.unstated_end}, at which neither config.json nor "
+        "generation_config.json stops: eos_token_id of the YAML has it too",
+    )
+
+
 def commands_of(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
     """Returns the commands from here to an answer of the adapter."""
     model = shlex.quote(folder.path)
