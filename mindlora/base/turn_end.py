@@ -90,7 +90,8 @@ def stopping_at_turn_end(files: Sequence[str], rows: int) -> Tuple[Optional[Dict
     """
     if importlib.util.find_spec("transformers") is None:
         return None, ["The chat template was not looked at: transformers, which renders it, is not installed."]
-    end, ends = turn_end(files), stated_ends(files)
+    end = turn_end(files)
+    ends = None if end is None else stated_ends(files)
     if end is None or ends is None or end.token in ends or end.token >= rows:
         return None, []
     paths = {os.path.basename(path): path for path in files}

@@ -228,7 +228,7 @@ def _naming(skipped: Dict[str, List[str]]) -> Iterator[None]:
         if not skipped:
             raise
         raise DataError(
-            f"{error} Or correct the rows that cannot be used: {'; '.join(describe_skipped(skipped))}."
+            f"{error} Correct also the rows that cannot be used: {'; '.join(describe_skipped(skipped))}."
         ) from error
 
 

@@ -49,7 +49,7 @@ def draft_run(folder: ModelFolder, request: Request) -> Draft:
     trained = sum(weight.count for weight in weights if weight.trained)
     header = header_of(folder, request, batch, trained, parameters)
     text = yaml_text(header, content, comments_of(folder, request))
-    notes = notes_on(folder)
+    notes = notes_on(folder, request)
     return Draft(content, parameters, trained, batch.steps, notes, commands_of(folder, request), text)
 
 

@@ -66,9 +66,9 @@ def test_nulls_in_calls_and_tools_are_counted_where_tables_did_not_leave_them_ou
         return {"messages": asked, "tools": [tool]}
 
     rows = [
-        conversation({"what": "cats", "where": None}, {"what": {}}),
-        conversation({"what": "cats"}, {"what": {}, "where": None}),
-        conversation({"what": "cats"}, {"what": {}}),
+        conversation({"what": "cats", "where": None}, {"what": {"type": "string"}}),
+        conversation({"what": "cats"}, {"what": {"type": "string"}, "where": None}),
+        conversation({"what": "cats"}, {"what": {"type": "string"}}),
     ]
     tokenizer = chat_tokenizer(HERMES_TOOLS, eos_token="<|im_end|>")
     report = convert_chat(as_jsonl(tmp_path / "in.jsonl", rows), str(tmp_path / "x.mindrecord"), tokenizer, 400)

@@ -160,11 +160,10 @@ def test_prompts_that_were_cut_are_compared_as_they_were(tmp_path, chatml):
 
 def test_an_error_about_the_rows_that_are_left_names_the_others(tmp_path, chatml):
     rows = [JUDGED[0], {**JUDGED[0], "completion": "One.", "label": False}, {**JUDGED[1], "label": 3}]
-    with pytest.raises(
-        DataError, match='have the same prompt.* several prompts. Rows that cannot be used: a "label" that.*line 3'
-    ):
+    others = 'Correct also the rows that cannot be used: a "label" that.*line 3'
+    with pytest.raises(DataError, match=f"have the same prompt.* several prompts. {others}"):
         convert(tmp_path, rows, chatml)
-    with pytest.raises(DataError, match="there is one. Rows that cannot be used: .*same as tokens: 1"):
+    with pytest.raises(DataError, match="there is one. Correct also the rows that cannot be used: .*same as tokens: 1"):
         convert(tmp_path, [PAIRS[0], {**PAIRS[1], "rejected": PAIRS[1]["chosen"] + " "}], TRIMMING, holdout=0.5)
 
 
