@@ -8,7 +8,7 @@ from mindlora.common.json_files import parse_object
 from mindlora.common.text import first_ten
 from mindlora.errors import CheckpointError
 
-TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _OF_MODEL = (CONFIG, "generation_config.json")
 
@@ -44,7 +44,7 @@ def tokenizer_files(adapter: str, base_folder: str, companions: List[str], rows:
     own = TokenizerFiles(base_folder, companions)
     if not os.path.isfile(os.path.join(folder, TOKENIZER)) or os.path.realpath(folder) == os.path.realpath(base_folder):
         return own
-    tokens, of_base = (_tokens(os.path.join(where, TOKENIZER)) for where in (folder, base_folder))
+    tokens, of_base = (vocabulary_of(os.path.join(where, TOKENIZER)) for where in (folder, base_folder))
     if tokens == of_base:
         return own
     added = sorted(tokens.keys() - of_base.keys(), key=lambda token: tokens[token])
@@ -62,18 +62,18 @@ def _with_tokenizer_of(folder: str, companions: List[str]) -> List[str]:
     names = [name for name in COMPANIONS if name not in _OF_MODEL]
     taken = [os.path.join(folder, name) for name in names if os.path.isfile(os.path.join(folder, name))]
     kept = [path for path in companions if os.path.basename(path) in _OF_MODEL]
-    settings = os.path.join(folder, _SETTINGS)
-    has_template = os.path.isfile(settings) and "chat_template" in _read(settings)
+    settings = os.path.join(folder, SETTINGS)
+    has_template = os.path.isfile(settings) and "chat_template" in read_object(settings)
     if not has_template and not any(os.path.basename(path) in _TEMPLATES for path in taken):
         kept += [path for path in companions if os.path.basename(path) in _TEMPLATES]
     return kept + taken
 
 
-def _tokens(path: str) -> Dict[str, int]:
+def vocabulary_of(path: str) -> Dict[str, int]:
     """Returns token -> number of a tokenizer.json; none if there is none."""
     if not os.path.isfile(path):
         return {}
-    content = _read(path)
+    content = read_object(path)
     vocabulary = (content.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):
         # Of type Unigram: [token, score], in the order of their numbers.
@@ -81,6 +81,7 @@ def _tokens(path: str) -> Dict[str, int]:
     return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or []}}
 
 
-def _read(path: str) -> dict:
+def read_object(path: str) -> dict:
+    """Returns the object in a JSON file; raises CheckpointError if it cannot be read."""
     with open(path, "rb") as file:
         return parse_object(file.read(), path, CheckpointError)

@@ -10,7 +10,7 @@ from typing import Callable, List, Mapping, Optional, Tuple
 from mindlora.base import experts, pynative
 from mindlora.base.hf_config import hugging_face_config
 from mindlora.base.quantized_names import quantized_weights, taken_apart
-from mindlora.base.reader import WORLDS, BaseCheckpoint
+from mindlora.base.reader import CONFIG, WORLDS, BaseCheckpoint
 from mindlora.base.renaming import Plan, tensor_of
 from mindlora.base.writer import PYNATIVE, OutputTensor, check_checkpoint_output, is_file_name, write
 from mindlora.common.text import examples
@@ -125,18 +125,18 @@ def convert_base(
         notes = [*base.left_out, *_settle_head(base, plan, written, tied)]
         tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
         companions = []
-        config = None
+        contents = {}
         if to in (HF, PYNATIVE) and not is_file_name(output):
             companions = base.companions()
         if to == HF and not is_file_name(output):
             if not base.config and model_config is not None:
-                config = hugging_face_config([tensor[:3] for tensor in tensors], model_config)
+                contents[CONFIG] = hugging_face_config([tensor[:3] for tensor in tensors], model_config)
             elif not base.config:
                 notes.append(_NO_CONFIG)
         shards = plan.shards
         if to == PYNATIVE:
             shards = pynative.shards(shards, {t.name: t.unit for t in tensors if names.is_expert_weight(t.name)})
-        files = write(output, shards, PYNATIVE if to == PYNATIVE else written, companions, config, progress)
+        files = write(output, shards, PYNATIVE if to == PYNATIVE else written, companions, contents, progress)
     return ConvertBaseReport(
         str(source),
         str(output),

@@ -16,9 +16,10 @@ from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.adapters.matching import CellShape, arrange, rename_for
 from mindlora.base import llama_cpp, pynative
 from mindlora.base.adapter_tokenizer import tokenizer_files
-from mindlora.base.reader import WORLDS, BaseCheckpoint
+from mindlora.base.reader import CONFIG, WORLDS, BaseCheckpoint
 from mindlora.base.trained_base import check_trained_base
-from mindlora.base.writer import PYNATIVE, OutputTensor, Shard, check_checkpoint_output, write
+from mindlora.base.turn_end import GENERATION, stopping_at_turn_end
+from mindlora.base.writer import PYNATIVE, OutputTensor, Shard, check_checkpoint_output, is_file_name, write
 from mindlora.common.text import examples
 from mindlora.errors import LoraError, MergeError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.formats import gguf_file
@@ -145,11 +146,16 @@ def merge_checkpoint(
         tokenizer = tokenizer_files(str(adapter), source.folder, source.companions(), merging.tokens)
         if source.is_pynative:
             shards = pynative.shards(shards, source.expert_heights)
+        stopping: List[str] = []
         if is_gguf:
             files = [_write_gguf(output, source, tokenizer.folder, shards, config or source.config, outtype, progress)]
         else:
             written = PYNATIVE if source.is_step else source.world
-            files = write(output, shards, written, tokenizer.companions, config, progress)
+            contents = {CONFIG: config} if config else {}
+            if not is_file_name(output):
+                generation, stopping = stopping_at_turn_end(tokenizer.companions, merging.tokens)
+                contents.update({GENERATION: generation} if generation else {})
+            files = write(output, shards, written, tokenizer.companions, contents, progress)
     count = len(content.paths)
     # An adapted module whose own weight is in the adapter too counts as merged, once.
     tables = {merging.weight_name(path, True) for path in content.token_rows}.union(content.saved_modules)
@@ -168,7 +174,7 @@ def merge_checkpoint(
         tensor,
         difference,
         bound,
-        (*source.left_out, *merging.notes, *tokenizer.notes),
+        (*source.left_out, *merging.notes, *tokenizer.notes, *stopping),
         time.perf_counter() - started,
     )
 

@@ -51,6 +51,12 @@ COMPANIONS = (
 )
 
 
+def companions_in(folder: str) -> List[str]:
+    """Returns the paths of the configuration and the tokenizer in a model's folder."""
+    paths = (os.path.join(folder, name) for name in COMPANIONS)
+    return [path for path in paths if os.path.isfile(path)]
+
+
 class BaseCheckpoint:
     """A base model's checkpoint that is open for reading; use it in a ``with`` statement.
 
@@ -164,8 +170,7 @@ class BaseCheckpoint:
 
     def companions(self) -> List[str]:
         """Returns the paths of the configuration and the tokenizer in the same folder."""
-        paths = (os.path.join(self.folder, name) for name in COMPANIONS)
-        return [path for path in paths if os.path.isfile(path)]
+        return companions_in(self.folder)
 
     def _as_mcore(self, file: "OpenFile") -> "OpenFile":
         """Returns a file of MindFormers 2's PyNative trainer with mcore's names, any other file as it is."""

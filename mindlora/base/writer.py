@@ -8,11 +8,11 @@ import concurrent.futures
 import contextlib
 import os
 import shutil
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from mindlora.base.reader import CONFIG, INDEX
+from mindlora.base.reader import INDEX
 from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.errors import CheckpointError
@@ -83,15 +83,15 @@ def write(
     shards: List[Shard],
     world: str,
     companions: Sequence[str] = (),
-    config: Optional[dict] = None,
+    contents: Optional[Mapping[str, dict]] = None,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> List[str]:
     """Writes a checkpoint in the form that the name of ``output`` asks for; an error leaves what was there unchanged.
 
-    A folder gets a file for each shard, copies of ``companions``, and a config.json of ``config``; a single file holds
-    all shards. ``world`` is "hf", "mindformers", "mcore", or "pynative" for the folder of a step of MindFormers 2's
-    PyNative trainer; ``progress`` takes the size of each written block and the total size, in bytes. Returns the
-    written files that hold tensors.
+    A folder gets a file for each shard, copies of ``companions``, and the JSON files that ``contents`` names; a single
+    file holds all shards. ``world`` is "hf", "mindformers", "mcore", or "pynative" for the folder of a step of
+    MindFormers 2's PyNative trainer; ``progress`` takes the size of each written block and the total size, in bytes.
+    Returns the written files that hold tensors.
     """
     shards = [shard for shard in shards if shard.tensors]
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
@@ -114,8 +114,8 @@ def write(
     with atomic.replace_folder(output) as folder:
         for path in companions:
             shutil.copyfile(path, os.path.join(folder, os.path.basename(path)))
-        if config is not None:
-            write_json(os.path.join(folder, CONFIG), config)
+        for name, content in (contents or {}).items():
+            write_json(os.path.join(folder, name), content)
         return _write_folder(folder, shards, world, tick)
 
 

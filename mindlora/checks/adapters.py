@@ -48,7 +48,7 @@ _NOT_WITH_OTHERS = (
 # Callbacks of the whole run, and those of which each adapter has its own.
 OF_RUN = ("MFLossMonitor", "ProgressBar", "GracefulStop")
 OF_ADAPTER = (
-    *("HeldOutLoss", "TrainingGuard", "WarmUp", "ReduceOnPlateau", "GradientNormRate", "EarlyStopping"),
+    *("EmptySteps", "HeldOutLoss", "TrainingGuard", "WarmUp", "ReduceOnPlateau", "GradientNormRate", "EarlyStopping"),
     *("LoraCheckpoint", "LossCurve", "RunReport"),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")

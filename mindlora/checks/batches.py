@@ -69,6 +69,22 @@ def check_batches(config: Mapping[str, Any]) -> Iterator[Finding]:
             yield error(where, f"{where}: {path} has no rows.", "Name data with rows.")
 
 
+def rows_left_out(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each data of a training run of which an epoch leaves out rows, as they fill no step.
+
+    The YAML must have no mistakes. Data whose rows cannot be counted without MindSpore is passed over.
+    """
+    batch = batch_of(config, launched_devices() or 1)
+    for where, data in _training_data(config) if _drops_rest(config, "train_dataset") else ():
+        rows = math.inf if data is None else _available(config, "train_dataset", data, math.inf)
+        if rows == math.inf:
+            continue
+        steps = math.ceil(rows / batch.shares) // (batch.rows // batch.shares)
+        left = int(rows) - steps * batch.rows
+        if left > 0:
+            yield f"{where}: each epoch leaves out {left} of {rows} rows (drop_remainder): a step takes {batch}."
+
+
 def batch_of(config: Mapping[str, Any], devices: int, accumulates: bool = True) -> Batch:
     """Returns what a step of a run takes, as MindFormers computes it.
 
@@ -139,9 +155,8 @@ def _too_few(
     """Returns an error if the data has too few rows for a step, else None."""
     if data is None or not all(number in COUNT for number in batch.factors.values()):
         return None
-    samples = value_at(config, f"{dataset}.data_loader.num_samples")
-    samples = samples if samples in COUNT else None
-    available = min(rows_up_to(batch.rows, data), samples or math.inf)
+    samples = _samples(config, dataset)
+    available = _available(config, dataset, data, batch.rows)
     # A device gets one row more where they cannot be shared equally, but MindFormers rounds num_samples down.
     share = math.inf if available == math.inf else math.ceil(available / batch.shares)
     share = min(share, samples // batch.shares) if samples else share
@@ -154,13 +169,23 @@ def _too_few(
     )
 
 
+def _samples(config: Mapping[str, Any], dataset: str) -> Optional[int]:
+    samples = value_at(config, f"{dataset}.data_loader.num_samples")
+    return samples if samples in COUNT else None
+
+
+def _available(config: Mapping[str, Any], dataset: str, data: Data, enough: float) -> float:
+    """Returns how many rows of the data a run reads, if there are not ``enough``."""
+    return min(rows_up_to(enough, data), _samples(config, dataset) or math.inf)
+
+
 def _lowered(batch: Batch) -> str:
     """Returns which of the numbers that make a step large can be lowered."""
     names = [name.rpartition(".")[2] for name, number in batch.factors.items() if number > 1]
     return " or ".join(names) or "batch_size"
 
 
-def rows_up_to(enough: int, data: Data) -> float:
+def rows_up_to(enough: float, data: Data) -> float:
     """Returns how many rows the data has; once there are enough, the other files, perhaps thousands, stay closed."""
     total = 0
     files: List[str] = mindrecord_files(data)

@@ -18,8 +18,8 @@ from mindlora.formats.mindrecord_files import mindrecord_files
 
 Data = Union[str, Sequence[str]]
 Row = Dict[str, np.ndarray]
-# Returns the first rows of a MindRecord, at most so many. Only MindSpore can read them.
-FirstRows = Callable[[str, int], Iterator[Row]]
+# Returns the first rows of a MindRecord, at most so many; with None all. Only MindSpore can read them.
+FirstRows = Callable[[str, Optional[int]], Iterator[Row]]
 # The column in which packed rows say which token begins an example.
 BOUNDARY = "boundary"
 # seq_length of an mcore model whose YAML does not say it.
@@ -45,7 +45,7 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
     Data that is not there is passed over (check_files names it), and so is data that is no MindRecord. ``first_rows``
     reads the first rows of a MindRecord.
     """
-    model = _model_of(config)
+    model = model_of(config)
     if model.get("seq_length") not in COUNT:
         return
     train = data_of(config.get("train_dataset"))
@@ -58,30 +58,34 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
                 yield error(
                     where, f"{where}: dataset_dir is {folder}, a folder with no file in it that ends in .mindrecord."
                 )
-    for where, rows, lengths in _sets(config, first_rows):
+    for where, data, lengths in data_sets(config):
+        rows = _rows_of(data, first_rows)
         if rows:
             yield from _check_set(where, rows, lengths, model)
             yield from check_invocation_in_rows(where, rows, model, ignore_token_id(model))
 
 
-def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[str, List[Row], Sequence[int]]]:
-    """Yields where the YAML names data that the run reads, its first rows, and how many tokens a row may have."""
+def data_sets(config: Mapping[str, Any]) -> Iterator[Tuple[str, Optional[Data], Sequence[int]]]:
+    """Yields where the YAML names data that the run reads, the data, and how many tokens a row may have.
+
+    The data is None where it cannot be read yet. seq_length of the model must be in range.
+    """
     training = config.get("run_mode") in TRAINING_MODES
     lengths = row_lengths(config)
     if training:
-        yield "train_dataset", _rows_of(data_of(config.get("train_dataset")), first_rows), lengths
+        yield "train_dataset", data_of(config.get("train_dataset")), lengths
         for number, adapter in enumerate(value_at(config, f"{PET}.adapters") or ()):
             own = adapter.get("data") if isinstance(adapter, Mapping) else None
             if isinstance(own, str) and os.path.exists(own):
-                yield f"{PET}.adapters[{number}].data", _rows_of(own, first_rows), lengths
+                yield f"{PET}.adapters[{number}].data", own, lengths
     if config.get("run_mode") == "eval" or (training and config.get("do_eval")):
-        length = _model_of(config)["seq_length"]
+        length = model_of(config)["seq_length"]
         evaluated = lengths if _takes_shifted_labels(config) else (length, length + 1)
-        yield "eval_dataset", _rows_of(data_of(config.get("eval_dataset")), first_rows), evaluated
+        yield "eval_dataset", data_of(config.get("eval_dataset")), evaluated
     for where, callback in callbacks_of(config, "HeldOutLoss") if training else ():
         held_out = callback.get("dataset_dir")
         if held_out and os.path.exists(held_out):
-            yield where, _rows_of(held_out, first_rows), lengths
+            yield where, held_out, lengths
 
 
 def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, List[str]]]:
@@ -96,14 +100,14 @@ def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, List[str]]]:
             yield where, files
 
 
-def _model_of(config: Mapping[str, Any]) -> Dict[str, Any]:
+def model_of(config: Mapping[str, Any]) -> Dict[str, Any]:
     """Returns the keys of the model: of an mcore model also those of the folder that describes it."""
     return {"seq_length": _MCORE_LENGTH, **model_config_of(config)} if is_mcore(config) else model_config_of(config)
 
 
 def row_lengths(config: Mapping[str, Any]) -> Sequence[int]:
     """Returns how many tokens the rows that the model trains on may have."""
-    model = _model_of(config)
+    model = model_of(config)
     length = model["seq_length"]
     if _takes_shifted_labels(config):
         # Those of MindFormers' glm4_preprocess.py lack one.

@@ -13,6 +13,7 @@ from mindlora.checks.files import check_quantized_base
 from mindlora.checks.finding import Finding, error, errors
 from mindlora.checks.invocation import check_invocation
 from mindlora.checks.key_ranges import check_keys, check_run_mode, check_shape
+from mindlora.checks.labels import check_labels
 from mindlora.checks.mcore import check_mcore
 from mindlora.checks.memory import check_memory_options
 from mindlora.checks.model import at, language_model
@@ -67,9 +68,12 @@ def check_contents(config: Mapping[str, Any], first_rows: Optional[FirstRows] = 
     checks: List[Iterator[Finding]] = [check_quantized_base(config), check_base_weights(config), check_batches(config)]
     if first_rows is not None:
         checks += [check_rows(config, first_rows), check_preference_rows(config, first_rows)]
+        checks.append(check_labels(config, first_rows))
     for check in checks:
         try:
             findings += check
         except LoraError as refusal:
-            findings.append(error("", str(refusal)))
+            unreadable = error("", str(refusal))
+            # Several checks read the same file.
+            findings += [] if unreadable in findings else [unreadable]
     return findings

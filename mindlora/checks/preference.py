@@ -14,7 +14,7 @@ from mindlora.numerics.initializers import changes_base
 
 KEY = "runner_wrapper.preference"
 # The column that only rows of preferences have.
-_ANSWERS = "answers"
+ANSWERS = "answers"
 # What writes the columns of a run, without the reference among them and with it.
 _WRITERS = ("the columns that mindlora data preference writes", "the last of which mindlora reference adds")
 
@@ -90,7 +90,7 @@ def check_preference_rows(config: Mapping[str, Any], first_rows: FirstRows) -> I
 def _problem(row, settings: Optional[PreferenceSettings]):
     """Returns what is wrong with the columns of a row, and what to do, or None."""
     if settings is None:
-        if _ANSWERS in row:
+        if ANSWERS in row:
             return "holds preferences, and the run learns labels.", f"Set {KEY}: {{loss: dpo}}, or kto for judgments."
         return None
     missing = [column for column in settings.columns if column not in row]
@@ -98,7 +98,7 @@ def _problem(row, settings: Optional[PreferenceSettings]):
         return None
     if missing == [REFERENCE]:
         return "lacks the column reference.", "Run mindlora reference on this YAML, which adds it."
-    if _ANSWERS in row:
+    if ANSWERS in row:
         kinds = ("answers with labels", "pairs") if settings.kind.pairs else ("pairs", "answers with labels")
         return f"holds {kinds[0]}, and the loss {settings.loss} learns from {kinds[1]}.", "Choose a loss for this data."
     return f"lacks the columns {', '.join(missing)}.", "Convert the data with mindlora data preference."

@@ -9,9 +9,10 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mindlora.adapters.adapter import ALPHA
 from mindlora.checks.batches import rows_up_to
-from mindlora.checks.data_rows import data_of
+from mindlora.checks.data_rows import FirstRows, data_of
 from mindlora.checks.files import check_path
 from mindlora.checks.finding import Finding, error, errors, note, warning
+from mindlora.checks.labels import check_pynative_labels
 from mindlora.checks.pynative_cells import adaptable_cells, network_of, select
 from mindlora.checks.pynative_checkpoint import check_checkpoint
 from mindlora.common.fields import COUNT
@@ -47,17 +48,22 @@ def is_pynative(config: Mapping[str, Any]) -> bool:
     return "lora_config" in config or "training" in config and typed
 
 
-def check_pynative(config: Mapping[str, Any], version: Version = None) -> List[Finding]:
+def check_pynative(
+    config: Mapping[str, Any], version: Version = None, first_rows: Optional[FirstRows] = None
+) -> List[Finding]:
     """Returns what is wrong in a YAML of the PyNative trainer, or good to know.
 
     Args:
         config (mapping): The content of the YAML.
         version (tuple of int): Of the MindFormers that will run it, (2, 0) for instance. Default: None, not known.
+        first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is looked at.
     """
     misshapen = list(_check_shape(config))
     if misshapen:
         return misshapen
     findings = [*_check_checkpoint_keys(config, version), *_check_rows(config)]
+    if first_rows is not None:
+        findings += check_pynative_labels(config, first_rows)
     lora = config.get("lora_config")
     if lora is None:
         return findings

@@ -187,6 +187,8 @@ def _merge(arguments: argparse.Namespace) -> Any:
     # Must be set before NumPy is imported. Blocks are merged in parallel: if each product used all cores, they would
     # wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # It renders the chat template, and says on import that there is no PyTorch.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from mindlora.base.merge import merge_checkpoint
     from mindlora.errors import ConfigError
     from mindlora.formats import gguf_file

@@ -47,6 +47,7 @@ class WrittenConfiguration:
     Attributes:
         parameters, trained (int): Elements of all parameters, and of those that are trained.
         steps (int): Steps of the run, or None if no data was named.
+        notes (tuple of str): What else the user should know.
         commands (tuple of str): What to do next, in order.
     """
 
@@ -55,11 +56,13 @@ class WrittenConfiguration:
     parameters: int
     trained: int
     steps: Optional[int]
+    notes: Tuple[str, ...]
     commands: Tuple[str, ...]
 
     def __str__(self) -> str:
         steps = "" if self.steps is None else f"; steps: {self.steps:,}"
         lines = [f"{self.output}: {self.model}, {self.trained:,} of {self.parameters:,} parameters trained{steps}"]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join([*lines, "Next:", *(f"  {command}" for command in self.commands)])
 
 
@@ -131,7 +134,9 @@ def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
     with atomic.replace_file(arguments.output) as new:
         pathlib.Path(new).write_text(draft.text, encoding="utf-8")
     title = folder.architecture.title
-    return WrittenConfiguration(arguments.output, title, draft.parameters, draft.trained, draft.steps, draft.commands)
+    return WrittenConfiguration(
+        arguments.output, title, draft.parameters, draft.trained, draft.steps, draft.notes, draft.commands
+    )
 
 
 def _check_output(output: Optional[str], overwrite: bool, what: str) -> str:

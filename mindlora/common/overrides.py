@@ -3,6 +3,8 @@
 import json
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
+import yaml
+
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import shown, suggestion
 from mindlora.common.yaml_file import PET
@@ -194,7 +196,8 @@ def _is_key(option: str) -> bool:
 def read_value(text: str) -> Any:
     """Returns the value that a text of the command line stands for, as MindFormers' parse_value reads it.
 
-    That is a whole number, a number, True or False, or JSON; any other text stands for itself.
+    That is a whole number, a number, True or False, or JSON. Beyond MindFormers, it is also a list in brackets or a
+    node in braces as YAML has them, such as ``{loss: dpo}``. Any other text stands for itself.
     """
     if text in ("True", "False"):
         return text == "True"
@@ -203,7 +206,20 @@ def read_value(text: str) -> Any:
             return read(text)
         except ValueError:
             continue
-    return text
+    return _flow_value(text)
+
+
+def _flow_value(text: str) -> Any:
+    """Returns the list or the node that a text is in YAML's flow style, or the text."""
+    if not text.strip().startswith(("[", "{")):
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    # In YAML, a template such as "{instruction}" is a node with a key and no value.
+    is_template = isinstance(value, dict) and None in value.values()
+    return text if is_template or not isinstance(value, (list, dict)) else value
 
 
 def set_key(

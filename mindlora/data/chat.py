@@ -1,12 +1,24 @@
 """Conversations of several turns to MindRecord: what the assistant says is learned, the rest is not."""
 
 import collections
-from typing import Any, List, Optional, Sequence, Union
+import contextlib
+import os
+from typing import Any, Iterator, List, Optional, Sequence, Set, Union
 
+from mindlora.base.reader import companions_in
+from mindlora.base.turn_end import TurnEnd, stated_ends
 from mindlora.data.chat_template import ChatTemplate, encode_spans, ends_of_learned, left_out, read_template
-from mindlora.data.conversations import LAYOUT, Conversation, read_conversation, texts_of
+from mindlora.data.conversations import LAYOUT, Conversation, has_nulls, read_conversation, texts_of
 from mindlora.data.conversion import DataReport, Encoded, Examples, UnusableRow
 from mindlora.data.pipeline import Settings, convert_examples
+
+_ENDLESS = (
+    "in {} rows, a turn of the assistant ends without a special token: a model may not learn from them when to stop"
+)
+_NULLS = (
+    "in {} rows, arguments of a call or fields of a tool are null, and are shown as null: if datasets' to_json wrote "
+    "them for what is absent, give the data as Parquet or as save_to_disk writes it, of which nulls are left out"
+)
 
 
 def convert_chat(
@@ -47,8 +59,10 @@ class ChatExamples(Examples):
     def __init__(self, chat_template: Optional[str] = None):
         self.chat_template = chat_template
         self.template: Optional[ChatTemplate] = None
-        self.endless = 0
-        self.left_out: "collections.Counter[str]" = collections.Counter()
+        self.unstated_end: Optional[str] = None
+        # Note -> of how many rows it is, and the notes of the row that is being encoded.
+        self._rows: "collections.Counter[str]" = collections.Counter()
+        self._of_row: Set[str] = set()
 
     def parse(self, record: Any) -> Conversation:
         """See Examples."""
@@ -61,13 +75,35 @@ class ChatExamples(Examples):
     def prepare(self, tokenizer: Any) -> None:
         """See Examples."""
         self.template = ChatTemplate(tokenizer, self.chat_template)
+        self.unstated_end = unstated_end(self.template)
 
     def encode(self, parsed: Conversation, tokenizer: Any) -> Encoded:
         """See Examples."""
-        text, spans = self.template.spans(parsed)
+        with self.noting_row():
+            return self.encode_conversation(parsed, tokenizer)
+
+    @contextlib.contextmanager
+    def noting_row(self) -> Iterator[None]:
+        """Counts what is noted inside once for the row, unless it cannot be used."""
+        self._of_row = set()
+        yield
+        self._rows.update(self._of_row)
+
+    def encode_conversation(self, conversation: Conversation, tokenizer: Any, first: int = 0) -> Encoded:
+        """Returns the tokens of a conversation, of which the assistant's turns from message ``first`` on are learned.
+
+        What the template does not show, a turn without an end and arguments without a value are noted. Raises
+        UnusableRow as ChatTemplate.spans does.
+        """
+        conversation = self.template.with_thoughts(conversation)
+        text, spans = self.template.spans(conversation, first)
         encoded = encode_spans(tokenizer, text, spans)
-        self.endless += not all(self.template.is_ended(text[begin:end]) for begin, end in spans)
-        self.left_out.update(left_out(parsed, text))
+        for what in left_out(conversation, text):
+            self._of_row.add(f"the chat template does not show all of the {what} of {{}} rows")
+        if not all(self.template.is_ended(text[begin:end]) for begin, end in spans):
+            self._of_row.add(_ENDLESS)
+        if has_nulls(conversation):
+            self._of_row.add(_NULLS)
         return encoded
 
     def cut(self, encoded: Encoded, limit: int) -> Encoded:
@@ -79,12 +115,25 @@ class ChatExamples(Examples):
 
     def notes(self) -> List[str]:
         """See Examples."""
-        notes = [
-            f"the chat template does not show all of the {what} of {rows} rows" for what, rows in self.left_out.items()
-        ]
-        if self.endless:
-            notes.append(
-                f"in {self.endless} rows, a turn of the assistant ends without a special token: a model may not learn "
-                "from them when to stop"
-            )
+        notes = [note.format(rows) for note, rows in self._rows.items()]
+        if self.unstated_end:
+            notes.append(self.unstated_end)
         return notes
+
+
+def unstated_end(template: ChatTemplate) -> Optional[str]:
+    """Returns a note if the model of a tokenizer's folder would not stop where the chat template ends a turn."""
+    tokenizer, text = template.tokenizer, template.turn_end
+    if text is None:
+        return None
+    folder = str(getattr(tokenizer, "name_or_path", ""))
+    stated = stated_ends(companions_in(folder)) if os.path.isdir(folder) else None
+    ends = (tokenizer.eos_token_id,) if stated is None else stated
+    end = TurnEnd(text, tokenizer.convert_tokens_to_ids(text))
+    if end.token in ends:
+        return None
+    return (
+        f"the chat template ends the assistant's turns with {end}, and the model stops at {', '.join(map(str, ends))} "
+        "alone: generate, chat and serve stop at both, and mindlora merge and mindlora configs --from add it; "
+        "elsewhere set eos_token_id"
+    )

@@ -6,12 +6,15 @@ the text of the messages before it ends, with the prompt that lets the assistant
 where the text of the messages up to it ends. Both texts must be beginnings of the whole text.
 """
 
+import functools
 import json
 import re
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
+from mindlora.base.turn_end import token_behind_answer
+from mindlora.data import thoughts
 from mindlora.data.conversations import Conversation
 from mindlora.data.conversion import Encoded, UnusableRow
 from mindlora.data.files import read_text
@@ -83,11 +86,17 @@ class ChatTemplate:
             add_generation_prompt=prompt,
         )[0]
 
+    def with_thoughts(self, conversation: Conversation) -> Conversation:
+        """Returns a conversation in which what the assistant thought is where the template takes it from."""
+        if self._thoughts is None:
+            return conversation
+        return conversation._replace(messages=thoughts.with_thoughts_in(self._thoughts, conversation.messages))
+
     def spans(self, conversation: Conversation, first: int = 0) -> Tuple[str, List[Span]]:
         """Returns the text of a conversation and where the assistant speaks in it, the end of each turn included.
 
         Only messages from the number ``first`` on are looked at. Raises UnusableRow if the template refuses the
-        conversation, or does not tell where the assistant speaks.
+        conversation, does not tell where the assistant speaks, or writes thoughts of the assistant in two blocks.
         """
         try:
             template = self.tokenizer.get_chat_template(self.source, conversation.tools)
@@ -96,6 +105,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is a program, which fails in its own ways
             raise UnusableRow(f"the chat template refuses it ({str(error)[:100]})") from error
+        if self._writes_block:
+            thoughts.check_blocks(conversation.messages, text)
         spans = [(begin, end) for begin, end in spans if text[begin:end].strip()]
         if not spans:
             raise UnusableRow("the chat template shows nothing that the assistant says")
@@ -114,11 +125,14 @@ class ChatTemplate:
             **self.tokenizer.special_tokens_map,
         )
         text = texts[0]
-        eos = self.tokenizer.eos_token or ""
+        ends = [token for token in (self.turn_end, self.tokenizer.eos_token) if token]
         spans = []
         for begin, end in marks[0]:
+            length = self._turn_length(text[begin:end])
             # Some templates end the mark before the token that ends the turn, but a model must learn to stop.
-            spans.append((begin, end + len(eos) if text.startswith(eos, end) else end))
+            behind = "" if self.is_ended(text[begin : begin + length]) else text[end:]
+            ending = next(filter(behind.startswith, ends), "")
+            spans.append((begin, begin + length + len(ending)))
         before = sum(message["role"] == "assistant" for message in conversation.messages[:first])
         return text, spans[before:]
 
@@ -152,6 +166,22 @@ class ChatTemplate:
         stripped = turn.rstrip()
         return len(stripped) if stripped.endswith(self.special) else len(turn)
 
+    @functools.cached_property
+    def turn_end(self) -> Optional[str]:
+        """The special token that the template ends the assistant's turns with, if there is one."""
+        return token_behind_answer(self._render_messages, self.special)
+
+    @functools.cached_property
+    def _thoughts(self) -> Optional[str]:
+        return thoughts.field_of(self._render_messages)
+
+    @functools.cached_property
+    def _writes_block(self) -> bool:
+        return thoughts.writes_block(self._render_messages)
+
+    def _render_messages(self, messages: List[Dict[str, Any]]) -> str:
+        return self.render(Conversation(messages, None))
+
     def is_ended(self, turn: str) -> bool:
         """Tells whether a turn ends in a special token, at which generation can stop."""
         return turn.endswith(self.special)
@@ -175,6 +205,8 @@ def left_out(conversation: Conversation, text: str) -> List[str]:
             raise UnusableRow("the chat template does not show a call of a tool")
         if not shown(message["content"] or ""):
             missing.add(f"{message['role']} messages")
+        if not shown(thoughts.thoughts_of(message) or ""):
+            missing.add(f"{message['role']}'s thoughts")
     if not all(shown(str(tool["function"]["name"])) for tool in tools or []):
         missing.add("tools")
     return sorted(missing)

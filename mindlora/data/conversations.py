@@ -69,6 +69,18 @@ def check_unicode(value: Any) -> None:
         raise UnusableRow("not valid Unicode") from None
 
 
+def has_nulls(conversation: Conversation) -> bool:
+    """Returns whether a call of a tool, or a tool that may be called, has a null anywhere in it."""
+    calls = [call["function"] for message in conversation.messages for call in message.get("tool_calls") or ()]
+    return _holds_null([calls, conversation.tools or []])
+
+
+def _holds_null(value):
+    if isinstance(value, (dict, list)):
+        return any(map(_holds_null, value.values() if isinstance(value, dict) else value))
+    return value is None
+
+
 def texts_of(conversation: Conversation) -> str:
     """Returns what is said in a conversation, for training a tokenizer."""
     return "\n".join(message["content"] or "" for message in conversation.messages)

@@ -28,39 +28,50 @@ def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwr
 def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
     """Writes rows directly to ``path``, and returns their number; after a DataError the file is incomplete."""
     from mindspore.mindrecord import FileWriter
-    from mindspore.mindrecord.common.exceptions import MindRecordException
 
     schema = None
     batch = []
     count = 0
-    try:
+    with _writing():
         writer = FileWriter(path, shard_num=1)
-        for row in progress(rows, "writing"):
-            # FileWriter itself would only warn about a row that does not match the schema, and drop it.
-            columns = {name: {"type": str(column.dtype), "shape": list(column.shape)} for name, column in row.items()}
-            if schema is None:
-                schema = columns
+    for row in progress(rows, "writing"):
+        # FileWriter itself would only warn about a row that does not match the schema, and drop it.
+        columns = {name: {"type": str(column.dtype), "shape": list(column.shape)} for name, column in row.items()}
+        if schema is None:
+            schema = columns
+            with _writing():
                 writer.add_schema(schema)
-            if columns != schema or any(column.dtype != np.int32 for column in row.values()):
-                raise DataError(
-                    f"Row {count + 1} has the columns {columns}; every row must have int32 columns, the same as the "
-                    f"first row, {schema}."
-                )
-            batch.append(row)
-            count += 1
-            if len(batch) == _ROWS_PER_WRITE:
+        if columns != schema or any(column.dtype != np.int32 for column in row.values()):
+            raise DataError(
+                f"Row {count + 1} has the columns {columns}; every row must have int32 columns, the same as the "
+                f"first row, {schema}."
+            )
+        batch.append(row)
+        count += 1
+        if len(batch) == _ROWS_PER_WRITE:
+            with _writing():
                 writer.write_raw_data(batch)
-                batch = []
-        if not count:
-            raise DataError("There is no row to write: write_mindrecord must get at least one.")
+            batch = []
+    if not count:
+        raise DataError("There is no row to write: write_mindrecord must get at least one.")
+    with _writing():
         if batch:
             writer.write_raw_data(batch)
         writer.commit()
+    return count
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Raises DataError where the writer fails; what fails while the rows are made says so itself."""
+    from mindspore.mindrecord.common.exceptions import MindRecordException
+
+    try:
+        yield
     except (MindRecordException, RuntimeError) as error:
         raise DataError(
             f"MindRecord cannot be written. Check the room on the disk and your permissions. The writer says: {error}"
         ) from error
-    return count
 
 
 @contextlib.contextmanager

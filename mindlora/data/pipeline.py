@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -118,11 +118,12 @@ def convert_examples(
     tokenized, loaded = _tokenize(sources, examples, tokenizer, settings)
     mixed = mix(tokenized.inputs, settings.weights, settings.seed)
     encoded = list(itertools.chain(*mixed))
+    with _naming(tokenized.skipped):
+        boundary = _boundary(encoded, loaded) if settings.pack else None
+        kept, held_out = _hold_out(encoded, settings.holdout, settings.seed)
     row_format = RowFormat(loaded, settings.seq_length, settings.ignore_token_id)
-    boundary = _boundary(encoded, loaded) if settings.pack else None
     columns = _row_maker(row_format, boundary, settings, pack_rows)
     statistics = _statistics(encoded, loaded, settings)
-    kept, held_out = _hold_out(encoded, settings.holdout, settings.seed)
     held_out_path = held_out_name(output_path) if held_out else None
     parts = {output_path: kept}
     if held_out_path:
@@ -214,7 +215,21 @@ def _encode(rows, examples, tokenizer, settings, result):
             encoded.append(example)
         except UnusableRow as problem:
             result.skipped.setdefault(str(problem), []).append(row.location)
-    return examples.complete(encoded)
+    with _naming(result.skipped):
+        return examples.complete(encoded)
+
+
+@contextlib.contextmanager
+def _naming(skipped: Dict[str, List[str]]) -> Iterator[None]:
+    """Names the rows that cannot be used in an error about the others, which might do with them."""
+    try:
+        yield
+    except DataError as error:
+        if not skipped:
+            raise
+        raise DataError(
+            f"{error} Correct also the rows that cannot be used: {'; '.join(describe_skipped(skipped))}."
+        ) from error
 
 
 def _check_weights(weights: Union[Sequence[float], None], inputs: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.chat import ChatExamples
-from mindlora.data.chat_template import ChatTemplate, encode_spans, left_out, read_template
+from mindlora.data.chat_template import read_template
 from mindlora.data.conversations import Conversation, texts_of
 from mindlora.data.conversion import DataReport, Encoded, UnusableRow, all_parts
 from mindlora.data.packing import Boundary, best_fit, join
@@ -63,11 +63,13 @@ class Example(NamedTuple):
         first (Encoded): The chosen answer, or the one that is judged.
         second (Encoded or None): The rejected one, or the answer of another example; None until that is known.
         desirable (bool or None): Whether the answer that is judged is desirable; None for a pair.
+        prompt (np.ndarray): The tokens of the first one's prompt, int32 [n], before anything is cut.
     """
 
     first: Encoded
     second: Optional[Encoded]
     desirable: Optional[bool]
+    prompt: np.ndarray
 
     @property
     def mark(self) -> int:
@@ -176,14 +178,19 @@ class PreferenceExamples(ChatExamples):
     def prepare(self, tokenizer: Any) -> None:
         """See Examples."""
         has_template = self.chat_template is not None or getattr(tokenizer, "chat_template", None)
-        self.template = ChatTemplate(tokenizer, self.chat_template) if has_template or self.has_messages else None
+        if has_template or self.has_messages:
+            super().prepare(tokenizer)
 
     def encode(self, parsed: Preference, tokenizer: Any) -> Example:
         """See Examples."""
-        answers = [self._encode(parsed, answer, tokenizer) for answer in parsed.answers]
+        with self.noting_row():
+            answers = [self._encode(parsed, answer, tokenizer) for answer in parsed.answers]
+        prompt = answers[0].tokens[: _prompt_length(answers[0])]
         if parsed.desirable is None:
-            return Example(*answers, None)
-        return Example(answers[0], None, parsed.desirable)
+            if np.array_equal(answers[0].tokens, answers[1].tokens):
+                raise UnusableRow("two answers that are the same as tokens")
+            return Example(*answers, None, prompt)
+        return Example(answers[0], None, parsed.desirable, prompt)
 
     def _encode(self, parsed, answer, tokenizer):
         """Returns one answer behind its prompt."""
@@ -196,11 +203,7 @@ class PreferenceExamples(ChatExamples):
             return Encoded(np.array(tokens, np.int32), learned)
         prompt = _messages(parsed.prompt, "user")
         conversation = Conversation(prompt + _messages(answer, "assistant"), parsed.tools)
-        text, spans = self.template.spans(conversation, first=len(prompt))
-        encoded = encode_spans(tokenizer, text, spans)
-        self.endless += not all(self.template.is_ended(text[begin:end]) for begin, end in spans)
-        self.left_out.update(left_out(conversation, text))
-        return encoded
+        return self.encode_conversation(conversation, tokenizer, first=len(prompt))
 
     def length(self, encoded: Example) -> int:
         """See Examples: the longer answer with its prompt, or both in one row with padding between them."""
@@ -221,7 +224,7 @@ class PreferenceExamples(ChatExamples):
         if room < 1:
             raise UnusableRow(f"answers that leave no room for a prompt in {limit} tokens")
         cut = [_cut_prompt(part, room) for part in parts]
-        return Example(cut[0], cut[1] if len(cut) > 1 else None, encoded.desirable)
+        return encoded._replace(first=cut[0], second=cut[1] if len(cut) > 1 else None)
 
     def complete(self, encoded: List[Example]) -> List[Example]:
         """Puts beside each judged answer the answer of another example, the last one before it with another prompt."""
@@ -233,9 +236,9 @@ class PreferenceExamples(ChatExamples):
         prompt = example.first.tokens[: _prompt_length(example.first)]
         room = self.limit - 1 - len(example.first.tokens) if self.shares_rows else self.limit
         for step in range(1, len(encoded)):
-            other = encoded[number - step].first
-            begin = _prompt_length(other)
-            if not np.array_equal(other.tokens[:begin], prompt):
+            if not np.array_equal(encoded[number - step].prompt, example.prompt):
+                other = encoded[number - step].first
+                begin = _prompt_length(other)
                 tokens = np.concatenate([prompt, other.tokens[begin:]])
                 learned = np.concatenate([np.zeros(len(prompt), bool), other.learned[begin:]])
                 return example._replace(second=Encoded(tokens[:room], learned[:room]))

@@ -7,6 +7,7 @@ import os
 import tempfile
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
+from mindlora.checks.data_rows import FirstRows
 from mindlora.checks.examine import check_contents, check_run
 from mindlora.checks.files import check_files
 from mindlora.checks.finding import Finding, error, errors, worst_first
@@ -52,7 +53,7 @@ def check_yaml(path: str) -> List[Finding]:
     try:
         config = read_merged(path)
         if is_pynative(config):
-            return worst_first(check_pynative(config, _trainer_version()))
+            return worst_first(check_pynative(config, _trainer_version(), _first_rows()))
         config = read_yaml(path)
     except ConfigError as refusal:
         return [error("", str(refusal))]
@@ -63,6 +64,15 @@ def check_yaml(path: str) -> List[Finding]:
         findings += check_files(config)
         findings += find_further(path, config, right=not errors(findings))
     return worst_first(findings)
+
+
+def _first_rows() -> Optional[FirstRows]:
+    """Returns what reads the first rows of a MindRecord, if MindSpore is there."""
+    if importlib.util.find_spec("mindspore") is None:
+        return None
+    from mindlora.plugin.graph.mindrecords import first_rows
+
+    return first_rows
 
 
 def _trainer_version() -> Version:

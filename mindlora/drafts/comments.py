@@ -40,6 +40,22 @@ def header_of(folder: ModelFolder, request: Request, batch: Batch, trained: int,
     ]
 
 
+def notes_on(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
+    """Returns what the user should know of the model and of the data."""
+    notes = []
+    if folder.unstated_end is not None:
+        notes.append(
+            f"the chat template ends the assistant's turns with {folder.unstated_end}, and the folder does not say "
+            "that the model stops there: eos_token_id of the YAML has it too"
+        )
+    if request.rows and request.rows.preferences:
+        notes.append(
+            f"{request.rows.path} holds preferences: name their columns in train_dataset.input_columns, and a loss in "
+            "runner_wrapper.preference (docs/preferences.md)"
+        )
+    return tuple(notes)
+
+
 def commands_of(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
     """Returns the commands from here to an answer of the adapter."""
     model = shlex.quote(folder.path)

@@ -5,6 +5,7 @@ import os
 from typing import Optional
 
 from mindlora.checks.data_rows import FirstRows
+from mindlora.checks.preference import ANSWERS
 from mindlora.data.pipeline import held_out_name
 from mindlora.errors import ConfigError
 from mindlora.formats.mindrecord_files import mindrecord_files, row_count
@@ -18,13 +19,15 @@ class Rows:
 
     Attributes:
         count (int): How many there are.
-        tokens (int): Tokens of each.
+        tokens (int): Tokens of each, of a pair of answers that is not packed those of either.
+        preferences (bool): Whether they are preferences, which a run learns only if its YAML says so.
         held_out (str): The MindRecord of held-out rows that `mindlora data --holdout` wrote beside it, or None.
     """
 
     path: str
     count: int
     tokens: int
+    preferences: bool
     held_out: Optional[str]
 
 
@@ -46,4 +49,5 @@ def read_rows(path: str, first_rows: FirstRows) -> Rows:
         raise ConfigError(f"--data {path}: there is {lacking}. Convert the data again.")
     held_out = held_out_name(path)
     exists = path.endswith(_ENDING) and os.path.isfile(held_out)
-    return Rows(path, sum(filter(None, counts)), len(row["input_ids"]), held_out if exists else None)
+    tokens = row["input_ids"].shape[-1]
+    return Rows(path, sum(filter(None, counts)), tokens, ANSWERS in row, held_out if exists else None)

@@ -2,10 +2,11 @@
 
 import dataclasses
 import os
-from typing import Any, Dict, List, Tuple, Union
+from typing import Any, Dict, List, Optional, Union
 
 from mindlora.base.convert import in_mindformers_names
-from mindlora.base.reader import CONFIG, BaseCheckpoint
+from mindlora.base.reader import CONFIG, BaseCheckpoint, companions_in
+from mindlora.base.turn_end import TurnEnd, stated_ends, turn_end
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import examples
 from mindlora.data.tokenizers import SpecialIds, load_tokenizer, special_ids
@@ -14,8 +15,6 @@ from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture
 from mindlora.models.hugging_face import HuggingFaceConfig
 from mindlora.numerics.dtypes import FLOATS, dtype_name
-
-_GENERATION = "generation_config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +28,7 @@ class ModelFolder:
         ids (SpecialIds): The tokens with which `mindlora data` begins, ends and pads rows.
         ends (int or list of int): The tokens that end an answer.
         stored (str): The dtype of the weights' matrices; "float32" if they differ.
+        unstated_end (TurnEnd or None): That of ``ends`` which the chat template has, and the folder's files do not.
     """
 
     path: str
@@ -38,6 +38,7 @@ class ModelFolder:
     ids: SpecialIds
     ends: Union[int, List[int]]
     stored: str = "float32"
+    unstated_end: Optional[TurnEnd] = None
 
     @property
     def name(self) -> str:
@@ -67,7 +68,16 @@ def read_folder(path: str, to_train: bool = False) -> ModelFolder:
     model_config = draft(config)
     stored = _check_weights(path, architecture, model_config)
     ids = special_ids(load_tokenizer(path))
-    return ModelFolder(path, config, architecture, model_config, ids, _ends(path, config, ids), stored)
+    files = companions_in(path)
+    ends = list(stated_ends(files) or (ids.eos,))
+    end = turn_end(files)
+    if end is None or end.token in ends or end.token >= model_config["vocab_size"]:
+        end = None
+    else:
+        ends.append(end.token)
+    return ModelFolder(
+        path, config, architecture, model_config, ids, ends[0] if len(ends) == 1 else ends, stored, unstated_end=end
+    )
 
 
 def _read_config(folder: str) -> HuggingFaceConfig:
@@ -138,12 +148,3 @@ def _check_weights(folder: str, architecture: Architecture, model_config: Dict[s
             "Copy the model again."
         )
     return dtype_name(dtypes.pop()) if len(dtypes) == 1 and dtypes <= set(FLOATS) else "float32"
-
-
-def _ends(folder: str, config: HuggingFaceConfig, ids: SpecialIds) -> Union[int, List[int]]:
-    """Returns the tokens that end an answer: those of generation_config.json, of config.json, or the tokenizer's."""
-    path = os.path.join(folder, _GENERATION)
-    stated = _read(path).get("eos_token_id") if os.path.isfile(path) else None
-    stated = config.get("eos_token_id") if stated is None else stated
-    ends: Tuple[int, ...] = (ids.eos,) if stated is None else tuple(stated if isinstance(stated, list) else [stated])
-    return ends[0] if len(ends) == 1 else list(ends)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from mindlora.config import PRESETS, preset_fields
-from mindlora.drafts.comments import commands_of, comments_of, header_of
+from mindlora.drafts.comments import commands_of, comments_of, header_of, notes_on
 from mindlora.drafts.folder import ModelFolder
 from mindlora.drafts.model import NPU, model_nodes, seq_length_of
 from mindlora.drafts.request import EPOCHS, Batch, Request, check_request, loads_folder, row_length
@@ -25,6 +25,7 @@ class Draft:
         content (dict): Its nodes.
         parameters, trained (int): Elements of all parameters, and of those that are trained.
         steps (int): Steps of the run, or None without data.
+        notes (tuple of str): What else the user should know.
         commands (tuple of str): What to do next, in order.
         text (str): The YAML.
     """
@@ -33,6 +34,7 @@ class Draft:
     parameters: int
     trained: int
     steps: Optional[int]
+    notes: Tuple[str, ...]
     commands: Tuple[str, ...]
     text: str
 
@@ -47,7 +49,8 @@ def draft_run(folder: ModelFolder, request: Request) -> Draft:
     trained = sum(weight.count for weight in weights if weight.trained)
     header = header_of(folder, request, batch, trained, parameters)
     text = yaml_text(header, content, comments_of(folder, request))
-    return Draft(content, parameters, trained, batch.steps, commands_of(folder, request), text)
+    notes = notes_on(folder, request)
+    return Draft(content, parameters, trained, batch.steps, notes, commands_of(folder, request), text)
 
 
 def _content(folder: ModelFolder, request: Request, batch: Batch) -> Dict[str, Any]:

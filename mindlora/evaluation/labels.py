@@ -1,5 +1,6 @@
 """How well a classifier gives labels: accuracy and F1, from how often it gave which label for which."""
 
+import math
 from typing import Dict
 
 import numpy as np
@@ -8,7 +9,8 @@ import numpy as np
 def label_measures(confusion: np.ndarray) -> Dict[str, float]:
     """Returns "accuracy", the share of labels that are right, and "f1", the mean of the labels' F1 (macro).
 
-    A label's F1 is 2 tp / (2 tp + fp + fn), of the labels that occur or are given, as scikit-learn counts them.
+    A label's F1 is 2 tp / (2 tp + fp + fn), of the labels that occur or are given, as scikit-learn counts them. Without
+    a label both are NaN.
 
     Args:
         confusion (np.ndarray): [labels, labels]: how many of the labels of a row were given that of a column.
@@ -16,6 +18,6 @@ def label_measures(confusion: np.ndarray) -> Dict[str, float]:
     right, actual, given = np.diag(confusion), confusion.sum(1), confusion.sum(0)
     occurs = (actual + given) > 0
     if not occurs.any():
-        return {"accuracy": 0.0, "f1": 0.0}
+        return {"accuracy": math.nan, "f1": math.nan}
     f1 = 2 * right[occurs] / (actual + given)[occurs]
     return {"accuracy": float(right.sum() / confusion.sum()), "f1": float(f1.mean())}

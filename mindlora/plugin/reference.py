@@ -9,7 +9,7 @@ from mindformers.models.build_model import build_network
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
 
-from mindlora.checks.data_rows import Row, files_of_run
+from mindlora.checks.data_rows import Row, check_rows, files_of_run
 from mindlora.checks.finding import refuse
 from mindlora.checks.pet_config import check_pet_config
 from mindlora.checks.preference import KEY, check_preference
@@ -79,7 +79,7 @@ def _settings(yaml: MindFormerConfig) -> PreferenceSettings:
     # Where the YAML does not say so yet, it names other columns.
     yaml.runner_wrapper.preference = MindFormerConfig(**{**node, "precomputed_reference": True})
     columns = (yaml.train_dataset or {}).pop("input_columns", None)
-    refuse(check_preference(yaml))
+    refuse([*check_preference(yaml), *check_rows(yaml, first_rows)])
     if columns is not None:
         yaml.train_dataset.input_columns = columns
     return settings

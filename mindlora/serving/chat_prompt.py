@@ -7,7 +7,6 @@ from typing import Any, Dict, FrozenSet, List, Optional, Protocol, Sequence
 from mindlora.data import tokenizers
 from mindlora.data.chat_template import ChatTemplate, read_template
 from mindlora.data.conversations import Conversation
-from mindlora.data.conversion import UnusableRow
 from mindlora.data.templates import TEMPLATES, prompt_template
 from mindlora.errors import RequestError, TokenizerError
 
@@ -67,7 +66,8 @@ class TemplatePrompt:
     def __init__(self, tokenizer: Any, template: Optional[str] = None):
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, template)
-        self.ends = self._find_ends()
+        end = self._template.turn_end
+        self.ends = frozenset() if end is None else frozenset(_encode(tokenizer, end)[-1:])
 
     @property
     def template(self) -> str:
@@ -84,16 +84,6 @@ class TemplatePrompt:
                 f"The chat template refuses the messages: correct them. It says: {str(error)[:300]}"
             ) from error
         return _encode(self._tokenizer, text)
-
-    def _find_ends(self):
-        """Returns the special token that the template ends the assistant's turns with, if there is one."""
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        try:
-            text, spans = self._template.spans(Conversation(turns, None))
-        except UnusableRow:  # it does not tell where the assistant speaks
-            return frozenset()
-        turn = text[spans[-1][0] : spans[-1][1]]
-        return frozenset(_encode(self._tokenizer, turn)[-1:]) if self._template.is_ended(turn) else frozenset()
 
 
 class InstructionPrompt:

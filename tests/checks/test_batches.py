@@ -5,7 +5,7 @@ import sqlite3
 
 import pytest
 
-from mindlora.checks.batches import check_batches
+from mindlora.checks.batches import check_batches, rows_left_out
 from mindlora.checks.finding import errors
 from mindlora.checks.pynative import check_pynative
 from mindlora.common.yaml_file import merged
@@ -122,6 +122,36 @@ def test_num_samples_counts_and_is_shared_too(data):
 
 def test_a_last_batch_that_is_kept_may_be_smaller(data):
     assert found(data(3), {"train_dataset": {"drop_remainder": False}}) == []
+
+
+def left_out(path, **changes):
+    loader = {"type": "MindDataset", "dataset_dir": path}
+    run = {
+        "runner_config": {"batch_size": 4, "gradient_accumulation_steps": 2},
+        "train_dataset": {"data_loader": loader},
+        "model": {"model_config": {}},
+    }
+    return list(rows_left_out(merged(run, changes)))
+
+
+def test_rows_that_an_epoch_leaves_out_are_named_with_what_a_step_takes(data):
+    (sentence,) = left_out(data(19))
+    assert sentence == (
+        "train_dataset: each epoch leaves out 3 of 19 rows (drop_remainder): a step takes runner_config.batch_size 4 x "
+        "runner_config.gradient_accumulation_steps 2."
+    )
+    assert left_out(data(16)) == left_out(data(19), train_dataset={"drop_remainder": False}) == []
+    assert left_out("nowhere.mindrecord") == []
+    loader = {"data_loader": {"num_samples": 17}}
+    assert "leaves out 1 of 17 rows" in left_out(data(19), train_dataset=loader)[0]
+    own = {"model": {"model_config": {"pet_config": {"adapters": [{"data": data(9)}]}}}}
+    assert left_out(data(19), **own)[0].startswith("model.model_config.pet_config.adapters[0].data: each epoch leaves")
+
+
+def test_data_parallel_runs_leave_out_rows_by_devices(data, monkeypatch):
+    monkeypatch.setenv("RANK_SIZE", "2")
+    (sentence,) = left_out(data(35), **{**parallel(), "parallel": {"parallel_mode": 0}})
+    assert "leaves out 3 of 35 rows" in sentence and sentence.endswith("x the number of devices 2.")
 
 
 def test_data_of_each_adapter_is_counted_and_that_of_the_run_where_one_reads_it(data):

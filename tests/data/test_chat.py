@@ -1,15 +1,17 @@
 """Converting conversations to MindRecord: rows skipped, cut and held out, and a tokenizer trained on them."""
 
+import json
 import os
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from mindlora.data import tokenizers
 from mindlora.data.chat import convert_chat
 from mindlora.data.conversion import IGNORE_TOKEN_ID
 from mindlora.errors import DataError, TokenizerError
-from tests.support.chat_templates import CHATML, DIALOGUE, MISTRAL, THINKING, chat_tokenizer
+from tests.support.chat_templates import CHATML, DIALOGUE, HERMES_TOOLS, MISTRAL, THINKING, chat_tokenizer
 from tests.support.instruction_rows import as_jsonl, learned, names, read_back
 
 
@@ -36,6 +38,46 @@ def test_conversations_become_rows(tmp_path, chatml):
         assert chatml.decode(row["input_ids"]).startswith(start)
     assert report.trained_tokens == sum((row["labels"] != IGNORE_TOKEN_ID).sum() for row in (first, second))
     assert report.longest == (first["input_ids"] != report.pad_token_id).sum()
+
+
+def test_a_turn_that_ends_where_the_model_does_not_stop_is_reported(tmp_path):
+    source = as_jsonl(tmp_path / "in.jsonl", [{"messages": DIALOGUE}])
+
+    def notes(eos, stops=None):
+        folder = tmp_path / "tokenizer"
+        chat_tokenizer(CHATML, eos_token=eos).save_pretrained(folder)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops} if stops else {}))
+        loaded = tokenizers.load_tokenizer(str(folder))
+        report = convert_chat(source, str(tmp_path / "x.mindrecord"), loaded, 200, overwrite=True)
+        return [note for note in report.notes if "ends the assistant's turns with" in note]
+
+    end = chat_tokenizer(CHATML).convert_tokens_to_ids("<|im_end|>")
+    (note,) = notes("</s>")
+    assert f"turns with '<|im_end|>' ({end}), and the model stops at 2 alone" in note and "mindlora merge" in note
+    assert "stops at 2, 9 alone" in notes("<|im_end|>", stops=[2, 9])[0]
+    assert notes("<|im_end|>") == notes("</s>", stops=[2, end]) == []
+
+
+def test_nulls_in_calls_and_tools_are_counted_where_tables_did_not_leave_them_out(tmp_path, chatml):
+    def conversation(arguments, properties):
+        call = {"type": "function", "function": {"name": "count", "arguments": arguments}}
+        tool = {"type": "function", "function": {"name": "count", "parameters": {"properties": properties}}}
+        asked = [DIALOGUE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": asked, "tools": [tool]}
+
+    rows = [
+        conversation({"what": "cats", "where": None}, {"what": {"type": "string"}}),
+        conversation({"what": "cats"}, {"what": {"type": "string"}, "where": None}),
+        conversation({"what": "cats"}, {"what": {"type": "string"}}),
+    ]
+    tokenizer = chat_tokenizer(HERMES_TOOLS, eos_token="<|im_end|>")
+    report = convert_chat(as_jsonl(tmp_path / "in.jsonl", rows), str(tmp_path / "x.mindrecord"), tokenizer, 400)
+    (note,) = [note for note in report.notes if "null" in note]
+    assert note.startswith("in 2 rows, arguments of a call or fields of a tool are null")
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    report = convert_chat(str(tmp_path / "in.parquet"), str(tmp_path / "y.mindrecord"), tokenizer, 400)
+    assert report.rows == 3 and not any("null" in note for note in report.notes)
 
 
 def test_what_a_template_does_not_show_is_reported(tmp_path, chatml):

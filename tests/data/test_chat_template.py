@@ -25,11 +25,11 @@ WORDS = "[INST] How many cats are there? [/INST] There are 2 cats. And dogs? Non
 
 
 def encode(tokenizer, messages, **record):
-    """Returns the tokens of a conversation, and the notes on it."""
+    """Returns the tokens of a conversation, and the notes on it; without that on the tokenizer's own eos."""
     examples = ChatExamples()
     examples.prepare(tokenizer)
     encoded = examples.encode(examples.parse({"messages": messages, **record}), tokenizer)
-    return encoded, examples.notes()
+    return encoded, [note for note in examples.notes() if note != examples.unstated_end]
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,19 @@ def test_marks_are_taken_as_transformers_takes_them():
     last = "<think>x</think>None.<|im_end|>"
     assert runs(encoded, tokenizer) == ["There are 2 cats, 温太医.<|im_end|>", last]
     assert notes == ["the chat template does not show all of the assistant messages of 1 rows"]
-    # A mark that leaves out the end of the turn, which is not eos here, is no longer silent.
-    _, notes = encode(chat_tokenizer(MARKED), DIALOGUE)
-    assert notes[0].startswith("in 1 rows, a turn of the assistant ends without a special token")
+
+
+@pytest.mark.parametrize("eos", ["</s>", "<|im_end|>"])
+def test_a_turn_of_a_marked_template_ends_with_its_token_wherever_the_mark_ends(eos):
+    inside = MARKED.replace("{% endgeneration %}", "{{ '<|im_end|>\\n' }}{% endgeneration %}")
+    inside = inside.replace(
+        "{{ message.content }}{% endif %}{{ '<|im_end|>\\n' }}", "{{ message.content }}<|im_end|>{% endif %}"
+    )
+    for template in (MARKED, inside):
+        tokenizer = chat_tokenizer(template, eos_token=eos)
+        encoded, notes = encode(tokenizer, DIALOGUE)
+        assert runs(encoded, tokenizer) == ["There are 2 cats, 温太医.<|im_end|>", "None.<|im_end|>"]
+        assert not any("without a special token" in note for note in notes)
 
 
 def test_text_that_a_token_would_join_with_the_prompt():

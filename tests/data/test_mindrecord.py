@@ -94,3 +94,13 @@ def test_outputs_that_cannot_be_written(tmp_path, name, message):
     with pytest.raises(DataError, match=message):
         write_mindrecord(rows_of(1, 1), str(tmp_path / name))
     assert names(tmp_path) == ["folder.mindrecord"]
+
+
+def test_what_fails_while_the_rows_are_made_is_not_the_writer_s(tmp_path):
+    def rows():
+        yield {"input_ids": np.ones(3, np.int32)}
+        raise RuntimeError("The network has another length.")
+
+    with pytest.raises(RuntimeError, match="^The network has another length.$"):
+        write_mindrecord(rows(), str(tmp_path / "x.mindrecord"))
+    assert os.listdir(tmp_path) == []

@@ -29,6 +29,10 @@ def chatml():
     return chat_tokenizer(CHATML)
 
 
+# As Llama 3's, it leaves out white space around a text.
+TRIMMING = chat_tokenizer(CHATML.replace("message.content", "(message.content | trim)"))
+
+
 def rows_of(path):
     rows = mindspore.dataset.MindDataset(path, shuffle=False)
     return list(rows.create_dict_iterator(num_epochs=1, output_numpy=True))
@@ -137,6 +141,30 @@ def test_judged_answers_stand_beside_those_to_other_prompts(tmp_path, chatml, pa
         f"I do.{end}": (1, f"None at all.{end}"),
         f"You do.{end}": (-1, f"None at all.{end}"),
     }
+
+
+def test_prompts_that_were_cut_are_compared_as_they_were(tmp_path, chatml):
+    long = "cats " * 60
+    judged = [
+        {"prompt": "dogs", "completion": "Three.", "label": True},
+        {"prompt": long, "completion": "Two.", "label": True},
+        {"prompt": long, "completion": "There are no cats at all.", "label": False},
+    ]
+    report = convert(tmp_path, judged, chatml, truncate=True)
+    assert len(report.truncated) == 2
+    rows = [answers_of(row, chatml) for row in rows_of(report.output)]
+    # The two long prompts were cut at different places, since their answers differ in length.
+    assert rows[1][0][1] != rows[2][0][1]
+    assert [row[1][0] for row in rows[1:]] == ["Three.<|im_end|>"] * 2
+
+
+def test_an_error_about_the_rows_that_are_left_names_the_others(tmp_path, chatml):
+    rows = [JUDGED[0], {**JUDGED[0], "completion": "One.", "label": False}, {**JUDGED[1], "label": 3}]
+    others = 'Correct also the rows that cannot be used: a "label" that.*line 3'
+    with pytest.raises(DataError, match=f"have the same prompt.* several prompts. {others}"):
+        convert(tmp_path, rows, chatml)
+    with pytest.raises(DataError, match="there is one. Correct also the rows that cannot be used: .*same as tokens: 1"):
+        convert(tmp_path, [PAIRS[0], {**PAIRS[1], "rejected": PAIRS[1]["chosen"] + " "}], TRIMMING, holdout=0.5)
 
 
 def test_texts_without_a_chat_template_stay_as_they_are(tmp_path, tokenizer):

@@ -2,18 +2,22 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
 
+from mindlora.base.turn_end import TurnEnd
 from mindlora.config import PRESETS
-from mindlora.drafts.data import Rows
+from mindlora.data.mindrecord import write_mindrecord
+from mindlora.drafts.data import Rows, read_rows
 from mindlora.drafts.folder import read_folder
 from mindlora.drafts.run import Request, draft_run
 from mindlora.errors import ConfigError
+from mindlora.plugin.graph.mindrecords import first_rows
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
 
-ROWS = Rows("rows.mindrecord", 100, 65, None)
+ROWS = Rows("rows.mindrecord", 100, 65, False, None)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,26 @@ def test_rows_give_length_batch_and_steps(folder):
     assert "# data: 100 rows of 65 tokens; a step: 16 rows; steps: 6 in an epoch, 18 in all" in made.text
     few = draft(folder, rows=replace(ROWS, count=5))
     assert few.steps == 3 and few.content["runner_config"]["gradient_accumulation_steps"] == 5
+
+
+def test_preferences_are_named_and_other_rows_are_not(folder):
+    (note,) = draft(folder, rows=replace(ROWS, preferences=True)).notes
+    assert note.startswith("rows.mindrecord holds preferences: name their columns in train_dataset.input_columns")
+    assert draft(folder, rows=ROWS).notes == ()
+
+
+def test_the_end_of_a_turn_that_the_folder_does_not_state_is_named(folder):
+    end = TurnEnd("<|im_end|>", 4)
+    (note,) = draft(replace(folder, unstated_end=end)).notes
+    assert "ends the assistant's turns with '<|im_end|>' (4), and the folder does not say" in note
+
+
+@pytest.mark.parametrize("shape, columns", [((2, 49), ["answers"]), ((49,), ["answers"]), ((49,), [])])
+def test_rows_of_pairs_are_as_long_as_an_answer_with_its_prompt(tmp_path, shape, columns):
+    path = str(tmp_path / "rows.mindrecord")
+    write_mindrecord([dict.fromkeys(["input_ids", "labels", *columns], np.ones(shape, np.int32))], path)
+    rows = read_rows(path, first_rows)
+    assert rows.tokens == 49 and rows.preferences == bool(columns)
 
 
 def test_held_out_rows_choose_the_best_adapter(folder):

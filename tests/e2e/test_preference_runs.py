@@ -1,6 +1,8 @@
 """Runs that learn from preferences: with the reference kept in the data, on several processes, resumed, and with what
 else a YAML may ask for."""
 
+import re
+import shlex
 import shutil
 import types
 
@@ -13,7 +15,7 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.training.history import read_history
 from tests.e2e.test_msrun import ENTRY, free_port, msrun
 from tests.support import tiny_runs
-from tests.support.runs import SEQUENCE, SIZES, VOCABULARY, python, succeeded
+from tests.support.runs import ROOT, SEQUENCE, SIZES, VOCABULARY, python, succeeded
 
 COLUMNS = ["input_ids", "labels", "answers", "pairs"]
 PAIRS, EPOCHS = 32, 4
@@ -126,6 +128,16 @@ def test_a_reference_kept_with_the_data_is_the_one_of_each_step(runs, plain, kep
     np.testing.assert_allclose(list(run.losses.values()), list(plain.losses.values()), rtol=2e-5)
     for name in ("loss", "reward_margin", "kl"):
         np.testing.assert_allclose(held_out(run, name), held_out(plain, name), rtol=1e-4)
+
+
+def test_the_commands_of_the_page_train_on_a_kept_reference(kept):
+    page = (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")
+    block = re.search(r"^```\n(mindlora reference .*?)^```", page, re.M | re.S)[1]
+    reference, training = (shlex.split(line) for line in block.replace("\\\n", " ").splitlines())
+    # The first one is what made ``kept``, whose run.yaml does not say yet that the reference is there.
+    assert reference == ["mindlora", "reference", "run.yaml"] and training.pop(0) == "mindlora-run"
+    succeeded(python(["-m", "mindlora.plugin.launcher", *training], kept))
+    assert len(read_history(str(kept / "output")).steps) == STEPS
 
 
 def test_a_reference_of_another_base_is_refused(runs, kept, tmp_path):

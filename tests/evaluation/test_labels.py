@@ -15,4 +15,5 @@ def test_accuracy_and_the_mean_of_f1():
 
 
 def test_no_labels_at_all():
-    assert label_measures(np.zeros((2, 2))) == {"accuracy": 0.0, "f1": 0.0}
+    # Neither is the best of a run.
+    assert all(map(np.isnan, label_measures(np.zeros((2, 2))).values()))

@@ -36,6 +36,21 @@ def test_values_are_read_as_mindformers_reads_them(text):
     assert overrides.read_value(text) == value and type(overrides.read_value(text)) is type(value)
 
 
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("{loss: dpo, precomputed_reference: True}", {"loss": "dpo", "precomputed_reference": True}),
+        ("['input_ids', labels]", ["input_ids", "labels"]),
+        ("{}", {}),
+        ("{instruction}", "{instruction}"),
+        ("[INST] {instruction} [/INST]", "[INST] {instruction} [/INST]"),
+        ("{loss: dpo", "{loss: dpo"),
+    ],
+)
+def test_lists_and_nodes_may_be_written_as_yaml_has_them(text, value):
+    assert overrides.read_value(text) == value
+
+
 @pytest.mark.parametrize("run_mode", ["finetune", "predict", "eval"])
 @pytest.mark.parametrize(
     "words",

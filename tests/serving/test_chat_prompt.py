@@ -10,6 +10,7 @@ from tests.support.chat_templates import (
     CHATML,
     DIALOGUE,
     LLAMA3,
+    MARKED,
     MISTRAL,
     PHI,
     THINKING,
@@ -51,7 +52,8 @@ def test_without_a_template_the_error_says_what_to_give():
 
 
 @pytest.mark.parametrize(
-    "template, end", [(CHATML, "<|im_end|>"), (PHI, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (MISTRAL, "</s>")]
+    "template, end",
+    [*((template, "<|im_end|>") for template in (CHATML, PHI, MARKED)), (LLAMA3, "<|eot_id|>"), (MISTRAL, "</s>")],
 )
 def test_the_token_that_ends_a_turn_ends_answers(template, end):
     tokenizer = chat_tokenizer(template)

@@ -63,6 +63,13 @@ MARKED = (
     "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# As Qwen3.8's: each turn of the assistant begins with a block of thoughts, which are in a field of the message.
+OPENING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{{ '<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 DIALOGUE = [
     {"role": "user", "content": "How many cats are there?"},

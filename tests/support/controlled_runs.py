@@ -15,6 +15,7 @@ class ControlledStep(ScriptedStep):
     Args:
         norms (dict): Gradient norms that are not 1: step -> norm.
         stopped_elsewhere (int): The step at which another rank's request to stop arrives.
+        empty (sequence of int): Steps without a token that counts.
 
     Attributes:
         rates (list): The learning rate of each step.
@@ -28,9 +29,9 @@ class ControlledStep(ScriptedStep):
     scale_sense = 1.0
     exchange = None
 
-    def __init__(self, norms=None, stopped_elsewhere=None, start=0):
+    def __init__(self, norms=None, stopped_elsewhere=None, start=0, empty=()):
         super().__init__(Model())
-        self.given, self.stopped_elsewhere, self.number = norms or {}, stopped_elsewhere, start
+        self.given, self.stopped_elsewhere, self.number, self.empty = norms or {}, stopped_elsewhere, start, empty
         self.rate_factors, self.now = {}, (math.inf, math.inf)
         self.rates, self.skipped, self.limits, self.marks = [], [], [], []
         self.asked_to_stop = False
@@ -38,14 +39,17 @@ class ControlledStep(ScriptedStep):
     def construct(self, loss):
         self.number += 1
         mean, norm = float(loss.asnumpy().mean()), self.given.get(self.number, 1.0)
+        tokens = None
+        if self.number in self.empty:
+            mean, norm, tokens = math.nan, 0.0, 0.0
         skipped = not (mean <= self.now[0] and norm <= self.now[1] and math.isfinite(mean + norm))
         self.rates.append(RATE * math.prod(self.rate_factors.values()))
         self.limits.append(self.now)
         if skipped:
             self.skipped.append(self.number)
         stop = self.asked_to_stop or self.number == self.stopped_elsewhere
-        self.record = StepRecord(mean, norm, None, skipped, stop, self.rates[-1])
-        return loss.mean()
+        self.record = StepRecord(mean, norm, tokens, skipped, stop, self.rates[-1])
+        return loss.mean() * (math.nan if tokens == 0 else 1.0)
 
     def set_rate_factor(self, source, value):
         self.rate_factors[source] = value

@@ -89,9 +89,13 @@ def counting_rows(count, seed=0):
     return tokens, np.where(rng.random(tokens.shape) < 0.3, IGNORED, tokens).astype(np.int32)
 
 
-def write_data(path, rows=24, seed=0):
-    """Writes counting_rows as MindRecord, with labels that are shifted."""
+def write_data(path, rows=24, seed=0, labeled=None):
+    """Writes counting_rows as MindRecord, with labels that are shifted.
+
+    After the first ``labeled`` rows, if that is a number, no label counts.
+    """
     tokens, labels = counting_rows(rows, seed)
+    labels[rows if labeled is None else labeled :] = IGNORED
     pairs = zip(tokens[:, :-1], labels[:, 1:])
     write_mindrecord(({"input_ids": ids, "labels": row} for ids, row in pairs), str(path), overwrite=True)
 

@@ -6,6 +6,7 @@ from mindlora.plugin.callbacks.base_check import BaseCheck
 from mindlora.plugin.callbacks.base_weights import BaseWeights
 from mindlora.plugin.callbacks.each_adapter import EachAdapter
 from mindlora.plugin.callbacks.early_stopping import EarlyStopping
+from mindlora.plugin.callbacks.empty_steps import EmptySteps
 from mindlora.plugin.callbacks.exchange_check import ExchangeCheck
 from mindlora.plugin.callbacks.forgetting import Forgetting
 from mindlora.plugin.callbacks.forgetting_budget import ForgettingBudget
@@ -31,6 +32,7 @@ __all__ = [
     "BaseWeights",
     "EachAdapter",
     "EarlyStopping",
+    "EmptySteps",
     "ExchangeCheck",
     "Forgetting",
     "ForgettingBudget",

@@ -42,6 +42,8 @@ class GradientNormRate(RuleCallback, RateCallback):
     def update(self, params: InternalCallbackParam) -> None:
         """Looks at the gradient norm of the step, and reports a cut and the end of a recovery or of the growth."""
         record = step_record(params)
+        if record.is_empty:
+            return
         happened = self.rule.step(record.gradient_norm)
         if happened:
             message = _MESSAGES[happened].format(norm=record.gradient_norm)

@@ -1,5 +1,6 @@
 """HeldOutLoss: the loss on held-out data, measured while training."""
 
+import math
 import os
 from typing import Dict
 
@@ -109,7 +110,7 @@ class HeldOutLoss(PeriodicCallback):
 
 
 def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> float:
-    """Returns the mean cross entropy, in nats per label, over a MindRecord; 0 if no label counts.
+    """Returns the mean cross entropy, in nats per label, over a MindRecord; NaN if no label counts.
 
     The MindRecord has integer columns input_ids and labels, as HeldOutLossCell takes them; batches are filled up where
     devices divide them.
@@ -122,7 +123,7 @@ def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> f
         batch_total, batch_count = cell(input_ids, labels)
         total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
     cell.set_train(was_training)
-    return total / max(count, 1.0)
+    return _mean(total, count)
 
 
 def held_out_labels(cell: HeldOutLabelsCell, dataset_dir: str, batch_size: int) -> Dict[str, float]:
@@ -135,7 +136,7 @@ def held_out_labels(cell: HeldOutLabelsCell, dataset_dir: str, batch_size: int) 
         batch_total, _, counts = cell(input_ids, labels)
         total, confusion = total + float(batch_total.asnumpy()), confusion + counts.asnumpy()
     cell.set_train(was_training)
-    return {"loss": total / max(confusion.sum(), 1.0), **label_measures(confusion)}
+    return {"loss": _mean(total, confusion.sum()), **label_measures(confusion)}
 
 
 def held_out_preferences(cell: PreferenceLoss, dataset_dir: str, batch_size: int) -> Dict[str, float]:
@@ -152,4 +153,9 @@ def held_out_preferences(cell: PreferenceLoss, dataset_dir: str, batch_size: int
         batch_total, batch_sums = cell(*(column.astype(mstype.int32) for column in inputs))
         total, sums = total + float(batch_total.asnumpy()), sums + batch_sums.asnumpy()
     cell.set_train(was_training)
-    return {"loss": total / max(sums[0], 1.0), **preference_measures(sums, cell.settings)}
+    return {"loss": _mean(total, sums[0]), **preference_measures(sums, cell.settings)}
+
+
+def _mean(total: float, count: float) -> float:
+    # A loss of nothing must not be the best of a run.
+    return total / count if count else math.nan

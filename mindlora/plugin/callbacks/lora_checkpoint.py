@@ -13,7 +13,7 @@ from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.initialize import initialize_adapters
 from mindlora.nn.noisy_embedding import NoisyEmbedding
-from mindlora.plugin.callbacks.common import check_mode, loss_of, register, reported_metrics
+from mindlora.plugin.callbacks.common import check_mode, loss_of, register, reported_metrics, step_record
 from mindlora.plugin.graph.network import base_of, check_loaded_base
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume import exchange_state, training_state
@@ -106,14 +106,16 @@ class LoraCheckpoint(Callback):
         """Saves if it is due, and stops the run after its last step."""
         params = run_context.original_args()
         step = params.cur_step_num
-        self.losses.append(loss_of(params))
+        if not step_record(params).is_empty:
+            self.losses.append(loss_of(params))
         # A resumed run may start inside an epoch, so MindSpore would count past the end of the data.
         last = step >= training_state.total_steps(params)
         if last or training_state.passed(self.save_steps, self.last_saved, step):
             reported = self._reported(params)
             # Whatever is wrong with the metric, what was trained is saved first.
             self._save(params, float(reported[self.best_metric]) if self.best_metric in reported else None)
-            if self.best_metric not in reported:
+            # Where no step since the last save had anything to learn, there is no loss.
+            if self.best_metric not in reported and self.best_metric != "loss":
                 raise ConfigError(
                     f"LoraCheckpoint: best_metric is {self.best_metric!r}, but at step {step} only these are "
                     f"reported: {', '.join(sorted(reported))}. List the callback that reports it before "

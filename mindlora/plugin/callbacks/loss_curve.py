@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 from statistics import fmean
 from typing import List, Optional, Tuple
@@ -38,9 +39,12 @@ class LossCurve(Callback):
         self.train = []
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Records the loss of the step."""
+        """Records the loss of the step, if it is a number."""
         params = run_context.original_args()
-        self.train.append((params.cur_step_num, loss_of(params)))
+        loss = loss_of(params)
+        # JSON has no NaN and no infinity.
+        if math.isfinite(loss):
+            self.train.append((params.cur_step_num, loss))
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Writes both files, on rank 0."""

@@ -11,6 +11,7 @@ ORDER = (
     "LoraInitialization",
     "AdapterSlices",
     "ExchangeCheck",
+    "EmptySteps",
     "HeldOutLoss",
     "Forgetting",
     "AdapterHealth",
@@ -30,7 +31,7 @@ ORDER = (
     "RunReport",
 )
 # What every training run gets.
-ADDED = ("GracefulStop", "RunReport")
+ADDED = ("EmptySteps", "GracefulStop", "RunReport")
 
 
 def arrange_callbacks(config: MindFormerConfig) -> None:

@@ -83,6 +83,8 @@ class ReduceOnPlateau(RateCallback):
         """Returns the metric if it was measured at this step, or None."""
         if self.metric != "loss":
             return reported_metrics(params).get(self.metric)
+        if record.is_empty:
+            return None
         self.losses.append(record.loss)
         if len(self.losses) < self.every_steps:
             return None

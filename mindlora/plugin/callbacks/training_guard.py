@@ -46,7 +46,8 @@ class TrainingGuard(Callback):
        saves this last good state, and the run ends with DivergenceError.
 
     All ranks see the same loss and norm, and decide alike. With a dynamic loss scale, an overflow while the scale is
-    above 1 lowers the scale and counts as no fault. After a resume, the state that was resumed is the last good one.
+    above 1 lowers the scale and is not a fault; nor is a step in which no token counts. After a resume, the state that
+    was resumed is the last good one.
 
     Args:
         max_skipped (int): The run goes back after this number of skipped steps in a row; at least 2. Default: 4.
@@ -94,7 +95,7 @@ class TrainingGuard(Callback):
         params = run_context.original_args()
         step = controlled_step(params, _NAME)
         record = step_record(params)
-        if _is_left_to_loss_scale(step, params.net_outputs, record.loss):
+        if record.is_empty or _is_left_to_loss_scale(step, params.net_outputs, record.loss):
             return
         if record.skipped:
             usual, highest = self.guard.limits

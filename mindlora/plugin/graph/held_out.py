@@ -44,9 +44,11 @@ class HeldOutLossCell(nn.Cell):
     def loss(self, log_probabilities: Tensor, labels: Tensor, mask: Tensor) -> Tuple[Tensor, Tensor]:
         """Returns the sum and the count."""
         picked = ops.gather_elements(log_probabilities, -1, labels.expand_dims(-1)).squeeze(-1)
+        # Selected, not multiplied: what does not count may be infinite.
+        picked = ops.select(mask > 0, picked, ops.zeros_like(picked))
         if self.by_row:
-            return -(picked * mask).sum(-1), mask.sum(-1)
-        return -(picked * mask).sum(), mask.sum()
+            return -picked.sum(-1), mask.sum(-1)
+        return -picked.sum(), mask.sum()
 
 
 class HeldOutLabelsCell(HeldOutLossCell):

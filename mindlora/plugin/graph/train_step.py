@@ -51,7 +51,7 @@ class StepRecord(NamedTuple):
     """What a train step measured, over all ranks.
 
     Attributes:
-        loss (float): Mean loss of the counted tokens, in nats.
+        loss (float): Mean loss of the counted tokens, in nats; NaN if there are none.
         gradient_norm (float or None): Norm of the gradient before clipping.
         tokens (float or None): Counted tokens of all micro-batches of all ranks; None if the network does not count.
         skipped (bool): Whether the step changed nothing.
@@ -69,6 +69,11 @@ class StepRecord(NamedTuple):
     learning_rate: Optional[float] = None
     preference: Optional[Dict[str, float]] = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token of the step counted, so that there was nothing to learn."""
+        return self.tokens == 0
+
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
 class LoraTrainOneStepCell(MFTrainOneStepCell):
@@ -76,8 +81,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
 
     The loss is the mean over the counted tokens of all micro-batches of all ranks, and every rank reports this one. A
     step is skipped, so that neither a weight, a moment nor the learning rate's step changes, if a gradient overflows on
-    any rank, or if the loss or the norm of the gradient exceeds its limit. The learning rate is that of the schedule
-    times a factor (set_rate_factor).
+    any rank, if the loss or the norm of the gradient exceeds its limit, or if no token of it counts. The learning rate
+    is that of the schedule times a factor (set_rate_factor).
 
     In the semi-automatic parallel modes, and where MindFormers dumps local norms, the step is MindFormers' own, and
     what is said above does not hold. MindFormers detects overflow with kernels that only Ascend has. On any other
@@ -132,6 +137,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         self.checks_values = ms.get_context("device_target") != "Ascend"
         self.no_status = Tensor([0] * 8, mstype.int32)
         self.one = Tensor(1, mstype.float32)
+        self.no_loss = Tensor(np.nan, mstype.float32)
         mode = ms.get_auto_parallel_context("parallel_mode")
         self.is_mindformers_step = (
             mode not in ("stand_alone", "data_parallel")
@@ -197,8 +203,9 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.exchange is not None:
             elsewhere = ops.addn(self.hyper_map(_not_finite, gradients))
             total, elsewhere, stop, sums = self.of_all_ranks(total, elsewhere, stop, sums)
-        count = sums[0]
-        loss = total / count
+        # Without a token that counts there is no mean: the loss is NaN, so the step is skipped, and the gradient 0.
+        count = ops.maximum(sums[0], self.one)
+        loss = ops.select(self.learned_from(sums) > 0.5, total / count, self.no_loss)
         gradients = self.hyper_map(ops.partial(_scaled, positions / (scale * count)), gradients)
         if self.local_norm:
             local_norm, size = self.localnorm(gradients)
@@ -222,7 +229,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         skipped = ops.logical_or(overflow, self.exceeds_limits(loss, norm))
         if ops.logical_not(skipped):
             loss = self.update(loss, gradients, residual)
-        values = (loss, norm, count, skipped.astype(mstype.float32), stop, learning_rate)
+        values = (loss, norm, sums[0], skipped.astype(mstype.float32), stop, learning_rate)
         ops.assign(self.record, ops.stack(values))
         ops.assign(self.sums, sums)
         if self.records_norms:
@@ -230,6 +237,10 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.local_norm:
             return loss, overflow, scale, learning_rate, global_norm, local_norm, size
         return loss, overflow, scale, learning_rate, global_norm
+
+    def learned_from(self, sums: Tensor) -> Tensor:
+        """Returns how many tokens the step learns from, where they are counted: float32 []."""
+        return answer_tokens(sums) if self.learns_preferences else sums[0]
 
     def overflows(self, status: Tensor, gradients: Tuple[Tensor, ...], norm: Tensor, elsewhere: Any) -> Tensor:
         """Returns whether a gradient has overflowed, here or, by a number that is not 0, ``elsewhere``: bool []."""
@@ -329,10 +340,11 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
     def last_record(self) -> StepRecord:
         """Returns what the last step measured, the same on every rank."""
         loss, norm, count, skipped, stop, rate = (float(value) for value in self.record.asnumpy())
-        tokens, measures = (count if self.counts_tokens else None), None
+        # MindFormers' losses add 1e-8 to the number of tokens.
+        tokens, measures = (float(round(count)) if self.counts_tokens else None), None
         if self.preference is not None:
             sums = self.sums.asnumpy()
-            tokens, measures = answer_tokens(sums), preference_measures(sums, self.preference)
+            tokens, measures = float(answer_tokens(sums)), preference_measures(sums, self.preference)
         return StepRecord(loss, norm, tokens, skipped > 0, stop > 0, rate, measures)
 
     def gradient_norms(self) -> Dict[str, float]:

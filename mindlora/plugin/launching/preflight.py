@@ -5,6 +5,7 @@ from typing import List
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.checks import preference
+from mindlora.checks.batches import rows_left_out
 from mindlora.checks.data_rows import files_of_run
 from mindlora.checks.examine import check_contents, check_run
 from mindlora.checks.files import check_files
@@ -80,6 +81,8 @@ def fill(config: MindFormerConfig) -> None:
         _fill_preset_learning_rate(config)
         _add_initialization(config)
         _add_reference_check(config)
+        for sentence in rows_left_out(config):
+            logger.info(sentence)
         packing.set_boundary(config)
         train_step_settings.set_micro_batches(config)
         train_step_settings.prepare_exchange(config)

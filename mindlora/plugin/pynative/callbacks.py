@@ -88,7 +88,7 @@ class Callbacks(TrainerCallback):
         skipped = getattr(state, "skipped_steps", 0)
         self.step.end(loss, norm, skipped > self.skipped_before)
         self.skipped_before = skipped
-        self.params.net_outputs = Tensor(loss, ms.float32)
+        self.params.net_outputs = Tensor(self.step.record.loss, ms.float32)
         self._call("on_step_end", ("on_train_step_end",), args, state, kwargs)
         if self.context.get_stop_requested():
             state.max_steps = state.global_step

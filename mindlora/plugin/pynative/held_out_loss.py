@@ -48,5 +48,6 @@ class _Loss(nn.Cell):
         safe_labels = ops.select(mask, labels, ops.zeros_like(labels)).reshape(-1)
         log_probabilities = ops.log_softmax(logits.astype(mstype.float32), -1)
         picked = ops.gather_elements(log_probabilities, -1, safe_labels.expand_dims(-1)).squeeze(-1)
-        mask = mask.astype(mstype.float32)
-        return -(picked * mask.reshape(-1)).sum(), mask.sum()
+        # Selected, not multiplied: what does not count may be infinite.
+        picked = ops.select(mask.reshape(-1), picked, ops.zeros_like(picked))
+        return -picked.sum(), mask.astype(mstype.float32).sum()

@@ -21,6 +21,7 @@ from mindlora.common.mindformers_version import release
 from mindlora.common.text import listed
 from mindlora.errors import InstallationError, LoraError
 from mindlora.nn.tree import lora_cells
+from mindlora.plugin.graph.mindrecords import first_rows
 from mindlora.plugin.log import logger
 from mindlora.plugin.pynative import configuration, steps
 from mindlora.plugin.pynative.callbacks import with_callbacks
@@ -223,7 +224,7 @@ def _check_yaml(config: Dict[str, Any], version: Tuple[int, int]) -> None:
     """Raises ConfigMistakes if the YAML, or what it loads, is wrong; what is good to know goes to the log."""
     # mindlora-run needs no such line, and by it the checks know that mindlora is there.
     config["model"]["auto_register"] = BRIDGE
-    findings = check_pynative(config, version)
+    findings = check_pynative(config, version, first_rows)
     for finding in findings:
         if finding.severity == "warning":
             logger.warning(str(finding))

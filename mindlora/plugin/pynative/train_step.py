@@ -87,6 +87,9 @@ class TrainStep(nn.Cell):
     def before_update(self, parameters: Sequence[Parameter]) -> Optional[float]:
         """Looks at the gradients; returns their norm if the step must be skipped, else None."""
         self.learning_rate = self.current_rate()
+        self.skipped = not self.tokens
+        if self.skipped:
+            return 0.0
         if self.limits is None and not self.records_norms:
             return None
         gradients = {p.name: p.grad.astype("float32") for p in parameters if p.grad is not None}
@@ -100,7 +103,8 @@ class TrainStep(nn.Cell):
         return norm if self.skipped else None
 
     def end(self, loss: float, norm: float, skipped: bool) -> None:
-        """Records the step, with the loss and the norm that the Trainer reports."""
+        """Records the step, with the loss and the norm that the Trainer reports; without tokens there is no loss."""
+        loss = loss if self.tokens else math.nan
         self.skipped = self.skipped or skipped
         self.record = StepRecord(loss, norm, self.tokens, self.skipped, False, self.learning_rate)
 

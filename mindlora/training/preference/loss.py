@@ -1,7 +1,8 @@
 """PreferenceLoss: a network that learns from preferences, as a train step differentiates it."""
 
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple, Union
 
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
@@ -23,6 +24,7 @@ SUMS = (
     "tokens_rejected",
     "kl",
 )
+_TOKENS_CHOSEN, _TOKENS_REJECTED = SUMS.index("tokens_chosen"), SUMS.index("tokens_rejected")
 
 
 class PreferenceLoss(nn.Cell):
@@ -194,6 +196,6 @@ def preference_measures(sums: Sequence[float], settings: PreferenceSettings) -> 
     return measures
 
 
-def answer_tokens(sums: Sequence[float]) -> float:
-    """Returns how many tokens of answers SUMS counts."""
-    return float(sums[SUMS.index("tokens_chosen")] + sums[SUMS.index("tokens_rejected")])
+def answer_tokens(sums: Union[np.ndarray, Tensor]) -> Union[np.floating, Tensor]:
+    """Returns how many tokens of answers SUMS, float32 [len(SUMS)], counts: float32 []."""
+    return sums[_TOKENS_CHOSEN] + sums[_TOKENS_REJECTED]

@@ -210,7 +210,9 @@ def _duration(history: History) -> Optional[str]:
 
 def _skipped(history: History) -> Optional[str]:
     skipped = [step["skipped"] for step in history.steps if step.get("skipped") is not None]
-    return f"{sum(map(bool, skipped)):,}" if skipped else None
+    empty = sum(step.get("tokens") == 0 for step in history.steps)
+    learned_nothing = f", {empty:,} of them with nothing to learn" if empty else ""
+    return f"{sum(map(bool, skipped)):,}{learned_nothing}" if skipped else None
 
 
 def _memory(history: History) -> Optional[str]:

@@ -89,6 +89,18 @@ def test_held_out_loss_of_masked_labels(mode, held_out, sliced):
     np.testing.assert_allclose(loss, cross_entropy(logits, inputs, targets), rtol=1e-6)
 
 
+def test_what_does_not_count_may_be_infinite(mode, held_out):
+    path, input_ids, labels = held_out
+    logits = np.random.default_rng(0).normal(size=(ROWS, tiny_runs.SEQUENCE, tiny_runs.VOCABULARY)).astype(np.float32)
+    expected = cross_entropy(logits, input_ids, labels)
+    ignored = labels[:, 1:] == IGNORED
+    # Of these, the label in whose place 0 stands is impossible.
+    logits[ignored, 0] = -np.inf
+    assert ignored.any()
+    loss = held_out_loss(HeldOutLossCell(FixedLogits(logits), IGNORED), path, ROWS)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
 def test_measuring_does_not_change_training(network, held_out, graph_mode):
     """Two steps with a measurement after each give the same as without it, and every cell keeps its mode."""
     path, input_ids, labels = held_out

@@ -19,6 +19,7 @@ def test_what_measures_comes_before_what_decides_and_saves():
     assert found == [
         "CheckpointMonitor",
         "MFLossMonitor",
+        "EmptySteps",
         "HeldOutLoss",
         "EarlyStopping",
         "GracefulStop",

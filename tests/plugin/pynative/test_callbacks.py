@@ -57,6 +57,11 @@ def messages(folder):
     saving = {"enable_save": True, "save_path": str(folder / "iterations"), "save_interleaved_steps": 4}
     loading = {"enable_save": False, "load_path": str(folder / "iterations" / "iteration_00000004")}
     checkpoints = {"saved": {**longer, "checkpoint": saving}, "resumed": {**longer, "checkpoint": loading}}
+    runs["empty"] = ({"type": "TrainingGuard", "max_skipped": 2}, {"type": "RunReport"}, {"type": "EmptySteps"})
+    runs["unlabeled"] = ({"type": "RunReport"},)
+    pynative_runs.write_data(folder / "half.mindrecord", rows=8, labeled=4)
+    pynative_runs.write_data(folder / "unlabeled.mindrecord", rows=4, labeled=0)
+    other_data = {"empty": folder / "half.mindrecord", "unlabeled": folder / "unlabeled.mindrecord"}
     configs = []
     for name, callbacks in runs.items():
         # Where a callback writes to a folder, each run has one.
@@ -65,7 +70,8 @@ def messages(folder):
         writing = ("RunReport", "LossCurve", "RecordLosses")
         named = [{**node, "directory": str(folder / name)} if node["type"] in writing else node for node in recorded]
         nodes = {"callbacks": named, **checkpoints.get(name, {})}
-        configs.append(pynative_runs.tiny_config("qwen3", data, STEPS, **nodes))
+        configs.append(pynative_runs.tiny_config("qwen3", other_data.get(name, data), STEPS, **nodes))
+        configs[-1]["train_dataset"]["dataloader"]["shuffle"] = False
     return dict(zip(runs, pynative_runs.series(configs, folder)))
 
 
@@ -119,6 +125,17 @@ def test_a_bad_step_changes_nothing_and_two_lower_the_rate(folder, messages):
     assert records(folder / "guarded", "event") == ["skipped_step", "skipped_step", "rollback"]
     np.testing.assert_allclose(records(folder / "guarded", "learning_rate"), [0.01, 0.01, 0.01, 0.003], rtol=1e-5)
     assert np.isfinite(pynative_runs.losses(folder / "guarded")[3])
+
+
+def test_a_step_without_a_label_that_counts_changes_nothing_and_is_no_fault(folder, messages):
+    assert messages["empty"] is None
+    assert records(folder / "empty", "skipped") == [False, True, False, True]
+    assert records(folder / "empty", "loss")[1::2] == ["nan"] * 2 and records(folder / "empty", "tokens")[1] == 0
+    assert records(folder / "empty", "event") == ["empty_step"] * 2
+
+
+def test_data_without_a_label_that_counts_is_refused(messages):
+    assert "train_dataset: no label of " in messages["unlabeled"]
 
 
 def test_callbacks_of_a_resumed_run_go_on_where_they_were(folder, messages):

@@ -1,5 +1,6 @@
 """The held-out losses of several adapters, measured in one pass over the data."""
 
+import math
 from typing import Any, Dict, Tuple
 
 import numpy as np
@@ -54,14 +55,16 @@ class HeldOutOfAdapters:
         self.step = step
 
     def loss(self, adapter: int, dataset_dir: str, batch_size: int) -> float:
-        """Returns the mean loss, in nats per label, of an adapter on a MindRecord; 0 if no label counts."""
+        """Returns the mean loss, in nats per label, of an adapter on a MindRecord; NaN if no label counts."""
         if dataset_dir not in self.rows:
             self.rows[dataset_dir] = self._measure(dataset_dir, batch_size)
         losses, counts = self.rows[dataset_dir]
+        if not counts.sum():
+            return math.nan
         best = self.best.setdefault(dataset_dir, {})
         if adapter not in best or losses[adapter].sum() < best[adapter][0].sum():
             best[adapter] = losses[adapter], counts, self.step
-        return float(losses[adapter].sum() / max(counts.sum(), 1.0))
+        return float(losses[adapter].sum() / counts.sum())
 
     def state_of(self, adapter: int) -> Dict[str, Any]:
         """Returns what a resumed run needs of an adapter, as JSON values: path of the data -> its part of ``best``."""

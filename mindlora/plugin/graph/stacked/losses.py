@@ -29,7 +29,9 @@ class AdapterLosses(nn.Cell):
 
     def construct(self, logits: Tensor, labels: Tensor, mask: Tensor) -> Tuple[Tensor, Tensor]:
         log_probabilities, one_hot = self.log_softmax(logits, labels)
-        losses = self.negative_log_likelihood(log_probabilities, one_hot) * mask
+        losses = self.negative_log_likelihood(log_probabilities, one_hot)
+        # Selected, not multiplied: what does not count may be infinite.
+        losses = ops.select(mask > 0, losses, ops.zeros_like(losses))
         return losses.reshape((self.adapters, -1)).sum(-1), mask.reshape((self.adapters, -1)).sum(-1) + 1e-8
 
 

@@ -36,8 +36,9 @@ class StackedTrainOneStepCell(nn.Cell):
     """A train step in which each of K adapters takes the step that LoraTrainOneStepCell would take with it alone.
 
     An adapter's step is skipped, so that neither its weights, its moments nor its learning rate's step change, if its
-    loss or the norm of its gradient is not finite or exceeds its limit, or if it has been stopped. The others are not
-    touched by that. mindlora-run sets this cell in the YAML of a run with pet_config.adapters.
+    loss or the norm of its gradient is not finite or exceeds its limit, if no token of its rows counts, or if it has
+    been stopped. The others are not touched by that. mindlora-run sets this cell in the YAML of a run with
+    pet_config.adapters.
 
     Args:
         network (Cell): A MindFormers model with StackedLoRADense cells.
@@ -99,7 +100,8 @@ class StackedTrainOneStepCell(nn.Cell):
         positions = float(inputs[0].shape[0] * inputs[0].shape[-1])
         scale = Tensor(self.scale_sense / positions, mstype.float32)
         totals, counts, gradients = self.token_gradients(scale, *inputs)
-        losses = totals / counts
+        # As in LoraTrainOneStepCell: without a token that counts the loss is NaN.
+        losses = ops.select(counts > 0.5, totals / counts, ops.full_like(totals, np.nan))
         gradients = self.hyper_map(ops.partial(_scaled_by_adapter, positions / (self.scale_sense * counts)), gradients)
         norms = ops.sqrt(ops.stack(self.hyper_map(_squares_by_adapter, gradients)).sum(0))
         if self.use_clip_grad:
