@@ -143,7 +143,9 @@ def _message(message, where):
     calls = rest.pop("tool_calls", None)
     content = message.get("content")
     if not calls:
-        return {**rest, "role": _ROLES[role], "content": _text(content, where)}
+        # A turn in which the assistant only thought, or said nothing, comes back without a content.
+        text = "" if role == "assistant" and content is None else _text(content, where)
+        return {**rest, "role": _ROLES[role], "content": text}
     if role != "assistant":
         raise RequestError(
             f"{where} has tool_calls and the role {role!r}: use assistant, whose turns alone have calls."

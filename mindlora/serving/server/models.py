@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from mindlora.serving.server import schemas
+from mindlora.serving.server import model_schemas, schemas
 from mindlora.serving.server.errors import ApiError
 
 
@@ -39,7 +39,7 @@ class ModelList:
             registry.refresh()
             registry.path(adapter)
 
-    def entry(self, model: str) -> schemas.Model:
+    def entry(self, model: str) -> model_schemas.Model:
         """Returns what is said of a model; raises AdapterNotFoundError if there is none of that name."""
         self.check(model)
         return self._entry(model)
@@ -54,9 +54,9 @@ class ModelList:
             rendered = self._rendered = (names, plain, gzip.compress(plain))
         return rendered[2] if zipped else rendered[1]
 
-    def _entry(self, name: str) -> schemas.Model:
+    def _entry(self, name: str) -> model_schemas.Model:
         base = self._engine.model_name
-        return schemas.Model(
+        return model_schemas.Model(
             id=name,
             object="model",
             created=self._created,
@@ -70,14 +70,14 @@ class ModelList:
 def add_routes(router: APIRouter) -> None:
     """Adds all four; where the operator has not allowed loading at run time, the latter two only say so."""
 
-    @router.get("/v1/models", response_model=schemas.ModelPage)
+    @router.get("/v1/models", response_model=model_schemas.ModelPage)
     def list_models(request: Request) -> Response:
         zipped = "gzip" in request.headers.get("accept-encoding", "")
         headers = {"Vary": "Accept-Encoding", **({"Content-Encoding": "gzip"} if zipped else {})}
         return Response(request.app.state.context.models.page(zipped), 200, headers, "application/json")
 
-    @router.get("/v1/models/{model:path}", response_model=schemas.Model)
-    def show_model(model: str, request: Request) -> schemas.Model:
+    @router.get("/v1/models/{model:path}", response_model=model_schemas.Model)
+    def show_model(model: str, request: Request) -> model_schemas.Model:
         return request.app.state.context.models.entry(model)
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)

@@ -37,10 +37,13 @@ class _Asked(BaseModel):
     Attributes:
         unsupported (dict): Fields of OpenAI's and vLLM's APIs that this server lacks. They may be there as long as they
             ask for nothing.
+        passes_unknown (bool): Whether fields of any other name pass. They do in messages, which may come from another
+            server with fields of its own.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     unsupported: ClassVar[_Table] = {}
+    passes_unknown: ClassVar[bool] = False
 
     def check_extra(self, where: str = "") -> None:
         """Checks the fields that the schema does not declare.
@@ -50,12 +53,14 @@ class _Asked(BaseModel):
         """
         for name, value in (self.model_extra or {}).items():
             path = f"{where}{name}"
+            if value is None:
+                continue
             if name in self.unsupported:
-                if value is not None and value not in self.unsupported[name]:
+                if value not in self.unsupported[name]:
                     raise ApiError(
                         f"{path} is not supported by this server: leave it out.", code="unsupported_field", param=path
                     )
-            elif where or name not in _NOTES:
+            elif not self.passes_unknown and (where or name not in _NOTES):
                 raise ApiError(
                     f"{path} is not a field of this request: leave it out.", code="unknown_field", param=path
                 )
@@ -249,6 +254,7 @@ class CompletionRequest(_Generation):
 class ContentPart(_Asked):
     """A part of a message: text alone."""
 
+    passes_unknown: ClassVar[bool] = True
     type: Literal["text"]
     text: Text
 
@@ -256,6 +262,7 @@ class ContentPart(_Asked):
 class FunctionCall(_Asked):
     """Which function the assistant called, and its arguments as JSON in a string."""
 
+    passes_unknown: ClassVar[bool] = True
     name: Text
     arguments: Text
 
@@ -263,6 +270,7 @@ class FunctionCall(_Asked):
 class ToolCall(_Asked):
     """A call in a turn of the assistant."""
 
+    passes_unknown: ClassVar[bool] = True
     id: Text
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -301,23 +309,22 @@ class NamedTool(_Asked):
 class Message(_Asked):
     """A turn of a conversation."""
 
-    unsupported: ClassVar[_Table] = {
-        "annotations": ([],),
-        "audio": (),
-        "function_call": (),
-        "reasoning_content": (),
-        "refusal": (),
-    }
+    unsupported: ClassVar[_Table] = {"audio": (), "function_call": (), "refusal": ("",)}
+    passes_unknown: ClassVar[bool] = True
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Union[Text, List[ContentPart], None] = None
     name: Optional[Text] = None
     tool_calls: Optional[List[ToolCall]] = Field(None, description="of the assistant")
     tool_call_id: Optional[Text] = Field(None, description="of a tool's answer: the call that it answers")
+    reasoning_content: Any = Field(None, description="of the assistant: what it thought, which the template may show")
+    reasoning: Any = Field(None, description="vLLM's newer name of reasoning_content")
 
     def for_template(self) -> Dict[str, Any]:
-        """The message as mindlora.serving.chat_prompt reads it."""
+        """The message as mindlora.serving.chat_prompt reads it; a thought has both of its names."""
         fields = {"role", "content", "name", "tool_calls", "tool_call_id"}
-        return self.model_dump(include=fields, exclude_none=True)
+        shown = self.model_dump(include=fields, exclude_none=True)
+        thoughts = [text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str) and text]
+        return {**shown, "reasoning_content": thoughts[0], "reasoning": thoughts[0]} if thoughts else shown
 
 
 class ChatRequest(_Generation):
@@ -561,25 +568,6 @@ class ChatCompletion(BaseModel):
     model: str
     choices: List[ChatChoice]
     usage: Optional[Usage] = None
-
-
-class Model(BaseModel):
-    """The base, or an adapter, whose parent is the base."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: Optional[str]
-    max_model_len: int
-
-
-class ModelPage(BaseModel):
-    """Answer of /v1/models."""
-
-    object: Literal["list"]
-    data: List[Model]
 
 
 class ErrorObject(BaseModel):

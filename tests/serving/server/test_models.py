@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mindlora.serving.server import schemas
+from mindlora.serving.server import model_schemas
 from tests.support.scripted_engine import BASE, make_engine, started, write_adapter
 from tests.support.served_apps import ask, complete, error_of, make_app, until
 
@@ -20,7 +20,7 @@ def names(app):
 
 def test_the_base_comes_first_and_is_the_parent_of_the_others(engine):
     app = make_app(engine)
-    page = schemas.ModelPage(**ask(app, "/v1/models").json())
+    page = model_schemas.ModelPage(**ask(app, "/v1/models").json())
     assert [(entry.id, entry.parent) for entry in page.data] == [
         (BASE, None),
         ("broken", BASE),
