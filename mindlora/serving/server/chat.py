@@ -15,6 +15,7 @@ from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
 from mindlora.serving.server.prompts import Prompts, TokenTexts
+from mindlora.serving.server.tool_schemas import Function, NamedTool, demands_call
 from mindlora.serving.tools import CallBegin, CallReader, Part, tool_constraint
 
 
@@ -43,7 +44,7 @@ class ChatForm(Form):
             deltas = [schemas.Answer(content=piece.text)] if piece.text else []
         else:
             deltas = [_delta(part) for part in reader.read(piece.text, reason is not None)]
-            reason = "tool_calls" if reason == "stop" and reader.complete else reason
+            reason = "tool_calls" if reason is not None and reader.complete else reason
         if not deltas and (logprobs or reason):
             deltas = [schemas.Answer()]
         for delta in deltas:
@@ -125,11 +126,13 @@ def add_routes(router: APIRouter) -> None:
     async def complete_chat(body: schemas.ChatRequest, request: Request) -> Response:
         context = accept(request, body, 1, [message.for_template() for message in body.messages])
         _check_messages(body)
-        functions = body.callable_tools()
+        functions = body.callable_tools
         make_reader = None
         if functions:
-            names = [function.name for function in functions]
-            make_reader = functools.partial(CallReader, context.prompts.tool_format(), names)
+            names = [function.name for function in functions.values()]
+            make_reader = functools.partial(
+                CallReader, context.prompts.tool_format(), names, demands_call(body.tool_choice)
+            )
         form = ChatForm(body.model, context.texts, make_reader)
         constraint = _constraint(body, functions, context.prompts)
 
@@ -140,23 +143,21 @@ def add_routes(router: APIRouter) -> None:
         return await answer(request, body, form, tokens, constraint, limit, None)
 
 
-def _constraint(
-    body: schemas.ChatRequest, functions: Sequence[schemas.Function], prompts: Prompts
-) -> Optional[Constraint]:
-    """Returns what an answer must be that may call ``functions``; None for any text."""
+def _constraint(body: schemas.ChatRequest, functions: Dict[int, Function], prompts: Prompts) -> Optional[Constraint]:
+    """Returns what an answer must be that may call ``functions``, tools by their place; None for any text."""
     said = body.constraint()
     if not functions:
         return said
-    if said is not None:
-        raise ApiError(
-            f"tools and {said.field} both say what the answer must be: leave one of them out, or set tool_choice none.",
-            param=said.field,
-        )
-    tools = [{"name": each.name, "parameters": each.parameters or {"type": "object"}} for each in functions]
-    required = body.tool_choice not in (None, "auto")
     # A named tool is called once.
-    several = body.parallel_tool_calls is not False and body.tool_choice in (None, "auto", "required")
-    return tool_constraint(prompts.tool_format(), tools, required, several, prompts.own_tokens)
+    several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+    arguments = {
+        function.name: Constraint(
+            "json", function.arguments, f"tools.{number}.function.parameters", strict=bool(function.strict)
+        )
+        for number, function in functions.items()
+    }
+    required = demands_call(body.tool_choice)
+    return tool_constraint(prompts.tool_format(), arguments, required, several, prompts.own_tokens, said)
 
 
 def _check_messages(body: schemas.ChatRequest) -> None:
@@ -167,7 +168,7 @@ def _check_messages(body: schemas.ChatRequest) -> None:
         for place, call in enumerate(message.tool_calls or ()):
             call.check_extra(f"messages.{number}.tool_calls.{place}.")
             call.function.check_extra(f"messages.{number}.tool_calls.{place}.function.")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError("top_logprobs is only for logprobs: true. Set it too.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise ApiError("max_tokens and max_completion_tokens differ: give one of them.", param="max_tokens")

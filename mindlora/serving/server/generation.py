@@ -12,6 +12,7 @@ from typing import (
     Callable,
     Dict,
     List,
+    Mapping,
     MutableMapping,
     Optional,
     Sequence,
@@ -23,8 +24,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindlora.errors import RequestError, ServingError
-from mindlora.serving.constraints import Constraint, Grammar
+from mindlora.errors import ServingError
+from mindlora.serving.constraints import Constraint, ConstraintError, Grammar
 from mindlora.serving.request import Sampling
 from mindlora.serving.server import schemas
 from mindlora.serving.server.access import client_gone
@@ -38,6 +39,8 @@ Body = Union[schemas.CompletionRequest, schemas.ChatRequest]
 Prepare = Callable[[Context], List[List[int]]]
 # Seconds in which another server may be there.
 _SOON = 10
+# Characters of a header, which clients bound.
+_LONGEST_HEADER = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +243,7 @@ def _out_of_time(seconds: float) -> ApiError:
     return ApiError(f"The answer took longer than {seconds:g} seconds, the limit.", 504, "timeout")
 
 
-async def _stream_answer(call: Call, form: "Form", include_usage: bool) -> Response:
+async def _stream_answer(call: Call, form: "Form", include_usage: bool, headers: Mapping[str, str]) -> Response:
     """Returns a streamed answer as soon as there is something to send, so that errors until then have their status."""
     events = _events(call, form, include_usage)
     try:
@@ -248,7 +251,7 @@ async def _stream_answer(call: Call, form: "Form", include_usage: bool) -> Respo
     except BaseException:
         call.close()
         raise
-    return _EventStream(call, first, events)
+    return _EventStream(call, first, events, headers)
 
 
 async def _events(call: Call, form: "Form", include_usage: bool) -> AsyncGenerator[bytes, None]:
@@ -273,8 +276,8 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, first: bytes, events: AsyncGenerator[bytes, None]):
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, call: Call, first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._call = call
         self._first = first
@@ -383,8 +386,16 @@ def _compiled(context: Context, constraint: Optional[Constraint]) -> Optional[Gr
         return None
     try:
         return context.constraints.compile(constraint)
-    except RequestError as error:
-        raise ApiError(str(error), param=constraint.field) from error
+    except ConstraintError as error:
+        raise ApiError(str(error), param=error.field) from error
+
+
+def _said_of(grammar: Optional[Grammar]) -> Dict[str, str]:
+    """Returns the headers of an answer that say what of its constraint is not enforced."""
+    if grammar is None or not grammar.loosened:
+        return {}
+    text = "; ".join(grammar.loosened).encode("ascii", "backslashreplace").decode()
+    return {"X-Not-Enforced": text[:_LONGEST_HEADER]}
 
 
 async def answer(
@@ -409,18 +420,19 @@ async def answer(
         grammar = _compiled(context, constraint)
         rooms = [context.prompts.room(tokens, max_tokens, default) for tokens in prompts]
         samplings = [dataclasses.replace(sampling, max_tokens=room, grammar=grammar) for room in rooms]
-        return Asked(body.model, prompts, samplings, body.n or 1)
+        return Asked(body.model, prompts, samplings, body.n or 1), _said_of(grammar)
 
-    call = Call(request, await asyncio.to_thread(asked))
+    what, headers = await asyncio.to_thread(asked)
+    call = Call(request, what)
     form.begin(request.scope["state"]["record"].id, int(time.time()))
     await call.begin()
     if body.stream:
-        return await _stream_answer(call, form, body.include_usage)
+        return await _stream_answer(call, form, body.include_usage, headers)
     try:
         parts: List[List[Any]] = [[] for _ in range(call.count)]
         async for choice, piece in call.pieces():
             parts[choice] += form.chunks(choice, piece)
         content = form.whole(parts, call.usage()).model_dump_json(exclude_unset=True)
-        return Response(content, media_type="application/json")
+        return Response(content, headers=headers, media_type="application/json")
     finally:
         call.close()

@@ -2,22 +2,14 @@
 
 from typing import Annotated, Any, ClassVar, Dict, Iterable, Iterator, List, Literal, Optional, Tuple, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from mindlora.serving.constraints import Constraint
 from mindlora.serving.request import Sampling
+from mindlora.serving.server.asked import Asked, Table, Text
 from mindlora.serving.server.errors import ApiError
+from mindlora.serving.server.tool_schemas import Function, Tool, ToolChoice, chosen_functions
 
-
-def _whole_characters(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"valid Unicode, not half of a surrogate pair ({text[error.start]!r})") from error
-    return text
-
-
-Text = Annotated[str, AfterValidator(_whole_characters)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON has no numbers as keys.
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -25,55 +17,14 @@ StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 MAX_LOGPROBS = 20
 
 
-# They only describe the request.
-_NOTES = ("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "user")
-# Field -> values besides null that ask for nothing.
-_Table = Dict[str, Tuple[Any, ...]]
-
-
-class _Asked(BaseModel):
-    """What requests hold.
-
-    Attributes:
-        unsupported (dict): Fields of OpenAI's and vLLM's APIs that this server lacks. They may be there as long as they
-            ask for nothing.
-        passes_unknown (bool): Whether fields of any other name pass. They do in messages, which may come from another
-            server with fields of its own.
-    """
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    unsupported: ClassVar[_Table] = {}
-    passes_unknown: ClassVar[bool] = False
-
-    def check_extra(self, where: str = "") -> None:
-        """Checks the fields that the schema does not declare.
-
-        Raises ApiError, 400, if one asks for something or is not known.
-        ``where`` is this object's path in the request, with a dot behind it; "" for the request itself.
-        """
-        for name, value in (self.model_extra or {}).items():
-            path = f"{where}{name}"
-            if value is None:
-                continue
-            if name in self.unsupported:
-                if value not in self.unsupported[name]:
-                    raise ApiError(
-                        f"{path} is not supported by this server: leave it out.", code="unsupported_field", param=path
-                    )
-            elif not self.passes_unknown and (where or name not in _NOTES):
-                raise ApiError(
-                    f"{path} is not a field of this request: leave it out.", code="unknown_field", param=path
-                )
-
-
-class StreamOptions(_Asked):
+class StreamOptions(Asked):
     """Options of a streamed answer."""
 
-    unsupported: ClassVar[_Table] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    unsupported: ClassVar[Table] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
     include_usage: Optional[bool] = None
 
 
-class JsonSchema(_Asked):
+class JsonSchema(Asked):
     """The schema in a response_format."""
 
     name: Optional[Text] = None
@@ -82,17 +33,17 @@ class JsonSchema(_Asked):
     strict: Optional[bool] = Field(None, description="the schema is kept in any case")
 
 
-class ResponseFormat(_Asked):
+class ResponseFormat(Asked):
     """What the answer must be, as OpenAI says it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Optional[JsonSchema] = None
 
 
-class StructuredOutputs(_Asked):
+class StructuredOutputs(Asked):
     """What the answer must be, as vLLM says it."""
 
-    unsupported: ClassVar[_Table] = {
+    unsupported: ClassVar[Table] = {
         "disable_additional_properties": (False,),
         "disable_any_whitespace": (False,),
         "structural_tag": (),
@@ -105,10 +56,10 @@ class StructuredOutputs(_Asked):
     json_object: Optional[bool] = None
 
 
-class _Generation(_Asked):
+class _Generation(Asked):
     """What completions and chat completions have in common. null stands for the default everywhere."""
 
-    unsupported: ClassVar[_Table] = {
+    unsupported: ClassVar[Table] = {
         "allowed_token_ids": (),
         "bad_words": ([],),
         "best_of": (1,),
@@ -151,7 +102,7 @@ class _Generation(_Asked):
     guided_grammar: Optional[Text] = Field(None, description="as in vLLM: in Lark or GBNF")
 
     def check_extra(self, where: str = "") -> None:
-        """See _Asked; the objects that say how to answer are looked at too."""
+        """See Asked; the objects that say how to answer are looked at too."""
         super().check_extra(where)
         form = self.response_format
         if self.structured_outputs is not None:
@@ -225,7 +176,7 @@ class _Generation(_Asked):
 class CompletionRequest(_Generation):
     """Body of /v1/completions."""
 
-    unsupported: ClassVar[_Table] = {**_Generation.unsupported, "prompt_embeds": (), "suffix": ("",)}
+    unsupported: ClassVar[Table] = {**_Generation.unsupported, "prompt_embeds": (), "suffix": ("",)}
 
     prompt: Union[
         Text,
@@ -251,7 +202,7 @@ class CompletionRequest(_Generation):
         return self.prompt  # type: ignore[return-value]
 
 
-class ContentPart(_Asked):
+class ContentPart(Asked):
     """A part of a message: text alone."""
 
     passes_unknown: ClassVar[bool] = True
@@ -259,7 +210,7 @@ class ContentPart(_Asked):
     text: Text
 
 
-class FunctionCall(_Asked):
+class FunctionCall(Asked):
     """Which function the assistant called, and its arguments as JSON in a string."""
 
     passes_unknown: ClassVar[bool] = True
@@ -267,7 +218,7 @@ class FunctionCall(_Asked):
     arguments: Text
 
 
-class ToolCall(_Asked):
+class ToolCall(Asked):
     """A call in a turn of the assistant."""
 
     passes_unknown: ClassVar[bool] = True
@@ -277,39 +228,10 @@ class ToolCall(_Asked):
     index: Optional[int] = Field(None, description="as it came in a stream")
 
 
-class Function(_Asked):
-    """A function that the assistant may call."""
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: Optional[Text] = None
-    parameters: Optional[Dict[str, Any]] = Field(None, description="a JSON schema, which the arguments keep")
-    strict: Optional[bool] = Field(None, description="the schema is kept in any case")
-
-
-class Tool(_Asked):
-    """A tool: a function alone."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(_Asked):
-    """The name of a tool."""
-
-    name: Text
-
-
-class NamedTool(_Asked):
-    """The tool that the answer must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class Message(_Asked):
+class Message(Asked):
     """A turn of a conversation."""
 
-    unsupported: ClassVar[_Table] = {"audio": (), "function_call": (), "refusal": ("",)}
+    unsupported: ClassVar[Table] = {"audio": (), "function_call": (), "refusal": ("",)}
     passes_unknown: ClassVar[bool] = True
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Union[Text, List[ContentPart], None] = None
@@ -330,7 +252,7 @@ class Message(_Asked):
 class ChatRequest(_Generation):
     """Body of /v1/chat/completions."""
 
-    unsupported: ClassVar[_Table] = {
+    unsupported: ClassVar[Table] = {
         **_Generation.unsupported,
         "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
@@ -352,54 +274,37 @@ class ChatRequest(_Generation):
     }
     messages: List[Message] = Field(min_length=1)
     tools: Optional[List[Tool]] = Field(None, max_length=128)
-    tool_choice: Union[Literal["none", "auto", "required"], NamedTool, None] = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: Optional[bool] = Field(None, description="whether an answer may call several tools")
     max_completion_tokens: Optional[int] = Field(None, ge=1, description="the same as max_tokens")
     logprobs: Optional[bool] = None
     top_logprobs: Optional[int] = Field(None, ge=0, le=MAX_LOGPROBS, description="likeliest tokens to report")
 
     def check_extra(self, where: str = "") -> None:
-        """See _Asked; tools are looked at too."""
+        """See Asked; tools are looked at too."""
         super().check_extra(where)
         for number, tool in enumerate(self.tools or ()):
             tool.check_extra(f"tools.{number}.")
-            tool.function.check_extra(f"tools.{number}.function.")
-        if isinstance(self.tool_choice, NamedTool):
+        if self.tool_choice is not None and not isinstance(self.tool_choice, str):
             self.tool_choice.check_extra("tool_choice.")
-            self.tool_choice.function.check_extra("tool_choice.function.")
 
-    def callable_tools(self) -> List[Function]:
-        """The functions that the answer may call: none, all, or the one that tool_choice names.
+    @property
+    def callable_tools(self) -> Dict[int, Function]:
+        """The functions that the answer may call, by their places among the tools.
 
         Raises ApiError, 400, if tool_choice asks for a tool that is not there, or two tools have one name.
         """
-        functions = [tool.function for tool in self.tools or ()]
-        names = [function.name for function in functions]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ApiError(f"Two of the tools have the name {twice!r}: give each its own name.", param="tools")
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            if name not in names:
-                raise ApiError(
-                    f"tool_choice names {name!r}, which is none of the tools ({', '.join(names) or 'none'}): give one "
-                    "of them.",
-                    param="tool_choice",
-                )
-            return [function for function in functions if function.name == name]
-        if self.tool_choice == "required" and not functions:
-            raise ApiError("tool_choice is required, and there are no tools: give some.", param="tool_choice")
-        return [] if self.tool_choice == "none" else functions
+        return chosen_functions([tool.function for tool in self.tools or ()], self.tool_choice)
 
     def sampling(self, ends: Iterable[int]) -> Sampling:
         """How to continue the conversation, up to one of the tokens ``ends``; max_tokens is still to be set."""
         return self._sampling((self.top_logprobs or 0) if self.logprobs else None, ends)
 
 
-class TextsRequest(_Asked):
+class TextsRequest(Asked):
     """What requests have in common that give texts to be read; text_field is the field of these, for messages."""
 
-    unsupported: ClassVar[_Table] = {
+    unsupported: ClassVar[Table] = {
         "activation": (True,),
         "embed_dtype": ("float32",),
         "endianness": ("little", "native"),
@@ -413,7 +318,7 @@ class TextsRequest(_Asked):
     add_special_tokens: Optional[bool] = Field(None, description="as in vLLM: begin texts with the tokenizer's bos")
 
 
-class TokenizeRequest(_Asked):
+class TokenizeRequest(Asked):
     """Body of /tokenize, as vLLM has it: a prompt or a conversation."""
 
     model: Optional[Text] = Field(None, max_length=1000, description="the base's name, or an adapter's")
@@ -424,14 +329,14 @@ class TokenizeRequest(_Asked):
     return_token_strs: Optional[bool] = None
 
 
-class DetokenizeRequest(_Asked):
+class DetokenizeRequest(Asked):
     """Body of /detokenize, as vLLM has it."""
 
     model: Optional[Text] = Field(None, max_length=1000, description="the base's name, or an adapter's")
     tokens: List[TokenId]
 
 
-class LoadAdapterRequest(_Asked):
+class LoadAdapterRequest(Asked):
     """Body of /v1/load_lora_adapter."""
 
     lora_name: Text = Field(min_length=1, max_length=256)
@@ -439,7 +344,7 @@ class LoadAdapterRequest(_Asked):
     load_inplace: Optional[bool] = Field(None, description="replace an adapter of this name")
 
 
-class UnloadAdapterRequest(_Asked):
+class UnloadAdapterRequest(Asked):
     """Body of /v1/unload_lora_adapter."""
 
     lora_name: Text = Field(min_length=1, max_length=256)
