@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mindlora.serving.constraints import Constraint
-from mindlora.serving.detokenizer import REPLACEMENT
 from mindlora.serving.server import schemas
 from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
-from mindlora.serving.server.prompts import Prompts, TokenTexts
+from mindlora.serving.server.prompts import Prompts
 from mindlora.serving.server.tool_schemas import Function, NamedTool, demands_call
+from mindlora.serving.token_texts import TokenTexts
 from mindlora.serving.tools import CallBegin, CallReader, Part, tool_constraint
 
 
@@ -79,10 +79,7 @@ class ChatForm(Form):
         return schemas.ChatLogprobs(content=tokens)
 
     def _token(self, token: int, logprob: float) -> Dict[str, Any]:
-        text = self.texts.text(token)
-        # The bytes of a part of a character are not known.
-        data = None if REPLACEMENT in text else list(text.encode("utf-8"))
-        return {"token": text, "logprob": logprob, "bytes": data}
+        return {"token": self.texts.name(token), "logprob": logprob, "bytes": list(self.texts.data(token))}
 
 
 def _delta(part: Part) -> schemas.Answer:

@@ -31,8 +31,8 @@ from mindlora.serving.server import schemas
 from mindlora.serving.server.access import client_gone
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import ApiError, note_error
-from mindlora.serving.server.prompts import TokenTexts
 from mindlora.serving.server.schemas import CachedTokens, Usage
+from mindlora.serving.token_texts import TokenTexts
 
 Body = Union[schemas.CompletionRequest, schemas.ChatRequest]
 # Makes the tokens of a request's prompts.

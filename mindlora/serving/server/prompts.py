@@ -1,7 +1,5 @@
-"""Prompts: texts and conversations to the tokens that the model gets, within the limits; TokenTexts: back to texts."""
+"""Prompts: texts and conversations to the tokens that the model gets, within the limits."""
 
-import contextlib
-import functools
 from typing import Any, FrozenSet, List, Optional, Sequence, Union
 
 from mindlora.errors import TokenizerError
@@ -121,17 +119,3 @@ class Prompts:
 
 def _too_long(message: str) -> ApiError:
     return ApiError(message, code="context_length_exceeded", param="prompt")
-
-
-class TokenTexts:
-    """Texts of single tokens, their spaces included; the tokenizer names special ones, which have no text."""
-
-    def __init__(self, decoder: TextDecoder, tokenizer: Any):
-        def text(token: int) -> str:
-            shown = decoder.decode([token], first=False) if decoder.has_text(token) else ""
-            if not shown:
-                with contextlib.suppress(IndexError):  # the model may know more ids than the tokenizer
-                    shown = tokenizer.convert_ids_to_tokens(token) or ""
-            return shown
-
-        self.text = functools.lru_cache(maxsize=65536)(text)
