@@ -228,11 +228,15 @@ def check_ready(context: Context) -> None:
         message = f"The server is shutting down: ask again in {_SOON} seconds."
         raise ApiError(message, 503, "shutting_down", retry_after=_SOON)
     if context.starting:
-        message = f"The server is starting: ask again in {_SOON} seconds."
-        raise ApiError(message, 503, "starting", retry_after=_SOON)
+        raise still_starting()
     if not context.engine.alive:
         message = f"The engine of {context.engine.model_name} has ended: see the server's log, and start it again."
         raise ApiError(message, 503, "not_ready")
+
+
+def still_starting() -> ApiError:
+    """Returns what a client is told before the engine takes requests."""
+    return ApiError(f"The server is starting: ask again in {_SOON} seconds.", 503, "starting", retry_after=_SOON)
 
 
 def _out_of_time(seconds: float) -> ApiError:
