@@ -120,9 +120,10 @@ class Stopping:
     """Makes text of one answer's tokens, up to its end.
 
     An answer ends with an end token or the first stop string that is complete ("stop"), or with max_tokens or the
-    model's window ("length"). Neither end tokens nor stop strings are part of the text. What could be the beginning of
-    a stop string is held back until that is decided. ``room`` counts the tokens that the window has behind the prompt;
-    ``ends`` is what ends every answer, and as an attribute what ends this one.
+    model's window ("length"). A stop string that is complete within the first min_tokens tokens is text. Neither end
+    tokens nor other stop strings are part of the text. What could be the beginning of a stop string is held back until
+    that is decided. ``room`` counts the tokens that the window has behind the prompt; ``ends`` is what ends every
+    answer, and as an attribute what ends this one.
 
     Raises RequestError if a stop string is empty.
     """
@@ -133,6 +134,7 @@ class Stopping:
         self._detokenizer = detokenizer
         self.ends = (frozenset() if sampling.ignore_eos else ends) | frozenset(sampling.stop_tokens)
         self._left = min(sampling.max_tokens, room)
+        self._unsearched = sampling.min_tokens
         self._matcher = StopMatcher(sampling.stop)
 
     def add(self, token: int) -> Tuple[str, Optional[str]]:
@@ -141,11 +143,12 @@ class Stopping:
         With it comes "stop" or "length" if the answer has ended; then the text is the rest of it. Else None.
         """
         self._left -= 1
+        self._unsearched -= 1
         ended = token in self.ends
         text = "" if ended else self._detokenizer.add(token)
         if ended or not self._left:
             text += self._detokenizer.finish()
-        text, stopped = self._matcher.add(text)
+        text, stopped = self._matcher.add(text, self._unsearched < 0)
         if stopped:
             return text, "stop"
         if ended or not self._left:
@@ -161,17 +164,19 @@ class StopMatcher:
         self._longest = max(map(len, self._stops), default=1)
         self._held = ""
 
-    def add(self, piece: str) -> Tuple[str, bool]:
+    def add(self, piece: str, may_stop: bool = True) -> Tuple[str, bool]:
         """Takes the next piece, and returns the text that is decided, and whether a stop string followed it.
 
-        That is the one that was complete first, the longest if several were.
+        That is the one that was complete first, the longest if several were. One that this piece completes is passed
+        over unless it ``may_stop``.
         """
         if not self._stops:
             return piece, False
         text = self._held + piece
-        places = [(text.find(stop), stop) for stop in self._stops]
+        # What is held has no stop string in it but those that were passed over.
+        places = [(text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops]
         complete = [(at + len(stop), at) for at, stop in places if at >= 0]
-        if complete:
+        if complete and may_stop:
             self._held = ""
             return text[: min(complete)[1]], True
         begin = next((at for at in self._open(text) if self._begins(text[at:])), len(text))
@@ -189,4 +194,4 @@ class StopMatcher:
         return range(max(0, len(text) - self._longest + 1), len(text))
 
     def _begins(self, text):
-        return any(stop.startswith(text) for stop in self._stops)
+        return any(len(stop) > len(text) and stop.startswith(text) for stop in self._stops)

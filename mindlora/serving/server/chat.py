@@ -26,6 +26,7 @@ class ChatForm(Form):
 
     def __init__(self, model: str, texts: TokenTexts, make_reader: Optional[Callable[[], CallReader]] = None):
         super().__init__(model, texts)
+        self._has_begun = False
         self._make_reader = make_reader
         # Choice -> what takes its calls apart, where it may have any.
         self._begun: Dict[int, Optional[CallReader]] = {}
@@ -45,17 +46,20 @@ class ChatForm(Form):
         else:
             deltas = [_delta(part) for part in reader.read(piece.text, reason is not None)]
             reason = "tool_calls" if reason is not None and reader.complete else reason
-        if not deltas and (logprobs or reason):
+        ids = self.ids(piece.tokens)
+        if not deltas and (logprobs or reason or ids):
             deltas = [schemas.Answer()]
         for delta in deltas:
             choices.append(schemas.ChatChoice(index=choice, delta=delta, logprobs=None, finish_reason=None))
         if deltas:
-            choices[-1] = choices[-1].model_copy(update={"logprobs": logprobs, "finish_reason": reason})
+            choices[-1] = choices[-1].model_copy(update={"logprobs": logprobs, "finish_reason": reason, **ids})
         return choices
 
     def chunk(self, choices: Sequence[schemas.ChatChoice], **usage: Any) -> schemas.ChatCompletion:
         """See Form."""
-        return schemas.ChatCompletion(object="chat.completion.chunk", **self.head, choices=choices, **usage)
+        prompt = {} if self._has_begun else self._prompt()
+        self._has_begun = True
+        return schemas.ChatCompletion(object="chat.completion.chunk", **self.head, choices=choices, **usage, **prompt)
 
     def whole(self, choices: Sequence[Sequence[schemas.ChatChoice]], usage: schemas.Usage) -> schemas.ChatCompletion:
         """See Form."""
@@ -68,8 +72,15 @@ class ChatForm(Form):
                 message = schemas.Answer(role="assistant", content=text or None, tool_calls=calls)
             reason = parts[-1].finish_reason
             logprobs = joined_logprobs(parts)
-            answers.append(schemas.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason))
-        return schemas.ChatCompletion(object="chat.completion", **self.head, choices=answers, usage=usage)
+            ids = self.joined_ids(parts)
+            choice = schemas.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason, **ids)
+            answers.append(choice)
+        prompt = self._prompt()
+        return schemas.ChatCompletion(object="chat.completion", **self.head, choices=answers, usage=usage, **prompt)
+
+    def _prompt(self) -> Dict[str, Any]:
+        """Returns the field of the prompt's token ids, if they are to be shown."""
+        return {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids[0]}
 
     def _logprobs(self, sampled: List[Any]) -> schemas.ChatLogprobs:
         tokens = []

@@ -34,15 +34,19 @@ class CompletionForm(Form):
     def chunks(self, choice: int, piece: Any) -> List[schemas.CompletionChoice]:
         """Returns the choice that shows a piece, if there is something to show."""
         text = piece.text
+        ids = self.ids(piece.tokens)
         if choice not in self._offsets:
+            if self.prompt_ids is not None:
+                ids["prompt_token_ids"] = self.prompt_ids[choice]
             echo = self.echoes[choice] if self.echoes else ""
             text = echo + piece.text
             self._offsets[choice] = _Offsets(text)
         sampled = [*(piece.prompt_logprobs or ()), *(piece.logprobs or ())]
         logprobs = self._logprobs(choice, sampled) if sampled else None
-        if not (text or logprobs or piece.finish_reason):
+        reason = piece.finish_reason
+        if not (text or logprobs or reason or ids):
             return []
-        return [schemas.CompletionChoice(index=choice, text=text, logprobs=logprobs, finish_reason=piece.finish_reason)]
+        return [schemas.CompletionChoice(index=choice, text=text, logprobs=logprobs, finish_reason=reason, **ids)]
 
     def chunk(self, choices: Sequence[schemas.CompletionChoice], **usage: Any) -> schemas.Completion:
         """See Form."""
@@ -55,7 +59,11 @@ class CompletionForm(Form):
             text = "".join(part.text for part in parts)
             reason = parts[-1].finish_reason
             logprobs = joined_logprobs(parts)
-            answers.append(schemas.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason))
+            ids = self.joined_ids(parts)
+            if ids:
+                ids["prompt_token_ids"] = parts[0].prompt_token_ids
+            choice = schemas.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason, **ids)
+            answers.append(choice)
         return schemas.Completion(**self.head, choices=answers, usage=usage)
 
     def _logprobs(self, choice: int, sampled: List[Any]) -> schemas.CompletionLogprobs:

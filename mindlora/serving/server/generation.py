@@ -11,6 +11,7 @@ from typing import (
     AsyncIterator,
     Callable,
     Dict,
+    Iterable,
     List,
     Mapping,
     MutableMapping,
@@ -309,12 +310,14 @@ class Form:
     Attributes:
         prefix (str): What the answer's id begins with.
         head (dict): What the whole answer and every chunk of it begin with.
+        prompt_ids (list of list of int, or None): The prompt's token ids of each choice, where ids are to be shown.
     """
 
     prefix = ""
 
     def __init__(self, model: str, texts: TokenTexts):
         self.texts = texts
+        self.prompt_ids: Optional[List[List[int]]] = None
         self.head: Dict[str, Any] = {"model": model}
 
     def begin(self, identity: str, created: int) -> None:
@@ -332,6 +335,14 @@ class Form:
     def whole(self, choices: Sequence[Sequence[Any]], usage: schemas.Usage) -> BaseModel:
         """Returns the answer; ``choices`` has what ``chunks`` returned for each."""
         raise NotImplementedError
+
+    def ids(self, tokens: Iterable[int]) -> Dict[str, Any]:
+        """Returns the field of a choice for its token ids, if they are to be shown."""
+        return {} if self.prompt_ids is None else {"token_ids": list(tokens)}
+
+    def joined_ids(self, choices: Sequence[Any]) -> Dict[str, Any]:
+        """Returns the same of a whole answer from the choices that show its pieces."""
+        return self.ids(token for choice in choices for token in choice.token_ids or ())
 
 
 def joined_logprobs(choices: Sequence[Any]) -> Optional[Any]:
@@ -417,6 +428,7 @@ async def answer(
         context.models.check(body.model)
         prompts = prepare(context)
         sampling = body.sampling(context.prompts.ends)
+        sampling = dataclasses.replace(sampling, bad_words=context.prompts.bad_words(body.bad_words or ()))
         grammar = _compiled(context, constraint)
         rooms = [context.prompts.room(tokens, max_tokens, default) for tokens in prompts]
         samplings = [dataclasses.replace(sampling, max_tokens=room, grammar=grammar) for room in rooms]
@@ -425,6 +437,8 @@ async def answer(
     what, headers = await asyncio.to_thread(asked)
     call = Call(request, what)
     form.begin(request.scope["state"]["record"].id, int(time.time()))
+    if body.return_token_ids:
+        form.prompt_ids = [prompt for prompt in what.prompts for _ in range(what.n)]
     await call.begin()
     if body.stream:
         return await _stream_answer(call, form, body.include_usage, headers)

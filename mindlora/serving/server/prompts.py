@@ -1,6 +1,6 @@
 """Prompts: texts and conversations to the tokens that the model gets, within the limits."""
 
-from typing import Any, FrozenSet, List, Optional, Sequence, Union
+from typing import Any, FrozenSet, List, Optional, Sequence, Tuple, Union
 
 from mindlora.errors import TokenizerError
 from mindlora.serving.chat_prompt import ChatPrompt, make_chat_prompt
@@ -75,6 +75,11 @@ class Prompts:
     def own_tokens(self) -> Sequence[str]:
         """The texts that the tokenizer was given as tokens of their own."""
         return tuple(self._tokenizer.get_added_vocab())
+
+    def bad_words(self, words: Sequence[str]) -> Tuple[Tuple[int, ...], ...]:
+        """Returns the tokens of words that an answer must not have: of each within a word, and at the start of one."""
+        texts = [f"{before}{word.lstrip()}" for word in words for before in ("", " ")]
+        return tuple(tuple(self.tokens(text, add_special_tokens=False)) for text in texts)
 
     def check_text(self, tokens: Sequence[int], field: str, limit: Optional[int] = None) -> None:
         """Checks the tokens of a text that is only read; ``limit`` is how many the model was made for, if it says so.
