@@ -6,7 +6,15 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
 
-from mindlora.cli.engine import add_answer_options, loaded_engine, read_answer_options, remove_log, say, start
+from mindlora.cli.engine import (
+    add_answer_options,
+    loaded_engine,
+    prompt_form,
+    read_answer_options,
+    remove_log,
+    say,
+    start,
+)
 from mindlora.cli.verb import Verb, add_command
 from mindlora.common.interrupts import Interrupts
 from mindlora.errors import ConfigError, DataError, RequestError
@@ -89,8 +97,6 @@ def generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
 
 
 def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
-    from mindlora.serving.chat_prompt import choose_prompt_form
-
     if arguments.logprobs is not None and not arguments.json:
         raise ConfigError("--logprobs is printed in JSON alone: add --json.")
     sampling, adapters = read_answer_options(arguments)
@@ -100,7 +106,7 @@ def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
     count = len(prompts) * len(asked)
     defaults = {"slots": max(1, min(8, len(adapters.chosen))), "max_running": min(32, count), "max_waiting": count}
     with loaded_engine(arguments, adapters, defaults) as engine:
-        form = choose_prompt_form(engine.tokenizer, arguments.template, arguments.chat_template)
+        form = prompt_form(arguments, engine.tokenizer)
         requests = []
         for number, prompt in enumerate(prompts, 1):
             which = f"Prompt {number} of {len(prompts)}"

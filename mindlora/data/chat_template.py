@@ -8,7 +8,7 @@ where the text of the messages up to it ends. Both texts must be beginnings of t
 
 import json
 import re
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -72,8 +72,13 @@ class ChatTemplate:
         except Exception:  # it may well refuse this conversation, and each row will tell
             return
 
-    def render(self, conversation: Conversation, prompt: bool = False) -> str:
-        """Returns the text of a conversation, with the beginning of an assistant's turn behind it if ``prompt``."""
+    def render(
+        self, conversation: Conversation, prompt: bool = False, variables: Optional[Mapping[str, Any]] = None
+    ) -> str:
+        """Returns the text of a conversation, with the beginning of an assistant's turn behind it if ``prompt``.
+
+        ``variables`` are further ones of the template, such as enable_thinking.
+        """
         # As a batch of one, because a conversation on its own must not be empty.
         return self.tokenizer.apply_chat_template(
             [conversation.messages],
@@ -81,6 +86,7 @@ class ChatTemplate:
             chat_template=self.source,
             tokenize=False,
             add_generation_prompt=prompt,
+            **(variables or {}),
         )[0]
 
     def spans(self, conversation: Conversation, first: int = 0) -> Tuple[str, List[Span]]:

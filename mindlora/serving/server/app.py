@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from mindlora import __version__
 from mindlora.errors import LoraError
-from mindlora.serving.server import chat, completions, metrics, models, schemas, texts, tokens
+from mindlora.serving.server import chat, completions, metrics, models, responses, schemas, texts, tokens
 from mindlora.serving.server.access import BodyLimit, FramingCheck, HostCheck, KeyCheck
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import answer_error
@@ -33,7 +33,7 @@ def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
     for kind in (RequestValidationError, HTTPException, LoraError):
         app.add_exception_handler(kind, answer_error)
     router = APIRouter(responses=_ERRORS)
-    for part in (models, completions, chat, texts, tokens, metrics):
+    for part in (models, completions, chat, responses, texts, tokens, metrics):
         part.add_routes(router)
     _add_health(router)
     app.include_router(router)

@@ -15,37 +15,56 @@ from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
 from mindlora.serving.server.prompts import Prompts
 from mindlora.serving.server.tool_schemas import Function, NamedTool, demands_call
+from mindlora.serving.thoughts import ThoughtReader, Thoughts
 from mindlora.serving.token_texts import TokenTexts
 from mindlora.serving.tools import CallBegin, CallReader, Part, tool_constraint
 
 
 class ChatForm(Form):
-    """An answer as /v1/chat/completions shows it."""
+    """An answer as /v1/chat/completions shows it.
+
+    Attributes:
+        thoughts (Thoughts or None): What answers may think first; set once there is the prompt.
+        thought_tokens (int): Tokens of thoughts so far.
+    """
 
     prefix = "chatcmpl"
 
-    def __init__(self, model: str, texts: TokenTexts, make_reader: Optional[Callable[[], CallReader]] = None):
+    def __init__(
+        self,
+        model: str,
+        texts: TokenTexts,
+        make_reader: Optional[Callable[[], CallReader]] = None,
+        shows_thoughts: bool = True,
+    ):
         super().__init__(model, texts)
         self._has_begun = False
+        self.thoughts: Optional[Thoughts] = None
+        self.thought_tokens = 0
         self._make_reader = make_reader
-        # Choice -> what takes its calls apart, where it may have any.
-        self._begun: Dict[int, Optional[CallReader]] = {}
+        self._shows_thoughts = shows_thoughts
+        self._readers: Dict[int, _AnswerReader] = {}
+
+    def constrained(self, constraint: Optional[Constraint]) -> Optional[Constraint]:
+        """See Form."""
+        return constraint if constraint is None or self.thoughts is None else self.thoughts.before(constraint)
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.ChatChoice]:
         """Returns what shows a piece: first the role, then each time what there is to add."""
         choices = []
-        if choice not in self._begun:
-            self._begun[choice] = self._make_reader() if self._make_reader else None
+        if choice not in self._readers:
+            calls = self._make_reader() if self._make_reader else None
+            self._readers[choice] = _AnswerReader(ThoughtReader(self.thoughts), calls, self._shows_thoughts)
             role = schemas.Answer(role="assistant", content="")
             choices.append(schemas.ChatChoice(index=choice, delta=role, logprobs=None, finish_reason=None))
         logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
-        reader = self._begun[choice]
+        reader = self._readers[choice]
         reason = piece.finish_reason
-        if reader is None:
-            deltas = [schemas.Answer(content=piece.text)] if piece.text else []
-        else:
-            deltas = [_delta(part) for part in reader.read(piece.text, reason is not None)]
-            reason = "tool_calls" if reason is not None and reader.complete else reason
+        thought = reader.thinks
+        deltas = reader.read(piece.text, reason is not None)
+        if thought or reader.thinks:
+            self.thought_tokens += len(piece.tokens)
+        reason = "tool_calls" if reason is not None and reader.has_called else reason
         ids = self.ids(piece.tokens)
         if not deltas and (logprobs or reason or ids):
             deltas = [schemas.Answer()]
@@ -65,11 +84,7 @@ class ChatForm(Form):
         """See Form."""
         answers = []
         for index, parts in enumerate(choices):
-            text = "".join(part.delta.content or "" for part in parts)
-            calls = _joined_calls(parts)
-            message = schemas.Answer(role="assistant", content=text)
-            if calls:
-                message = schemas.Answer(role="assistant", content=text or None, tool_calls=calls)
+            message = _joined([part.delta for part in parts])
             reason = parts[-1].finish_reason
             logprobs = joined_logprobs(parts)
             ids = self.joined_ids(parts)
@@ -93,6 +108,35 @@ class ChatForm(Form):
         return {"token": self.texts.name(token), "logprob": logprob, "bytes": list(self.texts.data(token))}
 
 
+class _AnswerReader:
+    """Takes one answer apart as it comes: its thought, unless that is not shown, its text and its calls, if any."""
+
+    def __init__(self, thoughts: ThoughtReader, calls: Optional[CallReader], shows_thoughts: bool):
+        self._thoughts = thoughts
+        self._calls = calls
+        self._shows_thoughts = shows_thoughts
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is part of a thought."""
+        return self._thoughts.thinks
+
+    @property
+    def has_called(self) -> bool:
+        """Whether the answer has calls, all of them to their ends."""
+        return self._calls is not None and self._calls.complete
+
+    def read(self, text: str, last: bool) -> List[schemas.Answer]:
+        """Returns what a piece of the answer adds; ``last`` says that no more comes."""
+        thought, text = self._thoughts.read(text, last)
+        deltas = []
+        if thought and self._shows_thoughts:
+            deltas.append(schemas.Answer(reasoning_content=thought, reasoning=thought))
+        if self._calls is not None:
+            return deltas + [_delta(part) for part in self._calls.read(text, last)]
+        return deltas + ([schemas.Answer(content=text)] if text else [])
+
+
 def _delta(part: Part) -> schemas.Answer:
     """Returns what a part of an answer adds to it."""
     if isinstance(part, str):
@@ -106,11 +150,22 @@ def _delta(part: Part) -> schemas.Answer:
     return schemas.Answer(tool_calls=[call])
 
 
-def _joined_calls(parts: Sequence[schemas.ChatChoice]) -> List[schemas.CalledTool]:
-    """Returns the whole calls of an answer from those of the choices that show its pieces."""
+def _joined(deltas: Sequence[schemas.Answer]) -> schemas.Answer:
+    """Returns the whole message of an answer from what its pieces added."""
+    text = "".join(delta.content or "" for delta in deltas)
+    thought = "".join(delta.reasoning_content or "" for delta in deltas)
+    calls = _joined_calls(deltas)
+    more: Dict[str, Any] = {"reasoning_content": thought, "reasoning": thought} if thought else {}
+    if calls:
+        more["tool_calls"] = calls
+    return schemas.Answer(role="assistant", content=(text or None) if more else text, **more)
+
+
+def _joined_calls(deltas: Sequence[schemas.Answer]) -> List[schemas.CalledTool]:
+    """Returns the whole calls of an answer from what its pieces added."""
     calls: List[schemas.CalledTool] = []
-    for part in parts:
-        for call in part.delta.tool_calls or ():
+    for delta in deltas:
+        for call in delta.tool_calls or ():
             if call.id is not None:
                 function = schemas.CalledFunction(name=call.function.name, arguments="")
                 calls.append(schemas.CalledTool(id=call.id, type="function", function=function))
@@ -120,35 +175,34 @@ def _joined_calls(parts: Sequence[schemas.ChatChoice]) -> List[schemas.CalledToo
 
 
 def add_routes(router: APIRouter) -> None:
-    """Adds /v1/chat/completions, and an answer to those who ask for /v1/responses."""
-
-    @router.post("/v1/responses", response_model=schemas.ErrorAnswer, status_code=404)
-    async def respond() -> Response:
-        raise ApiError(
-            "This server has no /v1/responses, OpenAI's Responses API: use /v1/chat/completions.",
-            404,
-            code="unsupported_endpoint",
-        )
+    """Adds /v1/chat/completions."""
 
     @router.post("/v1/chat/completions", response_model=schemas.ChatCompletion)
     async def complete_chat(body: schemas.ChatRequest, request: Request) -> Response:
-        context = accept(request, body, 1, [message.for_template() for message in body.messages])
-        _check_messages(body)
-        functions = body.callable_tools
-        make_reader = None
-        if functions:
-            names = [function.name for function in functions.values()]
-            make_reader = functools.partial(
-                CallReader, context.prompts.tool_format(), names, demands_call(body.tool_choice)
-            )
-        form = ChatForm(body.model, context.texts, make_reader)
-        constraint = _constraint(body, functions, context.prompts)
+        return await answer_chat(request, body, ChatForm)
 
-        def tokens(context: Context) -> List[List[int]]:
-            return [context.prompts.chat(body.messages, body.tools)]
 
-        limit = body.max_completion_tokens or body.max_tokens
-        return await answer(request, body, form, tokens, constraint, limit, None)
+async def answer_chat(request: Request, body: schemas.ChatRequest, make_form: Callable[..., ChatForm]) -> Response:
+    """Answers a request for a chat completion in a form, which is made of what ChatForm is made of."""
+    context = accept(request, body, 1, [message.for_template() for message in body.messages])
+    _check_messages(body)
+    functions = body.callable_tools
+    make_reader = None
+    if functions:
+        names = [function.name for function in functions.values()]
+        make_reader = functools.partial(
+            CallReader, context.prompts.tool_format(), names, demands_call(body.tool_choice)
+        )
+    form = make_form(body.model, context.texts, make_reader, body.include_reasoning is not False)
+    constraint = _constraint(body, functions, context.prompts)
+
+    def tokens(context: Context) -> List[List[int]]:
+        prompt = context.prompts.chat(body.messages, body.tools, body.variables())
+        form.thoughts = context.prompts.thoughts(prompt, body.thinks)
+        return [prompt]
+
+    limit = body.max_completion_tokens or body.max_tokens
+    return await answer(request, body, form, tokens, constraint, limit, None)
 
 
 def _constraint(body: schemas.ChatRequest, functions: Dict[int, Function], prompts: Prompts) -> Optional[Constraint]:

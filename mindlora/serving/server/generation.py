@@ -252,17 +252,16 @@ async def _stream_answer(call: Call, form: "Form", include_usage: bool, headers:
     except BaseException:
         call.close()
         raise
-    return _EventStream(call, first, events, headers)
+    return _EventStream(call, form, first, events, headers)
 
 
 async def _events(call: Call, form: "Form", include_usage: bool) -> AsyncGenerator[bytes, None]:
-    # With include_usage every chunk has the field, and it is null in all but the last.
-    usage = {"usage": None} if include_usage else {}
+    form.includes_usage = include_usage
     async for choice, piece in call.pieces():
-        for part in form.chunks(choice, piece):
-            yield _event(form.chunk([part], **usage))
-    if include_usage:
-        yield _event(form.chunk([], usage=call.usage()))
+        for event in form.events(choice, piece):
+            yield event
+    for event in form.last_events(call.usage()):
+        yield event
 
 
 def _event(chunk: Any) -> bytes:
@@ -277,10 +276,13 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]):
+    def __init__(
+        self, call: Call, form: "Form", first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]
+    ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._call = call
+        self._form = form
         self._first = first
         self._rest = events
 
@@ -293,8 +295,8 @@ class _EventStream(Response):
                     await _send(send, event)
             except Exception as error:
                 problem = self._call.failed(error)
-                await _send(send, b"data: " + json.dumps(problem.content).encode() + b"\n\n")
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                await _send(send, self._form.failure(problem))
+            await send({"type": "http.response.body", "body": self._form.ending, "more_body": False})
         finally:
             self._call.close()
             await self._rest.aclose()
@@ -311,9 +313,13 @@ class Form:
         prefix (str): What the answer's id begins with.
         head (dict): What the whole answer and every chunk of it begin with.
         prompt_ids (list of list of int, or None): The prompt's token ids of each choice, where ids are to be shown.
+        ending (bytes): What a stream ends with.
+        includes_usage (bool): Whether a stream ends with a chunk of usage.
     """
 
     prefix = ""
+    ending = b"data: [DONE]\n\n"
+    includes_usage = False
 
     def __init__(self, model: str, texts: TokenTexts):
         self.texts = texts
@@ -324,13 +330,31 @@ class Form:
         """Takes what the server says of the answer."""
         self.head.update(id=f"{self.prefix}-{identity}", created=created)
 
+    def constrained(self, constraint: Optional[Constraint]) -> Optional[Constraint]:
+        """Returns what all of an answer must be whose shown text is constrained; called once there are prompts."""
+        return constraint
+
     def chunks(self, choice: int, piece: Any) -> List[Any]:
-        """Returns the choices that show a piece of an answer: none, one or two."""
+        """Returns the choices that show a piece of an answer: none, one or several."""
         raise NotImplementedError
 
     def chunk(self, choices: Sequence[Any], **usage: Any) -> BaseModel:
         """Returns a chunk of a streamed answer."""
         raise NotImplementedError
+
+    def events(self, choice: int, piece: Any) -> List[bytes]:
+        """Returns the events of a stream that show a piece of an answer."""
+        # With usage every chunk has the field, and it is null in all but the last.
+        usage = {"usage": None} if self.includes_usage else {}
+        return [_event(self.chunk([part], **usage)) for part in self.chunks(choice, piece)]
+
+    def last_events(self, usage: schemas.Usage) -> List[bytes]:
+        """Returns the events of a stream when all answers are complete."""
+        return [_event(self.chunk([], usage=usage))] if self.includes_usage else []
+
+    def failure(self, problem: ApiError) -> bytes:
+        """Returns the event for an error in the middle of a stream."""
+        return b"data: " + json.dumps(problem.content).encode() + b"\n\n"
 
     def whole(self, choices: Sequence[Sequence[Any]], usage: schemas.Usage) -> BaseModel:
         """Returns the answer; ``choices`` has what ``chunks`` returned for each."""
@@ -429,7 +453,7 @@ async def answer(
         prompts = prepare(context)
         sampling = body.sampling(context.prompts.ends)
         sampling = dataclasses.replace(sampling, bad_words=context.prompts.bad_words(body.bad_words or ()))
-        grammar = _compiled(context, constraint)
+        grammar = _compiled(context, form.constrained(constraint))
         rooms = [context.prompts.room(tokens, max_tokens, default) for tokens in prompts]
         samplings = [dataclasses.replace(sampling, max_tokens=room, grammar=grammar) for room in rooms]
         return Asked(body.model, prompts, samplings, body.n or 1), _said_of(grammar)

@@ -1,13 +1,15 @@
 """Prompts: texts and conversations to the tokens that the model gets, within the limits."""
 
-from typing import Any, FrozenSet, List, Optional, Sequence, Tuple, Union
+from typing import Any, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
+from mindlora.data import tokenizers
 from mindlora.errors import TokenizerError
 from mindlora.serving.chat_prompt import ChatPrompt, make_chat_prompt
 from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.schemas import Message, Tool
 from mindlora.serving.server.settings import ServerSettings
+from mindlora.serving.thoughts import Thoughts, marks_of, thoughts_after
 from mindlora.serving.tools import ToolFormat, format_of
 
 
@@ -48,20 +50,42 @@ class Prompts:
         """Returns the text of token ids; a text stays what it is."""
         return prompt if isinstance(prompt, str) else self._decoder.decode(prompt)
 
-    def chat(self, messages: Sequence[Message], tools: Optional[Sequence[Tool]] = None) -> List[int]:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Optional[Sequence[Tool]] = None,
+        variables: Optional[Mapping[str, Any]] = None,
+    ) -> List[int]:
         """Returns the tokens of a conversation, with the beginning of the assistant's turn.
+
+        ``variables`` are further ones of the template.
 
         Raises ApiError, 400, if the model has no chat template, or RequestError if the messages do not fit into it.
         """
         if self._chat is None:
             raise ApiError(f"This model cannot chat: use /v1/completions. {self._why_not}", code="no_chat_template")
         shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-        return self._chat.tokens([message.for_template() for message in messages], shown or None)
+        return self._chat.tokens([message.for_template() for message in messages], shown or None, variables)
+
+    def thoughts(self, prompt: List[int], wanted: bool) -> Optional[Thoughts]:
+        """Returns what the answer to a chat may think, by its template and by how the prompt ends; None for nothing.
+
+        Where no thought is ``wanted``, the prompt gets an empty one, unless the template knows how to do without.
+        """
+        marks = marks_of(self._template)
+        thoughts = None if marks is None else thoughts_after(prompt, self._tokenizer, marks)
+        if thoughts is None or wanted:
+            return thoughts
+        prompt += tokenizers.encode(self._tokenizer, thoughts.nothing)
+        return None
+
+    @property
+    def _template(self) -> str:
+        return getattr(self._chat, "template", "")
 
     def tool_format(self) -> ToolFormat:
         """Returns how the model calls tools; raises ApiError, 400, if its chat template does not say so."""
-        template = getattr(self._chat, "template", "")
-        form = format_of(template)
+        form = format_of(self._template)
         if form is None:
             raise ApiError(
                 "tools needs a chat template that shows tools as Hermes, Qwen or Llama 3 do, which this model has not: "

@@ -9,6 +9,7 @@ from mindlora.serving.request import Sampling
 from mindlora.serving.server.asked import Asked, Table, Text
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.tool_schemas import Function, Tool, ToolChoice, chosen_functions
+from mindlora.serving.thoughts import WITHOUT
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON has no numbers as keys.
@@ -278,22 +279,24 @@ class ChatRequest(_Generation):
         "add_special_tokens": (False,),
         "audio": (),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
-        "include_reasoning": (True, False),
         "modalities": (["text"],),
         "prediction": (),
-        "reasoning_effort": ("none",),
         "web_search_options": (),
     }
     messages: List[Message] = Field(min_length=1)
     tools: Optional[List[Tool]] = Field(None, max_length=128)
     tool_choice: ToolChoice = None
     parallel_tool_calls: Optional[bool] = Field(None, description="whether an answer may call several tools")
+    chat_template_kwargs: Optional[Dict[str, Any]] = Field(None, description="as in vLLM: variables of the template")
+    reasoning_effort: Optional[Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]] = Field(
+        None, description="none has the model answer without a thought; the template gets it as its variable"
+    )
+    include_reasoning: Optional[bool] = Field(None, description="as in vLLM: false for the answer without the thought")
     max_completion_tokens: Optional[int] = Field(None, ge=1, description="the same as max_tokens")
     store: Optional[bool] = Field(None, description="changes nothing: answers are not kept")
     verbosity: Optional[Literal["low", "medium", "high"]] = Field(
@@ -317,6 +320,16 @@ class ChatRequest(_Generation):
         Raises ApiError, 400, if tool_choice asks for a tool that is not there, or two tools have one name.
         """
         return chosen_functions([tool.function for tool in self.tools or ()], self.tool_choice)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the answer may begin with a thought."""
+        return self.reasoning_effort != "none"
+
+    def variables(self) -> Dict[str, Any]:
+        """The variables of the template that the request sets."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **({} if self.thinks else WITHOUT), **(self.chat_template_kwargs or {})}
 
     def sampling(self, ends: Iterable[int]) -> Sampling:
         """How to continue the conversation, up to one of the tokens ``ends``; max_tokens is still to be set."""
@@ -348,6 +361,7 @@ class TokenizeRequest(Asked):
     messages: Optional[List[Message]] = Field(None, min_length=1)
     tools: Optional[List[Tool]] = Field(None, max_length=128)
     add_special_tokens: Optional[bool] = Field(None, description="of a prompt: begin with the tokenizer's bos")
+    chat_template_kwargs: Optional[Dict[str, Any]] = Field(None, description="of messages: variables of the template")
     return_token_strs: Optional[bool] = None
 
 
@@ -471,10 +485,12 @@ class CalledTool(BaseModel):
 
 
 class Answer(BaseModel):
-    """What the assistant says; streamed, what it adds."""
+    """What the assistant says; streamed, what it adds. A thought has both of the names that servers give it."""
 
     role: Optional[Literal["assistant"]] = None
     content: Optional[str] = None
+    reasoning_content: Optional[str] = None
+    reasoning: Optional[str] = None
     tool_calls: Optional[List[CalledTool]] = None
 
 

@@ -277,10 +277,3 @@ def test_a_template_without_tools_refuses_them(callers, tmp_path):
     (tmp_path / "t").write_text(CHATML)
     answer = chat(make_app(callers, chat_template=str(tmp_path / "t")), tools=[WEATHER])
     assert answer.status_code == 400 and "needs a chat template that shows tools" in error_of(answer)["message"]
-
-
-def test_responses_are_refused_by_name(served):
-    answer = ask(served[0], "/v1/responses", {"model": BASE, "input": "hi"})
-    error = error_of(answer)
-    assert answer.status_code == 404 and "/v1/responses" in error["message"]
-    assert "use /v1/chat/completions" in error["message"]
