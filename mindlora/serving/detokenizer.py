@@ -129,9 +129,9 @@ class Stopping:
 
     An answer ends with an end token or the first stop string that is complete ("stop"), or with max_tokens or the
     model's window ("length"). A stop string that is complete within the first min_tokens tokens is text. Neither end
-    tokens nor other stop strings are part of the text. What could be the beginning of a stop string is held back until
-    that is decided. ``room`` counts the tokens that the window has behind the prompt; ``ends`` is what ends every
-    answer, and as an attribute what ends this one.
+    tokens nor other stop strings are part of the text, unless the latter are to be shown. What could be the beginning
+    of a stop string is held back until that is decided. ``room`` counts the tokens that the window has behind the
+    prompt; ``ends`` is what ends every answer, and as an attribute what ends this one.
 
     Raises RequestError if a stop string is empty.
     """
@@ -143,7 +143,7 @@ class Stopping:
         self.ends = (frozenset() if sampling.ignore_eos else ends) | frozenset(sampling.stop_tokens)
         self._left = min(sampling.max_tokens, room)
         self._unsearched = sampling.min_tokens
-        self._matcher = StopMatcher(sampling.stop)
+        self._matcher = StopMatcher(sampling.stop, sampling.stop_is_shown)
 
     def add(self, token: int) -> Tuple[str, Optional[str]]:
         """Takes the next token, and returns the text that can be sent now, perhaps empty.
@@ -165,10 +165,14 @@ class Stopping:
 
 
 class StopMatcher:
-    """Finds stop strings, none of them empty, in a text in pieces; how it is cut into pieces makes no difference."""
+    """Finds stop strings, none of them empty, in a text in pieces; how it is cut into pieces makes no difference.
 
-    def __init__(self, stops: Iterable[str]):
+    With ``shows`` the one that was found is part of the text.
+    """
+
+    def __init__(self, stops: Iterable[str], shows: bool = False):
         self._stops: List[str] = list(stops)
+        self._shows = shows
         self._longest = max(map(len, self._stops), default=1)
         self._held = ""
 
@@ -186,7 +190,8 @@ class StopMatcher:
         complete = [(at + len(stop), at) for at, stop in places if at >= 0]
         if complete and may_stop:
             self._held = ""
-            return text[: min(complete)[1]], True
+            end, begin = min(complete)
+            return text[: end if self._shows else begin], True
         begin = next((at for at in self._open(text) if self._begins(text[at:])), len(text))
         self._held = text[begin:]
         return text[:begin], False

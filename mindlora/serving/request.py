@@ -43,11 +43,12 @@ class Sampling:
         presence_penalty (float): Subtracted from the logits of tokens that were generated already (OpenAI).
         frequency_penalty (float): The same, times how often each was generated (OpenAI).
         logit_bias (tuple of (int, float)): Tokens, and what is added to the logit of each (OpenAI).
+        allowed_tokens (tuple of int): The tokens of which the answer may consist, and its ends; none for all (vLLM).
         bad_words (tuple of tuple of int): Tokens of texts that the answer does not have: the last of them is not drawn
             behind the others (vLLM).
         min_tokens (int): As long as the answer has fewer, no token and no text of ``stop`` ends it (vLLM).
         seed (int or None): Seed of the request's own random stream; None draws one.
-        stop (tuple of str): Texts that end the answer; they are not part of it.
+        stop (tuple of str): Texts that end the answer; they are not part of it, unless stop_is_shown.
         stop_tokens (tuple of int): Tokens that end the answer as the end token does, whatever ignore_eos says.
         ignore_eos (bool): Go on after the end token, up to max_tokens.
         logprobs (int or None): How many of the likeliest tokens to report beside the chosen one; None for no report.
@@ -68,10 +69,12 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Tuple[Tuple[int, float], ...] = ()
+    allowed_tokens: Tuple[int, ...] = ()
     bad_words: Tuple[Tuple[int, ...], ...] = ()
     min_tokens: int = 0
     seed: Optional[int] = None
     stop: Tuple[str, ...] = ()
+    stop_is_shown: bool = False
     stop_tokens: Tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: Optional[int] = None

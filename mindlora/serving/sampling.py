@@ -148,16 +148,20 @@ class Penalties:
 
 
 class Bans:
-    """The tokens that may not come next in one answer: its ends before min_tokens, and the last of each bad word."""
+    """The tokens that may not come next in one answer.
+
+    They are those that are not among allowed_tokens, its ends before min_tokens, and the last of each bad word.
+    """
 
     def __init__(self, sampling: Sampling, ends: FrozenSet[int]):
+        self._allowed = [*sampling.allowed_tokens, *ends] if sampling.allowed_tokens else []
         self._words = [list(word) for word in sampling.bad_words]
         self._least = sampling.min_tokens
         self._ends = list(ends)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._words) or self._least > 0
+        return bool(self._allowed) or bool(self._words) or self._least > 0
 
     def apply(self, logits: np.ndarray, generated: Sequence[int]) -> np.ndarray:
         """Returns logits, float32 [vocabulary], as a new array with minus infinity for them.
@@ -166,9 +170,12 @@ class Bans:
         """
         banned = self._ends if len(generated) < self._least else []
         follows = [word[-1] for word in self._words if list(generated[len(generated) - len(word) + 1 :]) == word[:-1]]
-        places = [token for token in (*banned, *follows) if token < len(logits)]
         left = logits.copy()
-        left[places] = -np.inf
+        if self._allowed:
+            others = np.ones(len(logits), bool)
+            others[[token for token in self._allowed if token < len(logits)]] = False
+            left[others] = -np.inf
+        left[[token for token in (*banned, *follows) if token < len(logits)]] = -np.inf
         return left if np.isfinite(left).any() else logits
 
 
@@ -192,11 +199,10 @@ class Sampled(NamedTuple):
 class Sampler:
     """Chooses the tokens of one request.
 
-    The order is that of transformers and vLLM: grammar, bad_words and min_tokens, logit_bias, penalties, temperature,
-    min_p, top_k, top_p. Each drawn
-    token takes one number of the request's own random stream, so that a seed gives the same text in any batch; ``seed``
-    is drawn here if the request has none. ``ends`` are the tokens that end the answer, which a grammar must know.
-    Errors name the adapter.
+    The order is that of transformers and vLLM: grammar, allowed_tokens, bad_words and min_tokens, logit_bias,
+    penalties, temperature, min_p, top_k, top_p. Each drawn token takes one number of the request's own random stream,
+    so that a seed gives the same text in any batch; ``seed`` is drawn here if the request has none. ``ends`` are the
+    tokens that end the answer, which a grammar must know. Errors name the adapter.
 
     Raises RequestError if a number of ``sampling`` is out of range.
     """

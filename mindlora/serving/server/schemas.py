@@ -34,7 +34,7 @@ _SAMPLED += ("ignore_eos", "cache_salt")
 class StreamOptions(Asked):
     """Options of a streamed answer."""
 
-    unsupported: ClassVar[Table] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    unsupported: ClassVar[Table] = {"continuous_usage_stats": (False,), "include_obfuscation": (True, False)}
     include_usage: Optional[bool] = None
 
 
@@ -74,9 +74,7 @@ class _Generation(Asked):
     """What completions and chat completions have in common. null stands for the default everywhere."""
 
     unsupported: ClassVar[Table] = {
-        "allowed_token_ids": (),
         "best_of": (1,),
-        "include_stop_str_in_output": (False,),
         "length_penalty": (1.0,),
         "logits_processors": ([],),
         "priority": (0,),
@@ -90,6 +88,9 @@ class _Generation(Asked):
     max_tokens: Optional[int] = Field(None, ge=1)
     n: Optional[int] = Field(None, ge=1, description="answers to each prompt")
     stop: Union[StopText, Annotated[List[StopText], Field(max_length=16)], None] = None
+    include_stop_str_in_output: Optional[bool] = Field(
+        None, description="as in vLLM: the answer ends with its stop text"
+    )
     stop_token_ids: Optional[List[TokenId]] = Field(None, max_length=64, description="as in vLLM")
     stream: Optional[bool] = None
     stream_options: Optional[StreamOptions] = None
@@ -105,6 +106,9 @@ class _Generation(Asked):
     min_p: Optional[float] = Field(None, ge=0, le=1, description="as in vLLM")
     repetition_penalty: Optional[float] = Field(None, gt=0, le=100, description="as in vLLM")
     min_tokens: Optional[int] = Field(None, ge=0, description="as in vLLM: tokens before the answer may end")
+    allowed_token_ids: Optional[List[TokenId]] = Field(
+        None, min_length=1, description="as in vLLM: the answer consists of these alone, and its end"
+    )
     bad_words: Optional[List[StopText]] = Field(
         None, max_length=256, description="as in vLLM: texts that the answer does not have"
     )
@@ -186,6 +190,8 @@ class _Generation(Asked):
             top_k=top_k,
             seed=seed,
             stop=tuple(stop),
+            stop_is_shown=bool(self.include_stop_str_in_output),
+            allowed_tokens=tuple(self.allowed_token_ids or ()),
             stop_tokens=stop_tokens,
             logit_bias=bias,
             logprobs=logprobs,
@@ -285,7 +291,6 @@ class ChatRequest(_Generation):
         "function_call": ("none", "auto"),
         "functions": ([],),
         "modalities": (["text"],),
-        "prediction": (),
         "web_search_options": (),
     }
     messages: List[Message] = Field(min_length=1)
@@ -298,6 +303,7 @@ class ChatRequest(_Generation):
     )
     include_reasoning: Optional[bool] = Field(None, description="as in vLLM: false for the answer without the thought")
     max_completion_tokens: Optional[int] = Field(None, ge=1, description="the same as max_tokens")
+    prediction: Optional[Dict[str, Any]] = Field(None, description="changes nothing: it is about speed")
     store: Optional[bool] = Field(None, description="changes nothing: answers are not kept")
     verbosity: Optional[Literal["low", "medium", "high"]] = Field(
         None, description="changes nothing: tell the model in the prompt how long its answer should be"

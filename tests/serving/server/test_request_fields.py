@@ -26,6 +26,7 @@ def texts(answer):
         {"top_logprobs": 0, "logprobs": False},
         {"min_p": 0.0, "min_tokens": 0, "bad_words": [], "return_token_ids": False},
         {"cache_salt": "x"},
+        {"prediction": {"type": "content", "content": "user"}},
     ],
 )
 def test_what_changes_nothing_is_taken(app, fields):
@@ -42,6 +43,7 @@ def test_what_changes_nothing_is_taken(app, fields):
         {"min_tokens": -1},
         {"bad_words": [""]},
         {"cache_salt": ""},
+        {"allowed_token_ids": []},
         {"return_token_ids": 1},
         {"top_logprobs": 1},
     ],
@@ -73,6 +75,23 @@ def test_a_bad_word_is_not_said(app, word):
     said = texts(complete(app, bad_words=[word]))[0]
     assert "hello" in said and "cats" not in said
     assert texts(complete(app, bad_words=["dogs", "catsx"])) == ["hello cats"]
+
+
+def test_the_answer_consists_of_allowed_tokens(app, engine):
+    allowed = engine.tokenizer.encode("hello", add_special_tokens=False)
+    assert set(texts(complete(app, allowed_token_ids=allowed))[0]) <= set("hello")
+    # Its end comes where the model has it.
+    all_of_it = engine.tokenizer.encode("hello cats", add_special_tokens=True)
+    answer = complete(app, allowed_token_ids=all_of_it).json()["choices"][0]
+    assert (answer["text"], answer["finish_reason"]) == ("hello cats", "stop")
+
+
+def test_a_stop_text_can_be_shown(app):
+    fields = {"stop": [" ca", "lo"], "include_stop_str_in_output": True}
+    assert texts(complete(app, **fields)) == ["hello"]
+    assert (
+        "".join(chunk["choices"][0]["text"] for chunk in events(complete(app, stream=True, **fields).text)) == "hello"
+    )
 
 
 def test_a_salt_keeps_the_cache_apart(app, engine):
