@@ -146,6 +146,8 @@ def _answered(
 ) -> GenerateReport:
     """Submits everything at once and waits for it; writes the text to ``live`` as it comes, unless that is None."""
     from mindlora.serving.answer import await_answer, figures_of
+    from mindlora.serving.detokenizer import TextDecoder
+    from mindlora.serving.token_texts import TokenTexts
 
     streams = [
         (prompt, engine.submit(tokens, sampling, adapter))
@@ -156,9 +158,8 @@ def _answered(
     def write(text):
         print(text, end="", file=live, flush=True)
 
-    answers = [
-        await_answer(stream, prompt, engine.tokenizer, None if live is None else write) for prompt, stream in streams
-    ]
+    texts = TokenTexts(TextDecoder(engine.tokenizer), engine.tokenizer)
+    answers = [await_answer(stream, prompt, texts, None if live is None else write) for prompt, stream in streams]
     figures = figures_of(zip(answers, (stream for _, stream in streams)))
     return GenerateReport(engine.model_name, title, tuple(answers), figures)
 

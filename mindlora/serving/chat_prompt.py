@@ -203,8 +203,8 @@ def _calls(calls, where):
     for place, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         try:
-            arguments = json.loads(function["arguments"])
-        except (TypeError, KeyError, ValueError) as error:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except (AttributeError, TypeError, ValueError) as error:
             raise RequestError(
                 f"{where}.tool_calls[{place}] must have a function with a name, and its arguments as JSON in a string: "
                 "send the call as it came."

@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mindlora.serving.constraints import Constraint
-from mindlora.serving.detokenizer import REPLACEMENT
 from mindlora.serving.server import schemas
 from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
-from mindlora.serving.server.prompts import Prompts, TokenTexts
+from mindlora.serving.server.prompts import Prompts
 from mindlora.serving.server.tool_schemas import Function, NamedTool, demands_call
 from mindlora.serving.thoughts import ThoughtReader, Thoughts
+from mindlora.serving.token_texts import TokenTexts
 from mindlora.serving.tools import CallBegin, CallReader, Part, tool_constraint
 
 
@@ -38,6 +38,7 @@ class ChatForm(Form):
         shows_thoughts: bool = True,
     ):
         super().__init__(model, texts)
+        self._has_begun = False
         self.thoughts: Optional[Thoughts] = None
         self.thought_tokens = 0
         self._make_reader = make_reader
@@ -64,17 +65,20 @@ class ChatForm(Form):
         if thought or reader.thinks:
             self.thought_tokens += len(piece.tokens)
         reason = "tool_calls" if reason is not None and reader.has_called else reason
-        if not deltas and (logprobs or reason):
+        ids = self.ids(piece.tokens)
+        if not deltas and (logprobs or reason or ids):
             deltas = [schemas.Answer()]
         for delta in deltas:
             choices.append(schemas.ChatChoice(index=choice, delta=delta, logprobs=None, finish_reason=None))
         if deltas:
-            choices[-1] = choices[-1].model_copy(update={"logprobs": logprobs, "finish_reason": reason})
+            choices[-1] = choices[-1].model_copy(update={"logprobs": logprobs, "finish_reason": reason, **ids})
         return choices
 
     def chunk(self, choices: Sequence[schemas.ChatChoice], **usage: Any) -> schemas.ChatCompletion:
         """See Form."""
-        return schemas.ChatCompletion(object="chat.completion.chunk", **self.head, choices=choices, **usage)
+        prompt = {} if self._has_begun else self._prompt()
+        self._has_begun = True
+        return schemas.ChatCompletion(object="chat.completion.chunk", **self.head, choices=choices, **usage, **prompt)
 
     def whole(self, choices: Sequence[Sequence[schemas.ChatChoice]], usage: schemas.Usage) -> schemas.ChatCompletion:
         """See Form."""
@@ -83,8 +87,15 @@ class ChatForm(Form):
             message = _joined([part.delta for part in parts])
             reason = parts[-1].finish_reason
             logprobs = joined_logprobs(parts)
-            answers.append(schemas.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason))
-        return schemas.ChatCompletion(object="chat.completion", **self.head, choices=answers, usage=usage)
+            ids = self.joined_ids(parts)
+            choice = schemas.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason, **ids)
+            answers.append(choice)
+        prompt = self._prompt()
+        return schemas.ChatCompletion(object="chat.completion", **self.head, choices=answers, usage=usage, **prompt)
+
+    def _prompt(self) -> Dict[str, Any]:
+        """Returns the field of the prompt's token ids, if they are to be shown."""
+        return {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids[0]}
 
     def _logprobs(self, sampled: List[Any]) -> schemas.ChatLogprobs:
         tokens = []
@@ -94,10 +105,7 @@ class ChatForm(Form):
         return schemas.ChatLogprobs(content=tokens)
 
     def _token(self, token: int, logprob: float) -> Dict[str, Any]:
-        text = self.texts.text(token)
-        # The bytes of a part of a character are not known.
-        data = None if REPLACEMENT in text else list(text.encode("utf-8"))
-        return {"token": text, "logprob": logprob, "bytes": data}
+        return {"token": self.texts.name(token), "logprob": logprob, "bytes": list(self.texts.data(token))}
 
 
 class _AnswerReader:

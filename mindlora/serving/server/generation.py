@@ -11,6 +11,7 @@ from typing import (
     AsyncIterator,
     Callable,
     Dict,
+    Iterable,
     List,
     Mapping,
     MutableMapping,
@@ -31,8 +32,8 @@ from mindlora.serving.server import schemas
 from mindlora.serving.server.access import client_gone
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import ApiError, note_error
-from mindlora.serving.server.prompts import TokenTexts
 from mindlora.serving.server.schemas import CachedTokens, Usage
+from mindlora.serving.token_texts import TokenTexts
 
 Body = Union[schemas.CompletionRequest, schemas.ChatRequest]
 # Makes the tokens of a request's prompts.
@@ -312,6 +313,7 @@ class Form:
     Attributes:
         prefix (str): What the answer's id begins with.
         head (dict): What the whole answer and every chunk of it begin with.
+        prompt_ids (list of list of int, or None): The prompt's token ids of each choice, where ids are to be shown.
         ending (bytes): What a stream ends with.
         includes_usage (bool): Whether a stream ends with a chunk of usage.
     """
@@ -322,6 +324,7 @@ class Form:
 
     def __init__(self, model: str, texts: TokenTexts):
         self.texts = texts
+        self.prompt_ids: Optional[List[List[int]]] = None
         self.head: Dict[str, Any] = {"model": model}
 
     def begin(self, identity: str, created: int) -> None:
@@ -357,6 +360,14 @@ class Form:
     def whole(self, choices: Sequence[Sequence[Any]], usage: schemas.Usage) -> BaseModel:
         """Returns the answer; ``choices`` has what ``chunks`` returned for each."""
         raise NotImplementedError
+
+    def ids(self, tokens: Iterable[int]) -> Dict[str, Any]:
+        """Returns the field of a choice for its token ids, if they are to be shown."""
+        return {} if self.prompt_ids is None else {"token_ids": list(tokens)}
+
+    def joined_ids(self, choices: Sequence[Any]) -> Dict[str, Any]:
+        """Returns the same of a whole answer from the choices that show its pieces."""
+        return self.ids(token for choice in choices for token in choice.token_ids or ())
 
 
 def joined_logprobs(choices: Sequence[Any]) -> Optional[Any]:
@@ -442,6 +453,7 @@ async def answer(
         context.models.check(body.model)
         prompts = prepare(context)
         sampling = body.sampling(context.prompts.ends)
+        sampling = dataclasses.replace(sampling, bad_words=context.prompts.bad_words(body.bad_words or ()))
         grammar = _compiled(context, form.constrained(constraint))
         rooms = [context.prompts.room(tokens, max_tokens, default) for tokens in prompts]
         samplings = [dataclasses.replace(sampling, max_tokens=room, grammar=grammar) for room in rooms]
@@ -450,6 +462,8 @@ async def answer(
     what, headers = await asyncio.to_thread(asked)
     call = Call(request, what)
     form.begin(request.scope["state"]["record"].id, int(time.time()))
+    if body.return_token_ids:
+        form.prompt_ids = [prompt for prompt in what.prompts for _ in range(what.n)]
     await call.begin()
     if body.stream:
         return await _stream_answer(call, form, body.include_usage, headers)

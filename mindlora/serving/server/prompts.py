@@ -1,8 +1,6 @@
-"""Prompts: texts and conversations to the tokens that the model gets, within the limits; TokenTexts: back to texts."""
+"""Prompts: texts and conversations to the tokens that the model gets, within the limits."""
 
-import contextlib
-import functools
-from typing import Any, FrozenSet, List, Mapping, Optional, Sequence, Union
+from typing import Any, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mindlora.data import tokenizers
 from mindlora.errors import TokenizerError
@@ -102,6 +100,11 @@ class Prompts:
         """The texts that the tokenizer was given as tokens of their own."""
         return tuple(self._tokenizer.get_added_vocab())
 
+    def bad_words(self, words: Sequence[str]) -> Tuple[Tuple[int, ...], ...]:
+        """Returns the tokens of words that an answer must not have: of each within a word, and at the start of one."""
+        texts = [f"{before}{word.lstrip()}" for word in words for before in ("", " ")]
+        return tuple(tuple(self.tokens(text, add_special_tokens=False)) for text in texts)
+
     def check_text(self, tokens: Sequence[int], field: str, limit: Optional[int] = None) -> None:
         """Checks the tokens of a text that is only read; ``limit`` is how many the model was made for, if it says so.
 
@@ -145,17 +148,3 @@ class Prompts:
 
 def _too_long(message: str) -> ApiError:
     return ApiError(message, code="context_length_exceeded", param="prompt")
-
-
-class TokenTexts:
-    """Texts of single tokens, their spaces included; the tokenizer names special ones, which have no text."""
-
-    def __init__(self, decoder: TextDecoder, tokenizer: Any):
-        def text(token: int) -> str:
-            shown = decoder.decode([token], first=False) if decoder.has_text(token) else ""
-            if not shown:
-                with contextlib.suppress(IndexError):  # the model may know more ids than the tokenizer
-                    shown = tokenizer.convert_ids_to_tokens(token) or ""
-            return shown
-
-        self.text = functools.lru_cache(maxsize=65536)(text)

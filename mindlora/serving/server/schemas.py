@@ -18,10 +18,23 @@ StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 MAX_LOGPROBS = 20
 
 
+# Fields that are Sampling's too.
+_SAMPLED = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+_SAMPLED += ("ignore_eos", "cache_salt")
+
+
 class StreamOptions(Asked):
     """Options of a streamed answer."""
 
-    unsupported: ClassVar[Table] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    unsupported: ClassVar[Table] = {"continuous_usage_stats": (False,), "include_obfuscation": (True, False)}
     include_usage: Optional[bool] = None
 
 
@@ -61,17 +74,11 @@ class _Generation(Asked):
     """What completions and chat completions have in common. null stands for the default everywhere."""
 
     unsupported: ClassVar[Table] = {
-        "allowed_token_ids": (),
-        "bad_words": ([],),
         "best_of": (1,),
-        "include_stop_str_in_output": (False,),
         "length_penalty": (1.0,),
         "logits_processors": ([],),
-        "min_p": (0.0,),
-        "min_tokens": (0,),
         "priority": (0,),
         "prompt_logprobs": (),
-        "service_tier": ("auto", "default"),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "truncate_prompt_tokens": (),
@@ -81,6 +88,9 @@ class _Generation(Asked):
     max_tokens: Optional[int] = Field(None, ge=1)
     n: Optional[int] = Field(None, ge=1, description="answers to each prompt")
     stop: Union[StopText, Annotated[List[StopText], Field(max_length=16)], None] = None
+    include_stop_str_in_output: Optional[bool] = Field(
+        None, description="as in vLLM: the answer ends with its stop text"
+    )
     stop_token_ids: Optional[List[TokenId]] = Field(None, max_length=64, description="as in vLLM")
     stream: Optional[bool] = None
     stream_options: Optional[StreamOptions] = None
@@ -93,8 +103,23 @@ class _Generation(Asked):
         None, max_length=1024, description="token id -> what is added to its logit"
     )
     top_k: Optional[int] = Field(None, ge=-1, lt=2**31, description="as in vLLM; 0 or -1 for all")
+    min_p: Optional[float] = Field(None, ge=0, le=1, description="as in vLLM")
     repetition_penalty: Optional[float] = Field(None, gt=0, le=100, description="as in vLLM")
+    min_tokens: Optional[int] = Field(None, ge=0, description="as in vLLM: tokens before the answer may end")
+    allowed_token_ids: Optional[List[TokenId]] = Field(
+        None, min_length=1, description="as in vLLM: the answer consists of these alone, and its end"
+    )
+    bad_words: Optional[List[StopText]] = Field(
+        None, max_length=256, description="as in vLLM: texts that the answer does not have"
+    )
     ignore_eos: Optional[bool] = Field(None, description="as in vLLM")
+    cache_salt: Optional[Annotated[Text, Field(min_length=1, max_length=1000)]] = Field(
+        None, description="as in vLLM: the prompt's keys and values are shared only with requests of the same salt"
+    )
+    return_token_ids: Optional[bool] = Field(None, description="as in vLLM: show the ids of prompt and answer")
+    service_tier: Optional[Literal["auto", "default", "flex", "scale", "priority"]] = Field(
+        None, description="changes nothing: all requests are equal"
+    )
     response_format: Optional[ResponseFormat] = None
     structured_outputs: Optional[StructuredOutputs] = Field(None, description="as in vLLM")
     guided_json: Union[Text, Dict[str, Any], None] = Field(None, description="as in vLLM: a JSON schema")
@@ -155,8 +180,7 @@ class _Generation(Asked):
     def _sampling(
         self, logprobs: Optional[int], ends: Iterable[int] = (), prompt_logprobs: Optional[int] = None
     ) -> Sampling:
-        names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
-        chosen = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        chosen = {name: getattr(self, name) for name in _SAMPLED if getattr(self, name) is not None}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = None if self.seed is None else self.seed % 2**64
         stop_tokens = tuple({*(self.stop_token_ids or ()), *(() if self.ignore_eos else ends)})
@@ -166,6 +190,8 @@ class _Generation(Asked):
             top_k=top_k,
             seed=seed,
             stop=tuple(stop),
+            stop_is_shown=bool(self.include_stop_str_in_output),
+            allowed_tokens=tuple(self.allowed_token_ids or ()),
             stop_tokens=stop_tokens,
             logit_bias=bias,
             logprobs=logprobs,
@@ -216,7 +242,7 @@ class FunctionCall(Asked):
 
     passes_unknown: ClassVar[bool] = True
     name: Text
-    arguments: Text
+    arguments: Optional[Text] = Field(None, description='"" and null for none')
 
 
 class ToolCall(Asked):
@@ -265,9 +291,6 @@ class ChatRequest(_Generation):
         "function_call": ("none", "auto"),
         "functions": ([],),
         "modalities": (["text"],),
-        "prediction": (),
-        "store": (False,),
-        "verbosity": (),
         "web_search_options": (),
     }
     messages: List[Message] = Field(min_length=1)
@@ -280,6 +303,11 @@ class ChatRequest(_Generation):
     )
     include_reasoning: Optional[bool] = Field(None, description="as in vLLM: false for the answer without the thought")
     max_completion_tokens: Optional[int] = Field(None, ge=1, description="the same as max_tokens")
+    prediction: Optional[Dict[str, Any]] = Field(None, description="changes nothing: it is about speed")
+    store: Optional[bool] = Field(None, description="changes nothing: answers are not kept")
+    verbosity: Optional[Literal["low", "medium", "high"]] = Field(
+        None, description="changes nothing: tell the model in the prompt how long its answer should be"
+    )
     logprobs: Optional[bool] = None
     top_logprobs: Optional[int] = Field(None, ge=0, le=MAX_LOGPROBS, description="likeliest tokens to report")
 
@@ -396,6 +424,8 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: Optional[CompletionLogprobs]
     finish_reason: Optional[str]
+    prompt_token_ids: Optional[List[int]] = Field(None, description="with return_token_ids; in the first piece")
+    token_ids: Optional[List[int]] = Field(None, description="with return_token_ids")
 
 
 class Completion(BaseModel):
@@ -478,6 +508,7 @@ class ChatChoice(BaseModel):
     delta: Answer = Answer()
     logprobs: Optional[ChatLogprobs]
     finish_reason: Optional[str]
+    token_ids: Optional[List[int]] = Field(None, description="with return_token_ids")
 
 
 class ChatCompletion(BaseModel):
@@ -489,6 +520,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: List[ChatChoice]
     usage: Optional[Usage] = None
+    prompt_token_ids: Optional[List[int]] = Field(None, description="with return_token_ids; in the first chunk")
 
 
 class ErrorObject(BaseModel):

@@ -46,7 +46,7 @@ ASKED_FOR = {
     "best_of": 2,
     "audio": {"voice": "alloy"},
     "modalities": ["text", "audio"],
-    "min_p": 0.1,
+    "truncate_prompt_tokens": 3,
     "use_beam_search": True,
     "prompt_logprobs": 1,
 }
