@@ -39,7 +39,11 @@ class InputItem(Asked):
         value = getattr(self, field)
         if value is None:
             path = f"{where}.{field}"
-            raise ApiError(f"{path} is missing.", code="missing_field", param=path)
+            raise ApiError(
+                f"{path} is missing: give it, as an item of the type {self.type} has it.",
+                code="missing_field",
+                param=path,
+            )
         return value if isinstance(value, str) else "".join(part.text for part in value)
 
 

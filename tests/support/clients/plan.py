@@ -17,6 +17,13 @@ class Forecast(BaseModel):
     days: int = Field(ge=0, le=9)
 
 
+class City(BaseModel):
+    """The arguments of the tool, and no others."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Rome", "Paris"]
+
+
 def weather(city: Literal["Rome", "Paris"]) -> str:
     """Tells whether it rains in a city."""
     CALLED.append(city)
