@@ -229,7 +229,8 @@ def check_ready(context: Context) -> None:
         message = f"The server is shutting down: ask again in {_SOON} seconds."
         raise ApiError(message, 503, "shutting_down", retry_after=_SOON)
     if context.starting:
-        raise still_starting()
+        error = still_starting()
+        raise error
     if not context.engine.alive:
         message = f"The engine of {context.engine.model_name} has ended: see the server's log, and start it again."
         raise ApiError(message, 503, "not_ready")
