@@ -70,7 +70,6 @@ class Matcher:
 
     def __init__(self, matcher: Any, vocabulary: Any, ends: FrozenSet[int], field: str):
         self._matcher = matcher
-        self._end = vocabulary.eos_token
         self._vocab_size = vocabulary.vocab_size
         self._ends = sorted(ends)
         # A grammar can have these in it. Others are text, at which whoever sent them wants the answer cut.
@@ -94,7 +93,8 @@ class Matcher:
         if self._matcher.is_accepting():
             allowed[[token for token in self._ends if token < len(logits)]] = True
         else:
-            allowed[[token for token in self._marks if allowed[token] and not self._completes(token)]] = False
+            early = [token for token in self._marks if token < known and bits[token] and not self._completes(token)]
+            allowed[early] = False
         if not allowed.any():
             raise RequestError(
                 f"{self._field} has a token that ends answers in the middle of one: put its name in quotes, as text."

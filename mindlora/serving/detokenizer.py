@@ -7,6 +7,7 @@ from mindlora.data import tokenizers
 from mindlora.errors import RequestError
 from mindlora.serving.request import Sampling
 from mindlora.serving.thoughts import FAMILIES
+from mindlora.serving.tools import CALL_MARKS
 
 logger = logging.getLogger("mindlora")
 # What decoders write for bytes that are not, or not yet, a character of UTF-8.
@@ -21,22 +22,23 @@ def special_tokens(tokenizer: Any) -> FrozenSet[int]:
     return frozenset(tokenizer.all_special_ids) | {place for place, token in added if token.special}
 
 
-def _marks_of_thoughts(tokenizer: Any) -> FrozenSet[int]:
-    texts = {mark for marks in FAMILIES for mark in (marks.begin, marks.end)}
+def _marks(tokenizer: Any) -> FrozenSet[int]:
+    """Returns the tokens that are marks of thoughts and calls."""
+    texts = {mark for marks in FAMILIES for mark in (marks.begin, marks.end)} | {*CALL_MARKS}
     return frozenset(place for place, token in tokenizer.added_tokens_decoder.items() if token.content in texts)
 
 
 class TextDecoder:
     """The tokens of one tokenizer as text. Special tokens, and ids that the tokenizer does not have, have none.
 
-    The marks of a thought have one in any case: what an answer is would not be known without them.
+    The marks of thoughts and calls have one in any case: what an answer is would not be known without them.
 
     Made once, as it goes through the vocabulary.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer) - _marks_of_thoughts(tokenizer)
+        self._special = special_tokens(tokenizer) - _marks(tokenizer)
         self._size = tokenizers.vocabulary_size(tokenizer)
         # Decoded behind this, a token keeps the space that decoders take from the first one.
         self._before = tokenizers.encode(tokenizer, "a")

@@ -6,7 +6,8 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Union
 
 from mindlora.serving.constraints import Constraint
 
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+# What Hermes and Qwen write around a call.
+CALL_MARKS = _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _TEXT = "/(?s:.*)/"
 
 
@@ -91,7 +92,7 @@ def tool_constraint(
 
 def _literal(text: str, own_tokens: Sequence[str]) -> str:
     """Returns a text as a grammar has it: tokens of their own stand there without quotes."""
-    for token in (_CALL, _CALL_END):
+    for token in CALL_MARKS:
         if token in text and token in own_tokens:
             before, after = text.split(token)
             return " ".join(filter(None, (before and json.dumps(before), token, after and json.dumps(after))))

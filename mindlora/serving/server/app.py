@@ -50,7 +50,7 @@ def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
             allow_methods=["GET", "POST"],
             # Clients send headers of their own, such as openai's X-Stainless-Lang.
             allow_headers=["*"],
-            expose_headers=["Retry-After", "X-Request-Id"],
+            expose_headers=["Retry-After", "X-Not-Enforced", "X-Request-Id"],
         )
     app.add_middleware(FramingCheck)
     app.add_middleware(Recorder, log=context.log, count=context.metrics.count, told=context.told)

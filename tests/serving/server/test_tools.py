@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.support.chat_templates import CHATML, HERMES_TOOLS, LLAMA3
+from tests.support.chat_templates import CHATML, HERMES_TOOLS, LLAMA3, chat_tokenizer
 from tests.support.scripted_engine import BASE, make_engine, started, write_adapter
 from tests.support.served_apps import ask, chat, error_of, events, live, make_app
 
@@ -217,6 +217,17 @@ def test_keywords_that_cannot_be_enforced_are_left_out_of_tools_and_named(served
     _, calls, _ = joined(answer)
     assert json.loads(calls[0]["function"]["arguments"]) == json.loads(ARGUMENTS)
     assert "X-Not-Enforced" not in chat(app, tools=[WEATHER], max_tokens=4).headers
+
+
+def test_marks_of_calls_may_be_special_tokens(tmp_path):
+    marks = {"additional_special_tokens": ["<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>"]}
+    write_adapter(tmp_path, "polite", "Let me see.\n" + HERMES_CALL)
+    tokenizer = chat_tokenizer(HERMES_TOOLS, **marks)
+    with started(make_engine(str(tmp_path), num_blocks=1024, seq_length=1024, tokenizer=tokenizer)) as engine:
+        fields = {"model": "polite", "tools": [WEATHER], "parallel_tool_calls": False, "max_tokens": 200}
+        said = chat(make_app(engine), **fields).json()["choices"][0]
+    assert said["message"]["content"].strip() == "Let me see." and said["finish_reason"] == "tool_calls"
+    assert checked(said["message"]["tool_calls"][0]) == json.loads(ARGUMENTS)
 
 
 def test_the_openai_package_calls_a_tool_and_sends_its_answer(served):
