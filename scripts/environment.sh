@@ -11,7 +11,12 @@
 #   MINDLORA_PEERS_VENV    where it stands                (default: .venv-peers in the checkout)
 #   MINDLORA_PEERS_PYTHON  a Python that has what tests/peers/requirements.txt names; then nothing is made
 #
-# For scripts/lint.sh and the documentation a third one holds linters and mkdocs:
+# For tests/clients another one holds clients of OpenAI's API:
+#
+#   MINDLORA_CLIENTS_VENV    where it stands              (default: .venv-clients in the checkout)
+#   MINDLORA_CLIENTS_PYTHON  a Python that has what tests/clients/requirements.txt names; then nothing is made
+#
+# For scripts/lint.sh and the documentation one more holds linters and mkdocs:
 #
 #   MINDLORA_LINT_VENV     where it stands                (default: .venv-lint in the checkout)
 
@@ -20,6 +25,7 @@ STACK=${MINDLORA_STACK:-ms29}
 if [ "$STACK" = ms29 ]; then DEFAULT_VENV=$ROOT/.venv; else DEFAULT_VENV=$ROOT/.venv-$STACK; fi
 VENV=${MINDLORA_VENV:-$DEFAULT_VENV}
 PEERS_VENV=${MINDLORA_PEERS_VENV:-$ROOT/.venv-peers}
+CLIENTS_VENV=${MINDLORA_CLIENTS_VENV:-$ROOT/.venv-clients}
 LINT_VENV=${MINDLORA_LINT_VENV:-$ROOT/.venv-lint}
 
 # Worker threads that spin between kernels cost more than they gain on few cores.
@@ -96,29 +102,38 @@ install_without_dependencies() {
 # install a CPU build of the pinned version there first, or name an index of CPU builds in PIP_EXTRA_INDEX_URL:
 # which one is the user's choice.
 make_peers_environment() {
-    local requirements=$ROOT/tests/peers/requirements.txt wanted python
-    if [ -n "${MINDLORA_PEERS_PYTHON:-}" ]; then
+    make_other_environment peers "$PEERS_VENV" MINDLORA_PEERS_PYTHON "On Linux, a registry's PyTorch brings CUDA packages \
+of several GB, which the tests do not use; without them: bash scripts/test.sh --without-peers, or install a CPU build of \
+torch there first ..."
+}
+
+# Makes the environment of tests/clients and sets $MINDLORA_CLIENTS_PYTHON; does nothing where that was done before.
+make_clients_environment() {
+    make_other_environment clients "$CLIENTS_VENV" MINDLORA_CLIENTS_PYTHON "It is a download of about 150 MB ..."
+}
+
+# make_other_environment NAME VENV VARIABLE NOTE: makes the environment VENV of tests/NAME, and sets VARIABLE to its Python.
+make_other_environment() {
+    local requirements=$ROOT/tests/$1/requirements.txt venv=$2 wanted python
+    if [ -n "${!3:-}" ]; then
         return
     fi
     wanted=$(cksum < "$requirements")
-    if [ "$(cat "$PEERS_VENV/peers-installed" 2>/dev/null)" != "$wanted" ]; then
+    if [ "$(cat "$venv/$1-installed" 2>/dev/null)" != "$wanted" ]; then
         python=$(find_python) || return 1
         if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-            echo "note: tests/peers is left out: its requirements.txt needs Python 3.11 or 3.12, and $python is" \
+            echo "note: tests/$1 is left out: its requirements.txt needs Python 3.11 or 3.12, and $python is" \
                  "$("$python" --version). Install one, or name it in MINDLORA_PYTHON." >&2
             return
         fi
-        echo "Making the environment $PEERS_VENV with $("$python" --version) for tests/peers. On Linux, a registry's" \
-             "PyTorch brings CUDA packages of several GB, which the tests do not use; without them:" \
-             "bash scripts/test.sh --without-peers, or install a CPU build of torch there first ..."
+        echo "Making the environment $venv with $("$python" --version) for tests/$1. $4"
         # What is there already stays: it may be a CPU build of torch.
-        [ -x "$PEERS_VENV/bin/python" ] || "$python" -m venv "$PEERS_VENV" || return 1
-        "$PEERS_VENV/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements" \
-            || return 1
-        echo "$wanted" > "$PEERS_VENV/peers-installed"
+        [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return 1
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements" || return 1
+        echo "$wanted" > "$venv/$1-installed"
         echo "Environment ready."
     fi
-    export MINDLORA_PEERS_PYTHON=$PEERS_VENV/bin/python
+    export "$3=$venv/bin/python"
 }
 
 # Makes the environment of the linters and of the documentation and sets $LINT, the folder of its programs.

@@ -2,34 +2,42 @@
 # Runs all tests, in an environment that is made where it is missing. Arguments go to pytest.
 #   bash scripts/test.sh                       everything, in two processes side by side
 #   bash scripts/test.sh tests/nn -x           one folder, stop at the first failure
-#   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB
+#   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB, and
+#                                              tests/clients
 #   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes
+#   bash scripts/test.sh tests/clients         with clients of OpenAI's API, in another environment that it makes
 #   MINDLORA_STACK=ms27 bash scripts/test.sh   with an older pair of MindSpore and MindFormers; ms210: with a newer one
 set -eu
 # shellcheck source=scripts/environment.sh
 source "$(dirname "$0")/environment.sh"
 
-# Tells whether the arguments select tests/peers: they name it or a folder around it, or name no tests at all.
-selects_peers() {
-    local argument elsewhere=no
+# Returns whether the arguments after NAME select tests/NAME: they name it or a folder around it, or name no tests at all.
+selects() {
+    local name=$1 argument elsewhere=no
+    shift
     for argument; do
         case $argument in
             -*) ;;
-            . | ./ | tests | tests/ | ./tests | ./tests/ | */tests | */tests/ | *tests/peers*) return 0 ;;
+            . | ./ | tests | tests/ | ./tests | ./tests/ | */tests | */tests/ | *tests/"$name"*) return 0 ;;
             *tests/*) elsewhere=yes ;;
         esac
     done
     [ $elsewhere = no ]
 }
 
-PEERS=(--ignore=tests/peers)
+OTHERS=(peers clients)
 if [ "${1:-}" = --without-peers ]; then
     shift
-elif selects_peers "$@"; then
-    PEERS=()
+    OTHERS=()
 fi
 make_tests_environment
-if [ ${#PEERS[@]} -eq 0 ]; then make_peers_environment; fi
+LEFT_OUT=(--ignore=tests/peers --ignore=tests/clients)
+for place in "${!OTHERS[@]}"; do
+    if selects "${OTHERS[place]}" "$@"; then
+        "make_${OTHERS[place]}_environment"
+        unset "LEFT_OUT[place]"
+    fi
+done
 cd "$ROOT"
 if [ $# -eq 0 ]; then set -- -n 2 tests; fi
-exec "$PYTHON" -m pytest --durations=8 "${PEERS[@]}" "$@"
+exec "$PYTHON" -m pytest --durations=8 "${LEFT_OUT[@]}" "$@"

@@ -40,9 +40,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-# Folders whose files share what takes long to make: PEFT's answers, kernels compiled for the model.
+# Folders whose files share what takes long to make: PEFT's answers, a server, kernels compiled for the model.
 # With several processes (pytest -n 2) all of such a folder runs in one of them.
-TOGETHER = ("tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
+TOGETHER = ("tests/clients", "tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
 # What takes longest, so that none of it is left at the end.
 FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/plugin")
 

@@ -7,7 +7,15 @@ import difflib
 import sys
 from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, TextIO
 
-from mindlora.cli.engine import add_answer_options, loaded_engine, read_answer_options, remove_log, say, start
+from mindlora.cli.engine import (
+    add_answer_options,
+    loaded_engine,
+    prompt_form,
+    read_answer_options,
+    remove_log,
+    say,
+    start,
+)
 from mindlora.cli.verb import Verb
 from mindlora.common.interrupts import Interrupts
 from mindlora.common.text import near_word
@@ -40,10 +48,9 @@ def chat(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace, interrupts: Interrupts) -> None:
     sampling, adapters = read_answer_options(arguments)
     with loaded_engine(arguments, adapters, {"slots": 2, "max_running": 2}) as engine:
-        from mindlora.serving.chat_prompt import choose_prompt_form
         from mindlora.serving.dialogue import Dialogue
 
-        form = choose_prompt_form(engine.tokenizer, arguments.template, arguments.chat_template, chat=True)
+        form = prompt_form(arguments, engine.tokenizer, chat=True)
         first = adapters.chosen[0] if adapters.chosen else None
         dialogue = Dialogue(engine, form, sampling, first, arguments.system, arguments.max_tokens)
         start(engine)

@@ -4,6 +4,7 @@ import argparse
 import atexit
 import contextlib
 import difflib
+import json
 import logging
 import os
 import shutil
@@ -20,6 +21,7 @@ from mindlora.plugin.imports import import_mindformers
 
 if TYPE_CHECKING:
     from mindlora.serving.adapter_registry import AdapterRegistry
+    from mindlora.serving.chat_prompt import PromptForm
     from mindlora.serving.engine import Engine
     from mindlora.serving.request import Sampling
 
@@ -113,6 +115,12 @@ def add_answer_options(
     prompts.add_argument(
         "--chat-template", metavar="FILE", help="chat template in Jinja, instead of the tokenizer's own"
     )
+    prompts.add_argument(
+        "--chat-template-kwargs",
+        type=template_variables,
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}'",
+    )
     prompts.add_argument("--system", metavar="TEXT", help="system message, for a chat template")
     answers = parser.add_argument_group("answers")
     answers.add_argument("--max-tokens", type=int, metavar="N", help=f"tokens of an answer (default: {max_tokens})")
@@ -129,6 +137,17 @@ def add_answer_options(
         "--stop", action="append", default=[], metavar="TEXT", help="text that ends an answer; may be given repeatedly"
     )
     add_engine_options(parser, defaults)
+
+
+def template_variables(text: str) -> Dict[str, Any]:
+    """Returns the variables of --chat-template-kwargs, for argparse."""
+    try:
+        variables = json.loads(text)
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} must be a JSON object such as {{"enable_thinking": false}}.')
+    return variables
 
 
 def fixed_batches(text: str) -> Tuple[int, ...]:
@@ -150,8 +169,16 @@ def read_answer_options(arguments: argparse.Namespace) -> Tuple["Sampling", Adap
     from mindlora.serving.chat_prompt import check_prompt_options
 
     sampling = _read_sampling(arguments)
-    check_prompt_options(arguments.template, arguments.chat_template)
+    check_prompt_options(arguments.template, arguments.chat_template, arguments.chat_template_kwargs)
     return sampling, read_adapters(arguments)
+
+
+def prompt_form(arguments: argparse.Namespace, tokenizer: Any, chat: bool = False) -> "PromptForm":
+    """Returns what prompts become, by the options of add_answer_options; ``chat`` is as in choose_prompt_form."""
+    from mindlora.serving.chat_prompt import choose_prompt_form
+
+    variables = arguments.chat_template_kwargs
+    return choose_prompt_form(tokenizer, arguments.template, arguments.chat_template, chat, variables)
 
 
 def _read_sampling(arguments: argparse.Namespace) -> "Sampling":

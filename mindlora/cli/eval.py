@@ -12,6 +12,7 @@ from mindlora.cli.engine import (
     add_answer_options,
     loaded_engine,
     prepare_imports,
+    prompt_form,
     read_answer_options,
     remove_log,
     say,
@@ -95,13 +96,12 @@ def evaluate(arguments: argparse.Namespace) -> "EvalReport":
 def _evaluate(arguments: argparse.Namespace) -> "EvalReport":
     from mindlora.evaluation.picture import draw_evaluation
     from mindlora.evaluation.report import EvalReport
-    from mindlora.serving.chat_prompt import choose_prompt_form
 
     sampling, adapters = read_answer_options(arguments)
     _check(arguments, adapters)
     inputs = _read(arguments)
     with loaded_engine(arguments, adapters, {"slots": max(1, min(8, len(adapters.chosen)))}) as engine:
-        form = choose_prompt_form(engine.tokenizer, arguments.template, arguments.chat_template)
+        form = prompt_form(arguments, engine.tokenizer)
         passages = _passages(arguments, engine, inputs)
         start(engine)
         if inputs.questions or inputs.tasks:

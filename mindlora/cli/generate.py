@@ -6,7 +6,15 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
 
-from mindlora.cli.engine import add_answer_options, loaded_engine, read_answer_options, remove_log, say, start
+from mindlora.cli.engine import (
+    add_answer_options,
+    loaded_engine,
+    prompt_form,
+    read_answer_options,
+    remove_log,
+    say,
+    start,
+)
 from mindlora.cli.verb import Verb, add_command
 from mindlora.common.interrupts import Interrupts
 from mindlora.errors import ConfigError, DataError, RequestError
@@ -89,8 +97,6 @@ def generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
 
 
 def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
-    from mindlora.serving.chat_prompt import choose_prompt_form
-
     if arguments.logprobs is not None and not arguments.json:
         raise ConfigError("--logprobs is printed in JSON alone: add --json.")
     sampling, adapters = read_answer_options(arguments)
@@ -100,7 +106,7 @@ def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
     count = len(prompts) * len(asked)
     defaults = {"slots": max(1, min(8, len(adapters.chosen))), "max_running": min(32, count), "max_waiting": count}
     with loaded_engine(arguments, adapters, defaults) as engine:
-        form = choose_prompt_form(engine.tokenizer, arguments.template, arguments.chat_template)
+        form = prompt_form(arguments, engine.tokenizer)
         requests = []
         for number, prompt in enumerate(prompts, 1):
             which = f"Prompt {number} of {len(prompts)}"
@@ -140,6 +146,8 @@ def _answered(
 ) -> GenerateReport:
     """Submits everything at once and waits for it; writes the text to ``live`` as it comes, unless that is None."""
     from mindlora.serving.answer import await_answer, figures_of
+    from mindlora.serving.detokenizer import TextDecoder
+    from mindlora.serving.token_texts import TokenTexts
 
     streams = [
         (prompt, engine.submit(tokens, sampling, adapter))
@@ -150,9 +158,8 @@ def _answered(
     def write(text):
         print(text, end="", file=live, flush=True)
 
-    answers = [
-        await_answer(stream, prompt, engine.tokenizer, None if live is None else write) for prompt, stream in streams
-    ]
+    texts = TokenTexts(TextDecoder(engine.tokenizer), engine.tokenizer)
+    answers = [await_answer(stream, prompt, texts, None if live is None else write) for prompt, stream in streams]
     figures = figures_of(zip(answers, (stream for _, stream in streams)))
     return GenerateReport(engine.model_name, title, tuple(answers), figures)
 

@@ -114,14 +114,18 @@ def serve(arguments: argparse.Namespace) -> ServeReport:
     )
     adapters = read_adapters(arguments)
     with log_elsewhere(arguments.verbose):
-        say(f"loading {source_of(arguments)} ...")
-        engine = build(arguments, adapters.registry, arguments.model_name)
-        for name in arguments.pin:
-            engine.adapters.pin(name)
-        if not arguments.verbose:
-            _log_to_stderr()
-        say("compiling ...")
-        run(engine, settings, lambda url: say(f"{engine.model_name} at {url}"))
+
+        def make_engine():
+            say(f"loading {source_of(arguments)} ...")
+            engine = build(arguments, adapters.registry, arguments.model_name)
+            for name in arguments.pin:
+                engine.adapters.pin(name)
+            if not arguments.verbose:
+                _log_to_stderr()
+            say("compiling ...")
+            return engine
+
+        engine = run(make_engine, settings, lambda engine, url: say(f"{engine.model_name} at {url}"))
     figures = engine.snapshot()
     return ServeReport(engine.model_name, figures.prompt_tokens, figures.cached_tokens, figures.generated_tokens)
 

@@ -9,7 +9,7 @@ where the text of the messages up to it ends. Both texts must be beginnings of t
 import functools
 import json
 import re
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -75,8 +75,13 @@ class ChatTemplate:
         except Exception:  # it may well refuse this conversation, and each row will tell
             return
 
-    def render(self, conversation: Conversation, prompt: bool = False) -> str:
-        """Returns the text of a conversation, with the beginning of an assistant's turn behind it if ``prompt``."""
+    def render(
+        self, conversation: Conversation, prompt: bool = False, variables: Optional[Mapping[str, Any]] = None
+    ) -> str:
+        """Returns the text of a conversation, with the beginning of an assistant's turn behind it if ``prompt``.
+
+        ``variables`` are further ones of the template, such as enable_thinking.
+        """
         # As a batch of one, because a conversation on its own must not be empty.
         return self.tokenizer.apply_chat_template(
             [conversation.messages],
@@ -84,6 +89,7 @@ class ChatTemplate:
             chat_template=self.source,
             tokenize=False,
             add_generation_prompt=prompt,
+            **(variables or {}),
         )[0]
 
     def with_thoughts(self, conversation: Conversation) -> Conversation:

@@ -10,6 +10,7 @@ import numpy as np
 from mindlora.errors import LoraError
 from mindlora.serving.request import Request
 from mindlora.serving.sampling import Sampled
+from mindlora.serving.token_texts import TokenTexts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Figures:
 
 
 def await_answer(
-    stream: Stream, prompt: str, tokenizer: Any, write: Optional[Callable[[str], object]] = None
+    stream: Stream, prompt: str, token_texts: TokenTexts, write: Optional[Callable[[str], object]] = None
 ) -> Answer:
     """Waits for an answer and returns it, also if the request failed; ``write`` takes each piece of its text."""
     texts: List[str] = []
@@ -186,7 +187,7 @@ def await_answer(
             if write and piece.text:
                 write(piece.text)
             if logprobs is not None:
-                logprobs += [_reported(sampled, tokenizer) for sampled in piece.logprobs or ()]
+                logprobs += [_reported(sampled, token_texts) for sampled in piece.logprobs or ()]
             reason = piece.finish_reason or reason
     except LoraError as failure:
         error = str(failure)
@@ -221,9 +222,9 @@ def figures_of(answered: Iterable[Tuple[Answer, Stream]]) -> Figures:
     )
 
 
-def _reported(sampled, tokenizer):
+def _reported(sampled, token_texts):
     return {
-        "token": tokenizer.decode([sampled.token]),
+        "token": token_texts.name(sampled.token),
         "logprob": sampled.logprob,
-        "top": [{"token": tokenizer.decode([token]), "logprob": logprob} for token, logprob in sampled.top],
+        "top": [{"token": token_texts.name(token), "logprob": logprob} for token, logprob in sampled.top],
     }

@@ -11,10 +11,11 @@ class BlockPool:
     """Hands out blocks of the cache, and finds those that hold the beginning of a prompt already.
 
     The key of a token depends on all tokens before it and on the adapter. So a full block is known by its content:
-    the salt (the adapter and its version), the content of the block before it, and its tokens. Each content has a
-    number, and a dictionary leads from (salt, number of the content before, tokens) to the block. It compares these
-    themselves and not their hash alone, so no collision shows anyone the keys of another text. Hash chains over
-    blocks are from vLLM (Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, 2023).
+    the salt (the adapter, its version, what the request asks for), the content of the block before it, and its tokens.
+    Each content has a number, and a dictionary leads from (salt, number of the content before, tokens) to the block. It
+    compares these themselves and not their hash alone, so no collision shows anyone the keys of another text. Hash
+    chains over blocks are from vLLM (Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention,
+    2023).
 
     Only full blocks are shared, and nothing writes to a full block. A full block that nobody uses any more keeps its
     content until the block is needed: the one that was used least recently goes first. A block goes before the block
@@ -85,17 +86,17 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def find(self, salt: Hashable, tokens: Sequence[int], common: int = 0) -> List[int]:
+    def find(self, salt: Hashable, tokens: Sequence[int], common: int = 0, common_salt: Hashable = None) -> List[int]:
         """Returns the full blocks with this salt that hold the beginning of a text, in order, without taking them.
 
-        Blocks that end within the first ``common`` tokens have the salt None. The last token is never among them: it
-        must be computed for what follows it.
+        Blocks that end within the first ``common`` tokens have the salt ``common_salt``. The last token is never among
+        them: it must be computed for what follows it.
         """
         size = self.block_size
         number = 0
         blocks: List[int] = []
         for start in range(0, len(tokens) - size, size):
-            of_block = None if start + size <= common else salt
+            of_block = common_salt if start + size <= common else salt
             block = self._block_of.get((of_block, number, tuple(tokens[start : start + size])))
             if block is None:
                 break

@@ -1,8 +1,10 @@
 """Prompts: messages, or one user's text, to the tokens behind which the answer begins."""
 
 import dataclasses
+import inspect
 import json
-from typing import Any, Dict, FrozenSet, List, Optional, Protocol, Sequence
+import re
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequence
 
 from mindlora.data import tokenizers
 from mindlora.data.chat_template import ChatTemplate, read_template
@@ -19,7 +21,12 @@ class ChatPrompt(Protocol):
 
     ends: FrozenSet[int]
 
-    def tokens(self, messages: Sequence[Any], tools: Optional[List[Dict[str, Any]]] = None) -> List[int]:
+    def tokens(
+        self,
+        messages: Sequence[Any],
+        tools: Optional[List[Dict[str, Any]]] = None,
+        variables: Optional[Mapping[str, Any]] = None,
+    ) -> List[int]:
         """Returns the tokens of a conversation and of what begins the assistant's turn.
 
         Args:
@@ -28,28 +35,37 @@ class ChatPrompt(Protocol):
                 have "tool_calls", as OpenAI has them, and no content.
             tools (list of dict, optional): What the assistant may call, as OpenAI has it; chat templates alone show
                 them.
+            variables (mapping, optional): Further variables of a chat template, such as enable_thinking, over those
+                that the prompt was made with.
 
         Raises:
             RequestError: A message holds something else, or the conversation cannot be put into this form.
         """
 
 
-def make_chat_prompt(tokenizer: Any, template_file: Optional[str] = None, form: Optional[str] = None) -> ChatPrompt:
+def make_chat_prompt(
+    tokenizer: Any,
+    template_file: Optional[str] = None,
+    form: Optional[str] = None,
+    variables: Optional[Mapping[str, Any]] = None,
+) -> ChatPrompt:
     """Returns what makes prompts of messages.
 
     Args:
         template_file (str, optional): File with a chat template. Default: None, the tokenizer's own.
         form (str, optional): Instead of a chat template, the prompt that instruction data was converted with: see
             mindlora.data.templates.prompt_template.
+        variables (mapping, optional): Further variables of a chat template, such as enable_thinking.
 
     Raises:
         DataError: The file holds no chat template, or ``form`` is no prompt template.
+        RequestError: The template does not read one of the variables.
         TokenizerError: There is no chat template, or it is not valid.
     """
     if form is not None:
         return InstructionPrompt(tokenizer, form)
     try:
-        return TemplatePrompt(tokenizer, read_template(template_file) if template_file else None)
+        return TemplatePrompt(tokenizer, read_template(template_file) if template_file else None, variables)
     except TokenizerError as error:
         raise TokenizerError(
             f"{error} For an adapter that was trained on instructions, give the prompt of its training instead "
@@ -63,27 +79,49 @@ class TemplatePrompt:
     No bos is added to what the template writes, as in training.
     """
 
-    def __init__(self, tokenizer: Any, template: Optional[str] = None):
+    def __init__(self, tokenizer: Any, template: Optional[str] = None, variables: Optional[Mapping[str, Any]] = None):
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, template)
+        self._variables = dict(variables or {})
+        self._own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"} | {"messages"}
+        self._check(self._variables)
         end = self._template.turn_end
         self.ends = frozenset() if end is None else frozenset(_encode(tokenizer, end)[-1:])
+        for name in self._variables:
+            if re.search(rf"\b{re.escape(name)}\b", self.template) is None:
+                raise RequestError(
+                    f"The chat template has no variable {name}, which --chat-template-kwargs sets: leave it out, or "
+                    "give another template (--chat-template FILE)."
+                )
 
     @property
     def template(self) -> str:
         """The template's text, as it is where there are tools."""
         return str(self._tokenizer.get_chat_template(self._template.source, [{}]))
 
-    def tokens(self, messages: Sequence[Any], tools: Optional[List[Dict[str, Any]]] = None) -> List[int]:
+    def tokens(
+        self,
+        messages: Sequence[Any],
+        tools: Optional[List[Dict[str, Any]]] = None,
+        variables: Optional[Mapping[str, Any]] = None,
+    ) -> List[int]:
         """See ChatPrompt."""
         conversation = Conversation(read_messages(messages), tools)
+        self._check(variables or {})
         try:
-            text = self._template.render(conversation, prompt=True)
+            text = self._template.render(conversation, True, {**self._variables, **(variables or {})})
         except Exception as error:  # a template is a program, which fails in its own ways
             raise RequestError(
                 f"The chat template refuses the messages: correct them. It says: {str(error)[:300]}"
             ) from error
         return _encode(self._tokenizer, text)
+
+    def _check(self, variables: Mapping[str, Any]) -> None:
+        taken = sorted(self._own.intersection(variables))
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs has {taken[0]}, which is not a variable of the template's own: leave it out."
+            )
 
 
 class InstructionPrompt:
@@ -97,7 +135,12 @@ class InstructionPrompt:
         bos = tokenizers.special_ids(tokenizer).bos
         self._bos = [] if bos is None else [bos]
 
-    def tokens(self, messages: Sequence[Any], tools: Optional[List[Dict[str, Any]]] = None) -> List[int]:
+    def tokens(
+        self,
+        messages: Sequence[Any],
+        tools: Optional[List[Dict[str, Any]]] = None,
+        variables: Optional[Mapping[str, Any]] = None,
+    ) -> List[int]:
         """See ChatPrompt."""
         turns = read_messages(messages)
         roles = [message["role"] for message in turns]
@@ -133,7 +176,9 @@ def _message(message, where):
     calls = rest.pop("tool_calls", None)
     content = message.get("content")
     if not calls:
-        return {**rest, "role": _ROLES[role], "content": _text(content, where)}
+        # A turn in which the assistant only thought, or said nothing, comes back without a content.
+        text = "" if role == "assistant" and content is None else _text(content, where)
+        return {**rest, "role": _ROLES[role], "content": text}
     if role != "assistant":
         raise RequestError(
             f"{where} has tool_calls and the role {role!r}: use assistant, whose turns alone have calls."
@@ -148,8 +193,8 @@ def _calls(calls, where):
     for place, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         try:
-            arguments = json.loads(function["arguments"])
-        except (TypeError, KeyError, ValueError) as error:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except (AttributeError, TypeError, ValueError) as error:
             raise RequestError(
                 f"{where}.tool_calls[{place}] must have a function with a name, and its arguments as JSON in a string: "
                 "send the call as it came."
@@ -220,14 +265,25 @@ class RawPrompt:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
-    def tokens(self, messages: Sequence[Any], tools: Optional[List[Dict[str, Any]]] = None) -> List[int]:
+    def tokens(
+        self,
+        messages: Sequence[Any],
+        tools: Optional[List[Dict[str, Any]]] = None,
+        variables: Optional[Mapping[str, Any]] = None,
+    ) -> List[int]:
         """Returns the tokens of the last message; see ChatPrompt."""
         text = read_messages(messages)[-1]["content"]
         return list(self._tokenizer.encode(text, add_special_tokens=True, verbose=False))
 
 
-def check_prompt_options(template: Optional[str] = None, chat_template: Optional[str] = None) -> None:
+def check_prompt_options(
+    template: Optional[str] = None, chat_template: Optional[str] = None, variables: Optional[Mapping[str, Any]] = None
+) -> None:
     """Raises what choose_prompt_form raises whatever the tokenizer is."""
+    if variables and template not in (None, "chat"):
+        raise RequestError(
+            f"--chat-template-kwargs is for a chat template, and --template {template} is none: give one of them."
+        )
     if chat_template is not None and template not in (None, "chat"):
         raise RequestError(f"--chat-template {chat_template} and --template {template}: give one of them.")
     if chat_template is not None:
@@ -237,7 +293,11 @@ def check_prompt_options(template: Optional[str] = None, chat_template: Optional
 
 
 def choose_prompt_form(
-    tokenizer: Any, template: Optional[str] = None, chat_template: Optional[str] = None, chat: bool = False
+    tokenizer: Any,
+    template: Optional[str] = None,
+    chat_template: Optional[str] = None,
+    chat: bool = False,
+    variables: Optional[Mapping[str, Any]] = None,
 ) -> PromptForm:
     r"""Returns the form of prompts that a user asked for, or the one that the tokenizer suggests.
 
@@ -247,21 +307,24 @@ def choose_prompt_form(
             tokenizer's chat template if it has one, else the text itself.
         chat_template (str, optional): File with a chat template. Default: None, the tokenizer's own.
         chat (bool): Without a chat template, refuse, rather than take the text itself.
+        variables (mapping, optional): Further variables of a chat template, such as enable_thinking.
 
     Raises:
         DataError: The file holds no chat template, or ``template`` is no prompt template.
-        RequestError: Both are given, and ``template`` is not "chat".
+        RequestError: Both are given, and ``template`` is not "chat"; or there are variables that are not those of a
+            chat template.
         TokenizerError: There is no chat template, or it is not valid.
     """
-    check_prompt_options(template, chat_template)
+    check_prompt_options(template, chat_template, variables)
     if template == "none":
         return PromptForm(RawPrompt(tokenizer), "the text itself", False)
     if template not in (None, "chat"):
         prompt = make_chat_prompt(tokenizer, form=template.replace("\\n", "\n"))
         shown = template if template in TEMPLATES else '"' + template.replace("\n", "\\n") + '"'
         return PromptForm(prompt, f"in the form {shown}", False)
-    if template is None and chat_template is None and not chat and not getattr(tokenizer, "chat_template", None):
+    has_template = chat_template is not None or bool(getattr(tokenizer, "chat_template", None))
+    if template is None and not chat and not has_template and not variables:
         title = "the text itself, as the tokenizer has no chat template (--template gives another form)"
         return PromptForm(RawPrompt(tokenizer), title, False)
-    prompt = make_chat_prompt(tokenizer, chat_template)
+    prompt = make_chat_prompt(tokenizer, chat_template, variables=variables)
     return PromptForm(prompt, f"through {chat_template or 'the chat template of the tokenizer'}", True)

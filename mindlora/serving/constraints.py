@@ -7,7 +7,7 @@ import dataclasses
 import json
 import threading
 from concurrent import futures
-from typing import Any, FrozenSet, List, Sequence
+from typing import Any, Dict, FrozenSet, List, Sequence, Tuple
 
 import numpy as np
 
@@ -29,7 +29,11 @@ _STACK = 1 << 29
 # without end sometimes does.
 _WHITE_SPACE = r"(\x20|\n\x20{0,40})"
 # How a schema is read, over what it may say of that itself ("x-guidance").
-JSON_RULES = {"whitespace_pattern": _WHITE_SPACE, "lenient": False, "coerce_one_of": False}
+_STRICT = {"whitespace_pattern": _WHITE_SPACE, "lenient": False, "coerce_one_of": False}
+_LENIENT = {**_STRICT, "lenient": True, "coerce_one_of": True}
+# Keywords of a schema whose values have names as keys, and those whose values are no schemas.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DATA = ("const", "default", "enum", "examples")
 _FORBIDDEN = np.float32(-np.inf)
 
 
@@ -42,21 +46,34 @@ class Constraint:
             it, in the syntax of Rust's regex), "choice" (one of a list of texts), "grammar" (in Lark or GBNF) or
             "lark".
         field (str): The field of the request that asks for it, for errors.
+        parts (dict): Name -> constraint, which a "lark" has in it as @name.
+        strict (bool): Whether a keyword of the schema that cannot be enforced is an error; it is left out otherwise.
     """
 
     kind: str
     value: Any
     field: str
+    parts: Dict[str, "Constraint"] = dataclasses.field(default_factory=dict)
+    strict: bool = True
+
+
+class ConstraintError(RequestError):
+    """A constraint that cannot be used; ``field`` is the field of the request that asks for it, or for a part of it."""
+
+    def __init__(self, message: str, field: str):
+        super().__init__(message)
+        self.field = field
 
 
 class Matcher:
     """Tells which tokens may continue one answer; ``ends`` are the tokens that end it."""
 
-    def __init__(self, matcher: Any, end: int, vocab_size: int, ends: FrozenSet[int], field: str):
+    def __init__(self, matcher: Any, vocabulary: Any, ends: FrozenSet[int], field: str):
         self._matcher = matcher
-        self._end = end
-        self._vocab_size = vocab_size
+        self._vocab_size = vocabulary.vocab_size
         self._ends = sorted(ends)
+        # A grammar can have these in it. Others are text, at which whoever sent them wants the answer cut.
+        self._marks = [token for token in self._ends if _is_mark(vocabulary, token)]
         self._field = field
         self._followed: List[int] = []
 
@@ -65,7 +82,7 @@ class Matcher:
 
         ``generated`` are the tokens of the answer so far; the matcher follows them, also where they were taken back.
 
-        Raises RequestError if it would take too long to find out.
+        Raises RequestError if it would take too long to find out, or the answer would end before it is complete.
         """
         self._follow(list(generated))
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -73,9 +90,21 @@ class Matcher:
         allowed = np.zeros(len(logits), bool)
         known = min(self._vocab_size, len(logits))
         allowed[:known] = bits[:known]
-        if allowed[self._end]:
+        if self._matcher.is_accepting():
             allowed[[token for token in self._ends if token < len(logits)]] = True
+        else:
+            early = [token for token in self._marks if token < known and bits[token] and not self._completes(token)]
+            allowed[early] = False
+        if not allowed.any():
+            raise RequestError(
+                f"{self._field} has a token that ends answers in the middle of one: put its name in quotes, as text."
+            )
         return np.where(allowed, logits, _FORBIDDEN)
+
+    def _completes(self, token):
+        """Returns whether the answer is complete with one more token."""
+        after = self._matcher.deep_copy()
+        return after.consume_token(token) and after.is_accepting()
 
     def _follow(self, generated):
         if generated[: len(self._followed)] != self._followed:
@@ -94,17 +123,48 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled constraint. Each answer gets a matcher of its own."""
+    """A compiled constraint. Each answer gets a matcher of its own.
 
-    def __init__(self, matcher: Any, end: int, vocab_size: int, field: str):
+    Attributes:
+        loosened (list of str): What of constraints that are not strict is not enforced, each with its field.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: Any, field: str, loosened: Sequence[str] = ()):
+        self.loosened = list(loosened)
         self._matcher = matcher
-        self._end = end
-        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
         self._field = field
 
     def matcher(self, ends: FrozenSet[int]) -> Matcher:
         """Returns a matcher for an answer that one of the tokens ``ends`` ends."""
-        return Matcher(self._matcher.deep_copy(), self._end, self._vocab_size, ends, self._field)
+        return Matcher(self._matcher.deep_copy(), self._vocabulary, ends, self._field)
+
+
+class _TextTokens:
+    """What llguidance.TokenizerWrapper takes: a vocabulary whose tokens of a text are text.
+
+    Of text that a grammar forces, llguidance takes the tokenizer's own tokens. For the name of a special token that is
+    this token, which is not text to any grammar; here, such a text is cut into the longest tokens that are.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Any):
+        self._vocabulary = vocabulary
+        self.eos_token_id = vocabulary.eos_token
+        self.tokens = [vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size)]
+        self.special_token_ids = [token for token in range(vocabulary.vocab_size) if _is_mark(vocabulary, token)]
+
+    def __call__(self, text: bytes) -> List[int]:
+        tokens = list(self._vocabulary.tokenize_bytes(text))
+        if any(_is_mark(self._vocabulary, token) for token in tokens):
+            return list(self._vocabulary.greedy_tokenize(text.decode("utf-8")))
+        return tokens
+
+
+def _is_mark(vocabulary: Any, token: int) -> bool:
+    """Returns whether a token is not text to a grammar, which has it by its name without quotes."""
+    return token < vocabulary.vocab_size and vocabulary.is_special_token(token)
 
 
 class ConstraintCompiler:
@@ -121,7 +181,7 @@ class ConstraintCompiler:
     def compile(self, constraint: Constraint, seconds: float = 10.0) -> Grammar:
         """Returns what makes matchers of a constraint, within ``seconds``.
 
-        Raises RequestError, which names the field, if the constraint is not valid, asks for what llguidance cannot
+        Raises ConstraintError if the constraint is not valid, asks for what llguidance cannot
         enforce, is too large, takes too long or can never be met; or if llguidance is not there or cannot use the
         tokenizer.
         """
@@ -146,11 +206,16 @@ class ConstraintCompiler:
 
     def _compile(self, constraint):
         vocabulary = self._prepare(constraint.field)
-        try:
-            grammar = _grammar(constraint)
-        except (ValueError, RecursionError) as error:
-            raise _unusable(constraint, _one_line(str(error))) from error
-        matcher = llguidance.LLMatcher(vocabulary, grammar)
+        size = sum(len(_text(each)) for each in (constraint, *constraint.parts.values()))
+        if size > LONGEST:
+            raise _unusable(constraint, f"it has {size} characters, and {LONGEST} are the limit")
+        grammars = [_grammar(constraint)]
+        loosened = []
+        for name, part in constraint.parts.items():
+            grammar, left_out = _checked(part, vocabulary)
+            grammars.append({**grammar, "name": name})
+            loosened += [f"{part.field}: {reason}" for reason in left_out]
+        matcher = llguidance.LLMatcher(vocabulary, json.dumps({"grammars": grammars}))
         if matcher.is_error():
             raise _unusable(constraint, _reason(matcher))
         first = matcher.deep_copy()
@@ -158,42 +223,97 @@ class ConstraintCompiler:
         if first.is_stopped() and not first.is_accepting():
             impossible = _reason(first) in ("", "NoExtension", "NoExtensionBias")
             raise _unusable(constraint, "no answer can meet it" if impossible else _reason(first))
-        return Grammar(matcher, self._tokenizer.eos_token_id, vocabulary.vocab_size, constraint.field)
+        return Grammar(matcher, vocabulary, constraint.field, loosened)
 
     def _prepare(self, field: str) -> Any:
         """Returns the vocabulary as llguidance knows it."""
         if llguidance is None:
-            raise RequestError(
+            raise ConstraintError(
                 f"{field} needs llguidance, which is not installed where the server runs: leave it out, or pip install "
-                "'mindlora[serve]' there."
+                "'mindlora[serve]' there.",
+                field,
             )
         if not getattr(self._tokenizer, "is_fast", False) or self._tokenizer.eos_token_id is None:
-            raise RequestError(
+            raise ConstraintError(
                 f"{field} needs a tokenizer with a tokenizer.json and an end token, which this model has not: leave it "
-                "out."
+                "out.",
+                field,
             )
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer)
+                tokens = _TextTokens(llguidance.hf.from_tokenizer(self._tokenizer))
+                self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
             return self._vocabulary
 
 
-def _grammar(constraint: Constraint) -> str:
-    """Returns a constraint as llguidance reads it; raises ValueError or RecursionError if it cannot be one."""
-    text = constraint.value if isinstance(constraint.value, str) else json.dumps(constraint.value)
-    if len(text) > LONGEST:
-        raise ValueError(f"it has {len(text)} characters, and {LONGEST} are the limit")
-    if constraint.kind == "grammar" and "::=" in text and len(text) > LONGEST_GBNF:
-        raise ValueError(f"it has {len(text)} characters, and {LONGEST_GBNF} are the limit in GBNF; Lark may have more")
-    if constraint.kind == "json":
-        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_RULES)
-    if constraint.kind == "lark":
-        return llguidance.LLMatcher.grammar_from_lark(text)
-    return llguidance.grammar_from(constraint.kind, text)
+def _text(constraint: Constraint) -> str:
+    return constraint.value if isinstance(constraint.value, str) else json.dumps(constraint.value)
 
 
-def _unusable(constraint: Constraint, reason: str) -> RequestError:
-    return RequestError(f"{constraint.field} cannot be used: {reason}. Correct it, or leave it out.")
+def _grammar(constraint: Constraint) -> Dict[str, Any]:
+    """Returns a constraint as llguidance has it among grammars; raises ConstraintError if it cannot be one."""
+    text = _text(constraint)
+    is_long = constraint.kind == "grammar" and "::=" in text and len(text) > LONGEST_GBNF
+    if is_long:
+        reason = f"it has {len(text)} characters, and {LONGEST_GBNF} are the limit in GBNF; Lark may have more"
+        raise _unusable(constraint, reason)
+    try:
+        if constraint.kind == "json":
+            rules = _STRICT if constraint.strict else _LENIENT
+            return json.loads(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=rules))["grammars"][0]
+        if constraint.kind == "regex":
+            return json.loads(llguidance.LLMatcher.grammar_from_regex(text))["grammars"][0]
+        return {"lark_grammar": llguidance.grammar_from(constraint.kind, text)}
+    except (ValueError, RecursionError) as error:
+        raise _unusable(constraint, _one_line(str(error))) from error
+
+
+def _checked(part: Constraint, vocabulary: Any) -> Tuple[Dict[str, Any], List[str]]:
+    """Returns the grammar of a part, and what of it is not enforced; raises ConstraintError if it cannot be used."""
+    left_out: List[str] = []
+    if not part.strict:
+        part = dataclasses.replace(part, value=_without_patterns(part.value, left_out))
+    grammar = _grammar(part)
+    matcher = llguidance.LLMatcher(vocabulary, json.dumps({"grammars": [grammar]}))
+    if matcher.is_error():
+        raise _unusable(part, _reason(matcher))
+    return grammar, left_out + [_one_line(warning) for warning in matcher.get_grammar_warnings()]
+
+
+def _without_patterns(schema: Any, left_out: List[str]) -> Any:
+    """Returns a schema without the regular expressions that cannot be enforced, which ``left_out`` takes."""
+    if isinstance(schema, list):
+        return [_without_patterns(each, left_out) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key == "pattern" and _is_unusable_pattern(value):
+            left_out.append(f"Unusable pattern: {_one_line(value)}")
+        elif key in _NAMED and isinstance(value, dict):
+            kept[key] = {name: _without_patterns(each, left_out) for name, each in value.items()}
+        else:
+            kept[key] = value if key in _DATA else _without_patterns(value, left_out)
+    named = kept.get("patternProperties")
+    unusable = [name for name in named if _is_unusable_pattern(name)] if isinstance(named, dict) else []
+    if unusable:
+        left_out += [f"Unusable pattern: {_one_line(name)}" for name in unusable]
+        kept["patternProperties"] = {name: each for name, each in named.items() if name not in unusable}
+        # It would be about the properties that had these names, too.
+        kept.pop("additionalProperties", None)
+    return kept
+
+
+def _is_unusable_pattern(pattern: Any) -> bool:
+    if not isinstance(pattern, str):
+        return False
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    return bool(llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_json_schema(schema)))
+
+
+def _unusable(constraint: Constraint, reason: str) -> ConstraintError:
+    message = f"{constraint.field} cannot be used: {reason}. Correct it, or leave it out."
+    return ConstraintError(message, constraint.field)
 
 
 def _reason(matcher: Any) -> str:

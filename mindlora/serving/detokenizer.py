@@ -6,6 +6,8 @@ from typing import Any, FrozenSet, Iterable, List, Optional, Sequence, Tuple, Un
 from mindlora.data import tokenizers
 from mindlora.errors import RequestError
 from mindlora.serving.request import Sampling
+from mindlora.serving.thoughts import FAMILIES
+from mindlora.serving.tools import CALL_MARKS
 
 logger = logging.getLogger("mindlora")
 # What decoders write for bytes that are not, or not yet, a character of UTF-8.
@@ -20,15 +22,23 @@ def special_tokens(tokenizer: Any) -> FrozenSet[int]:
     return frozenset(tokenizer.all_special_ids) | {place for place, token in added if token.special}
 
 
+def _marks(tokenizer: Any) -> FrozenSet[int]:
+    """Returns the tokens that are marks of thoughts and calls."""
+    texts = {mark for marks in FAMILIES for mark in (marks.begin, marks.end)} | {*CALL_MARKS}
+    return frozenset(place for place, token in tokenizer.added_tokens_decoder.items() if token.content in texts)
+
+
 class TextDecoder:
     """The tokens of one tokenizer as text. Special tokens, and ids that the tokenizer does not have, have none.
+
+    The marks of thoughts and calls have one in any case: what an answer is would not be known without them.
 
     Made once, as it goes through the vocabulary.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer)
+        self._special = special_tokens(tokenizer) - _marks(tokenizer)
         self._size = tokenizers.vocabulary_size(tokenizer)
         # Decoded behind this, a token keeps the space that decoders take from the first one.
         self._before = tokenizers.encode(tokenizer, "a")
@@ -120,9 +130,10 @@ class Stopping:
     """Makes text of one answer's tokens, up to its end.
 
     An answer ends with an end token or the first stop string that is complete ("stop"), or with max_tokens or the
-    model's window ("length"). Neither end tokens nor stop strings are part of the text. What could be the beginning of
-    a stop string is held back until that is decided. ``room`` counts the tokens that the window has behind the prompt;
-    ``ends`` is what ends every answer, and as an attribute what ends this one.
+    model's window ("length"). A stop string that is complete within the first min_tokens tokens is text. Neither end
+    tokens nor other stop strings are part of the text, unless the latter are to be shown. What could be the beginning
+    of a stop string is held back until that is decided. ``room`` counts the tokens that the window has behind the
+    prompt; ``ends`` is what ends every answer, and as an attribute what ends this one.
 
     Raises RequestError if a stop string is empty.
     """
@@ -133,7 +144,8 @@ class Stopping:
         self._detokenizer = detokenizer
         self.ends = (frozenset() if sampling.ignore_eos else ends) | frozenset(sampling.stop_tokens)
         self._left = min(sampling.max_tokens, room)
-        self._matcher = StopMatcher(sampling.stop)
+        self._unsearched = sampling.min_tokens
+        self._matcher = StopMatcher(sampling.stop, sampling.stop_is_shown)
 
     def add(self, token: int) -> Tuple[str, Optional[str]]:
         """Takes the next token, and returns the text that can be sent now, perhaps empty.
@@ -141,11 +153,12 @@ class Stopping:
         With it comes "stop" or "length" if the answer has ended; then the text is the rest of it. Else None.
         """
         self._left -= 1
+        self._unsearched -= 1
         ended = token in self.ends
         text = "" if ended else self._detokenizer.add(token)
         if ended or not self._left:
             text += self._detokenizer.finish()
-        text, stopped = self._matcher.add(text)
+        text, stopped = self._matcher.add(text, self._unsearched < 0)
         if stopped:
             return text, "stop"
         if ended or not self._left:
@@ -154,26 +167,33 @@ class Stopping:
 
 
 class StopMatcher:
-    """Finds stop strings, none of them empty, in a text in pieces; how it is cut into pieces makes no difference."""
+    """Finds stop strings, none of them empty, in a text in pieces; how it is cut into pieces makes no difference.
 
-    def __init__(self, stops: Iterable[str]):
+    With ``shows`` the one that was found is part of the text.
+    """
+
+    def __init__(self, stops: Iterable[str], shows: bool = False):
         self._stops: List[str] = list(stops)
+        self._shows = shows
         self._longest = max(map(len, self._stops), default=1)
         self._held = ""
 
-    def add(self, piece: str) -> Tuple[str, bool]:
+    def add(self, piece: str, may_stop: bool = True) -> Tuple[str, bool]:
         """Takes the next piece, and returns the text that is decided, and whether a stop string followed it.
 
-        That is the one that was complete first, the longest if several were.
+        That is the one that was complete first, the longest if several were. One that this piece completes is passed
+        over unless it ``may_stop``.
         """
         if not self._stops:
             return piece, False
         text = self._held + piece
-        places = [(text.find(stop), stop) for stop in self._stops]
+        # What is held has no stop string in it but those that were passed over.
+        places = [(text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops]
         complete = [(at + len(stop), at) for at, stop in places if at >= 0]
-        if complete:
+        if complete and may_stop:
             self._held = ""
-            return text[: min(complete)[1]], True
+            end, begin = min(complete)
+            return text[: end if self._shows else begin], True
         begin = next((at for at in self._open(text) if self._begins(text[at:])), len(text))
         self._held = text[begin:]
         return text[:begin], False
@@ -189,4 +209,4 @@ class StopMatcher:
         return range(max(0, len(text) - self._longest + 1), len(text))
 
     def _begins(self, text):
-        return any(stop.startswith(text) for stop in self._stops)
+        return any(len(stop) > len(text) and stop.startswith(text) for stop in self._stops)

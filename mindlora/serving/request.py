@@ -37,13 +37,18 @@ class Sampling:
         temperature (float): Divides the logits; 0 always takes the likeliest token.
         top_p (float): Only the likeliest tokens whose probabilities add up to top_p are drawn from.
         top_k (int): Only the top_k likeliest tokens are drawn from; 0 for all.
+        min_p (float): Only tokens are drawn from that are at least min_p times as likely as the likeliest (vLLM).
         repetition_penalty (float): Above 1, the logits of tokens that occurred already are made smaller (Keskar et al.,
             CTRL, 2019).
         presence_penalty (float): Subtracted from the logits of tokens that were generated already (OpenAI).
         frequency_penalty (float): The same, times how often each was generated (OpenAI).
         logit_bias (tuple of (int, float)): Tokens, and what is added to the logit of each (OpenAI).
+        allowed_tokens (tuple of int): The tokens of which the answer may consist, and its ends; none for all (vLLM).
+        bad_words (tuple of tuple of int): Tokens of texts that the answer does not have: the last of them is not drawn
+            behind the others (vLLM).
+        min_tokens (int): As long as the answer has fewer, no token and no text of ``stop`` ends it (vLLM).
         seed (int or None): Seed of the request's own random stream; None draws one.
-        stop (tuple of str): Texts that end the answer; they are not part of it.
+        stop (tuple of str): Texts that end the answer; they are not part of it, unless stop_is_shown.
         stop_tokens (tuple of int): Tokens that end the answer as the end token does, whatever ignore_eos says.
         ignore_eos (bool): Go on after the end token, up to max_tokens.
         logprobs (int or None): How many of the likeliest tokens to report beside the chosen one; None for no report.
@@ -52,18 +57,24 @@ class Sampling:
             first.
         grammar (Grammar or None): What the answer must be: see mindlora.serving.constraints.
         reading (Reading or None): What is asked in place of an answer.
+        cache_salt (str or None): Keys and values of the prompt are shared only with requests of the same salt (vLLM).
     """
 
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Tuple[Tuple[int, float], ...] = ()
+    allowed_tokens: Tuple[int, ...] = ()
+    bad_words: Tuple[Tuple[int, ...], ...] = ()
+    min_tokens: int = 0
     seed: Optional[int] = None
     stop: Tuple[str, ...] = ()
+    stop_is_shown: bool = False
     stop_tokens: Tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: Optional[int] = None
@@ -71,6 +82,7 @@ class Sampling:
     scored_from: int = 1
     grammar: Optional[Any] = None
     reading: Optional[Reading] = None
+    cache_salt: Optional[str] = None
 
 
 class State(enum.Enum):

@@ -147,6 +147,38 @@ class Penalties:
         return logits
 
 
+class Bans:
+    """The tokens that may not come next in one answer.
+
+    They are those that are not among allowed_tokens, its ends before min_tokens, and the last of each bad word.
+    """
+
+    def __init__(self, sampling: Sampling, ends: FrozenSet[int]):
+        self._allowed = [*sampling.allowed_tokens, *ends] if sampling.allowed_tokens else []
+        self._words = [list(word) for word in sampling.bad_words]
+        self._least = sampling.min_tokens
+        self._ends = list(ends)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._allowed) or bool(self._words) or self._least > 0
+
+    def apply(self, logits: np.ndarray, generated: Sequence[int]) -> np.ndarray:
+        """Returns logits, float32 [vocabulary], as a new array with minus infinity for them.
+
+        Where a grammar allows nothing else, the logits stay what they are.
+        """
+        banned = self._ends if len(generated) < self._least else []
+        follows = [word[-1] for word in self._words if list(generated[len(generated) - len(word) + 1 :]) == word[:-1]]
+        left = logits.copy()
+        if self._allowed:
+            others = np.ones(len(logits), bool)
+            others[[token for token in self._allowed if token < len(logits)]] = False
+            left[others] = -np.inf
+        left[[token for token in (*banned, *follows) if token < len(logits)]] = -np.inf
+        return left if np.isfinite(left).any() else logits
+
+
 class Sampled(NamedTuple):
     """A token that was chosen.
 
@@ -167,10 +199,10 @@ class Sampled(NamedTuple):
 class Sampler:
     """Chooses the tokens of one request.
 
-    The order is that of transformers and vLLM: grammar, logit_bias, penalties, temperature, top_k, top_p. Each drawn
-    token takes one number of the request's own random stream, so that a seed gives the same text in any batch; ``seed``
-    is drawn here if the request has none. ``ends`` are the tokens that end the answer, which a grammar must know.
-    Errors name the adapter.
+    The order is that of transformers and vLLM: grammar, allowed_tokens, bad_words and min_tokens, logit_bias,
+    penalties, temperature, min_p, top_k, top_p. Each drawn token takes one number of the request's own random stream,
+    so that a seed gives the same text in any batch; ``seed`` is drawn here if the request has none. ``ends`` are the
+    tokens that end the answer, which a grammar must know. Errors name the adapter.
 
     Raises RequestError if a number of ``sampling`` is out of range.
     """
@@ -188,6 +220,7 @@ class Sampler:
         self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self.greedy = sampling.temperature < COLDEST or sampling.top_k == 1
         self._penalties = Penalties(sampling, prompt_tokens)
+        self._bans = Bans(sampling, ends)
         self._ends = ends
         self._matcher = sampling.grammar.matcher(ends) if sampling.grammar else None
         self._random = np.random.default_rng(self.seed % 2**64)
@@ -243,6 +276,8 @@ class Sampler:
     def _adjusted(self, logits, generated):
         if self._matcher is not None:
             logits = self._matcher.mask(logits, generated)
+        if self._bans:
+            logits = self._bans.apply(logits, generated)
         return self._penalties.apply(logits, generated) if self._penalties else logits
 
     def _masses(self, logits):
@@ -251,6 +286,9 @@ class Sampler:
         masses = logits if tokens is None else logits[tokens]
         with np.errstate(over="ignore", under="ignore"):
             masses = np.exp((masses - masses.max()) / np.float32(self.sampling.temperature))
+        if self.sampling.min_p > 0.0:
+            places = np.flatnonzero(masses >= np.float32(self.sampling.min_p))
+            tokens, masses = places if tokens is None else tokens[places], masses[places]
         if self.sampling.top_p < 1.0:
             places = nucleus(masses, self.sampling.top_p)
             tokens, masses = places if tokens is None else tokens[places], masses[places]
@@ -311,6 +349,9 @@ def check_sampling(sampling: Sampling) -> None:
         ("temperature", 0.0 <= sampling.temperature < math.inf, "a number of at least 0"),
         ("top_p", 0.0 <= sampling.top_p <= 1.0, "from 0 to 1"),
         ("top_k", sampling.top_k >= -1, "a whole number of at least 1, or 0 or -1 for all tokens"),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0, "from 0 to 1"),
+        ("min_tokens", sampling.min_tokens >= 0, "a whole number of at least 0"),
+        ("bad_words", all(sampling.bad_words), "texts that have tokens"),
         ("repetition_penalty", 0.0 < sampling.repetition_penalty < math.inf, "above 0; 1 is none"),
         ("presence_penalty", abs(sampling.presence_penalty) < math.inf, "a finite number"),
         ("frequency_penalty", abs(sampling.frequency_penalty) < math.inf, "a finite number"),
@@ -325,6 +366,11 @@ def check_sampling(sampling: Sampling) -> None:
     for name, is_valid, meaning in ranges:
         if not is_valid:
             raise RequestError(f"{name} is {getattr(sampling, name)}: it must be {meaning}.")
+    if sampling.min_tokens > sampling.max_tokens:
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}, and the answer has {sampling.max_tokens} tokens at most: lower "
+            "min_tokens, or raise max_tokens."
+        )
     if sampling.grammar is not None and sampling.ignore_eos:
         raise RequestError("ignore_eos is set, and the end of a constrained answer is its end token: leave one out.")
 

@@ -305,7 +305,8 @@ class Scheduler:
     def _find(self, request: Request) -> List[int]:
         """Returns the blocks of the cache that hold the beginning of a request, and that it need not compute."""
         salt = _salt(request, len(request.tokens))
-        found = self.pool.find(salt, request.tokens, request.adapted_from)
+        common = _salt(request, request.adapted_from)
+        found = self.pool.find(salt, request.tokens, request.adapted_from, common)
         return found[: request.reusable // self.pool.block_size]
 
     def _chunk(self, request: Request, count: int) -> List[Part]:
@@ -380,8 +381,9 @@ class Scheduler:
 def _salt(request: Request, end: int) -> Hashable:
     """Returns what tells whose keys and values may be used for a block of a request that ends there.
 
-    None is for the base's, which are those of an adapter too where it does not act yet.
+    Those of the base are those of an adapter too where it does not act yet.
     """
+    secret = request.sampling.cache_salt
     if request.lease is None or end <= request.adapted_from:
-        return None
-    return request.lease.name, request.lease.version, request.adapted_from
+        return secret
+    return secret, request.lease.name, request.lease.version, request.adapted_from

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Dict, List, NamedTuple, Optional, Sequence, Union
 
-from mindlora.serving.constraints import JSON_RULES, Constraint
+from mindlora.serving.constraints import Constraint
 
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+# What Hermes and Qwen write around a call.
+CALL_MARKS = _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _TEXT = "/(?s:.*)/"
 
 
@@ -49,40 +50,49 @@ def format_of(template: str) -> Optional[ToolFormat]:
 
 
 def tool_constraint(
-    form: ToolFormat, tools: Sequence[Dict[str, Any]], required: bool, several: bool, own_tokens: Sequence[str]
+    form: ToolFormat,
+    tools: Dict[str, Constraint],
+    required: bool,
+    several: bool,
+    own_tokens: Sequence[str],
+    answer: Optional[Constraint] = None,
 ) -> Constraint:
     """Returns what an answer must be that calls tools, each with arguments of its schema.
 
     Args:
-        tools (sequence of dict): Each {"name": str, "parameters": JSON schema}.
-        required (bool): Whether the answer must call one, or may be any other text.
+        tools (dict): Name of each tool -> what its arguments must be.
+        required (bool): Whether the answer must call one, or may be something else.
         several (bool): Whether it may call more than one.
         own_tokens (sequence of str): The texts for which the tokenizer has a token of its own, which is used there.
+        answer (Constraint, optional): What an answer without a call must be. Default: None, any text, which may also
+            come before calls.
     """
     opening, closing = (_literal(text, own_tokens) for text in (form.opening, form.closing))
     call = f"{opening} rest".strip()
     more = f' ("\\n" {call})*' if several and form.opening else ""
-    lines = []
+    parts = {f"arguments_{number}": arguments for number, arguments in enumerate(tools.values())}
     if required:
-        lines.append(f"start: {call}{more}")
+        lines = [f"start: {call}{more}"]
+    elif answer is not None:
+        lines = [f"start: {call}{more} | @answer"]
+        parts["answer"] = answer
     elif not form.opening:
         # What begins as a call is one.
-        lines += ["start: TEXT | rest", "TEXT: /[^{](?s:.*)/"]
+        lines = ["start: TEXT | rest", "TEXT: /[^{](?s:.*)/"]
     elif _CALL in own_tokens:
-        lines += [f"start: TEXT ({call}{more})?", f"TEXT: {_TEXT}"]
+        lines = [f"start: TEXT ({call}{more})?", f"TEXT: {_TEXT}"]
     else:
-        lines += [f'start: TEXT | until "\\n" rest{more}', f'until[lazy]: TEXT "{_CALL}"', f"TEXT: {_TEXT}"]
+        lines = [f'start: TEXT | until "\\n" rest{more}', f'until[lazy]: TEXT "{_CALL}"', f"TEXT: {_TEXT}"]
     lines.append("rest: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    for number, tool in enumerate(tools):
-        begin = form.begin(tool["name"])[len(form.opening) :]
-        lines.append(f"call_{number}: {json.dumps(begin)} arguments_{number} " + f'"}}" {closing}'.strip())
-        lines.append(f"arguments_{number}: %json {json.dumps({**tool['parameters'], 'x-guidance': JSON_RULES})}")
-    return Constraint("lark", "\n".join(lines), "tools")
+    for number, name in enumerate(tools):
+        begin = form.begin(name)[len(form.opening) :]
+        lines.append(f"call_{number}: {json.dumps(begin)} @arguments_{number} " + f'"}}" {closing}'.strip())
+    return Constraint("lark", "\n".join(lines), "tools", parts)
 
 
 def _literal(text: str, own_tokens: Sequence[str]) -> str:
     """Returns a text as a grammar has it: tokens of their own stand there without quotes."""
-    for token in (_CALL, _CALL_END):
+    for token in CALL_MARKS:
         if token in text and token in own_tokens:
             before, after = text.split(token)
             return " ".join(filter(None, (before and json.dumps(before), token, after and json.dumps(after))))
@@ -109,38 +119,52 @@ Part = Union[str, CallBegin, CallArguments]
 class CallReader:
     """Takes an answer apart as it comes: text, names of calls, and their arguments.
 
-    It relies on the grammar: whatever begins as a call is one, of a known tool.
+    It relies on the grammar: whatever begins as a call is one, of a known tool. A call that is cut off has what came of
+    its arguments, and nothing of what the model writes around them. Where an answer has calls alone (``required``),
+    nothing is text, not even the beginning of a call that is cut off before its name.
     """
 
-    def __init__(self, form: ToolFormat, names: Sequence[str]):
+    def __init__(self, form: ToolFormat, names: Sequence[str], required: bool = False):
         self._form = form
         self._begins = {form.begin(name): name for name in names}
         self._held = ""
         self._count = 0
-        self._in_call = False
+        self._arguments: Optional[_JsonEnd] = None
+        self._required = required
         self._is_text = False
 
     @property
     def complete(self) -> bool:
         """Whether the answer has calls, all of them to their ends."""
-        return self._count > 0 and not self._in_call
+        return self._count > 0 and self._arguments is None
 
     def read(self, text: str, last: bool) -> List[Part]:
         """Returns what a piece of the answer adds; ``last`` says that no more comes."""
         self._held += text
         parts: List[Part] = []
-        while True:
-            part = self._arguments(last) if self._in_call else self._text(last)
+        while self._held:
+            part = self._text(last) if self._arguments is None else self._call(self._arguments)
             if part is None:
-                return parts
+                break
             if part:
                 parts.append(part)
+        return parts
+
+    def _call(self, arguments: "_JsonEnd") -> Optional[Part]:
+        """Returns the next part of a call, "" for what is around its arguments; None if there is none yet."""
+        count = arguments.find(self._held)
+        if count:
+            text, self._held = self._held[:count], self._held[count:]
+            return CallArguments(self._count - 1, text)
+        if len(self._held) < len(self._form.end):
+            return None
+        self._held = self._held[len(self._form.end) :]
+        self._arguments = None
+        return ""
 
     def _text(self, last: bool) -> Optional[Part]:
         """Returns the next part outside of calls, "" for what says nothing; None if there is none yet."""
         held = self._held
-        if not held:
-            return None
         begin = self._next_begin()
         if begin is not None:
             before = held[: held.find(begin)]
@@ -148,38 +172,60 @@ class CallReader:
                 self._held = held[len(before) :]
                 return before
             self._held = held[len(before) + len(begin) :]
-            self._in_call = True
+            self._arguments = _JsonEnd()
             self._count += 1
             return CallBegin(self._count - 1, self._begins[begin])
-        if last:
-            self._held = ""
-            return "" if self._count else held
-        if not self._form.opening:
-            if self._is_text or not held.startswith("{"):
-                self._is_text, self._held = True, ""
-                return held
+        kept = self._may_begin(held)
+        if last and not kept.strip().startswith(self._form.opening.strip()):
+            kept = ""
+        text, self._held = held[: len(held) - len(kept)], kept
+        self._is_text = self._is_text or bool(text)
+        if not text:
             return None
-        kept = _overlap(held, [*self._begins, *(f"\n{begin}" for begin in self._begins)])
-        self._held = held[len(held) - kept :]
-        text = held[: len(held) - kept]
-        return (text if not self._count else "") if text else None
+        return "" if self._count or self._required else text
 
     def _next_begin(self) -> Optional[str]:
         """Returns what begins the next call in what is held; without an opening, that must be all of the answer."""
         places = {begin: self._held.find(begin) for begin in self._begins}
-        known = [begin for begin, place in places.items() if place == 0 or place > 0 and self._form.opening]
+        if self._form.opening:
+            known = [begin for begin, place in places.items() if place >= 0]
+        else:
+            known = [begin for begin, place in places.items() if place == 0 and not self._is_text]
         return min(known, key=places.__getitem__, default=None)
 
-    def _arguments(self, last: bool) -> Optional[Part]:
-        held, end = self._held, self._form.end
-        place = held.find(end) if self._form.closing else (len(held) - 1 if last and held.endswith(end) else -1)
-        if place >= 0:
-            self._held = held[place + len(end) :]
-            self._in_call = False
-            return CallArguments(self._count - 1, held[:place]) if place else ""
-        kept = 0 if last else _overlap(held, [end])
-        text, self._held = held[: len(held) - kept], held[len(held) - kept :]
-        return CallArguments(self._count - 1, text) if text else None
+    def _may_begin(self, held: str) -> str:
+        """Returns the end of what is held that may be the beginning of a call."""
+        if self._form.opening:
+            return held[len(held) - _overlap(held, [*self._begins, *(f"\n{begin}" for begin in self._begins)]) :]
+        return held if not self._is_text and any(begin.startswith(held) for begin in self._begins) else ""
+
+
+class _JsonEnd:
+    """Finds the end of a JSON value that comes in pieces, and behind which a brace comes that is not its own."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._found = False
+
+    def find(self, piece: str) -> int:
+        """Returns how many of the next characters belong to the value."""
+        if self._found:
+            return 0
+        for place, character in enumerate(piece):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character in "}]" and not self._depth:
+                self._found = True
+                return place
+            else:
+                self._in_string = character == '"'
+                self._depth += (character in "{[") - (character in "}]")
+        return len(piece)
 
 
 def _overlap(text: str, begins: Sequence[str]) -> int:

@@ -142,6 +142,10 @@ def test_a_prompt_without_an_answer_says_why_and_ends_in_1(run):
             "--chat-template c.jinja and --template plain: give one of them.",
         ),
         (
+            ["--prompt", "x", "--template", "plain", "--chat-template-kwargs", '{"enable_thinking": false}'],
+            "--chat-template-kwargs is for a chat template, and --template plain is none: give one of them.",
+        ),
+        (
             ["--prompt", "x", "--template", "none", "--system", "s"],
             "A system message needs a chat template, and prompts are made without one: leave it out, or give one "
             "(--chat-template FILE).",

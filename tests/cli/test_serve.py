@@ -34,22 +34,23 @@ def test_it_serves_until_it_is_told_to_stop(scripted, tmp_path, capsys, monkeypa
     write_adapter(tmp_path / "adapters", "pirate", "Arr, ")
     answers = []
 
-    def listening(engine, settings, say):
+    def listening(make_engine, settings, say):
         def talk(url):
             with httpx.Client(base_url=url) as client:
                 body = {"model": "pirate", "prompt": "hi", "max_tokens": 20}
                 answers.append(client.post("/v1/completions", json=body))
             os.kill(os.getpid(), signal.SIGTERM)
 
-        def heard(url):
-            say(url)
+        def heard(engine, url):
+            say(engine, url)
             threads.append(threading.Thread(target=talk, args=[url]))
             threads[0].start()
 
         threads = []
-        run(engine, settings, heard)
+        engine = run(make_engine, settings, heard)
         threads[0].join()
         assert settings.max_choices == 3 and settings.grace == 5.0 and settings.cors_origins == ("https://a.example",)
+        return engine
 
     monkeypatch.setattr("mindlora.serving.server.run.run", listening)
     log = tmp_path / "requests.jsonl"
@@ -81,7 +82,7 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(scripted, capsys, tmp_p
 def test_pinned_adapters_keep_their_slots(scripted, tmp_path, monkeypatch, capsys):
     for name in ("pirate", "poet"):
         write_adapter(tmp_path, name, name)
-    monkeypatch.setattr("mindlora.serving.server.run.run", lambda engine, settings, say: None)
+    monkeypatch.setattr("mindlora.serving.server.run.run", lambda make_engine, settings, say: make_engine())
     words = ["serve", "--config", "run.yaml", "--adapters", str(tmp_path), "--pin", "poet"]
     assert cli.main(words) == 0
     assert scripted.engine.adapters.stats().pinned == ["poet"]

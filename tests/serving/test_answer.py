@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from mindlora.serving.answer import Figures, await_answer, figures_of
+from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.request import Sampling
+from mindlora.serving.token_texts import TokenTexts
 from tests.support.scripted_engine import make_engine, started
 
 
@@ -20,9 +22,13 @@ def ask(engine, text, **fields):
     return engine.submit(tokens, Sampling(temperature=0.0, **{"max_tokens": 40, **fields}))
 
 
+def token_texts(engine):
+    return TokenTexts(TextDecoder(engine.tokenizer), engine.tokenizer)
+
+
 def test_an_answer_is_told_piece_by_piece_and_whole(engine):
     pieces, stream = [], ask(engine, "there are cats", logprobs=1)
-    answer = await_answer(stream, "asked", engine.tokenizer, pieces.append)
+    answer = await_answer(stream, "asked", token_texts(engine), pieces.append)
     assert answer.text == "".join(pieces) == "there are cats" and len(pieces) > 1 and "" not in pieces
     count = len(stream.request.prompt)
     assert (answer.prompt, answer.finish_reason, answer.error, answer.adapter) == ("asked", "stop", None, None)
@@ -57,7 +63,7 @@ def told_together(pieces):
 def test_a_failure_is_an_answer_too(engine):
     engine.runner.error = ValueError("broken")
     try:
-        answer = await_answer(ask(engine, "hi"), "hi", engine.tokenizer)
+        answer = await_answer(ask(engine, "hi"), "hi", token_texts(engine))
     finally:
         engine.runner.error = None
     assert (answer.finish_reason, answer.text, answer.tokens, answer.first_token_seconds) == ("error", "", 0, None)
@@ -66,7 +72,7 @@ def test_a_failure_is_an_answer_too(engine):
 
 def test_figures_are_of_all_answers_together(engine):
     streams = [ask(engine, text, max_tokens=most) for text, most in (("hi", 40), ("two cats", 2), ("three", 1))]
-    answers = [await_answer(stream, "", engine.tokenizer) for stream in streams]
+    answers = [await_answer(stream, "", token_texts(engine)) for stream in streams]
     figures = figures_of(zip(answers, streams))
     assert (figures.answers, figures.cut) == (3, 2)
     assert figures.prompt_tokens == sum(len(stream.request.prompt) for stream in streams)

@@ -5,7 +5,7 @@ import pytest
 from mindlora.data import tokenizers
 from mindlora.data.chat import ChatExamples
 from mindlora.errors import DataError, RequestError, TokenizerError
-from mindlora.serving.chat_prompt import make_chat_prompt
+from mindlora.serving.chat_prompt import choose_prompt_form, make_chat_prompt
 from tests.support.chat_templates import (
     CHATML,
     DIALOGUE,
@@ -64,6 +64,25 @@ def test_a_template_that_does_not_show_where_a_turn_ends_names_no_token():
     plain = "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
     for template in (plain, "{{ messages[0].content }}", "{{ raise_exception('never') }}"):
         assert make_chat_prompt(word_tokenizer(template, WORDS)).ends == frozenset()
+
+
+def test_variables_reach_the_template_and_others_are_refused():
+    template = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    tokenizer = chat_tokenizer(template)
+    plain = make_chat_prompt(tokenizer)
+    off = choose_prompt_form(tokenizer, variables={"enable_thinking": False}).prompt
+    assert tokenizer.decode(off.tokens([USER])) == tokenizer.decode(plain.tokens([USER])) + "<think></think>"
+    assert plain.tokens([USER], variables={"enable_thinking": False, "unknown": 1}) == off.tokens([USER])
+    assert off.tokens([USER], variables={"enable_thinking": True}) == plain.tokens([USER])
+    with pytest.raises(RequestError, match="no variable enable_thinkin, which --chat-template-kwargs sets"):
+        make_chat_prompt(tokenizer, variables={"enable_thinkin": False})
+    for given in ({"tokenize": True}, {"add_generation_prompt": False}):
+        with pytest.raises(RequestError, match=f"chat_template_kwargs has {next(iter(given))}"):
+            make_chat_prompt(tokenizer, variables=given)
+        with pytest.raises(RequestError, match=f"chat_template_kwargs has {next(iter(given))}"):
+            plain.tokens([USER], variables=given)
+    with pytest.raises(TokenizerError, match="no chat template"):
+        choose_prompt_form(chat_tokenizer(None), variables={"enable_thinking": False})
 
 
 def test_the_form_of_instruction_data_is_that_of_training(tokenizer):

@@ -56,6 +56,36 @@ def test_a_choice_is_one_of_its_texts(compiler, tokenizer):
     assert {answer(compiled(compiler, "choice", texts), tokenizer, seed)[0] for seed in range(40)} == set(texts)
 
 
+@pytest.mark.parametrize("name", ["<|im_end|>", "</s>", "<tool_call>"])
+@pytest.mark.parametrize("kind", ["choice", "json", "regex", "grammar"])
+def test_the_name_of_a_special_token_is_text(kind, name):
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.add_tokens(["<tool_call>"])
+    text = f"a{name}é"
+    values = {
+        "choice": [text, "q"],
+        "json": {"enum": [text, "q"]},
+        "regex": f"q|a{re.escape(name)}[é]",
+        "grammar": f'start: "{text}" | "q"',
+    }
+    compiled_once = compiled(ConstraintCompiler(tokenizer), kind, values[kind])
+    answers = [answer(compiled_once, tokenizer, seed) for seed in range(12)]
+    assert all(ended for _, ended in answers)
+    assert {said.strip('"') for said, _ in answers} == {text, "q"}
+
+
+def test_an_answer_does_not_end_at_a_token_of_its_grammar_before_it_is_complete(compiler, tokenizer):
+    (end,) = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    zeros = np.zeros(len(tokenizer), np.float32)
+    masked = compiled(compiler, "grammar", 'start: "a" <|im_end|>').matcher(frozenset({end})).mask(zeros, [a])
+    assert np.flatnonzero(masked == 0).tolist() == [end]
+    early = compiled(compiler, "grammar", 'start: "a" <|im_end|> "b" | "a" "b"').matcher(frozenset({end}))
+    assert tokenizer.decode(np.flatnonzero(early.mask(zeros, [a]) == 0)) == "b"
+    with pytest.raises(RequestError, match="the_field has a token that ends answers in the middle of one"):
+        compiled(compiler, "grammar", 'start: "a" <|im_end|> "b"').matcher(frozenset({end})).mask(zeros, [a])
+
+
 def test_white_space_ends(compiler, tokenizer):
     version = importlib.metadata.version("llguidance")
     if tuple(map(int, version.split(".")[:2])) < (1, 9):

@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mindlora.data import tokenizers
 from mindlora.serving.detokenizer import Detokenizer, TextDecoder
-from tests.support.chat_templates import chat_tokenizer, word_tokenizer
+from tests.support.chat_templates import chat_tokenizer
 
 TEXTS = [
     "Hello there, world!  two  spaces\n\n\ttab and a new line \n",
@@ -21,42 +21,6 @@ TEXTS = [
     "\ufffd and \ufffd\ufffd are written so",
     "   ",
 ]
-
-
-@pytest.fixture(scope="module")
-def byte_level():
-    """A tokenizer of bytes and their pairs, some of which end inside a character or span two."""
-    return tokenizers.fit_tokenizer(["温太医你好世界 😀😁😂 the cat, the dog"] * 5, 330)
-
-
-@pytest.fixture(scope="module")
-def byte_fallback():
-    """A tokenizer of words, which takes the space from the first and falls back to single bytes."""
-    words = word_tokenizer(None, "[INST] How many cats are there? [/INST] There are 2 cats. Hello there 你好")
-    # Training lists the bytes as special tokens, which no text would show.
-    content = json.loads(words.backend_tokenizer.to_str())
-    content["added_tokens"] = content["added_tokens"][:3]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(content)), unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-@pytest.fixture(scope="module")
-def sentencepiece(tmp_path_factory):
-    """MindFormers' tokenizer of a sentencepiece model."""
-    import sentencepiece
-
-    folder = tmp_path_factory.mktemp("sentencepiece")
-    (folder / "text.txt").write_text("\n".join(TEXTS[:4] * 20), encoding="utf-8")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=345,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    return tokenizers.load_tokenizer(str(folder / "tokenizer.model"))
 
 
 def pieces(tokenizer, prompt, tokens):

@@ -162,3 +162,16 @@ def test_an_end_token_of_the_configuration_that_is_text_is_not_one(caplog):
         f"eos_token_id 70 of the configuration is the text {token!r} of the tokenizer: answers do not end with it. "
         "Correct eos_token_id."
     ]
+
+
+def test_a_stop_string_within_min_tokens_is_text(byte_level):
+    tokens = encode(byte_level, "a b a b c")
+    for least, text in ((0, "a"), (3, "a b a"), (4, "a b a"), (len(tokens) - 1, "a b a b c")):
+        pieces, reason, _ = answer(byte_level, [*tokens, 2], min_tokens=least, stop=(" b",))
+        assert ("".join(pieces), reason) == (text, "stop")
+
+
+def test_a_stop_string_that_was_passed_over_does_not_stop_later():
+    matcher = StopMatcher(["ab", "abcde"])
+    assert matcher.add("xab", may_stop=False) == ("x", False)
+    assert matcher.add("cx") == ("abcx", False) and matcher.add("ab") == ("", True)

@@ -57,6 +57,10 @@ def test_temperature_comes_before_the_filters_and_top_k_before_top_p():
     # 0.4 and 0.3 are 0.57 and 0.43 of what top_k leaves.
     assert kept(top_p=0.56, top_k=2) == [0]
     assert kept(top_p=0.58, top_k=2) == [0, 1]
+    assert [kept(min_p=least) for least in (0.24, 0.49, 0.74, 0.76, 1.0)] == [[0, 1, 2, 3], [0, 1, 2], [0, 1], [0], [0]]
+    # 0.4 and 0.3 are 0.57 and 0.43 of what min_p leaves.
+    assert kept(min_p=0.7, top_p=0.56) == [0] and kept(min_p=0.7, top_p=0.58) == [0, 1]
+    assert kept(min_p=0.5, temperature=0.5) == [0, 1] and kept(min_p=0.4, top_k=2) == [0, 1]
     assert kept(top_k=-1) == kept(top_k=0) == kept(top_k=400) == [0, 1, 2, 3]
 
 
@@ -220,3 +224,39 @@ def test_extreme_logits_and_temperatures_draw_without_a_warning(recwarn):
 def test_numbers_without_a_meaning_are_refused(name, value):
     with pytest.raises(RequestError, match=f"^{name} is {value}: it must be"):
         Sampler(Sampling(**{name: value}), [1])
+
+
+def test_no_end_is_chosen_before_min_tokens():
+    logits = rows(1)[0]
+    order = np.argsort(-logits)
+    sampler = Sampler(Sampling(temperature=0.0, min_tokens=2), [1], ends=frozenset(order[:2].tolist()))
+    assert [sampler.sample(logits, [5] * count).token for count in range(4)] == order[[2, 2, 0, 0]].tolist()
+
+
+def test_the_last_token_of_a_bad_word_does_not_follow_the_others():
+    logits = rows(1)[0]
+    first, second, third = np.argsort(-logits)[:3].tolist()
+    sampler = greedy(bad_words=((7, 8, first), (second,)))
+    chosen = [sampler.sample(logits, before).token for before in ([], [8], [7, 8], [7, 8, 8], [3, 7, 8])]
+    assert chosen == [first, first, third, first, third]
+
+
+def test_where_a_grammar_allows_nothing_else_bans_do_not_count():
+    class Only:
+        def matcher(self, ends):
+            return self
+
+        def mask(self, logits, generated):
+            return np.where(np.arange(len(logits)) == 4, logits, np.float32(-np.inf))
+
+    settings = {"min_tokens": 3, "bad_words": ((4,),), "grammar": Only()}
+    assert Sampler(Sampling(**settings), [1], ends=frozenset({4})).sample(rows(1)[0], []).token == 4
+
+
+@pytest.mark.parametrize(
+    "settings, name",
+    [({"min_p": 1.5}, "min_p"), ({"min_tokens": 99}, "min_tokens is 99"), ({"bad_words": ((),)}, "bad_words")],
+)
+def test_what_has_no_meaning_is_refused(settings, name):
+    with pytest.raises(RequestError, match=name):
+        Sampler(Sampling(**settings), [1])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mindlora.serving.constraints import ConstraintCompiler
+from mindlora.serving.constraints import Constraint, ConstraintCompiler
 from mindlora.serving.tools import HERMES, LLAMA3, CallArguments, CallBegin, CallReader, format_of, tool_constraint
 from tests.support.chat_templates import CHATML, HERMES_TOOLS, chat_tokenizer
 from tests.support.chat_templates import LLAMA3 as LLAMA3_TEMPLATE
@@ -17,7 +17,7 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOLS = [{"name": "weather", "parameters": CITY}, {"name": "time", "parameters": {"type": "object"}}]
+TOOLS = {"weather": Constraint("json", CITY, "weather"), "time": Constraint("json", {"type": "object"}, "time")}
 
 
 def call(form, name, arguments):
@@ -109,6 +109,26 @@ def test_a_call_that_is_cut_off_is_shown_as_far_as_it_came(form):
     whole = call(form, "weather", '{"city": "Paris"}')
     text, calls, complete = parts_of([whole[: whole.index("ris")]], form)
     assert (text, calls, complete) == ("", [("weather", '{"city": "Pa')], False)
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=["hermes", "llama3"])
+def test_nothing_around_the_arguments_is_shown_wherever_the_call_is_cut_off(form):
+    arguments = '{"city": "a\\"}}", "days": [{"x": 1}]}'
+    whole = call(form, "weather", arguments)
+    for cut in range(1, len(whole)):
+        for size in (1, 5, cut):
+            text, calls, complete = parts_of(
+                [whole[start : min(start + size, cut)] for start in range(0, cut, size)], form
+            )
+            assert text in ("", form.opening[:cut].rstrip("\n")) and not complete
+            assert not calls or calls[0][0] == "weather" and arguments.startswith(calls[0][1])
+    assert calls == [("weather", arguments)]
+
+
+def test_llama3s_text_is_shown_as_soon_as_it_can_be_no_call():
+    reader = CallReader(LLAMA3, ["weather"])
+    assert reader.read('{"na', False) == [] and reader.read('me": "x"', False) == ['{"name": "x"']
+    assert reader.read('{"name": "weather", "parameters": ', False) == ['{"name": "weather", "parameters": ']
 
 
 def test_the_chat_template_tells_the_format():

@@ -122,6 +122,26 @@ def _bearer(scope: Mapping[str, Any]) -> bytes:
     return b""
 
 
+class FramingCheck:
+    """The part of the app that refuses a request with two lengths, and closes its connection.
+
+    What a proxy took for the body by Content-Length may be another request by Transfer-Encoding (request smuggling).
+    """
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            error = ApiError(
+                "The request has both Content-Length and Transfer-Encoding: send one of them.", 400, "invalid_framing"
+            )
+            await error.answer(scope, receive, send, {"Connection": "close"})
+            return
+        await self._app(scope, receive, send)
+
+
 class BodyLimit:
     """The part of the app that reads a request's body whole before anything else does.
 

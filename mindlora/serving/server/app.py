@@ -1,6 +1,6 @@
-"""The app: routes and the parts around them."""
+"""The app: routes and the parts around them; and what answers before there is one."""
 
-from typing import Any
+from typing import Any, MutableMapping
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -11,11 +11,11 @@ from starlette.responses import PlainTextResponse, Response
 
 from mindlora import __version__
 from mindlora.errors import LoraError
-from mindlora.serving.server import chat, completions, metrics, models, schemas, texts, tokens
-from mindlora.serving.server.access import BodyLimit, HostCheck, KeyCheck
+from mindlora.serving.server import chat, completions, metrics, models, responses, schemas, texts, tokens
+from mindlora.serving.server.access import BodyLimit, FramingCheck, HostCheck, KeyCheck
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import answer_error
-from mindlora.serving.server.generation import check_ready
+from mindlora.serving.server.generation import check_ready, still_starting
 from mindlora.serving.server.request_log import Recorder
 from mindlora.serving.server.settings import ServerSettings
 
@@ -33,7 +33,7 @@ def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
     for kind in (RequestValidationError, HTTPException, LoraError):
         app.add_exception_handler(kind, answer_error)
     router = APIRouter(responses=_ERRORS)
-    for part in (models, completions, chat, texts, tokens, metrics):
+    for part in (models, completions, chat, responses, texts, tokens, metrics):
         part.add_routes(router)
     _add_health(router)
     app.include_router(router)
@@ -42,15 +42,37 @@ def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
     app.add_middleware(KeyCheck, keys=context.keys)
     if context.keys is None and not settings.no_auth:
         app.add_middleware(HostCheck)
+    app.add_middleware(HeadAsGet)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            # Clients send headers of their own, such as openai's X-Stainless-Lang.
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Not-Enforced", "X-Request-Id"],
         )
+    app.add_middleware(FramingCheck)
     app.add_middleware(Recorder, log=context.log, count=context.metrics.count, told=context.told)
     return app
+
+
+class HeadAsGet:
+    """The part of the app that answers HEAD as GET; the server sends no body with it."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+async def answer_while_loading(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+    """The app while the model is loaded: /health says that the process lives, all else that the server starts."""
+    answer: Response = PlainTextResponse("ok") if scope["path"] == "/health" else still_starting().response()
+    await answer(scope, receive, send)
 
 
 def _add_health(router: APIRouter) -> None:

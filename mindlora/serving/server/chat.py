@@ -9,66 +9,93 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mindlora.serving.constraints import Constraint
-from mindlora.serving.detokenizer import REPLACEMENT
 from mindlora.serving.server import schemas
 from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
-from mindlora.serving.server.prompts import Prompts, TokenTexts
+from mindlora.serving.server.prompts import Prompts
+from mindlora.serving.server.tool_schemas import Function, NamedTool, demands_call
+from mindlora.serving.thoughts import ThoughtReader, Thoughts
+from mindlora.serving.token_texts import TokenTexts
 from mindlora.serving.tools import CallBegin, CallReader, Part, tool_constraint
 
 
 class ChatForm(Form):
-    """An answer as /v1/chat/completions shows it."""
+    """An answer as /v1/chat/completions shows it.
+
+    Attributes:
+        thoughts (Thoughts or None): What answers may think first; set once there is the prompt.
+        thought_tokens (int): Tokens of thoughts so far.
+    """
 
     prefix = "chatcmpl"
 
-    def __init__(self, model: str, texts: TokenTexts, make_reader: Optional[Callable[[], CallReader]] = None):
+    def __init__(
+        self,
+        model: str,
+        texts: TokenTexts,
+        make_reader: Optional[Callable[[], CallReader]] = None,
+        shows_thoughts: bool = True,
+    ):
         super().__init__(model, texts)
+        self._has_begun = False
+        self.thoughts: Optional[Thoughts] = None
+        self.thought_tokens = 0
         self._make_reader = make_reader
-        # Choice -> what takes its calls apart, where it may have any.
-        self._begun: Dict[int, Optional[CallReader]] = {}
+        self._shows_thoughts = shows_thoughts
+        self._readers: Dict[int, _AnswerReader] = {}
+
+    def constrained(self, constraint: Optional[Constraint]) -> Optional[Constraint]:
+        """See Form."""
+        return constraint if constraint is None or self.thoughts is None else self.thoughts.before(constraint)
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.ChatChoice]:
         """Returns what shows a piece: first the role, then each time what there is to add."""
         choices = []
-        if choice not in self._begun:
-            self._begun[choice] = self._make_reader() if self._make_reader else None
+        if choice not in self._readers:
+            calls = self._make_reader() if self._make_reader else None
+            self._readers[choice] = _AnswerReader(ThoughtReader(self.thoughts), calls, self._shows_thoughts)
             role = schemas.Answer(role="assistant", content="")
             choices.append(schemas.ChatChoice(index=choice, delta=role, logprobs=None, finish_reason=None))
         logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
-        reader = self._begun[choice]
+        reader = self._readers[choice]
         reason = piece.finish_reason
-        if reader is None:
-            deltas = [schemas.Answer(content=piece.text)] if piece.text else []
-        else:
-            deltas = [_delta(part) for part in reader.read(piece.text, reason is not None)]
-            reason = "tool_calls" if reason == "stop" and reader.complete else reason
-        if not deltas and (logprobs or reason):
+        thought = reader.thinks
+        deltas = reader.read(piece.text, reason is not None)
+        if thought or reader.thinks:
+            self.thought_tokens += len(piece.tokens)
+        reason = "tool_calls" if reason is not None and reader.has_called else reason
+        ids = self.ids(piece.tokens)
+        if not deltas and (logprobs or reason or ids):
             deltas = [schemas.Answer()]
         for delta in deltas:
             choices.append(schemas.ChatChoice(index=choice, delta=delta, logprobs=None, finish_reason=None))
         if deltas:
-            choices[-1] = choices[-1].model_copy(update={"logprobs": logprobs, "finish_reason": reason})
+            choices[-1] = choices[-1].model_copy(update={"logprobs": logprobs, "finish_reason": reason, **ids})
         return choices
 
     def chunk(self, choices: Sequence[schemas.ChatChoice], **usage: Any) -> schemas.ChatCompletion:
         """See Form."""
-        return schemas.ChatCompletion(object="chat.completion.chunk", **self.head, choices=choices, **usage)
+        prompt = {} if self._has_begun else self._prompt()
+        self._has_begun = True
+        return schemas.ChatCompletion(object="chat.completion.chunk", **self.head, choices=choices, **usage, **prompt)
 
     def whole(self, choices: Sequence[Sequence[schemas.ChatChoice]], usage: schemas.Usage) -> schemas.ChatCompletion:
         """See Form."""
         answers = []
         for index, parts in enumerate(choices):
-            text = "".join(part.delta.content or "" for part in parts)
-            calls = _joined_calls(parts)
-            message = schemas.Answer(role="assistant", content=text)
-            if calls:
-                message = schemas.Answer(role="assistant", content=text or None, tool_calls=calls)
+            message = _joined([part.delta for part in parts])
             reason = parts[-1].finish_reason
             logprobs = joined_logprobs(parts)
-            answers.append(schemas.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason))
-        return schemas.ChatCompletion(object="chat.completion", **self.head, choices=answers, usage=usage)
+            ids = self.joined_ids(parts)
+            choice = schemas.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason, **ids)
+            answers.append(choice)
+        prompt = self._prompt()
+        return schemas.ChatCompletion(object="chat.completion", **self.head, choices=answers, usage=usage, **prompt)
+
+    def _prompt(self) -> Dict[str, Any]:
+        """Returns the field of the prompt's token ids, if they are to be shown."""
+        return {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids[0]}
 
     def _logprobs(self, sampled: List[Any]) -> schemas.ChatLogprobs:
         tokens = []
@@ -78,10 +105,36 @@ class ChatForm(Form):
         return schemas.ChatLogprobs(content=tokens)
 
     def _token(self, token: int, logprob: float) -> Dict[str, Any]:
-        text = self.texts.text(token)
-        # The bytes of a part of a character are not known.
-        data = None if REPLACEMENT in text else list(text.encode("utf-8"))
-        return {"token": text, "logprob": logprob, "bytes": data}
+        return {"token": self.texts.name(token), "logprob": logprob, "bytes": list(self.texts.data(token))}
+
+
+class _AnswerReader:
+    """Takes one answer apart as it comes: its thought, unless that is not shown, its text and its calls, if any."""
+
+    def __init__(self, thoughts: ThoughtReader, calls: Optional[CallReader], shows_thoughts: bool):
+        self._thoughts = thoughts
+        self._calls = calls
+        self._shows_thoughts = shows_thoughts
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is part of a thought."""
+        return self._thoughts.thinks
+
+    @property
+    def has_called(self) -> bool:
+        """Whether the answer has calls, all of them to their ends."""
+        return self._calls is not None and self._calls.complete
+
+    def read(self, text: str, last: bool) -> List[schemas.Answer]:
+        """Returns what a piece of the answer adds; ``last`` says that no more comes."""
+        thought, text = self._thoughts.read(text, last)
+        deltas = []
+        if thought and self._shows_thoughts:
+            deltas.append(schemas.Answer(reasoning_content=thought, reasoning=thought))
+        if self._calls is not None:
+            return deltas + [_delta(part) for part in self._calls.read(text, last)]
+        return deltas + ([schemas.Answer(content=text)] if text else [])
 
 
 def _delta(part: Part) -> schemas.Answer:
@@ -97,11 +150,22 @@ def _delta(part: Part) -> schemas.Answer:
     return schemas.Answer(tool_calls=[call])
 
 
-def _joined_calls(parts: Sequence[schemas.ChatChoice]) -> List[schemas.CalledTool]:
-    """Returns the whole calls of an answer from those of the choices that show its pieces."""
+def _joined(deltas: Sequence[schemas.Answer]) -> schemas.Answer:
+    """Returns the whole message of an answer from what its pieces added."""
+    text = "".join(delta.content or "" for delta in deltas)
+    thought = "".join(delta.reasoning_content or "" for delta in deltas)
+    calls = _joined_calls(deltas)
+    more: Dict[str, Any] = {"reasoning_content": thought, "reasoning": thought} if thought else {}
+    if calls:
+        more["tool_calls"] = calls
+    return schemas.Answer(role="assistant", content=(text or None) if more else text, **more)
+
+
+def _joined_calls(deltas: Sequence[schemas.Answer]) -> List[schemas.CalledTool]:
+    """Returns the whole calls of an answer from what its pieces added."""
     calls: List[schemas.CalledTool] = []
-    for part in parts:
-        for call in part.delta.tool_calls or ():
+    for delta in deltas:
+        for call in delta.tool_calls or ():
             if call.id is not None:
                 function = schemas.CalledFunction(name=call.function.name, arguments="")
                 calls.append(schemas.CalledTool(id=call.id, type="function", function=function))
@@ -111,52 +175,51 @@ def _joined_calls(parts: Sequence[schemas.ChatChoice]) -> List[schemas.CalledToo
 
 
 def add_routes(router: APIRouter) -> None:
-    """Adds /v1/chat/completions, and an answer to those who ask for /v1/responses."""
-
-    @router.post("/v1/responses", response_model=schemas.ErrorAnswer, status_code=404)
-    async def respond() -> Response:
-        raise ApiError(
-            "This server has no /v1/responses, OpenAI's Responses API: use /v1/chat/completions.",
-            404,
-            code="unsupported_endpoint",
-        )
+    """Adds /v1/chat/completions."""
 
     @router.post("/v1/chat/completions", response_model=schemas.ChatCompletion)
     async def complete_chat(body: schemas.ChatRequest, request: Request) -> Response:
-        context = accept(request, body, 1, [message.for_template() for message in body.messages])
-        _check_messages(body)
-        functions = body.callable_tools()
-        make_reader = None
-        if functions:
-            names = [function.name for function in functions]
-            make_reader = functools.partial(CallReader, context.prompts.tool_format(), names)
-        form = ChatForm(body.model, context.texts, make_reader)
-        constraint = _constraint(body, functions, context.prompts)
-
-        def tokens(context: Context) -> List[List[int]]:
-            return [context.prompts.chat(body.messages, body.tools)]
-
-        limit = body.max_completion_tokens or body.max_tokens
-        return await answer(request, body, form, tokens, constraint, limit, None)
+        return await answer_chat(request, body, ChatForm)
 
 
-def _constraint(
-    body: schemas.ChatRequest, functions: Sequence[schemas.Function], prompts: Prompts
-) -> Optional[Constraint]:
-    """Returns what an answer must be that may call ``functions``; None for any text."""
+async def answer_chat(request: Request, body: schemas.ChatRequest, make_form: Callable[..., ChatForm]) -> Response:
+    """Answers a request for a chat completion in a form, which is made of what ChatForm is made of."""
+    context = accept(request, body, 1, [message.for_template() for message in body.messages])
+    _check_messages(body)
+    functions = body.callable_tools
+    make_reader = None
+    if functions:
+        names = [function.name for function in functions.values()]
+        make_reader = functools.partial(
+            CallReader, context.prompts.tool_format(), names, demands_call(body.tool_choice)
+        )
+    form = make_form(body.model, context.texts, make_reader, body.include_reasoning is not False)
+    constraint = _constraint(body, functions, context.prompts)
+
+    def tokens(context: Context) -> List[List[int]]:
+        prompt = context.prompts.chat(body.messages, body.tools, body.variables())
+        form.thoughts = context.prompts.thoughts(prompt, body.thinks)
+        return [prompt]
+
+    limit = body.max_completion_tokens or body.max_tokens
+    return await answer(request, body, form, tokens, constraint, limit, None)
+
+
+def _constraint(body: schemas.ChatRequest, functions: Dict[int, Function], prompts: Prompts) -> Optional[Constraint]:
+    """Returns what an answer must be that may call ``functions``, tools by their place; None for any text."""
     said = body.constraint()
     if not functions:
         return said
-    if said is not None:
-        raise ApiError(
-            f"tools and {said.field} both say what the answer must be: leave one of them out, or set tool_choice none.",
-            param=said.field,
-        )
-    tools = [{"name": each.name, "parameters": each.parameters or {"type": "object"}} for each in functions]
-    required = body.tool_choice not in (None, "auto")
     # A named tool is called once.
-    several = body.parallel_tool_calls is not False and body.tool_choice in (None, "auto", "required")
-    return tool_constraint(prompts.tool_format(), tools, required, several, prompts.own_tokens)
+    several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+    arguments = {
+        function.name: Constraint(
+            "json", function.arguments, f"tools.{number}.function.parameters", strict=bool(function.strict)
+        )
+        for number, function in functions.items()
+    }
+    required = demands_call(body.tool_choice)
+    return tool_constraint(prompts.tool_format(), arguments, required, several, prompts.own_tokens, said)
 
 
 def _check_messages(body: schemas.ChatRequest) -> None:
@@ -167,7 +230,7 @@ def _check_messages(body: schemas.ChatRequest) -> None:
         for place, call in enumerate(message.tool_calls or ()):
             call.check_extra(f"messages.{number}.tool_calls.{place}.")
             call.function.check_extra(f"messages.{number}.tool_calls.{place}.function.")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError("top_logprobs is only for logprobs: true. Set it too.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise ApiError("max_tokens and max_completion_tokens differ: give one of them.", param="max_tokens")

@@ -1,5 +1,6 @@
 """/v1/completions."""
 
+import codecs
 from typing import Any, Dict, List, Optional, Sequence
 
 from fastapi import APIRouter
@@ -10,7 +11,7 @@ from mindlora.serving.server import schemas
 from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
-from mindlora.serving.server.prompts import TokenTexts
+from mindlora.serving.token_texts import TokenTexts
 
 # OpenAI's.
 _MAX_TOKENS = 16
@@ -28,21 +29,24 @@ class CompletionForm(Form):
         super().__init__(model, texts)
         self.head["object"] = "text_completion"
         self.echoes: Sequence[str] = ()
-        # Characters of each answer so far, as the texts of single tokens count them.
-        self._offsets: Dict[int, int] = {}
+        self._offsets: Dict[int, _Offsets] = {}
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.CompletionChoice]:
         """Returns the choice that shows a piece, if there is something to show."""
-        echo = ""
+        text = piece.text
+        ids = self.ids(piece.tokens)
         if choice not in self._offsets:
+            if self.prompt_ids is not None:
+                ids["prompt_token_ids"] = self.prompt_ids[choice]
             echo = self.echoes[choice] if self.echoes else ""
-            self._offsets[choice] = 0 if piece.prompt_logprobs else len(echo)
-        text = echo + piece.text
+            text = echo + piece.text
+            self._offsets[choice] = _Offsets(text)
         sampled = [*(piece.prompt_logprobs or ()), *(piece.logprobs or ())]
         logprobs = self._logprobs(choice, sampled) if sampled else None
-        if not (text or logprobs or piece.finish_reason):
+        reason = piece.finish_reason
+        if not (text or logprobs or reason or ids):
             return []
-        return [schemas.CompletionChoice(index=choice, text=text, logprobs=logprobs, finish_reason=piece.finish_reason)]
+        return [schemas.CompletionChoice(index=choice, text=text, logprobs=logprobs, finish_reason=reason, **ids)]
 
     def chunk(self, choices: Sequence[schemas.CompletionChoice], **usage: Any) -> schemas.Completion:
         """See Form."""
@@ -55,7 +59,11 @@ class CompletionForm(Form):
             text = "".join(part.text for part in parts)
             reason = parts[-1].finish_reason
             logprobs = joined_logprobs(parts)
-            answers.append(schemas.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason))
+            ids = self.joined_ids(parts)
+            if ids:
+                ids["prompt_token_ids"] = parts[0].prompt_token_ids
+            choice = schemas.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason, **ids)
+            answers.append(choice)
         return schemas.Completion(**self.head, choices=answers, usage=usage)
 
     def _logprobs(self, choice: int, sampled: List[Any]) -> schemas.CompletionLogprobs:
@@ -63,9 +71,8 @@ class CompletionForm(Form):
         offsets = []
         top = []
         for entry in sampled:
-            tokens.append(self.texts.text(entry.token))
-            offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(tokens[-1])
+            tokens.append(self.texts.name(entry.token))
+            offsets.append(self._offsets[choice].add(self.texts.data(entry.token)))
             top.append(self._likeliest(entry))
         values = [entry.logprob for entry in sampled]
         return schemas.CompletionLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=top, text_offset=offsets)
@@ -73,8 +80,30 @@ class CompletionForm(Form):
     def _likeliest(self, entry: Any) -> Optional[Dict[str, float]]:
         if entry.logprob is None:
             return None
-        # The chosen token is among them in any case, as in OpenAI's.
-        return {self.texts.text(token): value for token, value in (*entry.top, (entry.token, entry.logprob))}
+        # The chosen token is among them in any case, as in OpenAI's, under the name that it has among the tokens.
+        named = self.texts.named([(entry.token, entry.logprob), *entry.top])
+        return dict(sorted(named.items(), key=lambda item: -item[1]))
+
+
+class _Offsets:
+    """Where each token begins in a text, in characters: one in the middle of a character begins with that.
+
+    ``begin`` is what is known of the text before its first token is added.
+    """
+
+    def __init__(self, begin: str):
+        self._begin = begin
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._place = 0
+
+    def add(self, data: bytes) -> int:
+        """Returns where the next token begins, which adds ``data`` to the text."""
+        place = self._place
+        # Of the first word of a text, decoders leave out the space.
+        if not place and self._begin and not self._begin.startswith(" "):
+            data = data.removeprefix(b" ")
+        self._place += len(self._decoder.decode(data))
+        return place
 
 
 def add_routes(router: APIRouter) -> None:

@@ -11,9 +11,10 @@ from mindlora.serving.server.access import ApiKeys, KeyLimits
 from mindlora.serving.server.errors import ApiError, as_api_error
 from mindlora.serving.server.metrics import Metrics
 from mindlora.serving.server.models import ModelList
-from mindlora.serving.server.prompts import Prompts, TokenTexts
+from mindlora.serving.server.prompts import Prompts
 from mindlora.serving.server.request_log import RequestLog
 from mindlora.serving.server.settings import ServerSettings
+from mindlora.serving.token_texts import TokenTexts
 
 
 class Context:

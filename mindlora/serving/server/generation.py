@@ -11,7 +11,9 @@ from typing import (
     AsyncIterator,
     Callable,
     Dict,
+    Iterable,
     List,
+    Mapping,
     MutableMapping,
     Optional,
     Sequence,
@@ -23,21 +25,23 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindlora.errors import RequestError, ServingError
-from mindlora.serving.constraints import Constraint, Grammar
+from mindlora.errors import ServingError
+from mindlora.serving.constraints import Constraint, ConstraintError, Grammar
 from mindlora.serving.request import Sampling
 from mindlora.serving.server import schemas
 from mindlora.serving.server.access import client_gone
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import ApiError, note_error
-from mindlora.serving.server.prompts import TokenTexts
 from mindlora.serving.server.schemas import CachedTokens, Usage
+from mindlora.serving.token_texts import TokenTexts
 
 Body = Union[schemas.CompletionRequest, schemas.ChatRequest]
 # Makes the tokens of a request's prompts.
 Prepare = Callable[[Context], List[List[int]]]
 # Seconds in which another server may be there.
 _SOON = 10
+# Characters of a header, which clients bound.
+_LONGEST_HEADER = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,18 +229,23 @@ def check_ready(context: Context) -> None:
         message = f"The server is shutting down: ask again in {_SOON} seconds."
         raise ApiError(message, 503, "shutting_down", retry_after=_SOON)
     if context.starting:
-        message = f"The server is starting: ask again in {_SOON} seconds."
-        raise ApiError(message, 503, "starting", retry_after=_SOON)
+        error = still_starting()
+        raise error
     if not context.engine.alive:
         message = f"The engine of {context.engine.model_name} has ended: see the server's log, and start it again."
         raise ApiError(message, 503, "not_ready")
+
+
+def still_starting() -> ApiError:
+    """Returns what a client is told before the engine takes requests."""
+    return ApiError(f"The server is starting: ask again in {_SOON} seconds.", 503, "starting", retry_after=_SOON)
 
 
 def _out_of_time(seconds: float) -> ApiError:
     return ApiError(f"The answer took longer than {seconds:g} seconds, the limit.", 504, "timeout")
 
 
-async def _stream_answer(call: Call, form: "Form", include_usage: bool) -> Response:
+async def _stream_answer(call: Call, form: "Form", include_usage: bool, headers: Mapping[str, str]) -> Response:
     """Returns a streamed answer as soon as there is something to send, so that errors until then have their status."""
     events = _events(call, form, include_usage)
     try:
@@ -244,17 +253,16 @@ async def _stream_answer(call: Call, form: "Form", include_usage: bool) -> Respo
     except BaseException:
         call.close()
         raise
-    return _EventStream(call, first, events)
+    return _EventStream(call, form, first, events, headers)
 
 
 async def _events(call: Call, form: "Form", include_usage: bool) -> AsyncGenerator[bytes, None]:
-    # With include_usage every chunk has the field, and it is null in all but the last.
-    usage = {"usage": None} if include_usage else {}
+    form.includes_usage = include_usage
     async for choice, piece in call.pieces():
-        for part in form.chunks(choice, piece):
-            yield _event(form.chunk([part], **usage))
-    if include_usage:
-        yield _event(form.chunk([], usage=call.usage()))
+        for event in form.events(choice, piece):
+            yield event
+    for event in form.last_events(call.usage()):
+        yield event
 
 
 def _event(chunk: Any) -> bytes:
@@ -269,10 +277,13 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, first: bytes, events: AsyncGenerator[bytes, None]):
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self, call: Call, form: "Form", first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]
+    ):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._call = call
+        self._form = form
         self._first = first
         self._rest = events
 
@@ -285,8 +296,8 @@ class _EventStream(Response):
                     await _send(send, event)
             except Exception as error:
                 problem = self._call.failed(error)
-                await _send(send, b"data: " + json.dumps(problem.content).encode() + b"\n\n")
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                await _send(send, self._form.failure(problem))
+            await send({"type": "http.response.body", "body": self._form.ending, "more_body": False})
         finally:
             self._call.close()
             await self._rest.aclose()
@@ -302,29 +313,61 @@ class Form:
     Attributes:
         prefix (str): What the answer's id begins with.
         head (dict): What the whole answer and every chunk of it begin with.
+        prompt_ids (list of list of int, or None): The prompt's token ids of each choice, where ids are to be shown.
+        ending (bytes): What a stream ends with.
+        includes_usage (bool): Whether a stream ends with a chunk of usage.
     """
 
     prefix = ""
+    ending = b"data: [DONE]\n\n"
+    includes_usage = False
 
     def __init__(self, model: str, texts: TokenTexts):
         self.texts = texts
+        self.prompt_ids: Optional[List[List[int]]] = None
         self.head: Dict[str, Any] = {"model": model}
 
     def begin(self, identity: str, created: int) -> None:
         """Takes what the server says of the answer."""
         self.head.update(id=f"{self.prefix}-{identity}", created=created)
 
+    def constrained(self, constraint: Optional[Constraint]) -> Optional[Constraint]:
+        """Returns what all of an answer must be whose shown text is constrained; called once there are prompts."""
+        return constraint
+
     def chunks(self, choice: int, piece: Any) -> List[Any]:
-        """Returns the choices that show a piece of an answer: none, one or two."""
+        """Returns the choices that show a piece of an answer: none, one or several."""
         raise NotImplementedError
 
     def chunk(self, choices: Sequence[Any], **usage: Any) -> BaseModel:
         """Returns a chunk of a streamed answer."""
         raise NotImplementedError
 
+    def events(self, choice: int, piece: Any) -> List[bytes]:
+        """Returns the events of a stream that show a piece of an answer."""
+        # With usage every chunk has the field, and it is null in all but the last.
+        usage = {"usage": None} if self.includes_usage else {}
+        return [_event(self.chunk([part], **usage)) for part in self.chunks(choice, piece)]
+
+    def last_events(self, usage: schemas.Usage) -> List[bytes]:
+        """Returns the events of a stream when all answers are complete."""
+        return [_event(self.chunk([], usage=usage))] if self.includes_usage else []
+
+    def failure(self, problem: ApiError) -> bytes:
+        """Returns the event for an error in the middle of a stream."""
+        return b"data: " + json.dumps(problem.content).encode() + b"\n\n"
+
     def whole(self, choices: Sequence[Sequence[Any]], usage: schemas.Usage) -> BaseModel:
         """Returns the answer; ``choices`` has what ``chunks`` returned for each."""
         raise NotImplementedError
+
+    def ids(self, tokens: Iterable[int]) -> Dict[str, Any]:
+        """Returns the field of a choice for its token ids, if they are to be shown."""
+        return {} if self.prompt_ids is None else {"token_ids": list(tokens)}
+
+    def joined_ids(self, choices: Sequence[Any]) -> Dict[str, Any]:
+        """Returns the same of a whole answer from the choices that show its pieces."""
+        return self.ids(token for choice in choices for token in choice.token_ids or ())
 
 
 def joined_logprobs(choices: Sequence[Any]) -> Optional[Any]:
@@ -379,8 +422,16 @@ def _compiled(context: Context, constraint: Optional[Constraint]) -> Optional[Gr
         return None
     try:
         return context.constraints.compile(constraint)
-    except RequestError as error:
-        raise ApiError(str(error), param=constraint.field) from error
+    except ConstraintError as error:
+        raise ApiError(str(error), param=error.field) from error
+
+
+def _said_of(grammar: Optional[Grammar]) -> Dict[str, str]:
+    """Returns the headers of an answer that say what of its constraint is not enforced."""
+    if grammar is None or not grammar.loosened:
+        return {}
+    text = "; ".join(grammar.loosened).encode("ascii", "backslashreplace").decode()
+    return {"X-Not-Enforced": text[:_LONGEST_HEADER]}
 
 
 async def answer(
@@ -402,21 +453,25 @@ async def answer(
         context.models.check(body.model)
         prompts = prepare(context)
         sampling = body.sampling(context.prompts.ends)
-        grammar = _compiled(context, constraint)
+        sampling = dataclasses.replace(sampling, bad_words=context.prompts.bad_words(body.bad_words or ()))
+        grammar = _compiled(context, form.constrained(constraint))
         rooms = [context.prompts.room(tokens, max_tokens, default) for tokens in prompts]
         samplings = [dataclasses.replace(sampling, max_tokens=room, grammar=grammar) for room in rooms]
-        return Asked(body.model, prompts, samplings, body.n or 1)
+        return Asked(body.model, prompts, samplings, body.n or 1), _said_of(grammar)
 
-    call = Call(request, await asyncio.to_thread(asked))
+    what, headers = await asyncio.to_thread(asked)
+    call = Call(request, what)
     form.begin(request.scope["state"]["record"].id, int(time.time()))
+    if body.return_token_ids:
+        form.prompt_ids = [prompt for prompt in what.prompts for _ in range(what.n)]
     await call.begin()
     if body.stream:
-        return await _stream_answer(call, form, body.include_usage)
+        return await _stream_answer(call, form, body.include_usage, headers)
     try:
         parts: List[List[Any]] = [[] for _ in range(call.count)]
         async for choice, piece in call.pieces():
             parts[choice] += form.chunks(choice, piece)
         content = form.whole(parts, call.usage()).model_dump_json(exclude_unset=True)
-        return Response(content, media_type="application/json")
+        return Response(content, headers=headers, media_type="application/json")
     finally:
         call.close()

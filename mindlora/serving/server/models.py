@@ -2,24 +2,36 @@
 
 import gzip
 import json
-from typing import Any, List, Optional, Tuple
+import logging
+import re
+from typing import Any, Dict, List, Optional, Tuple
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from mindlora.serving.server import schemas
+from mindlora.errors import ConfigError
+from mindlora.serving.server import model_schemas, schemas
 from mindlora.serving.server.errors import ApiError
+
+logger = logging.getLogger("mindlora")
 
 
 class ModelList:
     """The models that requests can name; the list is written anew only when it has changed.
 
     ``created`` is the time to show for all of them, in seconds of the epoch.
+
+    Raises ConfigError if an adapter has the base's name, which could not be asked.
     """
 
     def __init__(self, engine: Any, created: int):
         self._engine = engine
+        if engine.model_name in engine.adapters.registry:
+            raise ConfigError(
+                f"There is an adapter {engine.model_name}, and the base has this name too: call the adapter something "
+                "else (--adapter NAME=PATH, or rename its folder in --adapters), or the base (--model-name)."
+            )
         self._created = created
         # The names, and the answer in plain and compressed form: replaced together, as several threads look.
         self._rendered: Tuple[Optional[List[str]], bytes, bytes] = (None, b"", b"")
@@ -39,7 +51,7 @@ class ModelList:
             registry.refresh()
             registry.path(adapter)
 
-    def entry(self, model: str) -> schemas.Model:
+    def entry(self, model: str) -> model_schemas.Model:
         """Returns what is said of a model; raises AdapterNotFoundError if there is none of that name."""
         self.check(model)
         return self._entry(model)
@@ -49,14 +61,18 @@ class ModelList:
         names = self._engine.adapters.registry.names()
         rendered = self._rendered
         if names != rendered[0]:
-            entries = [self._entry(name).model_dump() for name in (self._engine.model_name, *names)]
+            base = self._engine.model_name
+            if base in names:
+                logger.warning("A folder of adapters is called %s, as the base, and is left out: rename it.", base)
+            others = [name for name in names if name != base]
+            entries = [self._entry(name).model_dump() for name in (base, *others)]
             plain = json.dumps({"object": "list", "data": entries}, separators=(",", ":")).encode()
             rendered = self._rendered = (names, plain, gzip.compress(plain))
         return rendered[2] if zipped else rendered[1]
 
-    def _entry(self, name: str) -> schemas.Model:
+    def _entry(self, name: str) -> model_schemas.Model:
         base = self._engine.model_name
-        return schemas.Model(
+        return model_schemas.Model(
             id=name,
             object="model",
             created=self._created,
@@ -70,14 +86,14 @@ class ModelList:
 def add_routes(router: APIRouter) -> None:
     """Adds all four; where the operator has not allowed loading at run time, the latter two only say so."""
 
-    @router.get("/v1/models", response_model=schemas.ModelPage)
+    @router.get("/v1/models", response_model=model_schemas.ModelPage)
     def list_models(request: Request) -> Response:
-        zipped = "gzip" in request.headers.get("accept-encoding", "")
+        zipped = _takes_gzip(request.headers.get("accept-encoding", ""))
         headers = {"Vary": "Accept-Encoding", **({"Content-Encoding": "gzip"} if zipped else {})}
         return Response(request.app.state.context.models.page(zipped), 200, headers, "application/json")
 
-    @router.get("/v1/models/{model:path}", response_model=schemas.Model)
-    def show_model(model: str, request: Request) -> schemas.Model:
+    @router.get("/v1/models/{model:path}", response_model=model_schemas.Model)
+    def show_model(model: str, request: Request) -> model_schemas.Model:
         return request.app.state.context.models.entry(model)
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
@@ -97,6 +113,15 @@ def add_routes(router: APIRouter) -> None:
         body.check_extra()
         request.app.state.context.engine.adapters.unregister(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _takes_gzip(accepted: str) -> bool:
+    """Returns whether a client takes gzip, by its header Accept-Encoding: 0 is a no, and * means the rest."""
+    refused: Dict[str, bool] = {}
+    for coding in accepted.lower().split(","):
+        name, _, weight = coding.replace(" ", "").partition(";")
+        refused[name] = re.fullmatch(r"q=0(\.0*)?", weight) is not None
+    return not refused.get("gzip", refused.get("*", True))
 
 
 def _check_allowed(request: Request) -> None:

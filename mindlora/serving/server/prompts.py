@@ -1,15 +1,15 @@
-"""Prompts: texts and conversations to the tokens that the model gets, within the limits; TokenTexts: back to texts."""
+"""Prompts: texts and conversations to the tokens that the model gets, within the limits."""
 
-import contextlib
-import functools
-from typing import Any, FrozenSet, List, Optional, Sequence, Union
+from typing import Any, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
+from mindlora.data import tokenizers
 from mindlora.errors import TokenizerError
 from mindlora.serving.chat_prompt import ChatPrompt, make_chat_prompt
 from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.schemas import Message, Tool
 from mindlora.serving.server.settings import ServerSettings
+from mindlora.serving.thoughts import Thoughts, marks_of, thoughts_after
 from mindlora.serving.tools import ToolFormat, format_of
 
 
@@ -50,20 +50,42 @@ class Prompts:
         """Returns the text of token ids; a text stays what it is."""
         return prompt if isinstance(prompt, str) else self._decoder.decode(prompt)
 
-    def chat(self, messages: Sequence[Message], tools: Optional[Sequence[Tool]] = None) -> List[int]:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Optional[Sequence[Tool]] = None,
+        variables: Optional[Mapping[str, Any]] = None,
+    ) -> List[int]:
         """Returns the tokens of a conversation, with the beginning of the assistant's turn.
+
+        ``variables`` are further ones of the template.
 
         Raises ApiError, 400, if the model has no chat template, or RequestError if the messages do not fit into it.
         """
         if self._chat is None:
             raise ApiError(f"This model cannot chat: use /v1/completions. {self._why_not}", code="no_chat_template")
         shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-        return self._chat.tokens([message.for_template() for message in messages], shown or None)
+        return self._chat.tokens([message.for_template() for message in messages], shown or None, variables)
+
+    def thoughts(self, prompt: List[int], wanted: bool) -> Optional[Thoughts]:
+        """Returns what the answer to a chat may think, by its template and by how the prompt ends; None for nothing.
+
+        Where no thought is ``wanted``, the prompt gets an empty one, unless the template knows how to do without.
+        """
+        marks = marks_of(self._template)
+        thoughts = None if marks is None else thoughts_after(prompt, self._tokenizer, marks)
+        if thoughts is None or wanted:
+            return thoughts
+        prompt += tokenizers.encode(self._tokenizer, thoughts.nothing)
+        return None
+
+    @property
+    def _template(self) -> str:
+        return getattr(self._chat, "template", "")
 
     def tool_format(self) -> ToolFormat:
         """Returns how the model calls tools; raises ApiError, 400, if its chat template does not say so."""
-        template = getattr(self._chat, "template", "")
-        form = format_of(template)
+        form = format_of(self._template)
         if form is None:
             raise ApiError(
                 "tools needs a chat template that shows tools as Hermes, Qwen or Llama 3 do, which this model has not: "
@@ -77,6 +99,11 @@ class Prompts:
     def own_tokens(self) -> Sequence[str]:
         """The texts that the tokenizer was given as tokens of their own."""
         return tuple(self._tokenizer.get_added_vocab())
+
+    def bad_words(self, words: Sequence[str]) -> Tuple[Tuple[int, ...], ...]:
+        """Returns the tokens of words that an answer must not have: of each within a word, and at the start of one."""
+        texts = [f"{before}{word.lstrip()}" for word in words for before in ("", " ")]
+        return tuple(tuple(self.tokens(text, add_special_tokens=False)) for text in texts)
 
     def check_text(self, tokens: Sequence[int], field: str, limit: Optional[int] = None) -> None:
         """Checks the tokens of a text that is only read; ``limit`` is how many the model was made for, if it says so.
@@ -121,17 +148,3 @@ class Prompts:
 
 def _too_long(message: str) -> ApiError:
     return ApiError(message, code="context_length_exceeded", param="prompt")
-
-
-class TokenTexts:
-    """Texts of single tokens, their spaces included; the tokenizer names special ones, which have no text."""
-
-    def __init__(self, decoder: TextDecoder, tokenizer: Any):
-        def text(token: int) -> str:
-            shown = decoder.decode([token], first=False) if decoder.has_text(token) else ""
-            if not shown:
-                with contextlib.suppress(IndexError):  # the model may know more ids than the tokenizer
-                    shown = tokenizer.convert_ids_to_tokens(token) or ""
-            return shown
-
-        self.text = functools.lru_cache(maxsize=65536)(text)

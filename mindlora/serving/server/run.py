@@ -5,12 +5,14 @@ import contextlib
 import logging
 import signal
 import socket
+import threading
 from typing import Any, Callable, Iterator, List, Optional
 
 import uvicorn
 
 from mindlora.errors import ConfigError
-from mindlora.serving.server.app import create_app
+from mindlora.serving.server.app import answer_while_loading, create_app
+from mindlora.serving.server.connections import Connection
 from mindlora.serving.server.settings import ServerSettings
 
 logger = logging.getLogger("mindlora")
@@ -20,41 +22,69 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LAST_SECONDS = 5
 
 
-def run(engine: Any, settings: ServerSettings, listening: Optional[Callable[[str], None]] = None) -> None:
-    """Starts an engine and serves it on HTTP. Returns after SIGTERM or SIGINT, when running requests have ended.
+def run(
+    make_engine: Callable[[], Any], settings: ServerSettings, listening: Optional[Callable[[Any, str], None]] = None
+) -> Any:
+    """Makes an engine, starts it and serves it on HTTP. Returns it after SIGTERM or SIGINT, when requests have ended.
 
-    From the first signal on, new requests are answered with 503, and running ones get settings.grace seconds; a second
-    signal ends those too. ``listening`` is called with the server's URL once it takes requests.
+    The address is listened on first: while the engine is made, which loads the model, /health answers and everything
+    else is 503. From the first signal on, new requests are answered with 503, and running ones get settings.grace
+    seconds; a second signal ends those too. ``listening`` is called with the engine and the server's URL once it takes
+    requests.
 
     Raises:
-        ConfigError: The address cannot be listened on, or the file of keys cannot be used.
+        ConfigError: The address cannot be listened on, the file of keys cannot be used, or an adapter has the base's
+            name.
         ServingError: The engine cannot start.
     """
-    app = create_app(engine, settings)
     with contextlib.closing(_bind(settings)) as listening_socket:
+        with _answering_meanwhile(listening_socket, settings):
+            engine = make_engine()
+            app = create_app(engine, settings)
         asyncio.run(_serve(app, engine, listening_socket, listening))
+    return engine
 
 
-async def _serve(app, engine, listening_socket, listening):
-    listener = _Listener(
+@contextlib.contextmanager
+def _answering_meanwhile(listening_socket: socket.socket, settings: ServerSettings) -> Iterator[None]:
+    """Answers from a thread of its own, while the context lasts and this thread loads a model."""
+    listener = _listener(answer_while_loading, settings)
+    # It closes the sockets that it gets.
+    serving = listener.serve(sockets=[listening_socket.dup()])
+    thread = threading.Thread(target=asyncio.run, args=(serving,))
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.should_exit = True
+        thread.join()
+
+
+def _listener(app: Any, settings: ServerSettings) -> "_Listener":
+    return _Listener(
         uvicorn.Config(
             app,
+            http=Connection,
             log_level="warning",
             access_log=False,
             server_header=False,
             proxy_headers=False,
             ws="none",
             lifespan="off",
-            timeout_keep_alive=75,
+            timeout_keep_alive=settings.idle_seconds,  # type: ignore[arg-type]  parts of a second count too
             timeout_graceful_shutdown=_LAST_SECONDS,
         )
     )
+
+
+async def _serve(app, engine, listening_socket, listening):
+    listener = _listener(app, app.state.context.settings)
     signals = _Signals()
     serving = asyncio.ensure_future(listener.serve(sockets=[listening_socket]))
     try:
         await _start(engine, app.state.context)
         if listening is not None:
-            listening(_url(listening_socket))
+            listening(engine, _url(listening_socket))
         await asyncio.wait([serving, signals.first], return_when=asyncio.FIRST_COMPLETED)
         await _drain(app.state.context, signals.second)
     finally:

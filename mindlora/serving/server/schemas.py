@@ -2,22 +2,15 @@
 
 from typing import Annotated, Any, ClassVar, Dict, Iterable, Iterator, List, Literal, Optional, Tuple, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from mindlora.serving.constraints import Constraint
 from mindlora.serving.request import Sampling
+from mindlora.serving.server.asked import Asked, Table, Text
 from mindlora.serving.server.errors import ApiError
+from mindlora.serving.server.tool_schemas import Function, Tool, ToolChoice, chosen_functions
+from mindlora.serving.thoughts import WITHOUT
 
-
-def _whole_characters(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"valid Unicode, not half of a surrogate pair ({text[error.start]!r})") from error
-    return text
-
-
-Text = Annotated[str, AfterValidator(_whole_characters)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON has no numbers as keys.
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -25,50 +18,27 @@ StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 MAX_LOGPROBS = 20
 
 
-# They only describe the request.
-_NOTES = ("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "user")
-# Field -> values besides null that ask for nothing.
-_Table = Dict[str, Tuple[Any, ...]]
+# Fields that are Sampling's too.
+_SAMPLED = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+_SAMPLED += ("ignore_eos", "cache_salt")
 
 
-class _Asked(BaseModel):
-    """What requests hold.
-
-    Attributes:
-        unsupported (dict): Fields of OpenAI's and vLLM's APIs that this server lacks. They may be there as long as they
-            ask for nothing.
-    """
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    unsupported: ClassVar[_Table] = {}
-
-    def check_extra(self, where: str = "") -> None:
-        """Checks the fields that the schema does not declare.
-
-        Raises ApiError, 400, if one asks for something or is not known.
-        ``where`` is this object's path in the request, with a dot behind it; "" for the request itself.
-        """
-        for name, value in (self.model_extra or {}).items():
-            path = f"{where}{name}"
-            if name in self.unsupported:
-                if value is not None and value not in self.unsupported[name]:
-                    raise ApiError(
-                        f"{path} is not supported by this server: leave it out.", code="unsupported_field", param=path
-                    )
-            elif where or name not in _NOTES:
-                raise ApiError(
-                    f"{path} is not a field of this request: leave it out.", code="unknown_field", param=path
-                )
-
-
-class StreamOptions(_Asked):
+class StreamOptions(Asked):
     """Options of a streamed answer."""
 
-    unsupported: ClassVar[_Table] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    unsupported: ClassVar[Table] = {"continuous_usage_stats": (False,), "include_obfuscation": (True, False)}
     include_usage: Optional[bool] = None
 
 
-class JsonSchema(_Asked):
+class JsonSchema(Asked):
     """The schema in a response_format."""
 
     name: Optional[Text] = None
@@ -77,17 +47,17 @@ class JsonSchema(_Asked):
     strict: Optional[bool] = Field(None, description="the schema is kept in any case")
 
 
-class ResponseFormat(_Asked):
+class ResponseFormat(Asked):
     """What the answer must be, as OpenAI says it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Optional[JsonSchema] = None
 
 
-class StructuredOutputs(_Asked):
+class StructuredOutputs(Asked):
     """What the answer must be, as vLLM says it."""
 
-    unsupported: ClassVar[_Table] = {
+    unsupported: ClassVar[Table] = {
         "disable_additional_properties": (False,),
         "disable_any_whitespace": (False,),
         "structural_tag": (),
@@ -100,21 +70,15 @@ class StructuredOutputs(_Asked):
     json_object: Optional[bool] = None
 
 
-class _Generation(_Asked):
+class _Generation(Asked):
     """What completions and chat completions have in common. null stands for the default everywhere."""
 
-    unsupported: ClassVar[_Table] = {
-        "allowed_token_ids": (),
-        "bad_words": ([],),
+    unsupported: ClassVar[Table] = {
         "best_of": (1,),
-        "include_stop_str_in_output": (False,),
         "length_penalty": (1.0,),
         "logits_processors": ([],),
-        "min_p": (0.0,),
-        "min_tokens": (0,),
         "priority": (0,),
         "prompt_logprobs": (),
-        "service_tier": ("auto", "default"),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "truncate_prompt_tokens": (),
@@ -124,6 +88,9 @@ class _Generation(_Asked):
     max_tokens: Optional[int] = Field(None, ge=1)
     n: Optional[int] = Field(None, ge=1, description="answers to each prompt")
     stop: Union[StopText, Annotated[List[StopText], Field(max_length=16)], None] = None
+    include_stop_str_in_output: Optional[bool] = Field(
+        None, description="as in vLLM: the answer ends with its stop text"
+    )
     stop_token_ids: Optional[List[TokenId]] = Field(None, max_length=64, description="as in vLLM")
     stream: Optional[bool] = None
     stream_options: Optional[StreamOptions] = None
@@ -136,8 +103,23 @@ class _Generation(_Asked):
         None, max_length=1024, description="token id -> what is added to its logit"
     )
     top_k: Optional[int] = Field(None, ge=-1, lt=2**31, description="as in vLLM; 0 or -1 for all")
+    min_p: Optional[float] = Field(None, ge=0, le=1, description="as in vLLM")
     repetition_penalty: Optional[float] = Field(None, gt=0, le=100, description="as in vLLM")
+    min_tokens: Optional[int] = Field(None, ge=0, description="as in vLLM: tokens before the answer may end")
+    allowed_token_ids: Optional[List[TokenId]] = Field(
+        None, min_length=1, description="as in vLLM: the answer consists of these alone, and its end"
+    )
+    bad_words: Optional[List[StopText]] = Field(
+        None, max_length=256, description="as in vLLM: texts that the answer does not have"
+    )
     ignore_eos: Optional[bool] = Field(None, description="as in vLLM")
+    cache_salt: Optional[Annotated[Text, Field(min_length=1, max_length=1000)]] = Field(
+        None, description="as in vLLM: the prompt's keys and values are shared only with requests of the same salt"
+    )
+    return_token_ids: Optional[bool] = Field(None, description="as in vLLM: show the ids of prompt and answer")
+    service_tier: Optional[Literal["auto", "default", "flex", "scale", "priority"]] = Field(
+        None, description="changes nothing: all requests are equal"
+    )
     response_format: Optional[ResponseFormat] = None
     structured_outputs: Optional[StructuredOutputs] = Field(None, description="as in vLLM")
     guided_json: Union[Text, Dict[str, Any], None] = Field(None, description="as in vLLM: a JSON schema")
@@ -146,7 +128,7 @@ class _Generation(_Asked):
     guided_grammar: Optional[Text] = Field(None, description="as in vLLM: in Lark or GBNF")
 
     def check_extra(self, where: str = "") -> None:
-        """See _Asked; the objects that say how to answer are looked at too."""
+        """See Asked; the objects that say how to answer are looked at too."""
         super().check_extra(where)
         form = self.response_format
         if self.structured_outputs is not None:
@@ -198,8 +180,7 @@ class _Generation(_Asked):
     def _sampling(
         self, logprobs: Optional[int], ends: Iterable[int] = (), prompt_logprobs: Optional[int] = None
     ) -> Sampling:
-        names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
-        chosen = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        chosen = {name: getattr(self, name) for name in _SAMPLED if getattr(self, name) is not None}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = None if self.seed is None else self.seed % 2**64
         stop_tokens = tuple({*(self.stop_token_ids or ()), *(() if self.ignore_eos else ends)})
@@ -209,6 +190,8 @@ class _Generation(_Asked):
             top_k=top_k,
             seed=seed,
             stop=tuple(stop),
+            stop_is_shown=bool(self.include_stop_str_in_output),
+            allowed_tokens=tuple(self.allowed_token_ids or ()),
             stop_tokens=stop_tokens,
             logit_bias=bias,
             logprobs=logprobs,
@@ -220,7 +203,7 @@ class _Generation(_Asked):
 class CompletionRequest(_Generation):
     """Body of /v1/completions."""
 
-    unsupported: ClassVar[_Table] = {**_Generation.unsupported, "prompt_embeds": (), "suffix": ("",)}
+    unsupported: ClassVar[Table] = {**_Generation.unsupported, "prompt_embeds": (), "suffix": ("",)}
 
     prompt: Union[
         Text,
@@ -246,153 +229,123 @@ class CompletionRequest(_Generation):
         return self.prompt  # type: ignore[return-value]
 
 
-class ContentPart(_Asked):
+class ContentPart(Asked):
     """A part of a message: text alone."""
 
+    passes_unknown: ClassVar[bool] = True
     type: Literal["text"]
     text: Text
 
 
-class FunctionCall(_Asked):
+class FunctionCall(Asked):
     """Which function the assistant called, and its arguments as JSON in a string."""
 
+    passes_unknown: ClassVar[bool] = True
     name: Text
-    arguments: Text
+    arguments: Optional[Text] = Field(None, description='"" and null for none')
 
 
-class ToolCall(_Asked):
+class ToolCall(Asked):
     """A call in a turn of the assistant."""
 
+    passes_unknown: ClassVar[bool] = True
     id: Text
     type: Literal["function"] = "function"
     function: FunctionCall
     index: Optional[int] = Field(None, description="as it came in a stream")
 
 
-class Function(_Asked):
-    """A function that the assistant may call."""
-
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: Optional[Text] = None
-    parameters: Optional[Dict[str, Any]] = Field(None, description="a JSON schema, which the arguments keep")
-    strict: Optional[bool] = Field(None, description="the schema is kept in any case")
-
-
-class Tool(_Asked):
-    """A tool: a function alone."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(_Asked):
-    """The name of a tool."""
-
-    name: Text
-
-
-class NamedTool(_Asked):
-    """The tool that the answer must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class Message(_Asked):
+class Message(Asked):
     """A turn of a conversation."""
 
-    unsupported: ClassVar[_Table] = {
-        "annotations": ([],),
-        "audio": (),
-        "function_call": (),
-        "reasoning_content": (),
-        "refusal": (),
-    }
+    unsupported: ClassVar[Table] = {"audio": (), "function_call": (), "refusal": ("",)}
+    passes_unknown: ClassVar[bool] = True
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Union[Text, List[ContentPart], None] = None
     name: Optional[Text] = None
     tool_calls: Optional[List[ToolCall]] = Field(None, description="of the assistant")
     tool_call_id: Optional[Text] = Field(None, description="of a tool's answer: the call that it answers")
+    reasoning_content: Any = Field(None, description="of the assistant: what it thought, which the template may show")
+    reasoning: Any = Field(None, description="vLLM's newer name of reasoning_content")
 
     def for_template(self) -> Dict[str, Any]:
-        """The message as mindlora.serving.chat_prompt reads it."""
+        """The message as mindlora.serving.chat_prompt reads it; a thought has both of its names."""
         fields = {"role", "content", "name", "tool_calls", "tool_call_id"}
-        return self.model_dump(include=fields, exclude_none=True)
+        shown = self.model_dump(include=fields, exclude_none=True)
+        thoughts = [text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str) and text]
+        return {**shown, "reasoning_content": thoughts[0], "reasoning": thoughts[0]} if thoughts else shown
 
 
 class ChatRequest(_Generation):
     """Body of /v1/chat/completions."""
 
-    unsupported: ClassVar[_Table] = {
+    unsupported: ClassVar[Table] = {
         **_Generation.unsupported,
         "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
         "audio": (),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
-        "include_reasoning": (True, False),
         "modalities": (["text"],),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "store": (False,),
-        "verbosity": (),
         "web_search_options": (),
     }
     messages: List[Message] = Field(min_length=1)
     tools: Optional[List[Tool]] = Field(None, max_length=128)
-    tool_choice: Union[Literal["none", "auto", "required"], NamedTool, None] = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: Optional[bool] = Field(None, description="whether an answer may call several tools")
+    chat_template_kwargs: Optional[Dict[str, Any]] = Field(None, description="as in vLLM: variables of the template")
+    reasoning_effort: Optional[Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]] = Field(
+        None, description="none has the model answer without a thought; the template gets it as its variable"
+    )
+    include_reasoning: Optional[bool] = Field(None, description="as in vLLM: false for the answer without the thought")
     max_completion_tokens: Optional[int] = Field(None, ge=1, description="the same as max_tokens")
+    prediction: Optional[Dict[str, Any]] = Field(None, description="changes nothing: it is about speed")
+    store: Optional[bool] = Field(None, description="changes nothing: answers are not kept")
+    verbosity: Optional[Literal["low", "medium", "high"]] = Field(
+        None, description="changes nothing: tell the model in the prompt how long its answer should be"
+    )
     logprobs: Optional[bool] = None
     top_logprobs: Optional[int] = Field(None, ge=0, le=MAX_LOGPROBS, description="likeliest tokens to report")
 
     def check_extra(self, where: str = "") -> None:
-        """See _Asked; tools are looked at too."""
+        """See Asked; tools are looked at too."""
         super().check_extra(where)
         for number, tool in enumerate(self.tools or ()):
             tool.check_extra(f"tools.{number}.")
-            tool.function.check_extra(f"tools.{number}.function.")
-        if isinstance(self.tool_choice, NamedTool):
+        if self.tool_choice is not None and not isinstance(self.tool_choice, str):
             self.tool_choice.check_extra("tool_choice.")
-            self.tool_choice.function.check_extra("tool_choice.function.")
 
-    def callable_tools(self) -> List[Function]:
-        """The functions that the answer may call: none, all, or the one that tool_choice names.
+    @property
+    def callable_tools(self) -> Dict[int, Function]:
+        """The functions that the answer may call, by their places among the tools.
 
         Raises ApiError, 400, if tool_choice asks for a tool that is not there, or two tools have one name.
         """
-        functions = [tool.function for tool in self.tools or ()]
-        names = [function.name for function in functions]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ApiError(f"Two of the tools have the name {twice!r}: give each its own name.", param="tools")
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            if name not in names:
-                raise ApiError(
-                    f"tool_choice names {name!r}, which is none of the tools ({', '.join(names) or 'none'}): give one "
-                    "of them.",
-                    param="tool_choice",
-                )
-            return [function for function in functions if function.name == name]
-        if self.tool_choice == "required" and not functions:
-            raise ApiError("tool_choice is required, and there are no tools: give some.", param="tool_choice")
-        return [] if self.tool_choice == "none" else functions
+        return chosen_functions([tool.function for tool in self.tools or ()], self.tool_choice)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the answer may begin with a thought."""
+        return self.reasoning_effort != "none"
+
+    def variables(self) -> Dict[str, Any]:
+        """The variables of the template that the request sets."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **({} if self.thinks else WITHOUT), **(self.chat_template_kwargs or {})}
 
     def sampling(self, ends: Iterable[int]) -> Sampling:
         """How to continue the conversation, up to one of the tokens ``ends``; max_tokens is still to be set."""
         return self._sampling((self.top_logprobs or 0) if self.logprobs else None, ends)
 
 
-class TextsRequest(_Asked):
+class TextsRequest(Asked):
     """What requests have in common that give texts to be read; text_field is the field of these, for messages."""
 
-    unsupported: ClassVar[_Table] = {
+    unsupported: ClassVar[Table] = {
         "activation": (True,),
         "embed_dtype": ("float32",),
         "endianness": ("little", "native"),
@@ -406,7 +359,7 @@ class TextsRequest(_Asked):
     add_special_tokens: Optional[bool] = Field(None, description="as in vLLM: begin texts with the tokenizer's bos")
 
 
-class TokenizeRequest(_Asked):
+class TokenizeRequest(Asked):
     """Body of /tokenize, as vLLM has it: a prompt or a conversation."""
 
     model: Optional[Text] = Field(None, max_length=1000, description="the base's name, or an adapter's")
@@ -414,17 +367,18 @@ class TokenizeRequest(_Asked):
     messages: Optional[List[Message]] = Field(None, min_length=1)
     tools: Optional[List[Tool]] = Field(None, max_length=128)
     add_special_tokens: Optional[bool] = Field(None, description="of a prompt: begin with the tokenizer's bos")
+    chat_template_kwargs: Optional[Dict[str, Any]] = Field(None, description="of messages: variables of the template")
     return_token_strs: Optional[bool] = None
 
 
-class DetokenizeRequest(_Asked):
+class DetokenizeRequest(Asked):
     """Body of /detokenize, as vLLM has it."""
 
     model: Optional[Text] = Field(None, max_length=1000, description="the base's name, or an adapter's")
     tokens: List[TokenId]
 
 
-class LoadAdapterRequest(_Asked):
+class LoadAdapterRequest(Asked):
     """Body of /v1/load_lora_adapter."""
 
     lora_name: Text = Field(min_length=1, max_length=256)
@@ -432,7 +386,7 @@ class LoadAdapterRequest(_Asked):
     load_inplace: Optional[bool] = Field(None, description="replace an adapter of this name")
 
 
-class UnloadAdapterRequest(_Asked):
+class UnloadAdapterRequest(Asked):
     """Body of /v1/unload_lora_adapter."""
 
     lora_name: Text = Field(min_length=1, max_length=256)
@@ -470,6 +424,8 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: Optional[CompletionLogprobs]
     finish_reason: Optional[str]
+    prompt_token_ids: Optional[List[int]] = Field(None, description="with return_token_ids; in the first piece")
+    token_ids: Optional[List[int]] = Field(None, description="with return_token_ids")
 
 
 class Completion(BaseModel):
@@ -535,10 +491,12 @@ class CalledTool(BaseModel):
 
 
 class Answer(BaseModel):
-    """What the assistant says; streamed, what it adds."""
+    """What the assistant says; streamed, what it adds. A thought has both of the names that servers give it."""
 
     role: Optional[Literal["assistant"]] = None
     content: Optional[str] = None
+    reasoning_content: Optional[str] = None
+    reasoning: Optional[str] = None
     tool_calls: Optional[List[CalledTool]] = None
 
 
@@ -550,6 +508,7 @@ class ChatChoice(BaseModel):
     delta: Answer = Answer()
     logprobs: Optional[ChatLogprobs]
     finish_reason: Optional[str]
+    token_ids: Optional[List[int]] = Field(None, description="with return_token_ids")
 
 
 class ChatCompletion(BaseModel):
@@ -561,25 +520,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: List[ChatChoice]
     usage: Optional[Usage] = None
-
-
-class Model(BaseModel):
-    """The base, or an adapter, whose parent is the base."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: Optional[str]
-    max_model_len: int
-
-
-class ModelPage(BaseModel):
-    """Answer of /v1/models."""
-
-    object: Literal["list"]
-    data: List[Model]
+    prompt_token_ids: Optional[List[int]] = Field(None, description="with return_token_ids; in the first chunk")
 
 
 class ErrorObject(BaseModel):

@@ -32,6 +32,7 @@ class ServerSettings:
         max_choices (int): Answers that one request may ask for, prompts times n.
         key_requests (int or None): Requests that one key may have running or waiting; None for any number.
         key_requests_per_minute (int or None): Requests that one key may send in a minute; None for any number.
+        idle_seconds (float): Time in which a connection must bring the head of its next request, or it is closed.
         body_seconds (float): Time in which a request's body must arrive.
         request_seconds (float): Time in which a request must be answered.
         grace (float): Seconds that running requests get to finish when the server is told to stop.
@@ -57,6 +58,7 @@ class ServerSettings:
     max_choices: int = 64
     key_requests: Optional[int] = None
     key_requests_per_minute: Optional[int] = None
+    idle_seconds: float = 75.0
     body_seconds: float = 30.0
     request_seconds: float = 600.0
     grace: float = 30.0
@@ -70,7 +72,7 @@ class ServerSettings:
             value = getattr(self, name)
             if name in _AT_LEAST_ONE or value is not None:
                 check_number(value, name, COUNT)
-        for name in ("body_seconds", "request_seconds"):
+        for name in ("idle_seconds", "body_seconds", "request_seconds"):
             check_number(getattr(self, name), name, _SECONDS)
         check_number(self.grace, "grace", Range("a number of seconds, 0 or more", lambda value: value >= 0))
         if self.api_key_file and self.no_auth:

@@ -25,7 +25,7 @@ def add_routes(router: APIRouter) -> None:
         if body.prompt is not None:
             tokens = context.prompts.tokens(body.prompt, body.add_special_tokens is not False)
         else:
-            tokens = context.prompts.chat(body.messages or [], body.tools)
+            tokens = context.prompts.chat(body.messages or [], body.tools, body.chat_template_kwargs)
         texts = [context.texts.text(token) for token in tokens] if body.return_token_strs else None
         length = context.engine.seq_length
         return schemas.Tokens(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=texts)

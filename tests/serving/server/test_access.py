@@ -95,8 +95,17 @@ def test_web_pages_are_let_in_only_from_the_origins_that_were_named(engine):
 def test_a_page_may_ask_before_it_sends_its_key(engine, keys):
     app = make_app(engine, cors_origins=("https://a.example",), api_key_file=keys)
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    asked["Access-Control-Request-Headers"] = "authorization,content-type"
-    assert ask(app, "/v1/completions", method="OPTIONS", headers=asked).status_code == 200
+    # As openai's JavaScript client asks in a browser.
+    wanted = "authorization,content-type,x-stainless-arch,x-stainless-os,x-stainless-retry-count"
+    asked["Access-Control-Request-Headers"] = wanted
+    answer = ask(app, "/v1/completions", method="OPTIONS", headers=asked)
+    assert answer.status_code == 200 and answer.headers["access-control-allow-headers"] == wanted
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    other = {**asked, "Origin": "https://b.example"}
+    refused = ask(app, "/v1/completions", method="OPTIONS", headers=other)
+    assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+    seen = ask(app, "/v1/models", headers={**ANN, "Origin": "https://a.example"})
+    assert "x-request-id" in seen.headers["access-control-expose-headers"].lower()
 
 
 def test_a_page_whose_name_stands_for_this_machine_is_not_answered(engine, keys):

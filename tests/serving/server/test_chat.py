@@ -73,9 +73,15 @@ def test_logprobs(app):
     assert chat(app, logprobs=True, max_tokens=1).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-def test_the_bytes_of_a_part_of_a_character_are_not_made_up(app):
-    content = chat(app, "é", logprobs=True, max_tokens=12).json()["choices"][0]["logprobs"]["content"]
-    assert [entry["bytes"] for entry in content if "\ufffd" in entry["token"]] == [None, None]
+def test_the_bytes_of_tokens_make_the_text_within_a_character_too(app):
+    choice = chat(app, "é😀温", logprobs=True, top_logprobs=3, max_tokens=40).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert (
+        b"".join(bytes(entry["bytes"]) for entry in entries).decode() == choice["message"]["content"] == "user\né😀温"
+    )
+    parts = [entry for entry in entries if entry["token"].startswith("bytes:")]
+    assert [entry["token"] for entry in parts[:2]] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert all("\ufffd" not in entry["token"] for entry in entries) and len(parts) == 9
 
 
 def test_a_streamed_answer_says_the_same_in_pieces(app):

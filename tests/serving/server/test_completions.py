@@ -111,8 +111,22 @@ def test_logprobs(app, engine):
     assert [len(top) for top in found.top_logprobs] == [2] * 8 and all(
         token in top for token, top in zip(found.tokens, found.top_logprobs)
     )
-    assert found.text_offset == [0, 3, 4, 5, 6, 7, 8, 13]
+    assert found.text_offset == [0, 0, 1, 2, 3, 4, 5, 10]
     assert complete(app, logprobs=0).json()["choices"][0]["logprobs"]["top_logprobs"][0].keys() == {"<s>"}
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_and_alternatives_are_those_of_tokens_within_characters_too(app, engine, echo):
+    text = "é😀a温b"
+    prompt = engine.tokenizer.encode(text, add_special_tokens=False)
+    content = complete(app, prompt, logprobs=5, echo=echo, max_tokens=len(prompt)).json()["choices"][0]
+    shown = schemas.CompletionLogprobs(**content["logprobs"])
+    assert content["text"] == text * (1 + echo)
+    assert shown.text_offset[: len(prompt)] == [0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 4]
+    for token, top in zip(shown.tokens, shown.top_logprobs):
+        assert top is None or token in top and len(top) in (5, 6) and list(top.values()) == sorted(top.values())[::-1]
+    whole = [(token, at) for token, at in zip(shown.tokens, shown.text_offset) if not token.startswith("bytes:")]
+    assert [content["text"][at] for _, at in whole] == [token for token, _ in whole] == ["a", "b"] * (1 + echo)
 
 
 def test_echo_puts_the_prompt_first(app, engine):
@@ -128,7 +142,7 @@ def test_echo_with_logprobs_scores_the_prompt(app, engine):
     content = complete(app, "aab", echo=True, logprobs=1, max_tokens=0).json()["choices"][0]
     scores = schemas.CompletionLogprobs(**content["logprobs"])
     assert content["text"] == "aab" and content["finish_reason"] == "length"
-    assert scores.tokens == ["<s>", "a", "a", "b"] and scores.text_offset == [0, 3, 4, 5]
+    assert scores.tokens == ["<s>", "a", "a", "b"] and scores.text_offset == [0, 0, 1, 2]
     total = math.log(math.exp(5) + len(engine.tokenizer) - 1)
     expected = [None, -total, 5 - total, -total]
     assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None

@@ -7,6 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 
+from mindlora.serving.server import schemas
 from mindlora.serving.server.settings import ServerSettings
 from tests.conftest import ROOT
 from tests.support.scripted_engine import HIDDEN, make_engine, started, write_adapter, write_pooling
@@ -60,6 +61,13 @@ def test_every_code_is_in_the_table():
     assert len(documented) > 20 and all(f'"{code}"' in source for code in documented)
     used = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'[45]\d\d, "([a-z_]+)"', source))
     assert used - {"internal_error"} <= documented
+
+
+@pytest.mark.parametrize("body", [schemas.CompletionRequest, schemas.ChatRequest, schemas.StreamOptions])
+def test_every_field_is_documented(body):
+    names = {*body.model_fields, *body.unsupported} - {"include_usage"}
+    named = set(re.findall(r"`(\w+)(?:: \w+)?`", DOCUMENT))
+    assert len(named) > 100 and names <= named, names - named
 
 
 def test_the_metrics_exist(running):

@@ -46,7 +46,7 @@ ASKED_FOR = {
     "best_of": 2,
     "audio": {"voice": "alloy"},
     "modalities": ["text", "audio"],
-    "min_p": 0.1,
+    "truncate_prompt_tokens": 3,
     "use_beam_search": True,
     "prompt_logprobs": 1,
 }
@@ -66,17 +66,31 @@ def test_fields_that_ask_for_nothing_are_taken(app):
     assert complete(app, suffix="", best_of=1, logit_bias={}, n=None, stop=None, seed=None).status_code == 200
 
 
-def test_unknown_fields_are_refused_by_name_wherever_they_are(app):
+def test_unknown_fields_are_refused_by_name_outside_of_messages(app):
     refused(complete(app, temprature=1.0), 400, "unknown_field", "temprature")
-    messages = [{"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}], "nmae": None}]
-    refused(chat(app, messages=messages), 400, "unknown_field", "messages.0.nmae")
-    del messages[0]["nmae"]
-    refused(chat(app, messages=messages), 400, "unknown_field", "messages.0.content.0.cache")
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     refused(chat(app, **options), 400, "unsupported_field", "stream_options.continuous_usage_stats")
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", "color": 1}}
-    calls = [{"role": "assistant", "content": "x", "tool_calls": [call]}]
-    refused(chat(app, messages=calls), 400, "unknown_field", "messages.0.tool_calls.0.function.color")
+    options = {"response_format": {"type": "text", "kind": 1}}
+    refused(chat(app, **options), 400, "unknown_field", "response_format.kind")
+
+
+def test_a_null_asks_for_nothing_whatever_its_name(app):
+    options = {"stream": True, "stream_options": {"include_usage": True, "every": None}}
+    for answer in (complete(app, temprature=None), chat(app, frobnicate=None, **options)):
+        assert answer.status_code == 200
+
+
+def test_what_another_server_put_into_a_message_passes(app):
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    function = {"name": "f", "arguments": "{}", "color": 1}
+    call = {"id": "1", "type": "function", "function": function, "provider_specific_fields": {"a": 1}}
+    answer = {"role": "assistant", "content": "x", "tool_calls": [call], "annotations": [], "refusal": None}
+    answer |= {"provider_specific_fields": {"refusal": None}, "reasoning": {"effort": 1}, "stop_reason": None}
+    messages = [{"role": "user", "content": [part], "nmae": None}, answer, {"role": "assistant", "content": None}]
+    assert chat(app, messages=[*messages, {"role": "user", "content": "hi"}]).status_code == 200
+    for field, value in {"audio": {"id": "1"}, "function_call": {"name": "f"}, "refusal": "No."}.items():
+        said = {"role": "assistant", "content": "x", field: value}
+        refused(chat(app, messages=[said]), 400, "unsupported_field", f"messages.0.{field}")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindlora.serving.server import schemas, text_schemas
+from mindlora.serving.server import response_schemas, schemas, text_schemas
 from tests.support.chat_templates import HERMES_TOOLS
 from tests.support.scripted_engine import BASE
 from tests.support.served_apps import CHAT, ask, error_of, events, make_app
@@ -14,6 +14,7 @@ from tests.support.served_apps import CHAT, ask, error_of, events, make_app
 BODIES = {
     "/v1/completions": (schemas.CompletionRequest, {"model": BASE, "prompt": "x", "max_tokens": 4}),
     CHAT: (schemas.ChatRequest, {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}),
+    "/v1/responses": (response_schemas.ResponsesRequest, {"model": BASE, "input": "x", "max_output_tokens": 4}),
     "/v1/embeddings": (text_schemas.EmbeddingRequest, {"model": BASE, "input": "x"}),
     "/v1/score": (text_schemas.ScoreRequest, {"model": BASE, "text_1": "x", "text_2": "y"}),
     "/v1/classify": (text_schemas.ClassifyRequest, {"model": BASE, "input": "x"}),
@@ -43,6 +44,8 @@ def fitting(schema, parts):
     if "enum" in schema or "const" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])
     kind = schema.get("type")
+    if kind is None:
+        return VALUES
     if kind == "string" and "pattern" in schema:
         return st.from_regex(schema["pattern"], fullmatch=True)
     if kind == "array":

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from mindlora.serving.server import schemas
+from mindlora.errors import ConfigError
+from mindlora.serving.server import model_schemas
 from tests.support.scripted_engine import BASE, make_engine, started, write_adapter
 from tests.support.served_apps import ask, complete, error_of, make_app, until
 
@@ -20,7 +21,7 @@ def names(app):
 
 def test_the_base_comes_first_and_is_the_parent_of_the_others(engine):
     app = make_app(engine)
-    page = schemas.ModelPage(**ask(app, "/v1/models").json())
+    page = model_schemas.ModelPage(**ask(app, "/v1/models").json())
     assert [(entry.id, entry.parent) for entry in page.data] == [
         (BASE, None),
         ("broken", BASE),
@@ -50,9 +51,33 @@ def test_the_list_of_10000_is_made_once_until_it_changes(tmp_path):
 
 def test_the_list_is_compressed_for_those_who_take_it(engine):
     app = make_app(engine)
-    found = {wanted: ask(app, "/v1/models", headers={"Accept-Encoding": wanted}) for wanted in ("gzip", "identity")}
-    assert found["gzip"].headers["content-encoding"] == "gzip" and "content-encoding" not in found["identity"].headers
-    assert found["gzip"].json() == found["identity"].json()
+    taken = ("gzip", "br, GZIP ;q=0.5", "*", "gzip;q=1, *;q=0", "gzip;q=0.001")
+    refused = ("identity", "", "gzip;q=0", "br, gzip; q=0.000", "*;q=0", "gzip;q=0, *", "gzipped")
+    answers = [ask(app, "/v1/models", headers={"Accept-Encoding": wanted}) for wanted in (*taken, *refused)]
+    zipped = [answer.headers.get("content-encoding") == "gzip" for answer in answers]
+    assert zipped == [True] * len(taken) + [False] * len(refused)
+    assert all(answer.json() == answers[0].json() for answer in answers)
+
+
+def test_an_adapter_does_not_have_the_bases_name(tmp_path, folder, caplog):
+    for engine in (make_engine(paths={BASE: str(tmp_path)}), make_engine(str(folder), name="pirate")):
+        with pytest.raises(ConfigError, match=rf"adapter {engine.model_name}, .* or the base \(--model-name\)"):
+            make_app(engine)
+    app = make_app(make_engine(str(folder)))
+    assert names(app) == [BASE, "pirate"]
+    write_adapter(folder, BASE, "Ahoy, ")
+    write_adapter(folder, "second", "Ahoy, ")
+    until(lambda: "second" in names(app), 3)
+    assert names(app) == [BASE, "pirate", "second"] and f"is called {BASE}, as the base" in caplog.text
+
+
+def test_head_is_answered_as_get(engine):
+    app = make_app(engine)
+    for path in ("/health", "/ready", "/v1/models", "/metrics"):
+        answer = ask(app, path, method="HEAD")
+        assert answer.status_code == 200 and answer.headers["content-type"] == ask(app, path).headers["content-type"]
+    app.state.context.starting = True
+    assert [ask(app, path, method="HEAD").status_code for path in ("/health", "/ready")] == [200, 503]
 
 
 @pytest.fixture

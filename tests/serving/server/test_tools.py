@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.support.chat_templates import CHATML, HERMES_TOOLS, LLAMA3
+from tests.support.chat_templates import CHATML, HERMES_TOOLS, LLAMA3, chat_tokenizer
 from tests.support.scripted_engine import BASE, make_engine, started, write_adapter
 from tests.support.served_apps import ask, chat, error_of, events, live, make_app
 
@@ -21,12 +21,20 @@ SCHEMA = {
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def tool(name, schema=SCHEMA):
-    return {"type": "function", "function": {"name": name, "description": "tells", "parameters": schema}}
+def tool(name, schema=SCHEMA, **fields):
+    return {"type": "function", "function": {"name": name, "description": "tells", "parameters": schema, **fields}}
+
+
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 WEATHER, TIME = tool("weather"), tool("time", NOTHING)
 NAMED = {"type": "function", "function": {"name": "weather"}}
+OBJECT = {"type": "json_object"}
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+PARAMETERS = "tools.1.function.parameters"
 ARGUMENTS = '{"city": "Rome", "days": 3}'
 HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 LLAMA3_CALL = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
@@ -125,6 +133,103 @@ def test_a_call_that_is_cut_off_is_no_call_to_carry_out(served):
     assert short["finish_reason"] == "length"
 
 
+def test_a_call_of_any_length_shows_nothing_of_what_is_around_its_arguments(served):
+    app, adapter = served
+    fields = {"model": adapter, "tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = chat(app, max_tokens=150, **fields).json()
+    for cut in range(1, whole["usage"]["completion_tokens"] + 1):
+        said = chat(app, max_tokens=cut, **fields).json()["choices"][0]
+        shown = said["message"].get("tool_calls", [{"function": {"arguments": ""}}])[0]["function"]["arguments"]
+        assert not said["message"]["content"] and ARGUMENTS.startswith(shown), cut
+        assert said["finish_reason"] == "length" or shown == ARGUMENTS
+    assert said["finish_reason"] == "tool_calls"
+
+
+def test_a_tool_without_parameters_has_no_arguments(served):
+    app, _ = served
+    bare = {"type": "function", "function": {"name": "time"}}
+    said = chat(app, tools=[bare], tool_choice="required", parallel_tool_calls=False, max_tokens=200).json()["choices"][
+        0
+    ]
+    assert json.loads(said["message"]["tool_calls"][0]["function"]["arguments"]) == {}
+
+
+def test_beside_a_constraint_the_answer_is_a_call_or_what_the_constraint_says(served):
+    app, adapter = served
+    form = {"type": "json_schema", "json_schema": {"name": "day", "schema": {"enum": ["Monday <tool_call>", "{}"]}}}
+    for said in ({"response_format": form}, {"guided_choice": ['"Monday <tool_call>"', '"{}"']}):
+        fields = {"tools": [WEATHER], "parallel_tool_calls": False, "max_tokens": 200, **said}
+        called = chat(app, model=adapter, **fields).json()["choices"][0]
+        assert called["finish_reason"] == "tool_calls" and checked(called["message"]["tool_calls"][0])
+        answered = chat(app, logit_bias=never_a_call(app), **fields).json()["choices"][0]
+        assert answered["finish_reason"] == "stop" and json.loads(answered["message"]["content"]) in (
+            "Monday <tool_call>",
+            "{}",
+        )
+        for choice in ("required", NAMED):
+            must = chat(app, tool_choice=choice, **fields).json()["choices"][0]
+            assert must["finish_reason"] == "tool_calls"
+        content, calls, reason = joined(chat(app, stream=True, logit_bias=never_a_call(app), **fields))
+        assert json.loads(content) and not calls and reason == "stop"
+
+
+def never_a_call(app):
+    """Returns a logit_bias against the tokens with which calls begin in both forms."""
+    tokens = [ask(app, "/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"][0] for text in "{<"]
+    return dict.fromkeys(map(str, tokens), -100)
+
+
+def test_the_answer_may_call_the_allowed_tools_alone(served):
+    app, adapter = served
+    fields = {"model": adapter, "tools": [WEATHER, TIME], "parallel_tool_calls": False, "max_tokens": 200}
+    for names in (["time"], ["weather"], ["time", "weather"]):
+        said = chat(app, tool_choice=allowed("required", *names), **fields).json()["choices"][0]
+        (call,) = said["message"]["tool_calls"]
+        checked(call, names)
+    said = chat(app, tool_choice=allowed("auto", "weather"), **fields).json()["choices"][0]
+    assert checked(said["message"]["tool_calls"][0]) == json.loads(ARGUMENTS)
+
+
+LOOSE = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "pattern": "^(?=R)R[a-z]+$", "format": "city"},
+        "days": {"type": "integer", "not": {"const": 7}},
+        "pattern": {"const": {"pattern": "(?=a)"}},
+    },
+    "patternProperties": {"^(?!x)": {"type": "null"}},
+    "propertyNames": {"maxLength": 9},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def test_keywords_that_cannot_be_enforced_are_left_out_of_tools_and_named(served):
+    app, adapter = served
+    fields = {"model": adapter, "tools": [TIME, tool("weather", LOOSE)], "max_tokens": 200}
+    for stream in (False, True):
+        answer = chat(app, stream=stream, **fields)
+        assert answer.status_code == 200
+        said = answer.headers["X-Not-Enforced"]
+        assert said.count(PARAMETERS) == 5 and "tools.0" not in said
+        for word in ("Unusable pattern: ^(?=R)R[a-z]+$", "^(?!x)", "propertyNames", '"not"', "Unknown format: city"):
+            assert word in said
+    _, calls, _ = joined(answer)
+    assert json.loads(calls[0]["function"]["arguments"]) == json.loads(ARGUMENTS)
+    assert "X-Not-Enforced" not in chat(app, tools=[WEATHER], max_tokens=4).headers
+
+
+def test_marks_of_calls_may_be_special_tokens(tmp_path):
+    marks = {"additional_special_tokens": ["<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>"]}
+    write_adapter(tmp_path, "polite", "Let me see.\n" + HERMES_CALL)
+    tokenizer = chat_tokenizer(HERMES_TOOLS, **marks)
+    with started(make_engine(str(tmp_path), num_blocks=1024, seq_length=1024, tokenizer=tokenizer)) as engine:
+        fields = {"model": "polite", "tools": [WEATHER], "parallel_tool_calls": False, "max_tokens": 200}
+        said = chat(make_app(engine), **fields).json()["choices"][0]
+    assert said["message"]["content"].strip() == "Let me see." and said["finish_reason"] == "tool_calls"
+    assert checked(said["message"]["tool_calls"][0]) == json.loads(ARGUMENTS)
+
+
 def test_the_openai_package_calls_a_tool_and_sends_its_answer(served):
     app, adapter = served
     with live(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
@@ -148,7 +253,6 @@ def test_the_openai_package_calls_a_tool_and_sends_its_answer(served):
 @pytest.mark.parametrize(
     "fields, param, message",
     [
-        ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex", "tools and guided_regex both say"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "Two of the tools have the name 'weather'"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools: give some"),
         (
@@ -156,7 +260,14 @@ def test_the_openai_package_calls_a_tool_and_sends_its_answer(served):
             "tool_choice",
             "names 'weather', which is none of the tools (time): give",
         ),
-        ({"tools": [tool("weather", {"type": "strange"})]}, "tools", "tools cannot be used"),
+        ({"tool_choice": allowed("auto", "weather"), "tools": [TIME]}, "tool_choice", "names 'weather', which is none"),
+        (
+            {"tools": [TIME, tool("weather", {"type": "strange"})]},
+            PARAMETERS,
+            "cannot be used: Invalid type: strange. ",
+        ),
+        ({"tools": [TIME, tool("weather", UNIQUE, strict=True)]}, PARAMETERS, 'Unimplemented keys: ["uniqueItems"]. '),
+        ({"tools": [WEATHER], "response_format": OBJECT, "guided_regex": "a"}, "response_format", "both say"),
         ({"tools": [{**WEATHER, "cache": 1}]}, "tools.0.cache", "is not a field of this request"),
     ],
 )
@@ -177,10 +288,3 @@ def test_a_template_without_tools_refuses_them(callers, tmp_path):
     (tmp_path / "t").write_text(CHATML)
     answer = chat(make_app(callers, chat_template=str(tmp_path / "t")), tools=[WEATHER])
     assert answer.status_code == 400 and "needs a chat template that shows tools" in error_of(answer)["message"]
-
-
-def test_responses_are_refused_by_name(served):
-    answer = ask(served[0], "/v1/responses", {"model": BASE, "input": "hi"})
-    error = error_of(answer)
-    assert answer.status_code == 404 and "/v1/responses" in error["message"]
-    assert "use /v1/chat/completions" in error["message"]

@@ -1,4 +1,4 @@
-"""The PEFT process as an object whose methods are its verbs; and reading safetensors files without mindlora."""
+"""A process of another environment, such as PEFT's, as an object; and reading safetensors files without mindlora."""
 
 import contextlib
 import json
@@ -14,25 +14,26 @@ PATIENCE = 180
 
 
 class PeerError(AssertionError):
-    """PEFT refused, or its process ended."""
+    """The other side refused, or its process ended."""
 
 
 class Peer:
-    """Starts peft_side.py; ``peer.logits(...)`` runs its verb ``logits``.
+    """Starts a script; ``peer.logits(...)`` runs its verb ``logits``.
 
     Args:
-        python (str): The interpreter of the environment that holds PEFT.
+        python (str): The interpreter of the environment that holds what it needs.
         log (str): Where the process writes its stderr.
+        script (str): Default: peft_side.py.
     """
 
-    def __init__(self, python, log):
+    def __init__(self, python, log, script=SCRIPT):
         self.log = log
         # Without this environment's packages and without a network.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
         with open(log, "w", encoding="utf-8") as stderr:
             self._process = subprocess.Popen(
-                [python, SCRIPT],
+                [python, script],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -63,12 +64,12 @@ class Peer:
         if not line:
             with open(self.log, encoding="utf-8") as file:
                 raise PeerError(
-                    f"PEFT's process ended (exit code {self._process.wait(10)}) on the request "
+                    f"The peer's process ended (exit code {self._process.wait(10)}) on the request "
                     f"{request['verb']}:\n{file.read()[-5000:]}"
                 )
         answer = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"PEFT, asked for {request}:\n{answer['error']}")
+            raise PeerError(f"The peer, asked for {request}:\n{answer['error']}")
         return answer["result"]
 
 

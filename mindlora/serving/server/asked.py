@@ -1,0 +1,58 @@
+"""Asked: what every object of a request is, and how its fields are checked."""
+
+from typing import Annotated, Any, ClassVar, Dict, Tuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from mindlora.serving.server.errors import ApiError
+
+
+def _whole_characters(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"valid Unicode, not half of a surrogate pair ({text[error.start]!r})") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_characters)]
+
+# They only describe the request.
+_NOTES = ("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "user")
+# Field -> values besides null that ask for nothing.
+Table = Dict[str, Tuple[Any, ...]]
+
+
+class Asked(BaseModel):
+    """What requests hold.
+
+    Attributes:
+        unsupported (dict): Fields of OpenAI's and vLLM's APIs that this server lacks. They may be there as long as they
+            ask for nothing.
+        passes_unknown (bool): Whether fields of any other name pass. They do in messages, which may come from another
+            server with fields of its own.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    unsupported: ClassVar[Table] = {}
+    passes_unknown: ClassVar[bool] = False
+
+    def check_extra(self, where: str = "") -> None:
+        """Checks the fields that the schema does not declare.
+
+        Raises ApiError, 400, if one asks for something or is not known.
+        ``where`` is this object's path in the request, with a dot behind it; "" for the request itself.
+        """
+        for name, value in (self.model_extra or {}).items():
+            path = f"{where}{name}"
+            if value is None:
+                continue
+            if name in self.unsupported:
+                if value not in self.unsupported[name]:
+                    raise ApiError(
+                        f"{path} is not supported by this server: leave it out.", code="unsupported_field", param=path
+                    )
+            elif not self.passes_unknown and (where or name not in _NOTES):
+                raise ApiError(
+                    f"{path} is not a field of this request: leave it out.", code="unknown_field", param=path
+                )

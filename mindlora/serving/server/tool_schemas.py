@@ -1,0 +1,122 @@
+"""Tools in requests: the functions that the assistant may call, and which of them tool_choice allows or demands."""
+
+from typing import Annotated, Any, Dict, List, Literal, Optional, Sequence, Union
+
+from pydantic import Field
+
+from mindlora.serving.server.asked import Asked, Text
+from mindlora.serving.server.errors import ApiError
+
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Function(Asked):
+    """A function that the assistant may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Optional[Text] = None
+    parameters: Optional[Dict[str, Any]] = Field(
+        None, description="a JSON schema, which the arguments keep; without it there are none"
+    )
+    strict: Optional[bool] = Field(
+        None, description="refuse keywords of the schema that cannot be enforced, in place of leaving them out"
+    )
+
+    @property
+    def arguments(self) -> Dict[str, Any]:
+        """The JSON schema of the arguments."""
+        return self.parameters or _NO_ARGUMENTS
+
+
+class Tool(Asked):
+    """A tool: a function alone."""
+
+    type: Literal["function"]
+    function: Function
+
+    def check_extra(self, where: str = "") -> None:
+        """See Asked."""
+        super().check_extra(where)
+        self.function.check_extra(f"{where}function.")
+
+
+class NamedFunction(Asked):
+    """The name of a tool."""
+
+    name: Text
+
+
+class NamedTool(Asked):
+    """The tool that the answer must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+    def check_extra(self, where: str = "") -> None:
+        """See Asked."""
+        super().check_extra(where)
+        self.function.check_extra(f"{where}function.")
+
+
+class AllowedTools(Asked):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: List[NamedTool] = Field(min_length=1, max_length=128)
+
+
+class AllowedToolsChoice(Asked):
+    """The tools that the answer may call, or must call one of."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    def check_extra(self, where: str = "") -> None:
+        """See Asked."""
+        super().check_extra(where)
+        self.allowed_tools.check_extra(f"{where}allowed_tools.")
+        for number, tool in enumerate(self.allowed_tools.tools):
+            tool.check_extra(f"{where}allowed_tools.tools.{number}.")
+
+
+ToolChoice = Union[Literal["none", "auto", "required"], NamedTool, AllowedToolsChoice, None]
+
+
+def chosen_functions(functions: Sequence[Function], choice: ToolChoice) -> Dict[int, Function]:
+    """Returns the functions that an answer may call, by their places: none, all, or those that tool_choice names.
+
+    Raises ApiError, 400, if it names one that is not there or demands a call of none, or two have one name.
+    """
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ApiError(f"Two of the tools have the name {twice!r}: give each its own name.", param="tools")
+    if choice == "required" and not functions:
+        raise ApiError("tool_choice is required, and there are no tools: give some.", param="tool_choice")
+    chosen = _named_in(choice)
+    if chosen is None:
+        return dict(enumerate(functions))
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        raise ApiError(
+            f"tool_choice names {unknown[0]!r}, which is none of the tools ({', '.join(names) or 'none'}): give one "
+            "of them.",
+            param="tool_choice",
+        )
+    return {number: function for number, function in enumerate(functions) if function.name in chosen}
+
+
+def demands_call(choice: ToolChoice) -> bool:
+    """Returns whether the answer must call a tool."""
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedTool)
+
+
+def _named_in(choice: ToolChoice) -> Optional[List[str]]:
+    """Returns the names that tool_choice restricts calls to; None for any."""
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    if isinstance(choice, AllowedToolsChoice):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return [] if choice == "none" else None

@@ -1,0 +1,129 @@
+"""Thoughts: what a model thinks before it answers, how its family marks that, and the thought apart from the answer."""
+
+import dataclasses
+import json
+from typing import Any, Mapping, Optional, Sequence, Tuple
+
+from mindlora.serving.constraints import Constraint
+
+# The switch by which a model answers at once, as templates call it: Qwen3, GLM, SmolLM; DeepSeek, Granite; OpenAI.
+WITHOUT = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
+# Tokens at the end of a prompt that can begin a thought, or end it.
+_TAIL = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """What a family of models writes before and behind a thought."""
+
+    begin: str
+    end: str
+
+
+# Qwen3, QwQ, DeepSeek-R1, GLM and others; Magistral.
+FAMILIES = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"))
+
+
+def marks_of(template: str) -> Optional[Marks]:
+    """Returns how a model marks thoughts, by its chat template; None if that knows none."""
+    return next((marks for marks in FAMILIES if marks.end in template), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Thoughts:
+    """What an answer may think first.
+
+    Attributes:
+        begun (bool): Whether the prompt has begun the thought; else the answer may begin one.
+        tokens (dict): Token of each mark that is a token of its own.
+    """
+
+    marks: Marks
+    begun: bool
+    tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def nothing(self) -> str:
+        """The text that ends the thought before anything is in it; an answer begins so where there is none."""
+        return ("" if self.begun else f"{self.marks.begin}\n") + f"\n{self.marks.end}\n\n"
+
+    def before(self, constraint: Constraint) -> Constraint:
+        """Returns a constraint that lets a thought come first."""
+        begin, end = self.marks.begin, self.marks.end
+        # A text in quotes would not be found where the mark is a token: that is no text to a grammar.
+        opening = f"<[{self.tokens[begin]}]>" if begin in self.tokens else json.dumps(begin)
+        if end in self.tokens:
+            rules = [f"thought: THOUGHT <[{self.tokens[end]}]>"]
+        else:
+            rules = [f"thought[lazy]: THOUGHT {json.dumps(end)}"]
+        first = "thought BREAK?" if self.begun else f"({opening} thought BREAK?)?"
+        rules += [f"start: {first} reply", r"BREAK: /\n{1,2}/", "THOUGHT: /(?s:.*)/"]
+        if constraint.kind == "lark":
+            # A grammar of our own, whose rules stand beside these.
+            rules.append(constraint.value.replace("start:", "reply:", 1))
+            return dataclasses.replace(constraint, value="\n".join(rules))
+        rules.append("reply: @reply")
+        return Constraint("lark", "\n".join(rules), constraint.field, {"reply": constraint})
+
+
+def thoughts_after(prompt: Sequence[int], tokenizer: Any, marks: Marks) -> Optional[Thoughts]:
+    """Returns what the answer to a prompt may think; None if the prompt has ended the thought."""
+    tail = tokenizer.decode(list(prompt[-_TAIL:]), clean_up_tokenization_spaces=False).rstrip()
+    if tail.endswith(marks.end):
+        return None
+    own = tokenizer.get_added_vocab()
+    tokens = {mark: own[mark] for mark in (marks.begin, marks.end) if mark in own}
+    return Thoughts(marks, tail.endswith(marks.begin), tokens)
+
+
+class ThoughtReader:
+    """Takes an answer apart as it comes: its thought, without marks and new lines around them, and what follows."""
+
+    def __init__(self, thoughts: Optional[Thoughts]):
+        self._marks = thoughts.marks if thoughts is not None else FAMILIES[0]
+        self._stage = "answer" if thoughts is None else "thought" if thoughts.begun else "beginning"
+        self._held = ""
+        self._is_blank = True
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is part of a thought."""
+        return self._stage == "thought"
+
+    def read(self, text: str, last: bool) -> Tuple[str, str]:
+        """Returns what a piece adds to the thought and to the answer; ``last`` says that no more comes."""
+        self._held += text
+        thought = ""
+        if self._stage == "beginning":
+            self._begin(last)
+        if self._stage == "thought":
+            thought = self._think(last)
+        if self._stage == "break":
+            self._held = self._held.lstrip("\n")
+            self._stage = "answer" if self._held else "break"
+        if self._stage != "answer":
+            return thought, ""
+        answer, self._held = self._held, ""
+        return thought, answer
+
+    def _begin(self, last: bool) -> None:
+        """Decides whether the answer begins with a thought, as soon as its text says so."""
+        said = self._held.lstrip()
+        if said.startswith(self._marks.begin):
+            self._stage, self._held = "thought", said[len(self._marks.begin) :]
+        elif last or not self._marks.begin.startswith(said):
+            self._stage = "answer"
+
+    def _think(self, last: bool) -> str:
+        """Returns what of the held text is certainly thought, and goes on to what comes behind it."""
+        held = self._held.lstrip("\n") if self._is_blank else self._held
+        thought, end, rest = held.partition(self._marks.end)
+        if end:
+            self._stage, self._held = "break", rest
+            return thought.rstrip("\n")
+        ending = self._marks.end
+        kept = next((count for count in range(len(ending) - 1, 0, -1) if held.endswith(ending[:count])), 0)
+        thought = held if last else held[: len(held) - kept].rstrip("\n")
+        self._held = held[len(thought) :]
+        self._is_blank = self._is_blank and not thought
+        return thought

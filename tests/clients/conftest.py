@@ -1,0 +1,39 @@
+"""Fixtures: the process of the clients, and the server that they ask: `mindlora serve` on a random model.
+
+Without an environment that has the clients, the tests are skipped; on CI they fail instead, so that no run passes
+unchecked.
+"""
+
+import os
+
+import pytest
+
+from tests.support.peers.peer import Peer
+from tests.support.served_llama import serving, write_llama
+
+SCRIPT = os.path.join(os.path.dirname(__file__), "..", "support", "clients", "clients_side.py")
+
+
+@pytest.fixture(scope="session")
+def clients(tmp_path_factory):
+    """The clients' process; its methods are the verbs of clients_side.py."""
+    python = os.environ.get("MINDLORA_CLIENTS_PYTHON")
+    if not python:
+        reason = (
+            "MINDLORA_CLIENTS_PYTHON names no Python with the clients: `bash scripts/test.sh tests/clients` makes its "
+            "environment and sets it."
+        )
+        if os.environ.get("CI", "").lower() in ("1", "true"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    process = Peer(python, tmp_path_factory.mktemp("clients") / "stderr.txt", SCRIPT)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def server(clients, tmp_path_factory):
+    """The server; its models are `base` and the adapter `first`."""
+    folder = write_llama(str(tmp_path_factory.mktemp("served")), 2048)
+    with serving(folder, "--model-name", "base", "--max-running", "4") as found:
+        yield found
