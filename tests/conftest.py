@@ -18,6 +18,9 @@ os.environ.setdefault("MS_RETRY_INTERVAL_UPPER", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # Before Hugging Face's libraries are: no test asks the network for anything.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Where Python is told to keep no bytecode, each process of a run compiles all of mindlora again: a sixth of a tiny run.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Side by side, each process has one of the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

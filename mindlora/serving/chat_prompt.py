@@ -106,7 +106,7 @@ class TemplatePrompt:
         variables: Optional[Mapping[str, Any]] = None,
     ) -> List[int]:
         """See ChatPrompt."""
-        conversation = Conversation(read_messages(messages), tools)
+        conversation = self._template.with_thoughts(Conversation(read_messages(messages), tools))
         self._check(variables or {})
         try:
             text = self._template.render(conversation, True, {**self._variables, **(variables or {})})

@@ -19,8 +19,9 @@ from mindlora.serving.build import make_engine
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from mindlora.training.history import read_history
-from tests.e2e.test_msrun import ENTRY, free_port, msrun
+from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
+from tests.support.ranks import run_ranks
 from tests.support.runs import (
     LAUNCHER,
     LORA_YAML,
@@ -152,8 +153,7 @@ def test_two_processes_train_what_one_trains_on_the_joined_batch(run, tmp_path):
         output.parent.mkdir()
     succeeded(python([*LAUNCHER, *words, "--batch_size", "8", "--output_dir", one], one.parent))
     parallel = ["--use_parallel", "True", "--parallel_config.data_parallel", "2", "--output_dir", two]
-    command = " ".join(map(str, [ENTRY, *words, "--batch_size", "4", *parallel]))
-    succeeded(msrun(two.parent, command, "2", free_port(), "log", "True", "300"))
+    run_ranks(2, two.parent, ENTRY, *words, "--batch_size", "4", *parallel)
     ones, twos = (
         load_file(output / "lora_checkpoint" / "step_8" / "adapter_model.safetensors") for output in (one, two)
     )

@@ -10,8 +10,9 @@ from mindlora.adapters import files
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.training.history import read_history
 from tests.e2e.test_guarded_runs import POISONED
-from tests.e2e.test_msrun import ENTRY, free_port, msrun
+from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
+from tests.support.ranks import run_ranks
 from tests.support.runs import SEQUENCE, SIZES, VOCABULARY
 
 LABELS, ROWS, BATCH, EPOCHS = 3, 32, 8, 4
@@ -43,7 +44,6 @@ class Runs:
         """The YAML of one process, or of several that have the batch of one together."""
         callbacks = [
             *callbacks,
-            {"type": "LossCurve"},
             {"type": "LoraCheckpoint", "save_steps": STEPS // 2, **checkpoint},
             {"type": "TrainingGuard", "snapshot_steps": 4},
             {"type": "WarmUp", "steps": 4},
@@ -75,9 +75,7 @@ class Runs:
         folder = self.folder / "two"
         folder.mkdir()
         (folder / "run.yaml").write_text(yaml.safe_dump(self.config(processes=2)))
-        command = f"{ENTRY} --config run.yaml --output_dir {folder / 'output'}"
-        process = msrun(folder, command, "2", free_port(), "log", "True", "300")
-        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+        run_ranks(2, folder, ENTRY, "--config", "run.yaml", "--output_dir", folder / "output")
         return run_of(folder / "output")
 
 

@@ -13,8 +13,9 @@ import yaml
 
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.training.history import read_history
-from tests.e2e.test_msrun import ENTRY, free_port, msrun
+from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
+from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, SEQUENCE, SIZES, VOCABULARY, python, succeeded
 
 COLUMNS = ["input_ids", "labels", "answers", "pairs"]
@@ -51,7 +52,6 @@ class Runs:
         """The YAML; ``data`` is the folder of other files of the same names."""
         train, held_out = (path if data is None else data / path.name for path in (self.train, self.held_out))
         common = [
-            {"type": "LossCurve"},
             {"type": "HeldOutLoss", "dataset_dir": str(held_out), "every_steps": 8},
             {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 9},
         ]
@@ -208,12 +208,11 @@ def test_two_processes_train_what_one_trains_on_the_joined_batch(runs, tmp_path)
         folder = tmp_path / name
         folder.mkdir()
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
-        command = f"{ENTRY} --config run.yaml --output_dir {folder / 'output'}"
+        words = (ENTRY, "--config", "run.yaml", "--output_dir", folder / "output")
         if count == 1:
-            succeeded(python(["-m", "mindlora.plugin.launcher", *command.split()[1:]], folder))
+            succeeded(python(words, folder))
         else:
-            run = msrun(folder, command, "2", free_port(), "log", "True", "300")
-            assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+            run_ranks(2, folder, *words)
         states[name] = tiny_runs.state(folder / "output" / "lora_checkpoint" / f"step_{PAIRS // 8}")
         states[name, "margin"] = read_history(str(folder / "output")).series("reward_margin")[1]
     margins = states["one", "margin"]

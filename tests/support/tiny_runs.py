@@ -1,7 +1,6 @@
 """Tiny training runs through mindlora-run, for the tests of the plug-in."""
 
 import copy
-import json
 import os
 
 import numpy as np
@@ -79,10 +78,11 @@ def python(arguments, folder):
     return forked.run(arguments, folder, {**os.environ, "PYTHONPATH": ROOT})
 
 
-def losses(output, directory="."):
-    """Returns {step: loss} exactly as LossCurve recorded them."""
-    with open(output / directory / "loss_curve.json", encoding="utf-8") as file:
-        return dict(map(tuple, json.load(file)["train"]))
+def losses(output):
+    """Returns {step: loss} exactly as the history of a run has them."""
+    from mindlora.training.history import read_history
+
+    return dict(zip(*(values.tolist() for values in read_history(str(output)).series("loss"))))
 
 
 def state(folder):

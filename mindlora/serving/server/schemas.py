@@ -269,11 +269,11 @@ class Message(Asked):
     reasoning: Any = Field(None, description="vLLM's newer name of reasoning_content")
 
     def for_template(self) -> Dict[str, Any]:
-        """The message as mindlora.serving.chat_prompt reads it; a thought has both of its names."""
+        """The message as mindlora.serving.chat_prompt reads it."""
         fields = {"role", "content", "name", "tool_calls", "tool_call_id"}
         shown = self.model_dump(include=fields, exclude_none=True)
         thoughts = [text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str) and text]
-        return {**shown, "reasoning_content": thoughts[0], "reasoning": thoughts[0]} if thoughts else shown
+        return {**shown, "reasoning_content": thoughts[0]} if thoughts else shown
 
 
 class ChatRequest(_Generation):

@@ -25,7 +25,7 @@ def run(tmp_path_factory):
     tiny_runs.write_data(folder / "rows.mindrecord", ROWS)
 
     def launch(name, pet, callbacks, **changes):
-        config = tiny_runs.tiny_config(folder / "rows.mindrecord", 8, [{"type": "LossCurve"}, *callbacks], **changes)
+        config = tiny_runs.tiny_config(folder / "rows.mindrecord", 8, callbacks, **changes)
         config["model"]["model_config"]["pet_config"].update(pet, target_modules=["wq", "w2", "lm_head"])
         return tiny_runs.launch(config, folder / name), folder / name
 

@@ -30,7 +30,6 @@ def output(tmp_path_factory):
     tiny_runs.write_data(data, 32)
     tiny_runs.write_data(held_out, 4, seed=1)
     callbacks = [
-        {"type": "LossCurve"},
         {"type": "HeldOutLoss", "dataset_dir": held_out, "every_steps": 4, "batch_size": 4},
         {"type": "AdapterHealth", "every_steps": 4},
         {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 2},

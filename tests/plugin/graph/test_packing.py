@@ -1,6 +1,5 @@
 """Packed rows in a Llama and in a run: examples compute what they compute alone, and what cannot be is refused."""
 
-import json
 import os
 
 import mindspore as ms
@@ -12,6 +11,7 @@ from mindlora.data.conversion import Encoded
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.data.packing import Boundary, pack, packed_columns
 from mindlora.errors import ConfigError
+from mindlora.training.history import read_history
 from tests.support import tiny_runs
 
 BOS, EOS, PAD = 1, 2, 3
@@ -110,7 +110,7 @@ def test_the_loss_of_a_run_is_that_of_the_examples_unpacked(tmp_path, make_llama
     config = tiny_runs.tiny_config(
         files["train"],
         1,
-        [{"type": "LossCurve"}, {"type": "HeldOutLoss", "dataset_dir": files["held_out"], "batch_size": 3}],
+        [{"type": "HeldOutLoss", "dataset_dir": files["held_out"], "batch_size": 3}],
         load_checkpoint=str(tmp_path / "base.ckpt"),
     )
     # All rows in one step of three micro-batches, which changes nothing that the held-out loss could see.
@@ -119,10 +119,9 @@ def test_the_loss_of_a_run_is_that_of_the_examples_unpacked(tmp_path, make_llama
     output = tmp_path / "output"
     process = tiny_runs.launch(config, output)
     assert process.returncode == 0, process.stderr[-3000:]
-    with open(output / "loss_curve.json", encoding="utf-8") as file:
-        measured = json.load(file)
-    for name in ("train", "held_out"):
-        ((_, loss),) = measured[name]
+    history = read_history(str(output))
+    for name, series in (("train", "loss"), ("held_out", "held_out_loss")):
+        (loss,) = history.series(series)[1]
         assert loss == pytest.approx(expected[name], rel=2e-6)
 
 

@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mindlora.base.convert import convert_base
+from mindlora.training.history import FILE_NAME
 from tests.support import tiny_runs
 from tests.support.llama_checkpoints import CONFIG, llama, save_base
 
@@ -28,7 +29,7 @@ def base(mindformers, tmp_path_factory):
 
 def configuration(folder, path, format_):
     """The YAML of a run of two steps on a base."""
-    config = tiny_runs.tiny_config(folder / "train.mindrecord", 1, [{"type": "LossCurve"}])
+    config = tiny_runs.tiny_config(folder / "train.mindrecord", 1, [])
     config["model"]["model_config"]["num_layers"] = 2
     return {**config, "load_checkpoint": str(folder / path), "load_ckpt_format": format_}
 
@@ -51,7 +52,7 @@ def test_a_norm_that_the_checkpoint_lacks_ends_the_run_before_its_first_step(bas
     process = tiny_runs.launch(configuration(base, "lacking.safetensors", "safetensors"), base / "output_lacking")
     assert process.returncode == 1
     assert "lacking.safetensors lacks model.layers.1.ffn_norm.weight, which would stay random" in process.stderr
-    assert not os.path.exists(base / "output_lacking" / "loss_curve.json")
+    assert not os.path.exists(base / "output_lacking" / FILE_NAME)
 
 
 def test_what_mindformers_must_load_is_left_to_it(base):
