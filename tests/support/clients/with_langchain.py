@@ -1,7 +1,5 @@
-"""LangChain's ChatOpenAI, and an agent of it."""
+"""LangChain's ChatOpenAI."""
 
-from langchain.agents import create_agent
-from langchain.agents.structured_output import ProviderStrategy
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import StructuredTool
 from langchain_openai import ChatOpenAI
@@ -40,10 +38,8 @@ def tools(url, model):
 
 
 def typed(url, model):
-    """Returns an answer of a type, from an agent that has tools too."""
+    """Returns answers of a type, from a request without tools and one that has them."""
     plain = _model(url, model, 200).with_structured_output(Forecast, strict=True).invoke(QUESTION)
-    assert isinstance(plain, Forecast)
-    agent = create_agent(_model(url, model, 200), [RAIN], response_format=ProviderStrategy(Forecast, strict=True))
-    answer = agent.invoke({"messages": [HumanMessage(QUESTION)]}, {"recursion_limit": 12})
-    taken()
-    return answer["structured_response"].model_dump()
+    options = {"response_format": Forecast, "strict": True, "tool_choice": "none"}
+    beside = _model(url, model, 200).bind_tools([RAIN], **options).invoke(QUESTION)
+    return [plain.model_dump(), beside.additional_kwargs["parsed"].model_dump()]
