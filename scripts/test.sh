@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs all tests, in an environment that is made where it is missing. Arguments go to pytest.
 #   bash scripts/test.sh                       everything, in two processes side by side
+#   bash scripts/test.sh -m quick              what is quick, while a change is made (tests/conftest.py names it)
 #   bash scripts/test.sh tests/nn -x           one folder, stop at the first failure
 #   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB, and
 #                                              tests/clients
@@ -29,6 +30,8 @@ OTHERS=(peers clients)
 if [ "${1:-}" = --without-peers ]; then
     shift
     OTHERS=()
+elif [ "$*" = "-m quick" ]; then
+    OTHERS=()
 fi
 make_tests_environment
 LEFT_OUT=(--ignore=tests/peers --ignore=tests/clients)
@@ -39,5 +42,5 @@ for place in "${!OTHERS[@]}"; do
     fi
 done
 cd "$ROOT"
-if [ $# -eq 0 ]; then set -- -n 2 tests; fi
+if [ $# -eq 0 ] || [ "$*" = "-m quick" ]; then set -- -n 2 "$@" tests; fi
 exec "$PYTHON" -m pytest --durations=8 "${LEFT_OUT[@]}" "$@"

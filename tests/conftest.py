@@ -48,10 +48,37 @@ if ROOT not in sys.path:
 TOGETHER = ("tests/clients", "tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
 # What takes longest, so that none of it is left at the end.
 FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/plugin")
+# What `-m quick` runs, for each change: these folders and the files beside this one.
+QUICK = (
+    *("adapters", "base", "checks", "cli", "common", "config", "data", "doctor", "drafts", "evaluation", "formats"),
+    *("models", "numerics", "plan", "serving", "training"),
+)
+# What takes ten seconds and more of a core there.
+NOT_QUICK = (
+    *("adapters/test_damaged_adapters.py", "adapters/test_files_fuzz.py", "adapters/test_peft_corpus.py"),
+    *("cli/test_with_a_model.py", "evaluation/test_forgetting.py"),
+    *("plan/test_activations.py", "plan/test_as_the_run.py"),
+    *("serving/server/test_real_engine.py", "serving/test_mcore_network.py", "serving/test_network.py"),
+    *("serving/test_quantized_mcore.py", "test_merge_unload.py", "test_save_load_kills.py", "training/exchange"),
+)
+
+
+def _is_quick(path):
+    """Returns whether a test file is one of those that `-m quick` runs."""
+    file = os.path.relpath(path, os.path.dirname(os.path.abspath(__file__))).replace(os.sep, "/")
+    return file.partition("/")[0] in (*QUICK, file) and not file.startswith(NOT_QUICK)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With `-m quick`, leaves the other files alone: to import them takes as long as the quick tests."""
+    if config.option.markexpr == "quick" and collection_path.is_file() and not _is_quick(collection_path):
+        return True
+    return None
 
 
 def pytest_configure(config):
     """Lets pytest-xdist keep the order of pytest_collection_modifyitems."""
+    config.addinivalue_line("markers", "quick: what a change runs while it is made; tests/conftest.py says which files")
     if getattr(config.option, "numprocesses", None):
         config.option.loadscopereorder = False
 
@@ -70,7 +97,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With several processes, puts the tests of FIRST first."""
+    """Marks what is quick; with several processes, puts the tests of FIRST first."""
+    for item in items:
+        if _is_quick(item.path):
+            item.add_marker("quick")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 

@@ -1,6 +1,5 @@
 """mindlora-run with guards: faults end near the clean run's loss, and a stopped run goes on as if it never had."""
 
-import json
 import re
 import types
 
@@ -17,7 +16,7 @@ NAN = float("nan")
 # Ctrl-C in step 20. While a graph runs, MindSpore's handler is in the place of Python's, and does what this one does.
 STOPPED = """
 import os, signal, sys, time
-from mindlora.plugin.callbacks import GracefulStop, LossCurve
+from mindlora.plugin.callbacks import GracefulStop, LoraCheckpoint
 from mindlora.plugin.launcher import main
 def stop(self, run_context):
     params = run_context.original_args()
@@ -28,7 +27,7 @@ def stop(self, run_context):
         while graceful.received is None:
             time.sleep(0.01)
         signal.signal(signal.SIGINT, before)
-LossCurve.on_train_step_begin = stop
+LoraCheckpoint.on_train_step_begin = stop
 # In the background of a shell it would be ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main())
@@ -53,7 +52,6 @@ class Runs:
     def start(self, name, *callbacks, rate=1e-2, script=None, wrapper=None, **checkpoint):
         """Runs it; returns the process, the output folder, the losses and the events of the run."""
         common = [
-            {"type": "LossCurve"},
             {"type": "HeldOutLoss", "dataset_dir": str(self.held_out), "every_steps": 12},
             {"type": "WarmUp", "steps": 24, "start_factor": 0.2},
             {"type": "ReduceOnPlateau", "metric": "loss", "every_steps": 5, "patience": 1, "factor": 0.5},
@@ -66,14 +64,14 @@ class Runs:
         config["runner_wrapper"]["type"] = wrapper or "LoraTrainOneStepCell"
         output = self.folder / name
         process = tiny_runs.launch(config, output, script)
-        assert (output / "loss_curve.json").exists(), process.stdout[-3000:] + process.stderr[-3000:]
-        curve = json.loads((output / "loss_curve.json").read_text())
+        assert (output / "report.html").exists(), process.stdout[-3000:] + process.stderr[-3000:]
+        history = read_history(str(output))
         return types.SimpleNamespace(
             process=process,
             output=output,
-            held_out=dict(map(tuple, curve["held_out"])),
-            losses=dict(map(tuple, curve["train"])),
-            history=read_history(str(output)),
+            held_out=dict(zip(*history.series("held_out_loss"))),
+            losses=tiny_runs.losses(output),
+            history=history,
         )
 
 

@@ -16,7 +16,7 @@ WORKER = """
 import json, os, signal, sys
 import numpy as np
 from mindformers.tools.utils import get_real_rank
-from mindlora.plugin.callbacks import EarlyStopping, LossCurve
+from mindlora.plugin.callbacks import EarlyStopping, LoraCheckpoint
 from mindlora.plugin.launcher import main
 def stop(self, run_context):
     if get_real_rank() == 1 and run_context.original_args().cur_step_num == 7:
@@ -28,7 +28,7 @@ def write_down(self, run_context):
     states = {type(c).__name__: c.training_state() for c in params.list_callback if hasattr(c, "training_state")}
     with open(f"rank_{get_real_rank()}.json", "w") as file:
         json.dump({"step": params.cur_step_num, "states": states, "factors": params.train_network.rate_factors}, file)
-LossCurve.on_train_step_begin = stop
+LoraCheckpoint.on_train_step_begin = stop
 EarlyStopping.on_train_end = write_down
 if __name__ == "__main__":
     sys.exit(main())
@@ -42,7 +42,6 @@ def stopped(tmp_path_factory):
     write_rows(folder / "train.mindrecord", rows=64)
     write_rows(folder / "heldout.mindrecord", rows=8, seed=3)
     callbacks = [
-        {"type": "LossCurve"},
         {"type": "HeldOutLoss", "dataset_dir": str(folder / "heldout.mindrecord"), "every_steps": 2},
         {"type": "ReduceOnPlateau", "threshold": 0.5, "patience": 0},
         {"type": "GradientNormRate", "window": 4},
