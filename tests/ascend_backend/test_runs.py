@@ -195,6 +195,7 @@ def test_it_trains_and_saves(name, tmp_path):
     assert done.returncode == 0, done.output[-3000:]
     assert "step:[    2/" in done.output
     assert done.on_cpu == ()
+    assert ("The training data is packed" in done.output) == (TRAINED[name].data == "packed")
     # Sharded adapters are left in slices, since collectives move no data here.
     assert any(folder.endswith("step_2") for folder in saved_folders(tmp_path)) == TRAINED[name].saves
 

@@ -60,7 +60,7 @@ def _tokens(rng: np.random.Generator) -> Dict[str, np.ndarray]:
 def _packed(rng: np.random.Generator) -> Dict[str, np.ndarray]:
     row = _tokens(rng)
     row["input_ids"][[0, 20, 40]] = BOUNDARY
-    return {**row, "packed_boundary": np.array([BOUNDARY], np.int32)}
+    return {**row, "boundary": np.array([BOUNDARY], np.int32)}
 
 
 def _pair(rng: np.random.Generator) -> Dict[str, np.ndarray]:
