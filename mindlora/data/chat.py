@@ -87,7 +87,7 @@ class ChatExamples(Examples):
         """Counts what is noted inside once for the row, unless it cannot be used."""
         self._of_row = set()
         yield
-        self._rows.update(self._of_row)
+        self._rows.update(sorted(self._of_row))
 
     def encode_conversation(self, conversation: Conversation, tokenizer: Any, first: int = 0) -> Encoded:
         """Returns the tokens of a conversation, of which the assistant's turns from message ``first`` on are learned.

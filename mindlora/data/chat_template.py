@@ -189,7 +189,7 @@ class ChatTemplate:
         return self.render(Conversation(messages, None))
 
     def is_ended(self, turn: str) -> bool:
-        """Tells whether a turn ends in a special token, at which generation can stop."""
+        """Returns whether a turn ends in a special token, at which generation can stop."""
         return turn.endswith(self.special)
 
 

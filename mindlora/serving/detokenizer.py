@@ -4,9 +4,9 @@ import logging
 from typing import Any, FrozenSet, Iterable, List, Optional, Sequence, Tuple, Union
 
 from mindlora.data import tokenizers
+from mindlora.data.thoughts import FAMILIES
 from mindlora.errors import RequestError
 from mindlora.serving.request import Sampling
-from mindlora.serving.thoughts import FAMILIES
 from mindlora.serving.tools import CALL_MARKS
 
 logger = logging.getLogger("mindlora")

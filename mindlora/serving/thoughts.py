@@ -1,32 +1,16 @@
-"""Thoughts: what a model thinks before it answers, how its family marks that, and the thought apart from the answer."""
+"""Thoughts: what a model thinks before it answers, and the thought apart from the answer."""
 
 import dataclasses
 import json
 from typing import Any, Mapping, Optional, Sequence, Tuple
 
+from mindlora.data.thoughts import FAMILIES, Marks
 from mindlora.serving.constraints import Constraint
 
 # The switch by which a model answers at once, as templates call it: Qwen3, GLM, SmolLM; DeepSeek, Granite; OpenAI.
 WITHOUT = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
 # Tokens at the end of a prompt that can begin a thought, or end it.
 _TAIL = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Marks:
-    """What a family of models writes before and behind a thought."""
-
-    begin: str
-    end: str
-
-
-# Qwen3, QwQ, DeepSeek-R1, GLM and others; Magistral.
-FAMILIES = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"))
-
-
-def marks_of(template: str) -> Optional[Marks]:
-    """Returns how a model marks thoughts, by its chat template; None if that knows none."""
-    return next((marks for marks in FAMILIES if marks.end in template), None)
 
 
 @dataclasses.dataclass(frozen=True)

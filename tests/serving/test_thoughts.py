@@ -2,7 +2,8 @@
 
 import pytest
 
-from mindlora.serving.thoughts import FAMILIES, ThoughtReader, Thoughts, marks_of, thoughts_after
+from mindlora.data.thoughts import FAMILIES, marks_of
+from mindlora.serving.thoughts import ThoughtReader, Thoughts, thoughts_after
 from tests.support.chat_templates import CHATML, THINKING, chat_tokenizer
 
 THINK, MAGISTRAL = FAMILIES

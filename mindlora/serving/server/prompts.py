@@ -3,13 +3,14 @@
 from typing import Any, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mindlora.data import tokenizers
+from mindlora.data.thoughts import marks_of
 from mindlora.errors import TokenizerError
 from mindlora.serving.chat_prompt import ChatPrompt, make_chat_prompt
 from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.schemas import Message, Tool
 from mindlora.serving.server.settings import ServerSettings
-from mindlora.serving.thoughts import Thoughts, marks_of, thoughts_after
+from mindlora.serving.thoughts import Thoughts, thoughts_after
 from mindlora.serving.tools import ToolFormat, format_of
 
 
