@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import os
-from typing import Any, Iterator, List, Optional, Sequence, Set, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 from mindlora.base.reader import companions_in
 from mindlora.base.turn_end import TurnEnd, stated_ends
@@ -60,9 +60,9 @@ class ChatExamples(Examples):
         self.chat_template = chat_template
         self.template: Optional[ChatTemplate] = None
         self.unstated_end: Optional[str] = None
-        # Note -> of how many rows it is, and the notes of the row that is being encoded.
+        # Note -> of how many rows it is; and the notes of the row that is being encoded, in their order.
         self._rows: "collections.Counter[str]" = collections.Counter()
-        self._of_row: Set[str] = set()
+        self._of_row: Dict[str, None] = {}
 
     def parse(self, record: Any) -> Conversation:
         """See Examples."""
@@ -85,9 +85,9 @@ class ChatExamples(Examples):
     @contextlib.contextmanager
     def noting_row(self) -> Iterator[None]:
         """Counts what is noted inside once for the row, unless it cannot be used."""
-        self._of_row = set()
+        self._of_row = {}
         yield
-        self._rows.update(sorted(self._of_row))
+        self._rows.update(list(self._of_row))
 
     def encode_conversation(self, conversation: Conversation, tokenizer: Any, first: int = 0) -> Encoded:
         """Returns the tokens of a conversation, of which the assistant's turns from message ``first`` on are learned.
@@ -99,11 +99,11 @@ class ChatExamples(Examples):
         text, spans = self.template.spans(conversation, first)
         encoded = encode_spans(tokenizer, text, spans)
         for what in left_out(conversation, text):
-            self._of_row.add(f"the chat template does not show all of the {what} of {{}} rows")
+            self._of_row[f"the chat template does not show all of the {what} of {{}} rows"] = None
         if not all(self.template.is_ended(text[begin:end]) for begin, end in spans):
-            self._of_row.add(_ENDLESS)
+            self._of_row[_ENDLESS] = None
         if has_nulls(conversation):
-            self._of_row.add(_NULLS)
+            self._of_row[_NULLS] = None
         return encoded
 
     def cut(self, encoded: Encoded, limit: int) -> Encoded:
