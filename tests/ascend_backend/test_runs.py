@@ -128,6 +128,14 @@ TRAINED = {
     ),
     "packed rows": Row(ranks=8, data="packed"),
     "packed rows, data parallel": Row(ranks=8, data="packed", keys=DATA_PARALLEL),
+    "packed rows by flash attention": Row(
+        ranks=8,
+        data="packed, with ends",
+        keys={
+            "model.model_config.use_eod_attn_mask_compression": True,
+            "train_dataset.input_columns": ["input_ids", "labels", "actual_seq_len"],
+        },
+    ),
     "a classifier": Row(ranks=8, data="labels of two classes", keys={**CLASSIFIER, "callbacks": callbacks(HELD_OUT)}),
     # What is alone or in data parallel.
     "dpo, data parallel": Row(

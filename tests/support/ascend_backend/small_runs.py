@@ -63,6 +63,10 @@ def _packed(rng: np.random.Generator) -> Dict[str, np.ndarray]:
     return {**row, "boundary": np.array([BOUNDARY], np.int32)}
 
 
+def _packed_with_ends(rng: np.random.Generator) -> Dict[str, np.ndarray]:
+    return {**_packed(rng), "actual_seq_len": np.array([20, 40, SEQUENCE], np.int32)}
+
+
 def _pair(rng: np.random.Generator) -> Dict[str, np.ndarray]:
     ids = np.stack([_tokens(rng)["input_ids"] for _ in range(2)])
     answers = np.full_like(ids, -1)
@@ -76,7 +80,13 @@ def _labeled(rng: np.random.Generator) -> Dict[str, np.ndarray]:
 
 
 # A row of a MindRecord, for each kind of data.
-DATA = {"tokens": _tokens, "packed": _packed, "pairs": _pair, "labels of two classes": _labeled}
+DATA = {
+    "tokens": _tokens,
+    "packed": _packed,
+    "packed, with ends": _packed_with_ends,
+    "pairs": _pair,
+    "labels of two classes": _labeled,
+}
 
 
 def parallel(data: int = 8, model: int = 1, stages: int = 1, mode: int = 1, **others: Any) -> Dict[str, Any]:
