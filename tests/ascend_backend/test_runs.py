@@ -132,6 +132,7 @@ TRAINED = {
         ranks=8,
         data="packed, with ends",
         keys={
+            "model.model_config.seq_length": 2048,
             "model.model_config.use_eod_attn_mask_compression": True,
             "train_dataset.input_columns": ["input_ids", "labels", "actual_seq_len"],
         },

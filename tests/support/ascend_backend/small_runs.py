@@ -52,30 +52,30 @@ class Row(NamedTuple):
     always: bool = False
 
 
-def _tokens(rng: np.random.Generator) -> Dict[str, np.ndarray]:
-    ids = rng.integers(5, VOCABULARY, SEQUENCE + 1).astype(np.int32)
+def _tokens(rng: np.random.Generator, length: int) -> Dict[str, np.ndarray]:
+    ids = rng.integers(5, VOCABULARY, length + 1).astype(np.int32)
     return {"input_ids": ids, "labels": ids}
 
 
-def _packed(rng: np.random.Generator) -> Dict[str, np.ndarray]:
-    row = _tokens(rng)
+def _packed(rng: np.random.Generator, length: int) -> Dict[str, np.ndarray]:
+    row = _tokens(rng, length)
     row["input_ids"][[0, 20, 40]] = BOUNDARY
     return {**row, "boundary": np.array([BOUNDARY], np.int32)}
 
 
-def _packed_with_ends(rng: np.random.Generator) -> Dict[str, np.ndarray]:
-    return {**_packed(rng), "actual_seq_len": np.array([20, 40, SEQUENCE], np.int32)}
+def _packed_with_ends(rng: np.random.Generator, length: int) -> Dict[str, np.ndarray]:
+    return {**_packed(rng, length), "actual_seq_len": np.array([20, 40, length], np.int32)}
 
 
-def _pair(rng: np.random.Generator) -> Dict[str, np.ndarray]:
-    ids = np.stack([_tokens(rng)["input_ids"] for _ in range(2)])
+def _pair(rng: np.random.Generator, length: int) -> Dict[str, np.ndarray]:
+    ids = np.stack([_tokens(rng, length)["input_ids"] for _ in range(2)])
     answers = np.full_like(ids, -1)
     answers[:, 30:] = [[0], [1]]
     return {"input_ids": ids, "labels": ids, "answers": answers, "pairs": np.ones(1, np.int32)}
 
 
-def _labeled(rng: np.random.Generator) -> Dict[str, np.ndarray]:
-    row = _tokens(rng)
+def _labeled(rng: np.random.Generator, length: int) -> Dict[str, np.ndarray]:
+    row = _tokens(rng, length)
     return {**row, "labels": row["labels"] % 2}
 
 
@@ -121,7 +121,8 @@ def small_yaml(row: Row, folder: pathlib.Path) -> Dict[str, Any]:
         node[leaf] = value
     rng = np.random.default_rng(0)
     data = str(folder / "rows.mindrecord")
-    write_mindrecord((DATA[row.data](rng) for _ in range(row.rows)), data)
+    length = model["seq_length"]
+    write_mindrecord((DATA[row.data](rng, length) for _ in range(row.rows)), data)
     config["train_dataset"]["data_loader"]["dataset_dir"] = data
     config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
     return config
