@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.support.ascend_backend import on_request
+from tests.support.ascend_backend import on_request, run_yaml
 from tests.support.ascend_backend.small_runs import QWEN3, QWEN3_MOE, Row, callbacks, parallel, saved_folders, train
 
 PET = "model.model_config.pet_config"
@@ -217,7 +217,7 @@ def test_a_run_goes_on_from_its_newest_step(tmp_path):
     done = train(row, tmp_path)
     assert done.returncode == 0, done.output[-3000:]
     shutil.rmtree(tmp_path / "out" / "lora_checkpoint" / "step_4")
-    done = train(row, tmp_path, "--resume")
+    done = run_yaml(tmp_path / "run.yaml", "--resume", folder=tmp_path, ranks=8)
     assert done.returncode == 0, done.output[-3000:]
     assert "step:[    3/" in done.output and "step:[    2/" not in done.output
     assert "lora_checkpoint/step_4" in saved_folders(tmp_path)
