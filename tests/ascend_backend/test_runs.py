@@ -213,11 +213,11 @@ def test_it_trains_and_saves(name, tmp_path):
 
 @on_request
 def test_a_run_goes_on_from_its_newest_step(tmp_path):
-    row = Row(ranks=8, rows=32, keys={**DATA_PARALLEL, "callbacks": KEEPING_TWO})
+    row = Row(ranks=8, rows=32, keys={**DATA_PARALLEL, "callbacks": KEEPING_TWO}, values=True)
     done = train(row, tmp_path)
     assert done.returncode == 0, done.output[-3000:]
     shutil.rmtree(tmp_path / "out" / "lora_checkpoint" / "step_4")
-    done = run_yaml(tmp_path / "run.yaml", "--resume", folder=tmp_path, ranks=8)
+    done = run_yaml(tmp_path / "run.yaml", "--resume", folder=tmp_path, ranks=8, values=True)
     assert done.returncode == 0, done.output[-3000:]
     assert "step:[    3/" in done.output and "step:[    2/" not in done.output
     assert "lora_checkpoint/step_4" in saved_folders(tmp_path)
