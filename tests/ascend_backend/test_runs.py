@@ -3,11 +3,9 @@
 Rows with ``always`` run always, the others with MINDLORA_ASCEND_RUNS=all.
 """
 
-import shutil
-
 import pytest
 
-from tests.support.ascend_backend import on_request, run_yaml
+from tests.support.ascend_backend import on_request
 from tests.support.ascend_backend.small_runs import QWEN3, QWEN3_MOE, Row, callbacks, parallel, saved_folders, train
 
 PET = "model.model_config.pet_config"
@@ -209,18 +207,6 @@ def test_it_trains_and_saves(name, tmp_path):
     assert ("The training data is packed" in done.output) == (TRAINED[name].data == "packed")
     # Sharded adapters are left in slices, since collectives move no data here.
     assert any(folder.endswith("step_2") for folder in saved_folders(tmp_path)) == TRAINED[name].saves
-
-
-@on_request
-def test_a_run_goes_on_from_its_newest_step(tmp_path):
-    row = Row(ranks=8, rows=32, keys={**DATA_PARALLEL, "callbacks": KEEPING_TWO}, values=True)
-    done = train(row, tmp_path)
-    assert done.returncode == 0, done.output[-3000:]
-    shutil.rmtree(tmp_path / "out" / "lora_checkpoint" / "step_4")
-    done = run_yaml(tmp_path / "run.yaml", "--resume", folder=tmp_path, ranks=8, values=True)
-    assert done.returncode == 0, done.output[-3000:]
-    assert "step:[    3/" in done.output and "step:[    2/" not in done.output
-    assert "lora_checkpoint/step_4" in saved_folders(tmp_path)
 
 
 @pytest.mark.parametrize("name", asked_for(REFUSED))
