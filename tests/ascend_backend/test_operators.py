@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from mindlora.ops import ascend_pynative
-from tests.support.ascend_backend import EVERYTHING, run_program
+from tests.support.ascend_backend import EVERYTHING, on_request, run_program
 from tests.support.ascend_backend.printed import printed
 from tests.support.cann_stand_in import write_headers_for_mindspore
 
@@ -53,6 +53,7 @@ def test_every_operator_and_its_gradients_are_as_their_references(tmp_path, mode
     assert compare(tmp_path, mode, ("float32", "bfloat16")).startswith("called by ops.Custom, in PyNative too: ")
 
 
+@on_request
 @pytest.mark.skipif(OLD, reason="the module is for MindSpore from 2.9 on")
 @pytest.mark.skipif(shutil.which("ninja") is None, reason="MindSpore builds modules with ninja")
 def test_the_module_of_pynative_is_built_and_loaded_and_calls_every_operator(tmp_path):
@@ -62,7 +63,7 @@ def test_the_module_of_pynative_is_built_and_loaded_and_calls_every_operator(tmp
     assert called == f"called by ops.Custom in graph mode, and in PyNative by AclnnOpRunner, {module}"
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=MODES if EVERYTHING else MODES[:1])
 def calls(request, tmp_path_factory):
     """Runs operator_calls.py in a mode."""
     folder = tmp_path_factory.mktemp(request.param)

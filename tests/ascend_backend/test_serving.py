@@ -17,7 +17,7 @@ import pytest
 
 from mindlora.base.quantize import quantize_checkpoint
 from tests.conftest import ROOT
-from tests.support.ascend_backend import run_program
+from tests.support.ascend_backend import on_request, run_program
 from tests.support.ascend_backend.printed import printed
 from tests.support.served_llama import serving, write_llama
 
@@ -90,6 +90,7 @@ def on_ascend(program, folder):
     return ended.returncode, ended.output[-3000:]
 
 
+@on_request
 def test_a_server_answers_as_a_cpu_s(folder):
     options = ("--model-name", "llama", "--slots", "1", "--prompt-lookup", "4", "--fixed-batches", "1,2")
     with serving(str(folder), *options) as server:
