@@ -7,6 +7,7 @@ import yaml
 from mindlora.cli import main
 from mindlora.common.yaml_file import merged, read_yaml
 from tests.conftest import ROOT
+from tests.support.ascend_backend import on_request
 
 LLAMA = os.path.join(ROOT, "configs/llama3/lora_llama3_8b.yaml")
 SMALL = {"runner_config": {"batch_size": 1}, "model": {"model_config": {"num_layers": 1, "vocab_size": 4096}}}
@@ -22,6 +23,7 @@ def written(folder, *changes):
     return str(path)
 
 
+@on_request
 def test_the_first_and_the_last_rank_of_eight_compile_and_nothing_is_left_behind(tmp_path, monkeypatch, capsys):
     path = written(tmp_path)
     monkeypatch.chdir(tmp_path)

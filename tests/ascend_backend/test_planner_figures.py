@@ -1,6 +1,6 @@
 """The plan, and the figures that tests/plan compares it with, beside what MindSpore's planner says now.
 
-One run is compiled; MINDLORA_ASCEND_RUNS=all compiles all of them, which takes half an hour.
+They run on request: all of them take half an hour.
 """
 
 import pytest
@@ -9,13 +9,12 @@ from mindlora.plan.memory import memory_of
 from mindlora.plan.run import read_run
 from mindlora.plan.trial import try_rank
 from mindlora.plan.units import GIB
-from tests.support.ascend_backend import EVERYTHING
+from tests.support.ascend_backend import on_request
 from tests.support.planner_figures import FIGURES
 
-CHOSEN = FIGURES if EVERYTHING else FIGURES[:1]
 
-
-@pytest.mark.parametrize("figures", CHOSEN, ids=str)
+@on_request
+@pytest.mark.parametrize("figures", FIGURES, ids=str)
 def test_mindspores_planner_takes_what_was_measured_and_what_the_plan_says(figures):
     trial = try_rank(figures.config)
     assert trial.passed, trial.error

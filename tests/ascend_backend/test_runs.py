@@ -39,7 +39,7 @@ SEVERAL = [{"name": "slow", "learning_rate": 1e-4}, {"name": "small", "learning_
 TRAINED = {
     # The shipped YAMLs: alone, and as the first and the last of 8 devices.
     "llama alone": Row(rows=2),
-    "llama, first of 8": Row(ranks=8, always=True),
+    "llama, first of 8": Row(ranks=8),
     # Each device holds the whole adapter, and the first writes it.
     "llama, last of 8": Row(ranks=8, rank=7, saves=False),
     "llama at O0": Row(ranks=8, keys={"context.jit_config.jit_level": "O0"}),
@@ -121,7 +121,7 @@ TRAINED = {
     "lora-fa": Row(ranks=8, keys={f"{PET}.freeze_lora_a": True}),
     "accumulation": Row(ranks=8, rows=32, keys={"runner_config.gradient_accumulation_steps": 2}),
     "without clipping": Row(ranks=8, keys={"runner_wrapper.use_clip_grad": False}),
-    "callbacks that measure": Row(ranks=8, keys={"callbacks": MEASURING}, always=True),
+    "callbacks that measure": Row(ranks=8, keys={"callbacks": MEASURING}),
     "callbacks that measure, qwen3": Row(QWEN3, ranks=8, keys={"callbacks": MEASURING}),
     "callbacks that measure, in a pipeline": Row(
         ranks=8, rank=7, rows=4, keys={**ONE_STAGE_PER_HALF, "callbacks": MEASURING}

@@ -58,6 +58,7 @@ def answers(output):
     return dict(zip(COMMANDS, texts))
 
 
+@on_request
 def test_every_answer_of_base_and_adapters_is_that_of_a_cpu(folder):
     environment = {**os.environ, "PYTHONPATH": ROOT}
     command = [sys.executable, str(ANSWERS), json.dumps(list(COMMANDS.values()))]
