@@ -3,14 +3,16 @@
 import dataclasses
 import statistics
 import threading
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from mindlora.errors import LoraError
 from mindlora.serving.request import Request
 from mindlora.serving.sampling import Sampled
-from mindlora.serving.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from mindlora.serving.token_texts import TokenTexts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Figures:
 
 
 def await_answer(
-    stream: Stream, prompt: str, token_texts: TokenTexts, write: Optional[Callable[[str], object]] = None
+    stream: Stream, prompt: str, token_texts: "TokenTexts", write: Optional[Callable[[str], object]] = None
 ) -> Answer:
     """Waits for an answer and returns it, also if the request failed; ``write`` takes each piece of its text."""
     texts: List[str] = []

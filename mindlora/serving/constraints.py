@@ -15,7 +15,6 @@ from mindlora.errors import RequestError
 
 try:
     import llguidance
-    import llguidance.hf
 except ImportError:  # the server's extra has it; everything else goes without
     llguidance = None
 
@@ -241,7 +240,10 @@ class ConstraintCompiler:
             )
         with self._lock:
             if self._vocabulary is None:
-                tokens = _TextTokens(llguidance.hf.from_tokenizer(self._tokenizer))
+                # Not above: it imports transformers, for which runs that only train would wait.
+                from llguidance.hf import from_tokenizer
+
+                tokens = _TextTokens(from_tokenizer(self._tokenizer))
                 self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
             return self._vocabulary
 

@@ -5,8 +5,6 @@ import functools
 import re
 from typing import Any, Dict, Iterable, Tuple
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from mindlora.serving.detokenizer import REPLACEMENT, TextDecoder
 
 
@@ -17,6 +15,9 @@ class TokenTexts:
     """
 
     def __init__(self, decoder: TextDecoder, tokenizer: Any):
+        # Not above: whoever has a tokenizer has it already, and others would wait for it.
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
