@@ -61,6 +61,18 @@ NOT_QUICK = (
     *("serving/server/test_real_engine.py", "serving/test_mcore_network.py", "serving/test_network.py"),
     *("serving/test_quantized_mcore.py", "test_merge_unload.py", "test_save_load_kills.py", "training/exchange"),
 )
+# What takes twenty seconds and more of a core, and CI leaves out.
+LONG = (
+    "tests/e2e/test_adapters.py::test_each_adapter",
+    "tests/e2e/test_alora.py::test_two_processes",
+    "tests/e2e/test_classifier_runs.py::test_two_processes",
+    "tests/e2e/test_preference_runs.py::test_two_processes",
+    "tests/examples/test_text_to_image.py::test_the_program_runs",
+    "tests/ops/test_ascend_pynative.py::test_the_source_compiles",
+    "tests/plugin/graph/test_adalora.py::test_two_processes",
+    "tests/scripts/test_bench_scale.py",
+    "tests/training/exchange/test_ranks.py::test_all_ranks",
+)
 
 
 def _is_quick(path):
@@ -79,6 +91,7 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_configure(config):
     """Lets pytest-xdist keep the order of pytest_collection_modifyitems."""
     config.addinivalue_line("markers", "quick: what a change runs while it is made; tests/conftest.py says which files")
+    config.addinivalue_line("markers", "long: what CI leaves out; tests/conftest.py says which tests")
     if getattr(config.option, "numprocesses", None):
         config.option.loadscopereorder = False
 
@@ -97,10 +110,12 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks what is quick; with several processes, puts the tests of FIRST first."""
+    """Marks what is quick and what is long; with several processes, puts the tests of FIRST first."""
     for item in items:
         if _is_quick(item.path):
             item.add_marker("quick")
+        if item.nodeid.startswith(LONG):
+            item.add_marker("long")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
