@@ -63,8 +63,12 @@ def turn_end(files: Sequence[str]) -> Optional[TurnEnd]:
         return render_jinja_template(conversations=[messages], chat_template=template, **named)[0][0]
 
     text = token_behind_answer(render, special)
-    token = vocabulary_of(paths[TOKENIZER]).get(text) if text else None
-    return None if text is None or token is None else TurnEnd(text, token)
+    if text is None:
+        return None
+    # Mostly one of these; the rest of the file is large.
+    token = next((token["id"] for token in added if token["content"] == text), None)
+    token = vocabulary_of(paths[TOKENIZER]).get(text) if token is None else token
+    return None if token is None else TurnEnd(text, token)
 
 
 def stated_ends(files: Sequence[str]) -> Optional[Tuple[int, ...]]:

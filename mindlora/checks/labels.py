@@ -24,10 +24,10 @@ def check_labels(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[F
     if model.get("seq_length") not in COUNT:
         return
     columns = value_at(config, "train_dataset.input_columns")
-    without_labels = columns and "labels" not in ([columns] if isinstance(columns, str) else columns)
+    reads_labels = not columns or "labels" in ([columns] if isinstance(columns, str) else columns)
     for where, data, lengths in data_sets(config):
-        # Where the run does not read the labels, all tokens count.
-        if data and not (without_labels and not where.startswith("callbacks")):
+        # Where the run does not read the labels, all tokens count; HeldOutLoss always reads them.
+        if data and (reads_labels or where.startswith("callbacks")):
             pad = pad_token_id(model)
             yield from _find(where, mindrecord_files(data), first_rows, max(lengths), ignore_token_id(model), pad)
 

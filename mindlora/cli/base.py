@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import Any
 
-from mindlora.cli.verb import Verb, add_allow_pickle, add_command
+from mindlora.cli.verb import Verb, add_allow_pickle, add_command, quiet_transformers
 
 _FORMS = "a folder of .safetensors files, or one .safetensors or .ckpt file"
 
@@ -187,8 +187,8 @@ def _merge(arguments: argparse.Namespace) -> Any:
     # Must be set before NumPy is imported. Blocks are merged in parallel: if each product used all cores, they would
     # wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # It renders the chat template, and says on import that there is no PyTorch.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # It renders the chat template.
+    quiet_transformers()
     from mindlora.base.merge import merge_checkpoint
     from mindlora.errors import ConfigError
     from mindlora.formats import gguf_file

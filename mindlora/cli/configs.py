@@ -7,7 +7,7 @@ import pathlib
 import re
 from typing import Dict, Optional, Tuple
 
-from mindlora.cli.verb import Verb, add_command
+from mindlora.cli.verb import Verb, add_command, quiet_transformers
 from mindlora.common import atomic
 from mindlora.common.tables import fields
 from mindlora.common.text import suggestion
@@ -114,7 +114,7 @@ def _configs(arguments: argparse.Namespace) -> object:
 def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
     """Writes the YAML of a run for the model in a folder."""
     _check_output(arguments.output, arguments.overwrite, f"the YAML for {arguments.folder}")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    quiet_transformers()
     from mindlora.drafts.data import read_rows
     from mindlora.drafts.folder import read_folder
     from mindlora.drafts.run import Request, draft_run

@@ -1,10 +1,9 @@
 """mindlora data: training data to MindRecord."""
 
 import argparse
-import os
 from typing import TYPE_CHECKING
 
-from mindlora.cli.verb import Verb, add_command
+from mindlora.cli.verb import Verb, add_command, quiet_transformers
 from mindlora.common.token_ids import IGNORE_TOKEN_ID
 from mindlora.errors import DataError
 
@@ -214,7 +213,7 @@ def _parse_weights(text):
 
 
 def _convert_alpaca(arguments: argparse.Namespace) -> "DataReport":
-    _quiet_transformers()
+    quiet_transformers()
     from mindlora.data import alpaca
 
     return alpaca.convert_alpaca(
@@ -223,7 +222,7 @@ def _convert_alpaca(arguments: argparse.Namespace) -> "DataReport":
 
 
 def _convert_chat(arguments: argparse.Namespace) -> "DataReport":
-    _quiet_transformers()
+    quiet_transformers()
     from mindlora.data import chat
 
     return chat.convert_chat(
@@ -232,7 +231,7 @@ def _convert_chat(arguments: argparse.Namespace) -> "DataReport":
 
 
 def _convert_preference(arguments: argparse.Namespace) -> "DataReport":
-    _quiet_transformers()
+    quiet_transformers()
     from mindlora.data import preference
 
     return preference.convert_preference(
@@ -241,7 +240,7 @@ def _convert_preference(arguments: argparse.Namespace) -> "DataReport":
 
 
 def _convert_labels(arguments: argparse.Namespace) -> "DataReport":
-    _quiet_transformers()
+    quiet_transformers()
     from mindlora.data import labels
 
     names = arguments.labels.split(",") if arguments.labels else None
@@ -249,18 +248,12 @@ def _convert_labels(arguments: argparse.Namespace) -> "DataReport":
 
 
 def _convert_text(arguments: argparse.Namespace) -> "DataReport":
-    _quiet_transformers()
+    quiet_transformers()
     from mindlora.data import text
 
     return text.convert_text(
         *_conversion(arguments), paragraphs=arguments.paragraphs, **_conversion_settings(arguments)
     )
-
-
-def _quiet_transformers():
-    # It would advise installing PyTorch, which nothing here needs, and using the tokenizer class of the model.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 VERBS = (Verb("data", "Convert training data to MindRecord.", _data_options),)

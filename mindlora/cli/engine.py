@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.cli.model_source import add_model_options, check_source, source_of, yaml_of
+from mindlora.cli.verb import quiet_transformers
 from mindlora.common.operator_library import load_before_mindspore
 from mindlora.common.text import shown
 from mindlora.errors import ConfigError, RequestError
@@ -276,8 +277,7 @@ def prepare_imports() -> None:
     # of a model.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("GLOG_v", "3")
-    # transformers would advise installing PyTorch, which nothing here needs.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    quiet_transformers()
     # After GOMP_SPINCOUNT is set: libgomp comes with it.
     load_before_mindspore()
 

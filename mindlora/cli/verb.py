@@ -1,6 +1,7 @@
 """Verb: one command of ``mindlora``; and the options that several of those on files share."""
 
 import argparse
+import os
 from typing import Any, Callable, NamedTuple
 
 
@@ -13,6 +14,15 @@ class Verb(NamedTuple):
     name: str
     summary: str
     add_options: Callable[[argparse.ArgumentParser], None]
+
+
+def quiet_transformers() -> None:
+    """Keeps transformers from advising PyTorch, which nothing here needs, and another tokenizer class, on stderr.
+
+    It must be called before transformers is imported.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def add_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], Any]) -> None:

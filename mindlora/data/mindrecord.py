@@ -53,7 +53,7 @@ def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
                 writer.write_raw_data(batch)
             batch = []
     if not count:
-        raise DataError("There is no row to write: write_mindrecord must get at least one.")
+        raise DataError("write_mindrecord got no rows: give at least one.")
     with _writing():
         if batch:
             writer.write_raw_data(batch)

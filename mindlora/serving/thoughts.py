@@ -34,7 +34,7 @@ class Thoughts:
     def before(self, constraint: Constraint) -> Constraint:
         """Returns a constraint that lets a thought come first."""
         begin, end = self.marks.begin, self.marks.end
-        # A text in quotes would not be found where the mark is a token: that is no text to a grammar.
+        # Quoted text stands for ordinary tokens alone, so the grammar names a mark that is one token by its number.
         opening = f"<[{self.tokens[begin]}]>" if begin in self.tokens else json.dumps(begin)
         if end in self.tokens:
             rules = [f"thought: THOUGHT <[{self.tokens[end]}]>"]

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.support.peers.peer import Peer
+from tests.support.peers.peer import Peer, python_of
 from tests.support.served_llama import serving, write_llama
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "..", "support", "clients", "clients_side.py")
@@ -17,15 +17,7 @@ SCRIPT = os.path.join(os.path.dirname(__file__), "..", "support", "clients", "cl
 @pytest.fixture(scope="session")
 def clients(tmp_path_factory):
     """The clients' process; its methods are the verbs of clients_side.py."""
-    python = os.environ.get("MINDLORA_CLIENTS_PYTHON")
-    if not python:
-        reason = (
-            "MINDLORA_CLIENTS_PYTHON names no Python with the clients: `bash scripts/test.sh tests/clients` makes its "
-            "environment and sets it."
-        )
-        if os.environ.get("CI", "").lower() in ("1", "true"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    python = python_of("MINDLORA_CLIENTS_PYTHON", "the clients", "tests/clients")
     process = Peer(python, tmp_path_factory.mktemp("clients") / "stderr.txt", SCRIPT)
     yield process
     process.close()

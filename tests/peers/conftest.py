@@ -3,14 +3,13 @@
 Without an environment that has PEFT, the tests are skipped; on CI they fail instead, so that no run passes unchecked.
 """
 
-import os
 import types
 
 import numpy as np
 import pytest
 
 from tests.support.peers import cases
-from tests.support.peers.peer import Peer, read_json
+from tests.support.peers.peer import Peer, python_of, read_json
 
 TOKENS = 16
 
@@ -18,15 +17,7 @@ TOKENS = 16
 @pytest.fixture(scope="session")
 def peer(tmp_path_factory):
     """PEFT's process; its methods are the verbs of peft_side.py."""
-    python = os.environ.get("MINDLORA_PEERS_PYTHON")
-    if not python:
-        reason = (
-            "MINDLORA_PEERS_PYTHON names no Python with PEFT: `bash scripts/test.sh tests/peers` makes its "
-            "environment and sets it."
-        )
-        if os.environ.get("CI", "").lower() in ("1", "true"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    python = python_of("MINDLORA_PEERS_PYTHON", "PEFT", "tests/peers")
     process = Peer(python, tmp_path_factory.mktemp("peer") / "stderr.txt")
     yield process
     process.close()

@@ -79,3 +79,13 @@ def test_a_batch_that_cannot_be_split_is_refused(mode, batch):
     with pytest.raises(ConfigError, match="12 rows, which cannot be split into 5 micro-batches") as caught:
         run(CountingLoss(), batch, 5)
     assert "train_dataset.drop_remainder: True" in str(caught.value)
+
+
+def test_a_dry_run_which_ends_no_loop_takes_one_micro_batch(batch, monkeypatch):
+    network = CountingLoss()
+    monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")
+    cell = TokenGradients(network, ParameterTuple(network.trainable_params()), 3)
+    monkeypatch.delenv("MS_SIMULATION_LEVEL")
+    total, count, _ = cell(Tensor(1.0, ms.float32), *map(Tensor, batch))
+    first = expected(*(array[: ROWS // 3] for array in batch))
+    np.testing.assert_allclose((float(total), float(count[0])), first[:2], rtol=2e-6)

@@ -114,7 +114,7 @@ class LoraCheckpoint(Callback):
             reported = self._reported(params)
             # Whatever is wrong with the metric, what was trained is saved first.
             self._save(params, float(reported[self.best_metric]) if self.best_metric in reported else None)
-            # Where no step since the last save had anything to learn, there is no loss.
+            # The loss is missing if no step since the last save learned anything.
             if self.best_metric not in reported and self.best_metric != "loss":
                 raise ConfigError(
                     f"LoraCheckpoint: best_metric is {self.best_metric!r}, but at step {step} only these are "

@@ -203,7 +203,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.exchange is not None:
             elsewhere = ops.addn(self.hyper_map(_not_finite, gradients))
             total, elsewhere, stop, sums = self.of_all_ranks(total, elsewhere, stop, sums)
-        # Without a token that counts there is no mean: the loss is NaN, so the step is skipped, and the gradient 0.
+        # If no token counts, the loss has no mean: it is NaN, which skips the step, and the gradient is 0.
         count = ops.maximum(sums[0], self.one)
         loss = ops.select(self.learned_from(sums) > 0.5, total / count, self.no_loss)
         gradients = self.hyper_map(ops.partial(_scaled, positions / (scale * count)), gradients)

@@ -103,7 +103,7 @@ class TrainStep(nn.Cell):
         return norm if self.skipped else None
 
     def end(self, loss: float, norm: float, skipped: bool) -> None:
-        """Records the step, with the loss and the norm that the Trainer reports; without tokens there is no loss."""
+        """Records the step, with the loss and the norm that the Trainer reports; the loss is NaN if no token counts."""
         loss = loss if self.tokens else math.nan
         self.skipped = self.skipped or skipped
         self.record = StepRecord(loss, norm, self.tokens, self.skipped, False, self.learning_rate)

@@ -38,11 +38,22 @@ class Asked(BaseModel):
     passes_unknown: ClassVar[bool] = False
 
     def check_extra(self, where: str = "") -> None:
-        """Checks the fields that the schema does not declare.
+        """Checks the fields that the schema does not declare, here and in all objects within.
 
         Raises ApiError, 400, if one asks for something or is not known.
         ``where`` is this object's path in the request, with a dot behind it; "" for the request itself.
         """
+        self._check_own_extra(where)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Asked):
+                value.check_extra(f"{where}{name}.")
+            # Lists are of one kind: those of tokens are long, and need no look.
+            elif isinstance(value, list) and value and isinstance(value[0], Asked):
+                for number, each in enumerate(value):
+                    each.check_extra(f"{where}{name}.{number}.")
+
+    def _check_own_extra(self, where: str) -> None:
         for name, value in (self.model_extra or {}).items():
             path = f"{where}{name}"
             if value is None:

@@ -185,7 +185,7 @@ def add_routes(router: APIRouter) -> None:
 async def answer_chat(request: Request, body: schemas.ChatRequest, make_form: Callable[..., ChatForm]) -> Response:
     """Answers a request for a chat completion in a form, which is made of what ChatForm is made of."""
     context = accept(request, body, 1, [message.for_template() for message in body.messages])
-    _check_messages(body)
+    _check_numbers(body)
     functions = body.callable_tools
     make_reader = None
     if functions:
@@ -222,14 +222,7 @@ def _constraint(body: schemas.ChatRequest, functions: Dict[int, Function], promp
     return tool_constraint(prompts.tool_format(), arguments, required, several, prompts.own_tokens, said)
 
 
-def _check_messages(body: schemas.ChatRequest) -> None:
-    for number, message in enumerate(body.messages):
-        message.check_extra(f"messages.{number}.")
-        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            part.check_extra(f"messages.{number}.content.{place}.")
-        for place, call in enumerate(message.tool_calls or ()):
-            call.check_extra(f"messages.{number}.tool_calls.{place}.")
-            call.function.check_extra(f"messages.{number}.tool_calls.{place}.function.")
+def _check_numbers(body: schemas.ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError("top_logprobs is only for logprobs: true. Set it too.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

@@ -403,10 +403,8 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
     record = request.scope["state"]["record"]
     record.stream = bool(body.stream)
     body.check_extra()
-    if body.stream_options is not None:
-        body.stream_options.check_extra("stream_options.")
-        if not body.stream:
-            raise ApiError("stream_options is only for stream: true. Set it too.", param="stream_options")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("stream_options is only for stream: true. Set it too.", param="stream_options")
     if record.choices > context.settings.max_choices:
         raise ApiError(
             f"{record.choices} answers are asked for (prompts times n), and this server gives "

@@ -118,7 +118,7 @@ class ResponsesRequest(Asked):
     stream: Optional[bool] = None
 
     def check_extra(self, where: str = "") -> None:
-        """See Asked; all objects within are looked at too."""
+        """See Asked; previous_response_id has an error that says what to do."""
         if (self.model_extra or {}).get("previous_response_id") is not None:
             raise ApiError(
                 "previous_response_id is not supported: this server stores no responses. Send the whole conversation "
@@ -127,18 +127,6 @@ class ResponsesRequest(Asked):
                 param="previous_response_id",
             )
         super().check_extra(where)
-        for number, item in enumerate(self.input if isinstance(self.input, list) else ()):
-            item.check_extra(f"input.{number}.")
-        for number, tool in enumerate(self.tools or ()):
-            tool.check_extra(f"tools.{number}.")
-        if isinstance(self.tool_choice, FunctionChoice):
-            self.tool_choice.check_extra("tool_choice.")
-        if self.reasoning is not None:
-            self.reasoning.check_extra("reasoning.")
-        if self.text is not None:
-            self.text.check_extra("text.")
-            if self.text.format is not None:
-                self.text.format.check_extra("text.format.")
 
     def as_chat(self) -> schemas.ChatRequest:
         """The same as a request for a chat completion.

@@ -204,5 +204,5 @@ class Output:
 
 
 def _logprobs(part: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns the field that events of the answer's text have, and those of a thought have not."""
+    """Returns the field that only events of the answer's text have."""
     return {"logprobs": []} if part["type"] == "output_text" else {}

@@ -127,17 +127,6 @@ class _Generation(Asked):
     guided_choice: Optional[List[Text]] = Field(None, min_length=1, description="as in vLLM")
     guided_grammar: Optional[Text] = Field(None, description="as in vLLM: in Lark or GBNF")
 
-    def check_extra(self, where: str = "") -> None:
-        """See Asked; the objects that say how to answer are looked at too."""
-        super().check_extra(where)
-        form = self.response_format
-        if self.structured_outputs is not None:
-            self.structured_outputs.check_extra("structured_outputs.")
-        if form is not None:
-            form.check_extra("response_format.")
-            if form.json_schema is not None:
-                form.json_schema.check_extra("response_format.json_schema.")
-
     def constraint(self) -> Optional[Constraint]:
         """What the answer must be; None for any text.
 
@@ -310,14 +299,6 @@ class ChatRequest(_Generation):
     )
     logprobs: Optional[bool] = None
     top_logprobs: Optional[int] = Field(None, ge=0, le=MAX_LOGPROBS, description="likeliest tokens to report")
-
-    def check_extra(self, where: str = "") -> None:
-        """See Asked; tools are looked at too."""
-        super().check_extra(where)
-        for number, tool in enumerate(self.tools or ()):
-            tool.check_extra(f"tools.{number}.")
-        if self.tool_choice is not None and not isinstance(self.tool_choice, str):
-            self.tool_choice.check_extra("tool_choice.")
 
     @property
     def callable_tools(self) -> Dict[int, Function]:

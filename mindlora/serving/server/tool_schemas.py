@@ -34,11 +34,6 @@ class Tool(Asked):
     type: Literal["function"]
     function: Function
 
-    def check_extra(self, where: str = "") -> None:
-        """See Asked."""
-        super().check_extra(where)
-        self.function.check_extra(f"{where}function.")
-
 
 class NamedFunction(Asked):
     """The name of a tool."""
@@ -51,11 +46,6 @@ class NamedTool(Asked):
 
     type: Literal["function"]
     function: NamedFunction
-
-    def check_extra(self, where: str = "") -> None:
-        """See Asked."""
-        super().check_extra(where)
-        self.function.check_extra(f"{where}function.")
 
 
 class AllowedTools(Asked):
@@ -70,13 +60,6 @@ class AllowedToolsChoice(Asked):
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
-
-    def check_extra(self, where: str = "") -> None:
-        """See Asked."""
-        super().check_extra(where)
-        self.allowed_tools.check_extra(f"{where}allowed_tools.")
-        for number, tool in enumerate(self.allowed_tools.tools):
-            tool.check_extra(f"{where}allowed_tools.tools.{number}.")
 
 
 ToolChoice = Union[Literal["none", "auto", "required"], NamedTool, AllowedToolsChoice, None]

@@ -20,7 +20,7 @@ QWEN3 = CHATML.replace(
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}",
 )
-# As DeepSeek-R1's: the prompt begins the thought, and there is no switch.
+# Like DeepSeek-R1's template: the prompt begins the thought, and nothing switches it off.
 R1 = CHATML.replace("message.content", "message.content.split('</think>')[-1]").replace(
     "'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'"
 )

@@ -25,7 +25,7 @@ class City(BaseModel):
 
 
 def weather(city: Literal["Rome", "Paris"]) -> str:
-    """Tells whether it rains in a city."""
+    """Returns whether it rains in a city."""
     CALLED.append(city)
     return "no rain"
 
@@ -34,7 +34,7 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "weather",
-        "description": "Tells whether it rains in a city.",
+        "description": "Returns whether it rains in a city.",
         "parameters": {
             "type": "object",
             "properties": {"city": {"type": "string", "enum": ["Rome", "Paris"]}},

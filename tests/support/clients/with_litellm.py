@@ -34,7 +34,7 @@ def tools(url, model):
     message = message.choices[0].message
     messages.append(message.model_dump())
     for call in message.tool_calls:
-        # For vLLM, it takes away that there is no other argument.
+        # For vLLM, LiteLLM drops additionalProperties from the schema, so the call may have other arguments too.
         result = weather(json.loads(call.function.arguments)["city"])
         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     for _ in range(2):

@@ -7,6 +7,7 @@ import subprocess
 import threading
 
 import numpy as np
+import pytest
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "peft_side.py")
 # Seconds that one request may take. The first one also waits for the imports.
@@ -15,6 +16,23 @@ PATIENCE = 180
 
 class PeerError(AssertionError):
     """The other side refused, or its process ended."""
+
+
+def python_of(variable, what, folder):
+    """Returns the Python that a variable names; without one the test is skipped, and on CI it fails.
+
+    Args:
+        variable (str): The variable of the environment.
+        what (str): What that Python has, for the reason.
+        folder (str): The folder of tests for which scripts/test.sh makes it.
+    """
+    python = os.environ.get(variable)
+    if python:
+        return python
+    reason = f"{variable} names no Python with {what}: `bash scripts/test.sh {folder}` makes one and sets it."
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        pytest.fail(reason)
+    return pytest.skip(reason)
 
 
 class Peer:
