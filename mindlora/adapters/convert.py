@@ -38,7 +38,10 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertAdapterReport:
-    """What convert_adapter read and wrote: paths and forms, the counts of what was written, and the pairs' settings."""
+    """What convert_adapter read and wrote: paths and forms, the counts of what was written, and the pairs' settings.
+
+    ``left_out`` names the base's own tables that the file had beside pairs and that the form has no place for.
+    """
 
     source: str
     dialect: str
@@ -48,6 +51,7 @@ class ConvertAdapterReport:
     saved_modules: int
     ranks: Tuple[int, ...]
     alphas: Tuple[float, ...]
+    left_out: Tuple[str, ...] = ()
 
     @property
     def whole(self) -> int:
@@ -56,7 +60,13 @@ class ConvertAdapterReport:
 
     def __str__(self) -> str:
         content = pairs_in_words(self.pairs, self.ranks, self.alphas, self.saved_modules)
-        return f"{self.source} ({self.dialect}) -> {self.output} ({self.form}): {content}."
+        written = f"{self.source} ({self.dialect}) -> {self.output} ({self.form}): {content}."
+        if not self.left_out:
+            return written
+        return (
+            f"{written} It leaves out the table that the pair was trained on ({', '.join(self.left_out)}), which PEFT "
+            "saves beside it: use the adapter on a base with the same table."
+        )
 
 
 def pairs_in_words(pairs: int, ranks: Sequence[int], alphas: Sequence[float], saved_modules: int) -> str:
@@ -149,7 +159,7 @@ def convert_adapter(
         _join_all(adapter, heads, adapter.paths)
     else:
         adapter = with_cells_of(adapter, form.form, heads)
-    _leave_base_tables(adapter, is_gguf or not form.holds_modules)
+    left_out = _leave_base_tables(adapter) if is_gguf or not form.holds_modules else ()
     if is_gguf:
         llama_cpp.write(adapter, output, _base_in_llama_cpp(architecture, base.config, heads))
     else:
@@ -163,13 +173,16 @@ def convert_adapter(
         len(adapter.saved_modules),
         adapter.ranks,
         tuple(sorted(set(adapter.alphas.values()))),
+        left_out,
     )
 
 
-def _leave_base_tables(adapter: Adapter, has_no_place: bool) -> None:
-    """Takes the base's own tables off an adapter whose form has no place for them: nothing is lost."""
-    for name in adapter.base_tables if has_no_place else ():
+def _leave_base_tables(adapter: Adapter) -> Tuple[str, ...]:
+    """Takes the base's own tables off an adapter, for a form that has no place for them, and returns their names."""
+    tables = tuple(adapter.base_tables)
+    for name in tables:
         del adapter.saved_modules[name]
+    return tables
 
 
 def _extras(to: str) -> Extras:

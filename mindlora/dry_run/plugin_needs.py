@@ -23,8 +23,10 @@ _BEGINNINGS = (b"acl", b"Hccl", b"Hcom", b"hal", b"Msprof", b"rt")
 _LOADED_LATER = re.compile(rb"(libacl_[a-z_]+\.so)(?=\0)")
 # The second function of an operator's two; MindSpore puts its name together from that of the first.
 _WORKSPACE = "GetWorkspaceSize"
-# Libraries that are not CANN's: of this process (the C library, Python) and of C++.
-_SYSTEM = (None, "libstdc++.so.6", "libgcc_s.so.1")
+# Libraries that are not CANN's, and how Python's names begin. What this process has loaded does not count: it may hold
+# a stand-in for CANN.
+_SYSTEM = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libstdc++.so.6", "libgcc_s.so.1")
+_PYTHON = ("Py", "_Py")
 
 
 class PluginNeeds(NamedTuple):
@@ -106,4 +108,4 @@ def _looked_up(content: bytes) -> Iterator[str]:
 
 
 def _is_of_the_system(function: str) -> bool:
-    return any(hasattr(ctypes.CDLL(name), function) for name in _SYSTEM)
+    return function.startswith(_PYTHON) or any(hasattr(ctypes.CDLL(name), function) for name in _SYSTEM)

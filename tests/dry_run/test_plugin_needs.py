@@ -1,10 +1,12 @@
 """What MindSpore's Ascend plugin needs of CANN, as the libraries of the installed wheel say."""
 
 import importlib.machinery
+import subprocess
+import sys
 
 import pytest
 
-from mindlora.dry_run import plugin_needs
+from mindlora.dry_run import plugin_needs, stand_ins
 from mindlora.errors import InstallationError
 
 
@@ -28,6 +30,20 @@ def test_what_the_system_or_the_wheel_defines_is_not_asked_for(needs):
     assert not needs.functions & {"malloc", "dlopen", "PyList_New", "_ZdlPvm"}
     assert not [name for name in needs.functions if name.startswith("_ZN9mindspore7session")]
     assert not [name for name in needs.libraries if name.startswith(("libmindspore", "libc.", "libstdc++"))]
+
+
+def test_a_name_is_asked_for_even_where_this_process_has_it(needs, tmp_path):
+    source = tmp_path / "loaded.c"
+    source.write_text(stand_ins.return_0(["aclrtCreateStream"]))
+    library = tmp_path / "loaded.so"
+    stand_ins.compile_library(library, [source])
+    code = (
+        f"import ctypes; ctypes.CDLL({str(library)!r}, ctypes.RTLD_GLOBAL);"
+        "from mindlora.dry_run import plugin_needs;"
+        "print(sorted(plugin_needs.plugin_needs(plugin_needs.mindspore_folder()).functions))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.split() == str(sorted(needs.functions)).split()
 
 
 def test_without_mindspore_or_its_plugin_the_error_says_what_to_install(monkeypatch, tmp_path):
