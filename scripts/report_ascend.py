@@ -1,12 +1,12 @@
 """Report: what the Ascend C kernels move and compute, and the cores that they keep busy, as the simulator counts them.
 
-The simulator (ops/ascendc_model) is not CANN and not an NPU: it counts bytes of global memory, repeats of the vector
-unit (products of two fractals on a cube core) and busy cores, and knows nothing about time. "repeats" are those of the
-busiest core. The time at best is the larger of the bytes over the bandwidth and these repeats over 1.8 GHz: the least
-bytes over 1.6 TB/s, and what cores exchange or read again over the double, since the second-level cache serves it.
-"time" is that over the bound of all cores sharing both, the least bytes and the vector cores' repeats. The shapes are
-the linear layers of Llama 7B and 13B in bfloat16, on a chip of 24 cube and 48 vector cores. Bytes are relative to the
-least possible, each input and output once.
+The simulator (tests/support/ascendc_model) is not CANN and not an NPU: it counts bytes of global memory, repeats of the
+vector unit (products of two fractals on a cube core) and busy cores, and knows nothing about time. "repeats" are those
+of the busiest core. The time at best is the larger of the bytes over the bandwidth and these repeats over 1.8 GHz: the
+least bytes over 1.6 TB/s, and what cores exchange or read again over the double, since the second-level cache serves
+it. "time" is that over the bound of all cores sharing both, the least bytes and the vector cores' repeats. The shapes
+are the linear layers of Llama 7B and 13B in bfloat16, on a chip of 24 cube and 48 vector cores. Bytes are relative to
+the least possible, each input and output once.
 
 For comparison, the same as a composition of plain kernels, by arithmetic: x A^T; scale; B^T; add; with many adapters
 also gathering the rows of each and putting them back; for NF4 weights codes to integers, two look-ups, their
@@ -17,15 +17,14 @@ tiles of 16 x 256 of its output, and the cores given are those of the kernel wit
     python scripts/report_ascend.py --border             where cells take plain operators, by the plan's estimate
 """
 
-import importlib.util
 import math
-import os
 import sys
 from typing import Any, Dict, Iterator, List, Tuple
 
 import numpy as np
 
-from bench import ROOT, common
+from bench import common
+from tests.support.ascendc_model import kernels
 
 LAYERS = {"7B": [(4096, 4096), (4096, 11008), (11008, 4096)], "13B": [(5120, 5120), (5120, 13824), (13824, 5120)]}
 TOKENS, RANKS, ADAPTERS = (1, 8, 32, 512), (8, 16, 64), (1, 4, 32)
@@ -272,16 +271,7 @@ def random(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0x3F00, 0x4000, shape, np.uint16)
 
 
-def load_kernels() -> Any:
-    """Returns ops/ascendc_common/kernels.py as a module."""
-    spec = importlib.util.spec_from_file_location("kernels", os.path.join(ROOT, "ops", "ascendc_common", "kernels.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 SCALE = np.full(1, 0.5, np.float32)
-kernels = load_kernels()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,8 @@
 """The project's kernels, launched by MindSpore on a device whose memory is this process's, with values.
 
-Host sides and kernels are the project's own; the kernels run in the simulator of ops/ascendc_model. It refuses NaN on
-the cube cores, where an NPU may end in an error of execution: that happens in two cases of lora_delta in 16 bits.
-Each mode runs some of the dtypes, and all of them with MINDLORA_ASCEND_RUNS=all.
+Host sides and kernels are the project's own; the kernels run in the simulator (tests/support/ascendc_model). It refuses
+NaN on the cube cores, where an NPU may end in an error of execution: that happens in two cases of lora_delta in
+16 bits. Each mode runs some of the dtypes, and all of them with MINDLORA_ASCEND_RUNS=all.
 """
 
 import pathlib

@@ -1,7 +1,6 @@
 """scripts/build_ascend.sh with CANN missing, too old or faked: its messages, and its calls of CANN's CMake."""
 
 import os
-import pathlib
 import platform
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.ascendc_model.model import INCLUDE
 from tests.support.made_up_cann import made_up_cann
 
 NEEDS_CMAKE = pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
@@ -177,14 +177,13 @@ def test_kernels_find_their_headers_in_the_package_without_the_checkout(run, tmp
     assert run("--install-path", str(tmp_path / "into")).returncode == 0
     shutil.rmtree(tmp_path / "checkout")
     sources = tmp_path / "into/vendors/mindlora/op_impl/ai_core/tbe/mindlora_impl"
-    simulator = pathlib.Path(ROOT, "ops", "ascendc_model", "include")
     kernels = sorted((sources / "dynamic").glob("*/ascendc/op_kernel/*.cpp"))
     assert len(kernels) == 5
     for kernel in kernels:
-        folders = [f"-I{simulator}", f"-I{sources}/ascendc/common"]
+        folders = [f"-I{INCLUDE}", f"-I{sources}/ascendc/common"]
         done = subprocess.run(
             ["g++", "-std=c++17", "-MM", *folders, kernel], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        used = [path for path in done.stdout.replace("\\\n", " ").split()[1:] if str(simulator) not in path]
+        used = [path for path in done.stdout.replace("\\\n", " ").split()[1:] if str(INCLUDE) not in path]
         assert len(used) > 2 and all(path.startswith(str(sources)) for path in used)

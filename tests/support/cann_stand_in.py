@@ -10,6 +10,8 @@ import re
 import subprocess
 from typing import Dict, List, Sequence, Tuple
 
+from tests.support.ascendc_model.model import INCLUDE
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OPS = ROOT / "ops"
 STAND_IN = pathlib.Path(__file__).resolve().parent / "cann_stand_in"
@@ -118,6 +120,6 @@ def make(folder: pathlib.Path) -> Dict[str, pathlib.Path]:
     source = folder / "aclnn.cpp"
     source.write_text('#include "caller.h"\n' + "".join(map(definitions, operators())))
     hosts = [OPS / op / "ascendc/op_host" / f"{op}.cpp" for op in operators()]
-    flags = [f"-I{OPS}", f"-I{OPS}/ascendc_model/include", "-ldl"]
+    flags = [f"-I{OPS}", f"-I{INCLUDE}", "-ldl"]
     library(package / "op_api/lib/libcust_opapi.so", [source, STAND_IN / "caller.cpp", *hosts], *flags)
     return {"cann": cann, "package": package}

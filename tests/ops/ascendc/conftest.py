@@ -18,12 +18,6 @@ def _load(name, path):
 
 
 @pytest.fixture(scope="session")
-def kernels():
-    """ops/ascendc_common/kernels.py."""
-    return _load("ascendc_kernels", OPS / "ascendc_common" / "kernels.py")
-
-
-@pytest.fixture(scope="session")
 def reference():
     """Returns the module reference.py of an operator."""
     return lambda op: _load(f"{op}_reference", OPS / op / "reference.py")

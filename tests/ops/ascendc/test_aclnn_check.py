@@ -17,6 +17,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support import cann_stand_in
+from tests.support.ascendc_model import kernels
 from tests.support.bare_python import bare_environment
 
 # The dtype with which each program's options and messages are tried.
@@ -38,7 +39,7 @@ def checkout(folder):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, kernels, stand_in):
+def place(tmp_path_factory, stand_in):
     """A checkout of its own with the built programs, beside the stand-in and the simulator's kernels."""
     folder = tmp_path_factory.mktemp("aclnn")
     (folder / "kernels").mkdir()
@@ -108,7 +109,7 @@ def test_every_kernel_gives_what_its_reference_gives_in_all_files(run, built, op
     assert {path.stem.partition("_")[0] for path in cases} == {"float32", "float16", "bfloat16"}
 
 
-def test_the_files_reach_the_vector_and_the_cube_kernel_of_each_operator(kernels, monkeypatch):
+def test_the_files_reach_the_vector_and_the_cube_kernel_of_each_operator(monkeypatch):
     monkeypatch.syspath_prepend(os.path.join(ROOT, "ops", "ascendc_check"))
     from golden import RANKS, SIZES
 
@@ -305,7 +306,7 @@ def verified(place, tmp_path):
     (root / "mindlora").mkdir()
     shutil.copy(os.path.join(ROOT, "mindlora/__init__.py"), root / "mindlora")
     (root / "ops").mkdir()
-    for name in ("ascendc_check", "ascendc_common", "ascendc_model", "lora_delta", "multi_lora_slot_write"):
+    for name in ("ascendc_check", "ascendc_common", "lora_delta", "multi_lora_slot_write"):
         (root / "ops" / name).symlink_to(os.path.join(ROOT, "ops", name))
     (tmp_path / "bare").mkdir()
     python_path = bare_environment(str(tmp_path / "bare"))["PYTHONPATH"]

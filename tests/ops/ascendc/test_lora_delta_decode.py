@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.ascend_arrays import DTYPES, assert_rounded_once, empty, moved, normal, widen
+from tests.support.ascendc_model import kernels
 
 RANKS = (1, 8, 13, 16, 64, 128, 256)
 # K, N: less than a data block, ragged, and a multiple of 16 x cores.
@@ -14,7 +15,7 @@ CORES = (48, 40, 1)
 
 
 @pytest.fixture
-def run(kernels, reference):
+def run(reference):
     """Runs the operator, compares the result with the oracle, and returns (y as stored, report)."""
 
     def run(dtype, tokens, k, n, rank, scale=0.75, cores=CORES[0], seed=0):
@@ -84,7 +85,7 @@ def test_scale(run, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_token(kernels, dtype):
+def test_no_token(dtype):
     a, b = normal(1, dtype, (8, 100), (31, 8))
     y = empty(dtype, 0, 31)
     report = kernels.run(
@@ -104,7 +105,7 @@ def test_the_same_bits_twice(run, dtype, sizes):
     assert first.tobytes() == second.tobytes()
 
 
-def test_passes_together_and_alone(kernels):
+def test_passes_together_and_alone():
     """The sizes of test_many_tokens_in_float32 cover both."""
 
     def together(tokens, k, n, rank, cores):
@@ -114,7 +115,7 @@ def test_passes_together_and_alone(kernels):
     assert not together(49, 2051, 1283, 100, 6)
 
 
-def test_cores_exchange_sums_only_where_it_pays(kernels, run):
+def test_cores_exchange_sums_only_where_it_pays(run):
     """A little work needs no exchange; more needs one, of at most the sums of the cores that shrink."""
     assert kernels.plan("lora_delta", "float16", (1, 257, 130, 8))[0].workspace == 0
     made, _ = kernels.plan("lora_delta", "float16", (1, 2051, 1283, 16))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.ascend_arrays import ROUNDING, empty, moved, normal, store, widen
+from tests.support.ascendc_model import kernels
 
 DTYPES = ("float16", "bfloat16")
 RANKS = (1, 8, 13, 16, 64, 128, 256)
@@ -13,7 +14,7 @@ PREFILL = 2
 
 
 @pytest.fixture(scope="module")
-def run(kernels):
+def run():
     """Runs the kernel on (y0, x, a, b); returns y and the report."""
 
     def run_kernel(dtype, arrays, scale, cube_cores=24, vector_cores=48):
@@ -133,7 +134,7 @@ def test_bytes_moved(run, size, rank, most):
     assert report["cores_that_worked"] >= 60
 
 
-def test_what_stays_with_the_vector_cores(kernels):
+def test_what_stays_with_the_vector_cores():
     def way(dtype, *sizes, cores=(24, 48)):
         return kernels.plan("lora_delta", dtype, sizes, *cores)[0].tiling_key
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.ascend_arrays import DTYPES, assert_rounded_once, empty, moved, normal, widen
+from tests.support.ascendc_model import kernels
 
 RANKS = (1, 8, 13, 16, 64, 128, 256)
 # K, N: less than a data block, ragged, and a multiple of 16 x cores.
@@ -17,7 +18,7 @@ VECTOR = 1
 
 
 @pytest.fixture
-def run(kernels, reference):
+def run(reference):
     """Runs the operator, compares the result with the oracle, and returns (y as stored, report)."""
 
     def run(dtype, tokens, k, n, rank, scale=0.75, with_bias=True, cores=CORES[0]):
@@ -84,7 +85,7 @@ def test_scale(run, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_token(kernels, dtype):
+def test_no_token(dtype):
     w, a, b = normal(1, dtype, (31, 100), (8, 100), (31, 8))
     y = empty(dtype, 0, 31)
     report = kernels.run(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.ascend_arrays import LEAST, ROUNDING, empty, moved, normal, store, widen
+from tests.support.ascendc_model import kernels
 
 DTYPES = ("float16", "bfloat16")
 RANKS = (1, 8, 13, 16, 64, 128, 256)
@@ -14,7 +15,7 @@ VECTOR, CUBE = 1, 2
 
 
 @pytest.fixture(scope="module")
-def run(kernels):
+def run():
     """Runs the kernel on (x, w, a, b, bias or None); returns y and the report."""
 
     def run_kernel(dtype, arrays, scale=0.75, cores=CORES[0]):
@@ -130,7 +131,7 @@ def test_little_more_than_the_least_bytes_are_moved(run, d, rank):
     assert len(rows) == 24 and max(rows) - min(rows) <= 16 and min(rows) > 0
 
 
-def test_what_stays_with_the_vector_cores(kernels):
+def test_what_stays_with_the_vector_cores():
     def way(dtype, *sizes):
         return kernels.plan("lora_linear", dtype, (*sizes, 16, 1))[0].tiling_key
 

@@ -15,13 +15,14 @@ from tests.support.ascend_arrays import (
     store,
     widen,
 )
+from tests.support.ascendc_model import kernels
 
 NAMES = ("y0", "x", "pool", "ranks", "scales", "indices")
 TRUE_RANKS = (1, 8, 13, 16, 64, 0, 33)
 
 
 @pytest.fixture(scope="module")
-def run(kernels):
+def run():
     """Runs the kernel on its six inputs; returns y and the report."""
 
     def run_kernel(dtype, inputs, cores=48):
@@ -112,7 +113,7 @@ def test_more_tokens_than_a_round_has(run, reference):
     assert_near(reference, "float32", y, inputs)
 
 
-def test_as_many_slots_as_the_table_has_room_for(run, reference, kernels):
+def test_as_many_slots_as_the_table_has_room_for(run, reference):
     inputs = case("float32", np.arange(600) % 97 * 89, [1] * 8638, 3, 4)
     y, report = run("float32", inputs, 4)
     assert_near(reference, "float32", y, inputs)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.ascend_arrays import ROUNDING, empty, moved, normal, store, widen
+from tests.support.ascendc_model import kernels
 
 DTYPES = ("float16", "bfloat16")
 NAMES = ("y0", "x", "pool", "ranks", "scales", "indices")
@@ -20,7 +21,7 @@ KINDS = {  # which of 7 slots each of t tokens uses
 
 
 @pytest.fixture(scope="module")
-def run(kernels):
+def run():
     """Runs the kernel on its six inputs; returns y and the report."""
 
     def run_kernel(dtype, inputs, cube_cores=24):
@@ -130,7 +131,7 @@ def test_bytes_moved(run):
     assert report["cores_that_worked"] >= 48
 
 
-def test_what_stays_with_the_vector_cores(kernels):
+def test_what_stays_with_the_vector_cores():
     def way(dtype, tokens, k, n, max_rank=16, slots=200, cores=(24, 48)):
         return kernels.plan("multi_lora_delta", dtype, (tokens, slots, max_rank, k, n), *cores)[0].tiling_key
 

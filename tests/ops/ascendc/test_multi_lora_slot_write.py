@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from tests.support.ascend_arrays import DTYPES, moved, normal
+from tests.support.ascendc_model import kernels
 
 SLOTS = 4
 
 
 @pytest.fixture(scope="module")
-def run(kernels):
+def run():
     """Writes packed into a slot of (pool, ranks, scales), in place; returns the output and the report."""
 
     def run_kernel(dtype, state, slot, packed, scale, cores=48):
@@ -71,7 +72,7 @@ def test_a_slot_outside_the_pool_writes_nothing(run, dtype, slot):
     )
 
 
-def test_what_was_written_is_what_is_computed_with(run, kernels, reference):
+def test_what_was_written_is_what_is_computed_with(run, reference):
     """A write, then multi_lora_delta on the same pool."""
     k, n, rank = 100, 131, 13
     state = state_of("float32", 16, k + n)

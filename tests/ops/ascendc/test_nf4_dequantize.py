@@ -5,10 +5,11 @@ import pytest
 
 from mindlora.numerics.nf4 import Nf4Array, dequantize, layout, quantize
 from tests.support.ascend_arrays import DTYPES, STORED, empty, moved, store, widen
+from tests.support.ascendc_model import kernels
 
 
 @pytest.fixture(scope="module")
-def run(kernels):
+def run():
     """Decodes the four tensors of a weight into W [rows, columns]; returns it and the report."""
 
     def run_kernel(dtype, parts, columns, cores=48):
@@ -116,6 +117,6 @@ def test_each_byte_is_moved_once_and_the_cores_have_equal_loads(run, dtype, rows
     assert report["peak"]["UB"] <= 196352
 
 
-def test_a_large_weight_is_counted_in_64_bits(kernels):
+def test_a_large_weight_is_counted_in_64_bits():
     plan, tiling = kernels.plan("nf4_dequantize", "bfloat16", (1 << 18, 1 << 14))
     assert plan.blocks == 48 and int.from_bytes(tiling[:8], "little") == 1 << 32

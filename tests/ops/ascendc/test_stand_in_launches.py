@@ -6,11 +6,13 @@ import threading
 import numpy as np
 import pytest
 
+from tests.support.ascendc_model import kernels
+
 FLOAT32, UINT8, ND = 0, 4, 2
 
 
 @pytest.fixture(scope="module")
-def libraries(kernels, stand_in, tmp_path_factory):
+def libraries(stand_in, tmp_path_factory):
     """The runtime and the operator package; kernels for float32 are where the package looks for them."""
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "nf4_dequantize_float32.so").symlink_to(kernels.build("nf4_dequantize", "float32")[0].path)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.ascend_arrays import empty, store, widen
+from tests.support.ascendc_model import kernels
 
 DTYPES = ("float16", "bfloat16")
 # The step from 1 to the next number.
@@ -27,7 +28,7 @@ def stored(dtype, *arrays):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_y_of_lora_delta_on_the_vector_cores(kernels, dtype):
+def test_y_of_lora_delta_on_the_vector_cores(dtype):
     halves, even = ties(dtype)
     whole = np.floor(halves / STEP[dtype]) * STEP[dtype]
     arrays = stored(dtype, whole[None], np.ones((1, 1)), np.ones((1, 1)), (halves - whole)[:, None])
@@ -38,7 +39,7 @@ def test_y_of_lora_delta_on_the_vector_cores(kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_y_of_lora_linear_on_the_vector_cores(kernels, dtype):
+def test_y_of_lora_linear_on_the_vector_cores(dtype):
     halves, even = ties(dtype)
     whole = np.floor(halves / STEP[dtype]) * STEP[dtype]
     w = np.stack([whole, halves - whole], axis=1)
@@ -51,7 +52,7 @@ def test_y_of_lora_linear_on_the_vector_cores(kernels, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, cube_cores, key", [(1, 0, 1), (130, 1, 2)])
-def test_y_of_multi_lora_delta_on_either_kind_of_cores(kernels, dtype, tokens, cube_cores, key):
+def test_y_of_multi_lora_delta_on_either_kind_of_cores(dtype, tokens, cube_cores, key):
     halves, even = ties(dtype)
     whole = np.floor(halves / STEP[dtype]) * STEP[dtype]
     pool = np.concatenate([[1], halves - whole])[None, None]
@@ -66,7 +67,7 @@ def test_y_of_multi_lora_delta_on_either_kind_of_cores(kernels, dtype, tokens, c
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_rank_r_tensor_that_the_cube_cores_need(kernels, dtype):
+def test_the_rank_r_tensor_that_the_cube_cores_need(dtype):
     """A has a rank for each number, of which B hands it on."""
     halves, even = ties(dtype)
     whole, ranks = np.floor(halves / STEP[dtype]) * STEP[dtype], len(halves)
@@ -81,7 +82,7 @@ def test_the_rank_r_tensor_that_the_cube_cores_need(kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_w_of_nf4_dequantize(kernels, dtype):
+def test_w_of_nf4_dequantize(dtype):
     """The largest number of a block is its offset, here half way between two of the dtype."""
     halves, even = ties(dtype)
     codes = np.full((1, 32 * 256), 0xFF, np.uint8)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.ascend_arrays import over_the_bound
+from tests.support.ascendc_model import kernels
 
 D = 4096
 
@@ -17,7 +18,7 @@ def ones(dtype, *shape):
     [("float16", 1, 64), ("float16", 4, 64), ("float16", 8, 8), ("float16", 8, 16), ("float16", 8, 64)]
     + [("float16", 16, 64), ("float32", 8, 64)],
 )
-def test_lora_delta(kernels, dtype, tokens, rank):
+def test_lora_delta(dtype, tokens, rank):
     y0, x, a, b = (ones(dtype, *shape) for shape in ((tokens, D), (tokens, D), (rank, D), (D, rank)))
     report = kernels.run(
         "lora_delta",
@@ -35,7 +36,7 @@ def test_lora_delta(kernels, dtype, tokens, rank):
     [("float16", 8, 8), ("float16", 8, 16), ("float16", 8, 64), ("float16", 64, 64), ("float32", 8, 64)]
     + [("float32", 16, 16)],
 )
-def test_multi_lora_delta_with_one_adapter(kernels, dtype, tokens, rank):
+def test_multi_lora_delta_with_one_adapter(dtype, tokens, rank):
     y0, x, pool = ones(dtype, tokens, D), ones(dtype, tokens, D), ones(dtype, 1, rank, 2 * D)
     report = kernels.run(
         "multi_lora_delta",

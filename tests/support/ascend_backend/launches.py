@@ -5,7 +5,6 @@ MindSpore. The project's own operators are a package as CANN's build would make 
 which run in the simulator (tests/support/cann_stand_in.py).
 """
 
-import importlib.util
 import json
 import pathlib
 from typing import Dict, Iterable, List, NamedTuple, Tuple
@@ -13,6 +12,8 @@ from typing import Dict, Iterable, List, NamedTuple, Tuple
 from mindlora.common.atomic import replace_folder
 from mindlora.dry_run.stand_ins import StandIns, built_once, compile_library, return_0, stand_ins
 from tests.support import cann_stand_in
+from tests.support.ascendc_model import kernels
+from tests.support.ascendc_model.model import INCLUDE
 from tests.support.cann_stand_in import OPS, ROOT, STAND_IN
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -125,7 +126,7 @@ def _build_package(folder: pathlib.Path, cann: StandIns) -> None:
     source = folder / "aclnn.cpp"
     source.write_text('#include "caller.h"\n' + "".join(map(cann_stand_in.definitions, operators)))
     hosts = [OPS / op / "ascendc/op_host" / f"{op}.cpp" for op in operators]
-    includes = (f"-I{OPS}", f"-I{OPS}/ascendc_model/include")
+    includes = (f"-I{OPS}", f"-I{INCLUDE}")
     linked = ("-ldl", "-Wl,--no-as-needed", f"-L{cann.libraries}", "-lascendcl")
     target = package / "op_api/lib/libcust_opapi.so"
     cann_stand_in.library(target, [source, STAND_IN / "caller.cpp", *hosts], *includes, *linked)
@@ -137,9 +138,6 @@ def _build_package(folder: pathlib.Path, cann: StandIns) -> None:
 
 def _project_kernels() -> pathlib.Path:
     """Returns a folder with the project's kernels for each dtype, compiled for the simulator where they are not yet."""
-    spec = importlib.util.spec_from_file_location("ascendc_kernels", OPS / "ascendc_common/kernels.py")
-    kernels = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(kernels)
     paths = {
         f"{op}_{dtype}.so": kernels.build(op, dtype)[0].path
         for op in cann_stand_in.operators()

@@ -23,7 +23,7 @@ struct Call : aclOpExecutor {
     gert::TilingContext context;
 };
 
-// As in ops/ascendc_model/include/model/python_entry.h.
+// As in tests/support/ascendc_model/include/model/python_entry.h.
 struct Buffer {
     const char* name;
     void* data;

@@ -2,10 +2,10 @@
 #ifndef DTYPE_X
 #define DTYPE_X MINDLORA_ELEMENT
 #endif
-#include "op_kernel/lora_linear.cpp"
+#include "lora_linear/ascendc/op_kernel/lora_linear.cpp"
 
-#include "ascendc_common/model_entry.h"
-#include "op_host/lora_linear_plan.h"
+#include "entry.h"
+#include "lora_linear/ascendc/op_host/lora_linear_plan.h"
 
 ASCENDC_MODEL_KERNEL(lora_linear);
 

@@ -2,10 +2,10 @@
 #ifndef DTYPE_W
 #define DTYPE_W MINDLORA_ELEMENT
 #endif
-#include "op_kernel/nf4_dequantize.cpp"
+#include "nf4_dequantize/ascendc/op_kernel/nf4_dequantize.cpp"
 
-#include "ascendc_common/model_entry.h"
-#include "op_host/nf4_dequantize_plan.h"
+#include "entry.h"
+#include "nf4_dequantize/ascendc/op_host/nf4_dequantize_plan.h"
 
 ASCENDC_MODEL_KERNEL(nf4_dequantize);
 

@@ -1,4 +1,4 @@
-// For <op>/ascendc/model.cpp: lets kernels.py call an operator's plan. Not part of what CANN compiles.
+// For the operators beside this file: lets kernels.py call an operator's plan. Not part of what CANN compiles.
 #pragma once
 
 #include <cstring>

@@ -2,10 +2,10 @@
 #ifndef DTYPE_X
 #define DTYPE_X MINDLORA_ELEMENT
 #endif
-#include "op_kernel/lora_delta.cpp"
+#include "lora_delta/ascendc/op_kernel/lora_delta.cpp"
 
-#include "ascendc_common/model_entry.h"
-#include "op_host/lora_delta_plan.h"
+#include "entry.h"
+#include "lora_delta/ascendc/op_host/lora_delta_plan.h"
 
 ASCENDC_MODEL_KERNEL(lora_delta);
 

@@ -1,26 +1,26 @@
-"""Runs the Ascend C kernels of the operators in the simulator (../ascendc_model), on NumPy arrays. Not on an NPU.
+"""Runs the Ascend C kernels of the operators in the simulator, on NumPy arrays. Not on an NPU.
 
     report = kernels.run("lora_delta", "float16", inputs, outputs, sizes)
 
-Each kernel is compiled once for each dtype, as CANN does, from <op>/ascendc/model.cpp. build/ascendc_model keeps what
-was compiled, for all processes, until a source changes.
+Each kernel is compiled once for each dtype, as CANN does, from operators/<op>.cpp. build/ascendc_model keeps what was
+compiled, for all processes, until a source changes.
 """
 
 import ctypes
 import fcntl
 import functools
 import hashlib
-import importlib.util
 import os
 import pathlib
 from typing import Any, Callable, Dict, Sequence, Tuple
 
 import numpy as np
 
-OPS = pathlib.Path(__file__).resolve().parents[1]
-_SPEC = importlib.util.spec_from_file_location("ascendc_model", OPS / "ascendc_model" / "model.py")
-model = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(model)
+from tests.support.ascendc_model import model
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+OPS = ROOT / "ops"
 
 # The dtypes as the kernels' sources call them.
 ELEMENTS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
@@ -28,7 +28,7 @@ KINDS = ("AIV_ONLY", "MIX_AIV_1_0", "MIX_AIC_1_2")
 # Of the largest 910B. Tests also run with fewer, to show that no kernel depends on the number.
 CUBE_CORES, VECTOR_CORES = 24, 48
 _TILING_BYTES = 4096
-_BUILT = OPS.parent / "build" / "ascendc_model"
+_BUILT = ROOT / "build" / "ascendc_model"
 _FLAGS = ("-O1",)
 
 
@@ -62,23 +62,23 @@ def _compile(op: str, dtype: str, target: pathlib.Path) -> None:
     """Compiles the kernel of an operator for a dtype, and puts it into place when it is whole."""
     unfinished = target.with_suffix(".unfinished")
     flags = (*_FLAGS, f"-I{OPS}", f"-DMINDLORA_ELEMENT={ELEMENTS[dtype]}")
-    model.build(OPS / op / "ascendc" / "model.cpp", unfinished, flags)
+    model.build(HERE / "operators" / f"{op}.cpp", unfinished, flags)
     os.replace(unfinished, target)
 
 
 def _digest(op: str) -> str:
     """Returns a digest of all that the kernel of an operator is compiled from."""
     whole = hashlib.sha256(repr(_FLAGS).encode())
-    for folder in (OPS / "ascendc_common", OPS / "ascendc_model", OPS / op / "ascendc"):
+    for folder in (OPS / "ascendc_common", HERE, OPS / op / "ascendc"):
         for path in sorted([*folder.rglob("*.h"), *folder.rglob("*.cpp")]):
-            whole.update(str(path.relative_to(OPS)).encode() + path.read_bytes())
+            whole.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return whole.hexdigest()[:16]
 
 
 def plan(
     op: str, dtype: str, sizes: Sequence[int], cube_cores: int = CUBE_CORES, vector_cores: int = VECTOR_CORES
 ) -> Tuple[_Plan, bytes]:
-    """Returns (plan, tiling as bytes) for the sizes that the operator's plan takes (its model.cpp lists them)."""
+    """Returns (plan, tiling as bytes) for the sizes that the operator's plan takes (operators/<op>.cpp lists them)."""
     result, tiling = _Plan(), ctypes.create_string_buffer(_TILING_BYTES)
     build(op, dtype)[1](
         (ctypes.c_int64 * len(sizes))(*sizes),

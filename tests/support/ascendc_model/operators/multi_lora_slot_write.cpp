@@ -2,10 +2,10 @@
 #ifndef DTYPE_POOL
 #define DTYPE_POOL MINDLORA_ELEMENT
 #endif
-#include "op_kernel/multi_lora_slot_write.cpp"
+#include "multi_lora_slot_write/ascendc/op_kernel/multi_lora_slot_write.cpp"
 
-#include "ascendc_common/model_entry.h"
-#include "op_host/multi_lora_slot_write_plan.h"
+#include "entry.h"
+#include "multi_lora_slot_write/ascendc/op_host/multi_lora_slot_write_plan.h"
 
 ASCENDC_MODEL_KERNEL(multi_lora_slot_write);
 

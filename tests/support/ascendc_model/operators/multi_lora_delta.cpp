@@ -2,10 +2,10 @@
 #ifndef DTYPE_X
 #define DTYPE_X MINDLORA_ELEMENT
 #endif
-#include "op_kernel/multi_lora_delta.cpp"
+#include "multi_lora_delta/ascendc/op_kernel/multi_lora_delta.cpp"
 
-#include "ascendc_common/model_entry.h"
-#include "op_host/multi_lora_delta_plan.h"
+#include "entry.h"
+#include "multi_lora_delta/ascendc/op_host/multi_lora_delta_plan.h"
 
 ASCENDC_MODEL_KERNEL(multi_lora_delta);
 
