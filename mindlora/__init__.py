@@ -1,7 +1,6 @@
 """LoRA for MindSpore, native to MindFormers."""
 
 import importlib
-import warnings
 from typing import Any, List
 
 __version__ = "0.1.0"
@@ -34,22 +33,14 @@ _HOME = {
     "trainable_summary": "mindlora.apply",
     "unmerge_lora": "mindlora.merge",
 }
-# Name in version 0.1 -> current name. The old names will be removed in version 0.3.
-_RENAMED = {"start_adapters": "initialize_adapters"}
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    current = _RENAMED.get(name, name)
-    if current not in _HOME:
+    if name not in _HOME:
         raise AttributeError(f"module 'mindlora' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_HOME[current]), current)
-    if current != name:
-        warnings.warn(f"{name} is now {current}. Use the new name.", DeprecationWarning, stacklevel=2)
-        # From now on it is found here, so it warns only once.
-        globals()[name] = value
-    return value
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> List[str]:
-    return sorted({*globals(), *_HOME, *_RENAMED})
+    return sorted({*globals(), *_HOME})

@@ -136,7 +136,7 @@ def test_the_keys_page_names_every_callback():
     for path in glob.glob(os.path.join(ROOT, "mindlora", "plugin", "callbacks", "*.py")):
         with open(path, encoding="utf-8") as file:
             missing += [name for name in CALLBACK.findall(file.read()) if not re.search(rf"\b{name}\b", section)]
-    assert missing == ["LoraStart"]  # the name that LoraInitialization had in version 0.1
+    assert not missing
 
 
 def blocks_of(document):
@@ -185,10 +185,7 @@ def test_pet_config_in_yaml_is_accepted(document):
 def test_every_public_name_is_in_the_api_reference():
     reference = "".join(text_of(document) for document in DOCUMENTS if document.startswith(os.path.join("docs", "api")))
     listed = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", reference, re.M)}
-    public = {*mindlora.__all__, *mindlora.ops.__all__} - {
-        "start_adapters",
-        "LoraError",
-    }  # an old name; with all errors
+    public = {*mindlora.__all__, *mindlora.ops.__all__} - {"LoraError"}  # with all errors
     assert not public - listed
 
 

@@ -92,8 +92,13 @@ def test_what_works_on_files_needs_no_mindspore(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["first.ckpt", "peft", "second.ckpt"]
 
 
-def test_imports_go_down():
-    modules = imports(ROOT)
+@pytest.fixture(scope="module")
+def modules():
+    """Returns what each module of the package imports."""
+    return imports(ROOT)
+
+
+def test_imports_go_down(modules):
     assert len(modules) > 80  # The check did look at the right folder.
     assert not broken_rules(modules)
 
@@ -102,8 +107,8 @@ def test_imports_go_down():
     "imported, broken",
     [("graph.network", []), ("resume.collectives", ["plugin.graph.a imports plugin.resume.collectives"])],
 )
-def test_rooms_of_the_plug_in_import_one_way(imported, broken):
-    modules = {**imports(ROOT), "mindlora.plugin.graph.a": [(f"mindlora.plugin.{imported}", False)]}
+def test_rooms_of_the_plug_in_import_one_way(modules, imported, broken):
+    modules = {**modules, "mindlora.plugin.graph.a": [(f"mindlora.plugin.{imported}", False)]}
     assert wrong_rooms(modules) == broken
 
 

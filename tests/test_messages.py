@@ -4,14 +4,13 @@ import ast
 import builtins
 import functools
 import itertools
-import os
 import re
 
 import pytest
 
 from mindlora import cli
 from mindlora.adapters.dialects import foreign
-from tests.conftest import ROOT
+from tests.support.sources import modules
 
 WARNERS = ("warnings.warn", "logger.warning", "logger.error", "parser.error")
 # What these functions return says which words there are to choose from.
@@ -56,7 +55,7 @@ def test_each_part_can_be_missing(text, lacks):
 def test_what_is_called_advice_is():
     """A message that fills in a value of this name has passed the test above."""
     texts = [form.advice for form in foreign.FOREIGN]
-    for node in itertools.chain.from_iterable(ast.walk(tree) for _, tree in modules()):
+    for node in itertools.chain.from_iterable(ast.walk(module.tree) for module in modules()):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).lower().lstrip("_") == "advice":
             texts += [text_of(part) for part in ast.walk(node.value) if words(part) >= 3]
     assert len(texts) > 30
@@ -86,8 +85,8 @@ def options_by_verb():
 
 def texts_about_files():
     """Yields (path, text) of each string of the modules on files of adapters and bases, docstrings among them."""
-    for path, tree in modules():
-        if path.startswith(("mindlora/adapters/", "mindlora/base/")):
+    for path, _, tree in modules():
+        if path.startswith(("adapters/", "base/")):
             for node in ast.walk(tree):
                 if isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield path, text_of(node)
@@ -111,7 +110,7 @@ def is_sentence(text):
 
 def messages():
     """Returns ("file:line", text) of everything that is raised or given as a warning."""
-    return [(f"{path}:{node.lineno}", text_of(node)) for path, tree in modules() for node in raised_or_warned(tree)]
+    return [(f"{path}:{node.lineno}", text_of(node)) for path, _, tree in modules() for node in raised_or_warned(tree)]
 
 
 def raised_or_warned(tree):
@@ -161,19 +160,8 @@ def text_of(node):
 def constants():
     """Returns constant of a module -> its text; where several modules have the name, one without advice counts."""
     texts = {}
-    for node in itertools.chain.from_iterable(tree.body for _, tree in modules()):
+    for node in itertools.chain.from_iterable(module.tree.body for module in modules()):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             for name in map(ast.unparse, node.targets):
                 texts[name] = min(texts.get(name, node.value.value), node.value.value, key=has_advice)
     return {name: text for name, text in texts.items() if has_advice(text)}
-
-
-@functools.lru_cache(maxsize=None)
-def modules():
-    """Returns (path from the top of the checkout, syntax tree) of each module."""
-    collected = []
-    for folder, _, names in os.walk(os.path.join(ROOT, "mindlora")):
-        for path in sorted(os.path.join(folder, name) for name in names if name.endswith(".py")):
-            with open(path, encoding="utf-8") as file:
-                collected.append((os.path.relpath(path, ROOT), ast.parse(file.read())))
-    return collected

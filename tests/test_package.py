@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import warnings
 
 import pytest
 
@@ -64,14 +63,3 @@ def test_import_is_cheap_and_leaves_mindformers_out():
     assert output[-1] == "set()"
     # Seconds of computing, which other work on the machine does not lengthen; the benchmark has the strict limit.
     assert mindlora_seconds < 1
-
-
-def test_the_older_name_of_initialize_adapters_warns_once(monkeypatch):
-    monkeypatch.delitem(vars(mindlora), "start_adapters", raising=False)
-    with pytest.warns(DeprecationWarning, match="^start_adapters is now initialize_adapters") as caught:
-        assert mindlora.start_adapters is mindlora.initialize_adapters
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert mindlora.start_adapters is mindlora.initialize_adapters
-    assert "start_adapters" in dir(mindlora) and "start_adapters" not in mindlora.__all__

@@ -1,32 +1,19 @@
 """How the code of mindlora reads: no comprehension within a comprehension, and no long function."""
 
 import ast
-import os
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.sources import modules
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 MAX_LINES = 80  # Of code in a function's body: without its signature, docstring, comments and blank lines.
 
 
-def modules():
-    """Yields (path below mindlora/, source) of each module."""
-    package = os.path.join(ROOT, "mindlora")
-    for folder, _, names in os.walk(package):
-        for name in sorted(names):
-            if not name.endswith(".py"):
-                continue
-            path = os.path.join(folder, name)
-            with open(path, encoding="utf-8") as file:
-                yield os.path.relpath(path, package).replace(os.sep, "/"), file.read()
-
-
-def nested_comprehensions(source):
+def nested_comprehensions(tree):
     """Returns the lines of comprehensions that hold another one."""
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, COMPREHENSIONS):
             inner = [child for child in ast.walk(node) if isinstance(child, COMPREHENSIONS) and child is not node]
             if inner:
@@ -34,11 +21,11 @@ def nested_comprehensions(source):
     return sorted(lines)
 
 
-def long_functions(source):
+def long_functions(source, tree):
     """Returns (name, lines) of functions with more than MAX_LINES lines of code in their bodies."""
     lines = source.splitlines()
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
         body = node.body if ast.get_docstring(node) is None else node.body[1:]
@@ -52,12 +39,12 @@ def long_functions(source):
 
 
 def test_no_comprehension_within_a_comprehension():
-    lines = {path: nested_comprehensions(source) for path, source in modules()}
+    lines = {module.path: nested_comprehensions(module.tree) for module in modules()}
     assert not {path: at for path, at in lines.items() if at}
 
 
 def test_no_long_function():
-    functions = {path: long_functions(source) for path, source in modules()}
+    functions = {module.path: long_functions(module.source, module.tree) for module in modules()}
     assert not {path: names for path, names in functions.items() if names}
 
 
@@ -73,11 +60,11 @@ def test_no_long_function():
     ],
 )
 def test_what_counts_as_nested(source, lines):
-    assert nested_comprehensions(source) == lines
+    assert nested_comprehensions(ast.parse(source)) == lines
 
 
 @pytest.mark.parametrize("lines, is_long", [(MAX_LINES, False), (MAX_LINES + 1, True)])
 def test_what_counts_as_long(lines, is_long):
     code = ["    x = 1"] * lines
     source = "\n".join(["def f(", "    x,", "):", '    """One.', "", '    Two."""', "    # Three.", "", *code])
-    assert long_functions(source) == ([("f", lines)] if is_long else [])
+    assert long_functions(source, ast.parse(source)) == ([("f", lines)] if is_long else [])

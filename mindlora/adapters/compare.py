@@ -69,11 +69,6 @@ class DiffReport:
     saved_modules_changed: Tuple[str, ...]
     cells: Tuple[CellDifference, ...]
 
-    @property
-    def whole_changed(self) -> Tuple[str, ...]:
-        """The name of ``saved_modules_changed`` in version 0.1; version 0.3 removes it."""
-        return self.saved_modules_changed
-
     def __str__(self) -> str:
         lists = {
             "only in first": self.only_in_first,

@@ -53,11 +53,6 @@ class ConvertAdapterReport:
     alphas: Tuple[float, ...]
     left_out: Tuple[str, ...] = ()
 
-    @property
-    def whole(self) -> int:
-        """The name of ``saved_modules`` in version 0.1; version 0.3 removes it."""
-        return self.saved_modules
-
     def __str__(self) -> str:
         content = pairs_in_words(self.pairs, self.ranks, self.alphas, self.saved_modules)
         written = f"{self.source} ({self.dialect}) -> {self.output} ({self.form}): {content}."

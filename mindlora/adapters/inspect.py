@@ -94,11 +94,6 @@ class InspectReport:
     spectra: Optional[Tuple[CellSpectrum, ...]] = None
     allocation: Optional[dict] = None
 
-    @property
-    def whole(self) -> Tuple[str, ...]:
-        """The name of ``saved_modules`` in version 0.1; version 0.3 removes it."""
-        return self.saved_modules
-
     def __str__(self) -> str:
         fingerprint = ", ".join(f"{key} {value}" for key, value in (self.fingerprint or {}).items())
         formula = " (rsLoRA: lora_alpha / sqrt(rank))" if self.use_rslora else ""

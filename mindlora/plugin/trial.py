@@ -22,7 +22,7 @@ from mindlora.plugin.callbacks.common import register
 from mindlora.plugin.launching.failure import sentence
 
 # They load, compare or change the base's values, of which a trial has none, or slices that only a run has.
-_NEED_VALUES = ("BaseWeights", "BaseCheck", "ReferenceCheck", "LoraStart", "LoraInitialization", "AdapterSlices")
+_NEED_VALUES = ("BaseWeights", "BaseCheck", "ReferenceCheck", "LoraInitialization", "AdapterSlices")
 # MindSpore's message lists the calls that led to an operator, the innermost one last.
 _CALL = re.compile(r"In file (\S+?):(\d+)")
 

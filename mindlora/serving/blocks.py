@@ -52,11 +52,6 @@ class BlockPool:
         return len(self._unused)
 
     @property
-    def blocks_used(self) -> int:
-        """Blocks that requests use."""
-        return self.num_blocks - self.blocks_available
-
-    @property
     def blocks_available(self) -> int:
         """Blocks that allocate() can give: the free and the cached ones."""
         return len(self._free) + len(self._unused)

@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 from blocks import ResnetBlock2D
 from mindspore import nn
+from norm_recompute import recompute_norm_activation
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.common.tables import columns
-from mindlora.training.norm_recompute import recompute_norm_activation
 from tests.support.saved_tensors import compiled_graph, saved_tensors
 
 

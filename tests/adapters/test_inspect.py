@@ -241,8 +241,8 @@ def test_the_names_of_version_0_1_still_read(stored):
         make(0, saved_modules=modules),
         make(0, saved_modules={"lm_head.weight": modules["lm_head.weight"] + 1}),
     )
-    assert inspect_adapter(stored("a", first)).whole == ("lm_head.weight",)
-    assert compare_adapters("a", stored("b", second)).whole_changed == ("lm_head.weight",)
+    assert inspect_adapter(stored("a", first)).saved_modules == ("lm_head.weight",)
+    assert compare_adapters("a", stored("b", second)).saved_modules_changed == ("lm_head.weight",)
 
 
 def test_the_scale_alone_differs(stored):

@@ -10,9 +10,9 @@ from mindspore import Tensor, nn
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.merge import merge_lora
 from mindlora.nn.tree import lora_cells
-from mindlora.training.norm_recompute import recompute_norm_activation
 from tests.support import mindone_cpu
 from tests.support.networks import as_array
+from tests.support.small_unet import recompute_norm_activation
 
 SIZES = {
     "sample_size": 8,

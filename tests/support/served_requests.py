@@ -153,7 +153,7 @@ class Engine:
         self.until(lambda: not self.scheduler.running and not self.scheduler.waiting_count, limit)
         assert sorted(r.number for r in self.ended) == sorted(r.number for r in self.added)
         assert all(r.state is State.FINISHED and not r.blocks and r.lease is None for r in self.added)
-        assert self.scheduler.pool.blocks_used == 0
+        assert self.scheduler.pool.blocks_available == self.scheduler.pool.num_blocks
         assert not +self.scheduler.adapters.leases
 
     def compute(self, parts):
@@ -197,8 +197,7 @@ class Engine:
         assert len(live) == len(plan.running) + plan.waiting_count
         users = collections.Counter(block for one in live for block in one.blocks)
         assert [pool.users(block) for block in range(pool.num_blocks)] == [users[b] for b in range(pool.num_blocks)]
-        assert pool.blocks_used == len(users)
-        assert pool.blocks_free + pool.blocks_cached + pool.blocks_used == pool.num_blocks
+        assert pool.blocks_free + pool.blocks_cached == pool.blocks_available == pool.num_blocks - len(users)
         assert all(one.state is State.RUNNING for one in plan.running)
         assert sum(one.state is State.RUNNING for one in live) == len(plan.running)
         assert all(one.computed <= len(one.tokens) and one.cached < len(one.prompt) for one in plan.running)

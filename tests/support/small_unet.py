@@ -13,6 +13,7 @@ if FOLDER not in sys.path:
     sys.path.insert(0, FOLDER)
 
 from blocks import ResnetBlock2D  # noqa: E402, F401
+from norm_recompute import NormActivation, recompute_norm_activation  # noqa: E402, F401
 from unet import UNet  # noqa: E402
 
 CONTEXT = 6

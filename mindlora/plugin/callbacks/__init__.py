@@ -14,7 +14,7 @@ from mindlora.plugin.callbacks.graceful_stop import GracefulStop
 from mindlora.plugin.callbacks.gradient_norm_rate import GradientNormRate
 from mindlora.plugin.callbacks.held_out_loss import HeldOutLoss
 from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
-from mindlora.plugin.callbacks.lora_initialization import LoraInitialization, LoraStart
+from mindlora.plugin.callbacks.lora_initialization import LoraInitialization
 from mindlora.plugin.callbacks.loss_curve import LossCurve
 from mindlora.plugin.callbacks.progress_bar import ProgressBar
 from mindlora.plugin.callbacks.rank_budget import RankBudget
@@ -41,7 +41,6 @@ __all__ = [
     "HeldOutLoss",
     "LoraCheckpoint",
     "LoraInitialization",
-    "LoraStart",
     "LossCurve",
     "ProgressBar",
     "RankBudget",

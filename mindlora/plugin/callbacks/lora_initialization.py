@@ -22,8 +22,3 @@ class LoraInitialization(Callback):
         # LoraCheckpoint resumes the run, or else initializes the adapters itself.
         if not any(isinstance(callback, LoraCheckpoint) for callback in params.list_callback):
             initialize_adapters(base_of(params.train_network))
-
-
-@register
-class LoraStart(LoraInitialization):
-    """LoraInitialization under its name in version 0.1, for older YAMLs; it will be removed in version 0.3."""

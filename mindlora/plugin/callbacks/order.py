@@ -7,7 +7,6 @@ ORDER = (
     "BaseWeights",
     "BaseCheck",
     "ReferenceCheck",
-    "LoraStart",
     "LoraInitialization",
     "AdapterSlices",
     "ExchangeCheck",

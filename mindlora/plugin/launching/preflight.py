@@ -29,8 +29,8 @@ from mindlora.plugin.launching.resuming import fill_resume
 from mindlora.plugin.log import logger
 from mindlora.plugin.run_configuration import remember_configuration
 
-# Callbacks that carry out a lora_init that changes the base. LoraStart was LoraInitialization's name in version 0.1.
-_INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization", "LoraStart")
+# Callbacks that carry out a lora_init that changes the base.
+_INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization")
 
 
 def prepare(config: MindFormerConfig) -> None:

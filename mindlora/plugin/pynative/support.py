@@ -8,7 +8,7 @@ from mindlora.plugin.callbacks.order import ORDER
 
 # Callbacks that need what graph mode alone has.
 _GRAPH_MODE_ALONE = (
-    *("BaseCheck", "BaseWeights", "LoraStart", "LoraInitialization", "AdapterSlices", "ExchangeCheck", "RankBudget"),
+    *("BaseCheck", "BaseWeights", "LoraInitialization", "AdapterSlices", "ExchangeCheck", "RankBudget"),
     *("Forgetting", "ForgettingBudget", "SampleAnswers", "EachAdapter", "ReferenceCheck"),
 )
 CALLBACKS = tuple(name for name in ORDER if name not in _GRAPH_MODE_ALONE)

@@ -229,7 +229,6 @@ def prepared(tmp_path, pet, callbacks, **changes):
         ({"lora_init": "pissa"}, [{"type": "LoraCheckpoint"}], False),
         ({"lora_init": "pissa_niter_4"}, [], True),
         ({"lora_init": "pissa"}, [{"type": "LoraInitialization"}], False),
-        ({"lora_init": "pissa"}, [{"type": "LoraStart"}], False),
         ({"lora_init": "gaussian"}, [], False),
         ({}, [], False),
         ({"lora_init": "pissa", "adapter_path": "somewhere"}, [], False),
@@ -253,15 +252,14 @@ def test_split_weights_are_refused(tmp_path):
     prepared(tmp_path, {"lora_init": "gaussian"}, [], parallel=parallel, use_parallel=True)
 
 
-@pytest.mark.parametrize("name", ["LoraInitialization", "LoraStart"])
-def test_lora_checkpoint_initializes_where_there_is_one(name):
+def test_lora_checkpoint_initializes_where_there_is_one():
     from mindlora.plugin import callbacks as plugin_callbacks
 
     network = networks.TinyModel(1)
     network.config = types.SimpleNamespace()
     apply_lora(network, LoraConfig(lora_rank=2, target_modules=["wq"], lora_init="pissa"))
     cell = dict(tree.lora_cells(network))["model.layers.0.attention.wq"]
-    callback = getattr(plugin_callbacks, name)()
+    callback = plugin_callbacks.LoraInitialization()
     for callbacks, initialized in (([plugin_callbacks.LoraCheckpoint()], False), ([], True)):
         params = types.SimpleNamespace(train_network=network, list_callback=callbacks)
         callback.on_train_begin(types.SimpleNamespace(original_args=lambda params=params: params))

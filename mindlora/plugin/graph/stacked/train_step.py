@@ -148,11 +148,6 @@ class StackedTrainOneStepCell(nn.Cell):
         """Lets an adapter be as it is from now on."""
         _set(self.stopped, adapter, 1)
 
-    @property
-    def all_stopped(self) -> bool:
-        """Whether no adapter learns any more."""
-        return bool(self.stopped.asnumpy().all())
-
 
 def _transient(name, value):
     """Returns a parameter that describes a step, and is no state of the run."""

@@ -8,10 +8,9 @@ from mindspore import nn
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.errors import TargetError
 from mindlora.nn.tree import lora_cells
-from mindlora.training.norm_recompute import NormActivation, recompute_norm_activation
 from tests.support.networks import randomize
 from tests.support.saved_tensors import compiled_graph, saved_tensors
-from tests.support.small_unet import ResnetBlock2D, small_unet
+from tests.support.small_unet import NormActivation, ResnetBlock2D, recompute_norm_activation, small_unet
 
 
 class Block(nn.Cell):
