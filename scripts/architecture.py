@@ -1,4 +1,4 @@
-"""Writes the tree of the package in docs/architecture.md from the first docstring line of each module.
+"""Writes the tree of the package in docs/architecture.md: the first docstring line of each folder and root module.
 
 python scripts/architecture.py            rewrites the tree
 python scripts/architecture.py --check    exits with 1 if the document shows another one
@@ -16,19 +16,17 @@ END = "\n```\n<!-- End of the tree. -->"
 
 
 def tree() -> str:
-    """Returns the tree: packages and modules with the first line of their docstrings."""
-    return "\n".join(["mindlora/", *_lines(PACKAGE, 1)])
+    """Returns the tree: the modules of the root, and the packages, with the first line of their docstrings."""
+    modules = [path for path in sorted(PACKAGE.glob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
+    lines = [f"  {module.name}  {first_line(module)}" for module in modules]
+    return "\n".join(["mindlora/", *lines, *_packages(PACKAGE, 1)])
 
 
-def _lines(folder, depth):
-    """Yields a line for each module of a package, then those of the packages in it."""
-    indent = "  " * depth
-    modules = [path for path in sorted(folder.glob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
-    for module in modules:
-        yield f"{indent}{module.name}  {first_line(module)}"
+def _packages(folder, depth):
+    """Yields a line for each package in a folder, and for those in it."""
     for package in sorted(path.parent for path in folder.glob("*/__init__.py")):
-        yield f"{indent}{package.name}/  {first_line(package / '__init__.py')}"
-        yield from _lines(package, depth + 1)
+        yield f"{'  ' * depth}{package.name}/  {first_line(package / '__init__.py')}"
+        yield from _packages(package, depth + 1)
 
 
 def first_line(module: pathlib.Path) -> str:

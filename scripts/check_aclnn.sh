@@ -64,7 +64,7 @@ while [ $# -gt 0 ]; do
         --build-only) BUILD_ONLY=yes; shift ;;
         -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
         -*) fail "$1 is not an option. --help names them." ;;
-        *) [ -f "$ROOT/ops/$1/ascendc/check.cpp" ] || fail "$1 is no operator with a kernel."; OPERATORS+=("$1"); shift ;;
+        *) [ -f "$ROOT/ops/$1/ascendc/check.cpp" ] || fail "$1 is not an operator with a kernel."; OPERATORS+=("$1"); shift ;;
     esac
 done
 if [ ${#OPERATORS[@]} -eq 0 ]; then

@@ -12,7 +12,7 @@ from verify_npu_ways import SHAPES, WIDTH, title
 # mindlora/ops/measured.py reads what is returned here from report.json.
 _TITLE = re.compile(r"^forward, .* (\d+) tokens$")
 ONE_PASS, TWO_STEPS = "lora_linear (ascend)", "lora_delta (ascend)"
-# More cores are no faster if they gain less than this share.
+# More cores do not count as faster if they gain less than this share.
 NO_FASTER = 0.03
 LIBRARY = os.path.join(ROOT, "mindlora", "ops", "lib", "libmindlora_cpu.so")
 

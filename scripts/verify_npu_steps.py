@@ -24,11 +24,11 @@ from verify_npu_timing import ways
 
 # Last lines of build_ascend.sh where the machine lacks what it needs.
 CANNOT_BUILD = ("no CANN toolkit was found", "the kernels need", "cmake was not found", "g++ was not found")
-# Of mindlora/ops/build.py.
+# As in mindlora/ops/build.py.
 CANNOT_COMPILE = ("No C++ compiler was found",)
 # Where nothing was installed.
 NOT_INSTALLED = tuple(f"No module named '{name}'" for name in ("numpy", "yaml", "safetensors", "mindspore", "tqdm"))
-# Of check_aclnn.sh.
+# As in check_aclnn.sh.
 CANNOT_CHECK = (
     "no CANN toolkit was found",
     "g++ was not found",
@@ -362,7 +362,7 @@ def bench(place: Place) -> Iterator[Outcome]:
     outcome = place.run("bench", command, cannot=place.no_kernels())
     outcome.figures = read_json(result)
     if outcome.state == HELD:
-        outcome.line = "measured; the log has the tables, report.json the figures. Figures are no judgement"
+        outcome.line = "measured; the log has the tables, report.json the figures. Figures are not a judgement"
     yield outcome
 
 

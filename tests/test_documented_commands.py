@@ -31,7 +31,7 @@ def commands_of(document):
 
 
 def _commands_of_line(line):
-    # Of what a launcher is given, too.
+    # In what a launcher is given, too.
     line = line.replace("$(which mindlora-run)", "mindlora-run")
     try:
         words = shlex.split(line, comments=True)

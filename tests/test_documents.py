@@ -56,7 +56,7 @@ def expand(pattern):
 
 
 def resolves(name):
-    """Tells whether ``mindlora.x.y`` is a module, or a name that one holds."""
+    """Returns whether ``mindlora.x.y`` is a module, or a name that one holds."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         with contextlib.suppress(ModuleNotFoundError):

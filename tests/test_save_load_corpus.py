@@ -59,7 +59,7 @@ def llama(values=True):
 def test_a_form(tmp_path, name):
     form, path, network = FORMS[name], peft_corpus.write(str(tmp_path / "A"), FORMS[name]), llama()
     if name == "an embedding":
-        # The made-up table above is no cell that takes an adapter; tests/peers loads it into MindFormers' own.
+        # The made-up table above is not a cell that takes an adapter; tests/peers loads it into MindFormers' own.
         form = form._replace(loads="no place")
     if peft_corpus.is_loaded(name) and not form.loads:
         before = {p.name: p.asnumpy().copy() for p in network.get_parameters()}

@@ -313,7 +313,7 @@ class Adapter:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Tells whether no element is NaN or infinite; whole numbers never are."""
+    """Returns whether no element is NaN or infinite; whole numbers never are."""
     array = to_float32(array)
     # If an element is NaN or infinite, so is the sum: one pass without a mask as large as the array. Large finite
     # elements can overflow it too, so then a second pass decides.

@@ -29,7 +29,7 @@ def single_paths(adapter: Adapter) -> List[str]:
 
 
 def is_single(path: str) -> bool:
-    """Tells whether ``path`` is a single expert's."""
+    """Returns whether ``path`` is a single expert's."""
     return _SINGLE.match(path) is not None
 
 

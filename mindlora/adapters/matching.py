@@ -153,7 +153,7 @@ def _complete_initial_pairs(
 
 
 def _arrange_experts(adapter: Adapter, shapes: Mapping[str, CellShape], network_paths: Mapping[str, str]) -> bool:
-    """Stacks pairs of single experts, or splits stacked ones, as the network has them; tells whether it did."""
+    """Stacks pairs of single experts, or splits stacked ones, as the network has them; returns whether it did."""
     if any(cell.experts for cell in shapes.values()):
         rearranged = bool(expert_pairs.single_paths(adapter))
         expert_pairs.stack_pairs(adapter)

@@ -134,5 +134,5 @@ def _parse(server: str) -> Tuple[Server, Version]:
         version = rules.version
     match = _VERSION.match(version)
     if match is None:
-        raise ConfigError(f"The version of {server!r} is no number. Write it as in {name}=={rules.version}.")
+        raise ConfigError(f"The version of {server!r} is not a number. Write it as in {name}=={rules.version}.")
     return rules, tuple(map(int, match[0].split(".")))

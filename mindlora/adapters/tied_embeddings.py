@@ -97,7 +97,7 @@ def unties(adapter: Adapter) -> bool:
 
 
 def has_lone_embedding(adapter: Adapter) -> bool:
-    """Tells whether an adapter has an embedding of its own beside which a tied output head stays the base's."""
+    """Returns whether an adapter has an embedding of its own beside which a tied output head stays the base's."""
     embedding = _saved(adapter, names.embeddings())
     return embedding is not None and not _saved(adapter, names.output_heads()) and _is_untied(adapter, embedding)
 
@@ -133,7 +133,7 @@ def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:
 
 
 def is_of_vocabulary(name: str) -> bool:
-    """Tells whether a parameter (MindFormers' name) has a row for each token."""
+    """Returns whether a parameter (MindFormers' name) has a row for each token."""
     return name.rpartition(".")[0] in {*names.embeddings(), *names.output_heads()}
 
 
@@ -154,7 +154,7 @@ def _saved(adapter: Adapter, paths: Iterable[str]) -> Optional[str]:
 
 
 def _is_untied(adapter: Adapter, embedding: str) -> bool:
-    """Tells whether PEFT would give the embedding a weight of its own.
+    """Returns whether PEFT would give the embedding a weight of its own.
 
     It does not where the file holds the base's weight without naming it, as after a change of the vocabulary. An
     adapter with a fingerprint was trained here, where tied embeddings stay tied.

@@ -76,7 +76,7 @@ def vocabulary_of(path: str) -> Dict[str, int]:
     content = read_object(path)
     vocabulary = (content.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):
-        # Of type Unigram: [token, score], in the order of their numbers.
+        # Type Unigram has [token, score], in the order of their numbers.
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
     return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or []}}
 

@@ -108,7 +108,7 @@ def _steps(content: Mapping, stage: str) -> Iterator[Mapping]:
 
 
 def _adds_space(content: Mapping) -> bool:
-    """Tells whether a space is put before a text."""
+    """Returns whether a space is put before a text."""
     prepends = any(step.get("type") == "Prepend" for step in _steps(content, "normalizer"))
     schemes = (step.get("prepend_scheme", "always") for step in _steps(content, "pre_tokenizer") if _is_metaspace(step))
     return prepends or any(scheme != "never" for scheme in schemes)
@@ -151,7 +151,7 @@ def _text(token: Any) -> str:
 
 
 def _begins_with(content: Mapping, token: str) -> bool:
-    """Tells whether the tokenizer puts a token before each text."""
+    """Returns whether the tokenizer puts a token before each text."""
     for step in _steps(content, "post_processor"):
         first = (step.get("single") or [{}])[0]
         if first.get("SpecialToken", {}).get("id") == token:

@@ -61,7 +61,7 @@ class McoreView:
 
 
 def has_its_names(file: Union[TensorFile, StepFolder]) -> bool:
-    """Tells whether a file holds something that the trainer calls or stacks otherwise than mcore."""
+    """Returns whether a file holds something that the trainer calls or stacks otherwise than mcore."""
     return any(name.endswith(BIAS) or _is_stack(name, info) for name, info in file.tensors.items())
 
 

@@ -248,7 +248,7 @@ OpenFile = Union[TensorFile, CkptFile, step_folder.StepFolder, mcore_view.McoreV
 
 
 def _is_training_state(name: str, present: Container[str]) -> bool:
-    """Tells whether a tensor is an optimizer's, called as its parameter after a prefix, or a run's."""
+    """Returns whether a tensor is an optimizer's, called as its parameter after a prefix, or a run's."""
     return name in _RUN_STATE or name.partition(".")[2] in present
 
 

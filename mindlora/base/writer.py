@@ -201,5 +201,5 @@ def _write_at(handle: int, content: memoryview, offset: int) -> None:
 
 
 def is_file_name(output: str) -> bool:
-    """Tells whether ``output`` is to be one file, and not a folder."""
+    """Returns whether ``output`` is to be one file, and not a folder."""
     return str(output).endswith((".safetensors", ".ckpt"))

@@ -15,9 +15,9 @@ _SAFETENSORS = "safetensors"
 
 
 def loads_by_tensor(config: Mapping[str, Any]) -> bool:
-    """Tells whether a run trains an adapter on one device, from safetensors of a legacy Llama without an adapter.
+    """Returns whether a run trains an adapter on one device, from safetensors of a legacy Llama without an adapter.
 
-    Of a base that is not named, or not there, load_ckpt_format tells whether it will be safetensors.
+    Where the base is not named, or not there, load_ckpt_format says whether it will be safetensors.
 
     What is left to MindFormers draws no weight that is replaced either: where load_checkpoint is set, it builds the
     network without values, for training and evaluation, and draws after loading what the checkpoint lacks, but without

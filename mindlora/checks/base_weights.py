@@ -25,7 +25,7 @@ _KEY = "load_checkpoint"
 def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields how the weights of load_checkpoint differ from the model's: names and shapes.
 
-    Of a folder, only whose names it has is looked at. Of a quantized base, a model whose cells are not known, or a run
+    In a folder, only whose names it has is looked at. For a quantized base, a model whose cells are not known, or a run
     in parallel, whose checkpoint may be divided, only the names of a bare model are looked for.
     """
     path = base_of(config)[1]
@@ -58,7 +58,7 @@ def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
                 "Name its folder, with load_ckpt_format: safetensors, or convert it: "
                 f"mindlora convert-base {path} base.safetensors --to mindformers",
             )
-    # Of a quantized base check_quantized_base says what to do.
+    # check_quantized_base says what to do with a quantized base.
     elif file == path and not quantize.quantized_paths(stored):
         yield from _compare(path, stored, expected)
 
@@ -77,7 +77,7 @@ def _compare(path: str, stored: Mapping[str, Tuple[int, ...]], expected: Mapping
     if unexpected:
         yield error(
             _KEY,
-            f"load_checkpoint: {path} has {examples(unexpected)}, which the model of the YAML has not.",
+            f"load_checkpoint: {path} has {examples(unexpected)}, which the YAML's model does not have.",
             "Correct num_layers, or name the base of this model.",
         )
     if different:

@@ -17,7 +17,7 @@ _BATCH = "runner_config.batch_size"
 _ACCUMULATION = "runner_config.gradient_accumulation_steps"
 _DATA_PARALLEL = "parallel_config.data_parallel"
 _DEVICES = "the number of devices"
-# Of a run in data parallel that has not been launched, the doctor supposes as many devices as an NPU server has.
+# Before a data-parallel run is launched, the doctor supposes as many devices as an NPU server has.
 _SUPPOSED = 8
 
 

@@ -198,7 +198,7 @@ def _check_labels(config: Mapping[str, Any], data: Optional[Data], first_rows: F
 
 
 def _are_unshifted(rows: List[Row]) -> bool:
-    """Tells whether each label that counts is the token at its own place."""
+    """Returns whether each label that counts is the token at its own place."""
     counted = 0
     for row in rows:
         if len(row["labels"]) == len(row["input_ids"]):

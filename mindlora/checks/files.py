@@ -85,7 +85,7 @@ def _check_base(config: Mapping[str, Any], complete: bool) -> Iterator[Finding]:
 
 
 def _check_form(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    """Yields what is wrong with a base that exists: it is no checkpoint, or not in the form that the run reads."""
+    """Yields what is wrong with a base that exists: it is not a checkpoint, or not in the form that the run reads."""
     try:
         refuse_pointer(path, ConfigError)
     except ConfigError as pointer:
@@ -103,7 +103,7 @@ def _check_form(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
             "(--load_checkpoint).",
         )
         return
-    # Of its newer format, MindFormers reads .safetensors files alone; a quantized base has no other.
+    # MindFormers reads its newer format from .safetensors files alone; a quantized base has no other.
     newer = config.get("checkpoint") or config.get("use_legacy_format") is False
     quantized = quantizes_base(config)
     read = "safetensors" if newer or quantized else config.get("load_ckpt_format") or "ckpt"

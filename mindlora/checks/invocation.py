@@ -69,7 +69,7 @@ def check_invocation_in_rows(
 
 
 def _acts(row: Row, invocation: List[int], length: int, ignored: int) -> bool:
-    """Tells whether an adapter that acts from the last invocation on changes the loss of a row."""
+    """Returns whether an adapter that acts from the last invocation on changes the loss of a row."""
     start = last_start(row["input_ids"][:length].tolist(), invocation)
     labels: Optional[np.ndarray] = row.get("labels")
     if start is None or labels is None:

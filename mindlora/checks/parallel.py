@@ -21,12 +21,12 @@ _ADVICE = "Correct one of the two."
 
 
 def is_sharded(config: Mapping[str, Any]) -> bool:
-    """Tells whether MindSpore can divide the cells of a run among devices."""
+    """Returns whether MindSpore can divide the cells of a run among devices."""
     return bool(config.get("use_parallel")) and setting(config, "parallel.parallel_mode") in SHARDING_MODES
 
 
 def is_scattered(path: Optional[str]) -> bool:
-    """Tells whether ``path`` is a folder with slices of an adapter for the ranks of a run."""
+    """Returns whether ``path`` is a folder with slices of an adapter for the ranks of a run."""
     if not path or not os.path.isdir(path):
         return False
     return any(name.startswith("rank_") and name[5:].isdigit() for name in os.listdir(path))

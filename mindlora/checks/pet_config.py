@@ -120,7 +120,7 @@ def _key_of(message: str, pet_config: Mapping[str, Any]) -> str:
 
 
 def quantizes_base(config: Mapping[str, Any]) -> bool:
-    """Tells whether pet_config asks for a base in 4 bits."""
+    """Returns whether pet_config asks for a base in 4 bits."""
     return bool(value_at(config, f"{PET}.quantize_base")) or value_at(config, f"{PET}.pet_type") == "qlora"
 
 

@@ -42,7 +42,7 @@ DEFAULT_RANK, DEFAULT_ALPHA = 8, 16
 
 
 def is_pynative(config: Mapping[str, Any]) -> bool:
-    """Tells whether a YAML is the PyNative trainer's, and not the one of graph mode."""
+    """Returns whether a YAML is the PyNative trainer's, and not the one of graph mode."""
     model = config.get("model")
     typed = isinstance(model, Mapping) and "model_config" not in model and "arch" not in model
     return "lora_config" in config or "training" in config and typed
@@ -168,7 +168,7 @@ def _check_pattern(pattern: Any, key: str) -> Iterator[Finding]:
     try:
         re.compile(pattern)
     except re.error as problem:
-        yield error(f"lora_config.{key}", f"{key} {pattern!r} is no regular expression: {problem}.", "Correct it.")
+        yield error(f"lora_config.{key}", f"{key} {pattern!r} is not a regular expression: {problem}.", "Correct it.")
 
 
 def _check_targets(lora: Mapping[str, Any], paths: List[str], version: Version) -> Iterator[Finding]:

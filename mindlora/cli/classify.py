@@ -62,7 +62,7 @@ def _classify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         metavar="FILE",
-        help="rows as of mindlora data labels: text, or tokens; where they have labels (label, tags), accuracy and F1 "
+        help="rows as for mindlora data labels: text, or tokens; where they have labels (label, tags), accuracy and F1 "
         "are printed. Without --text and --input, each line of standard input is a text",
     )
     parser.add_argument(
@@ -136,7 +136,7 @@ def _read_texts(arguments: argparse.Namespace) -> List["Text"]:
 
 
 def _heads(engine: "Engine", adapters: Adapters, names: Optional[List[str]]) -> Dict[str, "ScoreHead"]:
-    """Returns the heads of the chosen adapters; raises RequestError for an adapter that is no classifier's."""
+    """Returns the heads of the chosen adapters; raises RequestError for an adapter that is not a classifier's."""
     from mindlora.serving.score_head import checked_names, misuse
 
     heads = {}

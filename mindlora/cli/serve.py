@@ -131,7 +131,7 @@ def serve(arguments: argparse.Namespace) -> ServeReport:
 
 
 def _log_to_stderr() -> None:
-    """Has mindlora's own messages written to standard error, from now on until the process ends."""
+    """Writes mindlora's own messages to standard error until the process ends."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("mindlora")

@@ -81,7 +81,7 @@ def finish_interrupted_swap(path: str) -> None:
         if os.path.lexists(path):
             shutil.rmtree(aside, ignore_errors=True)
         else:
-            # Of several processes that load at the same time, only the first finds it.
+            # Where several processes load at the same time, only the first finds it.
             with contextlib.suppress(FileNotFoundError):
                 os.rename(aside, path)
 

@@ -43,7 +43,7 @@ def mindformers_version() -> Optional[str]:
 
 
 def cannot_be_imported(version: str) -> bool:
-    """Tells whether a MindFormers fails at its own import: 2.0 imports hyper_parallel without a guard, 2.1 with one."""
+    """Returns whether a MindFormers fails at its own import: 2.0 imports hyper_parallel without a guard."""
     return release(version) == (2, 0) and importlib.util.find_spec("hyper_parallel") is None
 
 

@@ -188,7 +188,7 @@ def _flag_name(option: str) -> str:
 
 
 def _is_key(option: str) -> bool:
-    """Tells whether an option names a key of a YAML, or a flag that sets one."""
+    """Returns whether an option names a key of a YAML, or a flag that sets one."""
     name = _flag_name(option)
     return "." in name or name in FLAGS or name in (*CLOSED_NODES[""], *_NODES, *_TRAINING_NODES, "callbacks")
 

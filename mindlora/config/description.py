@@ -55,7 +55,7 @@ class AdaptableCell(NamedTuple):
         return self._replace(bases=bases, quantization_refusal=NOT_QUANTIZED_SHARDED)
 
     def holds(self, parameter: str) -> bool:
-        """Tells whether a parameter, by its name, is of this cell."""
+        """Returns whether a parameter, by its name, is of this cell."""
         return parameter == self.prefix or parameter.startswith(self.prefix + ".")
 
 
@@ -76,7 +76,7 @@ class Description:
         return dataclasses.replace(self, cells={path: cell.sharded(*bases) for path, cell in self.cells.items()})
 
     def is_quantized(self, parameter: str) -> bool:
-        """Tells whether a parameter of the network, by its name, holds 4-bit values."""
+        """Returns whether a parameter of the network, by its name, holds 4-bit values."""
         return parameter in self.parameters and self.parameters[parameter].dtype == QUANTIZED_DTYPE
 
 

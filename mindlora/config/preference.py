@@ -160,7 +160,7 @@ def _defaults(loss: str) -> Dict[str, Any]:
 def preference_settings(node: Mapping[str, Any]) -> PreferenceSettings:
     """Returns the settings of a YAML's ``preference``, a node with the fields of PreferenceSettings.
 
-    Raises ConfigError if it is no node, a key is unknown or belongs to another loss, or a value is out of range.
+    Raises ConfigError if it is not a node, a key is unknown or belongs to another loss, or a value is out of range.
     """
     if not isinstance(node, Mapping):
         raise ConfigError(f"preference is {node!r}, but it must be a node, such as {{loss: dpo, beta: 0.1}}.")

@@ -200,7 +200,7 @@ def _quantized_cells(network: Description, config: LoraConfig, saved: List[str])
         return {}
     cells = network.of_kind(LINEAR, EXPERTS)
     selected = target_modules.select_quantized(list(cells), config.quantize_exclude)
-    # Of a base that is quantized already, 4-bit weights stay as they are.
+    # The 4-bit weights of a base that is quantized already stay as they are.
     quantized = {path: cells[path] for path in selected if not network.is_quantized(cells[path].weight)}
     refused = {path: cell.quantization_refusal for path, cell in quantized.items() if cell.quantization_refusal}
     if refused:

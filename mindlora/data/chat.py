@@ -36,16 +36,16 @@ def convert_chat(
     reported.
 
     Args:
-        inputs (str or sequence of str): As of convert_alpaca; for a record, see read_conversation.
-        output_path, tokenizer, seq_length, **settings: As of convert_alpaca.
+        inputs (str or sequence of str): As for convert_alpaca; for a record, see read_conversation.
+        output_path, tokenizer, seq_length, **settings: As for convert_alpaca.
         chat_template (str, optional): File with a chat template. Default: None, the tokenizer's own.
 
     Returns:
         DataReport.
 
     Raises:
-        DataError: As of convert_alpaca.
-        TokenizerError: As of convert_alpaca, or the tokenizer has no chat template.
+        DataError: As for convert_alpaca.
+        TokenizerError: As for convert_alpaca, or the tokenizer has no chat template.
     """
     examples = ChatExamples(read_template(chat_template) if chat_template else None)
     return convert_examples(examples, inputs, output_path, tokenizer, Settings(seq_length, **settings))

@@ -13,7 +13,7 @@ from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.text import suggestion
 from mindlora.errors import DataError
 
-# Of a tokenizer.
+# The files of a tokenizer.
 CHARACTERS_PER_CALL = 1 << 20
 COMPRESSED = (".gz", ".zst")
 KINDS = (".json", ".jsonl", ".csv", ".parquet")
@@ -211,7 +211,7 @@ def _read_parquet(path: str, content: bytes, columns: Collection[str]) -> File:
 
 
 def is_saved_dataset(folder: str) -> bool:
-    """Tells whether a folder is a dataset, or several splits of one, that save_to_disk wrote."""
+    """Returns whether a folder is a dataset, or several splits of one, that save_to_disk wrote."""
     return any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
 
 

@@ -40,8 +40,8 @@ def convert_labels(
     words with it.
 
     Args:
-        inputs (str or sequence of str): As of convert_alpaca.
-        output_path, tokenizer, seq_length, **settings: As of convert_alpaca; ``pack`` is not possible.
+        inputs (str or sequence of str): As for convert_alpaca.
+        output_path, tokenizer, seq_length, **settings: As for convert_alpaca; ``pack`` is not possible.
         label_names (sequence of str, optional): The labels in the order of their numbers. Default: None, all that
             occur, sorted.
 
@@ -49,8 +49,8 @@ def convert_labels(
         DataReport.
 
     Raises:
-        DataError: As of convert_alpaca, or rows are of both kinds, or names and numbers are mixed.
-        TokenizerError: As of convert_alpaca.
+        DataError: As for convert_alpaca, or rows are of both kinds, or names and numbers are mixed.
+        TokenizerError: As for convert_alpaca.
     """
     options = Settings(seq_length, **settings)
     if options.pack:
@@ -223,5 +223,5 @@ def read_record(record: Any, needs_labels: bool = True) -> Record:
     for label in labels:
         is_number = isinstance(label, int) and not isinstance(label, bool) and label >= 0
         if not is_number and not (isinstance(label, str) and label):
-            raise UnusableRow(f"a label that is no name and no number from 0: {label!r}")
+            raise UnusableRow(f"a label that is neither a name nor a number from 0: {label!r}")
     return Record(words, labels, text is not None)

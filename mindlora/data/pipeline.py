@@ -73,7 +73,7 @@ class Settings:
     overwrite: bool = False
 
     def vocabulary(self, tokenizer: Any) -> tokenizers.Vocabulary:
-        """Returns what these settings say of a tokenizer, given as of Vocabulary."""
+        """Returns what these settings say of a tokenizer, given those of its Vocabulary."""
         return tokenizers.Vocabulary(tokenizer, self.train_vocab_size, self.train_texts, self.base)
 
 

@@ -39,16 +39,16 @@ def convert_preference(
     off, never an answer.
 
     Args:
-        inputs (str or sequence of str): As of convert_alpaca; for a record, see mindlora.data.preferences.
-        output_path, tokenizer, seq_length, **settings: As of convert_alpaca.
+        inputs (str or sequence of str): As for convert_alpaca; for a record, see mindlora.data.preferences.
+        output_path, tokenizer, seq_length, **settings: As for convert_alpaca.
         chat_template (str, optional): File with a chat template. Default: None, the tokenizer's own.
 
     Returns:
         DataReport.
 
     Raises:
-        DataError: As of convert_alpaca, or some rows are pairs and some are judged.
-        TokenizerError: As of convert_alpaca, or there are messages and the tokenizer has no chat template.
+        DataError: As for convert_alpaca, or some rows are pairs and some are judged.
+        TokenizerError: As for convert_alpaca, or there are messages and the tokenizer has no chat template.
     """
     options = Settings(seq_length, **settings)
     template = read_template(chat_template) if chat_template else None

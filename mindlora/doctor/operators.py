@@ -52,7 +52,7 @@ def _describe(adopted, used) -> Item:
 def adopt_choices(path: str) -> None:
     """Keeps the measured choices of a report of scripts/verify_npu.sh, a path, for this installation.
 
-    Raises InstallationError without MindSpore, and ConfigError if it is no such report.
+    Raises InstallationError without MindSpore, and ConfigError if it is not such a report.
     """
     try:
         from mindlora.ops import measured

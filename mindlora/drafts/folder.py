@@ -49,7 +49,7 @@ class ModelFolder:
 def read_folder(path: str, to_train: bool = False) -> ModelFolder:
     """Reads a folder of Hugging Face's: config.json, the tokenizer, and names and shapes of the weights.
 
-    Raises ConfigError if it is not one, or holds a setting that MindFormers has not, or a model that is not trained
+    Raises ConfigError if it is not one, or holds a setting that MindFormers lacks, or a model that is not trained
     (``to_train``) or not served; CheckpointError if the weights cannot be read; TokenizerError if there is no
     tokenizer.
     """
@@ -94,7 +94,7 @@ def _read(path: str) -> Dict[str, Any]:
 
 
 def _is_taken(architecture: Architecture, to_train: bool) -> bool:
-    """Tells whether a model is trained, or served, from its folder."""
+    """Returns whether a model is trained, or served, from its folder."""
     fits = architecture.trains if to_train else architecture.legacy or architecture.served
     return fits and architecture.from_hugging_face is not None
 
@@ -135,7 +135,7 @@ def _check_weights(folder: str, architecture: Architecture, model_config: Dict[s
     if tied:
         unexpected = [name for name in unexpected if not names.is_output_head(name.rpartition(".")[0])]
     differing = [name for name in expected if name in stored and stored[name] != expected[name]]
-    for what, different in (("lack", missing), ("hold, and the model has not,", unexpected)):
+    for what, different in (("lack", missing), ("have tensors that the model lacks:", unexpected)):
         if different:
             raise ConfigError(
                 f"{folder}: the weights {what} {examples(different)}, if the model is as {CONFIG} says. Copy the model "

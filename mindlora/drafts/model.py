@@ -10,7 +10,7 @@ from mindlora.errors import ConfigError
 CPU, NPU = DEVICES = ("cpu", "npu")
 # Tokens of a row where nobody says: memory grows with it.
 _SEQ_LENGTH = 2048
-# Of legacy models, and of mcore models.
+# The keys of legacy models, and those of mcore models.
 _LEGACY_DTYPES = {
     "compute_dtype": "bfloat16",
     "param_init_type": "bfloat16",

@@ -10,7 +10,7 @@ from mindlora.drafts.model import CPU, NPU
 from mindlora.errors import ConfigError
 
 EPOCHS = 3
-# Rows of a step: many enough that its gradient is no accident, few enough that small data has many steps.
+# Rows of a step: many enough that its gradient is not an accident, few enough that small data has many steps.
 _ROWS_PER_STEP = 16
 _BATCH = {CPU: 1, NPU: 4}
 _SAVE_STEPS = 500
@@ -105,5 +105,5 @@ def row_length(folder: ModelFolder, rows: Rows) -> int:
 
 
 def loads_folder(folder: ModelFolder, request: Request) -> bool:
-    """Tells whether MindFormers loads the model from its folder; an mcore model on one device it does not."""
+    """Returns whether MindFormers loads the model from its folder; an mcore model on one device it does not."""
     return folder.architecture.legacy or request.devices > 1

@@ -55,7 +55,7 @@ def score(engine: Engine, passages: Sequence[Passage], models: Sequence[Model]) 
 def ask(engine: Engine, requests: Iterable[Tuple[List[int], Sampling, Model]]) -> Iterator[Tuple[Request, str]]:
     """Yields what became of (prompt, sampling, model), in order: the finished request and the text of its answer.
 
-    Of more requests than may wait, the rest is asked when others have ended. Raises as ``score`` does.
+    Where there are more requests than may wait, the rest is asked as others end. Raises as ``score`` does.
     """
     waiting: Deque[Stream] = collections.deque()
     for tokens, sampling, model in requests:

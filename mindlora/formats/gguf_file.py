@@ -50,7 +50,7 @@ def require_gguf() -> None:
 
 
 def takes_blocks(shape: Tuple[int, ...]) -> bool:
-    """Tells whether a tensor of this shape can be stored in q8_0, whose rows are cut into blocks."""
+    """Returns whether a tensor of this shape can be stored in q8_0, whose rows are cut into blocks."""
     return len(shape) > 1 and shape[-1] % _BLOCK == 0
 
 

@@ -56,12 +56,12 @@ def name_of(step: int) -> str:
 
 
 def is_step(names: Sequence[str]) -> bool:
-    """Tells whether a folder with these files is that of a step."""
+    """Returns whether a folder with these files is that of a step."""
     return any(map(_FILE.fullmatch, names))
 
 
 def is_whole(name: str) -> bool:
-    """Tells whether a file holds all of a model, as far as its name tells."""
+    """Returns whether a file holds all of a model, as far as its name tells."""
     match = _FILE.fullmatch(name)
     return match is None or int(match["ranks"]) == 1
 

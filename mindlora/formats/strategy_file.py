@@ -59,8 +59,8 @@ def read(path: str) -> Stages:
     stage, layouts = _from_json(content, path) if path.endswith(".json") else _from_protobuf(content, path)
     if not layouts:
         raise AdapterFormatError(
-            f"{path} holds no layout of a parameter, so it is no strategy file of a run. Name the file or the folder "
-            "that strategy_ckpt_save_file named."
+            f"{path} holds no layout of a parameter, so it is not a strategy file of a run. Name the file or the "
+            "folder that strategy_ckpt_save_file named."
         )
     stages: Stages = {}
     for name, layout in layouts:

@@ -224,13 +224,13 @@ class Architecture:
         return name and (f"{parent}.{name}" if parent else name)
 
     def is_linear(self, path: str) -> bool:
-        """Tells whether the cell at ``path`` (either of MindFormers' names) is linear."""
+        """Returns whether the cell at ``path`` (either of MindFormers' names) is linear."""
         cells = (*self.cells, self.output_head)
         is_cell = any(ends_in(path, cell.mindformers) or ends_in(path, cell.mcore) for cell in cells)
         return is_cell or self.joined_cell(path) is not None
 
     def in_hugging_face(self, path: str) -> bool:
-        """Tells whether Hugging Face's model has the cell at ``path`` (either of MindFormers' names) as one cell."""
+        """Returns whether Hugging Face's model has the cell at ``path`` (either of MindFormers' names) as one cell."""
         return any(self.rename_path(path, world, HF) is not None for world in (LEGACY, MCORE))
 
     def embedding_table(self, world: str) -> str:
@@ -300,7 +300,7 @@ class Architecture:
         return None
 
     def _is_anothers(self, name: str, pair: Names, source: str) -> bool:
-        """Tells whether ``name``, which ``source`` shares with another world, begins as that one's layers do."""
+        """Returns whether ``name``, which ``source`` shares with another world, begins as that one's layers do."""
         if name.startswith(self.layers.under(source) + "."):
             return False
         sharing = [start for start, end in zip(self.layers, pair) if start and end == pair.under(source)]
@@ -314,5 +314,5 @@ def within_mcore(path: str) -> str:
 
 
 def ends_in(name: str, end: str) -> bool:
-    """Tells whether ``name`` is ``end``, or ends in it after a dot; nothing ends in ""."""
+    """Returns whether ``name`` is ``end``, or ends in it after a dot; nothing ends in ""."""
     return bool(end) and (name == end or name.endswith("." + end))

@@ -71,7 +71,7 @@ def text_encoder_paths() -> Tuple[str, ...]:
 
 
 def is_xl(path: str) -> bool:
-    """Tells whether the UNet of XL has a cell at ``path`` and that of Stable Diffusion 1 and 2 has none."""
+    """Returns whether the UNet of XL has a cell at ``path`` and that of Stable Diffusion 1 and 2 has none."""
     return path in unet_paths(SDXL) and path not in unet_paths(SD)
 
 

@@ -105,7 +105,7 @@ class HuggingFaceConfig:
     def scaling(self, rope: Rope, defaults: Mapping[str, Any]) -> Dict[str, Any]:
         """Returns the settings of a rotary embedding, over ``defaults``, in which None stands for what must be said.
 
-        Raises ConfigError if one must be said and is not, is no number, or is not among the defaults.
+        Raises ConfigError if one must be said and is not, is not a number, or is not among the defaults.
         """
         for key in rope.settings:
             if key not in defaults:

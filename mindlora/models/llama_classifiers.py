@@ -31,7 +31,7 @@ TASKS: Dict[str, Task] = {
 
 
 def task_of(model_class: Optional[str]) -> Optional[Task]:
-    """Returns the task of a class of models, or None if it is no classifier."""
+    """Returns the task of a class of models, or None if it is not a classifier."""
     return TASKS.get(str(model_class))
 
 

@@ -53,7 +53,7 @@ def cell_name(path: str) -> Optional[str]:
 
 
 def is_rotated(path: str) -> bool:
-    """Tells whether the rotary embedding turns what the cell at ``path`` (Hugging Face's) gives."""
+    """Returns whether the rotary embedding turns what the cell at ``path`` (Hugging Face's) gives."""
     return path.endswith(("self_attn.q_proj", "self_attn.k_proj"))
 
 

@@ -164,7 +164,7 @@ def parameter_sizes_of(
 def biases_of(model_config: dict, linear: Mapping[str, Tuple[int, int]], default: bool) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of the biases of linear cells, of which ``linear`` is path -> (out, in).
 
-    ``default`` tells whether q, k and v have biases where the YAML says nothing.
+    ``default`` says whether q, k and v have biases where the YAML says nothing.
     """
     every_cell = model_config.get("add_bias_linear")
     stated = (model_config[key] for key in ("qkv_has_bias", "attention_bias", "add_qkv_bias") if key in model_config)

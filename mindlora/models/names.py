@@ -85,14 +85,14 @@ def aliases(path: str) -> Tuple[str, ...]:
 
 
 def is_mcore(path: str) -> bool:
-    """Tells whether the cell at ``path`` has a name of mcore and of no other world."""
+    """Returns whether the cell at ``path`` has a name of mcore and of no other world."""
     return any(
         architecture.rename_path(path, MCORE, LEGACY) not in (None, path) for architecture in registry.ARCHITECTURES
     )
 
 
 def belongs_to(name: str, module: str) -> bool:
-    """Tells whether a parameter is of ``module``, a path or its end after a dot, under either world's names."""
+    """Returns whether a parameter is of ``module``, a path or its end after a dot, under either world's names."""
     return any(ends_in(alias.rpartition(".")[0], module) for alias in (name, parameter_to_hugging_face(name) or name))
 
 
@@ -123,7 +123,7 @@ def joined_path(path: str) -> Optional[str]:
 
 
 def in_hugging_face(path: str) -> bool:
-    """Tells whether Hugging Face's model has the cell at ``path``; an unknown one counts as its own.
+    """Returns whether Hugging Face's model has the cell at ``path``; an unknown one counts as its own.
 
     It lacks the joined cells of most models; of ChatGLM, it has those and lacks the parts.
     """
@@ -133,7 +133,7 @@ def in_hugging_face(path: str) -> bool:
 
 
 def is_linear(path: str) -> bool:
-    """Tells whether the cell at ``path`` (MindFormers' name) is a linear cell of a known model."""
+    """Returns whether the cell at ``path`` (MindFormers' name) is a linear cell of a known model."""
     return any(architecture.is_linear(path) for architecture in registry.ARCHITECTURES)
 
 
@@ -156,25 +156,25 @@ def role_of(path: str) -> str:
 
 
 def is_expert_weight(name: str) -> bool:
-    """Tells whether ``name`` is the stacked weight of a layer's routed experts, under mcore's name."""
+    """Returns whether ``name`` is the stacked weight of a layer's routed experts, under mcore's name."""
     stacks = (stack for architecture in registry.ARCHITECTURES for stack in architecture.experts)
     return any(ends_in(name, stack.names.mcore) for stack in stacks)
 
 
 def is_output_head(path: str) -> bool:
-    """Tells whether ``path`` is, or ends in the name of, an output head, under either world's names."""
+    """Returns whether ``path`` is, or ends in the name of, an output head, under either world's names."""
     heads = (name for architecture in registry.ARCHITECTURES for name in architecture.output_head)
     return _leaf(path) in set(filter(None, map(_leaf, heads)))
 
 
 def is_embedding(path: str) -> bool:
-    """Tells whether ``path`` is, or ends in the name of, an input embedding, under either world's names."""
+    """Returns whether ``path`` is, or ends in the name of, an input embedding, under either world's names."""
     paths = (ends for architecture in registry.ARCHITECTURES for ends in architecture.embedding_paths)
     return any(ends_in(path, end) for end in itertools.chain.from_iterable(paths))
 
 
 def is_router(path: str) -> bool:
-    """Tells whether ``path`` is, or ends in the name of, a router of tokens to experts, under any world's name."""
+    """Returns whether ``path`` is, or ends in the name of, a router of tokens to experts, under any world's name."""
     return any(ends_in(path, end) for architecture in registry.ARCHITECTURES for end in architecture.router)
 
 
@@ -189,12 +189,12 @@ def output_heads() -> List[str]:
 
 
 def is_computed(name: str) -> bool:
-    """Tells whether a tensor of a checkpoint is one that every model computes for itself."""
+    """Returns whether a tensor of a checkpoint is one that every model computes for itself."""
     return any(name.endswith(architecture.computed) for architecture in registry.ARCHITECTURES)
 
 
 def is_balance(name: str) -> bool:
-    """Tells whether ``name`` is a bias with which a router balances its experts: it changes without a gradient."""
+    """Returns whether ``name`` is a bias with which a router balances its experts: it changes without a gradient."""
     return name.endswith((".expert_bias", ".e_score_correction_bias"))
 
 

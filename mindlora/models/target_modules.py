@@ -33,8 +33,8 @@ def select_targets(
         other_cells (dict): Full path -> class name of all other cells, for errors about a name that matches no linear
             cell.
         warn (bool): Whether to warn of alternatives of a regex that match nothing.
-        not_linear (collection of str): Those in ``linear_paths`` that are no linear cells: embeddings, convolutions and
-            experts, which "all-linear" leaves out, as PEFT's does.
+        not_linear (collection of str): Those in ``linear_paths`` that are not linear cells: embeddings, convolutions
+            and experts, which "all-linear" leaves out, as PEFT's does.
 
     Raises:
         TargetError: Nothing is selected, no cell of a given layer is selected, an item of a list selects nothing, or
@@ -164,7 +164,7 @@ def _matching(
 
 
 def _selects(matches: _Matcher, path: str, parts: Sequence[str], field: str) -> bool:
-    """Tells whether a spec selects the cell at ``path``; a joined cell's name or all its ``parts`` must match."""
+    """Returns whether a spec selects the cell at ``path``; a joined cell's name or all its ``parts`` must match."""
     if matches(path):
         return True
     hit = [part for part in parts if matches(part)]

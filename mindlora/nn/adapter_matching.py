@@ -157,7 +157,7 @@ def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
         if (name, "B") in adapter.tensors and names.joined_parts(name) and not names.in_hugging_face(name):
             joined_pairs.split_pairs(adapter, name, *rows[id(cells[path])])
     for joined in filter(None, dict.fromkeys(map(names.joined_path, adapter.paths))):
-        # Of most models, Hugging Face has the parts; of ChatGLM, the joined cell alone.
+        # Hugging Face has the parts of most models, and of ChatGLM the joined cell alone.
         if names.in_hugging_face(joined):
             parts = [path for path in names.joined_parts(joined) if (path, "B") in adapter.tensors]
             joined_pairs.join_pairs(adapter, joined, sum(len(adapter.tensors[path, "B"]) for path in parts))

@@ -62,7 +62,7 @@ class ExpertWeight(nn.Cell):
         return self._holder[0]
 
     def operands(self, after: Tensor) -> Operands:
-        """Returns what construct multiplies by once ``after`` is computed; W stands in for the A and B it has not."""
+        """Returns what construct multiplies by once ``after`` is computed; W stands in for the missing A and B."""
         weight = self.cast(self.weight, self.dtype)
         return weight, weight, weight
 

@@ -58,7 +58,7 @@ def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -
     if init is None:
         init = "kaiming_uniform" if field == "lora_a_init" else "zeros"
     if isinstance(init, str) and init == "kaiming_uniform":
-        # Of stacked experts [experts, r, in], MindSpore would count the rank among the inputs.
+        # MindSpore would count the rank of stacked experts, [experts, r, in], among the inputs.
         init = HeUniform(negative_slope=math.sqrt(5)) if len(shape) != 3 else Uniform(1 / math.sqrt(shape[2]))
     elif isinstance(init, Tensor) and list(init.shape) != shape:
         raise ConfigError(f"{field} is a Tensor of shape {list(init.shape)}: it must be {shape}.")

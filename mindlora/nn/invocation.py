@@ -3,7 +3,7 @@
 A network hands a linear cell vectors, which do not tell what tokens they are of. So a cell around the input embedding
 finds the invocation tokens and writes for each token whether the adapters act on it, into one parameter that the linear
 cells read. It is written whenever the network runs, in the same graph: in each micro-batch, in evaluation, and while
-texts are written. As it describes one batch and is no state of a run, MindSpore is not told of it: it is neither
+texts are written. As it describes one batch and is not state of the run, MindSpore is not told of it: it is neither
 counted nor saved, and no checkpoint is expected to hold it.
 """
 
@@ -119,7 +119,7 @@ class InvocationMarker(nn.Cell):
 
 
 def invocation_marker(network: nn.Cell, cells: Mapping[str, LoRACell]) -> Dict[int, nn.Cell]:
-    """Has the new ``cells`` with adapters, by path, act from their invocation tokens on, if they have any.
+    """Lets the new ``cells`` with adapters, by path, act from their invocation tokens on, if they have any.
 
     Returns what is to be replaced for that: id of the network's input embedding -> InvocationMarker, or nothing.
 

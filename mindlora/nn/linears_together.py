@@ -65,7 +65,7 @@ class JoinsLinears(nn.Cell):
         self.joins = False
 
     def join_linears(self) -> None:
-        """Has one operator compute the linear cells, if it can. They must be those of the network that is compiled."""
+        """Lets one operator compute the linear cells, if it can. They must be those of the network that is compiled."""
         together = LinearsTogether.of([getattr(self, name) for name in self.joined])
         if together is not None:
             # Straight into _cells: assigning an attribute would rename the parameters.

@@ -83,7 +83,7 @@ class ActivatedLowRank(ComposedLowRank):
         self.slice = ops.Slice()
 
     def read(self, active: Parameter) -> None:
-        """Has the path read ``active``, float32 [at least the tokens of any call]."""
+        """Makes the path read ``active``, float32 [at least the tokens of any call]."""
         # Past nn.Cell, which would list the parameter among those of the network.
         self.__dict__["active"] = active
 

@@ -150,7 +150,7 @@ def _unset(weight, shape, dtype):
 
 
 def has_values(weight: Parameter) -> bool:
-    """Tells whether a parameter has values, and not only a shape until a checkpoint is loaded."""
+    """Returns whether a parameter has values, and not only a shape until a checkpoint is loaded."""
     return not weight.has_init and not getattr(weight, "is_meta", False)
 
 

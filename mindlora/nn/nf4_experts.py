@@ -101,7 +101,7 @@ class NF4ExpertWeight(ExpertWeight):
             raise UnsupportedCellError(NOT_QUANTIZED_SHARDED)
 
     def operands(self, after: Tensor) -> Operands:
-        """Returns what construct multiplies by once ``after`` is computed; W stands in for the A and B it has not."""
+        """Returns what construct multiplies by once ``after`` is computed; W stands in for the missing A and B."""
         weight = self.decode(after, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
         return weight, weight, weight
 

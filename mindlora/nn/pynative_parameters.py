@@ -7,7 +7,7 @@ from mindspore import Parameter, Tensor, ops
 
 
 def is_sharded(parameter: Parameter) -> bool:
-    """Tells whether hyper_parallel has sharded a parameter."""
+    """Returns whether hyper_parallel has sharded a parameter."""
     return hasattr(parameter, "placements")
 
 

@@ -51,7 +51,7 @@ def mark_reference(network: nn.Cell) -> None:
 
 
 def are_alike(first: Any, second: Any, compared: Optional[Set[Tuple[int, int]]] = None) -> bool:
-    """Tells whether two cells, or what they hold, would be the same graph, whatever values their parameters have."""
+    """Returns whether two cells, or what they hold, would be the same graph, whatever values their parameters have."""
     compared = set() if compared is None else compared
     pair = (id(first), id(second))
     if first is second or pair in compared:

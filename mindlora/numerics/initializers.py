@@ -38,12 +38,12 @@ class InitialPair(NamedTuple):
 
 
 def is_known(name: str) -> bool:
-    """Tells whether ``name`` is an initializer: one of NAMES, with a number in place of N."""
+    """Returns whether ``name`` is an initializer: one of NAMES, with a number in place of N."""
     return name in NAMES and not name.endswith("_N") or bool(_PISSA.fullmatch(name)) or is_loftq(name)
 
 
 def is_loftq(name: Optional[str]) -> bool:
-    """Tells whether an initializer is LoftQ: "loftq", or "loftq_iter_N" for N iterations."""
+    """Returns whether an initializer is LoftQ: "loftq", or "loftq_iter_N" for N iterations."""
     return name is not None and bool(_LOFTQ.fullmatch(name))
 
 
@@ -56,12 +56,12 @@ def loftq_iterations(name: str) -> int:
 
 
 def changes_base(name: Optional[str]) -> bool:
-    """Tells whether an initializer subtracts the product of its pair from the base weight."""
+    """Returns whether an initializer subtracts the product of its pair from the base weight."""
     return name is not None and (name == "olora" or bool(_PISSA.fullmatch(name)))
 
 
 def needs_whole_matrices(name: Optional[str]) -> bool:
-    """Tells whether an initializer needs the whole weight, so that it cannot work on one shard of it."""
+    """Returns whether an initializer needs the whole weight, so that it cannot work on one shard of it."""
     return name == "orthogonal" or changes_base(name)
 
 

@@ -67,7 +67,7 @@ class PairLayout:
         return 1 + int(max(np.flatnonzero(used), default=rank - 1))
 
     def has_product(self, a: Shape, b: Shape) -> bool:
-        """Tells whether B A is defined for A and B of these shapes."""
+        """Returns whether B A is defined for A and B of these shapes."""
         return self.rank(a) == b[self.rank_axes[1]]
 
     def shape_problem(self, a: Shape, b: Shape, rank: int) -> Optional[Problem]:
@@ -98,8 +98,8 @@ class PairLayout:
     def products(self, a: np.ndarray, b: np.ndarray) -> List[Pair]:
         """Returns A [r, in] and B [out, r] of each product B A: of one, or of one for each expert.
 
-        Of a convolution without groups, in counts each element of the kernel. Of an embedding, B A is the transpose of
-        what is added to the table.
+        For a convolution without groups, in counts each element of the kernel. For an embedding, B A is the transpose
+        of what is added to the table.
         """
         return [(a.reshape(len(a), -1), b.reshape(len(b), -1))]
 
@@ -211,7 +211,7 @@ def shape_problem(a: Shape, b: Shape, declared: Optional[int] = None) -> Optiona
 
 
 def has_product(a: np.ndarray, b: np.ndarray) -> bool:
-    """Tells whether B A is defined; it is not for a convolution with groups."""
+    """Returns whether B A is defined; it is not for a convolution with groups."""
     return layout_of(a.shape).has_product(a.shape, b.shape)
 
 
@@ -230,7 +230,7 @@ def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
 
 
 def is_expert_stack(array: np.ndarray) -> bool:
-    """Tells whether an array is a stack of matrices, as experts have them."""
+    """Returns whether an array is a stack of matrices, as experts have them."""
     return array.ndim == EXPERTS.dims
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from mindlora.numerics.randomized_svd import randomized_svd
 
-# Of the randomized decomposition, which takes the place of the exact one where that would be several times slower.
+# The randomized decomposition takes the place of the exact one where that would be several times slower.
 _ITERATIONS = 4
 _FEW = 4
 

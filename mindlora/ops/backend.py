@@ -69,7 +69,7 @@ _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "n
 _LIBRARY_VERSION = 14
 # Its number in ops/cpu_common/isa.h.
 _AVX512_BF16 = 3
-# Of a short prompt, or of a step of training with few rows: decode is lora_linear's.
+# The tokens of a short prompt, or of a training step with few rows: lora_linear takes decode.
 TOKENS_OF_A_CELL = 512
 # By what a kernel's estimate must exceed that of plain operators, which knows nothing of their launches.
 FAR_ABOVE = 1.25

@@ -90,7 +90,7 @@ def adopt(path: str) -> Measured:
         path (str): Its report.json, or the folder that holds it.
 
     Raises:
-        ConfigError: It is no such report, measured no NPU, or is of another version of mindlora; or nothing can be
+        ConfigError: It is not such a report, measured no NPU, or is from another version of mindlora; or nothing can be
             written.
     """
     path = os.path.join(path, "report.json") if os.path.isdir(path) else path
@@ -103,7 +103,7 @@ def adopt(path: str) -> Measured:
         ) from error
     machine, choices = report.get("machine"), report.get("choices")
     if not isinstance(machine, dict) or "choices" not in report:
-        raise ConfigError(f"{path} is no report of scripts/verify_npu.sh: name the report.json that it wrote.")
+        raise ConfigError(f"{path} is not a report of scripts/verify_npu.sh: name the report.json that it wrote.")
     if choices is None:
         raise ConfigError(f"{path} compared no operator on an NPU, so it has no choices: run it on a machine with one.")
     if machine.get("mindlora") != __version__:

@@ -75,21 +75,21 @@ class RoundedLinears(OperatorCell):
     its end.
 
     Args:
-        quantized, has_bias (bool): As of RoundedLinear; of all.
+        quantized, has_bias (bool): As in RoundedLinear; of all.
         count (int): How many, 2 or 3.
 
     Inputs:
-        - **x** (Tensor) - As of RoundedLinear.
+        - **x** (Tensor) - As in RoundedLinear.
         - **weights** (tuple of tuple of Tensor) - The ``weight`` of each.
         - **pools** (tuple of tuple of Tensor) - (pool, ranks, scales) of each; pools of one dtype.
-        - **indices** (Tensor) - As of RoundedLinear.
+        - **indices** (Tensor) - As in RoundedLinear.
         - **biases** (tuple of Tensor) - The bias of each. Default: ().
 
     Outputs:
         Tuple of Tensor [..., N], float32.
 
     Raises:
-        BackendError, RuntimeError: As of RoundedLinear.
+        BackendError, RuntimeError: As in RoundedLinear.
     """
 
     op = "rounded_linear"

@@ -39,7 +39,7 @@ class Recomputation(NamedTuple):
     operators: Dict[str, "frozenset[int]"]
 
     def skips(self, layer: int, path: str) -> bool:
-        """Tells whether what the operator at ``path`` below a layer makes is computed again, and not kept."""
+        """Returns whether what the operator at ``path`` below a layer makes is computed again, and not kept."""
         return any(layer in layers and _matches(pattern, path) for pattern, layers in self.operators.items())
 
 
@@ -101,7 +101,7 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Tells whether each part of a pattern matches a part of ``path`` from its beginning, as MindFormers compares."""
+    """Returns whether each part of a pattern matches a part of ``path`` from its beginning, as MindFormers compares."""
     parts: Tuple[str, ...] = tuple(re.split(r"\\?\.(?![*+?])", pattern))
     names = path.split(".")
     return len(parts) <= len(names) and all(re.fullmatch(part, name) for part, name in zip(parts, names))
@@ -203,7 +203,7 @@ class Activations:
             self.weights.setdefault(-1 if layer is None else layer, []).append(weight)
 
     def computes_in_float32(self) -> bool:
-        """Tells whether attention does, in products and softmax."""
+        """Returns whether attention does, in products and softmax."""
         return self.run.compute_dtype == self.run.dtype("softmax_compute_type", "float32") == "float32"
 
     @property

@@ -79,7 +79,7 @@ def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
 
 
 def _joins_parts(run: Run) -> bool:
-    """Tells whether the file has one pair where the network has several: the parts of a ChatGLM's joined cells."""
+    """Returns whether the file has one pair where the network has several: the parts of a ChatGLM's joined cells."""
     joined = filter(None, map(run.architecture.joined_path, run.adapted))
     return any(map(run.architecture.in_hugging_face, joined))
 
@@ -96,7 +96,7 @@ def _tied_heads(run: Run, weight: Weight) -> List[str]:
 
 def _header(run: Run) -> Dict[str, str]:
     fingerprint = {"shapes": _HASH, "values": _HASH}
-    # Of the matrices under the adapters, 4-bit ones included. Stacked weights are adapted each by its own path.
+    # The matrices under the adapters, 4-bit ones included. Stacked weights are adapted each by its own path.
     base = [weight for weight in run.weights if not weight.adapter and len(weight.shape) > 1]
     adapted = set(run.adapted)
     dtypes = {weight.dtype for weight in base if {weight.path, weight.name, *_tied_heads(run, weight)} & adapted}

@@ -141,7 +141,7 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
             if trial.fits:
                 lines = str(yaml.safe_dump(change.keys, sort_keys=False, default_flow_style=False)).rstrip()
                 return Fit(memory, usable, reason, False, (*tried, trial), lines)
-        # Of several variants that do not fit, the last one needs least.
+        # Where several variants do not fit, the last one needs least.
         tried += [trial] if trial else []
     return Fit(memory, usable, reason, False, tuple(tried), "")
 

@@ -80,7 +80,7 @@ class MemoryPool:
         return Piece(len(self._reached) - 1, 0, block)
 
     def _add(self, hole: Piece) -> None:
-        # Of equal holes, the one with the lowest address is taken: that of the newest block, which lies below the rest.
+        # Among equal holes, the one at the lowest address is taken: that of the newest block, which lies lowest.
         bisect.insort(self._by_size, (hole.size, -hole.block, hole.begin))
         self._beginning[hole.block, hole.begin] = hole
         self._ending[hole.block, hole.begin + hole.size] = hole

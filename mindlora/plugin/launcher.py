@@ -161,7 +161,7 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
 
 
 def _use_register_path(folder):
-    """Has MindFormers find in a folder what auto_register names; None is no folder."""
+    """Lets MindFormers find in a folder what auto_register names; None stands for no folder."""
     if folder is None:
         return
     register_path = os.path.abspath(folder)
@@ -240,7 +240,7 @@ def _say_how_to_go_on(config, began):
 
     callbacks = list(config.callbacks or [])
     for each in config.callbacks or []:
-        # Of several adapters, each has callbacks of its own.
+        # Each of several adapters has callbacks of its own.
         callbacks += [callback for run in each.get("runs") or [] for callback in run["configuration"]["callbacks"]]
     for callback in callbacks:
         if callback.get("type") == "LoraCheckpoint":

@@ -21,7 +21,7 @@ logger = logging.getLogger("mindlora")
 _ATTEMPTS = 3
 # Seconds before each try to read files that change while they are read.
 _PAUSES = (0.0, 0.005, 0.02)
-# What adapters.files.read may open; a change of any other file is no change of the adapter.
+# What adapters.files.read may open; a change of any other file does not change the adapter.
 _ENDINGS = (".json", ".safetensors", ".ckpt", ".bin")
 _BESIDE = ("adapter_config.json", "mindformers_adapter_config.json")
 
@@ -203,7 +203,7 @@ class AdapterMemory:
             thread.start()
 
     def prefetch(self, name: str, held: Optional[int] = None) -> None:
-        """Has the adapter's files read unless they are known as they are now, or a slot has that version (``held``).
+        """Asks for the adapter's files unless they are known as they are now, or a slot has that version (``held``).
 
         A request has come. Raises AdapterNotFoundError if the adapter is not registered.
         """
@@ -308,7 +308,7 @@ class AdapterMemory:
             entry.fresh = False
 
     def _hurry(self, name: str, entry: _Entry) -> None:
-        """Has the adapter read before those that are only announced."""
+        """Puts the adapter before those that are only announced."""
         if entry.load in (Load.IDLE, Load.ANNOUNCED):
             self._queue(name, entry, Load.URGENT)
 

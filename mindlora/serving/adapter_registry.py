@@ -26,7 +26,7 @@ class AdapterRegistry:
     thread may call any method.
 
     Raises:
-        ConfigError: ``folder`` is no folder or is itself an adapter, there is nothing at one of ``paths``, or a name is
+        ConfigError: ``folder`` is not a folder or is itself an adapter, there is nothing at one of ``paths``, or a name is
             empty or holds control characters.
     """
 

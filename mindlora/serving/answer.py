@@ -78,7 +78,7 @@ class Stream:
         self._cancel(self.request)
 
     def add_listener(self, listener: Listener) -> None:
-        """Has all pieces, those that have come already included, given to ``listener``, one at a time and in order.
+        """Gives all pieces, those that have come already included, to ``listener``, one at a time and in order.
 
         It is called in the engine's thread, which waits for it, or in that of whoever calls cancel or this method.
         """

@@ -58,7 +58,7 @@ def make_chat_prompt(
         variables (mapping, optional): Further variables of a chat template, such as enable_thinking.
 
     Raises:
-        DataError: The file holds no chat template, or ``form`` is no prompt template.
+        DataError: The file holds no chat template, or ``form`` is not a prompt template.
         RequestError: The template does not read one of the variables.
         TokenizerError: There is no chat template, or it is not valid.
     """
@@ -310,7 +310,7 @@ def choose_prompt_form(
         variables (mapping, optional): Further variables of a chat template, such as enable_thinking.
 
     Raises:
-        DataError: The file holds no chat template, or ``template`` is no prompt template.
+        DataError: The file holds no chat template, or ``template`` is not a prompt template.
         RequestError: Both are given, and ``template`` is not "chat"; or there are variables that are not those of a
             chat template.
         TokenizerError: There is no chat template, or it is not valid.

@@ -30,7 +30,7 @@ _WHITE_SPACE = r"(\x20|\n\x20{0,40})"
 # How a schema is read, over what it may say of that itself ("x-guidance").
 _STRICT = {"whitespace_pattern": _WHITE_SPACE, "lenient": False, "coerce_one_of": False}
 _LENIENT = {**_STRICT, "lenient": True, "coerce_one_of": True}
-# Keywords of a schema whose values have names as keys, and those whose values are no schemas.
+# Keywords of a schema whose values have names as keys, and those whose values are not schemas.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("const", "default", "enum", "examples")
 _FORBIDDEN = np.float32(-np.inf)
@@ -142,7 +142,7 @@ class Grammar:
 class _TextTokens:
     """What llguidance.TokenizerWrapper takes: a vocabulary whose tokens of a text are text.
 
-    Of text that a grammar forces, llguidance takes the tokenizer's own tokens. For the name of a special token that is
+    For text that a grammar forces, llguidance takes the tokenizer's own tokens. For the name of a special token that is
     this token, which is not text to any grammar; here, such a text is cut into the longest tokens that are.
     """
 
@@ -234,7 +234,7 @@ class ConstraintCompiler:
             )
         if not getattr(self._tokenizer, "is_fast", False) or self._tokenizer.eos_token_id is None:
             raise ConstraintError(
-                f"{field} needs a tokenizer with a tokenizer.json and an end token, which this model has not: leave it "
+                f"{field} needs a tokenizer with a tokenizer.json and an end token, which this model lacks: leave it "
                 "out.",
                 field,
             )

@@ -17,7 +17,7 @@ _LONGEST = 16
 
 
 def special_tokens(tokenizer: Any) -> FrozenSet[int]:
-    """Returns the tokens that are no text: those that the tokenizer has a use for, and others added as special."""
+    """Returns the tokens that are not text: those that the tokenizer has a use for, and others added as special."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(tokenizer.all_special_ids) | {place for place, token in added if token.special}
 

@@ -55,7 +55,7 @@ class FairQueue:
         self._service: Dict[Optional[str], int] = {}
         self._turn = 0  # the service at which the last turn was given
         self._size = 0
-        # Of the round under way: the longest waiting line that lacks nothing but a slot.
+        # The longest waiting line of this round that lacks nothing but a slot.
         self._slotless: Optional[Line] = None
 
     def __len__(self) -> int:

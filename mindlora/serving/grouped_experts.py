@@ -9,7 +9,7 @@ from mindlora.errors import ConfigError
 from mindlora.nn.nf4_experts import DecodedWeight
 from mindlora.ops.multi_lora_delta import MultiLoraDelta
 
-# Of multi_lora_delta on Atlas A2 and A3: ops/multi_lora_delta/README.md.
+# The limits of multi_lora_delta on Atlas A2 and A3: ops/multi_lora_delta/README.md.
 _MOST_SLOTS = 8638
 
 

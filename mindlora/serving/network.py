@@ -347,7 +347,7 @@ def open_embedding(network: nn.Cell, settings: EngineSettings) -> ServedEmbeddin
 
 
 def takes_few(tokens: int, decodes: bool) -> bool:
-    """Tells whether a step of so many tokens is for the graph of few; ``decodes`` is that of StepInputs.
+    """Returns whether a step of so many tokens is for the graph of few; ``decodes`` is that of StepInputs.
 
     On a CPU these are steps of few tokens, whatever they are: there the linear cells read each weight once (figures:
     ops/multi_lora_linear/README.md). On Ascend they are decode steps, for which MindFormers has a form of its own.
@@ -356,7 +356,7 @@ def takes_few(tokens: int, decodes: bool) -> bool:
 
 
 def decodes_alone(few: bool) -> bool:
-    """Tells whether the graph for few tokens, or the other one, has MindFormers' form of decoding."""
+    """Returns whether the graph for few tokens, or the other one, has MindFormers' form of decoding."""
     return few and ms.get_context("device_target") != "CPU"
 
 

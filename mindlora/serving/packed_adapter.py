@@ -146,7 +146,7 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
         MissingTensorsError, ShapeMismatchError, NotFiniteError, ScaleMismatchError: A tensor cannot be used.
-        UnexpectedTensorsError: A tensor has no place, as of saved modules other than embedding, output head and score.
+        UnexpectedTensorsError: A tensor has no place, as a saved module other than embedding, output head and score.
         RankMismatchError: A rank is above max_rank.
         AdapterError: The layout is exact, and its dtype would round a number.
         BaseMismatchError: It was trained on another base.
@@ -250,7 +250,7 @@ def _block(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Bl
             f"{source} holds numbers at {path} that {dtype_name(dtype)}, in which this network computes, cannot hold. "
             "Set model.model_config.compute_dtype to bfloat16 or float32."
         )
-    # Of experts, both have an axis of experts before.
+    # For experts, both begin with an axis of experts.
     *experts, rank, wide = a.shape
     height = layout.max_rank if experts and layout.fills_experts else rank
     rows = np.zeros((*experts, height, wide + b.shape[-2]), dtype)
@@ -275,7 +275,7 @@ def _gain(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Opt
 
 
 def _holds(dtype: np.dtype, array: np.ndarray) -> bool:
-    """Tells whether a dtype holds all numbers of a float32 array as they are."""
+    """Returns whether a dtype holds all numbers of a float32 array as they are."""
     with np.errstate(over="ignore"):
         return np.array_equal(to_float32(from_float32(array, dtype)), array)
 

@@ -37,7 +37,7 @@ class Pooling(NamedTuple):
     max_tokens: Optional[int] = None
 
     def check_dimensions(self, asked: Optional[int], width: int) -> None:
-        """Raises RequestError if embeddings cannot be cut to ``asked``; None is no cut."""
+        """Raises RequestError if embeddings cannot be cut to ``asked``; None leaves them whole."""
         if asked is None or (self.any_dimension and asked <= width) or asked in self.dimensions:
             return
         if self.any_dimension or self.dimensions:

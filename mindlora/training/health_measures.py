@@ -54,7 +54,7 @@ def cell_values(
     factors = None
     rank = cell.lora_rank
     if "lambda" in parts:
-        # AdaLoRA's: what it has masked is no rank.
+        # AdaLoRA's masked directions do not count as rank.
         kept = np.flatnonzero(parts["lambda"])
         a = parts["lambda"][kept, None] * parts["A"][kept]
         b = parts["B"][:, kept]

@@ -36,7 +36,7 @@ _LEAST_UNUSED_RANK = 8
 _EXHAUSTED_RANK = 0.9
 _ONE_LAYER = 0.8
 _LEAST_LAYERS = 3
-# Of a cell, a layer or (with an empty path) the whole run: path, what is wrong with its figures, what to change.
+# A finding about a cell, a layer or (with an empty path) the whole run: path, what is wrong, what to change.
 _Fault = Tuple[str, str, str]
 _LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
 

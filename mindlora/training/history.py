@@ -33,7 +33,7 @@ EARLIER_NAME = "metrics_earlier.jsonl"
 KINDS = ("run", "loss", "held_out_loss", "forgetting", "event", "health", "answers", "evaluation")
 # Kinds that are a number.
 _MEASURED = ("held_out_loss", "forgetting")
-# Of a step: seconds since 1970, the step's loss and so on; bytes that this rank sent; bytes of memory in use.
+# The fields of a step: seconds since 1970, the loss and so on, the bytes that this rank sent, and those in use.
 STEP_FIELDS = (
     "time",
     "loss",

@@ -75,7 +75,7 @@ inline std::vector<GoldenTensor> ReadGolden(const std::string& path)
     std::ifstream file(path, std::ios::binary);
     if (!file) throw Unusable(path + " cannot be read");
     std::string line;
-    if (!std::getline(file, line) || line != "golden file 2") throw Unusable(path + " is no golden file");
+    if (!std::getline(file, line) || line != "golden file 2") throw Unusable(path + " is not a golden file");
     std::vector<GoldenTensor> tensors;
     std::vector<std::string> roles;
     while (std::getline(file, line) && !line.empty()) {

@@ -25,7 +25,7 @@ class CpuStep(MFTrainOneStepCell):
         return pre_cond, compute_input
 
     def get_overflow_status(self, status, compute_output):
-        """Tells whether a gradient is not finite."""
+        """Returns whether a gradient is not finite."""
         total = status * 0
         for gradient in compute_output:
             total = total + ops.square(gradient).sum()

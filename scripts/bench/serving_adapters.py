@@ -18,7 +18,7 @@ from mindlora.serving.server.settings import ServerSettings
 LARGE_RANK = 96
 FEW, MANY, USED = 10, 10_000, 8
 PROMPT, NEW_TOKENS = 16, 13
-# Of a load.
+# In a load.
 ADAPTERS, SLOTS, RUNNING = 64, 16, 16
 NAMES = [f"r16-{number}" for number in range(ADAPTERS)]
 # More than the engine can do, so that tokens/s are what it does and not what it is asked for.

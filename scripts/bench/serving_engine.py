@@ -92,7 +92,7 @@ def answer(
     counts: Sequence[int],
     moments: Optional[Sequence[float]] = None,
 ) -> Answers:
-    """Has a started engine answer requests greedily, and waits for the answers.
+    """Lets a started engine answer requests greedily, and waits for the answers.
 
     Args:
         engine (Engine): The engine.

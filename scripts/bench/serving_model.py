@@ -132,7 +132,7 @@ class Files:
         dtype: str = "float32",
         **sizes: Any,
     ) -> Engine:
-        """Returns an engine, not started, on the model in float32 or NF4; ``sizes`` as of EngineSettings.
+        """Returns an engine, not started, on the model in float32 or NF4; ``sizes`` as in EngineSettings.
 
         ``checkpoint`` is another of the same sizes; ``dtype`` is what the linear cells that are not in NF4 are held in.
         """

@@ -140,7 +140,7 @@ def test_names_of_bases_tell_the_kind(tmp_path, base, title):
 
 @pytest.mark.parametrize("cells, title", [(("w_gate_up", "w2"), "GLM4"), (("w_gate_up", "qkv_proj"), None)])
 def test_cells_that_one_model_alone_has_tell_the_kind(tmp_path, cells, title):
-    # Phi-3 has GLM4's gate_up_proj, and a qkv_proj that GLM4 has not.
+    # Phi-3 has GLM4's gate_up_proj, and a qkv_proj that GLM4 lacks.
     folder = peft_folder(
         tmp_path / "peft", adapter_of({f"model.layers.0.feed_forward.{c}": (4, 4) for c in cells}), None
     )

@@ -151,7 +151,7 @@ def test_the_command_ends_with_1_where_it_would_not_be_served(capsys):
     assert "Did you mean 'vllm'?" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="No rules are known of a server 'tgi'"):
         check_for_server("adapter", "tgi")
-    with pytest.raises(ConfigError, match="The version of 'vllm==new' is no number. Write it as in vllm==0.32.0"):
+    with pytest.raises(ConfigError, match="The version of 'vllm==new' is not a number. Write it as in vllm==0.32.0"):
         check_for_server("adapter", "vllm==new")
 
 

@@ -109,7 +109,7 @@ def test_weights_sizes_and_tokens_are_in_the_file(base, adapter, tmp_path, outty
     for name, theirs in names.items():
         tensor = found[name]
         is_vector = source[theirs].ndim == 1
-        # Its rows of 40 are no blocks of 32.
+        # Its rows of 40 do not divide into blocks of 32.
         wanted = "F32" if is_vector else "F16" if outtype == "q8_0" and "down" in name else kind
         assert tensor.tensor_type.name == wanted
         values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(source[theirs].shape)

@@ -108,7 +108,7 @@ def test_an_adapter_that_was_trained_on_nf4_gets_a_note_of_the_measured_differen
         save_base(tmp_path / "base", source), adapter_with(tmp_path, found, fingerprint), str(tmp_path / "out")
     )
     (note,) = report.notes
-    # Of normal weights, the rounding to NF4 is a tenth of their size.
+    # The rounding of normal weights to NF4 is a tenth of their size.
     errors = [dequantize(quantize(to_float32(weight))) - weight for weight in weights.values()]
     share = np.sqrt(sum((error**2).sum() for error in errors) / sum((each**2).sum() for each in weights.values()))
     measured = float(note.split("differ by ")[1].split("%")[0]) / 100

@@ -112,7 +112,7 @@ def test_the_doctor_reads_it(tmp_path, base):
         ({"lora_alpha": 0}, "lora_alpha", "lora_alpha is 0"),
         ({"target_modules": ["linear_qkv"]}, "target_modules", "Join several names with |"),
         ({"target_modules": ""}, "target_modules", "it must be one regular expression"),
-        ({"target_modules": "(linear"}, "target_modules", "is no regular expression"),
+        ({"target_modules": "(linear"}, "target_modules", "is not a regular expression"),
         ({"exclude_layers": 3}, "exclude_layers", "it must be one regular expression"),
         ({"target_modules": "wq"}, "target_modules", "matches no cell"),
         ({"target_modules": "linear", "exclude_layers": "layers"}, "target_modules", "matches no cell"),

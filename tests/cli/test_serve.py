@@ -18,7 +18,7 @@ from tests.support.scripted_engine import BASE, make_engine, write_adapter
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Has the command serve a scripted engine; returns what it asked for."""
+    """Makes the command serve a scripted engine; returns what it asked for."""
     asked = argparse.Namespace()
 
     def build(arguments, registry, model_name):

@@ -74,8 +74,8 @@ def test_a_text_that_is_cut_keeps_its_label_and_words_keep_theirs(convert):
 @pytest.mark.parametrize(
     "record, reason",
     [
-        ({"text": "a", "label": None}, "a label that is no name"),
-        ({"text": "a", "label": -1}, "a label that is no name"),
+        ({"text": "a", "label": None}, "a label that is neither a name nor a number"),
+        ({"text": "a", "label": -1}, "a label that is neither a name nor a number"),
         ({"text": " ", "label": 0}, "an empty text"),
         ({"tokens": ["a"], "tags": []}, "are not lists of one length"),
         ({"tokens": ["a"], "tags": ["good"]}, "labeled words among texts"),

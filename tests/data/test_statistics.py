@@ -22,7 +22,7 @@ def examples(*lengths):
 def test_figures():
     lengths = [2, 3, 4, 5, 9]
     found = length_statistics(examples(*lengths), 9, Boundary(0, is_padding=False))
-    # Of a length n, n - n // 2 are learned.
+    # n - n // 2 tokens of a row of length n are learned.
     assert (found.counted, found.row_length) == (1 + 2 + 2 + 3 + 5, 10)
     # 23 tokens: 27 of 50 positions are padding, and packed (9; 5 4; 3 2) 7 of 30.
     assert found.packed_rows == 3

@@ -190,7 +190,7 @@ def test_a_tokenizer_is_held_against_the_one_beside_the_base(tmp_path, tokenizer
     assert warning.endswith(f"Use {base}/tokenizer.json, or train a base from scratch with this one")
     found = Vocabulary(new, base=base).load([])[1]
     assert f"another vocabulary: {len(new) - len(shared)} of {len(new)} tokens" in found[0]
-    # Of a file in the folder, too; and its own tokenizer is no reason to warn.
+    # For a file in the folder, too; and its own tokenizer is not a reason to warn.
     assert Vocabulary(new, base=f"{base}/model-0.safetensors").load([])[1][0].startswith("WARNING")
     assert vocabulary_notes(tokenizer_path, base=base) == [] == vocabulary_notes(tokenizer_path)
 

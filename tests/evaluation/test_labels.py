@@ -10,7 +10,7 @@ def test_accuracy_and_the_mean_of_f1():
     confusion = np.array([[3, 1, 0, 0], [2, 4, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
     found = label_measures(confusion)
     assert found["accuracy"] == pytest.approx(7 / 11)
-    # Of the fourth label nothing is known, and it does not count.
+    # Nothing is known about the fourth label, and it does not count.
     assert found["f1"] == pytest.approx((6 / 9 + 8 / 12 + 0) / 3)
 
 

@@ -233,5 +233,5 @@ def test_adapters_are_divided_among_devices_as_their_experts_are(monkeypatch):
         found = [len(layout["tensor_map"]) for layout in experts.morphed_forward.attrs["in_layout"]]
     finally:
         ms.reset_auto_parallel_context()
-    # tokens, probs, routing_map; W, A and B of weight1; weight2, which stands in for the A and B it has not.
+    # tokens, probs, routing_map; W, A and B of weight1; weight2, which stands in for the missing A and B.
     assert found == [3, 3, 3, 2, 3, 3, 2, 2, 2, 1]

@@ -2,11 +2,13 @@
 
 import pytest
 
+from tests.conftest import in_mode
+from tests.support.fewer_cases import each_once
 from tests.support.op_paths import ISAS, PATHS
 from tests.support.operator_process import EMULATOR
 
 # Tests with one of these run MindSpore, which is there for this machine alone.
-_MINDSPORE = {"path", "mode", "graph_mode", "pynative_mode"}
+_MINDSPORE = {"path", "each_path", "mode", "graph_mode", "pynative_mode"}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -27,6 +29,15 @@ def path(request, monkeypatch, library):
     """Forces each path that is available on this machine."""
     monkeypatch.setenv("MINDLORA_BACKEND", request.param)
     return request.param
+
+
+@pytest.fixture(params=each_once(PATHS, (0, 1)), ids=lambda pair: f"{pair[0]}-{('graph', 'pynative')[pair[1]]}")
+def each_path(request, monkeypatch, library):
+    """Forces each path once, and each mode once: for what values and gradients, tested with all of both, do not show."""
+    path, mode = request.param
+    monkeypatch.setenv("MINDLORA_BACKEND", path)
+    with in_mode(mode):
+        yield path
 
 
 @pytest.fixture(params=ISAS[:3])

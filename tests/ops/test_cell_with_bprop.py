@@ -139,7 +139,7 @@ def test_backward_is_refused_where_there_is_no_gradient(path):
 
 
 def test_every_cell_with_a_bprop_is_one_of_them():
-    # Of the modules that this process has imported.
+    # Among the modules that this process has imported.
     left, with_bprop = [nn.Cell], set()
     while left:
         kind = left.pop()

@@ -63,13 +63,13 @@ def test_the_share_is_right_and_neighbours_rows_columns_and_seeds_are_independen
         assert abs(np.corrcoef(same.ravel(), other.ravel())[0, 1]) < 5 / other.size**0.5
 
 
-def test_what_is_dropped_is_zero_even_if_it_was_not_finite(mode, path, reference):
+def test_what_is_dropped_is_zero_even_if_it_was_not_finite(each_path, reference):
     kept = reference.kept(8, 16, 1, 0.5)
     x = np.where(kept, 1, np.inf).astype(np.float32)
     np.testing.assert_array_equal(values(Net()(Tensor(x), *inputs(1, 0.5))), np.where(kept, 2, 0))
 
 
-def test_the_gradient_is_the_same_mask(mode, path, reference):
+def test_the_gradient_is_the_same_mask(each_path, reference):
     def total(x, weights, seed, rate):
         return (net(x, seed, rate) * weights).sum()
 
@@ -79,7 +79,7 @@ def test_the_gradient_is_the_same_mask(mode, path, reference):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lora_delta_over_it_and_its_gradients(mode, path, reference, dtype):
+def test_lora_delta_over_it_and_its_gradients(each_path, reference, dtype):
     tokens, k, n, rank, scale, seed, rate = 13, 37, 21, 5, 1.7, 99, 0.25
     y0, x, a, b = (
         normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(tokens, n), (tokens, k), (rank, k), (n, rank)])

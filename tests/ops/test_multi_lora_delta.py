@@ -91,20 +91,20 @@ def test_every_pattern_through_mindspore(mode, path, reference, dtype):
         assert_near(values(y), reference.multi_lora_delta(*inputs), dtype, TERMS)
 
 
-def test_fixed_shapes(mode, path, reference):
+def test_fixed_shapes(each_path, reference):
     inputs = case(9, "skipped")
     assert_near(values(Net()(*tensors("float32", inputs))), reference.multi_lora_delta(*inputs), "float32", TERMS)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (2, 1, 3)])
-def test_all_axes_of_x_but_the_last_are_tokens(mode, path, reference, shape):
+def test_all_axes_of_x_but_the_last_are_tokens(each_path, reference, shape):
     y0, x, *pool, indices = case(int(np.prod(shape)), "uniform")
     expected = reference.multi_lora_delta(y0, x, *pool, indices).reshape(*shape, N)
     y = Net()(*tensors("float32", [y0, x.reshape(*shape, K), *pool, indices]))
     assert_near(values(y), expected, "float32", TERMS)
 
 
-def test_indices_after_the_tokens_are_not_looked_at(mode, path, reference):
+def test_indices_after_the_tokens_are_not_looked_at(each_path, reference):
     """A server keeps one Parameter, as long as its largest step; tokens come and go."""
     net, (y0, x, *pool, indices) = Net(), case(5, "uniform")
     longer = np.append(indices, np.int32([SLOTS, 10**9, -1]))
@@ -116,7 +116,7 @@ def test_indices_after_the_tokens_are_not_looked_at(mode, path, reference):
         assert_near(values(net(*tensors("float32", inputs)))[0], expected, "float32", TERMS)
 
 
-def test_rows_without_an_adapter_stay_bit_for_bit(mode, path):
+def test_rows_without_an_adapter_stay_bit_for_bit(each_path):
     inputs = case(31, "skipped")
     y = values(Net()(*tensors("float32", inputs)))
     skipped = inputs[5] < 0
@@ -127,7 +127,7 @@ def test_rows_without_an_adapter_stay_bit_for_bit(mode, path):
     assert (y != inputs[0])[~(skipped | empty)].any(axis=1).all()
 
 
-def test_each_row_depends_on_its_own_adapter_alone(mode, path):
+def test_each_row_depends_on_its_own_adapter_alone(each_path):
     inputs = case(8, "distinct")
     before = values(Net()(*tensors("float32", inputs)))
     inputs[2][4, :64] *= 2
@@ -135,7 +135,7 @@ def test_each_row_depends_on_its_own_adapter_alone(mode, path):
     assert ((before != after).any(axis=1) == (inputs[5] == 4)).all()
 
 
-def test_the_same_again_is_the_same_bit_for_bit(mode, path):
+def test_the_same_again_is_the_same_bit_for_bit(each_path):
     inputs = tensors("float32", case(200, "zipf"))
     net = Net()
     first = net(*inputs).asnumpy()
@@ -180,7 +180,7 @@ def test_gradients_are_those_of_the_reference(path, reference, dtype):
     assert_near(values(found[4]), expected[3], "float32", TERMS * N**0.5)
 
 
-def test_gradients_by_finite_differences(mode, path, reference):
+def test_gradients_by_finite_differences(each_path, reference):
     inputs = case(5, "skipped", k=4, n=3, ranks=np.int32([2, 0, 1]), max_rank=2)
     inputs = [array.astype(np.float64) if array.dtype.kind == "f" else array for array in inputs]
     dy = normal(5, 3, seed=5)
@@ -210,12 +210,12 @@ def test_gradients_by_finite_differences(mode, path, reference):
         (5, ms.int64, "indices is Int64: it must be Int32."),
     ],
 )
-def test_refused_dtypes(mode, path, at, dtype, message):
+def test_refused_dtypes(each_path, at, dtype, message):
     inputs = tensors("float32", case(4, "distinct"))
     inputs[at] = inputs[at].astype(dtype)
     with pytest.raises(BackendError) as error:
         Net()(*inputs)
-    assert str(error.value).startswith(f"multi_lora_delta ({path}): {message}")
+    assert str(error.value).startswith(f"multi_lora_delta ({each_path}): {message}")
 
 
 @pytest.mark.parametrize(

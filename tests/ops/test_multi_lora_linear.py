@@ -166,7 +166,7 @@ def test_every_pattern_through_mindspore(mode, path, reference, dtype):
 
 
 @pytest.mark.parametrize("shape", [(9,), (2, 1, 3), ()])
-def test_fixed_shapes_of_any_number_of_axes(mode, path, reference, shape):
+def test_fixed_shapes_of_any_number_of_axes(each_path, reference, shape):
     x, *others = case(int(np.prod(shape)), "skipped")
     inputs = [x.reshape(*shape, K), *others]
     results = Net()(*tensors("float32", inputs))
@@ -174,7 +174,7 @@ def test_fixed_shapes_of_any_number_of_axes(mode, path, reference, shape):
     assert_both(results, reference, inputs)
 
 
-def test_indices_after_the_tokens_are_not_looked_at(mode, path, reference):
+def test_indices_after_the_tokens_are_not_looked_at(each_path, reference):
     """A server keeps one Parameter, as long as its largest step; tokens come and go."""
     net, (x, *others, indices, bias) = Net(), case(5, "uniform")
     longer = np.append(indices, np.int32([SLOTS, 10**9, -1]))
@@ -184,7 +184,7 @@ def test_indices_after_the_tokens_are_not_looked_at(mode, path, reference):
         assert_both(net(*tensors("float32", inputs)), reference, inputs)
 
 
-def test_the_same_again_is_the_same_bit_for_bit(mode, path):
+def test_the_same_again_is_the_same_bit_for_bit(each_path):
     inputs, net = tensors("float32", case(9, "zipf", k=300, n=530)), Net()
     first = [y.asnumpy() for y in net(*inputs)]
     for _ in range(5):
@@ -214,7 +214,7 @@ def test_a_rank_beyond_the_pool_is_refused(library, pynative_mode, monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", [MultiLoraLinear, MultiLoraLinearWithBias])
-def test_a_gradient_is_refused(mode, path, kind):
+def test_a_gradient_is_refused(each_path, kind):
     inputs = tensors("float32", case(4, "distinct"))[: kind.inputs]
     with pytest.raises(BackendError, match="multi_lora_linear has no gradient"):
         ms.grad(kind(), 0)(*inputs)
@@ -231,12 +231,12 @@ def test_a_gradient_is_refused(mode, path, kind):
         (6, ms.float16, "bias is Float16 and x is Float32: cast them to one dtype."),
     ],
 )
-def test_refused_dtypes(mode, path, at, dtype, message):
+def test_refused_dtypes(each_path, at, dtype, message):
     inputs = tensors("float32", case(4, "distinct"))
     inputs[at] = inputs[at].astype(dtype)
     with pytest.raises(BackendError) as error:
         Net()(*inputs)
-    assert str(error.value).startswith(f"multi_lora_linear ({path}): {message}")
+    assert str(error.value).startswith(f"multi_lora_linear ({each_path}): {message}")
 
 
 @pytest.mark.skipif(PATHS[0] != "cpu", reason="there is no kernel for an NPU")

@@ -100,7 +100,7 @@ def test_pack_adapter(mode, reference, dtype):
     np.testing.assert_array_equal(values(packed), reference.pack_adapter(a, b))
 
 
-def test_what_was_written_is_what_is_computed_with(mode, path):
+def test_what_was_written_is_what_is_computed_with(each_path):
     pool = Pool()
     net = WriteBetween(pool)
     y0, x = normal(4, N, seed=1), normal(4, K, seed=2)

@@ -176,7 +176,7 @@ class Gradient(nn.Cell):
 
 @pytest.mark.parametrize("k", [64, 70])
 @pytest.mark.parametrize("known", [True, False])
-def test_gradients_with_a_number_of_tokens_that_is_not_known(mode, path, reference, k, known):
+def test_gradients_with_a_number_of_tokens_that_is_not_known(each_path, reference, k, known):
     net, parts, bias = Gradient(), weight(33, k), normal(33, seed=4)
     net.set_inputs(
         Tensor(shape=[None, k if known else None], dtype=ms.float32),
@@ -190,7 +190,7 @@ def test_gradients_with_a_number_of_tokens_that_is_not_known(mode, path, referen
         assert_near(values(dx), reference.nf4_linear_grad(dy, *parts, k)[0], "float32", 33)
 
 
-def test_gradients_by_finite_differences(mode, path, reference):
+def test_gradients_by_finite_differences(each_path, reference):
     x, parts, bias, dy = normal(3, 5).astype(np.float64), weight(4, 5), normal(4, seed=4), normal(3, 4, seed=9)
     grad = values(ms.grad(Loss(), 0)(*tensors("float32", x, parts, bias, dy)))
     for at in np.ndindex(x.shape):
@@ -202,7 +202,7 @@ def test_gradients_by_finite_differences(mode, path, reference):
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
-def test_the_same_again_is_the_same_bit_for_bit(mode, path, tokens):
+def test_the_same_again_is_the_same_bit_for_bit(each_path, tokens):
     inputs = tensors("float32", normal(tokens, 300), weight(530, 300), normal(530, seed=4))
     net = Net()
     first = [y.asnumpy() for y in net(*inputs)]
@@ -238,12 +238,12 @@ def test_the_path_that_is_picked(mode, library, monkeypatch):
         (5, ms.float16, "bias is Float16 and x is Float32: cast them to one dtype."),
     ],
 )
-def test_refused_dtypes(mode, path, at, dtype, message):
+def test_refused_dtypes(each_path, at, dtype, message):
     inputs = tensors("float32", normal(5, 7), weight(9, 7), normal(9))
     inputs[at] = inputs[at].astype(dtype)
     with pytest.raises(BackendError) as error:
         Net()(*inputs)
-    assert str(error.value).startswith(f"nf4_linear ({path}): {message}")
+    assert str(error.value).startswith(f"nf4_linear ({each_path}): {message}")
 
 
 @pytest.mark.skipif(PATHS[0] != "cpu", reason="MatMul refuses x in words of its own")

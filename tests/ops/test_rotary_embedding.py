@@ -102,7 +102,7 @@ def test_dynamic_shapes(mode, reference):
     "at, shape, message",
     [
         (0, (48,), "x has 1 dimensions: it must have 2 or 3."),
-        (0, (4, 40), "x has 40 numbers a token: that is no multiple of D, which is 16 in cos."),
+        (0, (4, 40), "x has 40 numbers a token: that is not a multiple of D, which is 16 in cos."),
         (0, (1, 5, 48), "the number of tokens is 5 in one input and 4 in another."),
         (1, (1, 4, 16), "cos has 3 dimensions: it must have 2."),
         (1, (3, 16), "the number of tokens is 4 in one input and 3 in another."),

@@ -15,7 +15,7 @@ from mindlora.load_base import load_base
 from tests.support import moe_cpu
 from tests.support.mcore_networks import mcore_context
 
-# Of all parts of a model, those that a YAML must carry: sizes that differ from each other, few heads of keys.
+# The parts of a model that a YAML must carry: sizes that differ from each other, few heads of keys.
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 48,

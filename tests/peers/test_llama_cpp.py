@@ -26,7 +26,7 @@ from tests.support.peers import cases
 
 SIDE = pathlib.Path(__file__).parents[1] / "support" / "peers" / "llama_cpp_side.py"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Of logits; log-probabilities are them but for one number a row.
+# For logits; log-probabilities differ from them by one number a row.
 TOLERANCE = 1e-3
 TEXTS = ["How many cats are there, 12345?", "  温太医 isn't here\n\n\tI'LL WAIT", "a  b   c\r\n 7"]
 IDS = np.random.default_rng(0).integers(4, 300, 64).tolist()

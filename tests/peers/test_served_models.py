@@ -80,7 +80,7 @@ def adapters_for(config):
         }
     if "num_experts" not in config:
         return {**adapters, "activated": ACTIVATED}
-    # A single expert is no module of transformers: it is the stacked weights of all that are adapted.
+    # transformers has no module for a single expert: it is the stacked weights of all that are adapted.
     attention = {"q_proj", "k_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"}
     adapters = {
         name: {**settings, "target_modules": [cell for cell in settings["target_modules"] if cell in attention]}

@@ -55,7 +55,7 @@ def _is_of_mindformers(module):
 
 
 def is_missing(module, name):
-    """Tells whether the MindFormers that is installed lacks a module, or a name in it.
+    """Returns whether the MindFormers that is installed lacks a module, or a name in it.
 
     A module that is there, and only lacks another package such as hyper_parallel, counts as having the name.
     """

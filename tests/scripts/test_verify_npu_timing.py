@@ -67,7 +67,7 @@ def test_both_kinds_of_cores_and_every_number_of_them_are_timed(place):
     assert kinds.state == cores.state == "holds"
     assert kinds.line.endswith("the cube cores are faster: rank 8: none; rank 16: 8; rank 64: none")
     assert kinds.figures["microseconds"]["vector"] == {"8 tokens, rank 16": {"median": 7, "blocks": "24"}}
-    # A chip of 16 cores refuses more, which is no failure.
+    # A chip of 16 cores refuses more, which is not a failure.
     assert cores.line == "512 tokens, rank 64, us by cores: the plan: 10, 2: 80, 4: 40, 8: 20, 12: 13, 16: 10"
 
 

@@ -34,7 +34,7 @@ class Pools:
                 self.deltas[path][slot] = scale * rows[:, 6:].T @ rows[:, :6]
 
     def hold(self, slot, adapter):
-        """Tells whether a slot adds what the adapter does, and nothing of what was there before."""
+        """Returns whether a slot adds what the adapter does, and nothing of what was there before."""
         expected = {path: adapter.delta(path) if path in adapter.paths else 0 for path in LAYOUT.cells}
         return all(np.allclose(self.deltas[path][slot], delta, atol=1e-5) for path, delta in expected.items())
 

@@ -37,7 +37,7 @@ ADAPTERS = [
     with_head(adapter(2, {"attention.wq": 8, "feed_forward.w1": 3, "feed_forward.w2": 2}, size=0.2, use_rslora=True)),
     adapter(3, {"attention.wo": 16, "attention.wk": 5}, layers=[1]),
 ]
-# Of logits of about 8: in float32, in float16, and with products in bfloat16.
+# For logits of about 8: in float32, in float16, and with products in bfloat16.
 TOLERANCE, HALF, ROUNDED = 1e-4, 5e-2, 0.15
 # Linear cells alone are held in bfloat16.
 IN_BFLOAT16 = {"param_init_type": "bfloat16", "embedding_init_type": "float32"}

@@ -38,7 +38,7 @@ def outcome(call, *arguments):
     try:
         call(*arguments)
     except LoraError as error:
-        # Of several wrong tensors, the library may name any.
+        # Where several tensors are wrong, the library may name any.
         return type(error), re.sub("`.*`", "", str(error))
     return None
 

@@ -170,7 +170,7 @@ def test_products_in_bfloat16_are_near_those_in_float(mindformers, library, tmp_
         found = answers("glm4", packed, adapters, True, dataclasses.replace(SETTINGS, product_dtype="bfloat16"))
         expected = answers("glm4", decoded, adapters, False)
     for key, (_, logprobs) in expected.items():
-        # Of the prompt: answers may part where two tokens are nearly as likely.
+        # For the prompt alone: answers may part where two tokens are nearly as likely.
         count = len(key[1]) - 1
         off = np.abs(np.subtract(found[key][1][:count], logprobs[:count])).max()
         assert 1e-4 < off < 0.1, key

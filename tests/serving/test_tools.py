@@ -29,7 +29,7 @@ PARIS = '{"city": "Paris }\\n", "days": 2}'
 
 @pytest.fixture(scope="module", params=[(), ("<tool_call>", "</tool_call>")], ids=["text", "tokens"])
 def accepts(request):
-    """Returns a function that tells whether a constraint lets a text be written, and lets it end there."""
+    """Returns a function that returns whether a constraint lets a text be written, and lets it end there."""
     tokenizer = chat_tokenizer(CHATML)
     tokenizer.add_tokens(list(request.param))
     compiler = ConstraintCompiler(tokenizer)

@@ -30,7 +30,7 @@ class Kind:
         draw (callable): A random.Random -> fields of Sampling beside those of a greedy answer.
         is_of_logits (bool): Whether each token is the likeliest one of the model, whatever came before.
         constraint (Constraint or None): What an answer must be.
-        meets (callable): Tells whether a text that has come to its end is that.
+        meets (callable): Returns whether a text that has come to its end is that.
         is_of_classes (bool): Whether a classifier is asked.
     """
 

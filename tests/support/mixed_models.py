@@ -20,7 +20,7 @@ from tests.support.tiny_serving import (
 )
 
 MARKED = ("marked-0", "marked-1", "marked-2")
-# Of the adapters that act from these tokens on.
+# The adapters that act from these tokens on.
 INVOCATION = (44, 5)
 
 
@@ -86,7 +86,7 @@ MODELS = {
 
 
 def hold_in_bfloat16(model):
-    """Has the linear cells of a model held in bfloat16. What it says is then not compared with merged weights."""
+    """Holds the linear cells of a model in bfloat16. What it says is then not compared with merged weights."""
     legacy = {"param_init_type": "bfloat16", "embedding_init_type": "float32"}
     model.node["model_config"].update(legacy if "type" in model.node["model_config"] else {"params_dtype": "bfloat16"})
     model.weights = {}

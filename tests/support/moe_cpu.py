@@ -116,7 +116,7 @@ _PLACES = (
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Has the operators replaced, and MindFormers in training, while it lasts."""
+    """Replaces the operators, with MindFormers in training, while it lasts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RUN_MODE", "train")
         install(patch.setattr)

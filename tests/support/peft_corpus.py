@@ -203,7 +203,7 @@ _NEED_A_BASE = ("pissa", "olora", "trained tokens")
 
 
 def is_loaded(name: str) -> bool:
-    """Tells whether load_lora and merge take a form."""
+    """Returns whether load_lora and merge take a form."""
     form = FORMS[name]
     return not form.loads and (not form.reads or name in _NEED_A_BASE)
 

@@ -11,7 +11,7 @@ from tests.support import forked
 
 @functools.lru_cache
 def own_network():
-    """Tells whether this machine lets processes have a loopback device of their own."""
+    """Returns whether this machine lets processes have a loopback device of their own."""
     words = ("unshare", "--map-root-user", "--net", "ip", "link", "set", "lo", "up")
     try:
         return subprocess.run(words, capture_output=True, check=False).returncode == 0

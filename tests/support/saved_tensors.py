@@ -92,7 +92,7 @@ def saved_tensors(path: str) -> List[Saved]:
     kept: Dict[Key, None] = {}
     for node in nodes.values():
         if node.is_backward:
-            # Of a Depend, only the first input is passed on.
+            # A Depend passes on its first input alone.
             for name in node.inputs[:1] if node.operator == "Depend" else node.inputs:
                 made = nodes.get(name)
                 if made is not None and not made.is_backward:

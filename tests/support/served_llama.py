@@ -24,13 +24,13 @@ from tests.support.llama_checkpoints import FFN, HEAD_DIM, HIDDEN, HUGGING_FACE,
 
 LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
 VOCABULARY, LAYERS = 384, 2
-# Of tools it shows the names: their schemas would be most of a sequence.
+# It shows the names of tools: their schemas would be most of a sequence.
 TEMPLATE = HERMES_TOOLS.replace("tools | tojson", "tools | map(attribute='function.name') | join(' ')")
 READY = 600  # Seconds that no start takes, on a busy machine either; one that fails is seen at once.
 # Rank and cells of each adapter; one of them on some cells alone.
 ADAPTERS = {"first": (4, ("attention.wq", "feed_forward.w2")), "second": (8, ("attention.wo",))}
 WIDTHS = {"attention.wq": (HIDDEN, HIDDEN), "attention.wo": (HIDDEN, HIDDEN), "feed_forward.w2": (FFN, HIDDEN)}
-# Of a Qwen3-MoE, pairs of experts take the place of those of the feed-forward network.
+# In a Qwen3-MoE, pairs of experts take the place of those of the feed-forward network.
 EXPERT_INNER, EXPERTS = 12, 3
 OF_EXPERTS = {"mlp.experts.weight1": (HIDDEN, 2 * EXPERT_INNER), "mlp.experts.weight2": (EXPERT_INNER, HIDDEN)}
 

@@ -206,7 +206,7 @@ def _settled(client, questions, adapters):
             response = client.post(question.path, json=body)
             answer = Answer(response.status_code)
             answer.take_whole(response.content)
-            # Of the one whose weights alternate, the first ones are there again.
+            # For the one whose weights alternate, the first ones are there again.
             if judge(dataclasses.replace(question, answers=question.answers[:1]), answer) != ANSWERED:
                 defects.append(f"afterwards: {question}: {answer}")
     return defects + [f"{name} was asked nothing" for name in adapters.names if name not in seen]

@@ -43,7 +43,7 @@ class Question:
 
 @dataclasses.dataclass
 class Answer:
-    """What has come. ``code`` is an error's, and ``complete`` tells whether the end was seen.
+    """What has come. ``code`` is an error's, and ``complete`` says whether the end was seen.
 
     ``text`` holds calls of tools, labels and tokens too, and ``numbers`` those of tokens, labels and texts.
     """
@@ -63,7 +63,7 @@ class Answer:
         self.complete = True
 
     def take_line(self, line: str) -> bool:
-        """Reads a line of a streamed answer; tells whether it is a part of the answer's text."""
+        """Reads a line of a streamed answer; returns whether it is a part of the answer's text."""
         if not line.startswith("data: "):
             return False
         if line == "data: [DONE]":

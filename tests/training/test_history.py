@@ -13,7 +13,7 @@ HEALTH = {"step": 2, "cells": {"wq": {"change": 0.5}}, "findings": []}
 
 
 def lines_of(folder, name="metrics.jsonl"):
-    """Returns the records of a file; NaN and Infinity, which Python's parser takes, are no JSON."""
+    """Returns the records of a file; NaN and Infinity, which Python's parser takes, are not JSON."""
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")

@@ -84,7 +84,7 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def matches(self, file: File) -> bool:
-        """Tells whether a file is in this form; it is not in one that comes earlier in the registry."""
+        """Returns whether a file is in this form; it is not in one that comes earlier in the registry."""
 
     @abc.abstractmethod
     def sort(self, file: File) -> Keys:
@@ -102,14 +102,14 @@ class Dialect(abc.ABC):
         return adapter
 
     def weights_in(self, folder: str, names: List[str]) -> Optional[str]:
-        """Returns which of the files in a folder holds the tensors, or None if it is no folder of this form.
+        """Returns which of the files in a folder holds the tensors, or None if the folder is not in this form.
 
         "" stands for the folder itself, if several files hold them.
         """
         return next((name for name in self.weights if name in names), None)
 
     def is_embedding(self, key: str, path: str) -> bool:
-        """Tells whether the tensor under ``key``, of the cell at ``path``, is of an embedding."""
+        """Returns whether the tensor under ``key``, of the cell at ``path``, is of an embedding."""
         return names.is_embedding(path)
 
     def parts_of(self, key: str, part_key: PartKey, array: np.ndarray) -> Dict[PartKey, np.ndarray]:

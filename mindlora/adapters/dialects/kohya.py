@@ -80,7 +80,7 @@ class Kohya(Dialect):
     def complete(self, adapter: Adapter, file: File) -> None:
         """Takes alphas and middle matrices out of an adapter's tensors and puts them where they belong.
 
-        Raises AdapterError if one of them has no pair, does not fit it, or is no number above 0.
+        Raises AdapterError if one of them has no pair, does not fit it, or is not a number above 0.
         """
         for path in adapter.paths:
             alpha = adapter.tensors.pop((path, _ALPHA), None)

@@ -181,17 +181,17 @@ def detect(keys: List[str]) -> Optional[KeyNames]:
 
 
 def is_adapter_key(key: str) -> bool:
-    """Tells whether ``key`` is a LoRA tensor's in any of the forms."""
+    """Returns whether ``key`` is a LoRA tensor's in any of the forms."""
     return bool(parse_expert_key(key)) or is_adalora_key(key) or any(parse_key(key, table) for table in KEY_NAMES)
 
 
 def is_adalora_key(key: str) -> bool:
-    """Tells whether ``key`` is the Lambda of a cell that AdaLoRA trains, which MindSpore's own checkpoints hold."""
+    """Returns whether ``key`` is the Lambda of a cell that AdaLoRA trains, which MindSpore's own checkpoints hold."""
     return key.endswith("mindpet_delta_lora_lambda") and not is_optimizer_key(key)
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Tells whether ``key`` is the optimizer's state of a parameter."""
+    """Returns whether ``key`` is the optimizer's state of a parameter."""
     return key.startswith(_OPTIMIZER_PREFIXES)
 
 

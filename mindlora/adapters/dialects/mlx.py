@@ -131,7 +131,7 @@ def transpose(adapter: Adapter, source: str) -> None:
 
 
 def _is_transposed_slora(file: File) -> bool:
-    """Tells whether a file of ``...lora_a`` is mlx-lm's, without its configuration, and not MindFormers' slora's.
+    """Returns whether a file of ``...lora_a`` is mlx-lm's, without its configuration, and not MindFormers' slora's.
 
     The names decide. Names that both could have are mlx-lm's if only that can be, by the shapes of all pairs; if both
     can be, AdapterFormatError is raised.

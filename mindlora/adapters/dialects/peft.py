@@ -211,8 +211,8 @@ def adapter_config(adapter: Adapter) -> Dict:
     """Returns the content of adapter_config.json: the subset of fields that PEFT has kept stable.
 
     The most frequent rank and lora_alpha become r and lora_alpha; others go into rank_pattern and alpha_pattern under
-    the modules' full paths. Without a selection, or with one that is not that of the tensors (any more), as of experts
-    that have been stacked since, target_modules holds the full path of each adapted module.
+    the modules' full paths. Without a selection, or with one that is not that of the tensors (any more), as for
+    experts that have been stacked since, target_modules holds the full path of each adapted module.
     """
     modules = {path: names.to_hugging_face(path).removeprefix(adapter.bare_prefix) for path in adapter.paths}
     patterns = {path: _pattern(module, modules.values()) for path, module in modules.items()}
@@ -251,7 +251,7 @@ def adapter_config(adapter: Adapter) -> Dict:
 
 
 def is_of_module(name: str, module: str) -> bool:
-    """Tells whether a parameter (MindFormers' name) belongs to a module that ``module`` of modules_to_save names.
+    """Returns whether a parameter (MindFormers' name) belongs to a module that ``module`` of modules_to_save names.
 
     PEFT compares the ends of paths as text, not part by part, so "norm" also names input_layernorm. A module that is
     named may hold others: "mlp" is all of an MLP.

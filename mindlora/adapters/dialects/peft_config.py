@@ -204,12 +204,12 @@ def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
 
 
 def is_of_mlx(content: object) -> bool:
-    """Tells whether the content of an adapter_config.json is mlx-lm's, which calls its own configuration so too."""
+    """Returns whether the content of an adapter_config.json is mlx-lm's, which calls its own configuration so too."""
     return isinstance(content, dict) and "peft_type" not in content and sum(mark in content for mark in _MLX) >= 2
 
 
 def json_object(path: str) -> dict:
-    """Returns what a JSON file says of an adapter; raises AdapterFormatError if it is no object or has a key twice."""
+    """Returns a JSON file's object; raises AdapterFormatError if it holds anything else, or a key twice."""
     if os.path.lexists(path) and not os.path.isfile(path):
         raise AdapterFormatError(
             f"{path} is not a file but a folder, a device, or a broken link. Copy the file itself there."

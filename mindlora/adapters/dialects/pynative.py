@@ -251,7 +251,7 @@ def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:
     """Gives an adapter the settings in its manifest, whose rank must be that of the tensors.
 
     Raises:
-        AdapterFormatError: lora_alpha is no number above 0, or is another one than mindlora's metadata says.
+        AdapterFormatError: lora_alpha is not a number above 0, or differs from mindlora's metadata.
         RankMismatchError: lora_rank is not the rank of the tensors.
     """
     content = peft_config.json_object(manifest)

@@ -36,7 +36,7 @@ class RunSettings:
             )
 
     def is_saved_module(self, name: str) -> bool:
-        """Tells whether a parameter belongs to modules_to_save."""
+        """Returns whether a parameter belongs to modules_to_save."""
         modules = (self.config and self.config.modules_to_save) or ()
         return any(names.belongs_to(name, module) for module in modules)
 

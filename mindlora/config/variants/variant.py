@@ -237,7 +237,7 @@ class Variant:
         return tuple(part for part in self.own_parts if part != "A" or not config.freeze_lora_a)
 
     def has_any(self, names: AbstractSet[str]) -> bool:
-        """Tells whether any of these parts is one that only this variant has."""
+        """Returns whether any of these parts is one that only this variant has."""
         return any(part.name in names for part in self.parts)
 
     @property

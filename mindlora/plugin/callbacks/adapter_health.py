@@ -78,7 +78,7 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
         self.kept = {}
 
     def is_due(self, params: InternalCallbackParam) -> bool:
-        """Tells whether rank 0 measures at this step."""
+        """Returns whether rank 0 measures at this step."""
         return get_real_rank() == 0 and super().is_due(params)
 
     def _measure(self, params):

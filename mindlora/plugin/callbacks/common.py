@@ -154,6 +154,6 @@ class PeriodicCallback(Callback):
         self.step_before = run_context.original_args().cur_step_num
 
     def is_due(self, params: InternalCallbackParam) -> bool:
-        """Tells whether it is time, or the run ends with this step; a subclass sets step_before after each step."""
+        """Returns whether it is time, or the run ends with this step; a subclass sets step_before after each step."""
         step = params.cur_step_num
         return step >= total_steps(params) or passed(self.every, self.step_before, step)

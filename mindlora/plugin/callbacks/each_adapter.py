@@ -37,7 +37,7 @@ _OF_ITS_OWN = (
 
 
 class BestRows(Callback):
-    """Has the rows of an adapter's best held-out loss, by which the adapters are compared, saved with its state."""
+    """Saves the rows of an adapter's best held-out loss, by which the adapters are compared, with its state."""
 
     def __init__(self, held_out: HeldOutOfAdapters, number: int):
         super().__init__()

@@ -95,7 +95,7 @@ class HeldOutLoss(PeriodicCallback):
     def make_cell(self, train_network: nn.Cell) -> nn.Cell:
         """Returns what computes the loss of a batch, as HeldOutLossCell does, or a PreferenceLoss.
 
-        Of one adapter among several it is the train step, which measures all of them at once.
+        For one adapter among several it is the train step, which measures all of them at once.
         """
         step = train_step_of(train_network)
         if isinstance(step, StepOfAdapter):

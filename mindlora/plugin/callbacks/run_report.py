@@ -23,7 +23,7 @@ from mindlora.training.history import EARLIER_NAME, HELD_OUT_FIELDS, HistoryWrit
 REPORT_NAME = "report.html"
 # The report is written again after this many times the time that writing it took, and when the run ends.
 _PAUSE = 20
-# Of what is recorded, what MFLossMonitor does not give to TensorBoard.
+# The recorded fields that MFLossMonitor does not give to TensorBoard.
 _TO_TENSORBOARD = (*("tokens_per_second", "bytes_exchanged", "memory_bytes", "forgetting"), *MEASURES, *HELD_OUT_FIELDS)
 
 

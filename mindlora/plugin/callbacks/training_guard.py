@@ -173,8 +173,8 @@ class RunGuard(Rule):
 
         ceiling = max(climb b, b exp(4 noise), b + 1),  noise = 1.4826 / sqrt(2) median(|log x_i - log x_(i-1)|)
 
-    Of the first 16 losses, s is the median of all so far, and noise at least 0.25; then b starts anew with s, as one of
-    the first may have been small by chance.
+    For the first 16 losses, s is the median of all so far, and noise at least 0.25; then b starts anew with s, as one
+    of the first may have been small by chance.
 
     Args:
         spike (float): How many deviations above the median are a spike; at least 3. Default: 6.0.

@@ -20,7 +20,7 @@ class _Classifier(LlamaForCausalLM):
         config (LlamaConfig): With num_labels, the number of scores; 1 for rewards.
 
     Raises:
-        ConfigError: num_labels is no whole number of at least 1.
+        ConfigError: num_labels is not a whole number of at least 1.
     """
 
     def __init__(self, config: LlamaConfig):

@@ -55,7 +55,7 @@ class HeldOutLabelsCell(HeldOutLossCell):
     """What HeldOutLossCell gives of a classifier, and how often it gives which label for which.
 
     Inputs:
-        - **input_ids**, **labels** (Tensor) - As of HeldOutLossCell.
+        - **input_ids**, **labels** (Tensor) - As in HeldOutLossCell.
 
     Outputs:
         Tuple of two float32 scalars, the sum and the count, and float32 [labels, labels]: how many of the labels of a

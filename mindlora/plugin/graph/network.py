@@ -29,14 +29,14 @@ def train_step_of(train_network: nn.Cell) -> Optional[nn.Cell]:
 
 
 def collect_state(train_network: nn.Cell) -> None:
-    """Has the parameters of a train step hold its state, where it is one adapter's and its state is among others'."""
+    """Writes one adapter's state into the parameters of its train step, where the state is kept among others'."""
     step = train_step_of(train_network)
     if hasattr(step, "collect_state"):
         step.collect_state()
 
 
 def distribute_state(train_network: nn.Cell) -> None:
-    """Has such a train step go on with what its parameters hold."""
+    """Takes back what the parameters of such a train step hold."""
     step = train_step_of(train_network)
     if hasattr(step, "distribute_state"):
         step.distribute_state()

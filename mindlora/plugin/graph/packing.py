@@ -43,7 +43,7 @@ def boundary_of(data: Data) -> Optional[int]:
 def install_segment_mask(network: nn.Cell, boundary: int) -> None:
     """Makes a Llama keep the examples of packed rows apart (see SegmentMask), in place; each begins with ``boundary``.
 
-    Raises ConfigError if the model is no legacy Llama, or a setting keeps it from using a mask made from its tokens.
+    Raises ConfigError if the model is not a legacy Llama, or a setting keeps it from using a mask made from its tokens.
     """
     model = _llama(network)
     if model is None:

@@ -14,7 +14,7 @@ class LabelLogProbabilities(nn.Cell):
 
     Inputs:
         - **logits** (Tensor) - float32 [n, vocabulary].
-        - **labels** (Tensor) - int32 [n]; one that is no token, such as ignore_token_id, does not count.
+        - **labels** (Tensor) - int32 [n]; one that is not a token, such as ignore_token_id, does not count.
         - **mask** (Tensor) - As for CrossEntropyLoss; not used.
 
     Outputs:
@@ -66,8 +66,8 @@ class RowLogProbabilities(nn.Cell):
 def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> PreferenceLoss:
     """Returns the loss of a MindFormers model on preferences. The loss of the model is replaced in place.
 
-    Raises ConfigError if the model is no legacy one, whose loss gets the logits of all tokens, or the reference cannot
-    be had.
+    Raises ConfigError if the model is not a legacy one, whose loss gets the logits of all tokens, or there is no
+    reference.
     """
     model = with_cross_entropy(network)
     if model is None:

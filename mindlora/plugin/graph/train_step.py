@@ -106,7 +106,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
 
     Outputs:
-        As of MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm, which the step has with and
+        As in MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm, which the step has with and
         without use_clip_grad; MindFormers' own step returns the first four without it.
 
     Raises:
@@ -394,5 +394,5 @@ def _refuse(mode, **settings):
 
 
 def _transient(name, value):
-    """Returns a parameter that describes a step, and is no state of the run."""
+    """Returns a parameter that describes a step and is not state of the run."""
     return Parameter(Tensor(value.astype(np.float32)), name=f"{TRANSIENT}{name}", requires_grad=False)

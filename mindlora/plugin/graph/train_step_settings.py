@@ -44,7 +44,7 @@ def prepare_budget(config: MindFormerConfig) -> None:
 
 
 def prepare_exchange(config: MindFormerConfig) -> None:
-    """Has data-parallel ranks compare their adapters: the YAML, which must have no mistakes, gets ExchangeCheck."""
+    """Makes data-parallel ranks compare their adapters: adds ExchangeCheck to the YAML, which must have no mistakes."""
     settings = exchange_settings(value_at(config, EXCHANGE) or "dense")
     whole = config.get("use_parallel") and not split_by(config)
     if whole and settings.check_every and train_step(config) == WRAPPER:
@@ -53,7 +53,7 @@ def prepare_exchange(config: MindFormerConfig) -> None:
 
 
 def record_gradient_norms(config: MindFormerConfig) -> None:
-    """Has the train step record the norms of gradients that AdapterHealth reports; the YAML is changed in place."""
+    """Makes the train step record the norms of gradients that AdapterHealth reports; the YAML is changed in place."""
     reports = any(callbacks_of(config, "AdapterHealth"))
     if reports and train_step(config) == WRAPPER and accumulates_here(config):
         config.runner_wrapper.setdefault("record_gradient_norms", True)

@@ -107,14 +107,14 @@ def set_base_format(config: MindFormerConfig) -> None:
 
 
 def _fill_adapter_slices(config):
-    """Has each rank load its own slices, if adapter_path is a folder that mindlora scatter wrote."""
+    """Makes each rank load its own slices, if adapter_path is a folder that mindlora scatter wrote."""
     path = (config.model.model_config.pet_config or {}).get("adapter_path")
     if is_scattered(path):
         config.callbacks = [MindFormerConfig(type="AdapterSlices", path=path), *(config.callbacks or [])]
 
 
 def _add_base_check(config):
-    """Has a run compare the base of adapter_path with load_checkpoint, which MindFormers loads after the adapter."""
+    """Makes a run compare the base of adapter_path with load_checkpoint, which MindFormers loads after the adapter."""
     path = (config.model.model_config.pet_config or {}).get("adapter_path")
     key = {"eval": "eval_callbacks", **dict.fromkeys(TRAINING_MODES, "callbacks")}.get(config.run_mode)
     if path and key and not is_scattered(path):

@@ -19,7 +19,7 @@ _NODES = (
 
 
 def is_for_pynative(path: str) -> bool:
-    """Tells whether a file is a YAML of the PyNative Trainer."""
+    """Returns whether a file is a YAML of the PyNative Trainer."""
     try:
         return is_pynative(read_merged(path))
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Has the data of a resumed run start where the checkpoint stopped: MindFormers builds it before any callback runs."""
+"""Starts the data of a resumed run where the checkpoint stopped: MindFormers builds it before any callback runs."""
 
 from typing import Any, Dict, List
 

@@ -1,1 +1,1 @@
-"""What MindFormers' PyNative Trainer runs: its model with mindlora's adapters, of which it knows as of its own."""
+"""What MindFormers' PyNative Trainer runs: its model with mindlora's adapters, which it treats as its own."""

@@ -80,7 +80,7 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
 def check_same_cells(paths: Sequence[str], theirs: Sequence[str]) -> None:
     """Raises ConfigError unless the cells that pet_config has selected are those that lora_config selects (theirs).
 
-    Of routed experts, which MindFormers selects as one cell, pet_config may select one weight.
+    MindFormers selects routed experts as one cell; pet_config may select one weight of them.
     """
     ours = list(map(_cell_of, paths))
     theirs = list(map(_cell_of, theirs))

@@ -52,5 +52,5 @@ def quantize_loaded(network: nn.Cell, loaded: MutableMapping[str, Parameter]) ->
 
 
 def is_packed(parameter: Parameter) -> bool:
-    """Tells whether a parameter holds 4-bit values, two in a byte."""
+    """Returns whether a parameter holds 4-bit values, two in a byte."""
     return parameter.dtype == ms.uint8

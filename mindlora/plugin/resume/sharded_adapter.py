@@ -48,7 +48,7 @@ def adapter_parameters(network: nn.Cell) -> Dict[str, Parameter]:
 
 
 def is_sharded(network: nn.Cell, layouts: Mapping[str, tuple]) -> bool:
-    """Tells whether this rank holds only a part of the adapter: of its tensors, or of its cells.
+    """Returns whether this rank holds only a part of the adapter: of its tensors, or of its cells.
 
     ``layouts`` is parameter_layout_dict of the network that trains; empty if nothing was recorded.
     """

@@ -23,7 +23,7 @@ class ShardedSaves:
         self.keep_last = keep_last
 
     def applies_to(self, params: InternalCallbackParam) -> bool:
-        """Tells whether the run is sharded."""
+        """Returns whether the run is sharded."""
         return sharded_adapter.is_sharded(base_of(params.train_network), params.train_network.parameter_layout_dict)
 
     def metric(self, value: Optional[float]) -> Optional[float]:

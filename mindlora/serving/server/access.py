@@ -106,7 +106,7 @@ class HostCheck:
 
 
 def _is_address(host: str) -> bool:
-    """Tells whether the host of a request is localhost or an IP address, whatever its port."""
+    """Returns whether the host of a request is localhost or an IP address, whatever its port."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
     try:
         return name.lower() == "localhost" or bool(ipaddress.ip_address(name.strip("[]")))

@@ -99,7 +99,7 @@ class _Offsets:
     def add(self, data: bytes) -> int:
         """Returns where the next token begins, which adds ``data`` to the text."""
         place = self._place
-        # Of the first word of a text, decoders leave out the space.
+        # Decoders leave out the space before the first word of a text.
         if not place and self._begin and not self._begin.startswith(" "):
             data = data.removeprefix(b" ")
         self._place += len(self._decoder.decode(data))

@@ -89,7 +89,7 @@ class Prompts:
         form = format_of(self._template)
         if form is None:
             raise ApiError(
-                "tools needs a chat template that shows tools as Hermes, Qwen or Llama 3 do, which this model has not: "
+                "tools needs a chat template that shows tools as Hermes, Qwen or Llama 3 do, which this model lacks: "
                 "leave tools out.",
                 code="unsupported_field",
                 param="tools",

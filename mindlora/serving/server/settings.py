@@ -85,7 +85,7 @@ class ServerSettings:
 
 
 def is_local(host: str) -> bool:
-    """Tells whether only this machine reaches an address to listen on."""
+    """Returns whether only this machine reaches an address to listen on."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may stand for any address

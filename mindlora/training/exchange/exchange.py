@@ -10,7 +10,7 @@ from mindlora.training.rate_factor import TRANSIENT
 
 # float32 holds every whole number below 2 ** 24 exactly; a sum of such numbers that stays below it is exact too.
 WORD_BITS = 24
-# Each rank has a residual of its own, so it is no part of the state that rank 0 saves.
+# Each rank has a residual of its own, so it is not part of the state that rank 0 saves.
 RESIDUAL_NAME = f"{TRANSIENT}gradient_exchange_residual"
 # A sum of at most 2 ** 15 leaves room for the rounding of every addend below float16's largest number, 65504.
 _LARGEST_EXPONENT = 14

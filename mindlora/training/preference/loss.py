@@ -191,7 +191,7 @@ def preference_measures(sums: Sequence[float], settings: PreferenceSettings) -> 
     if total["examples"]:
         measures["reward_accuracy"] = total["right"] / total["examples"]
     if total["examples"] and settings.kind.uses_reference:
-        # Of pairs both answers tell; of judged answers the other example's, by which KTO estimates it.
+        # Both answers of a pair tell; for a judged answer KTO estimates it by the other example's.
         measures["kl"] = total["kl"] / (total["examples"] * (2 if settings.kind.pairs else 1))
     return measures
 

@@ -48,7 +48,7 @@ def odds_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, m
 
 
 def _log_odds(score):
-    # An answer that is certain would have infinite odds, and a gradient that is no number.
+    # An answer that is certain would have infinite odds, and a gradient of NaN.
     score = ops.minimum(score, _NEARLY_CERTAIN)
     return score - ops.log(-ops.expm1(score))
 

@@ -43,7 +43,7 @@ def reference_network(network: nn.Cell) -> nn.Cell:
 
 
 def adds_nothing(cell: LoRACell) -> bool:
-    """Tells whether an adapter leaves the base's output as it is, because it is new."""
+    """Returns whether an adapter leaves the base's output as it is, because it is new."""
     zero_part = cell.parts()[cell.variant.zero_part]
     return bool(zero_part.has_init) or not np.any(zero_part.asnumpy())
 

@@ -29,7 +29,7 @@ _QUANTITIES = (
 )
 
 
-# Of classifiers and of preference training: field of a step, title.
+# The charts of classifiers and of preference training: field of a step, title.
 _PREFERENCES = (
     ("accuracy", "Share of the labels that are right"),
     ("f1", "F1, the mean over labels"),

@@ -28,7 +28,7 @@ void Check(const Shapes& s)
     }
     if (size > 0 && width >= 0 && width % size != 0) {
         Refuse(kOp,
-            "x has " + std::to_string(width) + " numbers a token: that is no multiple of D, which is " +
+            "x has " + std::to_string(width) + " numbers a token: that is not a multiple of D, which is " +
                 std::to_string(size) + " in cos.");
     }
 }

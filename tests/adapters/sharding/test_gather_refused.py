@@ -94,7 +94,7 @@ def test_a_folder_without_ranks(run, tmp_path):
 
 def test_the_strategy_of_another_run(run, tmp_path):
     refuse = run[2]
-    # Of another number of ranks, of other cells, without one of these cells, and with the axes the other way round.
+    # Another number of ranks, other cells, without one of these cells, and with the axes the other way round.
     refuse(AdapterFormatError, "has folders of 4 ranks, but the strategy", another(tmp_path, Scheme(mp=2)))
     refuse(MissingTensorsError, "lacks rank 4, 5, 6, 7", another(tmp_path, Scheme(mp=8), name="eight"))
     names = list(sharded_runs.tensors(SCHEME))

@@ -52,7 +52,7 @@ def place(tmp_path_factory, stand_in):
 
 
 def environment(place, **variables):
-    """Of a machine with the stand-in, its package on CANN's path."""
+    """The environment of a machine with the stand-in, its package on CANN's path."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND", "MINDLORA"))}
     kept.update(PYTHON=sys.executable, MINDLORA_STAND_IN_KERNELS=str(place / "kernels"))
     kept.update(ASCEND_HOME_PATH=str(place / "cann"), ASCEND_CUSTOM_OPP_PATH=f"{place}/package")
@@ -229,7 +229,7 @@ def test_an_error_of_cann_is_named_with_its_code(run, built, failure, code, said
         (["{missing}"], "{missing} cannot be read."),
         (["{short}"], "{short} is cut off: write it again with golden.py."),
         (["{other}"], "{other} has not the tensors of LoraDelta."),
-        (["{text}"], "{text} is no golden file."),
+        (["{text}"], "{text} is not a golden file."),
         ([], "no golden files were named; golden.py writes them."),
         (["--fast", "1"], "--fast is not an option. They are --repeat N, --device N, --timeout SECONDS, --acl FILE."),
         (["--repeat"], "--repeat needs a value."),
@@ -263,7 +263,7 @@ def test_what_a_program_cannot_use_is_one_line(run, built, tmp_path, arguments, 
         ({}, ("--package", "/there"), "error: no operator package of mindlora was found (looked for op_api/include/"),
         ({}, ("--fast",), "error: --fast is not an option."),
         ({}, ("--repeat",), "error: --repeat needs a value."),
-        ({}, ("rms_norm",), "error: rms_norm is no operator with a kernel."),
+        ({}, ("rms_norm",), "error: rms_norm is not an operator with a kernel."),
     ],
 )
 def test_what_the_script_cannot_do_is_one_line(place, variables, arguments, said):

@@ -182,7 +182,7 @@ FAULTS = {
     "the last row is its neighbour's": lambda p: held(neighbours(p.y(), 0), p.dtype),
     "the last column is zero": lambda p: held(last_is_zero(p.y(), 1), p.dtype),
 }
-# Of a narrower dtype than that of the sums.
+# In a narrower dtype than that of the sums.
 ROUNDING_FAULTS = {
     "the product is rounded before it is added": rounded_twice,
     "x A^T is rounded before the scale": rounded_before_the_scale,

@@ -65,7 +65,7 @@ def assert_near(reference, dtype, y, inputs):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_popularity(run, reference, dtype, kind):
-    # Of fewer tokens than 129 the cube has those that share slots.
+    # The cube takes fewer tokens than 129 where they share slots.
     for tokens, cores in ((9, 1), (70, 2), (129, 24), (200, 3)):
         inputs = case(dtype, KINDS[kind](tokens))
         y, _ = run(dtype, inputs, cores)

@@ -94,7 +94,7 @@ def test_what_does_not_count_may_be_infinite(mode, held_out):
     logits = np.random.default_rng(0).normal(size=(ROWS, tiny_runs.SEQUENCE, tiny_runs.VOCABULARY)).astype(np.float32)
     expected = cross_entropy(logits, input_ids, labels)
     ignored = labels[:, 1:] == IGNORED
-    # Of these, the label in whose place 0 stands is impossible.
+    # Among these, the label in whose place 0 stands is impossible.
     logits[ignored, 0] = -np.inf
     assert ignored.any()
     loss = held_out_loss(HeldOutLossCell(FixedLogits(logits), IGNORED), path, ROWS)

@@ -231,7 +231,7 @@ def test_models_that_make_no_mask_of_their_tokens(make_llama):
 
 
 class Other(nn.Cell):
-    """A model that is no Llama."""
+    """A model other than a Llama."""
 
 
 def test_held_out_data_must_be_packed_as_the_training_data(files, make_llama):

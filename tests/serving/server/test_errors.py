@@ -204,7 +204,7 @@ def test_a_full_queue_says_when_to_come_again(tmp_path):
         for stream in (False, True):
             answer = complete(app, stream=stream)
             assert "max_waiting" in refused(answer, 429, "queue_full") and answer.headers["Retry-After"] == "1"
-        # Of several prompts, the first ones do not stay behind.
+        # Where there are several prompts, the first ones do not stay behind.
         held[-1].cancel()
         refused(complete(app, ["a", "b", "c"]), 429, "queue_full")
         assert engine.snapshot().waiting == 1

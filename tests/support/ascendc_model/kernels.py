@@ -25,7 +25,7 @@ OPS = ROOT / "ops"
 # The dtypes as the kernels' sources call them.
 ELEMENTS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 KINDS = ("AIV_ONLY", "MIX_AIV_1_0", "MIX_AIC_1_2")
-# Of the largest 910B. Tests also run with fewer, to show that no kernel depends on the number.
+# The cores of the largest 910B. Tests also run with fewer, to show that no kernel depends on the number.
 CUBE_CORES, VECTOR_CORES = 24, 48
 _TILING_BYTES = 4096
 _BUILT = ROOT / "build" / "ascendc_model"

@@ -23,7 +23,7 @@ def stream(url, model):
 
 
 def tools(url, model):
-    """Has a tool called and its answer read; returns the calls and the texts of that turn and the next."""
+    """Lets the model call a tool and read its answer; returns the calls and the texts of that turn and the next."""
     messages, texts = [HumanMessage(QUESTION)], []
     forced = _model(url, model, 200).bind_tools([RAIN], tool_choice="required", parallel_tool_calls=False, strict=True)
     messages.append(forced.invoke(messages))

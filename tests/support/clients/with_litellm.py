@@ -28,7 +28,7 @@ def stream(url, model):
 
 
 def tools(url, model):
-    """Has a tool called and its answer read; returns the calls and the texts of that turn and the next."""
+    """Lets the model call a tool and read its answer; returns the calls and the texts of that turn and the next."""
     messages, texts = [{"role": "user", "content": QUESTION}], []
     message = _ask(url, model, messages, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
     message = message.choices[0].message

@@ -23,7 +23,7 @@ def stream(url, model):
 
 
 def tools(url, model):
-    """Has a tool called and its answer read; returns the calls and the texts of that turn and the next."""
+    """Lets the model call a tool and read its answer; returns the calls and the texts of that turn and the next."""
     rain, messages, texts = FunctionTool.from_defaults(weather), [ChatMessage(role="user", content=QUESTION)], []
     caller = _model(url, model, 200)
     answer = caller.chat_with_tools([rain], chat_history=messages, tool_required=True)

@@ -27,7 +27,7 @@ def stream(url, model):
 
 
 def tools(url, model):
-    """Has a tool called and its answer read; returns the calls and the texts of that turn and the next."""
+    """Lets the model call a tool and read its answer; returns the calls and the texts of that turn and the next."""
     client, messages, texts = _client(url), [{"role": "user", "content": QUESTION}], []
     options = {"model": model, "tools": [TOOL], "temperature": 0}
     forced = {"tool_choice": "required", "parallel_tool_calls": False}

@@ -35,7 +35,7 @@ def stream(url, model):
 
 
 def tools(url, model):
-    """Has a tool called and its answer read; returns the calls and the texts of that turn and the next."""
+    """Lets the model call a tool and read its answer; returns the calls and the texts of that turn and the next."""
     agent = _agent(url, model, 200, "required", tools=[function_tool(weather)])
     answer, texts = Runner.run_sync(agent, QUESTION, max_turns=4), []
     calls = taken()

@@ -32,7 +32,7 @@ def stream(url, model):
 
 
 def tools(url, model):
-    """Has a tool called and its answer read; returns the calls and the texts of that turn and the next."""
+    """Lets the model call a tool and read its answer; returns the calls and the texts of that turn and the next."""
     typed_answer = _agent(url, model, 200, tools=[weather], output_type=ToolOutput(Forecast)).run_sync(QUESTION)
     calls = taken()
     agent = _agent(url, model, TOKENS, "none", tools=[weather])

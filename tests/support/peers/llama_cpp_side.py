@@ -57,7 +57,7 @@ def main():
             {
                 "prompt": prompt,
                 "max_tokens": 1,
-                # It withholds those of a token that is no whole character; the bias changes none of them.
+                # It withholds those of a token that is not a whole character; the bias changes none of them.
                 "logit_bias": [[request["letter"], 1000]],
                 "temperature": 0,
                 "logprobs": request["vocabulary"],

@@ -134,7 +134,7 @@ def test_a_token_that_moved_far_leaves_the_distances_of_other_answers_alone(pyna
 
 @pytest.mark.parametrize("certain", [(0, 1), (1, 0), (0, 0)])
 def test_the_odds_of_a_certain_answer_are_bounded(pynative_mode, certain):
-    """log p = 0, as of a model that has learned its answers by heart: TRL's loss is 0 where it is the chosen one."""
+    """log p = 0, as in a model that has learned its answers by heart: TRL's loss is 0 where it is the chosen one."""
     scores = [Parameter(Tensor(np.float32([-0.5 * side]))) for side in certain]
     gradient = ms.value_and_grad(lambda: PAIR_LOSSES["orpo"](*scores, 1.0, 0.0, 0.0).sum(), None, scores)
     loss, gradients = gradient()

@@ -98,7 +98,7 @@ def datasets_of(train_dataset: Dataset, count: int) -> List[Dataset]:
 
 
 def name_data(dataset_config: MindFormerConfig, path: str) -> None:
-    """Has a dataset be read from a MindRecord, or a folder of them."""
+    """Makes a run read its data from a MindRecord, or a folder of them."""
     dataset_config["data_loader"].pop("dataset_files", None)
     dataset_config["data_loader"]["dataset_dir"] = path
 

@@ -51,7 +51,7 @@ def prepare_adapters(config: MindFormerConfig) -> None:
 
 
 def _prepare_data(config, adapters):
-    """Has the run read the data of all adapters, if some have their own; each trains as long as it would alone."""
+    """Makes the run read the data of all adapters, if some have their own; each trains as long as it would alone."""
     data = [adapter.data for adapter in adapters]
     if not any(data):
         return

@@ -60,7 +60,7 @@ class StepOfAdapter(nn.Cell):
         push(self.slices)
 
     def get_parameters(self, expand: bool = True) -> Iterator[Parameter]:
-        """As of a cell, with the moments."""
+        """As for a cell, with the moments."""
         yield from super().get_parameters(expand)
         yield from self.moments
 

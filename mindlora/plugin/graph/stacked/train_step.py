@@ -54,7 +54,7 @@ class StackedTrainOneStepCell(nn.Cell):
         - **\\*inputs** (Tensor) - Rows for all adapters, [rows, N], or for each its own, [rows, K, N].
 
     Outputs:
-        As of MFTrainOneStepCell, over the adapters whose step was not skipped: mean loss, whether none was left, loss
+        As in MFTrainOneStepCell, over the adapters whose step was not skipped: mean loss, whether none was left, loss
         scale, largest learning rate, and largest gradient norm.
     """
 
@@ -150,7 +150,7 @@ class StackedTrainOneStepCell(nn.Cell):
 
 
 def _transient(name, value):
-    """Returns a parameter that describes a step, and is no state of the run."""
+    """Returns a parameter that describes a step and is not state of the run."""
     return Parameter(Tensor(value, mstype.float32), name=f"{TRANSIENT}{name}", requires_grad=False)
 
 

@@ -7,7 +7,7 @@ from bench.science.claims.claim import LORA_RATE, Result, Setting, adapter, all_
 from bench.science.rates import LOWER, difference, where_reached
 from bench.science.training import Curve, Trainings
 
-# Of the rates of B and A, from the paper.
+# The ratio of the rates of B and A, from the paper.
 LORA_PLUS = 16
 # How often the loss is measured.
 POINTS, POINTS_AT_ONE_RATE = 20, 6
