@@ -26,8 +26,8 @@ class AdapterRegistry:
     thread may call any method.
 
     Raises:
-        ConfigError: ``folder`` is not a folder or is itself an adapter, there is nothing at one of ``paths``, or a name is
-            empty or holds control characters.
+        ConfigError: ``folder`` is not a folder or is itself an adapter, there is nothing at one of ``paths``, or a name
+            is empty or holds control characters.
     """
 
     def __init__(

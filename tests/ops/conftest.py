@@ -33,7 +33,7 @@ def path(request, monkeypatch, library):
 
 @pytest.fixture(params=each_once(PATHS, (0, 1)), ids=lambda pair: f"{pair[0]}-{('graph', 'pynative')[pair[1]]}")
 def each_path(request, monkeypatch, library):
-    """Forces each path once, and each mode once: for what values and gradients, tested with all of both, do not show."""
+    """Forces each path once and each mode once; tests of values and gradients take all of both."""
     path, mode = request.param
     monkeypatch.setenv("MINDLORA_BACKEND", path)
     with in_mode(mode):
