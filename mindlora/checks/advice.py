@@ -1,7 +1,7 @@
 """What published experience advises, where the settings of a run differ from it: notes of the doctor and of the plan.
 
-``scripts/bench.py science`` tries published claims on a small model (docs/benchmarks.md). Advised is what held there:
-all linear cells, a higher rate than that of full fine-tuning, and rsLoRA's scale for large ranks.
+Published claims were tried on a small model (docs/benchmarks.md). Advised is what held there: all linear
+cells, a higher rate than that of full fine-tuning, and rsLoRA's scale for large ranks.
 """
 
 from typing import Any, Collection, Iterator, Mapping
