@@ -63,7 +63,7 @@ MIXTRAL = {
         "enable_sdrop": True,
         "router_dense_type": "float32",
     },
-    **parallel(4, 2, expert_parallel=2),
+    **parallel(4, 2, expert_parallel=2, use_seq_parallel=True),
 }
 KEEPING_TWO = [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 2}]
 SEVERAL = [{"name": "slow", "learning_rate": 1e-4}, {"name": "small", "learning_rate": 1e-3, "lora_rank": 4}]
