@@ -4,16 +4,19 @@ import dataclasses
 from typing import Any, Dict, Iterable, Iterator, Mapping, Optional, Tuple
 
 from mindlora.checks.finding import Finding
-from mindlora.checks.mcore import family_of, first_class, is_mcore
+from mindlora.checks.mcore import family_of, first_class, is_mcore, model_config_of
 from mindlora.common.fields import COUNT
 from mindlora.common.yaml_file import PET, value_at
-from mindlora.config.description import Description, describe_model
+from mindlora.config.description import Description, describe_model, with_experts
 from mindlora.errors import ConfigError
 from mindlora.models import registry
 from mindlora.models.architecture import Architecture
+from mindlora.models.llama import LLAMA
 
 _MODEL = "model.model_config"
 _NESTED = f"{_MODEL}.llm_model.model_config"
+# Where a YAML of a legacy model describes its routed experts.
+_EXPERTS = ("moe_config", f"{_MODEL}.moe_config")
 
 
 def language_model(config: Mapping[str, Any]) -> Tuple[Mapping[str, Any], str]:
@@ -48,7 +51,7 @@ def legacy_experts(config: Mapping[str, Any]) -> int:
     """Returns how many routed experts a layer of a legacy model has; 1 in a dense model."""
     if is_mcore(config):
         return 1
-    counts = [value_at(config, key) for key in ("moe_config.expert_num", f"{_MODEL}.moe_config.expert_num")]
+    counts = [value_at(config, f"{key}.expert_num") for key in _EXPERTS]
     return max([1, *(count for count in counts if count in COUNT)])
 
 
@@ -58,6 +61,20 @@ def architecture_of(config: Mapping[str, Any]) -> Optional[Architecture]:
     architecture = registry.by_model_type(name) or registry.by_hugging_face_type(str(name))
     unknown_experts = architecture is not None and legacy_experts(config) > 1 and not architecture.experts
     return None if unknown_experts else architecture
+
+
+def described_network(config: Mapping[str, Any]) -> Optional[Description]:
+    """Returns the description of the network that MindFormers builds of a YAML, or None where its cells are not known.
+
+    Raises ConfigError for wrong sizes.
+    """
+    architecture = architecture_of(config)
+    if architecture is not None:
+        return network_of(architecture, model_config_of(config))
+    others = [value_at(config, f"{key}.{name}") for key in _EXPERTS for name in ("shared_expert_num", "use_gmm")]
+    if model_name(config) not in LLAMA.model_types or any(others):
+        return None
+    return with_experts(network_of(LLAMA, model_config_of(config)), legacy_experts(config))
 
 
 def network_of(architecture: Architecture, model_config: Dict[str, Any]) -> Description:

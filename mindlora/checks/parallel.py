@@ -55,7 +55,9 @@ def undivided_heads(model: Mapping[str, Any]) -> List[str]:
 
 
 def stage_offset(config: Mapping[str, Any]) -> Tuple[int, ...]:
-    """Returns how many layers more than the others each stage of the pipeline has; empty for none."""
+    """Returns how many layers more than the others each stage of a pipeline has; empty for none."""
+    if setting(config, "parallel_config.pipeline_stage") == 1:
+        return ()
     offset = value_at(config, "model.model_config.offset")
     return tuple(offset) if isinstance(offset, list) and all(isinstance(part, int) for part in offset) else ()
 
@@ -77,7 +79,9 @@ def undivided_by_devices(model: Mapping[str, Any], parallel: Mapping[str, int], 
         ("num_experts", model.get("num_experts"), "expert_parallel", experts),
     )
     layers = _first(model, "num_layers", "num_hidden_layers")
-    if layers and sum(offset) != layers % stages:
+    if offset and len(offset) != stages:
+        problems.append(f"offset {list(offset)} by pipeline_stage {stages}: it needs a number for each stage")
+    elif layers and sum(offset) != layers % stages:
         problems.append(f"num_layers {layers} by pipeline_stage {stages}, without an offset that takes the rest")
     return problems
 

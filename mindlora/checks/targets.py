@@ -6,8 +6,7 @@ from typing import Any, Iterator, List, Mapping
 
 from mindlora.checks.advice import advise
 from mindlora.checks.finding import Finding, error, note, warning
-from mindlora.checks.mcore import model_config_of
-from mindlora.checks.model import architecture_of, legacy_experts, model_name, network_of
+from mindlora.checks.model import described_network, legacy_experts, model_name
 from mindlora.checks.parallel import cut_by, is_sharded
 from mindlora.common.text import listed
 from mindlora.common.yaml_file import PET
@@ -27,15 +26,14 @@ def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
 
     ``lora`` is what apply_lora gets.
     """
-    architecture = architecture_of(config)
-    if architecture is None:
-        return [_unknown_model(config)]
     try:
-        network = network_of(architecture, model_config_of(config))
-        if is_sharded(config) and cut_by(config) is None:
-            network = network.sharded(SHARDED)
+        network = described_network(config)
     except ConfigError as refusal:
         return [error("model.model_config", str(refusal))]
+    if network is None:
+        return [_unknown_model(config)]
+    if is_sharded(config) and cut_by(config) is None:
+        network = network.sharded(SHARDED)
     with _warnings_of(target_modules.logger) as messages:
         try:
             selection = select(network, lora)

@@ -20,6 +20,11 @@ TIED_HEAD = (
 )
 
 
+def expert_refusal(kind: str, experts: int) -> str:
+    """Returns why a linear cell of class ``kind`` that holds the weights of several experts carries no adapter."""
+    return f"{kind} holds {experts} experts; LoRA on expert weights is not supported. Add it to exclude_modules."
+
+
 class AdaptableCell(NamedTuple):
     """A cell that can carry an adapter, or the stacked weight of a layer's experts, which counts as one.
 
@@ -108,4 +113,32 @@ def describe_model(architecture: Architecture, model_config: dict) -> Descriptio
                 experts = parameters[f"{router}.weight"].shape[0]
                 each = (size.shape[1], size.shape[0] // experts)
                 cells[holder + name] = AdaptableCell(EXPERTS, (experts, *each), name)
+    return Description(cells, parameters)
+
+
+def with_experts(network: Description, experts: int) -> Description:
+    """Returns the description of a legacy Llama whose feed-forward cells hold routed experts, as Mixtral's do.
+
+    Args:
+        network (Description): The same model without experts.
+        experts (int): How many experts a layer has.
+    """
+    refusal = expert_refusal("Linear", experts)
+    cells: Dict[str, AdaptableCell] = {}
+    parameters = dict(network.parameters)
+    for path, cell in network.cells.items():
+        layer, inside, leaf = path.partition(".feed_forward.")
+        if not inside:
+            cells[path] = cell
+            continue
+        stacked = cell._replace(
+            prefix=f"{layer}.feed_forward.ffn.{leaf}", refusal=refusal, quantization_refusal=refusal
+        )
+        cells[stacked.prefix] = stacked
+        weight = parameters.pop(cell.weight)
+        parameters[stacked.weight] = weight._replace(shape=(experts, *weight.shape))
+        if leaf == "w2":
+            router = AdaptableCell(LINEAR, (experts, cell.shape[0]), f"{layer}.feed_forward.router.dense")
+            cells[router.prefix] = router
+            parameters[router.weight] = ParameterSize(router.shape, "float32")
     return Description(cells, parameters)

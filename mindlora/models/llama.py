@@ -167,6 +167,8 @@ NORMS = (
 EMBEDDING = Names("model.embed_tokens", "model.tok_embeddings", "embedding.word_embeddings")
 EMBEDDING_WEIGHT = Names("weight", "embedding_weight", "weight")
 OUTPUT_HEAD = Names("lm_head", "lm_head", "output_layer")
+# Mixtral's, in a legacy Llama with moe_config.
+ROUTER = Names("block_sparse_moe.gate", "feed_forward.router.dense")
 W_QKV = JoinedCell("w_qkv", ("wq", "wk", "wv"), RowsByKeyValueHead(), "linear_qkv")
 # Unless a model is built with use_interleaved_weight_layout_mlp: False, the rows alternate in mcore too.
 W_GATE_HIDDEN = JoinedCell("w_gate_hidden", ("w1", "w3"), RowsInTurn(2), "linear_fc1")
@@ -179,6 +181,7 @@ LLAMA = Architecture(
     embedding=EMBEDDING,
     embedding_weight=EMBEDDING_WEIGHT,
     output_head=OUTPUT_HEAD,
+    router=ROUTER,
     joined=(W_QKV, W_GATE_HIDDEN),
     computed=("rotary_emb.inv_freq",),
     linear_sizes=linear_sizes,

@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.common.run_modes import SHARDING_MODES
-from mindlora.config.description import TIED_HEAD
+from mindlora.config.description import TIED_HEAD, expert_refusal
 from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell, refuse_own_forward
@@ -70,10 +70,7 @@ class LinearBase(nn.Cell):
             )
         refuse_own_forward(cell, plain_linear_types(), "LoRADense")
         if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
-            raise UnsupportedCellError(
-                f"{kind} holds {cell.expert_num} experts; LoRA on expert weights is not "
-                "supported. Add it to exclude_modules."
-            )
+            raise UnsupportedCellError(expert_refusal(kind, cell.expert_num))
         if not getattr(cell, "transpose_b", True):
             raise UnsupportedCellError(
                 f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "

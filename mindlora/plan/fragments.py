@@ -40,10 +40,10 @@ class StepTensors(NamedTuple):
 
 
 def fragments_of(parameters: Sequence[int], step: StepTensors) -> int:
-    """Returns the bytes of the holes in the blocks of the pool, after parameters of these sizes and some steps."""
+    """Returns the bytes of the holes in the pool after parameters of these sizes, in this order, and some steps."""
     pool = MemoryPool()
     for size in parameters:
-        pool.take(size)
+        pool.keep(size)
     for _ in range(_STEPS):
         _take_step(pool, step)
     return pool.actual_peak - pool.used_peak

@@ -211,7 +211,10 @@ def _states(run: Run, weight: Weight) -> List[int]:
 
 
 def _sizes_on_device(run: Run, weights: List[Weight]) -> List[int]:
-    """Returns the bytes of each parameter and of each of the optimizer's states on one device."""
+    """Returns the bytes of each parameter and of each of the optimizer's states, in the order of the pool."""
+    if run.division.sharded:
+        # MindSpore's tracker shows embedding and head behind the layers there.
+        weights = sorted(weights, key=lambda weight: layer_of(weight.path) is None)
     sizes = []
     for weight in weights:
         whole, shards = _on_device(run, weight)

@@ -2,7 +2,8 @@
 
 The rules are those of MindSpore's dynamic memory pool: a tensor gets the smallest hole that it fits into, and where it
 fits into none, a block of 2 GiB (mindspore.runtime.set_memory: increase_size), or 4, 8 and so on if it is larger. Holes
-beside each other in a block become one, and blocks are not given back.
+beside each other in a block become one, and blocks are not given back. A block of 1 GiB is for parameters alone; those
+that do not fit into it lie among the other tensors.
 """
 
 import bisect
@@ -11,6 +12,7 @@ from typing import Dict, List, NamedTuple, Tuple
 from mindlora.plan.units import GIB
 
 _BLOCK = 2 * GIB
+_OF_PARAMETERS = GIB
 _ALIGNMENT = 512
 
 
@@ -32,6 +34,7 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self.used = self.used_peak = 0
+        self._parameters = 0
         self._reached: List[int] = []
         # The holes by their size, by where they begin and by where they end.
         self._by_size: List[Tuple[int, int, int]] = []
@@ -41,11 +44,20 @@ class MemoryPool:
     @property
     def actual_peak(self) -> int:
         """How far into its blocks tensors have reached: MindSpore's "actual peak memory usage (with fragments)"."""
-        return sum(self._reached)
+        return self._parameters + sum(self._reached)
+
+    def keep(self, size: int) -> None:
+        """Takes what a parameter of ``size`` bytes needs, which is never given back."""
+        size = _aligned(size)
+        if self._parameters + size > _OF_PARAMETERS:
+            self.take(size)
+        else:
+            self._parameters += size
+            self._hold(size)
 
     def take(self, size: int) -> Piece:
         """Returns a piece for a tensor of ``size`` bytes."""
-        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        size = _aligned(size)
         position = bisect.bisect_left(self._by_size, (size,))
         if position < len(self._by_size):
             hole_size, newest, begin = self._by_size[position]
@@ -56,8 +68,7 @@ class MemoryPool:
         if hole.size > size:
             self._add(Piece(hole.block, hole.begin + size, hole.size - size))
         self._reached[hole.block] = max(self._reached[hole.block], hole.begin + size)
-        self.used += size
-        self.used_peak = max(self.used_peak, self.used)
+        self._hold(size)
         return Piece(hole.block, hole.begin, size)
 
     def give_back(self, piece: Piece) -> None:
@@ -71,6 +82,10 @@ class MemoryPool:
                 self._remove(hole)
                 size += hole.size
         self._add(Piece(block, begin if before is None else before.begin, size))
+
+    def _hold(self, size: int) -> None:
+        self.used += size
+        self.used_peak = max(self.used_peak, self.used)
 
     def _new_block(self, size: int) -> Piece:
         block = _BLOCK
@@ -89,3 +104,7 @@ class MemoryPool:
         del self._by_size[bisect.bisect_left(self._by_size, (hole.size, -hole.block, hole.begin))]
         del self._beginning[hole.block, hole.begin]
         del self._ending[hole.block, hole.begin + hole.size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -59,7 +59,7 @@ def test_every_operator_and_its_gradients_are_as_their_references(tmp_path, mode
 def test_the_module_of_pynative_is_built_and_loaded_and_calls_every_operator(tmp_path):
     write_headers_for_mindspore(tmp_path / "include")
     module = tmp_path / "module/mindlora_pynative.so"
-    called = compare(tmp_path, "pynative", ("float16",), str(module), CPATH=str(tmp_path / "include"))
+    called = compare(tmp_path, "pynative", ALL_DTYPES, str(module), CPATH=str(tmp_path / "include"))
     assert called == f"called by ops.Custom in graph mode, and in PyNative by AclnnOpRunner, {module}"
 
 

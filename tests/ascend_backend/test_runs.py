@@ -6,7 +6,18 @@ Rows with ``always`` run always, the others with MINDLORA_ASCEND_RUNS=all.
 import pytest
 
 from tests.support.ascend_backend import on_request
-from tests.support.ascend_backend.small_runs import QWEN3, QWEN3_MOE, Row, callbacks, parallel, saved_folders, train
+from tests.support.ascend_backend.small_runs import (
+    QWEN3,
+    QWEN3_MOE,
+    Row,
+    callbacks,
+    eva,
+    loftq,
+    parallel,
+    saved_folders,
+    tokenizer,
+    train,
+)
 
 PET = "model.model_config.pet_config"
 DATA_PARALLEL, SEMI_AUTOMATIC = parallel(mode=0), parallel()
@@ -26,12 +37,33 @@ CONTROLLING = callbacks(
     {"type": "ReduceOnPlateau"},
     {"type": "EarlyStopping"},
 )
+ANSWERING = callbacks(
+    {
+        "type": "SampleAnswers",
+        "prompts": ["cats", "dogs"],
+        "tokenizer": "tokenizer",
+        "template": "{instruction}",
+        "max_tokens": 2,
+    }
+)
+QLORA = "configs/llama2/qlora_llama2_7b.yaml"
 ONE_STAGE_PER_HALF = {"model.model_config.num_layers": 2, **parallel(1, 4, 2)}
 
 CLASSIFIER = {"model.arch.type": "LlamaForSequenceClassification", "model.model_config.num_labels": 2}
 PREFERENCE = {
     "runner_wrapper.preference": {"loss": "dpo"},
     "train_dataset.input_columns": ["input_ids", "labels", "answers", "pairs"],
+}
+# A layer of Mixtral, as MindFormers' own YAML describes it.
+MIXTRAL = {
+    "moe_config": {
+        "expert_num": 4,
+        "num_experts_chosen": 2,
+        "routing_policy": "TopkRouterV2",
+        "enable_sdrop": True,
+        "router_dense_type": "float32",
+    },
+    **parallel(4, 2, expert_parallel=2, use_seq_parallel=True),
 }
 KEEPING_TWO = [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 2}]
 SEVERAL = [{"name": "slow", "learning_rate": 1e-4}, {"name": "small", "learning_rate": 1e-3, "lora_rank": 4}]
@@ -48,7 +80,9 @@ TRAINED = {
     "llama 2 7b, all linear cells": Row("configs/llama2/lora_llama2_7b_all_linear.yaml", ranks=8),
     "llama 2 13b": Row("configs/llama2/lora_llama2_13b.yaml", ranks=8),
     "llama 2 13b, all linear cells": Row("configs/llama2/lora_llama2_13b_all_linear.yaml", ranks=8),
-    "llama in 4 bits": Row("configs/llama2/qlora_llama2_7b.yaml", rows=2, values=True),
+    "llama in 4 bits": Row(QLORA, rows=2, values=True),
+    "eva alone": Row(rows=2, prepare=eva, values=True),
+    "loftq alone": Row(QLORA, rows=2, prepare=loftq, values=True),
     "qwen3 alone": Row(QWEN3, rows=2),
     "qwen3, first of 8": Row(QWEN3, ranks=8, always=True),
     "qwen3, last of 8": Row(QWEN3, ranks=8, rank=7, saves=False),
@@ -63,6 +97,7 @@ TRAINED = {
     "llama, optimizer parallel": Row(ranks=8, keys={"parallel.enable_parallel_optimizer": True}),
     "llama, sequence parallel": Row(ranks=8, rows=8, keys=parallel(4, 2, use_seq_parallel=True)),
     "llama, context parallel": Row(ranks=8, rows=8, keys=parallel(4, context_parallel=2)),
+    "llama with experts, its attention": Row(ranks=8, rows=8, keys=MIXTRAL),
     "llama, slices of the data": Row(
         ranks=8, rows=16, keys={"parallel.full_batch": False, "parallel.dataset_strategy": [[8, 1], [8, 1]]}
     ),
@@ -114,7 +149,13 @@ TRAINED = {
     ),
     "callbacks that control, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, "callbacks": CONTROLLING}),
     "alora, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, f"{PET}.alora_invocation_tokens": [5]}),
+    "answers, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, "callbacks": ANSWERING}, prepare=tokenizer),
+    "eva, data parallel": Row(ranks=8, keys=DATA_PARALLEL, prepare=eva, values=True),
+    "loftq, data parallel": Row(QLORA, ranks=8, keys=DATA_PARALLEL, prepare=loftq, values=True),
     # What the semi-automatic mode has.
+    "answers": Row(ranks=8, keys={"callbacks": ANSWERING}, prepare=tokenizer),
+    "answers, qwen3": Row(QWEN3, ranks=8, keys={"callbacks": ANSWERING}, prepare=tokenizer),
+    "eva": Row(ranks=8, prepare=eva, values=True),
     "rslora, lora+ and noise": Row(
         ranks=8, keys={f"{PET}.use_rslora": True, f"{PET}.loraplus_lr_ratio": 16.0, f"{PET}.neftune_alpha": 5.0}
     ),
@@ -165,6 +206,13 @@ REFUSED = {
         keys=SEMI_AUTOMATIC,
         refused="is sharded, and NF4 weights are not supported there",
     ),
+    "loftq, semi-automatic": Row(
+        QLORA,
+        ranks=8,
+        keys=SEMI_AUTOMATIC,
+        prepare=loftq,
+        refused="is sharded, and NF4 weights are not supported there",
+    ),
     "alora, semi-automatic": Row(
         ranks=8, keys={f"{PET}.alora_invocation_tokens": [5]}, refused="each device has tokens of its own"
     ),
@@ -188,6 +236,12 @@ REFUSED = {
         ranks=8,
         keys={f"{PET}.adapters": SEVERAL, "callbacks": KEEPING_TWO, **DATA_PARALLEL},
         refused="it was made for one device",
+    ),
+    "llama with experts, all linear cells": Row(
+        ranks=8,
+        rows=8,
+        keys={**MIXTRAL, f"{PET}.target_modules": "all-linear"},
+        refused="Linear holds 4 experts; LoRA on expert weights is not supported",
     ),
     "packed rows of a qwen3": Row(QWEN3, rows=2, data="packed", refused="only MindFormers' LlamaForCausalLM"),
 }

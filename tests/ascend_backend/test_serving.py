@@ -58,17 +58,64 @@ def answers(output):
     return dict(zip(COMMANDS, texts))
 
 
-@on_request
-def test_every_answer_of_base_and_adapters_is_that_of_a_cpu(folder):
+@pytest.fixture(scope="module")
+def wanted(folder):
+    """The answers of a CPU: command -> (prompt, adapter) -> text."""
     environment = {**os.environ, "PYTHONPATH": ROOT}
     command = [sys.executable, str(ANSWERS), json.dumps(list(COMMANDS.values()))]
     cpu = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    return answers(cpu.stdout)
+
+
+@on_request
+def test_every_answer_of_base_and_adapters_is_that_of_a_cpu(folder, wanted):
     commands = [(*words, *ON_ASCEND) for words in COMMANDS.values()]
     npu = run_program(str(ANSWERS), json.dumps(commands), folder=folder, launches=True)
     assert npu.returncode == 0, npu.output[-3000:]
-    wanted = answers(cpu.stdout)
     assert len(wanted) == len(COMMANDS) and len(set(wanted["in one batch"].values())) == 6
     assert answers(npu.output) == wanted
+
+
+# Mistakes in mindlora/serving/network.py: what is replaced by what. MindSpore finds the lengths by their name.
+ANOTHER_NAME = {
+    "        batch_valid_length: Tensor,": "        lengths: Tensor,",
+    "batch_valid_length=batch_valid_length": "batch_valid_length=lengths",
+}
+ANOTHER_SLOT = {"self.slots_of_tokens, slots)": "self.slots_of_tokens, slots - 1)"}
+# Runs a program with network.py of the folder that is named before it.
+MISTAKEN = f"""
+import runpy, sys
+import mindlora.serving
+mindlora.serving.__path__.insert(0, sys.argv.pop(1))
+runpy.run_path({str(ANSWERS)!r}, run_name="__main__")
+"""
+
+
+def answer_with(mistake, folder, mistaken):
+    """Returns what came of the first command with a mistake in a step, whose source is written to ``mistaken``."""
+    source = (pathlib.Path(ROOT) / "mindlora/serving/network.py").read_text(encoding="utf-8")
+    for right, wrong in mistake.items():
+        assert right in source
+        source = source.replace(right, wrong)
+    (mistaken / "network.py").write_text(source, encoding="utf-8")
+    commands = [(*COMMANDS["in one batch"], *ON_ASCEND)]
+    return run_program(MISTAKEN, str(mistaken), json.dumps(commands), folder=folder, launches=True)
+
+
+@on_request
+def test_lengths_under_another_name_end_the_first_step(folder, tmp_path):
+    run = answer_with(ANOTHER_NAME, folder, tmp_path)
+    assert run.returncode != 0 and "Invalid kvSeqLen" in run.output, run.output[-3000:]
+
+
+@on_request
+def test_tokens_with_the_slot_before_theirs_get_the_answers_of_its_adapter(folder, wanted, tmp_path):
+    run = answer_with(ANOTHER_SLOT, folder, tmp_path)
+    assert run.returncode == 0, run.output[-3000:]
+    expected = wanted["in one batch"]
+    before = {None: None, "first": None, "second": "first"}
+    moved = {(prompt, adapter): expected[prompt, before[adapter]] for prompt, adapter in expected}
+    assert answers(run.output)["in one batch"] == moved != expected
 
 
 def ask(url):

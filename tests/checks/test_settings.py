@@ -48,6 +48,23 @@ def test_a_yaml_without_faults(write):
         ({f"{PET}.pet_type": None}, "error", f"{PET}.pet_type", "pet_type is None, which is not known"),
         ({PET: "lora"}, "error", PET, "model.model_config.pet_config is 'lora', but it must be a node with keys"),
         (
+            {"moe_config": {"expert_num": 8}, f"{PET}.target_modules": "all-linear"},
+            "error",
+            f"{PET}.target_modules",
+            "LoRA cannot be put on 6 of the selected cells. model.layers.{0..1}.feed_forward.ffn.w1, "
+            "model.layers.{0..1}.feed_forward.ffn.w2, model.layers.{0..1}.feed_forward.ffn.w3: Linear holds 8 experts; "
+            "LoRA on expert weights is not supported. Add it to exclude_modules.",
+        ),
+        (
+            {
+                **{"use_parallel": True, "parallel.parallel_mode": 1, "parallel.full_batch": True},
+                **{"parallel_config.pipeline_stage": 2, "model.model_config.offset": [-1, 0, 1]},
+            },
+            "error",
+            "model.model_config",
+            "The sizes in model_config cannot be divided: offset [-1, 0, 1] by pipeline_stage 2: it needs a number for",
+        ),
+        (
             {f"{PET}.lora_rnk": 8},
             "error",
             f"{PET}.lora_rnk",
@@ -303,9 +320,14 @@ def test_what_is_wrong_is_found_once_and_nothing_else(write, changes, severity, 
         ),
         ({"model.arch.type": "GLM"}, f"{PET}.target_modules", "The model is GLM: the doctor does not know its cells"),
         (
-            {"moe_config": {"expert_num": 8}},
+            {"moe_config": {"expert_num": 8, "shared_expert_num": 1}},
             f"{PET}.target_modules",
             "The model is LlamaForCausalLM with experts: the doctor",
+        ),
+        (
+            {"moe_config": {"expert_num": 8}, f"{PET}.target_modules": ["wq", "router.dense"]},
+            f"{PET}.target_modules",
+            "LoRA on 4 cells, ",
         ),
         (
             {"model.model_config.param_init_type": "float16"},
@@ -485,3 +507,20 @@ def test_a_compressed_mask_is_for_rows_of_2048_tokens_at_least(key, use_legacy):
     assert finding.severity == "error" and finding.key == key
     assert "seq_length is 1024: MindFormers compresses masks of at least 2048 tokens" in finding.found
     assert found(2048) == []
+
+
+def test_a_whole_base_of_safetensors_is_a_folder_that_mindformers_slices_for_several_devices(write, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/model.safetensors").touch()
+    keys = {"use_parallel": True, "parallel.parallel_mode": 1, "load_ckpt_format": "safetensors"}
+    folder, file = str(tmp_path / "base"), str(tmp_path / "base/model.safetensors")
+    sliced = {**keys, "load_checkpoint": folder, "auto_trans_ckpt": True}
+    assert severities_and_keys(write(sliced)) == []
+    assert severities_and_keys(write({**sliced, "auto_trans_ckpt": False})) == [("error", "auto_trans_ckpt")]
+    assert severities_and_keys(write({**sliced, "load_checkpoint": file})) == [("error", "load_checkpoint")]
+    assert severities_and_keys(write({**sliced, "use_parallel": False, "auto_trans_ckpt": False})) == []
+    data_parallel = {"parallel.parallel_mode": 0, f"{PET}.quantize_base": "nf4", "load_checkpoint": file}
+    found = finding_at(write({**sliced, **data_parallel}), "load_checkpoint")
+    assert found.severity == "error" and "Train on one device" in found.advice
+    (tmp_path / "base/rank_0").mkdir()
+    assert severities_and_keys(write({**sliced, "auto_trans_ckpt": False})) == []

@@ -5,7 +5,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
+from mindlora.checks.model import described_network
 from mindlora.models import names, registry
+from mindlora.nn.description import describe
 from mindlora.nn.tree import lora_cells
 from tests.support.chatglm_networks import CHATGLM, chatglm
 from tests.support.mcore_networks import TINY, tiny_deepseek_v3, tiny_qwen3, tiny_qwen3_moe
@@ -102,3 +104,20 @@ def test_a_chatglm_s_adapter_is_a_peft_folder_under_hugging_face_s_names(mindfor
             if mine.has_bias:
                 loaded.bias.set_data(mine.bias.value())
             np.testing.assert_allclose(mine(x).asnumpy(), loaded(x).asnumpy(), rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+def test_a_llama_with_experts_is_described_as_mindformers_builds_it(make_llama):
+    network = make_llama(moe_config={"expert_num": 4, "num_experts_chosen": 2, "routing_policy": "TopkRouterV2"})
+    built = describe(network, dict(network.cells_and_names()), LoraConfig(quantize_base="nf4"))
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "n_kv_heads": 2, "vocab_size": 64}
+    model = {"type": "LlamaConfig", **sizes, "intermediate_size": 48, "param_init_type": "float32"}
+    described = described_network({"model": {"model_config": model}, "moe_config": {"expert_num": 4}})
+    assert described.parameters == built.parameters
+    assert {path: cell.refusal for path, cell in described.cells.items()} == {
+        path: cell.refusal for path, cell in built.cells.items()
+    }
+    stacks = [path for path, cell in built.cells.items() if cell.refusal]
+    assert len(stacks) == 6
+    for path, cell in described.cells.items():
+        assert path in stacks or cell.shape == built.cells[path].shape
+        assert cell.quantization_refusal == built.cells[path].quantization_refusal

@@ -52,6 +52,17 @@ def test_the_actual_peak_is_how_far_blocks_were_reached_and_the_used_peak_what_w
     assert (pool.used, pool.used_peak, pool.actual_peak) == (0, 3 * GIB, 4 * GIB)
 
 
+def test_parameters_have_a_block_of_one_gib_in_which_nothing_else_lies():
+    pool = MemoryPool()
+    pool.keep(GIB // 2)
+    assert (pool.take(MIB).block, pool.take(MIB).begin) == (0, MIB)
+    # The first does not fit beside the other parameter, the second does.
+    pool.keep(GIB)
+    pool.keep(GIB // 2)
+    assert pool.take(GIB - 2 * MIB).block == 0 and pool.take(512).block == 1
+    assert (pool.used, pool.actual_peak) == (3 * GIB + 512, 3 * GIB + 512)
+
+
 def test_sizes_are_multiples_of_512_bytes():
     pool = MemoryPool()
     assert pool.take(1).size == 512 and pool.take(513).begin == 512

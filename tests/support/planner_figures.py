@@ -27,6 +27,7 @@ class Figures(NamedTuple):
         recomputes (bool): Whether the layers are recomputed.
         pet (dict): Other values of pet_config.
         preference (bool): Whether the run is DPO.
+        sharded (bool): Whether it is rank 0 of the 8 devices of the YAML, and not alone.
         used (float): The peak without fragments.
         actual (float): The peak with fragments, or None if it was not read.
     """
@@ -40,11 +41,13 @@ class Figures(NamedTuple):
     actual: Optional[float] = None
     pet: Dict[str, Any] = {}
     preference: bool = False
+    sharded: bool = False
 
     def __str__(self) -> str:
         kind = ", ".join([*self.pet, *(["dpo"] if self.preference else [])]) or "lora"
         recomputation = "recomputed" if self.recomputes else "kept"
-        return f"{self.model} {kind} {self.layers}x{self.rows} {self.level} {recomputation}"
+        where = ", one of 8" if self.sharded else ""
+        return f"{self.model} {kind} {self.layers}x{self.rows} {self.level} {recomputation}{where}"
 
     @property
     def config(self) -> Dict[str, Any]:
@@ -53,7 +56,7 @@ class Figures(NamedTuple):
         config = merged(
             read_yaml(os.path.join(ROOT, path)),
             {
-                "use_parallel": False,
+                "use_parallel": self.sharded,
                 "runner_config": {"batch_size": self.rows},
                 "recompute_config": {"recompute": self.recomputes},
                 "context": {"jit_config": {"jit_level": self.level}},
@@ -68,6 +71,7 @@ class Figures(NamedTuple):
 
 FIGURES = (
     Figures("Llama 3 8B", 1, 4, "O1", True, 14.28, 16.78),
+    Figures("Llama 3 8B", 1, 4, "O1", True, 14.28, 18.16, sharded=True),
     Figures("Qwen3 8B", 1, 2, "O0", True, 12.07, 17.66),
     Figures("Llama 3 8B", 1, 4, "O0", True, 18.19, 20.69),
     Figures("Llama 3 8B", 4, 1, "O1", False, 7.77, 8.91),
@@ -75,4 +79,9 @@ FIGURES = (
     Figures("Qwen3 8B", 4, 1, "O0", False, 9.70, 12.03),
     Figures("Qwen3 8B", 1, 4, "O1", True, 16.81, 27.40),
     Figures("Llama 3 8B", 1, 1, "O0", True, 6.11, pet={"quantize_base": "nf4"}),
+    Figures("Llama 3 8B", 4, 1, "O1", False, 6.62, 8.45, pet={"quantize_base": "nf4"}),
+    Figures("Llama 3 8B", 1, 4, "O1", True, 14.05, 16.78, pet={"quantize_base": "nf4"}),
+    Figures("Llama 3 8B", 4, 1, "O1", False, 7.93, 8.98, pet={"use_dora": True}),
+    Figures("Llama 3 8B", 1, 1, "O1", True, 8.36, 8.96, preference=True),
+    Figures("Llama 3 8B", 4, 4, "O1", True, 15.75, 18.85),
 )

@@ -1,16 +1,24 @@
 """Training runs of one small layer on MindSpore's Ascend backend: what a row of a table of them says."""
 
 import copy
+import json
 import os
 import pathlib
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+import subprocess
+import sys
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 import yaml
 
+from mindlora import LoraConfig
+from mindlora.base.quantize import quantize_checkpoint
 from mindlora.data.mindrecord import write_mindrecord
 from tests.conftest import ROOT
 from tests.support.ascend_backend.runner import Run, run_yaml
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.cpu_llama import ON_CPU
+from tests.support.llama_checkpoints import save_base
 
 LLAMA = "configs/llama3/lora_llama3_8b.yaml"
 QWEN3 = "configs/qwen3/lora_qwen3_8b.yaml"
@@ -33,6 +41,7 @@ class Row(NamedTuple):
         ranks, rank: How many devices there are, and which of them runs.
         rows: Rows of the data. With data_parallel 8 in the semi-automatic mode, 16 are two steps.
         data: What they are: a key of DATA.
+        prepare: What writes other files of the run into its folder, and changes its YAML accordingly; None for nothing.
         values: Whether weights get their values, which what computes with them needs.
         saves: Whether this rank writes the adapter. DoRA's is not: it looks at trained values first, and a
             dry run has none.
@@ -46,6 +55,7 @@ class Row(NamedTuple):
     rank: int = 0
     rows: int = 16
     data: str = "tokens"
+    prepare: Optional[Callable[[pathlib.Path, Dict[str, Any]], None]] = None
     values: bool = False
     saves: bool = True
     refused: Optional[str] = None
@@ -89,6 +99,60 @@ DATA = {
 }
 
 
+def tokenizer(folder: pathlib.Path, config: Dict[str, Any]) -> None:
+    """Writes tokenizer/, whose tokens the models have."""
+    chat_tokenizer(CHATML).save_pretrained(folder / "tokenizer")
+
+
+def loftq(folder: pathlib.Path, config: Dict[str, Any]) -> None:
+    """Makes the run one from LoftQ's adapter, which is made together with the base in 4 bits."""
+    fields = dict(config["model"]["model_config"]["pet_config"], lora_init="loftq")
+    del fields["pet_type"]
+    base, quantized, adapter = (str(folder / name) for name in ("base", "nf4.safetensors", "loftq"))
+    _write_llama(base)
+    quantize_checkpoint(base, quantized, adapter=adapter, config=LoraConfig(**fields))
+    _start_from(config, quantized, {"adapter_path": adapter})
+
+
+def eva(folder: pathlib.Path, config: Dict[str, Any]) -> None:
+    """Makes the run one from the adapter of mindlora eva, whose cells have ranks of their own."""
+    base, adapter, path = (str(folder / name) for name in ("base", "eva", "eva.yaml"))
+    _write_llama(base)
+    cpu = copy.deepcopy(config)
+    cpu["model"]["model_config"].update(ON_CPU)
+    cpu["context"]["device_target"] = "CPU"
+    cpu["load_checkpoint"] = base
+    pathlib.Path(path).write_text(yaml.safe_dump(cpu), encoding="utf-8")
+    command = [sys.executable, "-m", "mindlora.cli", "eva", path, "--output", adapter, "--rows", "8", "--json"]
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    made = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    _start_from(config, base, json.loads(made.stdout.splitlines()[-1])["keys"])
+
+
+def _start_from(config: Dict[str, Any], base: str, keys: Mapping[str, Any]) -> None:
+    """Changes a YAML so that its run starts from a base, and from the adapter that ``keys`` of pet_config describe."""
+    pet = config["model"]["model_config"]["pet_config"]
+    pet.update(keys)
+    if config["use_parallel"]:
+        # MindFormers slices a base by files that all ranks write, and a dry run has one rank.
+        pet["on_base_mismatch"] = "ignore"
+    else:
+        config["load_checkpoint"] = base
+
+
+def _write_llama(folder: str) -> None:
+    """Writes the base of the runs of a Llama, under Hugging Face's names."""
+    hidden, inner, layer = _SIZES["hidden_size"], _SIZES["intermediate_size"], "model.layers.0."
+    shapes: Dict[str, Tuple[int, ...]] = dict.fromkeys(("model.embed_tokens", "lm_head"), (VOCABULARY, hidden))
+    shapes.update({f"{layer}self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"})
+    shapes.update({f"{layer}mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")})
+    shapes[f"{layer}mlp.down_proj"] = (hidden, inner)
+    for norm in ("model.norm", f"{layer}input_layernorm", f"{layer}post_attention_layernorm"):
+        shapes[norm] = (hidden,)
+    rng = np.random.default_rng(0)
+    save_base(folder, {f"{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()})
+
+
 def parallel(data: int = 8, model: int = 1, stages: int = 1, mode: int = 1, **others: Any) -> Dict[str, Any]:
     """Returns the keys that divide a run among devices; mode 0 is data parallel, 1 semi-automatic."""
     sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages, "micro_batch_num": stages}
@@ -125,6 +189,8 @@ def small_yaml(row: Row, folder: pathlib.Path) -> Dict[str, Any]:
     write_mindrecord((DATA[row.data](rng, length) for _ in range(row.rows)), data)
     config["train_dataset"]["data_loader"]["dataset_dir"] = data
     config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
+    if row.prepare is not None:
+        row.prepare(folder, config)
     return config
 
 
