@@ -15,6 +15,7 @@ import mindspore as ms
 from mindspore import Parameter, nn
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.checks.batches import pynative_rows_left_out
 from mindlora.checks.finding import refuse
 from mindlora.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.common.mindformers_version import release
@@ -56,6 +57,10 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     version = release(importlib.metadata.version("mindformers"))
     check_nodes(settings)
     _check_yaml(settings.to_dict(), version)
+    # MindFormers 2.0 reads the rows of a whole step at once.
+    read_at_once = trainer.num_accumulation_steps if version == (2, 0) else 1
+    for sentence in pynative_rows_left_out(settings.to_dict(), read_at_once):
+        logger.info(sentence)
     parts = trainer.num_accumulation_steps * settings.parallelism.data_parallel
     for finding in check_weights(trainer.world_size, parts):
         logger.warning(str(finding))
