@@ -39,7 +39,9 @@ class Batch(NamedTuple):
         return math.prod(self.factors.values())
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {number}" for name, number in self.factors.items() if number > 1 or name in (_BATCH, _MICRO_BATCH))
+        return " x ".join(
+            f"{name} {number}" for name, number in self.factors.items() if number > 1 or name in (_BATCH, _MICRO_BATCH)
+        )
 
 
 def check_batches(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -93,9 +95,7 @@ def pynative_rows_left_out(config: Mapping[str, Any], micro_batches: int) -> Ite
     yield from _left_out(read, "train_dataset", data_of(dataset), Batch(factors, shares), "MindFormers reads")
 
 
-def _left_out(
-    config: Mapping[str, Any], where: str, data: Optional[Data], batch: Batch, taken: str
-) -> Iterator[str]:
+def _left_out(config: Mapping[str, Any], where: str, data: Optional[Data], batch: Batch, taken: str) -> Iterator[str]:
     """Yields a sentence if an epoch leaves out rows of the data."""
     if data is None or not _drops_rest(config, "train_dataset"):
         return

@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -18,25 +19,30 @@ from safetensors.numpy import load_file
 from mindlora import cli
 from mindlora.adapters import files
 from mindlora.adapters.adapter import Adapter
+from mindlora.data import tokenizers
 from mindlora.formats import ckpt_file
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.training.health_measures import CellValues, change_factors, measure
 from mindlora.training.history import HistoryWriter
 from tests.conftest import ROOT
 from tests.support import diffusion_adapters, histories, mcore_checkpoints, served_llama, sharded_runs
-from tests.support.chat_templates import CHATML
+from tests.support.chat_templates import CHATML, SPECIAL
 from tests.support.sharded_runs import Scheme
+from tests.test_documents import text_of
 
 # Of the Qwen3 whose heads the pages state.
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-# Tokens that the models take: rows of 4,096 are the longest of the pages.
-LENGTH = 4096
+# Tokens that the models take: as many as the longest rows of a page on which one trains.
+LENGTH = 512
 # What pages call a Llama's folder, and a tokenizer.
-LLAMAS = ("Llama-3.2-1B", "Llama-2-7b-hf", "llama2-7b-hf", "Qwen2.5-0.5B", "model", "stories260K", "FOLDER", "tokenizer")
+LLAMAS = (
+    *("Llama-3.2-1B", "Llama-2-7b-hf", "llama2-7b-hf", "Qwen2.5-0.5B", "model", "stories260K", "FOLDER"),
+    "tokenizer",
+)
 # What pages call an adapter of it.
 ADAPTERS = ("my_adapter", "my_peft_adapter", "first", "second", "runs/a", "runs/b", "runs/best", "adapters/support")
 BEST = "output/lora_checkpoint/best"
-WORDS = "the old boat lay by the north pier and nobody knew whose it was when the sea came in".split()
+WORDS = ["the", "old", "boat", "lay", "by", "the", "north", "pier", "when", "the", "sea", "came", "in"]
 
 
 def sentences(count, seed=0):
@@ -86,6 +92,7 @@ def write_llama():
     served_llama.write_llama(os.getcwd(), length=LENGTH)
     with open("run.yaml", encoding="utf-8") as file:
         config = yaml.safe_load(file)
+    save_tokenizer("base")
     os.rename("base", "llama")
     config["load_checkpoint"] = "llama"
     # Those of the sharded run's slices.
@@ -117,6 +124,16 @@ def write_llama():
     # As MindFormers saves it: without lora_alpha.
     ckpt_file.write_arrays("llama_rank_0-100_2.ckpt", ckpt_file.read("made.ckpt", lambda _: True)[0].items())
     os.symlink(os.path.join(ROOT, "configs"), "configs")
+
+
+def save_tokenizer(folder):
+    """Saves a tokenizer that knows the words of the pages' data, whose rows are to be as short as with a real one."""
+    pages = ("classifiers", "preferences", "sweep")
+    texts = [text for page in pages for text in re.findall(r'"([^"\n]+)"', text_of(os.path.join("docs", f"{page}.md")))]
+    tokenizer = tokenizers.fit_tokenizer([*texts, *WORDS] * 2, served_llama.VOCABULARY - len(SPECIAL))
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
 
 
 def write_qwen3():

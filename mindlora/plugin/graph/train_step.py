@@ -85,9 +85,9 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
     is that of the schedule times a factor (set_rate_factor).
 
     In the semi-automatic parallel modes, and where MindFormers dumps local norms, the step is MindFormers' own, and
-    what is said above does not hold, but that a step of which no token counts is skipped: its loss is 0. MindFormers detects overflow with kernels that only Ascend has. On any other
-    device, this cell reports an overflow if an element of a gradient is NaN or infinite, as those kernels do, or so
-    large that the norm is.
+    what is said above does not hold, but that a step of which no token counts is skipped: its loss is 0. MindFormers
+    detects overflow with kernels that only Ascend has. On any other device, this cell reports an overflow if an element
+    of a gradient is NaN or infinite, as those kernels do, or so large that the norm is.
 
     Args:
         network (Cell): As for mindformers.wrapper.MFTrainOneStepCell.
@@ -307,8 +307,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
             rate = rate[-1]
         return rate.reshape(())
 
-    # Of the next three, MindFormers' step hands on to each what the one before it has returned: the loss comes along, and
-    # the last one tells whether the step is skipped.
+    # Of the next three, MindFormers' step hands on to each what the one before it has returned: the loss comes along,
+    # and the last one tells whether the step is skipped.
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> Tuple[Any, Any]:
         """Returns a cleared overflow status, and ``compute_input``; ``pre_cond`` is the loss."""

@@ -73,7 +73,7 @@ def with_weights(compute_loss: Callable) -> Callable:
 
 
 def with_skipping(optimizer_update: Callable) -> Callable:
-    """Returns the method that updates the parameters, which then does not if the step has nothing to learn or exceeds a limit."""
+    """Returns the method that updates the parameters, which then skips steps with nothing to learn or above a limit."""
 
     @functools.wraps(optimizer_update)
     def update(trainer: Any) -> Any:
@@ -100,8 +100,8 @@ def _count_empty(trainer):
     """Says that a step had nothing to learn, in several processes, where EmptySteps does not run."""
     trainer.empty_steps = getattr(trainer, "empty_steps", 0) + 1
     logger.warning(
-        "step %d: No token of the step's rows counts in the loss: it has nothing to learn, and was skipped (%d so far). "
-        "Check the labels of the data.",
+        "step %d: No token of the step's rows counts in the loss: it has nothing to learn, and was skipped (%d so far)."
+        " Check the labels of the data.",
         trainer.state.global_step + 1,
         trainer.empty_steps,
     )
