@@ -71,6 +71,7 @@ LONG = (
     "tests/ops/test_ascend_pynative.py::test_the_source_compiles",
     "tests/plugin/graph/test_adalora.py::test_two_processes",
     "tests/scripts/test_bench_scale.py",
+    "tests/test_documented_runs.py::test_commands_with_a_model_are_done",
     "tests/training/exchange/test_ranks.py::test_all_ranks",
 )
 

@@ -14,6 +14,7 @@ from mindlora.common.yaml_file import PET, value_at
 from mindlora.formats.mindrecord_files import mindrecord_files, row_count
 
 _BATCH = "runner_config.batch_size"
+_MICRO_BATCH = "training.local_batch_size"
 _ACCUMULATION = "runner_config.gradient_accumulation_steps"
 _DATA_PARALLEL = "parallel_config.data_parallel"
 _DEVICES = "the number of devices"
@@ -38,7 +39,9 @@ class Batch(NamedTuple):
         return math.prod(self.factors.values())
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {number}" for name, number in self.factors.items() if number > 1 or name == _BATCH)
+        return " x ".join(
+            f"{name} {number}" for name, number in self.factors.items() if number > 1 or name in (_BATCH, _MICRO_BATCH)
+        )
 
 
 def check_batches(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -75,14 +78,34 @@ def rows_left_out(config: Mapping[str, Any]) -> Iterator[str]:
     The YAML must have no mistakes. Data whose rows cannot be counted without MindSpore is passed over.
     """
     batch = batch_of(config, launched_devices() or 1)
-    for where, data in _training_data(config) if _drops_rest(config, "train_dataset") else ():
-        rows = math.inf if data is None else _available(config, "train_dataset", data, math.inf)
-        if rows == math.inf:
-            continue
-        steps = math.ceil(rows / batch.shares) // (batch.rows // batch.shares)
-        left = int(rows) - steps * batch.rows
-        if left > 0:
-            yield f"{where}: each epoch leaves out {left} of {rows} rows (drop_remainder): a step takes {batch}."
+    for where, data in _training_data(config):
+        yield from _left_out(config, where, data, batch, "a step takes")
+
+
+def pynative_rows_left_out(config: Mapping[str, Any], micro_batches: int) -> Iterator[str]:
+    """Yields the same for the YAML of a run of the PyNative Trainer, as the Trainer has completed it.
+
+    The Trainer reads ``micro_batches`` at once, and leaves out the rows that do not fill them.
+    """
+    shares = value_at(config, "parallelism.data_parallel")
+    rows = value_at(config, _MICRO_BATCH)
+    factors = {_MICRO_BATCH: rows, "micro-batches": micro_batches, "parallelism.data_parallel": shares}
+    dataset = {"data_loader": value_at(config, "train_dataset.dataloader")}
+    read = {"train_dataset": {**(config.get("train_dataset") or {}), **dataset}}
+    yield from _left_out(read, "train_dataset", data_of(dataset), Batch(factors, shares), "MindFormers reads")
+
+
+def _left_out(config: Mapping[str, Any], where: str, data: Optional[Data], batch: Batch, taken: str) -> Iterator[str]:
+    """Yields a sentence if an epoch leaves out rows of the data."""
+    if data is None or not _drops_rest(config, "train_dataset"):
+        return
+    rows = _available(config, "train_dataset", data, math.inf)
+    if rows == math.inf:
+        return
+    batches = math.ceil(rows / batch.shares) // (batch.rows // batch.shares)
+    left = int(rows) - batches * batch.rows
+    if left > 0:
+        yield f"{where}: each epoch leaves out {left} of {rows} rows (drop_remainder): {taken} {batch}."
 
 
 def batch_of(config: Mapping[str, Any], devices: int, accumulates: bool = True) -> Batch:

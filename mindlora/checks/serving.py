@@ -13,6 +13,11 @@ _MODEL = "model.model_config"
 _DEFAULTS: Dict[str, Any] = {"compute_dtype": "float16", "hidden_size": 4096, "num_heads": 32}
 
 
+def base_name(config: Mapping[str, Any]) -> str:
+    """Returns what callers of a server name the base of a YAML, unless they are told otherwise."""
+    return value_at(config, "trainer.model_name") or "base"
+
+
 def check_serving(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error for each reason why the model of a YAML cannot be served on its device; no file is read.
 

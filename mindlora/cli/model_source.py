@@ -6,7 +6,9 @@ import os
 import tempfile
 from typing import Iterator
 
+from mindlora.checks.serving import base_name
 from mindlora.common.overrides import keys_and_texts
+from mindlora.common.yaml_file import read_merged
 from mindlora.errors import ConfigError
 
 
@@ -43,6 +45,16 @@ def check_source(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--config {arguments.config} does not exist. Check the path.")
     if arguments.model is not None and not os.path.isdir(arguments.model):
         raise ConfigError(f"--model {arguments.model} is not a folder. Name a model's folder from Hugging Face.")
+
+
+def name_of_base(arguments: argparse.Namespace) -> str:
+    """Returns what the base is called unless it is given a name: as the YAML's model, or as the folder."""
+    from mindlora.drafts.folder import name_of_folder
+
+    asked = dict(keys_and_texts(arguments.overrides)).get("trainer.model_name")
+    if asked:
+        return asked
+    return base_name(read_merged(arguments.config)) if arguments.config else name_of_folder(arguments.model)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import sys
 from typing import Any, Tuple
 
 from mindlora.cli.engine import add_engine_options, build, given_fields, log_elsewhere, read_adapters, say
-from mindlora.cli.model_source import source_of
+from mindlora.cli.model_source import check_source, name_of_base, source_of
 from mindlora.cli.verb import Verb, add_command
 from mindlora.errors import ConfigError
 
@@ -112,7 +112,10 @@ def serve(arguments: argparse.Namespace) -> ServeReport:
         **{name: getattr(arguments, name) for name in names},
         **given_fields(arguments, [name for name, *_ in _LIMITS]),
     )
+    check_source(arguments)
     adapters = read_adapters(arguments)
+    # The server asks this of the engine's name too, when the model has been loaded.
+    adapters.registry.check_base_name(arguments.model_name or name_of_base(arguments))
     with log_elsewhere(arguments.verbose):
 
         def make_engine():

@@ -20,6 +20,7 @@ _COMMENTS = {
     "parallel.enable_parallel_optimizer": "the moments of an adapter are too small to be worth dividing",
     "parallel.strategy_ckpt_config.only_trainable_params": "else MindFormers does not load the frozen weights",
     "parallel_config.model_parallel": "above 1, each NPU holds a part of the model (docs/sharding.md)",
+    "runner_wrapper.preference.loss": "docs/preferences.md has the others, and beta",
     "context.max_device_memory": "of an NPU with 64 GB",
     "recompute_config.recompute": "False is faster, and takes more memory (mindlora plan)",
     "model.model_config.seq_length": "the rows have one token more",
@@ -48,10 +49,10 @@ def notes_on(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
             f"the chat template ends the assistant's turns with {folder.unstated_end}, and the folder does not say "
             "that the model stops there: eos_token_id of the YAML has it too"
         )
-    if request.rows and request.rows.preferences:
+    if request.rows and request.rows.loss:
         notes.append(
-            f"{request.rows.path} holds preferences: name their columns in train_dataset.input_columns, and a loss in "
-            "runner_wrapper.preference (docs/preferences.md)"
+            f"{request.rows.path} holds preferences, which the run learns with the loss {request.rows.loss} "
+            "(runner_wrapper.preference; docs/preferences.md has the others)"
         )
     return tuple(notes)
 

@@ -1,6 +1,7 @@
 """What a run needs to know of its data: how many rows there are, and how many tokens one has."""
 
 import dataclasses
+import math
 import os
 from typing import Optional
 
@@ -20,14 +21,16 @@ class Rows:
     Attributes:
         count (int): How many there are.
         tokens (int): Tokens of each, of a pair of answers that is not packed those of either.
-        preferences (bool): Whether they are preferences, which a run learns only if its YAML says so.
+        of_model (int): How many rows of the model each is: 2 where it is a pair of answers that is not packed.
+        loss (str): The loss for such preferences, or None where the rows have labels.
         held_out (str): The MindRecord of held-out rows that `mindlora data --holdout` wrote beside it, or None.
     """
 
     path: str
     count: int
     tokens: int
-    preferences: bool
+    of_model: int
+    loss: Optional[str]
     held_out: Optional[str]
 
 
@@ -49,5 +52,7 @@ def read_rows(path: str, first_rows: FirstRows) -> Rows:
         raise ConfigError(f"--data {path}: there is {lacking}. Convert the data again.")
     held_out = held_out_name(path)
     exists = path.endswith(_ENDING) and os.path.isfile(held_out)
-    tokens = row["input_ids"].shape[-1]
-    return Rows(path, sum(filter(None, counts)), tokens, ANSWERS in row, held_out if exists else None)
+    *of_model, tokens = row["input_ids"].shape
+    loss = ("dpo" if "pairs" in row else "kto") if ANSWERS in row else None
+    count = sum(filter(None, counts))
+    return Rows(path, count, tokens, math.prod(of_model), loss, held_out if exists else None)

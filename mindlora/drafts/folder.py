@@ -42,8 +42,13 @@ class ModelFolder:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
-        return os.path.basename(os.path.abspath(self.path))
+        """What the model is called."""
+        return name_of_folder(self.path)
+
+
+def name_of_folder(path: str) -> str:
+    """Returns what the model in a folder is called: the last part of the path."""
+    return os.path.basename(os.path.abspath(path))
 
 
 def read_folder(path: str, to_train: bool = False) -> ModelFolder:

@@ -57,7 +57,8 @@ class Batch:
     def of(cls, request: Request) -> "Batch":
         """Returns the batch of a run."""
         available = request.rows.count if request.rows else _ROWS_PER_STEP * request.devices
-        rows = max(1, min(_BATCH[request.device], available // request.devices))
+        of_model = request.rows.of_model if request.rows else 1
+        rows = max(1, min(_BATCH[request.device] // of_model, available // request.devices))
         # On several devices it is MindFormers that would accumulate, and a batch of 4 rows on each is enough.
         accumulation = max(1, min(_ROWS_PER_STEP, available) // rows) if request.devices == 1 else 1
         per_step = rows * accumulation * request.devices
@@ -93,9 +94,24 @@ def check_request(folder: ModelFolder, request: Request) -> None:
         raise ConfigError(
             f"--devices is {request.devices}, and on several CPU processes MindFormers cannot load a base. Use one."
         )
+    if request.rows and request.rows.loss:
+        _check_preferences(folder, request, request.rows)
     if request.rows and request.rows.count < request.devices:
         raise ConfigError(
             f"{request.rows.path} has {request.rows.count} rows, too few for {request.devices} devices. Give more data."
+        )
+
+
+def _check_preferences(folder: ModelFolder, request: Request, rows: Rows) -> None:
+    if not folder.architecture.legacy:
+        raise ConfigError(
+            f"{rows.path} holds preferences, which MindFormers' legacy models alone learn, and {folder.path} is "
+            f"{folder.architecture.title}. Give rows with labels, or another model."
+        )
+    if request.devices > 1:
+        raise ConfigError(
+            f"--devices is {request.devices}, and preferences are learned on one device or in data parallel, for which "
+            "no YAML is written. Leave it out; in the YAML, set use_parallel: True and parallel.parallel_mode: 0."
         )
 
 

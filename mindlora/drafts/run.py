@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from mindlora.config import PRESETS, preset_fields
+from mindlora.config.preference import LOSSES
 from mindlora.drafts.comments import commands_of, comments_of, header_of, notes_on
 from mindlora.drafts.folder import ModelFolder
 from mindlora.drafts.model import NPU, model_nodes, seq_length_of
@@ -77,7 +78,7 @@ def _content(folder: ModelFolder, request: Request, batch: Batch) -> Dict[str, A
         **_parallel(request),
         "callbacks": _callbacks(request, batch),
         **nodes,
-        "runner_wrapper": dict(_TRAIN_STEP),
+        "runner_wrapper": _train_step(request),
     }
 
 
@@ -105,11 +106,17 @@ def _optimization(request: Request, batch: Batch, rate: float) -> Dict[str, Any]
     return nodes
 
 
+def _train_step(request: Request) -> Dict[str, Any]:
+    loss = request.rows.loss if request.rows else None
+    return {**_TRAIN_STEP, **({"preference": {"loss": loss}} if loss else {})}
+
+
 def _data(request: Request) -> Dict[str, Any]:
     path = request.rows.path if request.rows else ""
+    loss = request.rows.loss if request.rows else None
     dataset = {
         "data_loader": {"type": "MindDataset", "dataset_dir": path, "shuffle": True},
-        "input_columns": ["input_ids", "labels"],
+        "input_columns": list(LOSSES[loss].columns) if loss else ["input_ids", "labels"],
         "num_parallel_workers": 8 if request.device == NPU else 1,
         "drop_remainder": True,
     }

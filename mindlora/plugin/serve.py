@@ -10,7 +10,7 @@ from mindlora.checks.files import check_quantized_base
 from mindlora.checks.finding import refuse
 from mindlora.checks.mcore import is_mcore, model_config_of
 from mindlora.checks.pet_config import refuse_pet_config
-from mindlora.checks.serving import check_serving
+from mindlora.checks.serving import base_name, check_serving
 from mindlora.config import expand_pet_type
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.errors import ConfigError
@@ -95,7 +95,7 @@ def build_engine(
         settings,
         quantize=bool(pet_config.get("quantize_base")),
         quantize_exclude=pet_config.get("quantize_exclude"),
-        model_name=model_name or (yaml.trainer or {}).get("model_name") or "base",
+        model_name=model_name or base_name(yaml),
     )
 
 

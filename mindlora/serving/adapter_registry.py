@@ -66,6 +66,14 @@ class AdapterRegistry:
     def __contains__(self, name: str) -> bool:
         return name in self._paths
 
+    def check_base_name(self, name: str) -> None:
+        """Raises ConfigError if an adapter is called ``name`` as the base is, and so could not be asked."""
+        if name in self:
+            raise ConfigError(
+                f"There is an adapter {shown(name)}, and the base has this name too: call the adapter something else "
+                "(--adapter NAME=PATH, or rename its folder in --adapters), or the base (--model-name)."
+            )
+
     def names(self) -> List[str]:
         """Returns all names in order."""
         self.refresh()

@@ -5,7 +5,7 @@ import sqlite3
 
 import pytest
 
-from mindlora.checks.batches import check_batches, rows_left_out
+from mindlora.checks.batches import check_batches, pynative_rows_left_out, rows_left_out
 from mindlora.checks.finding import errors
 from mindlora.checks.pynative import check_pynative
 from mindlora.common.yaml_file import merged
@@ -197,3 +197,24 @@ def test_the_pynative_trainer_needs_the_rows_of_a_micro_batch(data):
     (finding,) = findings(3)
     assert "train_dataset has 3 rows, and a micro-batch needs 4 (training.local_batch_size)." in finding.found
     assert findings(4) == []
+
+
+def test_the_pynative_trainer_leaves_out_what_fills_no_micro_batch(data):
+    def sentences(rows, shares=1, micro_batches=1, **dataset):
+        loader = {"type": "MindDataset", "dataset_files": [data(rows)]}
+        config = {
+            "training": {"local_batch_size": 4},
+            "parallelism": {"data_parallel": shares},
+            "train_dataset": {"dataloader": loader, **dataset},
+        }
+        return list(pynative_rows_left_out(config, micro_batches))
+
+    (sentence,) = sentences(7)
+    assert sentence.startswith("train_dataset: each epoch leaves out 3 of 7 rows (drop_remainder): MindFormers reads ")
+    assert sentence.endswith("training.local_batch_size 4.")
+    (sentence,) = sentences(11, shares=2)
+    assert "leaves out 3 of 11 rows" in sentence and sentence.endswith("size 4 x parallelism.data_parallel 2.")
+    (sentence,) = sentences(14, micro_batches=3)
+    assert "leaves out 2 of 14 rows" in sentence and sentence.endswith("size 4 x micro-batches 3.")
+    # Each of two shares has four of seven rows: one is read twice.
+    assert sentences(7, shares=2) == sentences(8) == sentences(7, drop_remainder=False) == []

@@ -10,6 +10,7 @@ from mindlora.common.yaml_file import read_yaml
 from tests.conftest import ROOT
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
+from tests.support.served_llama import write_llama
 
 
 @pytest.fixture
@@ -71,6 +72,23 @@ def test_it_writes_the_yaml_of_a_models_folder(model, capsys):
     assert cli.main(words) == 1 and "exists already" in capsys.readouterr().err
     assert cli.main([*words, "--overwrite", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trained"] == 14848
+
+
+@pytest.mark.parametrize("judged, loss", [(False, "dpo"), (True, "kto")])
+def test_the_yaml_of_preferences_is_without_faults(tmp_path, judged, loss, capsys):
+    write_llama(tmp_path)
+    pair = {"prompt": "a b", "chosen": " c", "rejected": " d"}
+    answers = [{"prompt": f"a {word}", "completion": " c", "label": word == "b"} for word in "abcd"]
+    rows = "\n".join(map(json.dumps, answers if judged else [pair, pair]))
+    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
+    converted = ["--input", "rows.jsonl", "--output", "rows.mindrecord", "--tokenizer", "base", "--seq-length", "96"]
+    assert cli.main(["data", "preference", *converted]) == 0
+    asked = ["--from", "base", "--data", "rows.mindrecord", "--device", "cpu", "--output", "drafted.yaml"]
+    assert cli.main(["configs", *asked]) == 0
+    assert f"with the loss {loss}" in capsys.readouterr().out
+    assert cli.main(["doctor", "drafted.yaml", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["yamls"]
+    assert [found["found"] for found in report["findings"] if found["severity"] != "note"] == []
 
 
 @pytest.mark.parametrize(

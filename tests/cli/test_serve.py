@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -17,9 +18,11 @@ from tests.support.scripted_engine import BASE, make_engine, write_adapter
 
 
 @pytest.fixture
-def scripted(monkeypatch):
-    """Makes the command serve a scripted engine; returns what it asked for."""
+def scripted(monkeypatch, tmp_path_factory):
+    """Makes the command serve a scripted engine, beside a run.yaml of that name; returns what it asked for."""
     asked = argparse.Namespace()
+    monkeypatch.chdir(tmp_path_factory.mktemp("served"))
+    pathlib.Path("run.yaml").write_text(f"trainer: {{model_name: {BASE}}}", encoding="utf-8")
 
     def build(arguments, registry, model_name):
         asked.arguments, asked.registry, asked.model_name = arguments, registry, model_name
@@ -66,17 +69,35 @@ def test_it_serves_until_it_is_told_to_stop(scripted, tmp_path, capsys, monkeypa
     assert scripted.model_name == "mine" and scripted.registry.names() == ["pirate"]
 
 
-def test_what_is_wrong_is_said_before_anything_is_loaded(scripted, capsys, tmp_path):
+@pytest.fixture
+def nothing_begins(monkeypatch):
+    """Fails a test whose server begins to load its model."""
+    monkeypatch.setattr("mindlora.serving.server.run.run", lambda *_: pytest.fail("the server has begun"))
+
+
+def test_what_is_wrong_is_said_before_anything_is_loaded(scripted, nothing_begins, capsys, tmp_path):
+    write_adapter(tmp_path, "pirate", "Arr, ")
+    adapter = tmp_path / "pirate"
     for words, message in (
         (["--host", "0.0.0.0"], "--no-auth"),
         (["--api-key-file", str(tmp_path / "keys"), "--no-auth"], "contradict|both"),
         (["--max-choices", "0"], "max_choices"),
         (["--adapter", "a=nothing"], "nothing"),
+        (["--adapter", f"{BASE}={adapter}"], f"There is an adapter '{BASE}', and the base has this name too"),
+        (["--adapter", f"other={adapter}", "--trainer.model_name", "other"], "There is an adapter 'other'"),
+        (["--adapter", f"other={adapter}", "--model-name", "other"], "There is an adapter 'other'"),
+        (["--adapters", str(tmp_path), "--model-name", "pirate"], "There is an adapter 'pirate'"),
     ):
         assert cli.main(["serve", "--config", "run.yaml", *words]) == 1
         err = capsys.readouterr().err
         assert any(part in err for part in message.split("|")) and len(err.splitlines()) == 1
-    assert not vars(scripted)
+
+
+def test_a_folder_gives_the_base_its_name(scripted, nothing_begins, capsys, tmp_path):
+    write_adapter(tmp_path, "pirate", "Arr, ")
+    os.makedirs("models/tiny")
+    assert cli.main(["serve", "--model", "models/tiny/", "--adapter", f"tiny={tmp_path / 'pirate'}"]) == 1
+    assert "There is an adapter 'tiny', and the base has this name too" in capsys.readouterr().err
 
 
 def test_pinned_adapters_keep_their_slots(scripted, tmp_path, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from mindlora.base.turn_end import TurnEnd
+from mindlora.checks.preference import check_preference
 from mindlora.config import PRESETS
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.drafts.data import Rows, read_rows
@@ -17,7 +18,7 @@ from mindlora.plugin.graph.mindrecords import first_rows
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
 
-ROWS = Rows("rows.mindrecord", 100, 65, False, None)
+ROWS = Rows("rows.mindrecord", 100, 65, 1, None, None)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +51,25 @@ def test_rows_give_length_batch_and_steps(folder):
     assert few.steps == 3 and few.content["runner_config"]["gradient_accumulation_steps"] == 5
 
 
-def test_preferences_are_named_and_other_rows_are_not(folder):
-    (note,) = draft(folder, rows=replace(ROWS, preferences=True)).notes
-    assert note.startswith("rows.mindrecord holds preferences: name their columns in train_dataset.input_columns")
-    assert draft(folder, rows=ROWS).notes == ()
+@pytest.mark.parametrize("loss, marks", [("dpo", "pairs"), ("kto", "judgments")])
+def test_preferences_get_their_loss_and_columns(folder, loss, marks):
+    made = draft(folder, rows=replace(ROWS, loss=loss))
+    assert made.content["runner_wrapper"]["preference"] == {"loss": loss}
+    assert made.content["train_dataset"]["input_columns"] == ["input_ids", "labels", "answers", marks]
+    assert list(check_preference(made.content)) == []
+    (note,) = made.notes
+    assert note.startswith(f"rows.mindrecord holds preferences, which the run learns with the loss {loss}")
+
+
+def test_labels_are_no_preferences(folder):
+    made = draft(folder, rows=ROWS)
+    assert "preference" not in made.content["runner_wrapper"] and made.notes == ()
+
+
+def test_pairs_that_are_not_packed_halve_the_batch(folder):
+    pairs = replace(ROWS, loss="dpo", of_model=2)
+    assert draft(folder, device="npu", rows=pairs).content["runner_config"]["batch_size"] == 2
+    assert draft(folder, device="cpu", rows=pairs).content["runner_config"]["batch_size"] == 1
 
 
 def test_the_end_of_a_turn_that_the_folder_does_not_state_is_named(folder):
@@ -62,12 +78,15 @@ def test_the_end_of_a_turn_that_the_folder_does_not_state_is_named(folder):
     assert "ends the assistant's turns with '<|im_end|>' (4), and the folder does not say" in note
 
 
-@pytest.mark.parametrize("shape, columns", [((2, 49), ["answers"]), ((49,), ["answers"]), ((49,), [])])
+@pytest.mark.parametrize(
+    "shape, columns", [((2, 49), ["answers", "pairs"]), ((49,), ["answers", "judgments"]), ((49,), [])]
+)
 def test_rows_of_pairs_are_as_long_as_an_answer_with_its_prompt(tmp_path, shape, columns):
     path = str(tmp_path / "rows.mindrecord")
     write_mindrecord([dict.fromkeys(["input_ids", "labels", *columns], np.ones(shape, np.int32))], path)
     rows = read_rows(path, first_rows)
-    assert rows.tokens == 49 and rows.preferences == bool(columns)
+    assert rows.tokens == 49 and rows.of_model == (2 if len(shape) > 1 else 1)
+    assert rows.loss == {(): None, ("answers", "pairs"): "dpo", ("answers", "judgments"): "kto"}[tuple(columns)]
 
 
 def test_held_out_rows_choose_the_best_adapter(folder):
@@ -102,6 +121,7 @@ def test_eight_npus_share_the_batch(folder):
         ({"devices": 2}, "several CPU processes"),
         ({"seq_length": 32, "rows": ROWS}, "--seq-length is 32, and the rows of rows.mindrecord have 65"),
         ({"device": "npu", "devices": 8, "rows": replace(ROWS, count=7)}, "has 7 rows, too few for 8 devices"),
+        ({"device": "npu", "devices": 8, "rows": replace(ROWS, loss="dpo")}, "--devices is 8, and preferences are"),
     ],
 )
 def test_what_cannot_be_is_refused(asked, said, folder):
@@ -113,3 +133,5 @@ def test_an_mcore_model_is_not_for_a_cpu(folder):
     architecture = replace(folder.architecture, title="Qwen3", legacy=False)
     with pytest.raises(ConfigError, match="--device is cpu, and Qwen3 trains on NPUs alone"):
         draft(replace(folder, architecture=architecture))
+    with pytest.raises(ConfigError, match="rows.mindrecord holds preferences, which MindFormers' legacy models alone"):
+        draft(replace(folder, architecture=architecture), device="npu", rows=replace(ROWS, loss="dpo"))

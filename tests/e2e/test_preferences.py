@@ -36,12 +36,11 @@ def history(library, tmp_path_factory):
         program, *words = shlex.split(command)
         succeeded(python(["-m", PROGRAMS[program], *words], folder))
     config = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
-    changes = yaml.safe_load(blocks("yaml")[0])
-    config["train_dataset"].update(changes["train_dataset"])
-    config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
+    stated = yaml.safe_load(blocks("yaml")[0])
+    assert stated["train_dataset"].items() <= config["train_dataset"].items()
+    assert stated["runner_wrapper"].items() <= config["runner_wrapper"].items()
     asking = {"type": "SampleAnswers", "prompts": [PROMPT], "tokenizer": "model", "template": "plain", "max_tokens": 12}
     config["callbacks"].append(asking)
-    config["runner_wrapper"].update(changes["runner_wrapper"])
     config["runner_config"]["epochs"] = 1
     (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     (training,) = commands("mindlora-run")

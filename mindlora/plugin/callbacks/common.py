@@ -1,6 +1,7 @@
 """What the callbacks share: registration, what a step measured, events, rules that go on after a resume, rates."""
 
 import collections
+import math
 from typing import Any, Dict, Tuple
 
 from mindformers.core.callback.callback import _get_loss_output
@@ -27,7 +28,11 @@ def loss_of(params: InternalCallbackParam) -> float:
 def step_record(params: InternalCallbackParam) -> StepRecord:
     """Returns what the step that has just ended measured; from a train step that is not mindlora's, the loss alone."""
     step = train_step_of(params.train_network)
-    return step.last_record() if step is not None and not step.is_mindformers_step else StepRecord(loss_of(params))
+    if step is not None and not step.is_mindformers_step:
+        return step.last_record()
+    loss = loss_of(params)
+    # Such a step is skipped where the class is mindlora's.
+    return StepRecord(math.nan, tokens=0.0, skipped=True) if step is not None and loss == 0 else StepRecord(loss)
 
 
 def reported_metrics(params: InternalCallbackParam) -> Dict[str, Any]:

@@ -85,9 +85,9 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
     is that of the schedule times a factor (set_rate_factor).
 
     In the semi-automatic parallel modes, and where MindFormers dumps local norms, the step is MindFormers' own, and
-    what is said above does not hold. MindFormers detects overflow with kernels that only Ascend has. On any other
-    device, this cell reports an overflow if an element of a gradient is NaN or infinite, as those kernels do, or so
-    large that the norm is.
+    what is said above does not hold, but that a step of which no token counts is skipped: its loss is 0. MindFormers
+    detects overflow with kernels that only Ascend has. On any other device, this cell reports an overflow if an element
+    of a gradient is NaN or infinite, as those kernels do, or so large that the norm is.
 
     Args:
         network (Cell): As for mindformers.wrapper.MFTrainOneStepCell.
@@ -307,18 +307,35 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
             rate = rate[-1]
         return rate.reshape(())
 
-    def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> Tuple[Tensor, Any]:
-        """Returns a cleared overflow status, and ``compute_input``."""
-        if self.checks_values:
-            return self.no_status, compute_input
-        return super().start_overflow_check(pre_cond, compute_input)
+    # Of the next three, MindFormers' step hands on to each what the one before it has returned: the loss comes along,
+    # and the last one tells whether the step is skipped.
 
-    def get_overflow_status(self, status: Tensor, compute_output: Any) -> Tensor:
+    def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> Tuple[Any, Any]:
+        """Returns a cleared overflow status, and ``compute_input``; ``pre_cond`` is the loss."""
+        status = self.no_status
+        if not self.checks_values:
+            status, compute_input = super().start_overflow_check(pre_cond, compute_input)
+        return (status, pre_cond) if self.is_mindformers_step else status, compute_input
+
+    def get_overflow_status(self, status: Any, compute_output: Any) -> Any:
         """Returns whether the gradients in ``compute_output`` have overflowed."""
+        before = status[0] if self.is_mindformers_step else status
         if self.checks_values:
-            counts = self.hyper_map(_not_finite, compute_output)
-            return ops.addn(counts) > 0
-        return super().get_overflow_status(status, compute_output)
+            overflow = ops.addn(self.hyper_map(_not_finite, compute_output)) > 0
+        else:
+            overflow = super().get_overflow_status(before, compute_output)
+        return (overflow, status[1]) if self.is_mindformers_step else overflow
+
+    def process_loss_scale(self, overflow: Any) -> Tensor:
+        """Returns whether a gradient has overflowed, which lowers the loss scale.
+
+        In MindFormers' step, where tokens are not counted, the answer is yes for a loss of 0 too, which lowers nothing:
+        no token counts, and the update would change the weights by the moments alone.
+        """
+        if not self.is_mindformers_step:
+            return super().process_loss_scale(overflow)
+        overflowed, loss = overflow
+        return ops.logical_or(super().process_loss_scale(overflowed), (loss == 0).all())
 
     def set_rate_factor(self, source: str, value: float) -> None:
         """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""

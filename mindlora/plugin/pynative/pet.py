@@ -13,8 +13,10 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import mindspore as ms
 from mindspore import Parameter, nn
+from mindspore.mint.distributed import get_world_size
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.checks.batches import pynative_rows_left_out
 from mindlora.checks.finding import refuse
 from mindlora.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.common.mindformers_version import release
@@ -56,6 +58,10 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     version = release(importlib.metadata.version("mindformers"))
     check_nodes(settings)
     _check_yaml(settings.to_dict(), version)
+    # MindFormers 2.0 reads the rows of a whole step at once.
+    read_at_once = trainer.num_accumulation_steps if version == (2, 0) else 1
+    for sentence in pynative_rows_left_out(settings.to_dict(), read_at_once):
+        logger.info(sentence)
     parts = trainer.num_accumulation_steps * settings.parallelism.data_parallel
     for finding in check_weights(trainer.world_size, parts):
         logger.warning(str(finding))
@@ -109,6 +115,8 @@ def with_all_gradients(gradient_norm: Callable) -> Callable:
     """Returns MindFormers' function that collects the gradients for the optimizer, which then refuses a missing one.
 
     MindFormers leaves such a parameter out, and its optimizer would give each later parameter the gradient of the next.
+    In several processes, where tokens are not counted, it raises NoGradient if all gradients are 0: the optimizer would
+    change the weights by its moments alone.
     """
 
     @functools.wraps(gradient_norm)
@@ -123,7 +131,10 @@ def with_all_gradients(gradient_norm: Callable) -> Callable:
                 f"The loss has no gradient for {listed(missing)}, which train: the model does not use these cells. "
                 "Remove them from target_modules."
             )
-        return gradient_norm(parameters, *arguments, **keywords)
+        norm, gradients = gradient_norm(parameters, *arguments, **keywords)
+        if gradients and get_world_size() > 1 and float(norm) == 0:
+            raise steps.NoGradient
+        return norm, gradients
 
     return collect
 

@@ -12,11 +12,16 @@ from mindspore import Tensor, nn
 from mindlora.common.mindformers_version import require_mindformers
 from mindlora.errors import LoraError
 from mindlora.nn.tree import lora_cells
+from mindlora.plugin.log import logger
 from mindlora.plugin.pynative.callbacks import train_step_of_trainer
 from mindlora.plugin.pynative.rows import shifted
 
 require_mindformers("2.0")
 from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
+
+
+class NoGradient(Exception):
+    """Ends the update of a step in several processes whose gradient is 0 on all of them: no token of it counts."""
 
 
 def with_begun_step(training_step: Callable) -> Callable:
@@ -68,7 +73,7 @@ def with_weights(compute_loss: Callable) -> Callable:
 
 
 def with_skipping(optimizer_update: Callable) -> Callable:
-    """Returns the method that updates the parameters, which then does not if a limit of the step is exceeded."""
+    """Returns the method that updates the parameters, which then skips steps with nothing to learn or above a limit."""
 
     @functools.wraps(optimizer_update)
     def update(trainer: Any) -> Any:
@@ -76,12 +81,30 @@ def with_skipping(optimizer_update: Callable) -> Callable:
         parameters = trainer.optimizer.parameters
         norm = None if step is None else step.before_update(parameters)
         if norm is None:
-            return optimizer_update(trainer)
+            try:
+                return optimizer_update(trainer)
+            except NoGradient:
+                norm = 0.0
+                _count_empty(trainer)
+        for cell in trainer.model:
+            if hasattr(cell, "zero_grad"):
+                cell.zero_grad()
         for parameter in parameters:
             parameter.grad = None
         return Tensor(norm, ms.float32)
 
     return update
+
+
+def _count_empty(trainer):
+    """Says that a step had nothing to learn, in several processes, where EmptySteps does not run."""
+    trainer.empty_steps = getattr(trainer, "empty_steps", 0) + 1
+    logger.warning(
+        "step %d: No token of the step's rows counts in the loss: it has nothing to learn, and was skipped (%d so far)."
+        " Check the labels of the data.",
+        trainer.state.global_step + 1,
+        trainer.empty_steps,
+    )
 
 
 @functools.lru_cache(maxsize=1)

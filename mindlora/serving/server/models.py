@@ -10,7 +10,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from mindlora.errors import ConfigError
 from mindlora.serving.server import model_schemas, schemas
 from mindlora.serving.server.errors import ApiError
 
@@ -27,11 +26,7 @@ class ModelList:
 
     def __init__(self, engine: Any, created: int):
         self._engine = engine
-        if engine.model_name in engine.adapters.registry:
-            raise ConfigError(
-                f"There is an adapter {engine.model_name}, and the base has this name too: call the adapter something "
-                "else (--adapter NAME=PATH, or rename its folder in --adapters), or the base (--model-name)."
-            )
+        engine.adapters.registry.check_base_name(engine.model_name)
         self._created = created
         # The names, and the answer in plain and compressed form: replaced together, as several threads look.
         self._rendered: Tuple[Optional[List[str]], bytes, bytes] = (None, b"", b"")

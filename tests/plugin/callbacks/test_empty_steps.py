@@ -13,7 +13,16 @@ from mindlora.plugin.callbacks import (
     TrainingGuard,
 )
 from tests.support.controlled_runs import RATE, play
-from tests.support.scripted_runs import folders, marked_step
+from tests.support.scripted_runs import Model, ScriptedStep, folders, marked_step, train
+
+
+class OfMindFormers(ScriptedStep):
+    """mindlora's train step where the step is MindFormers' own, which records nothing."""
+
+    is_mindformers_step = True
+
+    def last_record(self):
+        raise AssertionError("MindFormers' step has no record.")
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +34,13 @@ def test_each_is_an_event_and_the_end_of_the_run_counts_them(caplog):
     _, events, error = play([EmptySteps()], [1.0] * 5, empty=(2, 4))
     assert error is None and events.events == [(2, "empty_step"), (4, "empty_step")]
     assert "2 of the 5 steps had nothing to learn" in caplog.text
+
+
+def test_in_mindformers_own_step_the_loss_tells_of_them(caplog):
+    train([EmptySteps(), LoraCheckpoint(1, "saved", keep_last=9)], [1.0, 0.0, 2.0], step=OfMindFormers(Model()))
+    assert "1 of the 3 steps had nothing to learn" in caplog.text
+    with open("saved/best/best.json", encoding="utf-8") as file:
+        assert json.load(file) == {"loss": 1.0, "step": 1}
 
 
 def test_a_run_without_one_says_nothing(caplog):

@@ -77,6 +77,27 @@ def test_a_batch_without_labels_is_skipped(network, micro_batches):
     assert_skips(step, (ids, ids), (ids, np.full_like(ids, IGNORED)))
 
 
+def test_mindformers_own_step_skips_it_by_its_loss_and_lowers_no_loss_scale(network, semi_auto_parallel):
+    network = adapted(network)
+    scale = nn.DynamicLossScaleUpdateCell(loss_scale_value=1024, scale_factor=2, scale_window=1000)
+    optimizer = nn.AdamWeightDecay(network.trainable_params(), Falling())
+    step = LoraTrainOneStepCell(network, optimizer, scale_sense=scale, use_clip_grad=True)
+    assert step.is_mindformers_step
+    # A CPU compiles nothing for the semi-automatic modes; alone, the same step computes the same.
+    ms.reset_auto_parallel_context()
+    step.set_train()
+    ids = tokens(ROWS, WIDTH)
+    loss, overflow, *_ = step(Tensor(ids), Tensor(ids))
+    assert loss > 0 and not overflow
+    before = state(step)
+    loss, overflow, *_ = step(Tensor(ids), Tensor(np.full_like(ids, IGNORED)))
+    assert loss == 0 and overflow
+    for array, value in zip(state(step), before):
+        np.testing.assert_array_equal(array, value)
+    assert float(step.scale_sense.asnumpy()) == 1024
+    assert not step(Tensor(ids), Tensor(ids))[1]
+
+
 @pytest.mark.parametrize("without", ["examples", "answers"])
 def test_a_batch_without_preferences_is_skipped_and_lowers_no_loss_scale(network, without):
     network = adapted(network)

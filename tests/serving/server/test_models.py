@@ -61,7 +61,7 @@ def test_the_list_is_compressed_for_those_who_take_it(engine):
 
 def test_an_adapter_does_not_have_the_bases_name(tmp_path, folder, caplog):
     for engine in (make_engine(paths={BASE: str(tmp_path)}), make_engine(str(folder), name="pirate")):
-        with pytest.raises(ConfigError, match=rf"adapter {engine.model_name}, .* or the base \(--model-name\)"):
+        with pytest.raises(ConfigError, match=rf"adapter '{engine.model_name}', .* or the base \(--model-name\)"):
             make_app(engine)
     app = make_app(make_engine(str(folder)))
     assert names(app) == [BASE, "pirate"]

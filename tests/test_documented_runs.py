@@ -1,0 +1,184 @@
+"""The commands of every page do what they do there, as they stand, in a folder where what they name exists.
+
+Those of one page run in their order in one folder, so that what one writes the next one reads.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+import yaml
+
+from mindlora import cli
+from mindlora.common.overrides import set_key
+from tests.conftest import ROOT
+from tests.support import documented_worlds
+from tests.test_documented_commands import LEFT_OPEN, PAGES, commands_of
+from tests.test_documents import text_of
+
+# Commands that work on files alone, and run in this process.
+OF_FILES = (
+    *("combine", "configs", "convert", "convert-base", "data", "gather", "inspect", "merge", "plan", "quantize-base"),
+    *("report", "resize", "scatter", "suggest"),
+)
+# Commands that do not run here: how they begin -> why not.
+LEFT = {
+    "mindlora-run --config configs/llama2/": "trains Llama 2 7B on NPUs",
+    "mindlora doctor --adopt": "takes the report of an NPU",
+    "mindlora-run --config my.yaml --mode 1": "needs an NPU: MindFormers' PyNative Trainer has no operators on a CPU",
+    "mindlora plan my.yaml": "reads the base and the tokenizer of scripts/quickstart.sh, which trains for minutes",
+    "mindlora doctor my.yaml": "the same",
+    "mindlora-run --config my.yaml --load_checkpoint tiny/base.ckpt": "the same",
+    "mindlora generate --config my.yaml --load_checkpoint tiny/base.ckpt": "the same",
+    "mindlora data alpaca --input ../../scripts/quickstart_data": "the same",
+    "mindlora plan run.yaml --verify": "compiles a run for an NPU, which takes MindSpore's Ascend backend minutes",
+}
+
+
+# Commands that are not done, as the page shows: how they begin -> their exit code.
+NOT_DONE = {"mindlora plan configs/llama3/lora_llama3_8b.yaml --memory 32GB": 1}
+
+
+def reason_to_leave(words):
+    """Returns why a command is not run here, or None."""
+    command = shlex.join(words)
+    if LEFT_OPEN & set(words):
+        return "it leaves words to its reader"
+    return next((reason for start, reason in LEFT.items() if command.startswith(start)), None)
+
+
+def is_of_files(words):
+    return words[0] == "mindlora" and words[1] in OF_FILES
+
+
+def commands(document):
+    """Returns the commands of a page that run here."""
+    return [words for words in commands_of(document) if reason_to_leave(words) is None]
+
+
+WITH_COMMANDS = [document for document in PAGES if commands(document)]
+OF_FILES_ALONE = [document for document in WITH_COMMANDS if all(map(is_of_files, commands(document)))]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """What the pages name."""
+    before = os.getcwd()
+    folder = tmp_path_factory.mktemp("world")
+    try:
+        documented_worlds.write_world(folder)
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def page(world, tmp_path, monkeypatch):
+    """A copy of it, in which a page's commands run."""
+    folder = tmp_path / "page"
+    shutil.copytree(world, folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def placed(words, folder, written):
+    """Returns a command whose /path/to is in the folder; what it writes is not there, or the page has written it."""
+    for option, name in zip(words, words[1:]):
+        if option == "--output" and name not in written and os.path.exists(name):
+            (shutil.rmtree if os.path.isdir(name) else os.remove)(name)
+        written |= {name} if option == "--output" else set()
+    return [word.replace("/path/to/", f"{folder}/path/to/") for word in words]
+
+
+@pytest.mark.parametrize("document", OF_FILES_ALONE)
+def test_commands_that_work_on_files_are_done(document, page, capsys):
+    failed, written = [], set()
+    for words in commands(document):
+        code = cli.main(placed(words[1:], page, written))
+        errors = capsys.readouterr().err
+        failed += [f"{shlex.join(words)}: {errors[-500:]}"] if code else []
+    assert not failed, f"{document} has commands that fail:\n" + "\n".join(failed)
+
+
+def test_what_is_left_is_on_the_pages():
+    every = [shlex.join(words) for document in PAGES for words in commands_of(document)]
+    assert [start for start in (*LEFT, *NOT_DONE) if not any(command.startswith(start) for command in every)] == []
+
+
+def test_the_two_readmes_have_the_same_commands():
+    assert commands_of("README.zh-CN.md") == commands_of("README.md")
+
+
+# The lines of a shell around commands that load a model, which train and answer in processes of their own.
+PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.plugin.launcher"}
+# What is added to a command: a few steps are enough, and a port that is free.
+ADDED = {"mindlora-run": ["--epochs", "1"], "mindlora serve": ["--port", "0"]}
+# A program on a page, and the data that it writes, of which some rows suffice.
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+WRITTEN = re.compile(r'open\("(\w+\.jsonl)", "w"\)')
+ROWS = 100
+# What a page has its reader change in a file that the command before has written.
+CHANGED = {
+    os.path.join("docs", "classifiers.md"): {
+        "model.arch.type": "LlamaForSequenceClassification",
+        "model.model_config.num_labels": 2,
+    }
+}
+WITH_A_MODEL = [path for path in WITH_COMMANDS if path not in OF_FILES_ALONE and path != "README.zh-CN.md"]
+
+
+def run_here(words, typed, folder):
+    """Runs a command in a process of its own; returns its exit code and the end of what it wrote to stderr."""
+    command = [sys.executable, "-m", PROGRAMS[words[0]], *words[1:]]
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, input=typed, capture_output=True, text=True, timeout=250, check=False
+    )
+    return done.returncode, done.stderr[-1500:]
+
+
+def serve_here(words, folder):
+    """Runs a server until it is ready, asks it for its health, and ends it; returns as run_here."""
+    command = [sys.executable, "-m", PROGRAMS[words[0]], *words[1:]]
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as server:
+        timer = threading.Timer(250, server.kill)
+        timer.start()
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            found = re.search(r" at (http://\S+)$", line)
+            if found:
+                assert httpx.get(f"{found[1]}/health", timeout=60).status_code == 200
+                server.send_signal(signal.SIGTERM)
+        timer.cancel()
+    return server.returncode, "".join(lines)[-1500:]
+
+
+@pytest.mark.parametrize("document", WITH_A_MODEL)
+def test_commands_with_a_model_are_done(document, page):
+    for block in PYTHON.findall(text_of(document)):
+        for name in WRITTEN.findall(block):
+            exec(block, {})
+            rows = (page / name).read_text(encoding="utf-8").splitlines(keepends=True)
+            (page / name).write_text("".join(rows[:ROWS]), encoding="utf-8")
+    written = set()
+    for words in commands(document):
+        kind = " ".join(words[:2]) if words[0] == "mindlora" else words[0]
+        given = [*placed(words, page, written), *ADDED.get(kind, [])]
+        typed = (page / "letter.txt").read_text(encoding="utf-8")
+        code, errors = serve_here(given, page) if kind == "mindlora serve" else run_here(given, typed, page)
+        expected = next((code for start, code in NOT_DONE.items() if shlex.join(words).startswith(start)), 0)
+        assert code == expected, f"{document}: {shlex.join(words)}\n{errors}"
+        if kind == "mindlora configs" and document in CHANGED:
+            config = yaml.safe_load((page / "run.yaml").read_text(encoding="utf-8"))
+            for key, value in CHANGED[document].items():
+                set_key(config, key, value, key, create=True)
+            (page / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
