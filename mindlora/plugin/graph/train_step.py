@@ -307,8 +307,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
             rate = rate[-1]
         return rate.reshape(())
 
-    # MindFormers' step calls the next three in turn, each with what the one before it returned: the loss comes along, and
-    # the last one decides whether the step is skipped.
+    # MindFormers' step calls the next three in turn, each with what the one before it returned: the loss comes along,
+    # and the last one decides whether the step is skipped.
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> Tuple[Any, Any]:
         """Returns a cleared overflow status, and ``compute_input``; ``pre_cond`` is the loss."""
