@@ -12,6 +12,7 @@ from mindlora.base.reader import BaseCheckpoint
 from mindlora.base.writer import OutputTensor
 from mindlora.common.text import listed
 from mindlora.errors import CheckpointError, ConfigError
+from mindlora.models import names
 from mindlora.models.architecture import HF, LEGACY
 from mindlora.nn.score import score_of
 from mindlora.nn.stacked_dense import StackedLoRADense
@@ -34,7 +35,7 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
     the checkpoint lacks stay as they are.
 
     Args:
-        network (nn.Cell): A legacy model of MindFormers, its linear cells quantized if the checkpoint's are; or a
+        network (nn.Cell): A model of MindFormers, its linear cells quantized if the checkpoint's are; or a
             network whose ``parameter_names`` are "hf", Hugging Face's. Best built under
             mindspore.nn.utils.no_init_parameters, so that no value is drawn which is replaced here.
         path (str): A file or folder with names of MindFormers or Hugging Face.
@@ -57,14 +58,15 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
     with BaseCheckpoint(path, mapped) as base:
         tensors = _tensors_for(network, parameters, base)
         new = _new_heads(network) - set(tensors)
-        missing = sorted(set(parameters) - set(tensors) - new)
+        computed = set(filter(names.is_computed, parameters))
+        missing = sorted(set(parameters) - set(tensors) - new - computed)
         if missing:
             raise CheckpointError(
                 f"{path} lacks {len(missing)} parameters of the network: {listed(missing)}. Name the checkpoint of the "
                 "model that the YAML describes."
             )
         _check_biases(network, set(tensors) - set(parameters), path)
-        filled = {name: parameter for name, parameter in parameters.items() if name not in new}
+        filled = {name: parameter for name, parameter in parameters.items() if name in tensors}
         for name, parameter in filled.items():
             _check(parameter, tensors[name], path)
         for name, parameter in filled.items():
@@ -92,11 +94,13 @@ def _new_heads(network: nn.Cell) -> Set[str]:
 def _tensors_for(network: nn.Cell, parameters: Dict[str, Parameter], base: BaseCheckpoint) -> Dict[str, OutputTensor]:
     """Returns the tensors of a checkpoint under the names of the network's parameters, with its joined ones."""
     config = network.config
-    kv_heads = config.n_kv_heads or config.num_heads
     if getattr(network, "parameter_names", LEGACY) == HF:
+        kv_heads = config.n_kv_heads or config.num_heads
         return {tensor.name: tensor for tensor in in_hugging_face_names(base, config.num_heads, kv_heads)}
     tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
-    _add_joined(parameters, tensors, kv_heads)
+    # In mcore's names the cells are joined already.
+    if base.architecture.legacy:
+        _add_joined(parameters, tensors, config.n_kv_heads or config.num_heads)
     return tensors
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from mindspore import nn
+from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora
 from mindlora.base.convert import convert_base
@@ -15,7 +16,8 @@ from mindlora.numerics.dtypes import BFLOAT16, to_float32
 from mindlora.quantize import quantize_base
 from mindlora.serving.network import build_network, linear_cells
 from mindlora.serving.settings import EngineSettings
-from tests.support import llama_checkpoints
+from tests.support import llama_checkpoints, mcore_networks
+from tests.support import mcore_checkpoints as mcore
 from tests.support.networks import as_array
 from tests.support.tiny_serving import base_weights, model, save_base
 
@@ -49,6 +51,29 @@ def assert_loaded(made, weights):
     assert found.keys() == weights.keys()
     for name, parameter in found.items():
         np.testing.assert_array_equal(as_array(parameter), weights[name], err_msg=name)
+
+
+def test_an_mcore_model_takes_hugging_faces_folder_and_files_in_its_own_names(mindformers, tmp_path):
+    sizes = {"vocab_size": mcore.VOCAB, "hidden_size": mcore.HIDDEN, "intermediate_size": mcore.INNER}
+    folder, own, quantized = (str(tmp_path / name) for name in ("hf", "own.safetensors", "quantized.safetensors"))
+    kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **mcore.CONFIG}
+    llama_checkpoints.save_base(folder, mcore.qwen3(), **kind)
+    convert_base(folder, own, None, "mcore")
+    quantize_checkpoint(folder, quantized)
+    stored = load_file(own)
+    for path in (folder, own):
+        made = mcore_networks.tiny_qwen3(num_hidden_layers=2, **sizes)
+        load_base(made, path)
+        assert {p.name for p in made.get_parameters()} == set(stored)
+        for parameter in made.get_parameters():
+            np.testing.assert_array_equal(as_array(parameter), to_float32(stored[parameter.name]))
+    made = mcore_networks.tiny_qwen3(num_hidden_layers=2, **sizes)
+    quantize_base(made)
+    load_base(made, quantized)
+    stored = load_file(quantized)
+    assert stored["decoder.layers.1.mlp.linear_fc1.weight"].dtype == np.uint8
+    for parameter in made.get_parameters():
+        np.testing.assert_array_equal(as_array(parameter).ravel(), to_float32(stored[parameter.name]).ravel())
 
 
 def test_a_mapped_base_stays_in_its_file(checkpoint, tmp_path):

@@ -2,6 +2,7 @@
 
 from typing import Any, Dict, Iterator, Mapping, Sequence
 
+from mindlora.checks.base_loading import loads_by_tensor
 from mindlora.checks.finding import Finding, error
 from mindlora.checks.mcore import is_mcore
 from mindlora.checks.training import train_step
@@ -86,7 +87,7 @@ def _prediction_changes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _run_changes(config: Mapping[str, Any]) -> Iterator[str]:
-    if config.get("use_parallel") and config.get("load_checkpoint"):
+    if config.get("use_parallel") and config.get("load_checkpoint") and not loads_by_tensor(config):
         yield (
             "use_parallel: False (with several devices and load_checkpoint, MindFormers waits at a Barrier, which has "
             "no CPU kernel)"

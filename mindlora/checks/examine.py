@@ -3,6 +3,7 @@
 from typing import Any, Iterator, List, Mapping, Optional
 
 from mindlora.checks.adapters import check_adapters, check_cells
+from mindlora.checks.base_loading import check_slicing
 from mindlora.checks.base_weights import check_base_weights
 from mindlora.checks.batches import check_batches
 from mindlora.checks.classifiers import check_classifier
@@ -54,7 +55,7 @@ def check_run(config: Mapping[str, Any]) -> List[Finding]:
         lora = check_pet_config(model)[0]
         if lora is not None and not errors([*check_mcore(model), *check_keys(config)]):
             findings += at(key, [*check_cells(model, lora), *check_dtypes(model, lora)])
-        return [*findings, *check_cpu(config), *check_memory_options(config)]
+        return [*findings, *check_cpu(config), *check_slicing(config), *check_memory_options(config)]
     except ConfigError as refusal:
         return [error("pretrained_model_dir", str(refusal))]
 

@@ -6,7 +6,6 @@ from typing import Any, Iterator, List, Mapping, Optional, Tuple
 
 from mindlora.base import quantize
 from mindlora.checks.finding import Finding, error, note
-from mindlora.checks.parallel import is_scattered
 from mindlora.checks.pet_config import quantizes_base
 from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.run_modes import TRAINING_MODES
@@ -113,27 +112,6 @@ def _check_form(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
             "load_checkpoint",
             f"load_checkpoint: {path} is {' and '.join(formats)}, and load_ckpt_format is {read!r}.",
             f"Set load_ckpt_format: {' or '.join(formats)} (--load_ckpt_format).",
-        )
-    elif read == "safetensors" and not newer and config.get("use_parallel"):
-        yield from _check_slicing(config, path)
-
-
-def _check_slicing(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    """Yields why MindFormers would not slice a base of safetensors for several devices, if it is a whole one."""
-    if os.path.isfile(path) and not os.path.basename(os.path.dirname(path)).startswith("rank_"):
-        yield error(
-            "load_checkpoint",
-            f"load_checkpoint: {path} is a file, and on several devices MindFormers reads safetensors from a folder.",
-            "Train on one device: a quantized base is a file."
-            if quantizes_base(config)
-            else "Name the folder, with no other checkpoint in it.",
-        )
-    elif os.path.isdir(path) and not is_scattered(path) and not config.get("auto_trans_ckpt"):
-        yield error(
-            "auto_trans_ckpt",
-            f"auto_trans_ckpt is {config.get('auto_trans_ckpt')!r}, and on several devices MindFormers reads whole "
-            f"safetensors, as those in {path}, with True alone.",
-            "Set auto_trans_ckpt: True and parallel_mode: 1, or name a .ckpt, which every device reads for itself.",
         )
 
 

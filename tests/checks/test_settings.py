@@ -519,8 +519,8 @@ def test_a_whole_base_of_safetensors_is_a_folder_that_mindformers_slices_for_sev
     assert severities_and_keys(write({**sliced, "auto_trans_ckpt": False})) == [("error", "auto_trans_ckpt")]
     assert severities_and_keys(write({**sliced, "load_checkpoint": file})) == [("error", "load_checkpoint")]
     assert severities_and_keys(write({**sliced, "use_parallel": False, "auto_trans_ckpt": False})) == []
-    data_parallel = {"parallel.parallel_mode": 0, f"{PET}.quantize_base": "nf4", "load_checkpoint": file}
-    found = finding_at(write({**sliced, **data_parallel}), "load_checkpoint")
-    assert found.severity == "error" and "Train on one device" in found.advice
+    quantized = {f"{PET}.quantize_base": "nf4", "load_checkpoint": file}
+    found = finding_at(write({**sliced, **quantized}), "load_checkpoint")
+    assert found.severity == "error" and "Set parallel.parallel_mode: 0" in found.advice
     (tmp_path / "base/rank_0").mkdir()
     assert severities_and_keys(write({**sliced, "auto_trans_ckpt": False})) == []

@@ -66,12 +66,14 @@ def test_what_mindformers_must_load_is_left_to_it(base):
     for path, changes in (
         ("base.ckpt", {}),
         ("adapted.safetensors", {}),
-        ("base.safetensors", {"use_parallel": True}),
+        ("base.safetensors", {"use_parallel": True, "parallel": {"parallel_mode": 1}}),
         ("base.safetensors", {"run_mode": "eval"}),
     ):
         config = MindFormerConfig(**{**configuration(base, path, FORMS.get(path, "safetensors")), **changes})
         take_base_over(config)
         assert config.load_checkpoint == str(base / path), path
-    config = MindFormerConfig(**configuration(base, "hf", "safetensors"))
-    take_base_over(config)
-    assert config.load_checkpoint == "" and config.callbacks[0].type == "BaseWeights"
+    for changes in ({}, {"use_parallel": True, "parallel": {"parallel_mode": 0}, "auto_trans_ckpt": True}):
+        config = MindFormerConfig(**{**configuration(base, "hf", "safetensors"), **changes})
+        take_base_over(config)
+        assert config.load_checkpoint == "" and config.callbacks[0].type == "BaseWeights"
+        assert not config.auto_trans_ckpt
