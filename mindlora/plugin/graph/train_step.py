@@ -333,9 +333,15 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         no token counts, and the update would change the weights by the moments alone.
         """
         if not self.is_mindformers_step:
-            return super().process_loss_scale(overflow)
+            return self._lower_loss_scale(overflow)
         overflowed, loss = overflow
-        return ops.logical_or(super().process_loss_scale(overflowed), (loss == 0).all())
+        return ops.logical_or(self._lower_loss_scale(overflowed), (loss == 0).all())
+
+    def _lower_loss_scale(self, overflowed: Tensor) -> Tensor:
+        """Does what the method of the base class does: in graph mode super() of a subclass would call the one above."""
+        if self.loss_scaling_manager is None:
+            return overflowed
+        return self.loss_scaling_manager(self.scale_sense, overflowed)
 
     def set_rate_factor(self, source: str, value: float) -> None:
         """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""
