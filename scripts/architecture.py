@@ -1,7 +1,9 @@
-"""Writes the tree of the package in docs/architecture.md: the first docstring line of each folder and root module.
+"""Writes two parts of docs/architecture.md: the tree of the package, and what each feature costs.
 
-python scripts/architecture.py            rewrites the tree
-python scripts/architecture.py --check    exits with 1 if the document shows another one
+The tree has the first docstring line of each folder and root module; the costs are files, packages and lines.
+
+python scripts/architecture.py            rewrites both
+python scripts/architecture.py --check    exits with 1 if the document shows something else
 """
 
 import ast
@@ -11,8 +13,25 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mindlora"
 DOCUMENT = ROOT / "docs" / "architecture.md"
-BEGIN = "<!-- The tree is written by scripts/architecture.py. -->\n```\n"
-END = "\n```\n<!-- End of the tree. -->"
+# What stands between these lines of the document is written here.
+BEGIN = "<!-- The {} is written by scripts/architecture.py. -->\n"
+END = "\n<!-- End of the {}. -->"
+# Feature -> the modules that are there for it alone, as patterns below mindlora/.
+FEATURES = {
+    "AdaLoRA": ("**/*adalora*.py", "**/rank_budget.py"),
+    "aLoRA": ("**/invocation.py",),
+    "classifiers and rewards": ("**/*classif*.py", "**/score*.py", "data/labels.py", "checks/labels.py"),
+    "EVA": ("**/eva.py", "numerics/principal_components.py"),
+    "exchange in fewer bits": ("**/*exchange*.py", "training/exchange/*.py"),
+    "forgetting": ("**/forgetting*.py",),
+    "guard and health": ("**/*guard*.py", "**/*health*.py"),
+    "NF4, QLoRA, LoftQ": ("**/*nf4*.py", "**/*quantize*.py", "**/loftq.py"),
+    "preference training": ("**/preference*.py", "training/preference/*.py"),
+    "PyNative Trainer": ("**/*pynative*.py", "plugin/pynative/*.py"),
+    "routed experts": ("**/*experts*.py",),
+    "several adapters in one run": ("**/stacked/*.py", "**/each_adapter.py", "**/several_adapters.py", "cli/sweep.py"),
+    "sharded adapters": ("adapters/sharding/*.py", "**/sharded_*.py", "**/collectives.py"),
+}
 
 
 def tree() -> str:
@@ -42,16 +61,33 @@ def first_line(module: pathlib.Path) -> str:
     return line.removeprefix(f"{module.stem}: ")
 
 
+def costs() -> str:
+    """Returns the table of features: files, packages (folders at the root of mindlora/) and hundreds of lines of each."""
+    rows = ["| feature | files | packages | lines |", "| --- | --- | --- | --- |"]
+    for feature, patterns in FEATURES.items():
+        files = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+        packages = {path.relative_to(PACKAGE).parts[0] for path in files}
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        rows.append(f"| {feature} | {len(files)} | {len(packages)} | {round(lines, -2):,} |")
+    return "\n".join(rows)
+
+
+def replaced(text: str, part: str, content: str) -> str:
+    """Returns the document with new content between the lines around a part; raises SystemExit if it lacks them."""
+    begin, end = BEGIN.format(part), END.format(part)
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise SystemExit(f"{DOCUMENT.relative_to(ROOT)} lacks the marks around the {part}: {begin!r} and {end!r}.")
+    return before + begin + content + end + after
+
+
 def main() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{DOCUMENT.relative_to(ROOT)} lacks the marks around the tree: {BEGIN!r} and {END!r}.")
-    updated = before + begin + tree() + end + after
+    updated = replaced(replaced(text, "tree", f"```\n{tree()}\n```"), "table", f"\n{costs()}\n")
     if "--check" in sys.argv[1:]:
         if updated != text:
-            raise SystemExit("docs/architecture.md shows another tree. Run: python scripts/architecture.py")
+            raise SystemExit("docs/architecture.md shows another package. Run: python scripts/architecture.py")
     elif updated != text:
         DOCUMENT.write_text(updated, encoding="utf-8")
 
