@@ -62,7 +62,7 @@ def first_line(module: pathlib.Path) -> str:
 
 
 def costs() -> str:
-    """Returns the table of features: files, packages (folders at the root of mindlora/) and hundreds of lines of each."""
+    """Returns the table of features: files, packages at the root of mindlora/, and lines, rounded to hundreds."""
     rows = ["| feature | files | packages | lines |", "| --- | --- | --- | --- |"]
     for feature, patterns in FEATURES.items():
         files = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
