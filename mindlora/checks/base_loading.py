@@ -19,11 +19,11 @@ _SAFETENSORS = "safetensors"
 
 
 def loads_by_tensor(config: Mapping[str, Any]) -> bool:
-    """Returns whether a run trains an adapter on undivided cells, from safetensors that MindFormers is spared.
+    """Returns whether BaseWeights loads the base of a run: it trains an adapter on whole cells, from safetensors.
 
-    Alone, that is a legacy Llama. In data parallel MindFormers reads safetensors only to slice them, and no file of a
-    quantized base: there it is an mcore model too. Where the base is not named, or not there, load_ckpt_format says
-    whether it will be safetensors.
+    On one device the model is a legacy Llama. In data parallel it may be an mcore model too: MindFormers reads
+    safetensors there only to slice them, and never a quantized base. Where the base is not named, or not there,
+    load_ckpt_format says whether it will be safetensors.
 
     What is left to MindFormers draws no weight that is replaced either: where load_checkpoint is set, it builds the
     network without values, for training and evaluation, and draws after loading what the checkpoint lacks, but without
@@ -34,7 +34,7 @@ def loads_by_tensor(config: Mapping[str, Any]) -> bool:
     others = ("resume_training", "only_save_strategy", "pretrained_model_dir")
     if config.get("run_mode") not in TRAINING_MODES or key != "load_checkpoint" or any(map(config.get, others)):
         return False
-    if is_sharded(config) or not value_at(config, PET) or not _is_known(config):
+    if is_sharded(config) or not value_at(config, PET) or not _is_model_taken(config):
         return False
     if not path or not os.path.exists(path):
         return config.get("load_ckpt_format") == _SAFETENSORS
@@ -75,7 +75,7 @@ def check_slicing(config: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _is_known(config: Mapping[str, Any]) -> bool:
+def _is_model_taken(config: Mapping[str, Any]) -> bool:
     if is_mcore(config):
         return bool(config.get("use_parallel"))
     architecture = architecture_of(config)

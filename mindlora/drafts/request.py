@@ -92,7 +92,7 @@ def check_request(folder: ModelFolder, request: Request) -> None:
         )
     if request.device == CPU and request.devices > 1:
         raise ConfigError(
-            f"--devices is {request.devices}, and on several CPU processes MindFormers cannot load a base. Use one."
+            f"--devices is {request.devices}, and MindSpore divides nothing among CPU processes. Use one."
         )
     if request.rows and request.rows.loss:
         _check_preferences(folder, request, request.rows)

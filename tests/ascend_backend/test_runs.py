@@ -14,6 +14,7 @@ from tests.support.ascend_backend.small_runs import (
     eva,
     loftq,
     parallel,
+    qwen3_in_4_bits,
     saved_folders,
     tokenizer,
     train,
@@ -153,6 +154,9 @@ TRAINED = {
     "eva, data parallel": Row(ranks=8, keys=DATA_PARALLEL, prepare=eva, values=True),
     "loftq, data parallel": Row(QLORA, ranks=8, keys=DATA_PARALLEL, prepare=loftq, values=True),
     # What the semi-automatic mode has.
+    "qwen3 on a base in 4 bits, data parallel": Row(
+        QWEN3, ranks=8, keys=DATA_PARALLEL, prepare=qwen3_in_4_bits, values=True
+    ),
     "answers": Row(ranks=8, keys={"callbacks": ANSWERING}, prepare=tokenizer),
     "answers, qwen3": Row(QWEN3, ranks=8, keys={"callbacks": ANSWERING}, prepare=tokenizer),
     "eva": Row(ranks=8, prepare=eva, values=True),

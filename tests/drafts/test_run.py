@@ -118,7 +118,7 @@ def test_eight_npus_share_the_batch(folder):
     "asked, said",
     [
         ({"devices": 0}, "--devices is 0"),
-        ({"devices": 2}, "several CPU processes"),
+        ({"devices": 2}, "divides nothing among CPU processes"),
         ({"seq_length": 32, "rows": ROWS}, "--seq-length is 32, and the rows of rows.mindrecord have 65"),
         ({"device": "npu", "devices": 8, "rows": replace(ROWS, count=7)}, "has 7 rows, too few for 8 devices"),
         ({"device": "npu", "devices": 8, "rows": replace(ROWS, loss="dpo")}, "--devices is 8, and preferences are"),

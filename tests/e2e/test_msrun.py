@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from mindlora.base.quantize import quantize_checkpoint
-from mindlora.formats.safetensors_file import write_arrays
 from mindlora.training.history import read_history
 from tests.support.runs import (
     LAUNCHER,
@@ -19,7 +18,6 @@ from tests.support.runs import (
     ROOT,
     ROWS,
     SIZE_FLAGS,
-    VOCABULARY,
     environment,
     files,
     python,
@@ -78,23 +76,12 @@ def unevenly_counted(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def on_a_base(tmp_path_factory):
-    """The flags for a base in 4 bits, which every process loads whole."""
-    folder = tmp_path_factory.mktemp("base")
-    hidden, rows, inner, vocabulary = 32, 16, 48, VOCABULARY
-    shapes = {"model.tok_embeddings.embedding_weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
-    for cell, outputs in {"wq": hidden, "wk": rows, "wv": rows, "wo": hidden}.items():
-        shapes[f"model.layers.0.attention.{cell}.weight"] = (outputs, hidden)
-    for cell, sides in {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}.items():
-        shapes[f"model.layers.0.feed_forward.{cell}.weight"] = sides
-    rng = np.random.default_rng(0)
-    tensors = {name: rng.normal(size=shape, scale=0.2).astype(np.float32) for name, shape in shapes.items()}
-    for norm in ("layers.0.attention_norm", "layers.0.ffn_norm", "norm_out"):
-        tensors[f"model.{norm}.weight"] = np.ones(hidden, np.float32)
-    write_arrays(str(folder / "float.safetensors"), tensors)
-    quantize_checkpoint(str(folder / "float.safetensors"), str(folder / "base.safetensors"))
-    quantized = ("--model.model_config.pet_config.quantize_base", "nf4", "--load_ckpt_format", "safetensors")
-    return [*quantized, "--load_checkpoint", folder / "base.safetensors"]
+def on_a_base(base, tmp_path_factory):
+    """The flags for the tiny base in 4 bits, which every process loads whole."""
+    quantized = str(tmp_path_factory.mktemp("quantized") / "base.safetensors")
+    quantize_checkpoint(str(base), quantized)
+    form = ("--model.model_config.pet_config.quantize_base", "nf4", "--load_ckpt_format", "safetensors")
+    return [*form, "--load_checkpoint", quantized]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import yaml
 
 from mindlora import LoraConfig
 from mindlora.base.quantize import quantize_checkpoint
+from mindlora.checks.parallel import is_sharded
 from mindlora.data.mindrecord import write_mindrecord
 from tests.conftest import ROOT
 from tests.support.ascend_backend.runner import Run, run_yaml
@@ -109,7 +110,7 @@ def loftq(folder: pathlib.Path, config: Dict[str, Any]) -> None:
     fields = dict(config["model"]["model_config"]["pet_config"], lora_init="loftq")
     del fields["pet_type"]
     base, quantized, adapter = (str(folder / name) for name in ("base", "nf4.safetensors", "loftq"))
-    _write_llama(base)
+    _write_base(base)
     quantize_checkpoint(base, quantized, adapter=adapter, config=LoraConfig(**fields))
     _start_from(config, quantized, {"adapter_path": adapter})
 
@@ -117,7 +118,7 @@ def loftq(folder: pathlib.Path, config: Dict[str, Any]) -> None:
 def eva(folder: pathlib.Path, config: Dict[str, Any]) -> None:
     """Makes the run one from the adapter of mindlora eva, whose cells have ranks of their own."""
     base, adapter, path = (str(folder / name) for name in ("base", "eva", "eva.yaml"))
-    _write_llama(base)
+    _write_base(base)
     cpu = copy.deepcopy(config)
     cpu["model"]["model_config"].update(ON_CPU)
     cpu["context"]["device_target"] = "CPU"
@@ -133,15 +134,24 @@ def _start_from(config: Dict[str, Any], base: str, keys: Mapping[str, Any]) -> N
     """Changes a YAML so that its run starts from a base, and from the adapter that ``keys`` of pet_config describe."""
     pet = config["model"]["model_config"]["pet_config"]
     pet.update(keys)
-    if config["use_parallel"]:
+    if is_sharded(config):
         # MindFormers slices a base by files that all ranks write, and a dry run has one rank.
         pet["on_base_mismatch"] = "ignore"
     else:
         config["load_checkpoint"] = base
 
 
-def _write_llama(folder: str) -> None:
-    """Writes the base of the runs of a Llama, under Hugging Face's names."""
+def qwen3_in_4_bits(folder: pathlib.Path, config: Dict[str, Any]) -> None:
+    """Makes the run of a Qwen3 one on a base in 4 bits, under mcore's names."""
+    base, quantized = str(folder / "base"), str(folder / "nf4.safetensors")
+    norms = {f"model.layers.0.self_attn.{part}_norm": (_HEADS["head_dim"],) for part in "qk"}
+    _write_base(base, norms, model_type="qwen3", architectures=["Qwen3ForCausalLM"], **_HEADS)
+    quantize_checkpoint(base, quantized)
+    _start_from(config, quantized, {"quantize_base": "nf4"})
+
+
+def _write_base(folder: str, more: Mapping[str, Tuple[int, ...]] = {}, **config: Any) -> None:
+    """Writes the base of the runs, of a Llama but for ``more`` weights, under Hugging Face's names."""
     hidden, inner, layer = _SIZES["hidden_size"], _SIZES["intermediate_size"], "model.layers.0."
     shapes: Dict[str, Tuple[int, ...]] = dict.fromkeys(("model.embed_tokens", "lm_head"), (VOCABULARY, hidden))
     shapes.update({f"{layer}self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"})
@@ -149,8 +159,10 @@ def _write_llama(folder: str) -> None:
     shapes[f"{layer}mlp.down_proj"] = (hidden, inner)
     for norm in ("model.norm", f"{layer}input_layernorm", f"{layer}post_attention_layernorm"):
         shapes[norm] = (hidden,)
+    shapes.update(more)
     rng = np.random.default_rng(0)
-    save_base(folder, {f"{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()})
+    tensors = {f"{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    save_base(folder, tensors, **config)
 
 
 def parallel(data: int = 8, model: int = 1, stages: int = 1, mode: int = 1, **others: Any) -> Dict[str, Any]:
