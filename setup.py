@@ -58,8 +58,8 @@ setup(
     packages=find_packages(include=["mindlora", "mindlora.*"]),
     package_data={
         "mindlora": ["py.typed"],
-        "mindlora.dry_run": ["cann/*.cc", "cann/*.h", "host/*.cc"],
-        "mindlora.plugin": ["register_path/*.py"],
+        "mindlora.run.dry_run": ["cann/*.cc", "cann/*.h", "host/*.cc"],
+        "mindlora.training.launch": ["register_path/*.py"],
         "mindlora.ops": ["lib/*.so"],
         "mindlora.training.report": ["page.*"],
     },
@@ -98,7 +98,7 @@ setup(
     entry_points={
         "console_scripts": [
             "mindlora = mindlora.cli:main",
-            "mindlora-run = mindlora.plugin.launcher:main",
+            "mindlora-run = mindlora.training.launch.launcher:main",
             "mindlora-lm-eval = mindlora.cli.eval:harness",
         ]
     },

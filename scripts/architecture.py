@@ -18,19 +18,19 @@ BEGIN = "<!-- The {} is written by scripts/architecture.py. -->\n"
 END = "\n<!-- End of the {}. -->"
 # Feature -> the modules that are there for it alone, as patterns below mindlora/.
 FEATURES = {
-    "AdaLoRA": ("**/*adalora*.py", "**/rank_budget.py"),
+    "AdaLoRA": ("training/adalora/*.py", "**/adalora.py", "core/numerics/rank_schedule.py"),
     "aLoRA": ("**/invocation.py",),
-    "classifiers and rewards": ("**/*classif*.py", "**/score*.py", "data/labels.py", "checks/labels.py"),
-    "EVA": ("**/eva.py", "numerics/principal_components.py"),
-    "exchange in fewer bits": ("**/*exchange*.py", "training/exchange/*.py"),
-    "forgetting": ("**/forgetting*.py",),
-    "guard and health": ("**/*guard*.py", "**/*health*.py"),
-    "NF4, QLoRA, LoftQ": ("**/*nf4*.py", "**/*quantize*.py", "**/loftq.py"),
-    "preference training": ("**/preference*.py", "training/preference/*.py"),
-    "PyNative Trainer": ("**/*pynative*.py", "plugin/pynative/*.py"),
+    "classifiers and rewards": ("training/classifier/*.py", "**/*classif*.py", "**/score.py", "**/score_head.py"),
+    "EVA": ("**/eva.py", "core/numerics/principal_components.py"),
+    "exchange in fewer bits": ("training/exchange/*.py",),
+    "forgetting": ("training/forgetting/*.py", "**/forgetting.py"),
+    "guard and health": ("training/health/*.py",),
+    "NF4, QLoRA, LoftQ": ("network/quantized/*.py", "**/*nf4*.py", "**/*quantize*.py", "**/loftq.py"),
+    "preference training": ("training/preference/*.py",),
+    "PyNative Trainer": ("training/pynative/*.py", "network/pynative/*.py", "**/*pynative*.py"),
     "routed experts": ("**/*experts*.py",),
-    "several adapters in one run": ("**/stacked/*.py", "**/each_adapter.py", "**/several_adapters.py", "cli/sweep.py"),
-    "sharded adapters": ("adapters/sharding/*.py", "**/sharded_*.py", "**/collectives.py"),
+    "several adapters in one run": ("training/several/*.py", "cli/sweep.py"),
+    "sharded adapters": ("files/adapters/sharding/*.py", "**/sharded_*.py", "**/collectives.py"),
 }
 
 

@@ -158,7 +158,10 @@ def train_lora(paths: Paths, short: bool) -> None:
 
 def launch(config: str, output: str, log: str, *flags: str) -> None:
     """Runs what a user types, mindlora-run --config YAML ...: its log to a file, its progress bar to the screen."""
-    run([sys.executable, "-m", "mindlora.plugin.launcher", "--config", config, "--output_dir", output, *flags], log)
+    run(
+        [sys.executable, "-m", "mindlora.training.launch.launcher", "--config", config, "--output_dir", output, *flags],
+        log,
+    )
 
 
 def run(command: List[str], log: str, keep_stdout: bool = False) -> None:
@@ -179,10 +182,10 @@ def evaluate(paths: Paths, adapter: str) -> None:
     from mindformers.tools.register import MindFormerConfig
 
     from mindlora import load_lora, trainable_summary
-    from mindlora.plugin import hooks  # noqa: F401
-    from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell, held_out_loss
-    from mindlora.training.history import HistoryWriter
+    from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
+    from mindlora.training.launch import hooks  # noqa: F401
     from mindlora.training.report import write_report
+    from mindlora.training.report.history import HistoryWriter
 
     config = MindFormerConfig(LORA_YAML)
     ms.set_context(mode=config.context.mode, device_target=config.context.device_target)

@@ -7,7 +7,7 @@ import sys
 if importlib.util.find_spec("mindlora") is None:
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from mindlora.plugin.launcher import main  # noqa: E402
+from mindlora.training.launch.launcher import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

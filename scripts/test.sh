@@ -2,7 +2,7 @@
 # Runs all tests, in an environment that is made where it is missing. Arguments go to pytest.
 #   bash scripts/test.sh                       everything, in two processes side by side
 #   bash scripts/test.sh -m quick              what is quick, while a change is made (tests/conftest.py names it)
-#   bash scripts/test.sh tests/nn -x           one folder, stop at the first failure
+#   bash scripts/test.sh tests/network -x          one folder, stop at the first failure
 #   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB, and
 #                                              tests/clients
 #   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from verify_npu_run import ROOT
 
-from mindlora.numerics.dtypes import from_float32, named_dtype, to_float32
+from mindlora.core.numerics.dtypes import from_float32, named_dtype, to_float32
 from mindlora.ops import (
     LoraDelta,
     LoraLinear,

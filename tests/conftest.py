@@ -47,19 +47,16 @@ if ROOT not in sys.path:
 # With several processes (pytest -n 2) all of such a folder runs in one of them.
 TOGETHER = ("tests/clients", "tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
 # What takes longest, so that none of it is left at the end.
-FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/plugin")
+FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/training")
 # What `-m quick` runs, for each change: these folders and the files beside this one.
-QUICK = (
-    *("adapters", "base", "checks", "cli", "common", "config", "data", "doctor", "drafts", "evaluation", "formats"),
-    *("models", "numerics", "plan", "serving", "training"),
-)
+QUICK = ("cli", "core", "data", "files", "models", "run", "serving")
 # What takes ten seconds and more of a core there.
 NOT_QUICK = (
-    *("adapters/test_damaged_adapters.py", "adapters/test_files_fuzz.py", "adapters/test_peft_corpus.py"),
-    *("cli/test_with_a_model.py", "evaluation/test_forgetting.py"),
-    *("plan/test_activations.py", "plan/test_as_the_run.py"),
+    *("files/adapters/test_damaged_adapters.py", "files/adapters/test_files_fuzz.py"),
+    *("files/adapters/test_peft_corpus.py", "cli/test_with_a_model.py"),
+    *("run/plan/test_activations.py", "run/plan/test_as_the_run.py", "serving/evaluation/test_forgetting.py"),
     *("serving/server/test_real_engine.py", "serving/test_mcore_network.py", "serving/test_network.py"),
-    *("serving/test_quantized_mcore.py", "test_merge_unload.py", "test_save_load_kills.py", "training/exchange"),
+    "serving/test_quantized_mcore.py",
 )
 # What takes twenty seconds and more of a core, and CI leaves out.
 LONG = (
@@ -69,7 +66,7 @@ LONG = (
     "tests/e2e/test_preference_runs.py::test_two_processes",
     "tests/examples/test_text_to_image.py::test_the_program_runs",
     "tests/ops/test_ascend_pynative.py::test_the_source_compiles",
-    "tests/plugin/graph/test_adalora.py::test_two_processes",
+    "tests/training/adalora/test_runs.py::test_two_processes",
     "tests/scripts/test_bench_scale.py",
     "tests/test_documented_runs.py::test_commands_with_a_model_are_done",
     "tests/training/exchange/test_ranks.py::test_all_ranks",
@@ -138,7 +135,7 @@ def _plain_log():
 @pytest.fixture(autouse=True)
 def _no_configuration():
     # What mindlora-run would be told by its YAML, an earlier test of this process may have left.
-    remembered = sys.modules.get("mindlora.plugin.run_configuration")
+    remembered = sys.modules.get("mindlora.training.run_configuration")
     if remembered:
         remembered.remember_configuration({})
 

@@ -7,9 +7,9 @@ import shlex
 import pytest
 
 from mindlora import cli
-from mindlora.common.overrides import keys_and_texts, read_value
-from mindlora.errors import ConfigError
-from mindlora.plugin.launching import command_line
+from mindlora.core.errors import ConfigError
+from mindlora.core.overrides import keys_and_texts, read_value
+from mindlora.training.launch import command_line
 from tests.test_documents import DOCUMENTS, FENCE, text_of
 
 PAGES = [path for path in DOCUMENTS if path.startswith(("README", f"docs{os.sep}", f"examples{os.sep}"))]

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from mindlora import cli
-from mindlora.common.overrides import set_key
+from mindlora.core.overrides import set_key
 from tests.conftest import ROOT
 from tests.support import documented_worlds
 from tests.test_documented_commands import LEFT_OPEN, PAGES, commands_of
@@ -117,7 +117,7 @@ def test_the_two_readmes_have_the_same_commands():
 
 
 # The lines of a shell around commands that load a model, which train and answer in processes of their own.
-PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.plugin.launcher"}
+PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
 # What is added to a command: a few steps are enough, and a port that is free.
 ADDED = {"mindlora-run": ["--epochs", "1"], "mindlora serve": ["--port", "0"]}
 # A program on a page, and the data that it writes, of which some rows suffice.

@@ -9,51 +9,18 @@ import pytest
 
 from tests.conftest import ROOT
 
-# Lowest first. A module imports only its own package and packages on lower floors, so packages on the same floor do not
-# import each other. A name is a folder or a module of mindlora.
-FLOORS = (
-    ("errors",),
-    ("common",),
-    ("dry_run", "numerics"),
-    ("formats",),
-    ("models",),
-    ("config",),
-    ("adapters", "ops"),
-    ("nn", "base"),
-    ("checks",),
-    ("plan",),
-    ("quantize", "initialize", "eva", "merge", "load_base"),
-    ("apply",),
-    ("save_load",),
-    ("data", "training"),
-    ("drafts",),
-    ("serving",),
-    ("evaluation",),
-    ("plugin",),
-    ("doctor",),
-    ("cli",),
-)
-FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
-# The rooms of plugin/, lowest first.
-ROOMS = ("graph", "resume", "callbacks", "pynative", "launching")
-# They work only on files.
-WITHOUT_MINDSPORE = (
-    "errors",
-    "common",
-    "numerics",
-    "formats",
-    "models",
-    "config",
-    "adapters",
-    "base",
-    "checks",
-    "plan",
-    "drafts",
-)
-# MindFormers takes seconds to import: only the plug-in imports it, and these modules in a function.
+# The rooms of mindlora, lowest first: a module imports only its own room and lower ones.
+ROOMS = ("core", "models", "files", "ops", "network", "data", "run", "serving", "training", "cli")
+# What a feature of training says of a YAML stands in its folder, and on the floor of those who ask it.
+FLOOR_OF_FEATURES = {"settings": "models", "rules": "run"}
+# They work only on files, with the settings and rules of training's features.
+WITHOUT_MINDSPORE = ("core", "models", "files", "run")
+# It runs in a process of its own, on MindSpore's Ascend backend.
+WITH_MINDSPORE = ("mindlora.run.dry_run.child",)
+# MindFormers takes seconds to import: only training does, and these modules in a function.
 IN_A_FUNCTION = (
+    "mindlora.cli.doctor.examination",
     "mindlora.data.tokenizers",
-    "mindlora.doctor.examination",
     "mindlora.serving.cpu_cells",
     "mindlora.serving.network",
 )
@@ -63,14 +30,12 @@ FILES_ALONE = """
 import importlib, pkgutil, sys
 sys.modules["mindspore"] = sys.modules["mindformers"] = None
 import mindlora
-for package in {packages}:
-    module = importlib.import_module("mindlora." + package)
-    for found in pkgutil.walk_packages(getattr(module, "__path__", []), module.__name__ + "."):
-        importlib.import_module(found.name)
+for module in {modules}:
+    importlib.import_module(module)
 
 import numpy as np
-from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
 
 path = "model.layers.0.attention.wq"
 pair = {{(path, "A"): np.ones((2, 6), np.float32), (path, "B"): np.full((4, 2), 0.5, np.float32)}}
@@ -84,48 +49,25 @@ assert sys.modules["mindspore"] is None and sys.modules["mindformers"] is None
 """
 
 
-def test_what_works_on_files_needs_no_mindspore(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    program = FILES_ALONE.format(packages=WITHOUT_MINDSPORE)
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert sorted(os.listdir(tmp_path)) == ["first.ckpt", "peft", "second.ckpt"]
-
-
 @pytest.fixture(scope="module")
 def modules():
     """Returns what each module of the package imports."""
     return imports(ROOT)
 
 
+def test_what_works_on_files_needs_no_mindspore(tmp_path, modules):
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    needing_none = [module for module in modules if _needs_no_mindspore(module)]
+    assert len(needing_none) > 150 and "mindlora.training.preference.rules" in needing_none
+    program = FILES_ALONE.format(modules=needing_none)
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert sorted(os.listdir(tmp_path)) == ["first.ckpt", "peft", "second.ckpt"]
+
+
 def test_imports_go_down(modules):
     assert len(modules) > 80  # The check did look at the right folder.
     assert not broken_rules(modules)
-
-
-@pytest.mark.parametrize(
-    "imported, broken",
-    [("graph.network", []), ("resume.collectives", ["plugin.graph.a imports plugin.resume.collectives"])],
-)
-def test_rooms_of_the_plug_in_import_one_way(modules, imported, broken):
-    modules = {**modules, "mindlora.plugin.graph.a": [(f"mindlora.plugin.{imported}", False)]}
-    assert wrong_rooms(modules) == broken
-
-
-def wrong_rooms(modules):
-    """Returns a sentence for each import of one of the plug-in's rooms from a room that comes later in ROOMS."""
-    wrong = []
-    for module, imported in modules.items():
-        for target, _ in imported:
-            rooms = [ROOMS.index(name.split(".")[2]) for name in (module, target) if _room(name) in ROOMS]
-            if len(rooms) == 2 and rooms[0] < rooms[1]:
-                wrong.append(f"{module[len('mindlora.') :]} imports {target[len('mindlora.') :]}")
-    return wrong
-
-
-def _room(module):
-    parts = module.split(".")
-    return parts[2] if len(parts) > 2 and parts[1] == "plugin" else None
 
 
 def test_no_file_is_too_long():
@@ -141,28 +83,32 @@ def test_no_file_is_too_long():
 @pytest.mark.parametrize(
     "module, source, broken",
     [
-        ("formats/a.py", "from mindlora.models import names", "mindlora.formats.a imports mindlora.models.names"),
-        ("common/a.py", "def f():\n    import mindlora.formats.b", "mindlora.common.a imports mindlora.formats.b"),
-        ("ops/a.py", "from mindlora.adapters import files", "mindlora.ops.a imports mindlora.adapters.files"),
-        ("apply.py", "from mindlora.save_load import load_lora", "mindlora.apply imports mindlora.save_load"),
-        ("nn/a.py", "from mindlora import apply_lora", "mindlora.nn.a imports mindlora"),
-        ("nn/a.py", "from . import dense", "mindlora.nn.a has a relative import"),
-        ("wine/a.py", "import os", "mindlora.wine.a is on no floor"),
-        ("base/a.py", "def f():\n    import mindspore", "mindlora.base.a imports mindspore"),
-        ("config.py", "from mindspore.common import dtype", "mindlora.config imports mindspore"),
+        ("core/a.py", "from mindlora.models import names", "mindlora.core.a imports mindlora.models.names"),
+        ("models/a.py", "def f():\n    import mindlora.files.b", "mindlora.models.a imports mindlora.files.b"),
+        ("ops/a.py", "from mindlora.network import save_load", "mindlora.ops.a imports mindlora.network.save_load"),
+        ("network/a.py", "from mindlora import apply_lora", "mindlora.network.a imports mindlora"),
+        ("network/a.py", "from . import dense", "mindlora.network.a has a relative import"),
+        ("wine/a.py", "import os", "mindlora.wine.a is in no room"),
+        ("run/a.py", "from mindlora.training.wine import step", "mindlora.run.a imports mindlora.training.wine.step"),
+        ("files/a.py", "def f():\n    import mindspore", "mindlora.files.a imports mindspore"),
+        ("training/wine/rules.py", "import mindspore", "mindlora.training.wine.rules imports mindspore"),
+        ("training/wine/settings.py", "import mindlora.files.b", "mindlora.training.wine.settings imports"),
+        ("models/a.py", "from mindspore.common import dtype", "mindlora.models.a imports mindspore"),
         ("data/sources.py", "def f():\n    import mindformers", "mindlora.data.sources imports mindformers"),
         ("data/tokenizers.py", "import mindformers.models", "mindlora.data.tokenizers imports mindformers"),
-        ("nn/x.py", "from mindlora.nn import y", "mindlora.nn.x -> mindlora.nn.y -> mindlora.nn.x"),
+        ("network/x.py", "from mindlora.network import y", "mindlora.network.x -> mindlora.network.y -> mindlora"),
     ],
 )
 def test_each_rule_can_be_broken(tmp_path, module, source, broken):
     others = {
-        "formats/b.py": "",
+        "files/b.py": "",
         "models/names.py": "",
-        "adapters/files.py": "",
-        "save_load.py": "import numpy",
-        "nn/y.py": "from mindlora.nn.x import f\nfrom mindlora import __version__",
-        "plugin/a.py": "import mindformers",
+        "network/save_load.py": "import numpy",
+        "network/y.py": "from mindlora.network.x import f\nfrom mindlora import __version__",
+        "run/b.py": "from mindlora.training.wine.rules import f",
+        "training/a.py": "import mindformers",
+        "training/wine/rules.py": "from mindlora.files import b",
+        "training/wine/step.py": "import mindspore",
     }
     for path, text in {**others, module: source}.items():
         os.makedirs(os.path.dirname(tmp_path / "mindlora" / path), exist_ok=True)
@@ -202,32 +148,40 @@ def broken_rules(modules):
     """Returns a sentence for each import that breaks a rule or, if there is no such import, for each cycle."""
     broken = []
     for module, imported in modules.items():
-        package = _package(module)
-        if module != "mindlora" and package not in FLOOR:
-            broken.append(f"{module} is on no floor: add it to FLOORS")
+        room = _floor(module)
+        if module != "mindlora" and room not in ROOMS:
+            broken.append(f"{module} is in no room: add it to ROOMS")
             continue
         for target, in_function in imported:
             top = target.split(".")[0]
             if target.startswith("."):
                 broken.append(f"{module} has a relative import: name the module from mindlora on")
-            elif top == "mindlora" and not _may_import(package, target):
-                broken.append(f"{module} imports {target}: imports go to lower floors")
-            elif top == "mindspore" and package in WITHOUT_MINDSPORE:
-                broken.append(f"{module} imports mindspore, but {package} works on files alone")
-            elif top == "mindformers" and package != "plugin" and not (in_function and module in IN_A_FUNCTION):
-                broken.append(f"{module} imports mindformers, which belongs under plugin/")
+            elif top == "mindlora" and not _may_import(module, target):
+                broken.append(f"{module} imports {target}: imports go to lower rooms")
+            elif top == "mindspore" and _needs_no_mindspore(module):
+                broken.append(f"{module} imports mindspore, but it works on files alone")
+            elif top == "mindformers" and room != "training" and not (in_function and module in IN_A_FUNCTION):
+                broken.append(f"{module} imports mindformers, which belongs under training/")
     return broken or _circles(modules)
 
 
-def _package(module):
-    return (module.split(".") + [""])[1]
+def _floor(module):
+    """Returns the room on whose floor a module stands: its own, but for what a feature says of a YAML."""
+    room, *path = (module.split(".") + [""])[1:]
+    if room == "training" and len(path) > 1:
+        return FLOOR_OF_FEATURES.get(path[1], room)
+    return room
 
 
-def _may_import(package, target):
-    found = _package(target)
-    if target == "mindlora.__version__" or found == package:
+def _needs_no_mindspore(module):
+    return _floor(module) in WITHOUT_MINDSPORE and module not in WITH_MINDSPORE
+
+
+def _may_import(module, target):
+    if target == "mindlora.__version__":
         return True
-    return found in FLOOR and FLOOR[found] < FLOOR.get(package, len(FLOORS))
+    found, floor = _floor(target), _floor(module)
+    return found == floor or (found in ROOMS and floor in ROOMS and ROOMS.index(found) < ROOMS.index(floor))
 
 
 def _circles(modules):

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from mindlora import cli
-from mindlora.adapters.dialects import foreign
+from mindlora.files.adapters.dialects import foreign
 from tests.support.sources import modules
 
 WARNERS = ("warnings.warn", "logger.warning", "logger.error", "parser.error")
@@ -86,7 +86,7 @@ def options_by_verb():
 def texts_about_files():
     """Yields (path, text) of each string of the modules on files of adapters and bases, docstrings among them."""
     for path, _, tree in modules():
-        if path.startswith(("adapters/", "base/")):
+        if path.startswith("files/"):
             for node in ast.walk(tree):
                 if isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield path, text_of(node)

@@ -5,9 +5,9 @@ from typing import Dict, Iterable, Iterator, Tuple, Type
 import numpy as np
 from mindspore import Tensor, mint, nn
 
-from mindlora.common.text import listed
-from mindlora.errors import TargetError
-from mindlora.nn.tree import replace_children
+from mindlora.core.errors import TargetError
+from mindlora.core.text import listed
+from mindlora.network.tree import replace_children
 
 NORMS = (nn.GroupNorm, mint.nn.GroupNorm)
 ACTIVATIONS = (nn.SiLU, mint.nn.SiLU)

@@ -29,8 +29,8 @@ from mindlora.cli import (
     serve,
     sweep,
 )
-from mindlora.common.overrides import split_overrides
-from mindlora.errors import LoraError
+from mindlora.core.errors import LoraError
+from mindlora.core.overrides import split_overrides
 
 _GROUPS = (data, adapters, base, configs, runs, eva, reference, generate, chat, classify, eval, serve, sweep)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Iterator, Tuple
 from mindlora.cli.verb import Verb, add_allow_pickle, add_command, add_heads, add_target_paths
 
 if TYPE_CHECKING:
-    from mindlora.adapters.convert import Heads
-    from mindlora.adapters.sharding.run_settings import RunSettings
+    from mindlora.files.adapters.convert import Heads
+    from mindlora.files.adapters.sharding.run_settings import RunSettings
 
 _ADAPTER_HELP = "an adapter: a folder, or a .safetensors, .ckpt or .bin file"
 _OUTPUT_HELP = "the folder to write, in PEFT's format; of Stable Diffusion in diffusers'"
@@ -22,7 +22,7 @@ class _Forms:
         self._more = more
 
     def __iter__(self) -> Iterator[str]:
-        from mindlora.adapters.dialects.registry import FORMS
+        from mindlora.files.adapters.dialects.registry import FORMS
 
         return iter((*FORMS, *self._more))
 
@@ -100,7 +100,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> Any:
-    from mindlora.adapters.convert import convert_adapter
+    from mindlora.files.adapters.convert import convert_adapter
 
     return convert_adapter(
         arguments.input,
@@ -120,8 +120,8 @@ def _convert(arguments: argparse.Namespace) -> Any:
 
 def _form_of(output: str) -> str:
     """Returns the form of a file whose ending no other form has."""
-    from mindlora.errors import ConfigError
-    from mindlora.formats import gguf_file
+    from mindlora.core.errors import ConfigError
+    from mindlora.core.formats import gguf_file
 
     if not output.endswith(gguf_file.ENDING):
         raise ConfigError(
@@ -133,7 +133,7 @@ def _form_of(output: str) -> str:
 
 def _heads(arguments: argparse.Namespace) -> "Heads":
     """Returns the sizes of attention that the options of add_heads give."""
-    from mindlora.adapters.convert import Heads
+    from mindlora.files.adapters.convert import Heads
 
     return Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.q_lora_rank)
 
@@ -158,8 +158,8 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> Any:
-    from mindlora.adapters.inspect import inspect_adapter
-    from mindlora.adapters.servers import check_for_server
+    from mindlora.files.adapters.inspect import inspect_adapter
+    from mindlora.files.adapters.servers import check_for_server
 
     if arguments.server is not None:
         return check_for_server(
@@ -186,7 +186,7 @@ def _diff_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> Any:
-    from mindlora.adapters.compare import compare_adapters
+    from mindlora.files.adapters.compare import compare_adapters
 
     return compare_adapters(
         arguments.first, arguments.second, alpha=arguments.alpha, allow_pickle=arguments.allow_pickle
@@ -236,8 +236,8 @@ def _combine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _combine(arguments: argparse.Namespace) -> CombineReport:
-    from mindlora.adapters import files as adapter_files
-    from mindlora.adapters.combine import combine_adapters
+    from mindlora.files.adapters import files as adapter_files
+    from mindlora.files.adapters.combine import combine_adapters
 
     paths = [path for path, _ in arguments.adapter]
     weights = [_weight(path, text) for path, text in arguments.adapter]
@@ -262,7 +262,7 @@ def _combine(arguments: argparse.Namespace) -> CombineReport:
 
 
 def _weight(path: str, text: str) -> float:
-    from mindlora.errors import ConfigError
+    from mindlora.core.errors import ConfigError
 
     try:
         return float(text)
@@ -290,7 +290,7 @@ def _resize_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _resize(arguments: argparse.Namespace) -> Any:
-    from mindlora.adapters.resize import resize_adapter
+    from mindlora.files.adapters.resize import resize_adapter
 
     return resize_adapter(
         arguments.path,
@@ -315,15 +315,15 @@ def _add_run_options(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 def _run_settings(arguments: argparse.Namespace) -> "RunSettings":
     """Returns the RunSettings that the options give."""
-    from mindlora.adapters.sharding.run_settings import RunSettings, heads_of, pet_config_of
+    from mindlora.files.adapters.sharding.run_settings import RunSettings, heads_of, pet_config_of
 
     heads = _heads(arguments)
     if not arguments.config:
         return RunSettings(lora_alpha=arguments.alpha, heads=heads)
-    from mindlora.checks.mcore import model_config_of
-    from mindlora.checks.model import language_model
-    from mindlora.checks.pet_config import PetLoraConfig
-    from mindlora.common.yaml_file import read_yaml
+    from mindlora.core.yaml_file import read_yaml
+    from mindlora.run.checks.mcore import model_config_of
+    from mindlora.run.checks.model import language_model
+    from mindlora.run.checks.pet_config import PetLoraConfig
 
     model_config = model_config_of(language_model(read_yaml(arguments.config))[0])
     config = PetLoraConfig.from_pet_config(pet_config_of(model_config, arguments.config))
@@ -359,7 +359,7 @@ def _gather_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _gather(arguments: argparse.Namespace) -> Any:
-    from mindlora.adapters.sharding.gather import gather_adapter
+    from mindlora.files.adapters.sharding.gather import gather_adapter
 
     return gather_adapter(
         arguments.checkpoint,
@@ -373,7 +373,7 @@ def _gather(arguments: argparse.Namespace) -> Any:
 
 
 def _beside(checkpoint: str, to: str) -> str:
-    from mindlora.adapters.dialects.registry import FORMS
+    from mindlora.files.adapters.dialects.registry import FORMS
 
     return os.path.join(os.path.dirname(os.path.abspath(checkpoint)), f"adapter{FORMS[to].ending}")
 
@@ -391,7 +391,7 @@ def _scatter_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _scatter(arguments: argparse.Namespace) -> Any:
-    from mindlora.adapters.sharding.scatter import scatter_adapter
+    from mindlora.files.adapters.sharding.scatter import scatter_adapter
 
     return scatter_adapter(
         arguments.adapter,

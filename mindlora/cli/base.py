@@ -48,8 +48,8 @@ def _convert_options(parser):
 
 
 def _convert_base(arguments: argparse.Namespace) -> Any:
-    from mindlora.base import convert as module
-    from mindlora.common.yaml_file import read_yaml
+    from mindlora.core.yaml_file import read_yaml
+    from mindlora.files.base import convert as module
 
     model_config = read_yaml(arguments.config)["model"]["model_config"] if arguments.config else None
     with _Bar("convert-base") as bar:
@@ -105,7 +105,7 @@ def _quantize_options(parser):
 
 
 def _quantize_base(arguments: argparse.Namespace) -> Any:
-    from mindlora.base.quantize import quantize_checkpoint
+    from mindlora.files.base.quantize import quantize_checkpoint
 
     with _Bar("quantize-base") as bar:
         return quantize_checkpoint(
@@ -121,9 +121,9 @@ def _quantize_base(arguments: argparse.Namespace) -> Any:
 
 def _loftq_config(arguments):
     """Returns the LoraConfig that the flags of LoftQ describe, or None without them."""
-    from mindlora.common.fields import COUNT, check_number
-    from mindlora.config import LoraConfig
-    from mindlora.errors import ConfigError
+    from mindlora.core.errors import ConfigError
+    from mindlora.core.fields import COUNT, check_number
+    from mindlora.models.lora_config import LoraConfig
 
     if arguments.loftq is None:
         for field in ("rank", "alpha", "target_modules", "loftq_iterations"):
@@ -189,9 +189,9 @@ def _merge(arguments: argparse.Namespace) -> Any:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # It renders the chat template.
     quiet_transformers()
-    from mindlora.base.merge import merge_checkpoint
-    from mindlora.errors import ConfigError
-    from mindlora.formats import gguf_file
+    from mindlora.core.errors import ConfigError
+    from mindlora.core.formats import gguf_file
+    from mindlora.files.base.merge import merge_checkpoint
 
     is_gguf = arguments.output.endswith(gguf_file.ENDING)
     if arguments.to == "gguf" and not is_gguf:

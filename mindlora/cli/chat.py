@@ -17,9 +17,9 @@ from mindlora.cli.engine import (
     start,
 )
 from mindlora.cli.verb import Verb
-from mindlora.common.interrupts import Interrupts
-from mindlora.common.text import near_word
-from mindlora.errors import AdapterNotFoundError, LoraError, RequestError
+from mindlora.core.errors import AdapterNotFoundError, LoraError, RequestError
+from mindlora.core.interrupts import Interrupts
+from mindlora.core.text import near_word
 
 if TYPE_CHECKING:
     from mindlora.serving.dialogue import Dialogue

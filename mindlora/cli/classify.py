@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple
 
 from mindlora.cli.engine import Adapters, add_engine_options, loaded_engine, read_adapters, remove_log, start
 from mindlora.cli.verb import Verb, add_command
-from mindlora.common import atomic
-from mindlora.common.interrupts import Interrupts
-from mindlora.errors import ConfigError
+from mindlora.core import atomic
+from mindlora.core.errors import ConfigError
+from mindlora.core.interrupts import Interrupts
 
 if TYPE_CHECKING:
-    from mindlora.evaluation.classification import Judgment, LabelMeasures, Text
     from mindlora.serving.engine import Engine
     from mindlora.serving.score_head import ScoreHead
+    from mindlora.training.classifier.classification import Judgment, LabelMeasures, Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def classify(arguments: argparse.Namespace) -> Optional[ClassifyReport]:
 
 
 def _classify(arguments: argparse.Namespace) -> Optional[ClassifyReport]:
-    from mindlora.evaluation import classification
+    from mindlora.training.classifier import classification
 
     adapters = read_adapters(arguments)
     if not adapters.chosen:
@@ -122,7 +122,7 @@ def _read_texts(arguments: argparse.Namespace) -> List["Text"]:
 
     Raises DataError if a file or a row cannot be used, and ConfigError if there is no text.
     """
-    from mindlora.evaluation.classification import read_texts, text_of
+    from mindlora.training.classifier.classification import read_texts, text_of
 
     texts = [text_of(f"--text {number}", {"text": text}) for number, text in enumerate(arguments.text, 1)]
     if arguments.input is not None:

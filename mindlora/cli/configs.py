@@ -8,10 +8,10 @@ import re
 from typing import Dict, Optional, Tuple
 
 from mindlora.cli.verb import Verb, add_command, quiet_transformers
-from mindlora.common import atomic
-from mindlora.common.tables import fields
-from mindlora.common.text import suggestion
-from mindlora.errors import ConfigError
+from mindlora.core import atomic
+from mindlora.core.errors import ConfigError
+from mindlora.core.tables import fields
+from mindlora.core.text import suggestion
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 # Options that say how the YAML of --from is to be, and nothing without it.
@@ -115,10 +115,10 @@ def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
     """Writes the YAML of a run for the model in a folder."""
     _check_output(arguments.output, arguments.overwrite, f"the YAML for {arguments.folder}")
     quiet_transformers()
-    from mindlora.drafts.data import read_rows
-    from mindlora.drafts.folder import read_folder
-    from mindlora.drafts.run import Request, draft_run
-    from mindlora.plugin.graph.mindrecords import first_rows
+    from mindlora.run.configs.data import read_rows
+    from mindlora.run.configs.folder import read_folder
+    from mindlora.run.configs.run import Request, draft_run
+    from mindlora.training.model.mindrecords import first_rows
 
     rows = None if arguments.data is None else read_rows(arguments.data, first_rows)
     request = Request(

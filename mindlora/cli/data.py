@@ -4,8 +4,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from mindlora.cli.verb import Verb, add_command, quiet_transformers
-from mindlora.common.token_ids import IGNORE_TOKEN_ID
-from mindlora.errors import DataError
+from mindlora.core.errors import DataError
+from mindlora.core.token_ids import IGNORE_TOKEN_ID
 
 if TYPE_CHECKING:
     from mindlora.data.conversion import DataReport
@@ -232,7 +232,7 @@ def _convert_chat(arguments: argparse.Namespace) -> "DataReport":
 
 def _convert_preference(arguments: argparse.Namespace) -> "DataReport":
     quiet_transformers()
-    from mindlora.data import preference
+    from mindlora.training.preference import conversion as preference
 
     return preference.convert_preference(
         *_conversion(arguments), chat_template=arguments.chat_template, **_example_settings(arguments)
@@ -241,7 +241,7 @@ def _convert_preference(arguments: argparse.Namespace) -> "DataReport":
 
 def _convert_labels(arguments: argparse.Namespace) -> "DataReport":
     quiet_transformers()
-    from mindlora.data import labels
+    from mindlora.training.classifier import conversion as labels
 
     names = arguments.labels.split(",") if arguments.labels else None
     return labels.convert_labels(*_conversion(arguments), label_names=names, **_example_settings(arguments))

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optiona
 
 from mindlora.cli.model_source import add_model_options, check_source, source_of, yaml_of
 from mindlora.cli.verb import quiet_transformers
-from mindlora.common.operator_library import load_before_mindspore
-from mindlora.common.text import shown
-from mindlora.errors import ConfigError, RequestError
-from mindlora.plugin.imports import import_mindformers
+from mindlora.core.errors import ConfigError, RequestError
+from mindlora.core.operator_library import load_before_mindspore
+from mindlora.core.text import shown
+from mindlora.training.launch.imports import import_mindformers
 
 if TYPE_CHECKING:
     from mindlora.serving.adapter_registry import AdapterRegistry
@@ -265,7 +265,7 @@ def build(
     with yaml_of(arguments) as config:
         # It takes seconds to import: what is wrong above is said before that.
         import_mindformers()
-        from mindlora.plugin.serve import build_engine
+        from mindlora.training.launch.serve import build_engine
 
         tokenizer = arguments.tokenizer or arguments.model
         return build_engine(config, overrides, tokenizer, registry, sizes, model_name, chosen)
@@ -342,7 +342,7 @@ def log_elsewhere(verbose: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_on_screen():
-    from mindlora.plugin.log import logger
+    from mindlora.training.log import logger
 
     handler = _Warnings(logging.WARNING)
     logger.addHandler(handler)

@@ -7,7 +7,7 @@ from typing import Any, Dict, Tuple
 
 from mindlora.cli.engine import log_elsewhere, prepare_imports
 from mindlora.cli.verb import Verb, add_command
-from mindlora.plugin.imports import import_mindformers
+from mindlora.training.launch.imports import import_mindformers
 
 _ROWS, _BATCH = 256, 4
 
@@ -86,9 +86,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _eva(arguments: argparse.Namespace) -> EvaReport:
-    from mindlora.adapters import files
-    from mindlora.common.fields import COUNT, check_number
-    from mindlora.errors import ConfigError
+    from mindlora.core.errors import ConfigError
+    from mindlora.core.fields import COUNT, check_number
+    from mindlora.files.adapters import files
 
     check_number(arguments.rows, "--rows", COUNT)
     check_number(arguments.batch_size, "--batch-size", COUNT)
@@ -98,7 +98,7 @@ def _eva(arguments: argparse.Namespace) -> EvaReport:
     prepare_imports()
     with log_elsewhere(arguments.verbose):
         import_mindformers()
-        from mindlora.plugin.eva import eva_of
+        from mindlora.training.launch.eva import eva_of
 
         found = eva_of(
             arguments.yaml, arguments.overrides, arguments.rows, arguments.batch_size, arguments.rho, arguments.tau

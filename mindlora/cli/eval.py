@@ -19,19 +19,19 @@ from mindlora.cli.engine import (
     start,
 )
 from mindlora.cli.verb import Verb, add_command
-from mindlora.common import atomic
-from mindlora.common.interrupts import Interrupts
-from mindlora.errors import ConfigError, LoraError
+from mindlora.core import atomic
+from mindlora.core.errors import ConfigError, LoraError
+from mindlora.core.interrupts import Interrupts
 
 if TYPE_CHECKING:
-    from mindlora.evaluation.answers import Task
-    from mindlora.evaluation.choices import Question
-    from mindlora.evaluation.report import EvalReport
-    from mindlora.evaluation.scoring import Model
-    from mindlora.evaluation.statistics import Measure
-    from mindlora.evaluation.texts import ScoredText
     from mindlora.serving.chat_prompt import PromptForm
     from mindlora.serving.engine import Engine
+    from mindlora.serving.evaluation.answers import Task
+    from mindlora.serving.evaluation.choices import Question
+    from mindlora.serving.evaluation.report import EvalReport
+    from mindlora.serving.evaluation.scoring import Model
+    from mindlora.serving.evaluation.statistics import Measure
+    from mindlora.serving.evaluation.texts import ScoredText
     from mindlora.serving.request import Sampling
 
 MAX_TOKENS = 256
@@ -94,8 +94,8 @@ def evaluate(arguments: argparse.Namespace) -> "EvalReport":
 
 
 def _evaluate(arguments: argparse.Namespace) -> "EvalReport":
-    from mindlora.evaluation.picture import draw_evaluation
-    from mindlora.evaluation.report import EvalReport
+    from mindlora.serving.evaluation.picture import draw_evaluation
+    from mindlora.serving.evaluation.report import EvalReport
 
     sampling, adapters = read_answer_options(arguments)
     _check(arguments, adapters)
@@ -135,16 +135,16 @@ def _check(arguments: argparse.Namespace, adapters: Adapters) -> None:
     if arguments.picture and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--picture needs matplotlib: pip install 'mindlora[plot]'.")
     if arguments.run_folder:
-        from mindlora.training.history import read_history
+        from mindlora.training.report.history import read_history
 
         read_history(arguments.run_folder)
 
 
 def _read(arguments: argparse.Namespace) -> _Inputs:
     """Reads what can be read without the model, so that a mistake in it is told at once."""
-    from mindlora.evaluation.answers import read_tasks
-    from mindlora.evaluation.choices import read_questions
-    from mindlora.evaluation.texts import read_documents
+    from mindlora.serving.evaluation.answers import read_tasks
+    from mindlora.serving.evaluation.choices import read_questions
+    from mindlora.serving.evaluation.texts import read_documents
 
     separator = arguments.separator.replace("\\n", "\n")
     limit = arguments.limit
@@ -157,7 +157,7 @@ def _read(arguments: argparse.Namespace) -> _Inputs:
 
 def _passages(arguments: argparse.Namespace, engine: "Engine", inputs: _Inputs) -> List[Tuple[str, List["ScoredText"]]]:
     """Returns the windows of all texts and the rows of all MindRecords, each with its path."""
-    from mindlora.evaluation.texts import passages_of_rows, passages_of_texts
+    from mindlora.serving.evaluation.texts import passages_of_rows, passages_of_texts
 
     length = engine.seq_length
     overlap = arguments.overlap or length // 2
@@ -177,10 +177,10 @@ def _measure_all(
     passages: Sequence[Tuple[str, List["ScoredText"]]],
     models: Sequence["Model"],
 ) -> List["Measure"]:
-    from mindlora.evaluation.answers import measure_answers
-    from mindlora.evaluation.choices import measure_choices
-    from mindlora.evaluation.forgetting import measure_forgetting
-    from mindlora.evaluation.texts import measure_texts
+    from mindlora.serving.evaluation.answers import measure_answers
+    from mindlora.serving.evaluation.choices import measure_choices
+    from mindlora.serving.evaluation.forgetting import measure_forgetting
+    from mindlora.serving.evaluation.texts import measure_texts
 
     seed = arguments.seed or 0
     measures: List["Measure"] = []
@@ -201,7 +201,7 @@ def _name(path: str) -> str:
 
 def _add_to_run(folder: str, report: "EvalReport") -> None:
     """Appends a record to the history of a run that has ended, and writes its page again."""
-    from mindlora.training.history import HistoryWriter, read_history
+    from mindlora.training.report.history import HistoryWriter, read_history
 
     step = read_history(folder).last_step
     history = HistoryWriter(folder, None)

@@ -16,8 +16,8 @@ from mindlora.cli.engine import (
     start,
 )
 from mindlora.cli.verb import Verb, add_command
-from mindlora.common.interrupts import Interrupts
-from mindlora.errors import ConfigError, DataError, RequestError
+from mindlora.core.errors import ConfigError, DataError, RequestError
+from mindlora.core.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from mindlora.serving.answer import Answer, Figures

@@ -12,11 +12,11 @@ from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normaliz
 
 from mindlora.cli.engine import add_engine_options, build, log_elsewhere, read_adapters, start
 from mindlora.cli.model_source import source_of
-from mindlora.common.overrides import split_overrides
-from mindlora.common.text import suggestion
-from mindlora.errors import ConfigError, RequestError
-from mindlora.evaluation.scoring import Passage, ask, score
-from mindlora.evaluation.texts import start_tokens, windows
+from mindlora.core.errors import ConfigError, RequestError
+from mindlora.core.overrides import split_overrides
+from mindlora.core.text import suggestion
+from mindlora.serving.evaluation.scoring import Passage, ask, score
+from mindlora.serving.evaluation.texts import start_tokens, windows
 from mindlora.serving.request import Sampling
 
 # What lm-eval passes to every model, and nothing here needs: the engine batches by itself, on the device of the YAML.

@@ -6,10 +6,10 @@ import os
 import tempfile
 from typing import Iterator
 
-from mindlora.checks.serving import base_name
-from mindlora.common.overrides import keys_and_texts
-from mindlora.common.yaml_file import read_merged
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
+from mindlora.core.overrides import keys_and_texts
+from mindlora.core.yaml_file import read_merged
+from mindlora.run.checks.serving import base_name
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def check_source(arguments: argparse.Namespace) -> None:
 
 def name_of_base(arguments: argparse.Namespace) -> str:
     """Returns what the base is called unless it is given a name: as the YAML's model, or as the folder."""
-    from mindlora.drafts.folder import name_of_folder
+    from mindlora.run.configs.folder import name_of_folder
 
     asked = dict(keys_and_texts(arguments.overrides)).get("trainer.model_name")
     if asked:
@@ -67,9 +67,9 @@ def yaml_of(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.config is not None:
         yield arguments.config
         return
-    from mindlora.drafts.folder import read_folder
-    from mindlora.drafts.model import served_content
-    from mindlora.drafts.text import yaml_text
+    from mindlora.run.configs.folder import read_folder
+    from mindlora.run.configs.model import served_content
+    from mindlora.run.configs.text import yaml_text
 
     content = served_content(read_folder(arguments.model), _device(arguments))
     with tempfile.TemporaryDirectory(prefix="mindlora-model-") as folder:
@@ -82,7 +82,7 @@ def yaml_of(arguments: argparse.Namespace) -> Iterator[str]:
 def _device(arguments: argparse.Namespace) -> str:
     import mindspore
 
-    from mindlora.drafts.model import CPU, NPU
+    from mindlora.run.configs.model import CPU, NPU
 
     asked = dict(keys_and_texts(arguments.overrides))
     target = asked.get("device_target") or asked.get("context.device_target")

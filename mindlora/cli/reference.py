@@ -6,7 +6,7 @@ from typing import Dict
 
 from mindlora.cli.engine import log_elsewhere, prepare_imports
 from mindlora.cli.verb import Verb, add_command
-from mindlora.plugin.imports import import_mindformers
+from mindlora.training.launch.imports import import_mindformers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +44,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _reference(arguments: argparse.Namespace) -> ReferenceReport:
-    from mindlora.common.fields import COUNT, check_number
+    from mindlora.core.fields import COUNT, check_number
 
     if arguments.batch_size is not None:
         check_number(arguments.batch_size, "--batch-size", COUNT)
     prepare_imports()
     with log_elsewhere(arguments.verbose):
         import_mindformers()
-        from mindlora.plugin.reference import keep_reference
+        from mindlora.training.preference.references import keep_reference
 
         return ReferenceReport(keep_reference(arguments.yaml, arguments.overrides, arguments.batch_size))
 

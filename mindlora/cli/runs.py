@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Tuple
 from mindlora.cli.verb import Verb, add_command
 
 if TYPE_CHECKING:
-    from mindlora.doctor import DoctorReport
-    from mindlora.plan.report import PlanReport
+    from mindlora.cli.doctor import DoctorReport
+    from mindlora.run.plan.report import PlanReport
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
@@ -40,8 +40,8 @@ def _doctor_options(parser):
 
 
 def _doctor(arguments: argparse.Namespace) -> "DoctorReport":
-    from mindlora import doctor
-    from mindlora.errors import ConfigError
+    from mindlora.cli import doctor
+    from mindlora.core.errors import ConfigError
 
     if arguments.devices is not None and not arguments.ascend:
         raise ConfigError("--devices says for how many devices a YAML is compiled: add --ascend.")
@@ -80,9 +80,9 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> "PlanReport":
-    from mindlora.errors import ConfigError
-    from mindlora.plan.report import make_plan
-    from mindlora.plan.units import parse_memory
+    from mindlora.core.errors import ConfigError
+    from mindlora.run.plan.report import make_plan
+    from mindlora.run.plan.units import parse_memory
 
     memory = None if arguments.memory is None else parse_memory(arguments.memory)
     try:
@@ -140,8 +140,8 @@ def _suggest_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _suggest(arguments: argparse.Namespace) -> Any:
-    from mindlora.training.history import read_history
-    from mindlora.training.rank_suggestion import suggest_ranks
+    from mindlora.training.report.history import read_history
+    from mindlora.training.report.rank_suggestion import suggest_ranks
 
     return suggest_ranks(read_history(arguments.run_folder), arguments.budget)
 
@@ -162,7 +162,7 @@ def _plugin_path_options(parser):
 
 def _plugin_path(_: argparse.Namespace) -> PluginPath:
     # Without importing MindFormers, which takes seconds, because this runs inside a shell's $( ).
-    return PluginPath(str(_PACKAGE / "plugin" / "register_path"))
+    return PluginPath(str(_PACKAGE / "training" / "launch" / "register_path"))
 
 
 VERBS = (

@@ -9,7 +9,7 @@ from typing import Any, Tuple
 from mindlora.cli.engine import add_engine_options, build, given_fields, log_elsewhere, read_adapters, say
 from mindlora.cli.model_source import check_source, name_of_base, source_of
 from mindlora.cli.verb import Verb, add_command
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
 
 # Options that are fields of ServerSettings: name, type, metavar, help.
 _LIMITS: Tuple[Tuple[str, Any, str, str], ...] = (

@@ -10,10 +10,10 @@ from typing import Any, Dict, List, Tuple
 import yaml
 
 from mindlora.cli.verb import Verb, add_command
-from mindlora.common import atomic
-from mindlora.common.overrides import read_value
-from mindlora.common.yaml_file import PET, read_yaml, value_at
-from mindlora.errors import ConfigError
+from mindlora.core import atomic
+from mindlora.core.errors import ConfigError
+from mindlora.core.overrides import read_value
+from mindlora.core.yaml_file import PET, read_yaml, value_at
 
 # Option -> the key of an adapter that it sets, and how a folder's name begins where it varies.
 _OPTIONS = {
@@ -86,7 +86,7 @@ def _sweep(arguments: argparse.Namespace) -> SweepReport:
     if os.path.exists(comparison):
         # What an earlier run found must not be taken for what this one finds.
         os.remove(comparison)
-    from mindlora.plugin import launcher
+    from mindlora.training.launch import launcher
 
     resume = ["--resume"] if arguments.resume else []
     exit_code = launcher.main(["--config", path, "--output_dir", output, *resume, *arguments.overrides])

@@ -5,12 +5,12 @@ import contextlib
 import os
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
-from mindlora.base.reader import companions_in
-from mindlora.base.turn_end import TurnEnd, stated_ends
 from mindlora.data.chat_template import ChatTemplate, encode_spans, ends_of_learned, left_out, read_template
 from mindlora.data.conversations import LAYOUT, Conversation, has_nulls, read_conversation, texts_of
 from mindlora.data.conversion import DataReport, Encoded, Examples, UnusableRow
 from mindlora.data.pipeline import Settings, convert_examples
+from mindlora.files.base.reader import companions_in
+from mindlora.files.base.turn_end import TurnEnd, stated_ends
 
 _ENDLESS = (
     "in {} rows, a turn of the assistant ends without a special token: a model may not learn from them when to stop"

@@ -13,12 +13,12 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from mindlora.base.turn_end import token_behind_answer
+from mindlora.core.errors import DataError, TokenizerError
 from mindlora.data import thoughts
 from mindlora.data.conversations import Conversation
 from mindlora.data.conversion import Encoded, UnusableRow
 from mindlora.data.files import read_text
-from mindlora.errors import DataError, TokenizerError
+from mindlora.files.base.turn_end import token_behind_answer
 
 # Where a span of characters begins and ends.
 Span = Tuple[int, int]

@@ -17,11 +17,11 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tu
 import numpy as np
 from tqdm import tqdm
 
-from mindlora.common.text import first_ten
-from mindlora.common.token_ids import IGNORE_TOKEN_ID
+from mindlora.core.errors import DataError
+from mindlora.core.text import first_ten
+from mindlora.core.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.sources import Layout
-from mindlora.errors import DataError
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ import sys
 import zlib
 from typing import Any, Collection, Iterator, List, NamedTuple, Optional
 
-from mindlora.common.git_lfs import refuse_pointer
-from mindlora.common.text import suggestion
-from mindlora.errors import DataError
+from mindlora.core.errors import DataError
+from mindlora.core.git_lfs import refuse_pointer
+from mindlora.core.text import suggestion
 
 # The files of a tokenizer.
 CHARACTERS_PER_CALL = 1 << 20

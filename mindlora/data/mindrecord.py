@@ -7,8 +7,8 @@ from typing import Dict, Iterable, Iterator
 
 import numpy as np
 
+from mindlora.core.errors import DataError
 from mindlora.data.conversion import progress
-from mindlora.errors import DataError
 
 _ROWS_PER_WRITE = 1000
 

@@ -1,4 +1,4 @@
-"""Packing: rows that hold many whole examples, which the model must keep apart (mindlora.training.segment_mask).
+"""Packing: rows that hold many whole examples, which the model must keep apart (mindlora.training.step.segment_mask).
 
 An example begins at each boundary token. Every row of a packed MindRecord names that token in the column ``boundary``,
 int32 [1], so that a run can tell that its data is packed; MindFormers reads only the columns in input_columns.
@@ -9,8 +9,8 @@ from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequenc
 
 import numpy as np
 
+from mindlora.core.errors import DataError
 from mindlora.data.conversion import Encoded
-from mindlora.errors import DataError
 
 
 class Boundary(NamedTuple):

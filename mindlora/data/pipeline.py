@@ -8,8 +8,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Opt
 
 import numpy as np
 
-from mindlora.common import atomic
-from mindlora.common.token_ids import IGNORE_TOKEN_ID
+from mindlora.core import atomic
+from mindlora.core.errors import DataError
+from mindlora.core.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.conversion import (
     DataReport,
@@ -27,7 +28,6 @@ from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord
 from mindlora.data.packing import find_boundary, pack, packed_columns
 from mindlora.data.sources import Source, read_inputs
 from mindlora.data.statistics import check_histogram, draw_lengths, length_statistics
-from mindlora.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)

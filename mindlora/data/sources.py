@@ -5,9 +5,9 @@ import itertools
 import os
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from mindlora.common.text import first_ten, suggestion
+from mindlora.core.errors import DataError
+from mindlora.core.text import first_ten, suggestion
 from mindlora.data.files import ACCEPTED, KINDS, File, Row, bare_name, is_saved_dataset, read_rows
-from mindlora.errors import DataError
 
 
 def _alone(row: Row) -> List[Row]:

@@ -5,9 +5,9 @@ from typing import Optional, Sequence
 
 import numpy as np
 
+from mindlora.core.errors import DataError
 from mindlora.data.conversion import Encoded
 from mindlora.data.packing import Boundary, best_fit
-from mindlora.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)

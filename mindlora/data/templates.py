@@ -4,7 +4,7 @@ import dataclasses
 import string
 from typing import Optional
 
-from mindlora.errors import DataError
+from mindlora.core.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)

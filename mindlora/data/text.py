@@ -5,12 +5,12 @@ from typing import Any, Iterator, List, Optional, Sequence
 
 import numpy as np
 
-from mindlora.common.token_ids import IGNORE_TOKEN_ID
+from mindlora.core.errors import DataError
+from mindlora.core.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.conversion import DataReport, Encoded, RowFormat, check_seq_length, progress
 from mindlora.data.files import CHARACTERS_PER_CALL, pieces, read_text
 from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord, write_rows
-from mindlora.errors import DataError
 
 
 def convert_text(

@@ -6,14 +6,14 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from mindlora.base.reader import BaseCheckpoint
-from mindlora.common import atomic
-from mindlora.common.git_lfs import refuse_pointer
-from mindlora.common.json_files import parse_object
-from mindlora.common.mindformers_version import require_mindformers
-from mindlora.common.text import first_ten
+from mindlora.core import atomic
+from mindlora.core.errors import DataError, TokenizerError
+from mindlora.core.git_lfs import refuse_pointer
+from mindlora.core.json_files import parse_object
+from mindlora.core.mindformers_version import require_mindformers
+from mindlora.core.text import first_ten
 from mindlora.data.files import bare_name, pieces, read_text
-from mindlora.errors import DataError, TokenizerError
+from mindlora.files.base.reader import BaseCheckpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -1,1 +1,1 @@
-"""What models are called: one record for each architecture, and target selection."""
+"""What models are called, and LoraConfig: its variants, and which cells of a model it means. No MindSpore."""

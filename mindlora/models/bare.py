@@ -4,8 +4,9 @@ model.layers.0..."""
 import re
 from typing import Collection, List
 
-from mindlora.models import names, registry
-from mindlora.models.architecture import HF, LEGACY, MCORE, WORLDS, Architecture
+from mindlora.models import names
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.architecture import HF, LEGACY, MCORE, WORLDS, Architecture
 
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 

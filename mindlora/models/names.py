@@ -6,8 +6,8 @@ import itertools
 import re
 from typing import Callable, Dict, Iterable, List, Optional, Tuple
 
-from mindlora.models import registry
-from mindlora.models.architecture import HF, LEGACY, MCORE, WORLDS, Architecture, JoinedCell, ends_in
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.architecture import HF, LEGACY, MCORE, WORLDS, Architecture, JoinedCell, ends_in
 
 
 def to_hugging_face(path: str) -> str:

@@ -5,8 +5,8 @@ import logging
 import re
 from typing import Callable, Collection, List, Mapping, Optional, Sequence, TypeVar, Union
 
-from mindlora.common.text import listed
-from mindlora.errors import TargetError
+from mindlora.core.errors import TargetError
+from mindlora.core.text import listed
 from mindlora.models import names
 
 logger = logging.getLogger("mindlora")

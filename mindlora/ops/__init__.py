@@ -1,6 +1,6 @@
 """The fused operators of LoRA. What each one means: ops/<operator>/README.md in the repository."""
 
-from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
+from mindlora.core.numerics.nf4 import Nf4Array, dequantize, quantize
 from mindlora.ops.backend import BackendReport, Choice, backend_report
 from mindlora.ops.lora_delta import LoraDelta, lora_delta
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias, lora_linear

@@ -18,8 +18,8 @@ from typing import Optional, Tuple
 import mindspore as ms
 from mindspore.common import dtype as mstype
 
-from mindlora.common.operator_library import LIBRARY, file_problem
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
+from mindlora.core.operator_library import LIBRARY, file_problem
 from mindlora.ops import ascend, ascend_pynative
 from mindlora.ops.measured import measured
 

@@ -9,9 +9,9 @@ import os
 from typing import Any, Dict, Optional
 
 from mindlora import __version__
-from mindlora.common import atomic
-from mindlora.common.json_files import parse_object, write_json
-from mindlora.errors import ConfigError
+from mindlora.core import atomic
+from mindlora.core.errors import ConfigError
+from mindlora.core.json_files import parse_object, write_json
 
 # The operators whose kernel can be left out.
 OPERATORS = ("lora_delta", "lora_linear", "nf4_linear", "multi_lora_delta", "multi_lora_slot_write")

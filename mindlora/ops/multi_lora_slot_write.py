@@ -7,7 +7,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, current_cell
 
 _NAMES = ("pool", "packed")

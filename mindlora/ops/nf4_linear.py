@@ -7,12 +7,12 @@ from mindspore.common import dtype as mstype
 from mindspore.ops import functional
 from mindspore.ops.primitive import constexpr
 
-from mindlora.numerics.nf4 import BLOCK, BYTE_VALUES, GROUP, group_size
+from mindlora.core.numerics.nf4 import BLOCK, BYTE_VALUES, GROUP, group_size
 from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
 from mindlora.ops.products import Products
 
 _group_size = constexpr(group_size)
-# The four tensors of a weight, as mindlora.numerics.nf4.quantize makes them.
+# The four tensors of a weight, as mindlora.core.numerics.nf4.quantize makes them.
 WEIGHT_NAMES = ("codes", "absmax", "scales", "offsets")
 WEIGHT_DTYPES = (mstype.uint8, mstype.uint8, mstype.float32, mstype.float32)
 
@@ -21,8 +21,8 @@ class Nf4Linear(OperatorCell):
     r"""y = x W^T with W = absmax' * TABLE[codes], and dx = dy W. W is frozen: its tensors get zero gradients.
 
     absmax' = offset + scale * absmax, with the offset and scale of the block's group. blocks = ceil(K / 64), groups =
-    ceil(N * blocks / 256). mindlora.numerics.nf4.quantize makes the four tensors. On a CPU, groups may be of 1, 2, 4 to
-    256 blocks (mindlora.numerics.nf4.by_row): how many there are tells.
+    ceil(N * blocks / 256). mindlora.core.numerics.nf4.quantize makes the four tensors. On a CPU, groups may be of 1, 2,
+    4 to 256 blocks (mindlora.core.numerics.nf4.by_row): how many there are tells.
 
     The cpu path never holds W whole: about 0.3 MB of it at a time in each thread. The ascend path holds it during a
     product, in the dtype of x: Ascend C decodes, MindSpore's MatMul multiplies, and the backward decodes again. The

@@ -9,7 +9,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.primitive import constexpr
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops import ascend
 from mindlora.ops.backend import ASCEND_OP_TYPES, DTYPES, LIBRARY, OP_TYPES, choose
 from mindlora.ops.cell_with_bprop import CellWithBprop

@@ -79,7 +79,7 @@ class Nf4RoutedExperts(OperatorCell):
     Inputs:
         - **x**, **experts**, **weights** (Tensor) - As in RoutedExperts.
         - **gate_up**, **gate_up_absmax**, **gate_up_scales**, **gate_up_offsets** (Tensor) - The matrix [experts * H,
-          2 I] of all (G_e; U_e)^T, as mindlora.numerics.nf4.quantize makes them.
+          2 I] of all (G_e; U_e)^T, as mindlora.core.numerics.nf4.quantize makes them.
         - **down**, **down_absmax**, **down_scales**, **down_offsets** (Tensor) - That of all D_e^T, [experts * I, H].
         - **gate_up_pool**, **gate_up_ranks**, **gate_up_scale**, **down_pool**, **down_ranks**, **down_scale**,
           **slots** (Tensor) - As in RoutedExperts, which calls the scales of adapters gate_up_scales and down_scales.

@@ -11,8 +11,8 @@ import threading
 import time
 from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
 
-from mindlora.common.text import shown
-from mindlora.errors import AdapterError, AdapterFormatError, LoraError
+from mindlora.core.errors import AdapterError, AdapterFormatError, LoraError
+from mindlora.core.text import shown
 from mindlora.serving.adapter_registry import AdapterRegistry
 
 logger = logging.getLogger("mindlora")

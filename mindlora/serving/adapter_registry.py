@@ -8,8 +8,8 @@ import threading
 import time
 from typing import Callable, Dict, List, Mapping, Optional, Set, Tuple
 
-from mindlora.common.text import shown
-from mindlora.errors import AdapterNotFoundError, ConfigError, RequestError
+from mindlora.core.errors import AdapterNotFoundError, ConfigError, RequestError
+from mindlora.core.text import shown
 
 # Seconds between two looks at the folder's time.
 _PATIENCE = 1.0

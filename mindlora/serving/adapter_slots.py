@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
-from mindlora.errors import RequestError
+from mindlora.core.errors import RequestError
 from mindlora.serving.adapter_memory import AdapterMemory, Counts, Loaded, MemoryStats, Tally
 from mindlora.serving.request import Lease
 

@@ -7,12 +7,12 @@ from typing import List, NamedTuple, NoReturn, Optional, Tuple
 
 import numpy as np
 
-from mindlora.adapters import tied_embeddings
-from mindlora.adapters.adapter import Adapter
-from mindlora.common.text import listed
-from mindlora.errors import ShapeMismatchError, UnexpectedTensorsError
+from mindlora.core.errors import ShapeMismatchError, UnexpectedTensorsError
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.core.text import listed
+from mindlora.files.adapters import tied_embeddings
+from mindlora.files.adapters.adapter import Adapter
 from mindlora.models import names
-from mindlora.numerics.dtypes import to_float32
 
 
 class BaseTables(NamedTuple):

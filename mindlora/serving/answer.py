@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List,
 
 import numpy as np
 
-from mindlora.errors import LoraError
+from mindlora.core.errors import LoraError
 from mindlora.serving.request import Request
 from mindlora.serving.sampling import Sampled
 

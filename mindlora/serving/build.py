@@ -7,17 +7,17 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindlora.adapters.joined_fingerprint import ROW_ORDERS
-from mindlora.adapters.matching import CellShape
-from mindlora.config import Patterns
-from mindlora.load_base import load_base
-from mindlora.nn.adapter_matching import cell_shapes
-from mindlora.nn.base_fingerprint import fingerprints_of, joined_fingerprints_of
-from mindlora.nn.nf4 import NF4Dense, matrix_shape
-from mindlora.nn.tensors import to_array
-from mindlora.nn.tree import weight_of
-from mindlora.numerics.dtypes import BFLOAT16
-from mindlora.quantize import quantize_base
+from mindlora.core.numerics.dtypes import BFLOAT16
+from mindlora.files.adapters.joined_fingerprint import ROW_ORDERS
+from mindlora.files.adapters.matching import CellShape
+from mindlora.models.lora_config import Patterns
+from mindlora.network.adapter_matching import cell_shapes
+from mindlora.network.base_fingerprint import fingerprints_of, joined_fingerprints_of
+from mindlora.network.load_base import load_base
+from mindlora.network.quantize import quantize_base
+from mindlora.network.quantized.nf4 import NF4Dense, matrix_shape
+from mindlora.network.tensors import to_array
+from mindlora.network.tree import weight_of
 from mindlora.serving.adapter_memory import AdapterMemory
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.adapter_slots import AdapterSlots

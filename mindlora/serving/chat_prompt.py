@@ -6,11 +6,11 @@ import json
 import re
 from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequence
 
+from mindlora.core.errors import RequestError, TokenizerError
 from mindlora.data import tokenizers
 from mindlora.data.chat_template import ChatTemplate, read_template
 from mindlora.data.conversations import Conversation
 from mindlora.data.templates import TEMPLATES, prompt_template
-from mindlora.errors import RequestError, TokenizerError
 
 # OpenAI's newer name, which templates do not know.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -11,7 +11,7 @@ from typing import Any, Dict, FrozenSet, List, Sequence, Tuple
 
 import numpy as np
 
-from mindlora.errors import RequestError
+from mindlora.core.errors import RequestError
 
 try:
     import llguidance

@@ -3,9 +3,9 @@
 import logging
 from typing import Any, FrozenSet, Iterable, List, Optional, Sequence, Tuple, Union
 
+from mindlora.core.errors import RequestError
 from mindlora.data import tokenizers
 from mindlora.data.thoughts import FAMILIES
-from mindlora.errors import RequestError
 from mindlora.serving.request import Sampling
 from mindlora.serving.tools import CALL_MARKS
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Dict, List, Optional
 
-from mindlora.errors import RequestError
+from mindlora.core.errors import RequestError
 from mindlora.serving.answer import Stream
 from mindlora.serving.chat_prompt import PromptForm
 from mindlora.serving.engine import Engine

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
-from mindlora.errors import RequestError, ServingError
+from mindlora.core.errors import RequestError, ServingError
 from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
 from mindlora.serving.answer import Piece, Stream, joined
 from mindlora.serving.detokenizer import Detokenizer, Stopping, TextDecoder

@@ -5,8 +5,8 @@ from typing import Tuple
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.errors import ConfigError
-from mindlora.nn.nf4_experts import DecodedWeight
+from mindlora.core.errors import ConfigError
+from mindlora.network.quantized.nf4_experts import DecodedWeight
 from mindlora.ops.multi_lora_delta import MultiLoraDelta
 
 # The limits of multi_lora_delta on Atlas A2 and A3: ops/multi_lora_delta/README.md.

@@ -13,12 +13,12 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
-from mindlora.checks.finding import refuse
-from mindlora.checks.mcore import check_served, family_of
-from mindlora.models import registry
-from mindlora.models.architecture import HF, Architecture
-from mindlora.models.decoder_sizes import DecoderSizes, decoder_sizes
-from mindlora.nn.linears_together import JoinsLinears
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.architecture import HF, Architecture
+from mindlora.models.architectures.decoder_sizes import DecoderSizes, decoder_sizes
+from mindlora.network.serving.linears_together import JoinsLinears
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.mcore import check_served, family_of
 from mindlora.serving.mcore_operators import (
     Dtypes,
     cached_attention,

@@ -10,13 +10,13 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
-from mindlora.errors import ConfigError
-from mindlora.nn.linear_base import LinearBase
-from mindlora.nn.linears_together import JoinsLinears
-from mindlora.nn.multi_lora_dense import MultiLoRADense
-from mindlora.nn.multi_lora_experts import MultiLoRAExperts
-from mindlora.nn.nf4 import NF4Dense
-from mindlora.nn.tree import adapter_path, replace_children, weight_of
+from mindlora.core.errors import ConfigError
+from mindlora.network.cells.linear_base import LinearBase
+from mindlora.network.quantized.nf4 import NF4Dense
+from mindlora.network.serving.linears_together import JoinsLinears
+from mindlora.network.serving.multi_lora_dense import MultiLoRADense
+from mindlora.network.serving.multi_lora_experts import MultiLoRAExperts
+from mindlora.network.tree import adapter_path, replace_children, weight_of
 from mindlora.ops.backend import choose, multiplies_bfloat16
 from mindlora.serving.cpu_cells import CpuAttention, use_cpu_operators
 from mindlora.serving.mcore_network import McoreNetwork, build_mcore

@@ -6,17 +6,17 @@ from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, c
 
 import numpy as np
 
-from mindlora.adapters import expert_pairs, files, matching
-from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects.peft_config import Extras
-from mindlora.adapters.fingerprint import base_difference
-from mindlora.adapters.matching import CellShape
-from mindlora.common.text import listed
-from mindlora.errors import AdapterError, NotFiniteError, RankMismatchError, UnexpectedTensorsError
+from mindlora.core.errors import AdapterError, NotFiniteError, RankMismatchError, UnexpectedTensorsError
+from mindlora.core.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
+from mindlora.core.numerics.pair_shapes import EXPERTS, Shape
+from mindlora.core.text import listed
+from mindlora.files.adapters import expert_pairs, files, matching
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.adapters.dialects.peft_config import Extras
+from mindlora.files.adapters.fingerprint import base_difference
+from mindlora.files.adapters.matching import CellShape
 from mindlora.models import names
-from mindlora.nn.dora import row_norms
-from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
-from mindlora.numerics.pair_shapes import EXPERTS, Shape
+from mindlora.network.variants.dora import row_norms
 from mindlora.serving.adapter_tables import AdapterTables, BaseTables, refuse_served, take_tables
 from mindlora.serving.score_head import ScoreHead, take_score
 

@@ -9,9 +9,9 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from mindlora.common.json_files import parse_object
-from mindlora.common.text import first_ten
-from mindlora.errors import ConfigError, RequestError
+from mindlora.core.errors import ConfigError, RequestError
+from mindlora.core.json_files import parse_object
+from mindlora.core.text import first_ten
 
 # sentence-transformers' names of modes -> ours.
 _MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "first", "cls": "first"}

@@ -4,7 +4,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from mindlora.errors import ServingError
+from mindlora.core.errors import ServingError
 from mindlora.serving.network import FEW_TOKENS
 from mindlora.serving.request import Part, Request
 from mindlora.serving.runner import ModelRunner

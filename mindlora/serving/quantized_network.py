@@ -5,14 +5,14 @@ from typing import Mapping, Tuple
 from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 
-from mindlora.base.convert import in_hugging_face_names
-from mindlora.base.quantized_names import quantized_weights
-from mindlora.base.reader import BaseCheckpoint
-from mindlora.common.text import examples, listed
-from mindlora.errors import ConfigError
-from mindlora.nn.nf4 import NF4Dense
-from mindlora.nn.tree import replace_children
-from mindlora.numerics.nf4 import GROUP, tensor_name
+from mindlora.core.errors import ConfigError
+from mindlora.core.numerics.nf4 import GROUP, tensor_name
+from mindlora.core.text import examples, listed
+from mindlora.files.base.convert import in_hugging_face_names
+from mindlora.files.base.quantized_names import quantized_weights
+from mindlora.files.base.reader import BaseCheckpoint
+from mindlora.network.quantized.nf4 import NF4Dense
+from mindlora.network.tree import replace_children
 from mindlora.serving.mcore_network import McoreNetwork
 from mindlora.serving.mcore_operators import on_cpu
 from mindlora.serving.stacked_experts import WEIGHTS, Nf4StackedExperts, StackedExperts

@@ -4,7 +4,7 @@ from typing import Dict, Optional, Sequence
 
 import numpy as np
 
-from mindlora.errors import ServingError
+from mindlora.core.errors import ServingError
 from mindlora.serving.request import Part, Request
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.score_head import misuse

@@ -6,9 +6,9 @@ import itertools
 import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from mindlora.checks.invocation import last_start
-from mindlora.common.text import shown
-from mindlora.errors import RequestError
+from mindlora.core.errors import RequestError
+from mindlora.core.text import shown
+from mindlora.run.checks.invocation import last_start
 from mindlora.serving.prompt_lookup import PromptLookup
 
 _IDS = itertools.count()

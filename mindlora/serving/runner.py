@@ -6,10 +6,10 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.nn.multi_lora_dense import MultiLoRADense
-from mindlora.nn.repeated_layers import compile_layers_once
-from mindlora.nn.tensors import to_array, to_tensor
-from mindlora.numerics.dtypes import to_float32
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.network.repeated_layers import compile_layers_once
+from mindlora.network.serving.multi_lora_dense import MultiLoRADense
+from mindlora.network.tensors import to_array, to_tensor
 from mindlora.ops.multi_lora_slot_write import MultiLoraSlotWrite
 from mindlora.serving.adapter_tables import AdapterTables, BaseTables
 from mindlora.serving.network import ServedHead, ServedStep, open_embedding, set_stage, takes_few

@@ -6,7 +6,7 @@ from typing import FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from mindlora.errors import RequestError, ServingError
+from mindlora.core.errors import RequestError, ServingError
 from mindlora.serving.request import Sampling
 
 # Values whose maxima or sums are looked at first.

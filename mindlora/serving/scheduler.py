@@ -6,7 +6,7 @@ import itertools
 import time
 from typing import Deque, Hashable, Iterator, List, Optional, Sequence, Tuple
 
-from mindlora.errors import LoraError, QueueFullError, RequestError
+from mindlora.core.errors import LoraError, QueueFullError, RequestError
 from mindlora.serving.adapter_slots import AdapterSlots
 from mindlora.serving.blocks import BlockPool
 from mindlora.serving.fairness import FairQueue

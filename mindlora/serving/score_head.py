@@ -9,10 +9,10 @@ from typing import List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from mindlora.adapters.adapter import Adapter
-from mindlora.errors import AdapterFormatError, RequestError, ShapeMismatchError
-from mindlora.models.llama_classifiers import SCORE
-from mindlora.numerics.dtypes import to_float32
+from mindlora.core.errors import AdapterFormatError, RequestError, ShapeMismatchError
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.models.architectures.llama_classifiers import SCORE
 
 # In an adapter's folder: a list of the labels' names, in the order of their numbers.
 NAMES_FILE = "labels.json"

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Optional, Tuple
 
-from mindlora.common.fields import check_number, dtype_name, whole_numbers
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import check_number, dtype_name, whole_numbers
 
 PRODUCT_DTYPES = ("float32", "bfloat16")
 # The operators that adapters go through take no larger one.

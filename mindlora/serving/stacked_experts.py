@@ -7,10 +7,10 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
 
-from mindlora.nn.multi_lora_experts import MultiLoRAExperts
-from mindlora.nn.nf4 import packed_parameters
-from mindlora.nn.tensors import to_array, to_tensor
-from mindlora.numerics.nf4 import TENSOR_NAMES
+from mindlora.core.numerics.nf4 import TENSOR_NAMES
+from mindlora.network.quantized.nf4 import packed_parameters
+from mindlora.network.serving.multi_lora_experts import MultiLoRAExperts
+from mindlora.network.tensors import to_array, to_tensor
 from mindlora.ops.routed_experts import Nf4RoutedExperts, RoutedExperts
 from mindlora.serving.grouped_experts import GroupedExperts, Nf4GroupedExperts, check_slots
 from mindlora.serving.mcore_operators import Dtypes, on_cpu

@@ -1,1 +1,1 @@
-"""What training needs besides a network: LoRA+'s learning rates, the held-out loss, the loss curve."""
+"""Training with MindFormers: the model, the train step, callbacks, and one folder for each feature."""

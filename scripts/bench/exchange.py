@@ -23,7 +23,10 @@ from mindspore import Parameter, Tensor
 
 from bench import ROOT, exchange_rank
 from bench.common import add_number, child_command
-from mindlora.training.exchange import CPU_RECEIPTS, FlatLayout, Ranks, exchange_settings, make_exchange
+from mindlora.training.exchange.exchange import FlatLayout
+from mindlora.training.exchange.making import make_exchange
+from mindlora.training.exchange.ranks import CPU_RECEIPTS, Ranks
+from mindlora.training.exchange.settings import exchange_settings
 
 METHODS = {
     "dense": {"type": "dense", "local_size": 1},

@@ -127,8 +127,8 @@ def shapes(size: Dict[str, int]) -> Iterator[Tuple[str, Tuple[int, ...]]]:
 
 def make_base(folder: str, size: Dict[str, int], count: int) -> int:
     """Writes the synthetic base in ``count`` files; returns the size of the largest."""
-    from mindlora.formats.safetensors_file import write
-    from mindlora.numerics.dtypes import BFLOAT16, from_float32
+    from mindlora.core.formats.safetensors_file import write
+    from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
 
     values = from_float32(np.random.default_rng(0).normal(0, 0.02, 2**22).astype(np.float32), BFLOAT16)
     os.makedirs(folder)
@@ -157,7 +157,7 @@ def pieces(values: np.ndarray, shape: Tuple[int, ...]) -> Iterator[np.ndarray]:
 
 def make_adapter(folder: str, size: Dict[str, int]) -> None:
     """Writes an adapter in PEFT's form for all seven linear cells of each layer."""
-    from mindlora.formats.safetensors_file import write_arrays
+    from mindlora.core.formats.safetensors_file import write_arrays
 
     rng = np.random.default_rng(1)
     rank = size["rank"]

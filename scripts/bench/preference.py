@@ -68,9 +68,9 @@ def sides(size: Dict[str, int], names: List[str]) -> Dict[str, Callable[[], Any]
     import mindspore as ms
     import numpy as np
 
-    from mindlora.plugin import hooks  # noqa: F401  pet_type lora is mindlora's
-    from mindlora.plugin.graph.preference import preference_loss
-    from mindlora.training.preference import preference_settings
+    from mindlora.training.launch import hooks  # noqa: F401  pet_type lora is mindlora's
+    from mindlora.training.preference.settings import preference_settings
+    from mindlora.training.preference.step import preference_loss
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     ((rows, labels),) = train.batches(size, 1)

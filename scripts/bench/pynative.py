@@ -135,7 +135,7 @@ def child(args: argparse.Namespace, words: List[str]) -> None:
     from mindformers.pynative.trainer import Trainer
 
     if side == OURS:
-        from mindlora.plugin.pynative import hooks  # noqa: F401
+        from mindlora.training.pynative import hooks  # noqa: F401
     Trainer(configuration(data, args)).train()
 
 

@@ -97,8 +97,8 @@ def limit(plan: float) -> float:
 
 def measure_mindlora(size: Size, folder: str, steps: int) -> Dict[str, float]:
     """Returns seconds and bytes of a run of mindlora-run; makes the weights in ``folder``/base and the data."""
-    from mindlora.base.quantize import quantize_checkpoint
-    from mindlora.plan.report import make_plan
+    from mindlora.files.base.quantize import quantize_checkpoint
+    from mindlora.run.plan.report import make_plan
 
     base = os.path.join(folder, "base")
     write_weights(base, size)
@@ -110,7 +110,7 @@ def measure_mindlora(size: Size, folder: str, steps: int) -> Dict[str, float]:
     with open(path, "w", encoding="utf-8") as file:
         yaml.safe_dump(run_yaml(size, base, os.path.join(folder, "rows.mindrecord")), file)
     output = os.path.join(folder, "output")
-    command = [sys.executable, "-m", "mindlora.plugin.launcher", "--config", path, "--output_dir", output]
+    command = [sys.executable, "-m", "mindlora.training.launch.launcher", "--config", path, "--output_dir", output]
     done = finished(command, folder)
     with open(os.path.join(output, "metrics.jsonl"), encoding="utf-8") as file:
         records = [record for record in map(json.loads, file) if "loss" in record]
@@ -121,7 +121,7 @@ def measure_mindlora(size: Size, folder: str, steps: int) -> Dict[str, float]:
 
 def measure_mindformers(size: Size, folder: str) -> Dict[str, float]:
     """Returns seconds and bytes of MindFormers' own LoRA on the same weights and rows."""
-    from mindlora.base.convert import convert_base
+    from mindlora.files.base.convert import convert_base
 
     base = os.path.join(folder, "mindformers.safetensors")
     convert_base(os.path.join(folder, "base"), base, None, "mindformers")
@@ -263,8 +263,8 @@ def write_rows(folder: str, size: Size, count: int) -> None:
 
 def write_weights(folder: str, size: Size) -> None:
     """Writes a Hugging Face folder of a Llama with random weights in bfloat16."""
-    from mindlora.formats.safetensors_file import layout
-    from mindlora.numerics.dtypes import BFLOAT16
+    from mindlora.core.formats.safetensors_file import layout
+    from mindlora.core.numerics.dtypes import BFLOAT16
 
     os.makedirs(folder)
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:

@@ -31,7 +31,7 @@ import time
 from typing import Any, Callable, Dict, Iterator
 
 from bench.common import add_number, limit_operators, load_average
-from mindlora.common.operator_library import load_before_mindspore
+from mindlora.core.operator_library import load_before_mindspore
 
 PEERS = ("peft", "vllm")
 PARTS = ("decode", *PEERS, "nf4", "pools", "adapters", "load", "attention", "product", "border", "mask", "lookup")

@@ -13,8 +13,8 @@ from mindspore import Parameter, Tensor, nn
 
 from bench.common import AGAIN, BASE, WARM_UP, median_ratio, quartiles, spread, take_turns
 from bench.serving_model import Files, Size, mindformers_node, prompts
-from mindlora.load_base import load_base
-from mindlora.nn.multi_lora_dense import MultiLoRADense
+from mindlora.network.load_base import load_base
+from mindlora.network.serving.multi_lora_dense import MultiLoRADense
 from mindlora.serving.engine import Engine
 from mindlora.serving.network import build_network
 from mindlora.serving.request import Lease, Part, Request, Sampling

@@ -11,7 +11,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from bench.serving import THREADS
 from bench.serving_engine import Ratio, compare, timed_step
 from bench.serving_model import Files, Size, prompts
-from mindlora.nn.tensors import to_array
+from mindlora.network.tensors import to_array
 from mindlora.ops.multi_lora_linear import MultiLoraLinear
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rounded_linear import RoundedLinear

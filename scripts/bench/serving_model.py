@@ -9,10 +9,10 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 from safetensors.numpy import save_file
 
-from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
-from mindlora.base.quantize import quantize_checkpoint
-from mindlora.numerics.dtypes import from_float32, named_dtype
+from mindlora.core.numerics.dtypes import from_float32, named_dtype
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.base.quantize import quantize_checkpoint
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.engine import Engine

@@ -73,7 +73,7 @@ def measure(size: Size, folder: str, rates: List[float], together: bool = False)
     path, output = os.path.join(folder, "run.yaml"), os.path.join(folder, "output")
     with open(path, "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file)
-    command = [sys.executable, "-m", "mindlora.plugin.launcher", "--config", path, "--output_dir", output]
+    command = [sys.executable, "-m", "mindlora.training.launch.launcher", "--config", path, "--output_dir", output]
     began, peak = finished(command, folder)
     wall = time.time() - began
     with open(os.path.join(output, *(["a0"] if together else []), "metrics.jsonl"), encoding="utf-8") as file:

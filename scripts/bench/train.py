@@ -115,7 +115,7 @@ def measure_training(size: Dict[str, int], steps: int) -> Tuple[Dict[str, Any], 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     timed = {THEIRS: build(size, lora=True), FULL: build(size, lora=False), AGAIN: build(size, lora=True)}
     compared = {THEIRS: build(PARITY_SIZE, lora=True)}
-    from mindlora.plugin import hooks  # noqa: F401  from here on, pet_type lora is mindlora's
+    from mindlora.training.launch import hooks  # noqa: F401  from here on, pet_type lora is mindlora's
 
     timed[OURS] = build(size, lora=True)
     compared[OURS] = build(PARITY_SIZE, lora=True)
@@ -162,7 +162,7 @@ def watched_steps(cell: Any, inputs: Tuple[Any, ...], in_callback: List[float]) 
     from mindspore.train.callback import RunContext
     from mindspore.train.callback._callback import InternalCallbackParam
 
-    from mindlora.plugin.callbacks import AdapterHealth
+    from mindlora.training.callbacks.registry import AdapterHealth
 
     params = InternalCallbackParam()
     params.update(train_network=cell, cur_step_num=0, epoch_num=1, batch_num=sys.maxsize)
@@ -250,7 +250,7 @@ def train_step(network: Any, learning_rate: float, **wrapper: Any) -> Any:
     """Returns the train step of every side: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
     from mindformers.core.optim import AdamW
 
-    from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
+    from mindlora.training.step.train_step import LoraTrainOneStepCell
 
     network.set_train()
     cell = LoraTrainOneStepCell(

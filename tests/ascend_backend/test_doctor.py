@@ -5,7 +5,7 @@ import os
 import yaml
 
 from mindlora.cli import main
-from mindlora.common.yaml_file import merged, read_yaml
+from mindlora.core.yaml_file import merged, read_yaml
 from tests.conftest import ROOT
 from tests.support.ascend_backend import on_request
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import yaml
 
-from mindlora.training.history import read_history
+from mindlora.training.report.history import read_history
 from tests.conftest import ROOT
 from tests.support.ascend_backend import on_request, run_yaml
 

@@ -8,7 +8,7 @@ from tests.support.ascend_backend.small_runs import QWEN3, Row, small_yaml
 
 LAUNCH = """
 import sys
-import mindlora.plugin.launcher as launcher
+import mindlora.training.launch.launcher as launcher
 sys.exit(launcher.main())
 """
 # MindFormers keeps the model behind another name in the semi-automatic parallel modes.

@@ -5,10 +5,10 @@ They run on request: all of them take half an hour.
 
 import pytest
 
-from mindlora.plan.memory import memory_of
-from mindlora.plan.run import read_run
-from mindlora.plan.trial import try_rank
-from mindlora.plan.units import GIB
+from mindlora.run.plan.memory import memory_of
+from mindlora.run.plan.run import read_run
+from mindlora.run.plan.trial import try_rank
+from mindlora.run.plan.units import GIB
 from tests.support.ascend_backend import on_request
 from tests.support.planner_figures import FIGURES
 

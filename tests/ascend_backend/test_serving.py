@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from mindlora.base.quantize import quantize_checkpoint
+from mindlora.files.base.quantize import quantize_checkpoint
 from tests.conftest import ROOT
 from tests.support.ascend_backend import on_request, run_program
 from tests.support.ascend_backend.printed import printed

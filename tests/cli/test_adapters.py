@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mindlora import cli
-from mindlora.adapters import files as adapter_files
-from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.combine import METHODS
-from mindlora.adapters.dialects.registry import FORMS
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.adapters.combine import METHODS
+from mindlora.files.adapters.dialects.registry import FORMS
 from tests.support import diffusion_adapters
 
 WQ, WV = "model.layers.0.attention.wq", "model.layers.1.attention.wv"

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from mindlora.adapters import files
 from mindlora.cli import main
+from mindlora.files.adapters import files
 from tests.support import sharded_runs
 from tests.support.sharded_runs import Scheme
 

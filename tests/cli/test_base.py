@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindlora import cli
-from mindlora.formats.safetensors_file import TensorFile, write_arrays
+from mindlora.core.formats.safetensors_file import TensorFile, write_arrays
 from tests.conftest import ROOT
 
 Q, WQ = "model.layers.0.self_attn.q_proj", "model.layers.0.attention.wq"

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from mindlora import cli
-from mindlora.common.yaml_file import read_yaml
+from mindlora.core.yaml_file import read_yaml
 from tests.conftest import ROOT
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base

@@ -7,7 +7,7 @@ import pytest
 
 from mindlora import cli
 from mindlora.cli.engine import add_engine_options, read_adapters
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
 from tests.support.scripted_engine import write_adapter
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mindlora import cli
 from mindlora.data.mindrecord import write_mindrecord
-from mindlora.training.history import read_history
+from mindlora.training.report.history import read_history
 from tests.conftest import in_mode
 from tests.support import tiny_serving
 from tests.support.histories import write_history

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mindlora.cli import main
-from mindlora.plugin import launcher
+from mindlora.training.launch import launcher
 
 CONFIG = {
     "run_mode": "finetune",

@@ -7,6 +7,6 @@ import pytest
 def _cpu(mindformers, graph_mode):
     import mindspore as ms
 
-    import mindlora.plugin.hooks  # noqa: F401
+    import mindlora.training.launch.hooks  # noqa: F401
 
     ms.set_context(device_target="CPU")

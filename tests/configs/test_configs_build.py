@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from mindlora import LoRADense
-from mindlora.nn.nf4 import parameter_count
-from mindlora.nn.tree import lora_cells
+from mindlora.network.quantized.nf4 import parameter_count
+from mindlora.network.tree import lora_cells
 from tests.support.config_files import (
     ATTENTION,
     LEAVES,

@@ -26,8 +26,8 @@ def test_every_key_is_known(path, mindformers):
     from mindformers.tools.register.template import CONFIG_NAME_TO_CLASS
     from mindformers.wrapper import MFTrainOneStepCell
 
-    from mindlora.checks.pet_config import PetLoraConfig
-    from mindlora.plugin import callbacks as ours
+    from mindlora.run.checks.pet_config import PetLoraConfig
+    from mindlora.training.callbacks import registry as ours
 
     given = merged(path)
     model = given["model"]["model_config"]
@@ -57,7 +57,7 @@ def test_the_official_launcher_finds_mindlora_by_one_line(path):
     assert text.count("    # auto_register: bridge.LlamaConfig\n") == 1
     given = yaml.safe_load(text.replace("# auto_register", "auto_register"))
     assert given["model"]["model_config"]["auto_register"] == "bridge.LlamaConfig"
-    assert os.path.exists(os.path.join(ROOT, "mindlora", "plugin", "register_path", "bridge.py"))
+    assert os.path.exists(os.path.join(ROOT, "mindlora", "training", "launch", "register_path", "bridge.py"))
 
 
 # The header comment of a YAML
@@ -119,8 +119,7 @@ def test_the_memory_is_what_its_factors_make(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_the_commands_are_ones_that_we_have(path, monkeypatch):
     from mindlora import cli
-    from mindlora.plugin import launcher
-    from mindlora.plugin.launching import preflight
+    from mindlora.training.launch import launcher, preflight
 
     monkeypatch.chdir(ROOT)
     seen = 0

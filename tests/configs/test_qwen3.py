@@ -5,12 +5,11 @@ import re
 
 import pytest
 
-from mindlora.models.registry import by_model_type
-from mindlora.nn.nf4 import parameter_count
-from mindlora.nn.tree import lora_cells
-from mindlora.plan.run import read_run
-from mindlora.plugin import launcher
-from mindlora.plugin.launching import preflight
+from mindlora.models.architectures.registry import by_model_type
+from mindlora.network.quantized.nf4 import parameter_count
+from mindlora.network.tree import lora_cells
+from mindlora.run.plan.run import read_run
+from mindlora.training.launch import launcher, preflight
 from tests.configs.test_configs_build import build, callbacks, train_step
 from tests.configs.test_configs_text import arguments, commands, merged, number
 from tests.conftest import ROOT
@@ -115,7 +114,7 @@ def test_its_keys_are_known_and_its_commands_are_ones_that_we_have(path, monkeyp
     from mindformers.wrapper import MFTrainOneStepCell
 
     from mindlora import cli
-    from mindlora.checks.pet_config import PetLoraConfig
+    from mindlora.run.checks.pet_config import PetLoraConfig
 
     given = merged(path)
     assert set(given["model"]["model_config"]["pet_config"]) <= arguments(PetLoraConfig) | {"pet_type"}

@@ -6,12 +6,12 @@ import pathlib
 import numpy as np
 import pytest
 
+from mindlora.core.errors import DataError
 from mindlora.data import tokenizers
 from mindlora.data.alpaca import LAYOUT, convert_alpaca, row_problem
 from mindlora.data.conversion import IGNORE_TOKEN_ID, Encoded
 from mindlora.data.sources import read_inputs
 from mindlora.data.templates import prompt_template
-from mindlora.errors import DataError
 from tests.support.instruction_rows import (
     CHINESE,
     ENGLISH,

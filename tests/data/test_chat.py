@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from mindlora.core.errors import DataError, TokenizerError
 from mindlora.data import tokenizers
 from mindlora.data.chat import convert_chat
 from mindlora.data.conversion import IGNORE_TOKEN_ID
-from mindlora.errors import DataError, TokenizerError
 from tests.support.chat_templates import CHATML, DIALOGUE, HERMES_TOOLS, MISTRAL, THINKING, chat_tokenizer
 from tests.support.instruction_rows import as_jsonl, learned, names, read_back
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from mindlora.core.errors import DataError, TokenizerError
 from mindlora.data.chat import ChatExamples
 from mindlora.data.chat_template import read_template
 from mindlora.data.conversations import read_conversation
 from mindlora.data.conversion import UnusableRow
-from mindlora.errors import DataError, TokenizerError
 from tests.support.chat_templates import (
     CHATML,
     DIALOGUE,

@@ -6,8 +6,8 @@ import signal
 import numpy as np
 import pytest
 
+from mindlora.core.errors import DataError
 from mindlora.data.mindrecord import write_mindrecord
-from mindlora.errors import DataError
 from tests.support import tiny_runs
 from tests.support.instruction_rows import names, read_back
 

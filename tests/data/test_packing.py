@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore.dataset import MindDataset
 
+from mindlora.core.errors import DataError
 from mindlora.data.alpaca import convert_alpaca
 from mindlora.data.conversion import Encoded
 from mindlora.data.packing import Boundary, best_fit, example_ends, find_boundary, pack, packed_columns
-from mindlora.errors import DataError
 from tests.support.instruction_rows import BOS, CHINESE, ENGLISH, EOS, PAD, as_json
 
 OF_ITS_OWN, PADDING = Boundary(BOS, is_padding=False), Boundary(PAD, is_padding=True)

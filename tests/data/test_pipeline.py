@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from mindlora.core.errors import DataError
 from mindlora.data.alpaca import convert_alpaca
 from mindlora.data.pipeline import drawn_counts, mix
-from mindlora.errors import DataError
 from tests.support.instruction_rows import as_jsonl, learned, read_back
 
 

@@ -8,10 +8,10 @@ import pyarrow
 import pytest
 from pyarrow import csv, parquet
 
+from mindlora.core.errors import DataError
 from mindlora.data.alpaca import LAYOUT
 from mindlora.data.conversations import LAYOUT as CHAT
 from mindlora.data.sources import read_inputs
-from mindlora.errors import DataError
 from tests.support.instruction_rows import CHINESE, ENGLISH, as_json, as_jsonl
 
 MULTILINE = {"instruction": 'Say "a, b".\nTwice.', "input": "", "output": "a, b\na, b\u2028c"}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mindlora.cli import main
+from mindlora.core.errors import DataError
 from mindlora.data.conversion import Encoded
 from mindlora.data.packing import Boundary
 from mindlora.data.statistics import length_statistics
-from mindlora.errors import DataError
 from tests.support.instruction_rows import CHINESE, ENGLISH, as_json, names
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -2,8 +2,8 @@
 
 import pytest
 
+from mindlora.core.errors import DataError
 from mindlora.data.templates import prompt_template
-from mindlora.errors import DataError
 
 
 def test_templates():

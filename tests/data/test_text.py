@@ -5,11 +5,11 @@ import gzip
 import numpy as np
 import pytest
 
+from mindlora.core.errors import DataError
 from mindlora.data import text as text_data
 from mindlora.data import tokenizers
 from mindlora.data.conversion import IGNORE_TOKEN_ID
 from mindlora.data.text import convert_text
-from mindlora.errors import DataError
 from tests.support.instruction_rows import PAD, read_back
 
 

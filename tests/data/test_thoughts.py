@@ -4,7 +4,7 @@ import pytest
 
 from mindlora.data.chat import ChatExamples
 from mindlora.data.conversion import UnusableRow
-from mindlora.data.preference import PreferenceExamples
+from mindlora.training.preference.conversion import PreferenceExamples
 from tests.support.chat_templates import CHATML, OPENING, THINKING, chat_tokenizer, runs
 
 QUESTION = {"role": "user", "content": "2+2?"}

@@ -9,12 +9,12 @@ import shutil
 import numpy as np
 import pytest
 
+from mindlora.core.errors import DataError, TokenizerError
 from mindlora.data import tokenizers
 from mindlora.data.alpaca import convert_alpaca
 from mindlora.data.conversion import IGNORE_TOKEN_ID
 from mindlora.data.text import convert_text
 from mindlora.data.tokenizers import SPECIAL_TOKENS, Vocabulary
-from mindlora.errors import DataError, TokenizerError
 from tests.support.instruction_rows import BOS, CHINESE, ENGLISH, EOS, PAD, UNK, as_json, learned, names, read_back
 from tests.support.llama_checkpoints import HIDDEN, llama, save_base
 

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mindlora.training.history import read_history
+from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
 from tests.support.runs import files, succeeded
 

@@ -9,16 +9,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from mindlora import load_lora
-from mindlora.adapters import files
-from mindlora.adapters.dialects.peft_config import Extras
-from mindlora.nn.tree import lora_cells
-from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell, held_out_loss
-from mindlora.plugin.callbacks.sample_answers import greedy_answers
+from mindlora.files.adapters import files
+from mindlora.files.adapters.dialects.peft_config import Extras
+from mindlora.network.tree import lora_cells
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
-from mindlora.training.history import read_history
+from mindlora.training.callbacks.sample_answers import greedy_answers
+from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
+from mindlora.training.report.history import read_history
 from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
 from tests.support.ranks import run_ranks

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import yaml
 
-from mindlora.adapters import files
 from mindlora.data.mindrecord import write_mindrecord
-from mindlora.training.history import read_history
+from mindlora.files.adapters import files
+from mindlora.training.report.history import read_history
 from tests.e2e.test_guarded_runs import POISONED
 from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs

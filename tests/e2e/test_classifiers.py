@@ -8,12 +8,12 @@ import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from mindlora.adapters import files
-from mindlora.training.history import read_history
+from mindlora.files.adapters import files
+from mindlora.training.report.history import read_history
 from tests.support import stories260k
 from tests.support.runs import ROOT, python, succeeded
 
-PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.plugin.launcher"}
+PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
 PAGE = ROOT / "docs" / "classifiers.md"
 
 

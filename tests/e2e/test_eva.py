@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from mindlora.adapters import files
+from mindlora.files.adapters import files
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, launch, python, succeeded
 
 

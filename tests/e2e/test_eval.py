@@ -7,11 +7,11 @@ import shlex
 import pytest
 import yaml
 
-from mindlora.training.history import read_history
+from mindlora.training.report.history import read_history
 from tests.support import stories260k
 from tests.support.runs import ROOT, python, succeeded
 
-PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.plugin.launcher"}
+PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
 BUDGET = 0.3
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mindlora.numerics.dtypes import BFLOAT16, from_float32
+from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HIDDEN, HUGGING_FACE, llama, save_base
 from tests.support.runs import ROOT, python, succeeded
 
 VOCABULARY = 384
-PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.plugin.launcher"}
+PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
 
 
 def commands(first, last):

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from mindlora.training.history import read_history
+from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
 from tests.support.runs import SIZES, write_rows
 

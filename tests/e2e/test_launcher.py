@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mindlora import load_lora
-from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell, held_out_loss
+from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import (
     LORA_YAML,

@@ -10,8 +10,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from mindlora.base.quantize import quantize_checkpoint
-from mindlora.training.history import read_history
+from mindlora.files.base.quantize import quantize_checkpoint
+from mindlora.training.report.history import read_history
 from tests.support.runs import (
     LAUNCHER,
     LORA_YAML,

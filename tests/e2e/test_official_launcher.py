@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import LORA_YAML, ROOT, SIZES, files, python, succeeded
 
-REGISTER_PATH = str(ROOT / "mindlora" / "plugin" / "register_path")
+REGISTER_PATH = str(ROOT / "mindlora" / "training" / "launch" / "register_path")
 
 # What MindFormers' run_mindformer.py does with --config, --register_path and run_mode finetune.
 OFFICIAL = """

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mindlora.data.mindrecord import write_mindrecord
-from mindlora.training.history import read_history
+from mindlora.training.report.history import read_history
 from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
 from tests.support.ranks import run_ranks
@@ -136,7 +136,7 @@ def test_the_commands_of_the_page_train_on_a_kept_reference(kept):
     reference, training = (shlex.split(line) for line in block.replace("\\\n", " ").splitlines())
     # The first one is what made ``kept``, whose run.yaml does not say yet that the reference is there.
     assert reference == ["mindlora", "reference", "run.yaml"] and training.pop(0) == "mindlora-run"
-    succeeded(python(["-m", "mindlora.plugin.launcher", *training], kept))
+    succeeded(python(["-m", "mindlora.training.launch.launcher", *training], kept))
     assert len(read_history(str(kept / "output")).steps) == STEPS
 
 

@@ -6,12 +6,12 @@ import shlex
 import pytest
 import yaml
 
-from mindlora.training.history import read_history
+from mindlora.training.report.history import read_history
 from tests.support import stories260k
 from tests.support.runs import ROOT, python, succeeded
 
 PROMPT = "Once upon a time, Ben saw a red ball at home."
-PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.plugin.launcher"}
+PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
 
 
 def blocks(kind):

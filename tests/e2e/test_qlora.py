@@ -7,7 +7,7 @@ from mindspore import nn
 from safetensors.numpy import load_file
 
 from mindlora import load_lora
-from mindlora.adapters import files as adapter_files
+from mindlora.files.adapters import files as adapter_files
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import evaluated, launch, launch_refused, loss_of, python, step_losses, succeeded, write_rows
 

@@ -44,7 +44,7 @@ def test_the_loss_on_held_out_dialogues_falls(tmp_path):
 
     _run(
         tmp_path,
-        "mindlora.plugin.launcher",
+        "mindlora.training.launch.launcher",
         "--config",
         LORA_YAML,
         "--output_dir",

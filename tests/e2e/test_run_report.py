@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindlora.training.history import read_history
+from mindlora.training.report.history import read_history
 from tests.support.runs import ROWS, SEQUENCE, step_losses
 
 

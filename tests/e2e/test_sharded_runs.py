@@ -6,13 +6,13 @@ import os
 import numpy as np
 import pytest
 
-from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.sharding.gather import gather_adapter
-from mindlora.adapters.sharding.scatter import scatter_adapter
-from mindlora.formats import strategy_file
-from mindlora.formats.strategy_file import Layout
-from mindlora.numerics.dtypes import BFLOAT16, from_float32
+from mindlora.core.formats import strategy_file
+from mindlora.core.formats.strategy_file import Layout
+from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.adapters.sharding.gather import gather_adapter
+from mindlora.files.adapters.sharding.scatter import scatter_adapter
 from tests.support import sharded_ranks
 from tests.support.ranks import run_ranks
 from tests.support.sharded_ranks import ALPHA, CELLS, name_of, whole_tensors

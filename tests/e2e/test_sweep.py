@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from mindlora.training.history import read_history
+from mindlora.training.report.history import read_history
 from tests.support import stories260k
 from tests.support.runs import ROOT, python, succeeded
 

@@ -6,9 +6,9 @@ import mindspore as ms
 import numpy as np
 
 from mindlora import load_lora
-from mindlora.adapters import files as adapter_files
-from mindlora.config.variants.dora import DORA
-from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell, held_out_loss
+from mindlora.files.adapters import files as adapter_files
+from mindlora.models.variants.dora import DORA
+from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import LORA_YAML, evaluated, launch, loss_of, read_yaml, step_losses, succeeded, write_yaml
 

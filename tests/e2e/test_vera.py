@@ -5,8 +5,8 @@ import json
 import numpy as np
 
 from mindlora import load_lora
-from mindlora.adapters import files as adapter_files
-from mindlora.numerics.vera_projection import projection
+from mindlora.core.numerics.vera_projection import projection
+from mindlora.files.adapters import files as adapter_files
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import evaluated, launch, loss_of, step_losses, succeeded
 

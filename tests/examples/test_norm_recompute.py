@@ -6,8 +6,8 @@ import pytest
 from mindspore import nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base
-from mindlora.errors import TargetError
-from mindlora.nn.tree import lora_cells
+from mindlora.core.errors import TargetError
+from mindlora.network.tree import lora_cells
 from tests.support.networks import randomize
 from tests.support.saved_tensors import compiled_graph, saved_tensors
 from tests.support.small_unet import NormActivation, ResnetBlock2D, recompute_norm_activation, small_unet

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mindlora.models import registry
-from mindlora.models.architecture import HF, LEGACY, MCORE
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
 from mindlora.models.bare import missing_prefix, with_prefix
 
 ARCHITECTURES = [(architecture, world) for architecture in registry.ARCHITECTURES for world in (HF, LEGACY)]

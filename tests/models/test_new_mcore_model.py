@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 import yaml
 
-from mindlora.base.convert import convert_base
-from mindlora.base.reader import BaseCheckpoint
-from mindlora.checks.finding import refuse
-from mindlora.checks.mcore import check_mcore
-from mindlora.checks.targets import check_targets
 from mindlora.cli import main
-from mindlora.config import LoraConfig
-from mindlora.errors import ConfigError
-from mindlora.formats.safetensors_file import write_arrays
-from mindlora.models import names, registry
-from mindlora.models.architecture import Architecture, JoinedCell, Names, ParameterSize
-from mindlora.models.attention import Attention
-from mindlora.models.joined_rows import PartAfterPart
-from mindlora.plan.memory import kv_cache_per_token
-from mindlora.plan.run import read_run
+from mindlora.core.errors import ConfigError
+from mindlora.core.formats.safetensors_file import write_arrays
+from mindlora.files.base.convert import convert_base
+from mindlora.files.base.reader import BaseCheckpoint
+from mindlora.models import names
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.architecture import Architecture, JoinedCell, Names, ParameterSize
+from mindlora.models.architectures.attention import Attention
+from mindlora.models.architectures.joined_rows import PartAfterPart
+from mindlora.models.lora_config import LoraConfig
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.mcore import check_mcore
+from mindlora.run.checks.targets import check_targets
+from mindlora.run.plan.memory import kv_cache_per_token
+from mindlora.run.plan.run import read_run
 
 HIDDEN, INNER, VOCABULARY, LAYERS = 8, 12, 20, 2
 # End of a path in mcore -> (out, in) in each layer.

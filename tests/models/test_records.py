@@ -5,10 +5,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
-from mindlora.checks.model import described_network
-from mindlora.models import names, registry
-from mindlora.nn.description import describe
-from mindlora.nn.tree import lora_cells
+from mindlora.models import names
+from mindlora.models.architectures import registry
+from mindlora.network.description import describe
+from mindlora.network.tree import lora_cells
+from mindlora.run.checks.model import described_network
 from tests.support.chatglm_networks import CHATGLM, chatglm
 from tests.support.mcore_networks import TINY, tiny_deepseek_v3, tiny_qwen3, tiny_qwen3_moe
 

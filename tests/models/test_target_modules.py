@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindlora.errors import LoraError, TargetError
+from mindlora.core.errors import LoraError, TargetError
 from mindlora.models.target_modules import _split_alternatives, select_targets
 
 LEAVES = [

@@ -13,8 +13,8 @@ import mindspore as ms
 import pytest
 from mindspore.ops.operations import custom_ops
 
-from mindlora.errors import BackendError
-from mindlora.nn.low_rank import ComposedLowRank, FusedLowRank, pick_low_rank
+from mindlora.core.errors import BackendError
+from mindlora.network.cells.low_rank import ComposedLowRank, FusedLowRank, pick_low_rank
 from mindlora.ops import (
     LoraDelta,
     MultiLoraSlotWrite,

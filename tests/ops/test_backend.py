@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindlora.errors import BackendError, LoraError
+from mindlora.core.errors import BackendError, LoraError
 from mindlora.ops import LoraDelta, backend, backend_report, build, operator_cell
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rotary_embedding import RotaryEmbedding

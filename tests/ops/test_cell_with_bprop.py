@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-import mindlora.nn.registry  # noqa: F401
-from mindlora.errors import BackendError
-from mindlora.nn.nf4_experts import DecodedWeight
+import mindlora.network.registry  # noqa: F401
+from mindlora.core.errors import BackendError
+from mindlora.network.quantized.nf4_experts import DecodedWeight
 from mindlora.ops import (
     LoraDelta,
     LoraLinear,
@@ -33,7 +33,7 @@ SEED, RATE = np.int32([7]), np.float32([0.3])
 
 
 # Whose cells are put into networks in graph mode alone.
-GRAPH_MODE_ALONE = ("mindlora.nn.broadcasting", "mindlora.plugin.graph.")
+GRAPH_MODE_ALONE = ("mindlora.network.cells.broadcasting", "mindlora.training.model.")
 
 
 def floats(*shapes):

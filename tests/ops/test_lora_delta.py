@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops import LoraDelta, lora_delta
 from tests.support.fewer_cases import each_once
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, rounded, tensor, values

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout, LoraDropout, lora_dropout
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, rounded, tensor, values
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops import LoraLinear, LoraLinearWithBias, lora_linear
 from tests.support.fewer_cases import each_once, pairs_with
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, tensor, values

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops.masked_attention import MaskedAttention
 from tests.support.finite_differences import finite_differences
 from tests.support.native import assert_near, call, normal, refused_by_kernel, values

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from mindlora import __version__
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
 from mindlora.ops import backend, measured
 
 COMPOSED = {"nf4_linear": "the kernel does not hold in float16"}
@@ -110,7 +110,7 @@ def test_a_kernel_that_does_not_hold_is_not_taken_unless_it_is_asked_for(tmp_pat
 
 
 def test_the_border_of_one_pass_is_the_measured_one(tmp_path):
-    from mindlora.nn.low_rank import _one_pass_tokens
+    from mindlora.network.cells.low_rank import _one_pass_tokens
 
     assert (_one_pass_tokens("ascend"), _one_pass_tokens("cpu")) == (8, 64)
     measured.adopt(report(tmp_path))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops import multi_lora_delta, multi_lora_slot_write, pack_adapter
 from tests.support.native import DTYPES, call, normal, refused_by_kernel, tensor, values
 from tests.support.op_paths import PATHS

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora.errors import BackendError
-from mindlora.numerics.nf4 import by_row
+from mindlora.core.errors import BackendError
+from mindlora.core.numerics.nf4 import by_row
 from mindlora.ops import Nf4Linear, Nf4LinearWithBias, nf4_linear, quantize
 from tests.support.fewer_cases import each_once, pairs_with
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, tensor, values

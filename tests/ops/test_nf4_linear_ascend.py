@@ -12,7 +12,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import constexpr
 
-from mindlora.nn.nf4 import NF4Dense
+from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.ops import Nf4Linear, Nf4LinearWithBias, backend, operator_cell, quantize
 from tests.support.fewer_cases import pairs_with
 from tests.support.native import assert_near, normal, tensor, values

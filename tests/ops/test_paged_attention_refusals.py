@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops.paged_attention import PagedAttention
 from tests.support.attention_batches import NAMES, Sequences
 from tests.support.native import refused_by_kernel

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops import Nf4Array, dequantize, quantize
 from mindlora.ops.rounded_linear import RoundedLinear
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, tensor, values

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.ops.rounded_linear import RoundedLinear, RoundedLinears
 from tests.ops.test_rounded_linear import Case
 from tests.support.native import values

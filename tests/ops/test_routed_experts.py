@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora.errors import BackendError
-from mindlora.numerics.nf4 import dequantize, quantize
+from mindlora.core.errors import BackendError
+from mindlora.core.numerics.nf4 import dequantize, quantize
 from mindlora.ops.routed_experts import Nf4RoutedExperts, RoutedExperts
 from tests.support.native import DTYPES, assert_near, call, normal, refused_by_kernel, values
 

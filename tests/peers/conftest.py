@@ -71,7 +71,7 @@ def checkpoints(made, tmp_path_factory):
 
     ``tied`` is whether lm_head.weight is left out, by default where the model's embeddings are tied.
     """
-    from mindlora.base.convert import convert_base
+    from mindlora.files.base.convert import convert_base
 
     folder = tmp_path_factory.mktemp("checkpoints")
 

@@ -8,8 +8,8 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
-from mindlora.nn.tree import lora_cells
-from mindlora.training.rank_budget import RankBudget
+from mindlora.network.tree import lora_cells
+from mindlora.training.adalora.rank_budget import RankBudget
 from tests.support.networks import randomize
 
 SIZES = ((7, 5), (5, 6))

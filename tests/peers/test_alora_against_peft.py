@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
-from mindlora.adapters import files as adapter_files
-from mindlora.adapters.dialects.peft_config import Extras
-from mindlora.nn.invocation import FIELD
-from mindlora.nn.tree import lora_cells
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.adapters.dialects.peft_config import Extras
+from mindlora.network.invocation import FIELD
+from mindlora.network.tree import lora_cells
 from tests.conftest import in_mode
 from tests.peers.test_load_from_peft import key_of
 from tests.support.networks import randomize

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mindlora.base.convert import convert_base
+from mindlora.files.base.convert import convert_base
 from tests.support.peers import cases
 
 # What a MindFormers YAML says of the models in cases.MODELS and the tensors do not show.

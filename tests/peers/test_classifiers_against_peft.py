@@ -6,7 +6,7 @@ import pytest
 from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
-from mindlora.load_base import load_base
+from mindlora.network.load_base import load_base
 from tests.peers.conftest import TOKENS, llama_keys
 from tests.support.peers import cases
 from tests.support.peers.peer import read_json
@@ -37,7 +37,7 @@ def make_classifier(model, make_llama):
     def make(task, labels=LABELS):
         from mindformers import LlamaConfig
 
-        from mindlora.plugin.graph import classifiers
+        from mindlora.training.classifier import model as classifiers
         from tests.support.cpu_llama import ON_CPU
 
         folder, keys = model
@@ -100,8 +100,9 @@ def test_an_adapter_of_a_new_head_scores_in_peft_as_here(task, model, peer, make
 
 
 def test_a_pair_is_compared_by_the_rewards_that_peft_gives(model, peer, make_classifier, tmp_path, pynative_mode):
-    from mindlora.plugin.graph.preference import preference_loss
-    from mindlora.training.preference import preference_measures, preference_settings
+    from mindlora.training.preference.loss import preference_measures
+    from mindlora.training.preference.settings import preference_settings
+    from mindlora.training.preference.step import preference_loss
 
     adapter = tmp_path / "adapter"
     peer.make_classifier_adapter(model=model[0], folder=adapter, task="SEQ_CLS", labels=1, config=LORA)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mindlora import load_lora
-from mindlora.adapters import files as adapter_files
-from mindlora.adapters.combine import combine_adapters
-from mindlora.adapters.dialects import peft
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.adapters.combine import combine_adapters
+from mindlora.files.adapters.dialects import peft
 from tests.support.peers.peer import arrays
 
 # Two with equal ranks but different alphas and targets; then one of another rank.

@@ -7,7 +7,7 @@ from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
-from mindlora.merge import merge_lora
+from mindlora.network.merge import merge_lora
 from tests.support.networks import WeightedSum
 from tests.support.peers import cases
 from tests.support.peers.peer import arrays, read_json, stored

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mindlora.adapters import files as adapter_files
-from mindlora.base.convert import convert_base
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.base.convert import convert_base
 from mindlora.models import names
 from tests.support.peers import cases
 from tests.support.peers.peer import stored

@@ -5,9 +5,9 @@ import os
 import numpy as np
 import pytest
 
-from mindlora.adapters import files as adapter_files
-from mindlora.adapters.convert import convert_adapter
-from mindlora.models import diffusion
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.adapters.convert import convert_adapter
+from mindlora.models.architectures import diffusion
 
 # Where alpha differs from the rank; "conv1" and "ff.net.0.proj" have ranks of their own.
 ALPHAS = {"conv1": 1.5, "to_q": 7, "up_blocks.1.resnets.0.conv1": 9}

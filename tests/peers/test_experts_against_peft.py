@@ -9,11 +9,11 @@ from mindspore import Tensor
 from safetensors.numpy import save_file
 
 from mindlora import LoraConfig, apply_lora, load_lora, resize_adapter, save_lora
-from mindlora.adapters import expert_pairs
-from mindlora.adapters import files as adapter_files
-from mindlora.adapters.adapter import Adapter
-from mindlora.base.convert import convert_base
-from mindlora.nn.tree import lora_cells
+from mindlora.files.adapters import expert_pairs
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.base.convert import convert_base
+from mindlora.network.tree import lora_cells
 from tests.support import moe_cpu
 from tests.support.mcore_networks import arrays, tokens
 from tests.support.moe_networks import QWEN3_MOE, changed_weight, tiny_moe

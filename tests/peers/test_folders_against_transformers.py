@@ -8,10 +8,10 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from mindlora import cli
-from mindlora.base.convert import convert_base
+from mindlora.cli.doctor.examination import check_yaml
 from mindlora.data.tokenizers import fit_tokenizer
-from mindlora.doctor.examination import check_yaml
-from mindlora.load_base import load_base
+from mindlora.files.base.convert import convert_base
+from mindlora.network.load_base import load_base
 from tests.support import moe_cpu
 from tests.support.mcore_networks import mcore_context
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mindlora import LoraConfig, apply_lora, freeze_base, initialize_adapters, load_lora, save_lora
-from mindlora.errors import MissingTensorsError
+from mindlora.core.errors import MissingTensorsError
 from mindlora.models import names
-from mindlora.nn import tree
+from mindlora.network import tree
 from tests.support import networks
 from tests.support.peers.peer import arrays, read_json
 

@@ -11,13 +11,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.convert import Heads, convert_adapter
-from mindlora.adapters.dialects.peft import WEIGHTS_FILE
-from mindlora.base import llama_cpp_vocabulary
-from mindlora.base.merge import merge_checkpoint
-from mindlora.errors import AdapterError
+from mindlora.core.errors import AdapterError
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.adapters.convert import Heads, convert_adapter
+from mindlora.files.adapters.dialects.peft import WEIGHTS_FILE
+from mindlora.files.base import llama_cpp_vocabulary
+from mindlora.files.base.merge import merge_checkpoint
 from mindlora.models import names
 from tests.peers.conftest import TOKENS
 from tests.peers.test_folders_against_transformers import LEGACY, MCORE, SIZES

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mindlora.errors import LoraError
+from mindlora.core.errors import LoraError
 from tests.support import served_llama
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.runs import environment

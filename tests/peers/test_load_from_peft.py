@@ -6,7 +6,7 @@ import pytest
 
 from mindlora import apply_lora, freeze_base, load_lora, save_lora
 from mindlora.models import names
-from mindlora.nn import tree
+from mindlora.network import tree
 from tests.support.peers import cases, trained
 from tests.support.peers.peer import arrays, stored
 

@@ -9,8 +9,8 @@ from mindspore import Tensor
 from safetensors.numpy import save_file
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
-from mindlora.base.convert import convert_base
-from mindlora.nn.tree import lora_cells
+from mindlora.files.base.convert import convert_base
+from mindlora.network.tree import lora_cells
 from tests.support import mcore_cpu
 from tests.support.mcore_networks import TINY, arrays, tiny_qwen3, tokens
 from tests.support.networks import randomize

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from mindlora import load_lora
-from mindlora.adapters import files as adapter_files
-from mindlora.base.merge import merge_checkpoint
-from mindlora.merge import merge_and_unload
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.base.merge import merge_checkpoint
 from mindlora.models import names
+from mindlora.network.merge import merge_and_unload
 from tests.support.peers import cases
 from tests.support.peers.peer import arrays
 

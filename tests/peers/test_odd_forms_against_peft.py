@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mindlora import load_lora, save_lora
-from mindlora.adapters.convert import convert_adapter
-from mindlora.base.merge import merge_checkpoint
+from mindlora.files.adapters.convert import convert_adapter
+from mindlora.files.base.merge import merge_checkpoint
 from tests.support import peft_corpus
 from tests.support.peers import cases
 from tests.support.peers.peer import stored

@@ -10,9 +10,9 @@ import pytest
 from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora
-from mindlora.data.preference import convert_preference
 from mindlora.models import names
-from mindlora.training.token_gradients import TokenGradients
+from mindlora.training.preference.conversion import convert_preference
+from mindlora.training.step.token_gradients import TokenGradients
 from tests.conftest import in_mode
 from tests.peers.conftest import llama_keys
 from tests.support.instruction_rows import as_jsonl
@@ -148,8 +148,8 @@ def name_here(name):
 
 
 def loss_and_gradients(network, node, trl):
-    from mindlora.config.preference import preference_settings
-    from mindlora.plugin.graph.preference import preference_loss
+    from mindlora.training.preference.settings import preference_settings
+    from mindlora.training.preference.step import preference_loss
 
     folder, files, _ = trl
     settings = preference_settings(node)
@@ -191,8 +191,8 @@ def distance(found, expected):
 def test_steps_of_training(trl, make_adapted):
     from mindformers.core.optim import AdamW
 
-    from mindlora.config.preference import preference_settings
-    from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
+    from mindlora.training.preference.settings import preference_settings
+    from mindlora.training.step.train_step import LoraTrainOneStepCell
 
     folder, files, results = trl
     network = make_adapted()

@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mindlora import LoraConfig, load_lora, quantize_base, quantize_checkpoint, save_lora
+from mindlora.core.numerics import initializers
+from mindlora.core.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, quantize
 from mindlora.models import names
-from mindlora.numerics import initializers
-from mindlora.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, quantize
 from tests.support.peers import trained
 from tests.support.peers.peer import arrays
 

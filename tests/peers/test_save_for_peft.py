@@ -11,7 +11,7 @@ import pytest
 
 from mindlora import save_lora
 from mindlora.models import names
-from mindlora.nn import tree
+from mindlora.network import tree
 from tests.peers.test_load_from_peft import ending_of
 from tests.support.peers import cases, trained
 from tests.support.peers.peer import read_json, stored

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from mindlora.checks.mcore import check_served, model_config_of
 from mindlora.data.tokenizers import load_tokenizer
-from mindlora.drafts.folder import read_folder
-from mindlora.drafts.model import CPU, served_content
+from mindlora.run.checks.mcore import check_served, model_config_of
+from mindlora.run.configs.folder import read_folder
+from mindlora.run.configs.model import CPU, served_content
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.request import Reading, Sampling

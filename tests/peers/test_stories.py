@@ -10,9 +10,9 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from mindlora import LoraConfig, apply_lora, eva_adapter, freeze_base, load_lora, merge_lora, quantize_base, save_lora
-from mindlora.adapters import files
-from mindlora.base.convert import convert_base
-from mindlora.base.merge import merge_checkpoint
+from mindlora.files.adapters import files
+from mindlora.files.base.convert import convert_base
+from mindlora.files.base.merge import merge_checkpoint
 from tests.conftest import in_mode
 from tests.support import stories260k
 from tests.support.peers.peer import read_json

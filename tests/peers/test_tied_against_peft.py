@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mindlora.base.merge import merge_checkpoint
+from mindlora.files.base.merge import merge_checkpoint
 from tests.support.peers import cases
 
 KEEPS_EQUAL = {"ensure_weight_tying": True}

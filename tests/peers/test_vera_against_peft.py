@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mindlora import LoraConfig, apply_lora
-from mindlora.adapters import files as adapter_files
-from mindlora.errors import AdapterFormatError
-from mindlora.numerics.vera_projection import projection
+from mindlora.core.errors import AdapterFormatError
+from mindlora.core.numerics.vera_projection import projection
+from mindlora.files.adapters import files as adapter_files
 from tests.support.peers import cases
 from tests.support.peers.peer import arrays
 

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from mindlora.adapters.servers import check_for_server
+from mindlora.files.adapters.servers import check_for_server
 from tests.peers.test_llama_cpp import byte_tokenizer
 from tests.support.peers import cases
 

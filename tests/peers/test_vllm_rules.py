@@ -16,8 +16,8 @@ import re
 
 import pytest
 
-from mindlora import apply, save_lora
-from mindlora.nn import tree
+from mindlora import save_lora
+from mindlora.network import apply, tree
 from tests.support.peers import cases, trained
 from tests.support.peers.peer import read_json, stored
 

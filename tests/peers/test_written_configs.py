@@ -3,7 +3,7 @@
 import pytest
 
 from mindlora import cli
-from mindlora.adapters import files as adapter_files
+from mindlora.files.adapters import files as adapter_files
 from tests.support.peers import cases
 from tests.support.peers.peer import arrays
 

@@ -4,7 +4,7 @@ import pathlib
 import re
 import runpy
 
-from mindlora.adapters import files as adapter_files
+from mindlora.files.adapters import files as adapter_files
 from tests.conftest import ROOT
 from tests.support import pynative_runs
 

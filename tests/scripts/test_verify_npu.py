@@ -185,8 +185,8 @@ def test_the_exit_code_says_whether_all_that_was_asked_for_holds(states_of_steps
 def test_an_untested_mindspore_is_named_in_the_row_of_the_doctor():
     from verify_npu_steps import what_doctor_found
 
-    from mindlora.doctor import installation
-    from mindlora.doctor.report import DoctorReport, Item
+    from mindlora.cli.doctor import installation
+    from mindlora.cli.doctor.report import DoctorReport, Item
 
     (finding,) = installation._check_pair("2.8.0", "1.7.0")
     report = DoctorReport((Item("CANN", "8.5.0"), Item("driver", "25.0")), (finding,))

@@ -93,7 +93,7 @@ def test_what_the_fine_tune_and_the_benchmark_import(bare, checkout, tmp_path):
     code = f"""
 import bench.ops, quickstart
 quickstart.prepare_data(quickstart.Paths({str(tmp_path)!r}, True))
-import mindlora.plugin.launcher
+import mindlora.training.launch.launcher
 from mindlora.plugin import hooks
 from mindlora.plugin.callbacks import held_out_loss
 from mindlora.training import report

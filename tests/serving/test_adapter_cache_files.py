@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from mindlora.adapters import files
-from mindlora.adapters.matching import CellShape
-from mindlora.errors import TruncatedAdapterError, UnexpectedTensorsError
+from mindlora.core.errors import TruncatedAdapterError, UnexpectedTensorsError
+from mindlora.files.adapters import files
+from mindlora.files.adapters.matching import CellShape
 from mindlora.serving.adapter_memory import AdapterMemory
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.adapter_slots import AdapterSlots

@@ -9,7 +9,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindlora.errors import AdapterNotFoundError, LoraError, TruncatedAdapterError
+from mindlora.core.errors import AdapterNotFoundError, LoraError, TruncatedAdapterError
 from tests.support.served_adapters import SECONDS, Reader, cache, put, settled
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mindlora.errors import AdapterError, AdapterFormatError, AdapterNotFoundError, TruncatedAdapterError
+from mindlora.core.errors import AdapterError, AdapterFormatError, AdapterNotFoundError, TruncatedAdapterError
 from mindlora.serving.adapter_memory import TRANSITIONS, AdapterMemory, Load
 from mindlora.serving.adapter_registry import AdapterRegistry
 from tests.support.refusals import part, refused

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mindlora.errors import AdapterNotFoundError, ConfigError, RequestError
+from mindlora.core.errors import AdapterNotFoundError, ConfigError, RequestError
 from mindlora.serving.adapter_registry import AdapterRegistry
 from tests.support.refusals import part, refused
 from tests.support.served_adapters import put

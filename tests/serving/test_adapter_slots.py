@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mindlora.errors import AdapterNotFoundError, RequestError, TruncatedAdapterError
+from mindlora.core.errors import AdapterNotFoundError, RequestError, TruncatedAdapterError
 from mindlora.serving.adapter_memory import stamp_of
 from tests.support.refusals import part, refused
 from tests.support.served_adapters import cache, lease, put, settled

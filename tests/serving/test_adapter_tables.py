@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mindlora.adapters.adapter import Adapter
-from mindlora.errors import ShapeMismatchError, UnexpectedTensorsError
+from mindlora.core.errors import ShapeMismatchError, UnexpectedTensorsError
+from mindlora.files.adapters.adapter import Adapter
 from mindlora.serving.adapter_tables import BaseTables, take_tables
 from tests.support.networks import normal
 from tests.support.refusals import part, refused

@@ -2,9 +2,9 @@
 
 import pytest
 
+from mindlora.core.errors import DataError, RequestError, TokenizerError
 from mindlora.data import tokenizers
 from mindlora.data.chat import ChatExamples
-from mindlora.errors import DataError, RequestError, TokenizerError
 from mindlora.serving.chat_prompt import choose_prompt_form, make_chat_prompt
 from tests.support.chat_templates import (
     CHATML,

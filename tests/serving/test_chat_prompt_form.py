@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindlora.errors import DataError, LoraError, RequestError, TokenizerError
+from mindlora.core.errors import DataError, LoraError, RequestError, TokenizerError
 from mindlora.serving.chat_prompt import choose_prompt_form
 from tests.support.chat_templates import CHATML, chat_tokenizer
 

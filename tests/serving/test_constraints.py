@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from mindlora.errors import RequestError
+from mindlora.core.errors import RequestError
 from mindlora.serving.constraints import LONGEST, LONGEST_GBNF, Constraint, ConstraintCompiler
 from mindlora.serving.request import Sampling
 from mindlora.serving.sampling import Sampler, sample_batch

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
+from mindlora.core.errors import RequestError
 from mindlora.data import tokenizers
-from mindlora.errors import RequestError
 from mindlora.serving.detokenizer import Detokenizer, StopMatcher, Stopping, TextDecoder, end_tokens
 from mindlora.serving.request import Sampling
 from tests.support.chat_templates import chat_tokenizer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindlora.errors import RequestError
+from mindlora.core.errors import RequestError
 from mindlora.serving.chat_prompt import choose_prompt_form
 from mindlora.serving.dialogue import Dialogue
 from mindlora.serving.request import Sampling

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from mindlora.errors import AdapterNotFoundError, LoraError, RequestError, TruncatedAdapterError
+from mindlora.core.errors import AdapterNotFoundError, LoraError, RequestError, TruncatedAdapterError
 from mindlora.serving.request import Sampling
 from tests.conftest import in_mode
 from tests.support import tiny_serving

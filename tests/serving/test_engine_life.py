@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mindlora.errors import QueueFullError, ServingError
+from mindlora.core.errors import QueueFullError, ServingError
 from mindlora.serving.request import Sampling
 from tests.support.scripted_engine import make_engine, started
 

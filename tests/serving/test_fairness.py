@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mindlora.errors import AdapterError
+from mindlora.core.errors import AdapterError
 from mindlora.serving.request import State
 from tests.support.served_requests import Engine, FakeAdapters, request, scheduler
 

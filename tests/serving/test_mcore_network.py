@@ -7,19 +7,19 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
-from mindlora.adapters.joined_fingerprint import ROW_ORDERS
-from mindlora.adapters.joined_pairs import split_pairs
-from mindlora.base.convert import convert_base
-from mindlora.errors import BaseMismatchError, CheckpointError, ConfigError
-from mindlora.load_base import load_base
+from mindlora.core.errors import BaseMismatchError, CheckpointError, ConfigError
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
+from mindlora.files.adapters.joined_fingerprint import ROW_ORDERS
+from mindlora.files.adapters.joined_pairs import split_pairs
+from mindlora.files.base.convert import convert_base
 from mindlora.models import names
-from mindlora.nn.adapter_matching import cell_shapes
-from mindlora.nn.base_fingerprint import joined_fingerprints_of
-from mindlora.nn.tensors import to_array
-from mindlora.numerics.dtypes import to_float32
+from mindlora.network.adapter_matching import cell_shapes
+from mindlora.network.base_fingerprint import joined_fingerprints_of
+from mindlora.network.load_base import load_base
+from mindlora.network.tensors import to_array
 from mindlora.serving.mcore_network import FeedForward, JoinedFeedForward
 from mindlora.serving.mcore_operators import dtypes_of
 from mindlora.serving.network import build_network, linear_cells, stacked_experts

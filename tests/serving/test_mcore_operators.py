@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindlora.checks.mcore import check_served
-from mindlora.errors import ConfigError
-from mindlora.models.decoder_sizes import DecoderSizes
+from mindlora.core.errors import ConfigError
+from mindlora.models.architectures.decoder_sizes import DecoderSizes
+from mindlora.run.checks.mcore import check_served
 from mindlora.serving.grouped_experts import check_slots
 from mindlora.serving.mcore_operators import AscendPositions, CpuPositions, Dtypes, dtypes_of
 from tests.conftest import in_mode

@@ -9,10 +9,10 @@ import types
 import numpy as np
 import pytest
 
-from mindlora.errors import ConfigError
-from mindlora.nn.linears_together import JoinsLinears
-from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
-from mindlora.numerics.nf4 import dequantize, quantize
+from mindlora.core.errors import ConfigError
+from mindlora.core.numerics.dtypes import BFLOAT16, from_float32, to_float32
+from mindlora.core.numerics.nf4 import dequantize, quantize
+from mindlora.network.serving.linears_together import JoinsLinears
 from mindlora.serving.network import ServedStep, build_network
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.step_inputs import StepInputs
@@ -78,7 +78,7 @@ def in_nf4(weights):
 @pytest.fixture(scope="module", params=["apart", "joined", "nf4", "float16", "rounded", "rounded nf4"])
 def served(request, library, plain, paths, tmp_path_factory):
     """A network with ADAPTERS in slots 2, 0 and 1, the base's weights, and the graphs that it compiles."""
-    from mindlora.base.quantize import quantize_checkpoint
+    from mindlora.files.base.quantize import quantize_checkpoint
 
     weights, folder = base_weights(), tmp_path_factory.mktemp("base")
     if request.param == "rounded":

@@ -5,11 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mindlora.adapters import expert_pairs, files
-from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.fingerprint import fingerprint_from
-from mindlora.adapters.matching import CellShape
-from mindlora.errors import (
+from mindlora.core.errors import (
     AdapterError,
     BaseMismatchError,
     MissingTensorsError,
@@ -18,7 +14,11 @@ from mindlora.errors import (
     ScaleMismatchError,
     UnexpectedTensorsError,
 )
-from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
+from mindlora.core.numerics.dtypes import BFLOAT16, from_float32, to_float32
+from mindlora.files.adapters import expert_pairs, files
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.adapters.fingerprint import fingerprint_from
+from mindlora.files.adapters.matching import CellShape
 from mindlora.serving.adapter_tables import BaseTables
 from mindlora.serving.packed_adapter import Block, ServedLayout, prepare, rank_needed
 from tests.support.refusals import part, refused
@@ -376,7 +376,7 @@ def test_nan_is_refused(tmp_path):
 
 
 def test_an_unknown_alpha_is_refused(tmp_path):
-    from mindlora.formats import ckpt_file
+    from mindlora.core.formats import ckpt_file
 
     source, adapter = str(tmp_path / "plain.ckpt"), adapter_of(("wq",))
     names = {"A": "mindpet_delta_lora_a", "B": "mindpet_delta_lora_b"}

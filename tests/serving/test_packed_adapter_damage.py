@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mindlora import LoRADense, load_lora, save_lora
-from mindlora.errors import BaseMismatchError, LoraError
-from mindlora.nn.adapter_matching import cell_shapes
-from mindlora.nn.base_fingerprint import fingerprint_of, fingerprints_of
+from mindlora.core.errors import BaseMismatchError, LoraError
+from mindlora.network.adapter_matching import cell_shapes
+from mindlora.network.base_fingerprint import fingerprint_of, fingerprints_of
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from tests.support.damaged_adapters import CASES
 from tests.support.networks import TinyModel

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mindlora.errors import ConfigError, RequestError
+from mindlora.core.errors import ConfigError, RequestError
 from mindlora.serving.pooling import Pooling, read_pooling
 from tests.support.networks import normal
 from tests.support.refusals import part, refused

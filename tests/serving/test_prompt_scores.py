@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from mindlora.errors import RequestError
+from mindlora.core.errors import RequestError
 from mindlora.serving.request import Sampling
 from tests.conftest import in_mode
 from tests.support import tiny_serving

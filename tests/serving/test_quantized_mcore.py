@@ -8,14 +8,14 @@ import pytest
 from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, save_lora
-from mindlora.base.convert import convert_base
-from mindlora.base.quantize import quantize_checkpoint
-from mindlora.errors import CheckpointError, ConfigError
-from mindlora.formats.safetensors_file import write_arrays
-from mindlora.load_base import load_base
-from mindlora.nn.nf4 import NF4Dense, nf4_array
-from mindlora.nn.tree import lora_cells
-from mindlora.numerics.nf4 import Nf4Array, dequantize
+from mindlora.core.errors import CheckpointError, ConfigError
+from mindlora.core.formats.safetensors_file import write_arrays
+from mindlora.core.numerics.nf4 import Nf4Array, dequantize
+from mindlora.files.base.convert import convert_base
+from mindlora.files.base.quantize import quantize_checkpoint
+from mindlora.network.load_base import load_base
+from mindlora.network.quantized.nf4 import NF4Dense, nf4_array
+from mindlora.network.tree import lora_cells
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.network import build_network, stacked_experts

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mindlora.errors import RequestError
+from mindlora.core.errors import RequestError
 from mindlora.serving.request import Reading, Sampling
 from tests.conftest import in_mode
 from tests.serving.test_prompt_scores import text

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from mindlora.nn.multi_lora_dense import MultiLoRADense
-from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.core.numerics.dtypes import from_float32, to_float32
+from mindlora.network.serving.multi_lora_dense import MultiLoRADense
 from mindlora.serving.build import _NUMPY as NUMPY
 from mindlora.serving.packed_adapter import Block, PackedAdapter
 from mindlora.serving.runner import SlotPools

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mindlora.errors import RequestError, ServingError
+from mindlora.core.errors import RequestError, ServingError
 from mindlora.serving.request import Sampling
 from mindlora.serving.sampling import Sampler, sample_batch
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindlora.errors import QueueFullError, RequestError
+from mindlora.core.errors import QueueFullError, RequestError
 from mindlora.serving.request import State
 from tests.support.served_requests import Engine, FakeAdapters, request, scheduler
 

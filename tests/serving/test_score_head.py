@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from mindlora.adapters.adapter import Adapter
-from mindlora.errors import AdapterFormatError, ShapeMismatchError
+from mindlora.core.errors import AdapterFormatError, ShapeMismatchError
+from mindlora.files.adapters.adapter import Adapter
 from mindlora.serving.score_head import take_score
 from tests.support.networks import normal
 from tests.support.refusals import part, refused

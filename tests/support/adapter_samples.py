@@ -6,8 +6,8 @@ import pathlib
 
 import numpy as np
 
-from mindlora.adapters.adapter import Adapter
-from mindlora.numerics.dtypes import BFLOAT16, from_float32
+from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
+from mindlora.files.adapters.adapter import Adapter
 
 FLOAT32 = np.dtype("<f4")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mindlora.adapters.adapter import Adapter
+from mindlora.files.adapters.adapter import Adapter
 
 WQ, WK, W1 = "model.layers.0.attention.wq", "model.layers.0.attention.wk", "model.layers.1.feed_forward.w1"
 SIZES = {WQ: (12, 10), WK: (6, 10), W1: (14, 10)}

@@ -39,7 +39,7 @@ def load(path):
 
 def prepared(path):
     """Returns a YAML with its sizes shrunk, as mindlora-run prepares it."""
-    from mindlora.plugin.launching import preflight
+    from mindlora.training.launch import preflight
 
     config = load(path)
     model = config.model.model_config

@@ -2,7 +2,7 @@
 
 import math
 
-from mindlora.plugin.graph.train_step import StepRecord
+from mindlora.training.step.train_step import StepRecord
 from tests.support import scripted_runs
 from tests.support.scripted_runs import Model, ScriptedStep
 

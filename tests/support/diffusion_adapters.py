@@ -5,7 +5,7 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-from mindlora.adapters.adapter import Adapter
+from mindlora.files.adapters.adapter import Adapter
 
 ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 Q, OUT = f"unet.{ATTENTION}.to_q", f"unet.{ATTENTION}.to_out.0"

@@ -1,6 +1,6 @@
 """The findings of one YAML, for the tests of the doctor."""
 
-from mindlora.doctor.examination import check_yaml
+from mindlora.cli.doctor.examination import check_yaml
 
 DATA = "train_dataset.data_loader.dataset_dir"
 

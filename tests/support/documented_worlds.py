@@ -17,13 +17,13 @@ from pyarrow import parquet
 from safetensors.numpy import load_file
 
 from mindlora import cli
-from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
+from mindlora.core.formats import ckpt_file
+from mindlora.core.formats.safetensors_file import write_arrays
 from mindlora.data import tokenizers
-from mindlora.formats import ckpt_file
-from mindlora.formats.safetensors_file import write_arrays
-from mindlora.training.health_measures import CellValues, change_factors, measure
-from mindlora.training.history import HistoryWriter
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.training.health.measures import CellValues, change_factors, measure
+from mindlora.training.report.history import HistoryWriter
 from tests.conftest import ROOT
 from tests.support import diffusion_adapters, histories, mcore_checkpoints, served_llama, sharded_runs
 from tests.support.chat_templates import CHATML, SPECIAL

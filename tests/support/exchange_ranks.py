@@ -69,7 +69,10 @@ def run(setting):
     import mindspore as ms
     from mindspore.communication import get_group_size, get_local_rank_size, get_rank
 
-    from mindlora.training.exchange import FlatLayout, Ranks, exchange_settings, make_exchange
+    from mindlora.training.exchange.exchange import FlatLayout
+    from mindlora.training.exchange.making import make_exchange
+    from mindlora.training.exchange.ranks import Ranks
+    from mindlora.training.exchange.settings import exchange_settings
     from tests.support.exchange_step import Step
 
     parameters = [ms.Parameter(ms.Tensor(np.zeros(shape, np.float32)), name=name) for name, shape in SHAPES.items()]
@@ -104,8 +107,8 @@ def disagree():
     import mindspore as ms
     from mindspore.communication import get_rank
 
-    from mindlora.errors import LoraError
-    from mindlora.training.exchange import check_agreement
+    from mindlora.core.errors import LoraError
+    from mindlora.training.exchange.ranks import check_agreement
 
     values = np.arange(6, dtype=np.float32)
     parameter = ms.Parameter(ms.Tensor(values), name="a")

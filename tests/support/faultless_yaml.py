@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from mindlora.doctor import examination
+from mindlora.cli.doctor import examination
 
 
 @pytest.fixture

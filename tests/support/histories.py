@@ -2,7 +2,7 @@
 
 import math
 
-from mindlora.training.history import HistoryWriter
+from mindlora.training.report.history import HistoryWriter
 
 CONFIGURATION = {
     "seed": 42,

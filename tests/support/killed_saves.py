@@ -21,8 +21,8 @@ from mindspore import Tensor, nn
 from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora, save_lora
-from mindlora.adapters.dialects import peft
-from mindlora.common import atomic
+from mindlora.core import atomic
+from mindlora.files.adapters.dialects import peft
 
 RANK = 4
 

@@ -5,9 +5,9 @@ import os
 
 import numpy as np
 
-from mindlora.base.reader import INDEX, BaseCheckpoint
-from mindlora.formats.safetensors_file import write_arrays
-from mindlora.numerics.dtypes import BFLOAT16, from_float32
+from mindlora.core.formats.safetensors_file import write_arrays
+from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
+from mindlora.files.base.reader import INDEX, BaseCheckpoint
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 4, 2, 8, 32, 48, 64
 ROWS = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}

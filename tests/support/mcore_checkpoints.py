@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mindlora.numerics.dtypes import BFLOAT16, from_float32
+from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, EXPERTS, EXPERT_INNER, VOCAB = 4, 2, 12, 20, 28, 3, 6, 24
 Q_RANK, KV_RANK, ROTARY, LATENT_HEAD = 10, 8, 4, 6

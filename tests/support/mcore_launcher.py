@@ -2,8 +2,8 @@
 
 import sys
 
-from mindlora.checks import mcore
-from mindlora.plugin import launcher
+from mindlora.run.checks import mcore
+from mindlora.training.launch import launcher
 from tests.support import mcore_cpu
 
 

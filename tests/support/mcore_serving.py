@@ -5,8 +5,8 @@ import os
 import numpy as np
 import yaml
 
-from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import save_base
 

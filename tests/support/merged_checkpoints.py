@@ -5,8 +5,8 @@ import os
 
 import numpy as np
 
-from mindlora.formats.safetensors_file import write_arrays
-from mindlora.numerics.dtypes import BFLOAT16, to_float32
+from mindlora.core.formats.safetensors_file import write_arrays
+from mindlora.core.numerics.dtypes import BFLOAT16, to_float32
 
 RANK, ALPHA = 4, 6
 

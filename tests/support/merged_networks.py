@@ -4,7 +4,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base
-from mindlora.nn.tree import lora_cells
+from mindlora.network.tree import lora_cells
 from tests.support.networks import as_array, randomize
 
 CONFIG = LoraConfig(lora_rank=3, lora_alpha=4.5, target_modules=".*")  # scale 1.5

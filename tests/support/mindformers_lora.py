@@ -18,9 +18,9 @@ from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, M
 from mindformers.trainer import Trainer
 from mindformers.utils.file_utils import set_output_path
 
-# The train step that runs on a CPU, and LossCurve; not mindlora.plugin.hooks.
-from mindlora.plugin import callbacks  # noqa: F401  importing registers their classes
-from mindlora.plugin.graph import train_step  # noqa: F401  importing registers their classes
+# The train step that runs on a CPU, and LossCurve; not mindlora.training.launch.hooks.
+from mindlora.training.callbacks import registry  # noqa: F401  importing registers their classes
+from mindlora.training.step import train_step  # noqa: F401  importing registers their classes
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -52,7 +52,7 @@ def main(folder):
         trained=logits_of(network, probe, trained),
         ours=logits_of(network, probe, "base.ckpt", "ours.ckpt"),
     )
-    assert "mindlora.plugin.hooks" not in sys.modules
+    assert "mindlora.training.launch.hooks" not in sys.modules
     assert pet_model.PET_TYPE_TO_MODEL_MAPPING["lora"] is LoraModel and type(network.network) is LoraModel
 
 

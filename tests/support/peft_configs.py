@@ -2,7 +2,7 @@
 
 import json
 
-from mindlora.adapters.dialects import peft_config
+from mindlora.files.adapters.dialects import peft_config
 
 PLAIN = {"r": 8, "lora_alpha": 16}
 

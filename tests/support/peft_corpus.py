@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import numpy as np
 
-from mindlora.formats.safetensors_file import write_arrays
+from mindlora.core.formats.safetensors_file import write_arrays
 
 HIDDEN, INNER, VOCABULARY = 32, 48, 64
 PREFIX = "base_model.model."

@@ -7,8 +7,8 @@ import numpy as np
 from mindspore import Tensor
 
 from mindlora import LoRADense
-from mindlora.adapters import files as adapter_files
-from mindlora.adapters.adapter import Adapter
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.adapters.adapter import Adapter
 from tests.support.networks import TinyModel, randomize
 from tests.support.saved_adapters import load_refused
 

@@ -1,6 +1,6 @@
 """YAMLs of small runs as mindlora plan reads them, and the networks that MindFormers builds of the same sizes."""
 
-from mindlora.plan.run import read_run
+from mindlora.run.plan.run import read_run
 from tests.support.cpu_llama import ON_CPU
 
 # Sizes that differ from each other wherever the model lets them.
@@ -44,7 +44,7 @@ def run_of(model=None, pet=None, **nodes):
 def adapted(network, pet):
     """Returns ``network`` with the adapter of a pet_config, or with several, and all else frozen."""
     from mindlora import LoraConfig, apply_lora, freeze_base
-    from mindlora.training.stacked import stack_adapters
+    from mindlora.training.several.stack import stack_adapters
 
     if pet.get("adapters"):
         shared = {key: value for key, value in pet.items() if key != "adapters"}

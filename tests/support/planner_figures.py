@@ -7,7 +7,7 @@ tests/ascend_backend/test_planner_figures.py measures them again.
 import os
 from typing import Any, Dict, NamedTuple, Optional
 
-from mindlora.common.yaml_file import merged, read_yaml
+from mindlora.core.yaml_file import merged, read_yaml
 from tests.conftest import ROOT
 
 _YAMLS = {

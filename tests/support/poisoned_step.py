@@ -7,9 +7,9 @@ import mindspore as ms
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Parameter, Tensor, nn, ops
 
-from mindlora.plugin.graph.network import train_step_of
-from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
-from mindlora.training.rate_factor import TRANSIENT
+from mindlora.training.model.network import train_step_of
+from mindlora.training.step.rate_factor import TRANSIENT
+from mindlora.training.step.train_step import LoraTrainOneStepCell
 
 
 class PoisonedLoss(nn.Cell):

@@ -79,7 +79,7 @@ def values_of(name, shape):
 
 def load_in_4_bits(network):
     """Loads weights in float into a network that has them in 4 bits."""
-    from mindlora.plugin.pynative.quantized_base import quantize_loaded
+    from mindlora.training.pynative.quantized_base import quantize_loaded
 
     loaded = {name: Parameter(values_of(name, shape), name=name) for name, shape in WEIGHTS.items()}
     quantize_loaded(network, loaded)
@@ -111,8 +111,8 @@ def main():
     from mindformers.pynative.transformers.moe.experts import GroupedMLP
 
     from mindlora import LoraConfig, apply_lora, freeze_base, merge_and_unload
-    from mindlora.nn.pynative_experts import PyNativeExperts
-    from mindlora.nn.tree import lora_cells
+    from mindlora.network.pynative.experts import PyNativeExperts
+    from mindlora.network.tree import lora_cells
 
     tokens, *others = (Tensor(array) for array in inputs())
     dout = Tensor(np.random.default_rng(1).standard_normal((SEQUENCE * BATCH, HIDDEN)), ms.float32)

@@ -8,7 +8,7 @@ from tests.support import pynative_cpu
 def main() -> int:
     """Runs the command line that mindlora-run would."""
     pynative_cpu.install()
-    from mindlora.plugin import launcher
+    from mindlora.training.launch import launcher
     from tests.support.pynative_launcher import register_callbacks
 
     register_callbacks()

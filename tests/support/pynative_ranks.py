@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from mindlora.formats.safetensors_file import write_arrays
+from mindlora.core.formats.safetensors_file import write_arrays
 from tests.support import pynative_cpu
 from tests.support.step_folders import rank_file
 

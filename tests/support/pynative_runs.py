@@ -12,9 +12,9 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from mindlora.base.convert import convert_base
+from mindlora.core.numerics.dtypes import to_float32
 from mindlora.data.mindrecord import write_mindrecord
-from mindlora.numerics.dtypes import to_float32
+from mindlora.files.base.convert import convert_base
 from tests.conftest import ROOT
 from tests.support import forked, mcore_checkpoints, tiny_runs
 from tests.support.mcore_networks import TINY
@@ -57,7 +57,7 @@ DEEPSEEK_V3 = {
     "num_nextn_predict_layers": 0,
 }
 
-BRIDGE = os.path.join(ROOT, "mindlora", "plugin", "register_path")
+BRIDGE = os.path.join(ROOT, "mindlora", "training", "launch", "register_path")
 BASE_FILE = "checkpoint-model-0000000-0000001.safetensors"
 MODELS = {"qwen3": QWEN3, "deepseek_v3": DEEPSEEK_V3}
 

@@ -16,8 +16,8 @@ def main():
     pynative_launcher.register_callbacks()
     from mindformers.pynative.trainer import Trainer
 
-    from mindlora.errors import LoraError
-    from mindlora.plugin.pynative import hooks  # noqa: F401
+    from mindlora.core.errors import LoraError
+    from mindlora.training.pynative import hooks  # noqa: F401
 
     messages = []
     with open(sys.argv[1], encoding="utf-8") as file:

@@ -9,7 +9,7 @@ from tests.support import pynative_cpu, pynative_series
 def main():
     """Has mindlora's callbacks and its update count two processes."""
     pynative_cpu.install()
-    from mindlora.plugin.pynative import callbacks, pet
+    from mindlora.training.pynative import callbacks, pet
 
     callbacks.get_world_size = pet.get_world_size = lambda: 2
     pynative_series.main()

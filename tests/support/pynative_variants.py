@@ -50,7 +50,7 @@ def divided_by_one(cell):
 
 def adapted(cell, config):
     """Returns a cell with an adapter, on a weight in 4 bits if the configuration says so."""
-    from mindlora.nn.registry import kind_of, nf4_type_of
+    from mindlora.network.registry import kind_of, nf4_type_of
 
     if config.quantize_base:
         cell = nf4_type_of(cell).from_dense(cell)
@@ -59,7 +59,7 @@ def adapted(cell, config):
 
 def fill(cell):
     """Gives a cell values that depend on its parts alone."""
-    from mindlora.nn.nf4 import packed_parameters
+    from mindlora.network.quantized.nf4 import packed_parameters
 
     arrays = {"weight": cell.weight, "bias": cell.bias, **cell.parts()}
     for index, name in enumerate(sorted(arrays)):
@@ -91,8 +91,8 @@ def differentiated(cell, x, dout, by_backward):
 def main():
     """Computes with both cells of each variant."""
     pynative_cpu.install()
-    from mindlora.config import LoraConfig
-    from mindlora.config.variants.registry import LORA
+    from mindlora.models.lora_config import LoraConfig
+    from mindlora.models.variants.registry import LORA
 
     rng = np.random.default_rng(1)
     x, dout = (Tensor(rng.standard_normal((2, 4, size)), ms.float32) for size in (IN, OUT))

@@ -4,7 +4,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, LoRADense, apply_lora, freeze_base
-from mindlora.nn.nf4 import NF4Dense
+from mindlora.network.quantized.nf4 import NF4Dense
 from tests.support.networks import TinyModel, adapters, randomize
 
 FIELDS = {"lora_rank": 2, "lora_alpha": 3, "target_modules": ["wq", "w1"]}

@@ -14,7 +14,7 @@ from tests.support import forked
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny"
 LORA_YAML, BASE_YAML = str(TINY / "lora_llama_tiny_cpu.yaml"), str(TINY / "pretrain_llama_tiny_cpu.yaml")
-LAUNCHER = ("-m", "mindlora.plugin.launcher")
+LAUNCHER = ("-m", "mindlora.training.launch.launcher")
 ROWS, SEQUENCE, VOCABULARY = 32, 16, 64
 
 # A Llama small enough that a run is mostly imports.

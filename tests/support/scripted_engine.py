@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from mindlora.errors import AdapterFormatError
+from mindlora.core.errors import AdapterFormatError
 from mindlora.serving.adapter_memory import AdapterMemory
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.adapter_slots import AdapterSlots

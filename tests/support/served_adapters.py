@@ -5,7 +5,7 @@ import os
 import threading
 import time
 
-from mindlora.errors import TruncatedAdapterError
+from mindlora.core.errors import TruncatedAdapterError
 from mindlora.serving.adapter_memory import AdapterMemory, Load
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.adapter_slots import AdapterSlots

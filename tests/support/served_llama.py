@@ -14,9 +14,9 @@ import httpx
 import numpy as np
 import yaml
 
-from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
-from mindlora.numerics.dtypes import to_float32
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
 from tests.conftest import ROOT
 from tests.support import forked, mcore_checkpoints
 from tests.support.chat_templates import CHATML, HERMES_TOOLS, chat_tokenizer

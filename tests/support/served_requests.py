@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from mindlora.errors import AdapterError, QueueFullError
+from mindlora.core.errors import AdapterError, QueueFullError
 from mindlora.serving.blocks import BlockPool
 from mindlora.serving.request import Lease, Request, Sampling, State
 from mindlora.serving.scheduler import Scheduler

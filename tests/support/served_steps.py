@@ -2,10 +2,10 @@
 
 import random
 
-from mindlora.load_base import load_base
-from mindlora.nn.adapter_matching import cell_shapes
-from mindlora.numerics.dtypes import named_dtype
-from mindlora.quantize import quantize_base
+from mindlora.core.numerics.dtypes import named_dtype
+from mindlora.network.adapter_matching import cell_shapes
+from mindlora.network.load_base import load_base
+from mindlora.network.quantize import quantize_base
 from mindlora.serving.network import add_pools, build_network, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.request import Lease, Part, Request, Sampling

@@ -68,7 +68,7 @@ def build(scenario, rank):
     from mindspore import nn
 
     from mindlora import LoraConfig, apply_lora, freeze_base
-    from mindlora.nn.tree import mark_saved_module
+    from mindlora.network.tree import mark_saved_module
     from tests.support.scripted_runs import ScriptedStep
 
     class Attention(nn.Cell):
@@ -113,9 +113,9 @@ def run(scenario, folder, rank):
     import mindspore as ms
     from mindspore import ops
 
-    from mindlora.errors import BackendError
-    from mindlora.plugin.callbacks import AdapterSlices, LoraCheckpoint
-    from mindlora.plugin.resume import collectives, sharded_adapter
+    from mindlora.core.errors import BackendError
+    from mindlora.training.callbacks.registry import AdapterSlices, LoraCheckpoint
+    from mindlora.training.resume import collectives, sharded_adapter
     from tests.support.scripted_runs import Report, StopAt
 
     ms.set_auto_parallel_context(pipeline_stages=2 if scenario == "stages" else 1)

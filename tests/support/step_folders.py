@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 
-from mindlora.formats.safetensors_file import write_arrays
-from mindlora.formats.step_folder import RUN
+from mindlora.core.formats.safetensors_file import write_arrays
+from mindlora.core.formats.step_folder import RUN
 
 MANIFEST = "mindformers_adapter_config.json"
 ONE_RANK = "checkpoint-model-0000000-0000001.safetensors"

@@ -71,8 +71,8 @@ def greedy(adapter):
 
     from mindlora import load_lora
     from mindlora.data.tokenizers import load_tokenizer
-    from mindlora.load_base import load_base
-    from mindlora.plugin.callbacks.sample_answers import greedy_answers
+    from mindlora.network.load_base import load_base
+    from mindlora.training.callbacks.sample_answers import greedy_answers
 
     config = MindFormerConfig("run.yaml")
     del config.model.model_config["pet_config"]

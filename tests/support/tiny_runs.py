@@ -69,7 +69,7 @@ def launch(config, output, script=None):
     os.makedirs(output.parent, exist_ok=True)
     path = output.parent / f"{output.name}.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    program = ["-c", script] if script else ["-m", "mindlora.plugin.launcher"]
+    program = ["-c", script] if script else ["-m", "mindlora.training.launch.launcher"]
     return python(program + ["--config", str(path), "--output_dir", str(output)], output.parent)
 
 
@@ -80,7 +80,7 @@ def python(arguments, folder):
 
 def losses(output):
     """Returns {step: loss} exactly as the history of a run has them."""
-    from mindlora.training.history import read_history
+    from mindlora.training.report.history import read_history
 
     return dict(zip(*(values.tolist() for values in read_history(str(output)).series("loss"))))
 

@@ -6,9 +6,9 @@ import os
 import numpy as np
 from mindspore import Tensor
 
-from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter
-from mindlora.formats import ckpt_file
+from mindlora.core.formats import ckpt_file
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.settings import EngineSettings

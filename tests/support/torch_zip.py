@@ -5,7 +5,7 @@ import zipfile
 
 import numpy as np
 
-from mindlora.numerics.dtypes import BFLOAT16
+from mindlora.core.numerics.dtypes import BFLOAT16
 
 STORAGES = {
     "<f8": "DoubleStorage",

@@ -13,8 +13,8 @@ import sys
 import time
 
 from mindlora import LoraConfig, apply_lora, load_lora
-from mindlora.adapters import files as adapter_files
-from mindlora.errors import LoraError
+from mindlora.core.errors import LoraError
+from mindlora.files.adapters import files as adapter_files
 from tests.support.damaged_adapters import CASES
 from tests.support.networks import TinyModel, adapters, randomize, snapshot
 

@@ -9,7 +9,7 @@ import math
 import time
 from typing import Any, Dict, Iterator, Mapping, Optional
 
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
 from mindlora.serving.server.errors import CLIENT_GONE, ApiError
 
 # What a load balancer asks tells nothing about anyone.

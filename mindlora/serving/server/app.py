@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mindlora import __version__
-from mindlora.errors import LoraError
+from mindlora.core.errors import LoraError
 from mindlora.serving.server import chat, completions, metrics, models, responses, schemas, texts, tokens
 from mindlora.serving.server.access import BodyLimit, FramingCheck, HostCheck, KeyCheck
 from mindlora.serving.server.context import Context, context_of

@@ -9,7 +9,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindlora.errors import AdapterError, AdapterNotFoundError, LoraError, QueueFullError, RequestError, ServingError
+from mindlora.core.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    LoraError,
+    QueueFullError,
+    RequestError,
+    ServingError,
+)
 from mindlora.serving.adapter_registry import AdapterRegistry
 
 logger = logging.getLogger("mindlora")

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindlora.errors import ServingError
+from mindlora.core.errors import ServingError
 from mindlora.serving.constraints import Constraint, ConstraintError, Grammar
 from mindlora.serving.request import Sampling
 from mindlora.serving.server import schemas

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, List, Optional
 
 import uvicorn
 
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
 from mindlora.serving.server.app import answer_while_loading, create_app
 from mindlora.serving.server.connections import Connection
 from mindlora.serving.server.settings import ServerSettings

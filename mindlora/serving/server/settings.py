@@ -4,8 +4,8 @@ import dataclasses
 import ipaddress
 from typing import Optional, Tuple
 
-from mindlora.common.fields import COUNT, Range, check_number
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import COUNT, Range, check_number
 
 _PORT = Range("a port, 0 to 65535", lambda value: 0 <= value < 65536, (int,))
 _SECONDS = Range("a number of seconds above 0", lambda value: value > 0)

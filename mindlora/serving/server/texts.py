@@ -9,7 +9,7 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
 from mindlora.serving.pooling import Pooling, read_pooling
 from mindlora.serving.request import Reading, Sampling
 from mindlora.serving.score_head import ScoreHead, misuse

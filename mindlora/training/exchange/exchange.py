@@ -6,7 +6,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.training.exchange.ranks import FLOAT16, Ranks
-from mindlora.training.rate_factor import TRANSIENT
+from mindlora.training.step.rate_factor import TRANSIENT
 
 # float32 holds every whole number below 2 ** 24 exactly; a sum of such numbers that stays below it is exact too.
 WORD_BITS = 24

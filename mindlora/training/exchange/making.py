@@ -1,10 +1,10 @@
 """The exchange that gradient_exchange of a YAML asks for."""
 
-from mindlora.config.exchange import ExchangeSettings
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
 from mindlora.training.exchange.exchange import DenseExchange, Exchange, FlatLayout, Float16Exchange
 from mindlora.training.exchange.quantized import QuantizedExchange, fits
 from mindlora.training.exchange.ranks import Ranks
+from mindlora.training.exchange.settings import ExchangeSettings
 from mindlora.training.exchange.two_level import TwoLevelExchange, machine_groups, part_size
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.errors import LoraError
+from mindlora.core.errors import LoraError
 
 # Bytes of a number.
 FLOAT32 = 4

@@ -6,9 +6,9 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.config.preference import PreferenceSettings
 from mindlora.training.preference.losses import PAIR_LOSSES, kto_loss
 from mindlora.training.preference.precomputed import from_column
+from mindlora.training.preference.settings import PreferenceSettings
 
 # What PreferenceLoss adds up beside the loss, in this order.
 SUMS = (

@@ -6,10 +6,10 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
-from mindlora.adapters.fingerprint import sampled_elements, sampled_paths
-from mindlora.errors import DataError
-from mindlora.nn.tensors import to_array
-from mindlora.nn.tree import lora_cells
+from mindlora.core.errors import DataError
+from mindlora.files.adapters.fingerprint import sampled_elements, sampled_paths
+from mindlora.network.tensors import to_array
+from mindlora.network.tree import lora_cells
 from mindlora.training.preference.reference import adds_nothing
 
 # MindFormers reads columns as int32. These are steps of 2^-22 nats, which is as fine as float32 is at 2 to 4 nats.

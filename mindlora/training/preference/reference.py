@@ -5,12 +5,12 @@ from typing import Dict
 import numpy as np
 from mindspore import Parameter, nn
 
-from mindlora.errors import ConfigError
-from mindlora.nn.cell import LoRACell
-from mindlora.nn.copies import copy_cells
-from mindlora.nn.noisy_embedding import NoisyEmbedding
-from mindlora.nn.tree import lora_cells, replace_children
-from mindlora.training.rate_factor import TRANSIENT
+from mindlora.core.errors import ConfigError
+from mindlora.network.cells.cell import LoRACell
+from mindlora.network.cells.noisy_embedding import NoisyEmbedding
+from mindlora.network.copies import copy_cells
+from mindlora.network.tree import lora_cells, replace_children
+from mindlora.training.step.rate_factor import TRANSIENT
 
 
 def reference_network(network: nn.Cell) -> nn.Cell:

@@ -2,8 +2,8 @@
 
 from typing import Any, Sequence
 
-from mindlora.common import atomic
-from mindlora.training.history import read_history
+from mindlora.core import atomic
+from mindlora.training.report.history import read_history
 from mindlora.training.report.page import render
 
 

@@ -6,7 +6,7 @@ from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
-from mindlora.training.history import History
+from mindlora.training.report.history import History
 from mindlora.training.report.scales import Axis, step_axis, unit_of_bytes, value_axis
 
 # The picture, in the units of its viewBox; the plot lies inside the margins.

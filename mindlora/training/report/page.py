@@ -7,10 +7,10 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from mindlora.errors import ConfigError
-from mindlora.training.history import History
+from mindlora.core.errors import ConfigError
 from mindlora.training.report import charts, heat_map
 from mindlora.training.report.configuration import Setting, differing, settings, text
+from mindlora.training.report.history import History
 from mindlora.training.report.scales import unit_of_bytes
 
 # Key of the description of a run -> title of its table.
@@ -50,7 +50,7 @@ class Run:
 
 
 def render(histories: Sequence[History], comparisons: Sequence[Any] = ()) -> str:
-    """Returns the HTML page of the runs with these histories, and of comparisons (mindlora.evaluation.comparison)."""
+    """Returns the HTML page of the runs with these histories, and of comparisons of their answers."""
     try:
         import jinja2
     except ImportError as error:

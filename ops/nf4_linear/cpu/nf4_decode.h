@@ -1,6 +1,6 @@
 // NF4 back to float32. Included by the kernels, once in the namespace of each instruction set: no include guard.
 // A block of 64 weights of a row is 32 bytes: byte i holds weight i in its low half and weight 32 + i in its high one,
-// so that kWidth bytes are two whole vectors of weights. See mindlora/numerics/nf4.py.
+// so that kWidth bytes are two whole vectors of weights. See mindlora/core/numerics/nf4.py.
 
 constexpr int64_t kBlock = 64, kBytes = kBlock / 2;
 

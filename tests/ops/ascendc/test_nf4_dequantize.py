@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mindlora.numerics.nf4 import Nf4Array, dequantize, layout, quantize
+from mindlora.core.numerics.nf4 import Nf4Array, dequantize, layout, quantize
 from tests.support.ascend_arrays import DTYPES, STORED, empty, moved, store, widen
 from tests.support.ascendc_model import kernels
 

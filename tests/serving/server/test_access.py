@@ -6,7 +6,7 @@ import socket
 import httpx
 import pytest
 
-from mindlora.errors import ConfigError
+from mindlora.core.errors import ConfigError
 from mindlora.serving.server.access import ApiKeys, KeyLimits
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.settings import ServerSettings, is_local

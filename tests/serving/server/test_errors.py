@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mindlora.errors import BackendError
+from mindlora.core.errors import BackendError
 from mindlora.serving.server.schemas import ChatRequest
 from tests.support.scripted_engine import BASE, SEQ_LENGTH, make_engine, started, write_adapter
 from tests.support.served_apps import CHAT, ask, chat, complete, error_of, events, make_app, until

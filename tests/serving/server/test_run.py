@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from mindlora.errors import ConfigError, ServingError
+from mindlora.core.errors import ConfigError, ServingError
 from mindlora.serving.server.run import run
 from mindlora.serving.server.settings import ServerSettings
 from tests.support.scripted_engine import BASE, make_engine

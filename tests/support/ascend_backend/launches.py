@@ -9,8 +9,8 @@ import json
 import pathlib
 from typing import Dict, Iterable, List, NamedTuple, Tuple
 
-from mindlora.common.atomic import replace_folder
-from mindlora.dry_run.stand_ins import StandIns, built_once, compile_library, return_0, stand_ins
+from mindlora.core.atomic import replace_folder
+from mindlora.run.dry_run.stand_ins import StandIns, built_once, compile_library, return_0, stand_ins
 from tests.support import cann_stand_in
 from tests.support.ascendc_model import kernels
 from tests.support.ascendc_model.model import INCLUDE

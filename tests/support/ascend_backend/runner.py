@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
-from mindlora.dry_run import process
-from mindlora.dry_run.stand_ins import stand_ins
-from mindlora.errors import InstallationError
+from mindlora.core.errors import InstallationError
+from mindlora.run.dry_run import process
+from mindlora.run.dry_run.stand_ins import stand_ins
 from tests.support.ascend_backend.launches import Launch, device, read_launches
 
 Path = Union[str, os.PathLike]
@@ -71,7 +71,7 @@ def run_yaml(
         ranks: How many devices there are in name; with more than one, the run is parallel.
         rank: Which of them this is.
         level: jit_level, "O0" or "O1", in place of the YAML's.
-        **options: launches=True launches kernels; the others are those of mindlora.dry_run.process.run.
+        **options: launches=True launches kernels; the others are those of mindlora.run.dry_run.process.run.
     """
     folder = pathlib.Path(folder)
     if isinstance(config, Mapping):
@@ -83,7 +83,9 @@ def run_yaml(
     arguments += ["--use_parallel", str(ranks > 1)]
     if level is not None:
         arguments += ["--context.jit_config.jit_level", level]
-    return _run("mindlora.plugin.launcher", *arguments, *flags, folder=folder, ranks=ranks, rank=rank, **options)
+    return _run(
+        "mindlora.training.launch.launcher", *arguments, *flags, folder=folder, ranks=ranks, rank=rank, **options
+    )
 
 
 def run_mindlora(verb: str, *arguments: str, folder: Path, **options: Any) -> Run:
@@ -99,7 +101,7 @@ def run_program(program: str, *arguments: str, folder: Path, **options: Any) -> 
         *arguments: What follows it on the command line.
         folder: Where it works.
         **options: launches=True launches its kernels on a device whose memory is the process's own, so that values are
-            computed; without, this is MindSpore's dry run. The others are those of mindlora.dry_run.process.run.
+            computed; without, this is MindSpore's dry run. The others are those of mindlora.run.dry_run.process.run.
     """
     if not program.endswith(".py"):
         path = pathlib.Path(folder) / "program.py"

@@ -12,9 +12,9 @@ import numpy as np
 import yaml
 
 from mindlora import LoraConfig
-from mindlora.base.quantize import quantize_checkpoint
-from mindlora.checks.parallel import is_sharded
 from mindlora.data.mindrecord import write_mindrecord
+from mindlora.files.base.quantize import quantize_checkpoint
+from mindlora.run.checks.parallel import is_sharded
 from tests.conftest import ROOT
 from tests.support.ascend_backend.runner import Run, run_yaml
 from tests.support.chat_templates import CHATML, chat_tokenizer

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 
-from mindlora.training.exchange import FlatLayout
+from mindlora.training.exchange.exchange import FlatLayout
 
 SHAPES = {"a": (3, 2), "b": (5,), "c": (), "d": (2, 1, 2)}
 

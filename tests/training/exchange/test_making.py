@@ -2,8 +2,11 @@
 
 import pytest
 
-from mindlora.errors import ConfigError
-from mindlora.training.exchange import ExchangeSettings, FlatLayout, Ranks, make_exchange
+from mindlora.core.errors import ConfigError
+from mindlora.training.exchange.exchange import FlatLayout
+from mindlora.training.exchange.making import make_exchange
+from mindlora.training.exchange.ranks import Ranks
+from mindlora.training.exchange.settings import ExchangeSettings
 from mindlora.training.exchange.two_level import machine_groups
 
 

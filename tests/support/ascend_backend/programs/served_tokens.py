@@ -8,9 +8,9 @@ import json
 import pathlib
 import sys
 
-from mindlora.plugin.serve import build_engine
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.request import Sampling
+from mindlora.training.launch.serve import build_engine
 from tests.support.mcore_serving import ADAPTERS, PROMPTS
 
 SAMPLING = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)

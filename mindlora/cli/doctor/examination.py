@@ -1,0 +1,118 @@
+"""The doctor's examination: this machine first, then each YAML, none of which needs its network."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import tempfile
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+from mindlora.cli.doctor.ascend import not_tried, try_on_ascend
+from mindlora.cli.doctor.installation import check_import, examine_machine, is_installed
+from mindlora.cli.doctor.operators import examine_operators
+from mindlora.cli.doctor.report import DoctorReport, YamlReport
+from mindlora.core.errors import ConfigError, LoraError
+from mindlora.core.mindformers_version import mindformers_version, release
+from mindlora.core.yaml_file import read_merged, read_yaml
+from mindlora.run.checks.data_rows import FirstRows
+from mindlora.run.checks.examine import check_contents, check_run
+from mindlora.run.checks.files import check_files
+from mindlora.run.checks.finding import Finding, error, errors, worst_first
+from mindlora.run.checks.key_ranges import check_names, check_shape
+from mindlora.run.checks.pynative import Version, check_pynative, is_pynative
+from mindlora.run.checks.serving import notes_on_serving
+
+
+def examine(yaml_paths: Sequence[str] = (), on_ascend: bool = False, devices: Optional[int] = None) -> DoctorReport:
+    """Examines this machine, and complete MindFormers YAMLs, without building their networks.
+
+    The report's ``exit_code`` is 1 if the machine or a YAML has an error.
+
+    Args:
+        yaml_paths (sequence of str): The YAMLs.
+        on_ascend (bool): Whether those without an error are compiled too, by MindSpore's own Ascend backend, which
+            takes minutes and needs no NPU. Default: False.
+        devices (int, optional): For how many devices they are compiled. Default: None, those that a YAML is for.
+
+    Raises:
+        InstallationError: ``on_ascend``, and the backend cannot run on this machine.
+    """
+    items, findings = examine_machine()
+    operators, problems = examine_operators() if is_installed("MindSpore") else ([], [])
+    yamls = []
+    for path in yaml_paths:
+        of_yaml = check_yaml(path)
+        if on_ascend:
+            of_yaml += [not_tried(of_yaml)] if errors(of_yaml) else try_on_ascend(read_yaml(path), devices)
+        yamls.append(YamlReport(path, tuple(worst_first(of_yaml))))
+    return DoctorReport((*items, *operators), (*findings, *problems), tuple(yamls))
+
+
+def check_yaml(path: str) -> List[Finding]:
+    """Returns what is wrong in a complete MindFormers YAML, or good to know, errors first."""
+    try:
+        config = read_merged(path)
+        if is_pynative(config):
+            return worst_first(check_pynative(config, _trainer_version(), _first_rows()))
+        config = read_yaml(path)
+    except ConfigError as refusal:
+        return [error("", str(refusal))]
+    findings = check_run(config)
+    if not list(check_shape(config)):
+        if not errors(findings):
+            findings += notes_on_serving(config)
+        findings += check_files(config)
+        findings += find_further(path, config, right=not errors(findings))
+    return worst_first(findings)
+
+
+def _first_rows() -> Optional[FirstRows]:
+    """Returns what reads the first rows of a MindRecord, if MindSpore is there."""
+    if importlib.util.find_spec("mindspore") is None:
+        return None
+    from mindlora.training.model.mindrecords import first_rows
+
+    return first_rows
+
+
+def _trainer_version() -> Version:
+    """Returns the first two numbers of the version of MindFormers if that has the PyNative trainer, else None."""
+    version = release(mindformers_version() or "0")
+    return version if version >= (2, 0) else None
+
+
+def find_further(path: str, config: Dict[str, Any], right: bool) -> List[Finding]:
+    """Returns what MindFormers' registry and the content of base and data tell, as far as there is a MindFormers.
+
+    The nodes of ``config`` must be of the right kind; ``right``: no error was found in it yet.
+    """
+    if not all(importlib.util.find_spec(package) for package in ("mindspore", "mindformers")) or list(check_import()):
+        return [*check_names(config), *check_contents(config)]
+    findings: List[Finding] = []
+    with _quietly():
+        try:
+            from mindformers.tools.register import MindFormerConfig
+
+            from mindlora.training.launch import preflight
+
+            read = MindFormerConfig(path)
+            findings = preflight.find_by_mindformers(read)
+            if right and not errors(findings):
+                preflight.fill(read)
+            return findings
+        except LoraError as refusal:
+            return [*findings, error("", str(refusal))]
+        except Exception as failure:
+            # MindFormers' readers raise exceptions of many kinds, and mindlora-run would fail with the same one.
+            problem = f"mindlora-run would fail on this YAML: {type(failure).__name__}: {failure}"
+            return list(check_names(config)) or [error("", problem)]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keeps MindFormers' log, which says nothing about the YAML, from the screen and from the working folder."""
+    # Some warnings of MindSpore bypass Python's streams.
+    os.environ.setdefault("GLOG_v", "3")
+    with tempfile.TemporaryDirectory(prefix="mindlora-doctor-") as folder, contextlib.redirect_stdout(io.StringIO()):
+        os.environ.setdefault("LOG_MF_PATH", folder)
+        yield

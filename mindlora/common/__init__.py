@@ -1,1 +1,0 @@
-"""What any package could use: atomic files, field checks, tables, messages. Nothing here knows LoRA."""

@@ -1,0 +1,1 @@
+"""What any room could use: errors, text, atomic files, tensor files, NumPy numerics. No MindSpore, and no LoRA."""

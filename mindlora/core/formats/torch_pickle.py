@@ -1,0 +1,216 @@
+"""Reads PyTorch's .bin files without PyTorch and without running anything that is in them."""
+
+import pickletools
+import zipfile
+from typing import Any, Dict, List, NoReturn, Sequence, Tuple
+
+import numpy as np
+
+from mindlora.core.errors import AdapterFormatError, TruncatedAdapterError
+from mindlora.core.numerics.dtypes import BFLOAT16
+
+_STORAGES = {
+    "DoubleStorage": np.dtype("<f8"),
+    "FloatStorage": np.dtype("<f4"),
+    "HalfStorage": np.dtype("<f2"),
+    "BFloat16Storage": BFLOAT16,
+    "LongStorage": np.dtype("<i8"),
+    "IntStorage": np.dtype("<i4"),
+}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
+_MAX_AXES = 32  # NumPy's limit.
+
+
+def read(path: str) -> Dict[str, np.ndarray]:
+    """Returns the tensors of a file that torch.save wrote from a dict of tensors.
+
+    A pickle is a program for a stack machine. Python's own machine is not used, since a program can make it call any
+    function, change any object and allocate any amount of memory. The machine here knows the few instructions that a
+    dict of tensors needs, can call three functions of its own, and stops at anything else.
+
+    Raises AdapterError if it is damaged, no zip archive of torch.save's, or not a dict of tensors by name.
+    """
+    opened = False
+    try:
+        with open(path, "rb") as file:
+            opened = True
+            with zipfile.ZipFile(file) as archive:
+                content = _Machine(archive, path).run()
+    except AdapterFormatError:
+        raise
+    except zipfile.BadZipFile as error:
+        if _begins_as_zip(path):
+            raise TruncatedAdapterError(f"{path} is truncated or damaged: {error}. Copy or save it again.") from error
+        raise AdapterFormatError(
+            f"{path} is not what torch.save writes since PyTorch 1.6: {error}. Save the adapter "
+            "with safe_serialization=True, as safetensors."
+        ) from error
+    # A damaged program can raise any exception.
+    except Exception as error:
+        if not opened:
+            raise
+        raise AdapterFormatError(
+            f"{path} holds no dict of tensors: {type(error).__name__}: {error}. Save the adapter as safetensors."
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, np.ndarray) for value in content.values()):
+        raise AdapterFormatError(
+            f"{path} holds no dict of tensors by name, but a {type(content).__name__}. Give the file of the adapter."
+        )
+    return content
+
+
+class _Machine:
+    """Runs the program of one archive; its tensors become arrays."""
+
+    def __init__(self, archive: zipfile.ZipFile, path: str):
+        entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
+        if len(entries) != 1:
+            raise AdapterFormatError(
+                f"{path} is a zip archive that does not hold one data.pkl, as torch.save writes it. "
+                "Give the file of the adapter."
+            )
+        self._archive = archive
+        self._path = path
+        self._folder = entries[0].filename[: -len("data.pkl")]
+        self._program = self._stored(entries[0].filename)
+        if self._folder + "byteorder" in archive.namelist() and self._stored(self._folder + "byteorder") != b"little":
+            raise ValueError("its bytes are not in little-endian order")
+        self._storages: Dict[Tuple[str, np.dtype], np.ndarray] = {}
+        self._budget = 4 * sum(entry.file_size for entry in archive.infolist())
+        self._functions = (dict, self._tensor, self._parameter)
+
+    def run(self) -> Any:
+        """Returns what the program leaves on the stack."""
+        stack: List[Any] = []
+        marks: List[int] = []
+        memo: Dict[Any, Any] = {}
+        for instruction, argument, _ in pickletools.genops(self._program):
+            name = instruction.name
+            if name in ("PROTO", "FRAME", "STOP"):
+                pass
+            elif name in _CONSTANTS:
+                stack.append(_CONSTANTS[name])
+            elif name in _LITERALS:
+                stack.append(argument)
+            elif name == "EMPTY_DICT":
+                stack.append({})
+            elif name == "MARK":
+                marks.append(len(stack))
+            elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
+                _group(stack, marks.pop() if name == "TUPLE" else len(stack) - int(name[-1]))
+            elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[argument])
+            elif name in ("SETITEM", "SETITEMS"):
+                _group(stack, marks.pop() if name == "SETITEMS" else len(stack) - 2)
+                _set_items(stack.pop(), stack[-1])
+            elif name == "GLOBAL":
+                module, function = str(argument).split(" ")
+                stack.append(self._named(module, function))
+            elif name == "STACK_GLOBAL":
+                function = stack.pop()
+                stack.append(self._named(stack.pop(), function))
+            elif name == "BINPERSID":
+                kind, dtype, key, _, count = stack.pop()
+                stack.append(self._storage(kind, dtype, key, count))
+            elif name == "REDUCE":
+                arguments = stack.pop()
+                stack.append(self._call(stack.pop(), arguments))
+            elif name == "BUILD" and isinstance(stack[-2], dict):
+                stack.pop()  # The versions of its modules that a state_dict records.
+            else:
+                self._refuse(f"the instruction {name}")
+        return stack.pop()
+
+    def _named(self, module: Any, name: Any) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return self._tensor
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return self._parameter
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("it names no function")
+        return self._refuse(f"{module}.{name}")
+
+    def _call(self, function: Any, arguments: Any) -> Any:
+        if function not in self._functions or function is dict and arguments:
+            raise ValueError("it calls something that is not a function")
+        return function(*arguments)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise AdapterFormatError(
+            f"{self._path} asks for {what}, which no dict of tensors needs: the file may "
+            "be an attempt to run code. Nothing in it was run. Ask for a safetensors file instead."
+        )
+
+    def _storage(self, kind: Any, dtype: Any, key: Any, count: Any) -> np.ndarray:
+        if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str) or type(count) is not int:
+            raise ValueError("it names a storage in a way that torch.save does not")
+        if (key, dtype) not in self._storages:
+            content = self._stored(f"{self._folder}data/{key}")
+            if len(content) != count * dtype.itemsize:
+                raise ValueError(
+                    f"storage {key} has {len(content)} bytes and not the {count} elements that are declared"
+                )
+            self._storages[key, dtype] = np.frombuffer(content, dtype)
+        return self._storages[key, dtype]
+
+    def _stored(self, name: str) -> bytes:
+        entry = self._archive.getinfo(name)
+        # torch.save does not compress; a compressed entry could unpack to any size.
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{name} is compressed")
+        return self._archive.read(entry)
+
+    def _tensor(
+        self, storage: Any, offset: int, shape: Sequence[int], strides: Sequence[int], *_: object
+    ) -> np.ndarray:
+        numbers = (offset, *shape, *strides)
+        if (
+            len(shape) != len(strides)
+            or len(shape) > _MAX_AXES
+            or not isinstance(storage, np.ndarray)
+            or not all(type(number) is int and number >= 0 for number in numbers)
+        ):
+            raise ValueError("a tensor does not fit into its storage")
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides))
+        if np.prod(shape, dtype=object) > storage.size or 0 not in shape and last >= storage.size:
+            raise ValueError(f"a tensor of shape {list(shape)} does not fit into {storage.size} elements")
+        view = np.lib.stride_tricks.as_strided(
+            storage[offset:], shape, [stride * storage.itemsize for stride in strides]
+        )
+        if view.flags.c_contiguous:
+            return view
+        # Each such tensor becomes a copy, and a small file can name one storage many times.
+        self._budget -= view.nbytes
+        if self._budget < 0:
+            raise ValueError("its tensors are many times larger than the file")
+        return np.ascontiguousarray(view)
+
+    @staticmethod
+    def _parameter(tensor: Any, *_: object) -> Any:
+        return tensor
+
+
+def _group(stack: List[Any], begin: int) -> None:
+    """Replaces the items of the stack from ``begin`` on with one tuple of them."""
+    if begin < 0:
+        raise ValueError("it takes more from the stack than is there")
+    stack[begin:] = [tuple(stack[begin:])]
+
+
+def _set_items(items: Tuple[Any, ...], target: Any) -> None:
+    # Keys must be strings: hashing a deeply nested tuple can take forever.
+    if not isinstance(target, dict) or not all(isinstance(key, str) for key in items[::2]):
+        raise ValueError("it sets items in something that is not a dict by name")
+    target.update(zip(items[::2], items[1::2]))
+
+
+def _begins_as_zip(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"

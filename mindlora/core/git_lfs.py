@@ -1,0 +1,18 @@
+"""Pointers of Git LFS, which are in the place of large files where a repository was cloned without it."""
+
+import os
+from typing import Type
+
+from mindlora.core.errors import LoraError
+
+_BEGIN = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_pointer(path: str, error: Type[LoraError]) -> None:
+    """Raises ``error`` if a file is a pointer of Git LFS; does nothing where there is no file."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        begin = file.read(len(_BEGIN))
+    if begin == _BEGIN:
+        raise error(f"{path} is a pointer of Git LFS, not the file itself. Run `git lfs pull` in its repository.")

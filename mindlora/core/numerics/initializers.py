@@ -1,0 +1,196 @@
+"""Initializers of A and B beyond the plain ones, in NumPy: orthogonal, PiSSA, OLoRA, LoftQ.
+
+PiSSA, OLoRA and LoftQ take the initial pair from the base weight and subtract its product: W' = W - scale B0 A0.
+"""
+
+import re
+from typing import Callable, NamedTuple, Optional, Protocol, Tuple, TypeVar
+
+import numpy as np
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import COUNT, check_number
+from mindlora.core.numerics.randomized_svd import randomized_svd
+
+NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
+_PISSA = re.compile(r"pissa(?:_niter_(\d+))?")
+_LOFTQ = re.compile(r"loftq(?:_iter_([1-9]\d*))?")
+Quantized = TypeVar("Quantized")
+
+
+class Shaped(Protocol):
+    """Anything that has a shape: an array, a parameter, a tensor to be written."""
+
+    @property
+    def shape(self) -> Tuple[int, ...]:
+        """The size of each axis."""
+
+
+class InitialPair(NamedTuple):
+    """The initial A0 [r, in] and B0 [out, r] of a cell whose initializer changed the base, in the parameters' dtypes.
+
+    ``fingerprint`` is that of the base before the change, or None.
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+    fingerprint: Optional[dict]
+
+
+def is_known(name: str) -> bool:
+    """Returns whether ``name`` is an initializer: one of NAMES, with a number in place of N."""
+    return name in NAMES and not name.endswith("_N") or bool(_PISSA.fullmatch(name)) or is_loftq(name)
+
+
+def is_loftq(name: Optional[str]) -> bool:
+    """Returns whether an initializer is LoftQ: "loftq", or "loftq_iter_N" for N iterations."""
+    return name is not None and bool(_LOFTQ.fullmatch(name))
+
+
+def loftq_iterations(name: str) -> int:
+    """Returns N of "loftq_iter_N", and 1 for "loftq"; raises ValueError for any other initializer."""
+    match = _LOFTQ.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not one of LoftQ's initializers.")
+    return int(match[1] or 1)
+
+
+def changes_base(name: Optional[str]) -> bool:
+    """Returns whether an initializer subtracts the product of its pair from the base weight."""
+    return name is not None and (name == "olora" or bool(_PISSA.fullmatch(name)))
+
+
+def needs_whole_matrices(name: Optional[str]) -> bool:
+    """Returns whether an initializer needs the whole weight, so that it cannot work on one shard of it."""
+    return name == "orthogonal" or changes_base(name)
+
+
+def orthogonal(
+    rank: int, in_channels: int, out_channels: int, rng: np.random.Generator
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Random A and B whose r-dimensional columns and rows are in orthogonal subspaces, so that B A = 0.
+
+    With Q a random orthogonal [r, r], A = Q_even^T X / 10 and B = Y Q_odd / 10, X and Y standard normal. Returns
+    (A float32 [r, in_channels], B float32 [out_channels, r]); raises ConfigError if r is odd.
+
+    Source: PEFT's orthogonal (Datta, Rethinking LoRA initialisations, 2024).
+    """
+    check_even(rank)
+    q = np.linalg.qr(rng.standard_normal((rank, rank)))[0]
+    a = q[0::2].T @ rng.standard_normal((rank // 2, in_channels)) / 10
+    b = rng.standard_normal((out_channels, rank // 2)) @ q[1::2] / 10
+    return a.astype(np.float32), b.astype(np.float32)
+
+
+def of_base(name: str, weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns (A, B), as ``pissa`` does, of an initializer that changes the base: pissa, pissa_niter_N or olora."""
+    if name == "olora":
+        return olora(weight, rank, scale)
+    match = _PISSA.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not an initializer that changes the base.")
+    return pissa(weight, rank, scale, None if match[1] is None else int(match[1]))
+
+
+def pissa(
+    weight: np.ndarray, rank: int, scale: float, iterations: Optional[int] = None
+) -> Tuple[np.ndarray, np.ndarray]:
+    """The r largest singular values of W = U S V^T and their vectors: scale B A = U_r S_r V_r^T.
+
+    A = sqrt(S_r / scale) V_r^T and B = U_r sqrt(S_r / scale).
+
+    Args:
+        weight (array): W [out, in], float32.
+        rank (int): r, at most the smaller side of W.
+        scale (float): Factor on the low-rank path.
+        iterations (int): Power iterations of the randomized decomposition, which takes a fraction of the time and
+            uses the same random numbers each time. Default: None, the exact decomposition.
+
+    Returns:
+        (A float32 [r, in], B float32 [out, r]).
+
+    Raises:
+        ConfigError: The rank is larger than a side of W.
+
+    Source: Meng et al., PiSSA: Principal Singular Values and Singular Vectors Adaptation, 2024; Halko et al., Finding
+    Structure with Randomness, 2011.
+    """
+    check_rank(rank, weight, "pissa")
+    u, s, vt = (
+        np.linalg.svd(weight, full_matrices=False) if iterations is None else randomized_svd(weight, rank, iterations)
+    )
+    root = np.sqrt(s[:rank] / np.float32(scale))
+    return root[:, None] * vt[:rank], u[:, :rank] * root
+
+
+def olora(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
+    """A and B of the QR decomposition W = Q R: the first r rows of R and the first r columns of Q, at every scale.
+
+    Args, Returns and Raises are those of ``pissa``.
+
+    Source: Buyukakyuz, OLoRA: Orthonormal Low-Rank Adaptation of Large Language Models, 2024.
+    """
+    del scale
+    check_rank(rank, weight, "olora")
+    q, r = np.linalg.qr(weight)
+    return r[:rank], q[:, :rank]
+
+
+def residual(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """Returns W' = W - scale B A, float32 [out, in]."""
+    return weight - (b * np.float32(scale)) @ a
+
+
+def loftq(
+    weight: np.ndarray,
+    rank: int,
+    quantize: Callable[[np.ndarray], Quantized],
+    dequantize: Callable[[Quantized], np.ndarray],
+    iterations: int = 1,
+    scale: float = 1.0,
+) -> Tuple[Quantized, np.ndarray, np.ndarray]:
+    """Q, A and B such that dequantize(Q) + scale B A is close to W.
+
+    Each iteration computes Q = quantize(W - scale B A), then A and B as PiSSA's pair for W - dequantize(Q).
+
+    Args:
+        weight (array): W [out, in], float32.
+        rank (int): r, at most the smaller side of W.
+        quantize (callable): array [out, in] -> its quantized form Q.
+        dequantize (callable): Q -> array [out, in].
+        iterations (int): Number of iterations, at least 1. Default: 1.
+        scale (float): Factor on the low-rank path. Default: 1.0; PEFT ignores the scale.
+
+    Returns:
+        (Q, A float32 [r, in], B float32 [out, r]).
+
+    Raises:
+        ConfigError: The rank is larger than a side of W, or iterations is below 1.
+
+    Source: Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models, 2023.
+    """
+    check_number(iterations, "iterations of loftq", COUNT)
+    rest = weight
+    for _ in range(iterations):
+        quantized = quantize(rest)
+        a, b = pissa(weight - dequantize(quantized), rank, scale)
+        rest = residual(weight, a, b, scale)
+    return quantized, a, b
+
+
+def check_even(rank: int) -> None:
+    """Raises ConfigError if ``rank`` is odd, for the initializer "orthogonal"."""
+    if rank % 2:
+        raise ConfigError(
+            f"lora_init is 'orthogonal' and lora_rank is {rank}: this initializer needs an even rank. "
+            "Set lora_rank to an even number."
+        )
+
+
+def check_rank(rank: int, weight: Shaped, name: str) -> None:
+    """Raises ConfigError if ``rank`` is larger than a side of ``weight``, for the initializer ``name``."""
+    if rank > min(weight.shape):
+        raise ConfigError(
+            f"lora_init is {name!r} and lora_rank is {rank}, more than the smaller side of a weight "
+            f"{list(weight.shape)}. Lower lora_rank."
+        )

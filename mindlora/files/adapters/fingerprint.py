@@ -1,0 +1,116 @@
+"""A short fingerprint of the base weights under an adapter, to detect that an adapter is loaded onto another base."""
+
+import hashlib
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from mindlora.core.numerics.dtypes import BFLOAT16, FLOATS, dtype_name, from_float32, to_float32
+
+# What load_lora and a YAML may ask for where an adapter was trained on another base.
+ON_BASE_MISMATCH = ("error", "warn", "ignore")
+# Reading every weight of a 7B base back from the device takes seconds; a few, evenly spread, tell bases apart.
+_SAMPLED_WEIGHTS = 8
+_SAMPLES_PER_WEIGHT = 1024
+# One of two copies of a base was rounded to one of these, if their dtypes differ.
+_ROUNDED = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
+
+
+def sampled_paths(paths: Iterable[str]) -> List[str]:
+    """Returns those of ``paths`` whose weights are sampled."""
+    ordered = sorted(paths)
+    count = min(_SAMPLED_WEIGHTS, len(ordered))
+    indices = {round(index) for index in np.linspace(0, len(ordered) - 1, count)}
+    return [ordered[index] for index in sorted(indices)]
+
+
+def sampled_elements(weight: np.ndarray) -> np.ndarray:
+    """Returns the sampled elements of a weight, or of its codes if it is quantized."""
+    # Not of reshape(-1), which would copy a transposed weight.
+    return weight[np.unravel_index(_sampled_places(weight.size), weight.shape)]
+
+
+def sampled_elements_of_rows(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
+    """Returns sampled_elements of the weight that has the rows of ``parts`` in another order, without making it.
+
+    ``order`` holds for each of its rows the number of that row in the parts, counted one part after the other.
+    """
+    rows, columns = np.divmod(_sampled_places(len(order) * parts[0].shape[1]), parts[0].shape[1])
+    rows = order[rows]
+    sampled = np.empty(len(rows), parts[0].dtype)
+    begin = 0
+    for part in parts:
+        inside = (rows >= begin) & (rows < begin + len(part))
+        sampled[inside] = part[rows[inside] - begin, columns[inside]]
+        begin += len(part)
+    return sampled
+
+
+def _sampled_places(size: int) -> np.ndarray:
+    return np.linspace(0, size - 1, min(_SAMPLES_PER_WEIGHT, size)).astype(np.int64)
+
+
+def fingerprint_from(shapes: Dict[str, Tuple[int, ...]], samples: Dict[str, np.ndarray]) -> Dict[str, str]:
+    """Returns the fingerprint of the shapes of all adapted weights by path, and of the elements of sampled ones.
+
+    Returns:
+        dict of "shapes" and "values", each the first 16 digits of a SHA-256. If all samples are of one float dtype,
+        also "dtype", its name, and hashes "float16" and "bfloat16" of the samples rounded to these.
+    """
+    structure = hashlib.sha256()
+    for path in sorted(shapes):
+        structure.update(f"{path}{tuple(shapes[path])};".encode())
+    arrays = [to_float32(samples[path]) for path in sorted(samples)]
+    fingerprint = {"shapes": _digits(structure), "values": _hash_of(arrays)}
+    dtypes = {array.dtype for array in samples.values()}
+    if len(dtypes) == 1 and dtypes <= set(FLOATS):
+        fingerprint["dtype"] = dtype_name(dtypes.pop())
+        # What overflows becomes infinity, in both copies.
+        with np.errstate(over="ignore"):
+            for name, dtype in _ROUNDED.items():
+                fingerprint[name] = _hash_of([to_float32(from_float32(array, dtype)) for array in arrays])
+    return fingerprint
+
+
+def _hash_of(arrays):
+    values = hashlib.sha256()
+    for array in arrays:
+        values.update(np.ascontiguousarray(array).tobytes())
+    return _digits(values)
+
+
+def _digits(value):
+    return value.hexdigest()[:16]
+
+
+def forms_that_differ(stored: dict, current: dict) -> Optional[Tuple[str, str]]:
+    """Returns how the two bases are quantized ("float": not at all) if their values cannot be compared, or None.
+
+    ``stored`` is the adapter's fingerprint and ``current`` that of this base. LoftQ changes the base itself, so an
+    adapter trained on LoftQ's base suits no other base; then values are compared.
+    """
+    forms = forms_of(stored, current)
+    return None if forms[0] == forms[1] or "loftq" in forms else forms
+
+
+def forms_of(stored: dict, current: dict) -> Tuple[str, str]:
+    """Returns in which form the weights were that each of two fingerprints is of: "float", "nf4" or "loftq"."""
+    return stored.get("quantization", "float"), current.get("quantization", "float")
+
+
+def base_difference(stored: dict, current: dict, exact: bool = False) -> str:
+    """Returns in words how two fingerprints differ, or "" if they agree.
+
+    With ``exact``, a copy in another dtype is another base.
+    """
+    if stored.get("shapes") != current["shapes"]:
+        return "the adapted weights have other paths or shapes"
+    if stored.get("values") == current["values"] or (not exact and _are_copies(stored, current)):
+        return ""
+    return "the adapted weights have other values (another checkpoint, or another dtype)"
+
+
+def _are_copies(stored, current):
+    """Whether the two are one base in two dtypes: equal once the other one is rounded as the narrower one was."""
+    dtypes = {stored.get("dtype"), current.get("dtype")}
+    return None not in dtypes and len(dtypes) == 2 and any(stored.get(name) == current.get(name) for name in _ROUNDED)

@@ -1,0 +1,58 @@
+"""What is known about the model under an adapter: from its base's folder or name, or from the adapter's cells."""
+
+import os
+from typing import Any, Dict, NamedTuple, Optional
+
+from mindlora.core.errors import AdapterError
+from mindlora.core.json_files import parse_object
+from mindlora.core.text import suggestion
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.models import names
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.architecture import Architecture
+
+
+class KnownBase(NamedTuple):
+    """What is known about the model under an adapter.
+
+    Attributes:
+        architecture (Architecture): Its record, or None if nothing tells it from a Llama, which has the same cells as
+            Qwen2, Qwen3 and others.
+        reason (str): What told it, for messages; "" if nothing did.
+        config (dict): The config.json of the base, if that is a folder here; otherwise empty.
+    """
+
+    architecture: Optional[Architecture]
+    reason: str
+    config: Dict[str, Any]
+
+
+def known_base(adapter: Adapter, architecture: Optional[str] = None) -> KnownBase:
+    """Returns what is known about the model under ``adapter``, or under the model_type that the user names."""
+    config = _config_of(adapter.base_model)
+    if architecture is not None:
+        record = registry.by_hugging_face_type(architecture)
+        if record is None:
+            model_types = registry.hugging_face_types()
+            raise AdapterError(
+                f"architecture is {architecture!r}, which is not known: {', '.join(model_types)} are."
+                f"{suggestion(architecture, list(model_types))}"
+            )
+        return KnownBase(record, f"architecture is {architecture}", config)
+    model_type = str(config.get("model_type"))
+    record = registry.by_hugging_face_type(model_type)
+    if record:
+        return KnownBase(record, f"{adapter.base_model}/config.json says {model_type}", config)
+    record = registry.by_hub_name(adapter.base_model or "")
+    if record:
+        return KnownBase(record, f"its base is called {adapter.base_model}", config)
+    record = names.architecture_of_cells(adapter.paths)
+    return KnownBase(record, f"it has the cells of {record.title}" if record else "", config)
+
+
+def _config_of(base_model: Optional[str]) -> Dict[str, Any]:
+    path = os.path.join(base_model or "", "config.json")
+    if not base_model or not os.path.isfile(path):
+        return {}
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, AdapterError)

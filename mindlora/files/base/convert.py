@@ -1,0 +1,256 @@
+"""convert_base: a base model's checkpoint from Hugging Face's names to MindFormers' and back.
+
+Elements are copied as they are: MindFormers rotates pairs of positions as Hugging Face does, so no row of q or k moves.
+"""
+
+import dataclasses
+import time
+from typing import Callable, List, Mapping, Optional, Tuple
+
+from mindlora.core.errors import CheckpointError
+from mindlora.core.text import examples
+from mindlora.files.base import experts, pynative
+from mindlora.files.base.hf_config import hugging_face_config
+from mindlora.files.base.quantized_names import quantized_weights, taken_apart
+from mindlora.files.base.reader import CONFIG, WORLDS, BaseCheckpoint
+from mindlora.files.base.renaming import Plan, tensor_of
+from mindlora.files.base.writer import PYNATIVE, OutputTensor, check_checkpoint_output, is_file_name, write
+from mindlora.models import names
+from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
+
+TARGETS = (*WORLDS, PYNATIVE)
+_NO_CONFIG = (
+    "There is no config.json, which transformers and vLLM need: name the model's YAML (--config run.yaml), or copy it "
+    "from the original model."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertBaseReport:
+    """What convert_base did; str() gives it as text.
+
+    Attributes:
+        source, output (str): The two checkpoints.
+        from_, to (str): Whose names they have, "hf", "mindformers" or "mcore".
+        files (tuple of str): The written files that hold tensors.
+        tensors (int): Number of tensors written.
+        bytes (int): Their size.
+        skipped (tuple of str): Tensors of the source that every model computes for itself.
+        notes (tuple of str): What was decided about tied embeddings, and what was left out besides.
+        seconds (float): How long it took.
+    """
+
+    source: str
+    output: str
+    from_: str
+    to: str
+    files: Tuple[str, ...]
+    tensors: int
+    bytes: int
+    skipped: Tuple[str, ...]
+    notes: Tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.output}: {self.bytes / 1e9:.2f} GB from {WORLDS[self.from_]} names to {WORLDS[self.to]}; "
+            f"tensors: {self.tensors}, files: {len(self.files)}; {self.seconds:.1f} s."
+        ]
+        if self.skipped:
+            lines.append(f"Left out, since every model computes it for itself: {examples(self.skipped)}.")
+        return "\n".join([*lines, *self.notes])
+
+
+def convert_base(
+    source: str,
+    output: str,
+    from_: Optional[str],
+    to: str,
+    concat: bool = False,
+    tied: bool = False,
+    heads: Optional[int] = None,
+    kv_heads: Optional[int] = None,
+    overwrite: bool = False,
+    model_config: Optional[Mapping] = None,
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> ConvertBaseReport:
+    """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
+
+    With MindFormers' qkv_concat, q, k and v are one tensor w_qkv, whose rows are ordered by key-value head [heads of q
+    that share it | k | v], and w1 and w3 are one tensor w_gate_hidden, in which their rows alternate. For Hugging Face,
+    such tensors are always split.
+
+    With tied embeddings, a Hugging Face checkpoint has no lm_head.weight. MindFormers' Llama looks for one unless its
+    YAML says ``tie_word_embeddings: True``, so a copy of the embedding is written, which loads either way.
+
+    Safetensors are read and written as a stream. A .ckpt is written as a stream too, but read into memory as a whole.
+
+    Args:
+        source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
+        output (str): A folder, which gets the source's division into files, or a .safetensors or .ckpt file.
+        from_ (str): "hf", "mindformers" or "mcore", which is checked against the names; None detects it from them.
+        to (str): "hf", "mindformers" or "mcore". Of a model that MindFormers has as an mcore model alone, such as
+            Qwen3, "mindformers" means "mcore". "pynative" writes the folder that the PyNative trainer of MindFormers 2
+            loads, for Qwen3, Qwen3-MoE and DeepSeek-V3.
+        concat (bool): Whether to join w_qkv and w_gate_hidden, for "mindformers". Default: False.
+        tied (bool): Whether to leave lm_head.weight out because it is the embedding. Default: False.
+        heads, kv_heads (int): Numbers of attention and of key-value heads, for qkv_concat. Default: None, which takes
+            them from the config.json beside the source.
+        overwrite (bool): Whether to replace an existing ``output``. Default: False.
+        model_config (dict): model.model_config of a MindFormers YAML, from which a folder for Hugging Face gets its
+            config.json if there is none beside the source. Default: None.
+        progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
+
+    Returns:
+        ConvertBaseReport.
+
+    Raises:
+        CheckpointError: The source cannot be read or holds a name that is not known, the numbers of heads are needed
+            but not known, or ``output`` cannot be written.
+        TruncatedAdapterError, AdapterFormatError: A file of the source is damaged.
+    """
+    started = time.perf_counter()
+    if to not in TARGETS or from_ not in (None, *WORLDS):
+        raise CheckpointError(
+            f"from_ is {from_!r} and to is {to!r}: to must be one of {', '.join(map(repr, TARGETS))}, and from_ "
+            f"None or one of {', '.join(map(repr, WORLDS))}."
+        )
+    check_checkpoint_output(output, [source], overwrite)
+    with BaseCheckpoint(source) as base:
+        written = _world_of(base, to)
+        _check_worlds(base, from_, to, concat)
+        if to == PYNATIVE:
+            _check_trainer(base, output)
+        plan = Plan(base, written, concat, heads, kv_heads)
+        notes = [*base.left_out, *_settle_head(base, plan, written, tied)]
+        tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+        companions = []
+        contents = {}
+        if to in (HF, PYNATIVE) and not is_file_name(output):
+            companions = base.companions()
+        if to == HF and not is_file_name(output):
+            if not base.config and model_config is not None:
+                contents[CONFIG] = hugging_face_config([tensor[:3] for tensor in tensors], model_config)
+            elif not base.config:
+                notes.append(_NO_CONFIG)
+        shards = plan.shards
+        if to == PYNATIVE:
+            shards = pynative.shards(shards, {t.name: t.unit for t in tensors if names.is_expert_weight(t.name)})
+        files = write(output, shards, PYNATIVE if to == PYNATIVE else written, companions, contents, progress)
+    return ConvertBaseReport(
+        str(source),
+        str(output),
+        base.world,
+        written,
+        tuple(files),
+        len(tensors),
+        sum(tensor.nbytes for tensor in tensors),
+        tuple(plan.skipped),
+        tuple(notes),
+        time.perf_counter() - started,
+    )
+
+
+def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List[str]]:
+    """Returns the tensors of ``base`` as convert_base would write them for MindFormers, and its notes."""
+    if base.world != HF:
+        return [tensor_of(base, name) for name in base.tensors], base.left_out
+    to = _world_of(base, LEGACY)
+    plan = Plan(base, to, False, None, None)
+    notes = [*base.left_out, *_settle_head(base, plan, to, False)]
+    return [tensor for shard in plan.shards for tensor in shard.tensors], notes
+
+
+def in_hugging_face_names(base: BaseCheckpoint, heads: int, kv_heads: int) -> List[OutputTensor]:
+    """Returns the tensors of ``base`` as convert_base would write them for Hugging Face.
+
+    By the numbers of heads joined tensors are split. The weights of a layer's routed experts are stacked, as
+    transformers 5 has them. Of a quantized base see mindlora.files.base.quantized_names.
+    """
+    if base.world == HF:
+        tensors = [tensor_of(base, name) for name in base.tensors]
+    elif quantized_weights(base.tensors):
+        tensors = taken_apart(base, heads, kv_heads)
+    else:
+        plan = Plan(base, HF, False, heads, kv_heads)
+        tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+    return experts.stacked(tensors, base.architecture.experts)
+
+
+def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: bool) -> None:
+    if from_ not in (None, base.world) and not (from_ == LEGACY and base.world == MCORE):
+        raise CheckpointError(
+            f"{base.path} has {WORLDS[base.world]} names, not {WORLDS[str(from_)]}. Give --from "
+            f"{base.world}, or another checkpoint."
+        )
+    if to == PYNATIVE and base.world == MCORE and not base.is_step:
+        raise CheckpointError(
+            f"{base.path} has mcore's names and shapes, from which the PyNative trainer's differ. Convert it --to hf "
+            "first."
+        )
+    if _world_of(base, to) == base.world:
+        raise CheckpointError(f"{base.path} has {WORLDS[base.world]} names already: use it as it is.")
+    if concat and to == "hf":
+        raise CheckpointError(
+            "Joined tensors (concat) have no name in Hugging Face's world. Leave concat (--concat) out."
+        )
+
+
+def _world_of(base: BaseCheckpoint, to: str) -> str:
+    """Returns whose names the form ``to`` has; "mindformers" means "mcore" of a model that is an mcore model alone."""
+    return MCORE if to == PYNATIVE or to == LEGACY and not base.architecture.legacy else to
+
+
+def _check_trainer(base: BaseCheckpoint, output: str) -> None:
+    if base.architecture.legacy or not base.architecture.trains:
+        raise CheckpointError(
+            f"MindFormers' PyNative trainer has no {base.architecture.title}, which {base.path} is. Use --to "
+            "mindformers and train with its graph mode."
+        )
+    if is_file_name(output):
+        raise CheckpointError(f"The output {output} is a file, and MindFormers' trainer loads a folder. Give a folder.")
+
+
+def _settle_head(base, plan, to, tied) -> List[str]:
+    """Adds or removes the output head's weight where the embeddings are tied; returns notes for the report."""
+    head = base.architecture.head_weight(base.world)
+    written_head = base.architecture.head_weight(to)
+    if head in base.tensors:
+        if not tied:
+            return []
+        _check_tied(base, head)
+        for shard in plan.shards:
+            shard.tensors[:] = [tensor for tensor in shard.tensors if tensor.name != written_head]
+        return [f"{written_head} is the embedding and was left out; the model must set tie_word_embeddings: true."]
+    if base.config.get("tie_word_embeddings") is False:
+        advice = base.advice_without_head
+        raise CheckpointError(
+            f"{base.path} lacks {head}, and its config.json says that the embeddings are not tied. {advice}"
+        )
+    # MindFormers' mcore models share the embedding as transformers does, if the configuration says so.
+    if tied or to in (HF, MCORE):
+        return [f"The checkpoint has no {head}; the model must set tie_word_embeddings: true."]
+    table = base.architecture.embedding_table(to)
+    for shard in plan.shards:
+        shard.tensors.extend([tensor._replace(name=written_head) for tensor in shard.tensors if tensor.name == table])
+    return [
+        f"The embeddings are tied: {written_head} was written as a copy of them. With tie_word_embeddings: True in the "
+        "YAML it is not needed, and --tied leaves it out."
+    ]
+
+
+def _check_tied(base, head):
+    embedding = base.architecture.embedding_table(base.world)
+    first = base.tensors.get(embedding)
+    second = base.tensors[head]
+    step = max(2**21 // max(second.size // second.shape[0], 1), 1)
+    blocks = [(begin, min(begin + step, second.shape[0])) for begin in range(0, second.shape[0], step)]
+    # Compared as bytes, so that NaN equals itself.
+    if (
+        first is None
+        or first[:2] != second[:2]
+        or any(base.read_rows(embedding, *rows).tobytes() != base.read_rows(head, *rows).tobytes() for rows in blocks)
+    ):
+        raise CheckpointError(
+            f"{base.path}: {head} is not {embedding}, so tied would lose it. Leave tied (--tied) out."
+        )

@@ -1,0 +1,142 @@
+"""What convert_base writes for each tensor of a checkpoint: the same under another name, or joined or split ones."""
+
+import functools
+import itertools
+from typing import Dict, List, Optional
+
+from mindlora.core.errors import CheckpointError
+from mindlora.core.text import examples
+from mindlora.files.base import experts
+from mindlora.files.base.joined import join, joined_name, parts_of, split
+from mindlora.files.base.reader import WORLDS, BaseCheckpoint
+from mindlora.files.base.writer import OutputTensor, Shard
+from mindlora.models import names
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
+from mindlora.models.architectures.joined_rows import HeadSizes
+
+
+class Plan:
+    """What to write: a Shard for each file of ``base``, and the names that are left out.
+
+    Args:
+        base (BaseCheckpoint): The checkpoint, open until the tensors are written.
+        to (str): "hf", "mindformers" or "mcore".
+        concat (bool): Whether to join w_qkv and w_gate_hidden, for "mindformers"; mcore always joins.
+        heads, kv_heads (int): Numbers of attention and of key-value heads; None takes them from base.config.
+
+    ``skipped`` are the tensors that every model computes for itself. Raises CheckpointError if a name or a number of
+    heads is not known, or parts of a joined tensor are missing.
+    """
+
+    def __init__(self, base: BaseCheckpoint, to: str, concat: bool, heads: Optional[int], kv_heads: Optional[int]):
+        self.base = base
+        self._to = to
+        heads = heads or base.config.get("num_attention_heads")
+        kv_heads = kv_heads or base.config.get("num_key_value_heads") or heads
+        self._sizes = HeadSizes(heads, kv_heads, first=_latent_rows(base))
+        # Old checkpoints hold tables that every model computes for itself.
+        self.skipped = [name for name in base.tensors if names.is_computed(name)]
+        self._joins = concat or to == MCORE
+        # Legacy name -> name in base: joined tensors and their parts are known by legacy names.
+        self._own: Dict[str, str] = {}
+        for name in base.tensors:
+            legacy = name if base.world == LEGACY or self._expert(name) else self._renamed(name, base.world, LEGACY)
+            if legacy:
+                self._own[legacy] = name
+        self._legacy = {name: legacy for legacy, name in self._own.items()}
+        self._check_known()
+        self.shards = []
+        for file, tensor_names in base.names_by_file.items():
+            made = [self._made_of(name) for name in tensor_names if name not in self.skipped]
+            self.shards.append(Shard(list(itertools.chain.from_iterable(made)), base.files[file].metadata))
+
+    def _renamed(self, name: str, source: str, target: str) -> Optional[str]:
+        """Returns a name in another world, by the record of the checkpoint first."""
+        renamed = self.base.architecture.rename_parameter(name, source, target)
+        by_world = {
+            HF: names.parameter_to_hugging_face,
+            LEGACY: names.parameter_to_mindformers,
+            MCORE: names.parameter_to_mcore,
+        }
+        return renamed or by_world[target](name)
+
+    def _check_known(self) -> None:
+        unknown = [
+            name
+            for name in self.base.tensors
+            if name not in self.skipped
+            and not self._expert(name)
+            and not self._renamed(name, self.base.world, self._to)
+            and not self._joined_of(name)
+            and not self._parts_of(name)
+        ]
+        if unknown:
+            raise CheckpointError(
+                f"{self.base.path} holds tensors for which {WORLDS[self._to]} name is not known: {examples(unknown)}. "
+                f"Give a checkpoint of {registry.titles()}, without LoRA, quantization and the state of an optimizer."
+            )
+
+    def _made_of(self, name: str) -> List[OutputTensor]:
+        """Returns the tensors that are written in place of ``name``."""
+        expert = self._expert(name)
+        joined = self._joined_of(name)
+        parts = self._parts_of(name)
+        if expert:
+            make = experts.to_mcore if self._to == MCORE else experts.to_hugging_face
+            return make(self.base, name, expert)
+        if joined:
+            return self._joined_at(self._legacy[name], joined)
+        if parts:
+            targets = [self._in_target(part) for part in parts]
+            return split(tensor_of(self.base, name), self._legacy[name], targets, self._sizes)
+        target = self._renamed(name, self.base.world, self._to) or name
+        return [tensor_of(self.base, name)._replace(name=target)]
+
+    def _expert(self, name: str) -> Optional[experts.ExpertTensor]:
+        if LEGACY in (self.base.world, self._to):
+            return None
+        return experts.expert_tensor(self.base, name)
+
+    def _joined_of(self, name: str) -> Optional[str]:
+        """Returns the joined tensor that ``name`` becomes a part of (its legacy name), or None."""
+        joined = joined_name(self._legacy.get(name, ""))
+        if joined is None or self._to == HF and names.in_hugging_face(self._legacy[name].rpartition(".")[0]):
+            return None
+        return joined if self._joins or self._to == HF else None
+
+    def _parts_of(self, name: str) -> List[str]:
+        """Returns the tensors that ``name`` is split into (their legacy names), or [] if it stays in one piece."""
+        legacy = self._legacy.get(name, "")
+        splits = self._to == HF and not names.in_hugging_face(legacy.rpartition(".")[0])
+        return parts_of(legacy) if splits else []
+
+    def _in_target(self, legacy: str) -> str:
+        return (legacy if self._to == LEGACY else self._renamed(legacy, LEGACY, self._to)) or legacy
+
+    def _joined_at(self, legacy: str, joined: str) -> List[OutputTensor]:
+        parts = parts_of(joined)
+        missing = [part for part in parts if part not in self._own]
+        if missing:
+            advice = ", or leave --concat out" if self._to == LEGACY else ""
+            raise CheckpointError(
+                f"{self.base.path} holds {self._own[legacy]} and nothing for {', '.join(missing)}, so {joined} cannot "
+                f"be made. Copy the model again{advice}."
+            )
+        # The joined tensor goes where its first part was.
+        if legacy != parts[0]:
+            return []
+        made = join(joined, [tensor_of(self.base, self._own[part]) for part in parts], self._sizes.kv_heads)
+        return [made._replace(name=self._in_target(joined))]
+
+
+def tensor_of(base: BaseCheckpoint, name: str) -> OutputTensor:
+    """Returns a tensor of ``base`` as it is."""
+    info = base.tensors[name]
+    return OutputTensor(name, info.dtype, info.shape, functools.partial(base.read_rows, name))
+
+
+def _latent_rows(base: BaseCheckpoint) -> Optional[int]:
+    """Returns the rows of DeepSeek's q_a_proj, which are the columns of linear_qb, or None for another model."""
+    sizes = (info.shape[1] for name, info in base.tensors.items() if name.endswith(".linear_qb.weight"))
+    return next(sizes, None)

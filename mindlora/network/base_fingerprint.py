@@ -1,0 +1,120 @@
+"""The fingerprint of the base weights under the adapters of a network."""
+
+from types import MappingProxyType
+from typing import Callable, Container, Dict, Iterable, Mapping, Optional, Tuple
+
+import numpy as np
+from mindspore import nn
+
+from mindlora.core.numerics.pair_shapes import is_expert_stack
+from mindlora.files.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
+from mindlora.files.adapters.joined_fingerprint import mcore_path, sample_of_joined
+from mindlora.models.architectures.joined_rows import RowLayout
+from mindlora.network.quantized.nf4 import matrix_shape
+from mindlora.network.tensors import to_array
+from mindlora.network.tree import lora_cells, weight_of
+
+
+def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optional[dict]:
+    """Returns the fingerprint of the weights under a network's adapters, as they were before initialize_adapters.
+
+    It has "shapes", a hash of the paths and shapes of all adapted weights but those at the paths ``left_out``, and
+    "values", a hash of up to 1024 elements of each of up to 8 weights (of the codes, if weights are quantized); of
+    weights in float their "dtype" and hashes of the same elements rounded to "float16" and "bfloat16"; of quantized
+    ones "quantization", "nf4" or "loftq". It is None while MindSpore has not allocated the weights yet.
+    """
+    cells = dict(lora_cells(network))
+    for cell in cells.values():
+        if cell.initial_pair:
+            return cell.initial_pair.fingerprint
+    return fingerprint_of({path: cell for path, cell in cells.items() if path not in left_out})
+
+
+def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
+    """Returns the fingerprint of the weights of cells as they are now, in the form of base_fingerprint."""
+    if any(weight_of(cell).has_init for cell in cells.values()):
+        return None
+    return _described(
+        {path: weight_shape(cell) for path, cell in cells.items()},
+        {path: sampled_elements(to_array(weight_of(cells[path]))) for path in sampled_paths(cells)},
+        {getattr(cell, "quantization", None) for cell in cells.values()},
+    )
+
+
+def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Optional[dict]]:
+    """Returns a function that gives fingerprint_of for some of the cells, whose weights have values, as they are now.
+
+    It holds samples of all weights, so that it asks nothing of MindSpore: any thread may call it.
+    """
+    shapes = {path: weight_shape(cell) for path, cell in cells.items()}
+    samples = {path: sampled_elements(to_array(weight_of(cell))) for path, cell in cells.items()}
+    forms = {path: getattr(cell, "quantization", None) for path, cell in cells.items()}
+
+    def fingerprint(paths: Iterable[str]) -> dict:
+        chosen = list(paths)
+        return _described(
+            {path: shapes[path] for path in chosen},
+            {path: samples[path] for path in sampled_paths(chosen)},
+            {forms[path] for path in chosen},
+        )
+
+    return fingerprint
+
+
+def joined_fingerprints_of(
+    weights: Mapping[str, np.ndarray],
+    kv_heads: int,
+    layouts: Mapping[str, RowLayout],
+    packed: Mapping[str, Tuple[int, int]] = MappingProxyType({}),
+) -> Callable[[Iterable[str]], Optional[dict]]:
+    """As fingerprints_of, of the cells that MindFormers' mcore models have in the place of Hugging Face's.
+
+    Adapters are trained on those.
+
+    Args:
+        weights (mapping): Adapter path -> weight [out, in] in float, all parts of each joined cell among them; or
+            [experts, out, in] of stacked experts. Of quantized weights, the codes.
+        kv_heads (int): Key-value heads.
+        layouts (mapping): Name of a joined cell in mcore -> the order of its rows, where it is not the record's.
+        packed (mapping): Adapter path -> shape of W, of the quantized weights; [experts * in, out] of experts.
+    """
+    trained = {path: mcore_path(path) for path in weights}
+    forms = {trained[path]: "nf4" for path in packed}
+    widths = {trained[path]: shape[1] for path, shape in packed.items()}
+    shapes: Dict[str, Tuple[int, ...]] = {}
+    samples: Dict[str, np.ndarray] = {}
+    for path in dict.fromkeys(trained.values()):
+        parts = [weights[cell] for cell in trained if trained[cell] == path]
+        if is_expert_stack(parts[0]):
+            experts, rows, columns = parts[0].shape
+            shapes[path] = (experts * columns, rows)
+            samples[path] = sampled_elements(parts[0].swapaxes(1, 2))
+            continue
+        shapes[path] = (sum(map(len, parts)), widths.get(path, parts[0].shape[1]))
+        samples[path] = sample_of_joined(path, parts, kv_heads, layouts)
+
+    def fingerprint(paths: Iterable[str]) -> dict:
+        chosen = {trained[path] for path in paths}
+        return _described(
+            {path: shapes[path] for path in chosen},
+            {path: samples[path] for path in sampled_paths(chosen)},
+            {forms.get(path) for path in chosen},
+        )
+
+    return fingerprint
+
+
+def _described(shapes, samples, forms):
+    """Returns a fingerprint, and in it how the weights are quantized, if they are."""
+    fingerprint = fingerprint_from(shapes, samples)
+    kinds = forms - {None}
+    if kinds:
+        fingerprint["quantization"] = "loftq" if "loftq" in kinds else kinds.pop()
+    return fingerprint
+
+
+def weight_shape(cell: nn.Cell) -> Tuple[int, ...]:
+    """Returns the shape that a file of mcore has of a cell's weight; of a quantized one, W's and not the codes'."""
+    if getattr(cell, "quantization", None) or hasattr(cell, "experts"):
+        return matrix_shape(cell)
+    return tuple(weight_of(cell).shape)

@@ -1,0 +1,1 @@
+"""The cells of plain LoRA: linear cells, embeddings, convolutions, routed experts."""

@@ -1,0 +1,126 @@
+"""LoRAEmbedding: a frozen embedding table with a trainable low-rank path beside it."""
+
+import sys
+from typing import Dict, Tuple
+
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import Normal
+
+from mindlora.core.errors import UnsupportedCellError
+from mindlora.core.numerics.pair_shapes import EMBEDDING
+from mindlora.models.description import SHARDED_EMBEDDING
+from mindlora.models.lora_config import LoraConfig
+from mindlora.network.cells.cell import LoRACell, refuse_own_forward, refuse_unsupported
+from mindlora.network.cells.initial_values import initial_value
+from mindlora.network.cells.trained_read import TrainedRead
+from mindlora.network.tree import weight_of
+
+
+class LoRAEmbedding(LoRACell):
+    """An embedding with a low-rank update: y = W[ids] + ((A^T)[ids] * scale) B^T.
+
+    As in PEFT, A is initialized to zero and B to normal values, so that training starts from the base, and rows of
+    tokens that never occur do not change. If lora_a_init or lora_b_init is given, both are as in LoRADense. As in PEFT,
+    no dropout is applied. If an output head shares the table, only the embedding gets the update.
+
+    Weights:
+        weight [vocabulary, dim] under its own name, mindpet_delta_lora_a [r, vocabulary],
+        mindpet_delta_lora_b [dim, r].
+
+    Inputs:
+        - **ids** (Tensor) - int32 or int64, of any shape.
+
+    Outputs:
+        Tensor of shape [*ids.shape, dim] and of the dtype of W.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    layout = EMBEDDING
+
+    @classmethod
+    def base_types(cls) -> Tuple[type, ...]:
+        return embedding_types()
+
+    @classmethod
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
+        kind = type(cell).__name__
+        refuse_own_forward(cell, embedding_types(), "LoRAEmbedding")
+        if getattr(cell, "use_one_hot", False):
+            raise UnsupportedCellError(
+                f"{kind} multiplies one-hot vectors, which LoRAEmbedding does not. Set use_one_hot: False."
+            )
+        if getattr(cell.gather, "in_strategy", None) is not None:
+            raise UnsupportedCellError(SHARDED_EMBEDDING)
+        refuse_unsupported(config, cls.layout.cells)
+
+    @classmethod
+    def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
+        return weight_of(cell).shape
+
+    def _adopt(self, cell, config):
+        self.weight = weight_of(cell)
+        # An output head that shares the table reads it under its own name.
+        setattr(self, _table_name(cell), self.weight)
+        self.in_channels, self.out_channels = self.weight.shape
+        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else self.weight.dtype
+        self.flattens = getattr(cell, "rmsnorm_compute_2d", False)
+        self.gather = ops.Gather()
+        self.cast = ops.Cast()
+        self.trained = TrainedRead()
+        self.reshape = ops.Reshape()
+        self.transpose = ops.Transpose()
+        self.lora_b_matmul = ops.MatMul(transpose_b=True)
+
+    def _add_adapter(self, config, shared):
+        dtype = getattr(mstype, config.param_init_type)
+        shapes = self.part_shapes(self.base_cell, self.lora_rank)
+        a_init = config.lora_a_init
+        b_init = config.lora_b_init
+        if a_init is None and b_init is None:
+            a_init = "zeros"
+            b_init = Normal(1.0)
+        a = initial_value(a_init, list(shapes["A"]), dtype, "lora_a_init")
+        b = initial_value(b_init, list(shapes["B"]), dtype, "lora_b_init")
+        self._add_parts({"A": a, "B": b})
+
+    def construct(self, ids: Tensor) -> Tensor:
+        if self.flattens:
+            ids = ids.reshape(-1)
+        y = self.gather(self.weight, ids, 0)
+        a = self.transpose(self.cast(self.mindpet_delta_lora_a, self.dtype), (1, 0))
+        low_rank = self.gather(a, self.reshape(ids, (-1,)), 0) * self.cast(self.scale, self.dtype)
+        update = self.lora_b_matmul(low_rank, self.trained.of(self.mindpet_delta_lora_b, self.dtype))
+        return y + self.cast(self.reshape(update, y.shape), y.dtype)
+
+    def extend_repr(self) -> str:
+        return (
+            f"vocabulary={self.in_channels}, dim={self.out_channels}, lora_rank={self.lora_rank}, "
+            f"lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}"
+        )
+
+
+def embedding_types() -> Tuple[type, ...]:
+    """Returns the classes that LoRAEmbedding can replace: MindSpore's, and MindFormers' if that is imported."""
+    layers = sys.modules.get("mindformers.models.llama.llama_layer")
+    return (nn.Embedding, layers.LlamaEmbedding) if layers else (nn.Embedding,)
+
+
+def only_embedding(network: nn.Cell, field: str, purpose: str) -> nn.Cell:
+    """Returns the one input embedding of a network, with or without an adapter.
+
+    Raises UnsupportedCellError, which says what ``field`` of LoraConfig does at the embedding, if there is not one.
+    """
+    kinds = (LoRAEmbedding, *embedding_types())
+    embeddings: Dict[str, nn.Cell] = {path: cell for path, cell in network.cells_and_names() if isinstance(cell, kinds)}
+    if len(embeddings) != 1:
+        raise UnsupportedCellError(
+            f"{field} {purpose} the one embedding of a network, but {type(network).__name__} has {len(embeddings)}: "
+            f"{', '.join(embeddings) or 'none'}. Remove {field}."
+        )
+    return next(iter(embeddings.values()))
+
+
+def _table_name(cell) -> str:
+    return "embedding_table" if isinstance(cell, nn.Embedding) else "embedding_weight"

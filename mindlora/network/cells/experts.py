@@ -1,0 +1,169 @@
+"""LoRA on the weights of the routed experts in MindFormers' mcore models, stacked for a grouped matrix product.
+
+MindFormers' FFNGroupedGEMM holds two of them. ExpertWeight shows each as a cell of its own, so that it can be selected,
+adapted, saved and merged like any other; mindlora.network.cells.routed_experts computes what FFNGroupedGEMM does with
+the two.
+"""
+
+import math
+import sys
+from typing import Optional, Tuple
+
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.auto_generate import GroupedMatmul
+
+from mindlora.core.errors import UnsupportedCellError
+from mindlora.core.numerics.pair_shapes import EXPERTS
+from mindlora.models.lora_config import LoraConfig
+from mindlora.network.cells.cell import LoRACell, refuse_own_forward, refuse_unsupported
+from mindlora.network.cells.linear_base import adopt_weight
+
+FFN_MODULE = "mindformers.parallel_core.training_graph.transformer.moe.ffn"
+Operands = Tuple[Tensor, Tensor, Tensor]
+
+
+class ExpertWeight(nn.Cell):
+    """One stacked weight of a layer's experts: y_e = x_e W_e for the tokens x_e of each expert.
+
+    It shares the weight of its ``holder``, MindFormers' FFNGroupedGEMM; ``leaf`` is "weight1" (gate_proj and up_proj)
+    or "weight2" (down_proj).
+
+    Weights:
+        weight [experts * in_channels, out_channels].
+
+    Inputs:
+        - **x** (Tensor) - Shape [tokens, in_channels], sorted by expert.
+        - **weight**, **a**, **b** (Tensor) - What ``operands`` returned, or this device's part of it.
+        - **groups** (Tensor) - int64, the token after each expert's last.
+
+    Outputs:
+        Tensor of shape [tokens, out_channels].
+    """
+
+    def __init__(self, holder: nn.Cell, leaf: str):
+        super().__init__()
+        # The tuple hides it from MindSpore, as in LoRACell.
+        self._holder = (holder,)
+        self.leaf = leaf
+        self._take_weight()
+        self.experts = holder.num_local_experts
+        *rows, self.out_channels = self.weight.shape
+        self.in_channels = math.prod(rows) // self.experts
+        self.dtype = holder.compute_dtype
+        self.product = GroupedProduct(self.in_channels, self.out_channels)
+        self.cast = ops.Cast()
+
+    def _take_weight(self):
+        self.weight = getattr(self.holder, self.leaf)
+
+    @property
+    def holder(self) -> nn.Cell:
+        """The FFNGroupedGEMM whose weight this is."""
+        return self._holder[0]
+
+    def operands(self, after: Tensor) -> Operands:
+        """Returns what construct multiplies by once ``after`` is computed; W stands in for the missing A and B."""
+        weight = self.cast(self.weight, self.dtype)
+        return weight, weight, weight
+
+    def decoder(self, dtype: mstype.Type) -> Optional[nn.Cell]:
+        """Returns what decodes the weight into a dtype; None for a weight in float."""
+        return None
+
+    def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
+        return self.product(x, weight, groups)
+
+
+class GroupedProduct(nn.Cell):
+    """x_e W_e for the tokens x_e of each expert, by the operator that MindFormers uses."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.shape = (-1, in_channels, out_channels)
+        self.reshape = ops.Reshape()
+        self.grouped_matmul = GroupedMatmul(split_item=3, group_type=0)
+        self.cast = ops.Cast()
+
+    def construct(self, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
+        x = self.cast(x, weight.dtype)
+        weight = self.reshape(weight, self.shape)
+        return self.grouped_matmul([x], [weight], None, None, None, None, None, groups)[0]
+
+
+class LoRAExpertWeight(LoRACell):
+    """A stacked weight of experts with a low-rank update: y_e = x_e W_e + ((x_e A_e^T) * scale) B_e^T.
+
+    All experts of a layer have one rank. The groups of tokens are the base's.
+
+    Weights:
+        weight [experts * in, out], mindpet_delta_lora_a [experts, r, in], mindpet_delta_lora_b [experts, out, r].
+
+    Inputs:
+        As for ExpertWeight.
+
+    Outputs:
+        Tensor of shape [tokens, out].
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    layout = EXPERTS
+
+    @classmethod
+    def base_types(cls) -> Tuple[type, ...]:
+        return (ExpertWeight,)
+
+    @classmethod
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
+        check_holder(cell.holder)
+        refuse_unsupported(config, cls.layout.cells)
+
+    @classmethod
+    def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
+        return cell.experts, cell.out_channels, cell.in_channels
+
+    def _adopt(self, cell, config):
+        adopt_weight(self, cell)
+        self.leaf = cell.leaf
+        self.experts = cell.experts
+        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
+        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else cell.dtype
+        self.decode = cell.decoder(self.dtype)
+        self.product = cell.product
+        self.a_product = GroupedProduct(self.in_channels, self.lora_rank)
+        self.b_product = GroupedProduct(self.lora_rank, self.out_channels)
+        self.cast = ops.Cast()
+        self.transpose = ops.Transpose()
+
+    def operands(self, after: Tensor) -> Operands:
+        """Returns what construct multiplies by once ``after`` is computed: W, A and B."""
+        a = self.cast(self.mindpet_delta_lora_a, self.dtype)
+        b = self.cast(self.mindpet_delta_lora_b, self.dtype)
+        if self.packed:
+            weight = self.decode(after, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
+        else:
+            weight = self.cast(self.weight, self.dtype)
+        return weight, a, b
+
+    def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
+        low_rank = self.a_product(x, self.transpose(a, (0, 2, 1)), groups) * self.cast(self.scale, self.dtype)
+        return self.product(x, weight, groups) + self.b_product(low_rank, self.transpose(b, (0, 2, 1)), groups)
+
+    def extend_repr(self) -> str:
+        quantization = f", quantization={self.quantization}" if self.quantization else ""
+        return (
+            f"experts={self.experts}, in_channels={self.in_channels}, out_channels={self.out_channels}, "
+            f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}{quantization}"
+        )
+
+
+def check_holder(cell: nn.Cell) -> None:
+    """Raises UnsupportedCellError for an FFNGroupedGEMM whose weights cannot be taken out of it."""
+    kind = type(cell).__name__
+    refuse_own_forward(cell, (sys.modules[FFN_MODULE].FFNGroupedGEMM,), "the adapter's cell")
+    if getattr(cell.config, "enable_expert_relocation", False):
+        raise UnsupportedCellError(
+            f"{kind} moves experts between devices (enable_expert_relocation), and their adapters would stay behind. "
+            "Set enable_expert_relocation: False, or add the experts to exclude_modules."
+        )

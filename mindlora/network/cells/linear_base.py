@@ -1,0 +1,210 @@
+"""The base of a linear cell with an adapter: which cells it can be, and how it computes y = activation(x W^T + bias).
+
+There is one class for each kind of base. An instance holds operators and no parameters: weight and bias come from the
+cell, which calls its methods, not construct (see mindlora.network.cells.low_rank).
+"""
+
+import itertools
+import sys
+from types import ModuleType
+from typing import Any, Optional, Tuple
+
+import mindspore
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.common import dtype as mstype
+
+from mindlora.core.errors import UnsupportedCellError
+from mindlora.core.numerics.nf4 import TENSOR_NAMES
+from mindlora.core.run_modes import SHARDING_MODES
+from mindlora.models.description import TIED_HEAD, expert_refusal
+from mindlora.models.variants.variant import CUT, SHARDED
+from mindlora.network.cells.cell import LoRACell, refuse_own_forward
+from mindlora.network.cells.low_rank import LowRankPicks, pick_low_rank
+
+_PYNATIVE_LINEAR = "mindformers.pynative.layers.linear"
+_PARALLEL_LAYERS = "mindformers.parallel_core.training_graph.tensor_parallel.layers"
+# What kinds of linear cells call their sizes.
+_CHANNELS = (("in_channels", "out_channels"), ("input_size", "output_size"), ("in_features", "out_features"))
+
+
+class LinearBase(nn.Cell):
+    """The base of nn.Dense, mint.nn.Linear and MindFormers' Linear; a class for other cells overrides what differs.
+
+    Args:
+        cell (nn.Cell): The cell that gets an adapter.
+        compute_dtype (str): The dtype of the products. Default: None, the cell's.
+        matmul (Cell): What computes x W^T. Default: None, the cell's operator.
+    """
+
+    def __init__(self, cell: nn.Cell, compute_dtype: Optional[str] = None, matmul: Optional[nn.Cell] = None):
+        super().__init__()
+        self.in_channels, self.out_channels = channels_of(cell)
+        operator, self.bias_add, dtype = self.operators(cell)
+        self.matmul = operator if matmul is None else matmul
+        self.dtype = getattr(mstype, compute_dtype) if compute_dtype else dtype
+        self.has_bias = self.bias_add is not None
+        self.cast = ops.Cast()
+        self.reshape = ops.Reshape()
+
+    @classmethod
+    def of(cls, cell: nn.Cell, compute_dtype: Optional[str] = None) -> "LinearBase":
+        """Returns the base of a cell, of this class or one for a form of the cell."""
+        return cls(cell, compute_dtype)
+
+    @staticmethod
+    def types() -> Tuple[type, ...]:
+        """Returns the classes of the cells."""
+        return plain_linear_types()
+
+    @classmethod
+    def check(cls, cell: nn.Cell) -> None:
+        """Raises UnsupportedCellError for a cell that can carry no adapter, and says why; nor can it be quantized."""
+        kind = type(cell).__name__
+        if isinstance(cell, LoRACell):
+            raise UnsupportedCellError(
+                "The cell is a LoRADense already: adapters do not stack. Use a network without adapters."
+            )
+        if not isinstance(cell, plain_linear_types()):
+            raise UnsupportedCellError(
+                f"{kind} is none of nn.Dense, mint.nn.Linear and MindFormers' Linear: pass one of these."
+            )
+        refuse_own_forward(cell, plain_linear_types(), "LoRADense")
+        if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
+            raise UnsupportedCellError(expert_refusal(kind, cell.expert_num))
+        if not getattr(cell, "transpose_b", True):
+            raise UnsupportedCellError(
+                f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "
+                "LoRADense needs [out_channels, in_channels]. Add it to exclude_modules."
+            )
+        if isinstance(cell, mint.nn.Linear) and is_sharded(cell):
+            raise UnsupportedCellError(
+                f"{kind} of mindspore.mint is sharded, and LoRA's strategies are derived from those of nn.Dense "
+                "and MindFormers' Linear alone. Add it to exclude_modules."
+            )
+        if getattr(cls.operators(cell)[0], "in_layout", None) is not None:
+            raise UnsupportedCellError(
+                f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
+                "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False)."
+            )
+
+    @classmethod
+    def traits(cls, cell: nn.Cell) -> Tuple[str, ...]:
+        """Returns what variants may not support about the cell: SHARDED, QUANTIZED, ... (see Variant.refusal)."""
+        strategy = strategy_of(cls.operators(cell)[0])
+        if not strategy:
+            return ()
+        return (SHARDED, CUT) if max(strategy[1]) > 1 else (SHARDED,)
+
+    @staticmethod
+    def operators(cell: nn.Cell) -> Tuple[Any, Any, mstype.Type]:
+        """Returns the operators of x W^T and of the bias, which is None if the cell adds none, and their dtype."""
+        if isinstance(cell, mint.nn.Linear):
+            return cell.dense, ops.Add() if cell.has_bias else None, cell.weight.dtype
+        # nn.Dense computes in the dtype of its weight; MindFormers' Linear has a dtype of its own.
+        return cell.matmul, cell.bias_add if cell.has_bias else None, getattr(cell, "dtype", cell.weight.dtype)
+
+    def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
+        """Picks the operators of plain LoRA's path."""
+        channels = (self.in_channels, self.out_channels)
+        return pick_low_rank(rank, self.dtype, dropout_rate, self.has_bias, strategy_of(self.matmul), channels)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """x as the products take it: [tokens, in_channels], of their dtype."""
+        return self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
+
+    def product(self, x: Tensor, weight: Tuple[Tensor, ...]) -> Tensor:
+        """x W^T; ``weight`` is (W,) in the dtype of x, or the tensors of a quantized W."""
+        # Not *weight: what a graph unpacks has no scope, and would not be computed again in a recomputed layer.
+        if len(weight) == 1:
+            return self.matmul(x, weight[0])
+        codes, absmax, scales, offsets = weight
+        return self.matmul(x, codes, absmax, scales, offsets)
+
+    def with_bias(self, y: Tensor, bias: Optional[Parameter]) -> Tensor:
+        """y + bias, or y if the cell adds none."""
+        return self.bias_add(y, self.cast(bias, self.dtype)) if self.has_bias else y
+
+    def linear(self, x: Tensor, weight: Tuple[Tensor, ...], bias: Optional[Parameter]) -> Tensor:
+        """x W^T + bias."""
+        return self.with_bias(self.product(x, weight), bias)
+
+    def like(self, y: Tensor, x: Tensor) -> Tensor:
+        """y with the leading axes and the dtype of the cell's x."""
+        return self.cast(self.reshape(y, x.shape[:-1] + (self.out_channels,)), x.dtype)
+
+
+def check_mindformers_linear(cell: nn.Cell, types: Tuple[type, ...]) -> None:
+    """Raises UnsupportedCellError if a cell of MindFormers' newer models, of one of ``types``, can carry no adapter."""
+    if isinstance(cell, LoRACell):
+        raise UnsupportedCellError(
+            f"{type(cell).__name__} has an adapter already: adapters do not stack. Use a network without adapters."
+        )
+    refuse_own_forward(cell, types, "the adapter's cell")
+    if cell.weight is None:
+        raise UnsupportedCellError(TIED_HEAD)
+
+
+def adopt_linear(target: nn.Cell, cell: nn.Cell, base: LinearBase) -> None:
+    """Gives the cell that replaces ``cell`` its base, sizes and activation."""
+    target.base = base
+    target.in_channels, target.out_channels = base.in_channels, base.out_channels
+    target.dtype = base.dtype
+    target.has_bias = base.has_bias
+    target.activation_flag = getattr(cell, "activation_flag", False)
+    target.activation = cell.activation if target.activation_flag else None
+
+
+def adopt_weight(target: nn.Cell, cell: nn.Cell) -> None:
+    """Gives ``target`` the weight of a cell, W or the tensors of a quantized one, and the bias if it has any."""
+    target.packed = getattr(cell, "quantization", None) is not None
+    for name in TENSOR_NAMES.values() if target.packed else ("weight",):
+        setattr(target, name, getattr(cell, name))
+    target.bias = getattr(cell, "bias", None)
+
+
+def plain_linear_types() -> Tuple[type, ...]:
+    """Returns the classes of plain linear cells: nn.Dense, mint.nn.Linear, and MindFormers' Linear if imported."""
+    layers = sys.modules.get("mindformers.modules.layers")
+    return (nn.Dense, mint.nn.Linear, layers.Linear) if layers else (nn.Dense, mint.nn.Linear)
+
+
+def parallel_layers() -> Optional[ModuleType]:
+    """Returns the module with the linear cells of MindFormers' mcore models, or None if it is not imported."""
+    return sys.modules.get(_PARALLEL_LAYERS)
+
+
+def parallel_linear_types() -> Tuple[type, ...]:
+    """Returns the classes of linear cells of MindFormers' mcore models, if they are imported."""
+    layers = parallel_layers()
+    return (layers.ColumnParallelLinear, layers.RowParallelLinear) if layers else ()
+
+
+def pynative_linear_types() -> Tuple[type, ...]:
+    """Returns the class of linear cells of MindFormers' PyNative models, if it is imported."""
+    module = sys.modules.get(_PYNATIVE_LINEAR)
+    return (module.Linear,) if module else ()
+
+
+def channels_of(cell: nn.Cell) -> Tuple[Optional[int], Optional[int]]:
+    """Returns (in_channels, out_channels) of a linear cell, with an adapter or without one; None where it has none."""
+    for size_of_x, size_of_y in _CHANNELS:
+        if hasattr(cell, size_of_x):
+            return getattr(cell, size_of_x), getattr(cell, size_of_y)
+    return None, None
+
+
+def is_sharded(cell: nn.Cell) -> bool:
+    """Returns whether a linear cell has been told how to divide its product between devices."""
+    operators = [getattr(cell, name, None) for name in ("matmul", "dense", "morphed_forward")]
+    return any(strategy_of(op) or getattr(op, "in_layout", None) is not None for op in operators)
+
+
+def strategy_of(op: Any) -> Optional[Tuple[Tuple[int, ...], ...]]:
+    """Returns how an operator divides its inputs between devices; None if it does not.
+
+    MindFormers gives some models strategies of ones on a single device too, where MindSpore reads none.
+    """
+    strategy = getattr(op, "in_strategy", None)
+    parts = max(itertools.chain.from_iterable(strategy or ()), default=1)
+    mode = mindspore.get_auto_parallel_context("parallel_mode").upper()
+    return strategy if parts > 1 or mode in SHARDING_MODES else None

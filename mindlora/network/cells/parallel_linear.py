@@ -1,0 +1,219 @@
+"""Adapters on the linear cells of MindFormers' mcore models: ColumnParallelLinear, RowParallelLinear and their kin.
+
+Such a cell returns (y, bias): with skip_bias_add, the bias is for the caller to add. Its product is a Morph, which
+MindFormers shards by layouts and which runs in graph mode alone.
+"""
+
+import functools
+import math
+from typing import Any, Optional, Tuple, Type
+
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import initializer
+from mindspore.ops import functional
+
+from mindlora.core.errors import UnsupportedCellError
+from mindlora.models.variants.variant import CUT, SHARDED
+from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.linear_base import (
+    LinearBase,
+    check_mindformers_linear,
+    is_sharded,
+    parallel_layers,
+    parallel_linear_types,
+)
+from mindlora.network.cells.low_rank import LowRankPicks, Scale
+from mindlora.network.quantized.nf4 import NF4Dense
+from mindlora.network.quantized.qlora import Nf4Base, QLoRADense
+from mindlora.ops.backend import Choice
+
+
+class ParallelLowRank(nn.Cell):
+    """y + ((dropout(x) A^T) * scale) B^T in a sharded cell, by the products of MindFormers' own mcore LoRA.
+
+    Beside a ColumnParallelLinear, A is whole and B is split by its rows; beside a RowParallelLinear, A is split by its
+    columns, with a sum over the devices, and B is whole. x and y keep their axes [sequence, batch, ...], because the
+    layouts name these.
+    """
+
+    def __init__(self, cell: nn.Cell, rank: int, dropout_rate: float):
+        super().__init__()
+        self.dropout = nn.Dropout(p=dropout_rate) if dropout_rate > 0 else None
+        a_type, b_type = _product_types(cell)
+        self.a_product = _product(a_type, cell.input_size, rank, cell)
+        self.b_product = _product(b_type, rank, cell.output_size, cell)
+        self.mul = ops.Mul()
+        self.sum = ops.Add()
+        self.cast = ops.Cast()
+        if is_sharded(cell):
+            self._shard(cell)
+
+    def _shard(self, cell):
+        layers = parallel_layers()
+        layout = layers.layout
+        row = isinstance(cell, layers.RowParallelLinear)
+        gathered = "cp_tp" if isinstance(cell, layers.SequenceParallelLinear) else "cp"
+        scattered = "cp_tp" if row and cell.sequence_parallel else gathered
+        out = "tp" if type(cell) is layers.ColumnParallelLinear else "None"
+        if self.dropout is not None:
+            # By numbers: MindSpore's Dropout, which returns its mask too, takes no Layout.
+            axes = (gathered, "dp", "tp" if row else "None")
+            self.dropout.dropout.shard((tuple(_parts(cell.config, axis) for axis in axes),))
+        self.mul.shard((layout(scattered, "dp", "None"), layout("None")))
+        self.sum.shard((layout(scattered, "dp", out), layout(scattered, "dp", out)))
+
+    def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
+        """y + ((dropout(x) A^T) * scale) B^T, for x [sequence, batch, in] and y [sequence, batch, out] of one dtype."""
+        if self.dropout is not None and self.training:
+            x = self.dropout(x)
+        scale = self.cast(functional.tuple_to_array((scale,)), x.dtype)
+        return self.sum(y, self.b_product(self.mul(self.a_product(x, a), scale), b))
+
+
+def _parts(config: Any, axis: str) -> int:
+    """Returns into how many parts an axis of a Layout, such as "cp_tp", divides an axis of a tensor."""
+    sizes = {
+        "cp": config.context_parallel_size,
+        "dp": config.data_parallel_size,
+        "tp": config.tensor_model_parallel_size,
+        "None": 1,
+    }
+    return math.prod(sizes[name] or 1 for name in axis.split("_"))
+
+
+def _product_types(cell) -> Tuple[type, type]:
+    """Returns the classes of the cells that multiply by A and by B as ``cell`` is sharded."""
+    layers = parallel_layers()
+    if isinstance(cell, layers.RowParallelLinear):
+        whole = layers.SequenceParallelLinear if cell.sequence_parallel else layers.LinearNoTP
+        return layers.RowParallelLinear, whole
+    kind = type(cell)
+    return (layers.LinearNoTP if kind is layers.ColumnParallelLinear else kind), kind
+
+
+def _product(kind, in_channels, out_channels, cell):
+    """Returns the Morph x W^T of a cell that MindFormers shards; its weight is dropped."""
+    linear = kind(
+        in_channels,
+        out_channels,
+        config=cell.config,
+        init_method=functools.partial(initializer, "zeros"),
+        bias=False,
+        skip_bias_add=True,
+    )
+    del linear.weight
+    linear.compute_dtype = cell.compute_dtype
+    return linear.morphed_forward
+
+
+class ParallelBase(LinearBase):
+    """The base of the linear cells of mcore models, which compute as other linear cells do where they are whole."""
+
+    @staticmethod
+    def types() -> Tuple[type, ...]:
+        return parallel_linear_types()
+
+    @classmethod
+    def check(cls, cell: nn.Cell) -> None:
+        check_mindformers_linear(cell, parallel_linear_types())
+        if not cell.transpose_b:
+            raise UnsupportedCellError(
+                f"{type(cell).__name__} keeps its weight as [in_channels, out_channels] (transpose_b False), and the "
+                "adapter needs [out_channels, in_channels]. Add it to exclude_modules."
+            )
+
+    @classmethod
+    def traits(cls, cell: nn.Cell) -> Tuple[str, ...]:
+        if not is_sharded(cell):
+            return ()
+        return (SHARDED, CUT) if (cell.config.tensor_model_parallel_size or 1) > 1 else (SHARDED,)
+
+    @staticmethod
+    def operators(cell: nn.Cell) -> Tuple[Any, Any, mstype.Type]:
+        # With skip_bias_add, the cell returns its bias beside y, for the caller to add.
+        return cell.matmul, cell.add if cell.has_bias and not cell.skip_bias_add else None, cell.compute_dtype
+
+    @classmethod
+    def of(cls, cell: nn.Cell, compute_dtype: Optional[str] = None) -> LinearBase:
+        return (ShardedBase if is_sharded(cell) else cls)(cell, compute_dtype)
+
+
+class ShardedBase(ParallelBase):
+    """The base of a sharded linear cell of an mcore model: the Morphs of MindFormers, which keep the axes of x."""
+
+    def __init__(self, cell: nn.Cell, compute_dtype: Optional[str]):
+        super().__init__(cell, compute_dtype)
+        self._adopted = (cell,)
+        self.morphed_forward = cell.morphed_forward
+        self.morphed_forward_with_bias = cell.morphed_forward_with_bias
+
+    def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
+        reason = "the cell is sharded, and only MindSpore's own operators can be"
+        low_rank = ParallelLowRank(self._adopted[0], rank, dropout_rate)
+        return LowRankPicks(Choice("lora_delta", "composed", reason), low_rank, None)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return self.cast(x, self.dtype)
+
+    def linear(self, x: Tensor, weight: Tuple[Tensor, ...], bias: Optional[Parameter]) -> Tensor:
+        if self.has_bias:
+            return self.morphed_forward_with_bias(x, weight[0], self.cast(bias, self.dtype))
+        return self.morphed_forward(x, weight[0])
+
+    def like(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.cast(y, x.dtype)
+
+
+def _construct(self, x, weight=None):
+    # The network passes a weight only to a cell without one of its own, which check refuses.
+    return self._forward(x), None if self.has_bias else self.bias
+
+
+def on_parallel_linear(kind: Type[nn.Cell], base_kind: Type[LinearBase] = ParallelBase) -> Type[nn.Cell]:
+    """Returns the class that is for linear cells of mcore models what ``kind`` is for other linear cells.
+
+    It takes and returns what LoRAParallelLinear does.
+    """
+    name = kind.__name__.replace("Dense", "ParallelLinear")
+    document = f"{kind.__name__} for the linear cells of mcore models."
+    members = {"__doc__": document, "__module__": __name__, "base_kind": base_kind, "construct": _construct}
+    return type(name, (kind,), members)
+
+
+class LoRAParallelLinear(LoRADense):
+    r"""A linear cell of an mcore model with a low-rank update: y = x W^T + bias + ((dropout(x) A^T) * scale) B^T.
+
+    Weight, bias and the product x W^T are those of the cell that it replaces, with its sharding. In a sharded cell, the
+    low-rank path is ParallelLowRank; else it is picked as in LoRADense. Only from_cell creates such a cell.
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_a [r, in_channels],
+        mindpet_delta_lora_b [out_channels, r].
+
+    Inputs:
+        - **x** (Tensor) - Shape [sequence, batch, in_channels].
+
+    Outputs:
+        (y, bias): y of shape [sequence, batch, out_channels] and of the dtype of x; the bias if the caller is to add
+        it (skip_bias_add), else None.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    base_kind = ParallelBase
+    construct = _construct
+
+
+NF4ParallelLinear = on_parallel_linear(NF4Dense)
+
+
+class _Nf4ParallelBase(Nf4Base):
+    """The base of NF4ParallelLinear."""
+
+    @staticmethod
+    def types() -> Tuple[type, ...]:
+        return (NF4ParallelLinear,)
+
+
+QLoRAParallelLinear = on_parallel_linear(QLoRADense, _Nf4ParallelBase)

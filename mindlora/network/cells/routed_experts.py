@@ -1,0 +1,157 @@
+"""What MindFormers' FFNGroupedGEMM computes, with adapters on its experts' weights or with 4-bit ones."""
+
+import sys
+from typing import Dict, Iterable, Iterator, Mapping, Tuple
+
+from mindspore import Tensor, nn, ops
+from mindspore.ops.operations import Morph
+
+from mindlora.network.cells.cell import LoRACell, carry_settings
+from mindlora.network.cells.experts import FFN_MODULE, ExpertWeight
+from mindlora.network.cells.linear_base import is_sharded
+from mindlora.network.pynative.experts import (
+    LEAVES,
+    LoRAPyNativeExpertWeight,
+    PyNativeExperts,
+    PyNativeExpertWeight,
+    grouped_mlp_types,
+)
+
+
+class RoutedExperts(nn.Cell):
+    """FFNGroupedGEMM with an adapter on its weights, or with 4-bit ones (LoRAExpertWeight, NF4ExpertWeight):
+
+    y = sum over the experts e of a token of p_e swiglu(x W1_e) W2_e. The tokens are sent to the experts' devices and
+    back by MindFormers' own dispatcher.
+
+    Inputs:
+        - **tokens** (Tensor) - Shape [devices, tokens, hidden].
+        - **probs** (Tensor) - Shape [devices, tokens, experts of a token].
+        - **routing_map** (Tensor) - Of the same shape; the experts of each token.
+
+    Outputs:
+        Tensor of the shape and dtype of tokens.
+    """
+
+    def __init__(self, cell: nn.Cell, weights: Mapping[str, nn.Cell]):
+        super().__init__()
+        self._adopted = (cell,)
+        # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
+        self._cells.update(weights)
+        self.token_dispatcher = cell.token_dispatcher
+        self.swiglu = cell.swiglu
+        self.num_tokens_per_expert = cell.num_tokens_per_expert
+        self.hidden_size = cell.hidden_size
+        self.inner_size = cell.moe_ffn_hidden_size
+        self.slices = cell.moe_token_dispatcher_type == "alltoall_deredundency"
+        if self.slices:
+            self.stride_slice = cell.stride_slice
+        self.cast = ops.Cast()
+        self.reshape = ops.Reshape()
+        self.morphed_forward = Morph(self._forward, _of_tokens, _of_tokens)
+        self.morphed_forward.add_prim_attr("self_define_shard", True)
+        if is_sharded(cell):
+            self._shard()
+        carry_settings(cell, self)
+
+    def _shard(self):
+        layout = sys.modules[FFN_MODULE].layout
+        tokens = layout("dp_cp", "None", "None")
+        # W is [experts * in, out]; A and B have an axis of experts. Without an adapter, W stands in for A and B.
+        of_weight = layout("ep", "None")
+        of_pair = layout("ep", "None", "None")
+        operands = []
+        for leaf in LEAVES:
+            half = of_pair if isinstance(self._cells[leaf], LoRACell) else of_weight
+            operands += [of_weight, half, half]
+        self.morphed_forward.shard(
+            in_strategy=(tokens, tokens, tokens, *operands, layout("None")), out_strategy=(tokens,)
+        )
+
+    def construct(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
+        shape = tokens.shape
+        dtype = tokens.dtype
+        if self.slices:
+            tokens = self.stride_slice(tokens, (0, 0, 0), shape, (1, 1, 1))
+        tokens = self.cast(tokens, self.weight1.dtype)
+        w1, a1, b1 = self.weight1.operands(tokens)
+        w2, a2, b2 = self.weight2.operands(tokens)
+        y = self.morphed_forward(tokens, probs, routing_map, w1, a1, b1, w2, a2, b2, self.num_tokens_per_expert)
+        if self.slices:
+            y = self.stride_slice(y, (0, 0, 0), shape, (1, 1, 1))
+        return self.cast(y, dtype)
+
+    def _forward(self, tokens, probs, routing_map, w1, a1, b1, w2, a2, b2, num_tokens_per_expert=None):
+        """What the Morph runs: a Morph takes each tensor as an input of its own, and no Parameter besides them."""
+        x, groups, context = self.token_dispatcher.token_permutation(tokens, probs, routing_map, num_tokens_per_expert)
+        x = self.weight1(self.reshape(x, (-1, self.hidden_size)), w1, a1, b1, groups)
+        x = self.reshape(self.swiglu(x, -1), (-1, self.inner_size))
+        return self.token_dispatcher.token_unpermutation(self.weight2(x, w2, a2, b2, groups), context)
+
+    def sharded_state_dict(self) -> dict:
+        """Returns what MindFormers' Muon optimizer asks of the cell that was replaced."""
+        return self._adopted[0].sharded_state_dict()
+
+    def plain_cell(self) -> nn.Cell:
+        """Returns the cell that this one replaced, with its weights."""
+        (cell,) = self._adopted
+        carry_settings(self, cell)
+        return cell
+
+
+def _of_tokens(*inputs: object) -> object:
+    return inputs[0]
+
+
+def cells_and_weights(network: nn.Cell) -> Iterator[Tuple[str, nn.Cell]]:
+    """Yields (path, cell) for each cell of a network, and after experts (path, ExpertWeight) for their weights."""
+    for path, cell in network.cells_and_names():
+        if isinstance(cell, (PyNativeExpertWeight, LoRAPyNativeExpertWeight)):
+            continue  # It comes after its experts, under the name of the parameter.
+        yield path, cell
+        for leaf, weight in _weights_of(cell).items():
+            yield f"{path}.{leaf}" if path else leaf, weight
+
+
+def _weights_of(cell: nn.Cell) -> Mapping[str, nn.Cell]:
+    """Returns leaf -> the cell of each weight, if a cell is routed experts whose cells have other names or none."""
+    ffn = sys.modules.get(FFN_MODULE)
+    if ffn and isinstance(cell, ffn.FFNGroupedGEMM):
+        return {leaf: ExpertWeight(cell, leaf) for leaf in LEAVES}
+    if isinstance(cell, PyNativeExperts):
+        return cell.weights()
+    if isinstance(cell, grouped_mlp_types()):
+        return {leaf: PyNativeExpertWeight(cell, leaf) for leaf in LEAVES}
+    return {}
+
+
+def holders_with(network: nn.Cell, replaced: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cell]:
+    """Returns id of FFNGroupedGEMM or GroupedMLP -> what to put in its place, for pairs (base cell, its replacement).
+
+    Weights that are in a RoutedExperts already are cells of the network and need none.
+    """
+    present = {id(cell) for _, cell in network.cells_and_names()}
+    holders: Dict[int, nn.Cell] = {}
+    weights: Dict[int, Dict[str, nn.Cell]] = {}
+    for base, cell in replaced:
+        if isinstance(base, ExpertWeight) and id(base) not in present:
+            holders[id(base.holder)] = base.holder
+            weights.setdefault(id(base.holder), {})[base.leaf] = cell
+    replacements: Dict[int, nn.Cell] = {}
+    for key, holder in holders.items():
+        if isinstance(holder, grouped_mlp_types()):
+            replacements[key] = PyNativeExperts.of(holder, weights[key])
+        else:
+            cells = {leaf: weights[key].get(leaf) or ExpertWeight(holder, leaf) for leaf in LEAVES}
+            replacements[key] = RoutedExperts(holder, cells)
+    return replacements
+
+
+def plain_holders(network: nn.Cell) -> Dict[int, nn.Cell]:
+    """Returns id of each RoutedExperts or PyNativeExperts without a 4-bit weight -> the cell that it replaced."""
+    holders: Dict[int, nn.Cell] = {}
+    for _, cell in network.cells_and_names():
+        quantized = any(getattr(weight, "quantization", None) for weight in cell.cells())
+        if isinstance(cell, (RoutedExperts, PyNativeExperts)) and not quantized:
+            holders[id(cell)] = cell.plain_cell()
+    return holders

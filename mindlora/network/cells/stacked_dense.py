@@ -1,0 +1,110 @@
+"""StackedLoRADense: a frozen linear cell with K adapters beside it, each of which trains on its own rows of a batch."""
+
+from typing import Optional, Sequence, Tuple
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.initializer import initializer
+
+from mindlora.network.cells.broadcasting import BroadcastMul
+from mindlora.network.cells.cell import carry_settings
+from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.linear_base import adopt_linear, adopt_weight
+from mindlora.network.cells.trained_read import TrainedRead
+
+
+class StackedLoRADense(nn.Cell):
+    r"""y_k = activation(x_k W^T + bias + ((dropout(x_k) A_k^T) scale_k) B_k^T), where x_k are the rows of adapter k.
+
+    A batch has as many rows for each adapter, those of the first one first. The A of all adapters are one parameter,
+    and so are the B: those of smaller rank end in rows of A and columns of B that are zero. Their gradients are zero
+    too, so they stay zero under any optimizer that moves nothing without a gradient. An adapter that is not on this
+    cell has zeros alone.
+
+    The products with A and B are batched over the adapters, in plain MindSpore operators on every device. Only
+    from_cells creates such a cell.
+
+    Weights:
+        Those of the cell that it adopts, whose weight may be 4-bit; mindpet_delta_lora_a [K, r, in_channels] and
+        mindpet_delta_lora_b [K, out_channels, r] with r the largest rank.
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels]; the first axis holds equal numbers of rows for the K adapters.
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Source: Ye et al., mLoRA: Fine-Tuning LoRA Adapters via Highly-Efficient Pipeline Parallelism in Multiple GPUs,
+    2023.
+    """
+
+    @classmethod
+    def from_cells(
+        cls, cell: nn.Cell, adapted: Sequence[Optional[LoRADense]], compute_dtype: Optional[str] = None
+    ) -> "StackedLoRADense":
+        """Puts K adapters on an existing linear cell, and shares its parameters and operators with it.
+
+        Args:
+            cell (nn.Dense, mindformers.modules.layers.Linear or NF4Dense): The cell to replace.
+            adapted (sequence of LoRADense): For each adapter the cell that carries it alone, of the same base, or None
+                for an adapter that is not on this cell; at least one is there. A and B are zero until they are set.
+            compute_dtype (str): The dtype of the products. Default: None, the cell's.
+        """
+        self = cls.__new__(cls)
+        nn.Cell.__init__(self)
+        present = [one for one in adapted if one is not None]
+        first = present[0]
+        adopt_linear(self, cell, first.base_kind.of(cell, compute_dtype))
+        adopt_weight(self, cell)
+        self.adapters = len(adapted)
+        self.rank = max(one.lora_rank for one in present)
+        dtype = first.mindpet_delta_lora_a.dtype
+        path = first.adapter_path
+        shapes = {"a": [self.rank, self.in_channels], "b": [self.out_channels, self.rank]}
+        for part, shape in shapes.items():
+            name = f"mindpet_delta_lora_{part}"
+            zeros = initializer("zeros", [self.adapters, *shape], dtype)
+            setattr(self, name, Parameter(zeros, name=f"{path}.{name}"))
+        scales = np.array([0.0 if one is None else one.scale for one in adapted], np.float32)
+        self.scales = Tensor(scales.reshape(-1, 1, 1))
+        self.dropout = nn.Dropout(p=first.dropout_rate) if first.dropout_rate > 0 else None
+        self.product = ops.BatchMatMul(transpose_b=True)
+        self.scale = BroadcastMul()
+        self.cast = ops.Cast()
+        self.trained = TrainedRead()
+        self.reshape = ops.Reshape()
+        carry_settings(cell, self)
+        return self
+
+    def lora_parameters(self) -> Tuple[Parameter, Parameter]:
+        """Returns A and B of all adapters."""
+        return self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
+
+    def construct(self, x: Tensor) -> Tensor:
+        tokens = self.base.tokens(x)
+        y = self.base.linear(tokens, self._weight(), self.bias) + self._delta(tokens)
+        if self.activation_flag:
+            y = self.activation(y)
+        return self.base.like(y, x)
+
+    def _delta(self, tokens):
+        """((dropout(x_k) A_k^T) scale_k) B_k^T of all tokens, [tokens, out]."""
+        if self.dropout is not None and self.training:
+            tokens = self.dropout(tokens)
+        a = self.trained.of(self.mindpet_delta_lora_a, self.dtype)
+        b = self.trained.of(self.mindpet_delta_lora_b, self.dtype)
+        low = self.product(self.reshape(tokens, (self.adapters, -1, self.in_channels)), a)
+        low = self.scale(low, self.cast(self.scales, self.dtype))
+        return self.reshape(self.product(low, b), (-1, self.out_channels))
+
+    def _weight(self):
+        """What x is multiplied by: W in the dtype of the products, or the tensors of a quantized W."""
+        if self.packed:
+            return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+        return (self.cast(self.weight, self.dtype),)
+
+    def extend_repr(self) -> str:
+        return (
+            f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
+            f"adapters={self.adapters}, largest_rank={self.rank}, compute_dtype={self.dtype}"
+        )

@@ -1,0 +1,267 @@
+"""EVA: A begins with the strongest directions of what each cell reads, and ranks go where they explain the most."""
+
+import dataclasses
+import re
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Tuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from mindlora.core.errors import ConfigError, DataError, UnsupportedCellError
+from mindlora.core.fields import FRACTION, check_number, numbers
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.core.numerics.pair_shapes import LINEAR
+from mindlora.core.numerics.principal_components import PrincipalComponents
+from mindlora.core.text import listed
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.models.description import AdaptableCell
+from mindlora.models.lora_config import LoraConfig
+from mindlora.models.path_patterns import patterns_of
+from mindlora.models.trainable import select
+from mindlora.network.base_fingerprint import fingerprint_of
+from mindlora.network.cells.routed_experts import cells_and_weights
+from mindlora.network.description import describe
+from mindlora.network.tensors import to_array
+
+# Tokens [B, S], and whether each of them counts.
+Batch = Tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaResult:
+    """What eva_adapter found.
+
+    Attributes:
+        adapter (Adapter): A of each cell that has a rank, [rank, in]; B is zero.
+        ranks (dict): Path -> rank of each selected cell, 0 for those that get no adapter.
+        keys (dict): Fields of LoraConfig with which a network gets cells of these ranks.
+        batches (int): How many batches were read.
+        unsettled (tuple of str): Paths of cells whose directions still changed by more than tau at the end.
+    """
+
+    adapter: Adapter
+    ranks: Dict[str, int]
+    keys: Dict[str, Any]
+    batches: int
+    unsettled: Tuple[str, ...]
+
+
+def eva_adapter(
+    network: nn.Cell, batches: Iterable[Batch], config: LoraConfig, rho: float = 2.0, tau: float = 0.99
+) -> EvaResult:
+    """Returns the adapter with which EVA begins: A = V_r, the leading principal components of each cell's input; B = 0.
+
+    The ranks of all cells together stay what ``config`` says. Each goes to the component that explains the largest
+    share of the variance of its cell's input, so that a cell has between 0 and rho r of them. The scale of each cell
+    stays lora_alpha / r.
+
+    Args:
+        network (nn.Cell): A network without adapters, its base loaded; called with tokens [B, S], int32. It is run in
+            PyNative mode, and not changed.
+        batches (iterable of (tokens, counted)): int32 [B, S] and bool [B, S], the tokens whose inputs count. Reading
+            ends once all components are settled, or with the last batch.
+        config (LoraConfig): A plain LoRA on linear cells.
+        rho (float): The most ranks of a cell, in multiples of its rank; at least 1. Default: 2.0.
+        tau (float): The cosine between a component and the same one a batch before, from which on it is settled.
+            Default: 0.99.
+
+    Raises:
+        ConfigError: ``config`` asks for another variant or initializer, or rho or tau is out of range.
+        UnsupportedCellError: A selected cell is not linear.
+        DataError: No more tokens counted than one cell has components.
+
+    Source: Paischer et al., One Initialization to Rule them All: Fine-tuning via Explained Variance Adaptation, 2024.
+    """
+    _check(config, rho, tau)
+    cells = dict(cells_and_weights(network))
+    selected = select(describe(network, cells, config), config).cells
+    _check_linear(selected)
+    ranks = {path: config.for_cell(cell.prefix).lora_rank for path, cell in selected.items()}
+    inputs = _Inputs({path: cells[path] for path in selected})
+    most = {path: min(round(rank * rho), selected[path].shape[1]) for path, rank in ranks.items()}
+    search = _Search(most, sum(ranks.values()), tau)
+    read = 0
+    mode = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    try:
+        for tokens, counted in batches:
+            read += 1
+            search.update(inputs.of(network, tokens, counted))
+            if not search.unsettled():
+                break
+    finally:
+        inputs.close()
+        ms.set_context(mode=mode)
+    return _result(search, selected, cells, config, read)
+
+
+def _check(config: LoraConfig, rho: float, tau: float) -> None:
+    check_number(rho, "rho", numbers(1))
+    check_number(tau, "tau", FRACTION)
+    if config.variant.name != "LoRA" or config.quantize_base:
+        other = config.variant.name if config.variant.name != "LoRA" else f"quantize_base {config.quantize_base}"
+        raise ConfigError(
+            f"EVA computes A for plain LoRA on a float base, and pet_config has {other}. Leave that out to compute the "
+            "adapter."
+        )
+    if config.alora_invocation_tokens:
+        raise ConfigError(
+            "EVA looks at the inputs of all tokens, and alora_invocation_tokens is set. Leave that out to compute the "
+            "adapter."
+        )
+    if config.lora_init:
+        raise ConfigError(f"lora_init is {config.lora_init!r}, and EVA is an initialization itself. Remove lora_init.")
+
+
+def _check_linear(selected: Mapping[str, AdaptableCell]) -> None:
+    others = [path for path, cell in selected.items() if cell.layout is not LINEAR]
+    if others:
+        raise UnsupportedCellError(
+            f"EVA needs the inputs of linear cells, and target_modules selects {listed(others)}. Leave them out."
+        )
+
+
+class _Inputs:
+    """What cells read while their network runs."""
+
+    def __init__(self, cells: Mapping[str, nn.Cell]):
+        self._read: List[Tuple[str, Tensor]] = []
+        self._hooks = [cell.register_forward_pre_hook(self._reader(path)) for path, cell in cells.items()]
+
+    def _reader(self, path: str) -> Callable[[nn.Cell, Tuple[Tensor, ...]], None]:
+        def read(_: nn.Cell, inputs: Tuple[Tensor, ...]) -> None:
+            self._read.append((path, inputs[0]))
+
+        return read
+
+    def of(self, network: nn.Cell, tokens: np.ndarray, counted: np.ndarray) -> Dict[Tuple[str, ...], np.ndarray]:
+        """Returns paths -> float32 [counted tokens, in], the input that these cells share."""
+        self._read.clear()
+        training = network.training
+        network.set_train(False)
+        network(Tensor(tokens))
+        network.set_train(training)
+        sharing: Dict[int, List[str]] = {}
+        tensors: Dict[int, Tensor] = {}
+        for path, tensor in self._read:
+            sharing.setdefault(id(tensor), []).append(path)
+            tensors[id(tensor)] = tensor
+        rows = {}
+        for number, paths in sharing.items():
+            array = to_float32(to_array(tensors[number]))
+            rows[tuple(paths)] = array.reshape(-1, array.shape[-1])[counted.reshape(-1)]
+        self._read.clear()
+        return rows
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Search:
+    """The components of all inputs so far, and the ranks that follow from them."""
+
+    def __init__(self, most: Mapping[str, int], budget: int, tau: float):
+        self._most = most
+        self._budget = budget
+        self._tau = tau
+        self._components: Dict[Tuple[str, ...], PrincipalComponents] = {}
+        self._waiting: Dict[Tuple[str, ...], List[np.ndarray]] = {}
+        self._similarities: Dict[Tuple[str, ...], np.ndarray] = {}
+
+    def update(self, inputs: Mapping[Tuple[str, ...], np.ndarray]) -> None:
+        """Takes in what cells read, where their components are not settled yet."""
+        unsettled = set(self.unsettled())
+        for paths, rows in inputs.items():
+            if paths in self._components and unsettled.isdisjoint(paths):
+                continue
+            count = max(self._most[path] for path in paths)
+            components = self._components.setdefault(paths, PrincipalComponents(count))
+            waiting = self._waiting.setdefault(paths, [])
+            waiting.append(rows)
+            # A decomposition needs as many rows as it has components.
+            if sum(map(len, waiting)) < count:
+                continue
+            before = components.components
+            components.update(np.concatenate(waiting))
+            waiting.clear()
+            if before is not None:
+                self._similarities[paths] = np.abs((before * components.components).sum(axis=1))
+
+    def ranks(self) -> Dict[str, int]:
+        """Returns path -> rank: the budget goes to the components that explain the largest shares."""
+        shares = []
+        for paths, components in self._components.items():
+            for path in paths:
+                for share in components.explained[: self._most[path]]:
+                    shares.append((share, path))
+        shares.sort(key=lambda item: -item[0])
+        ranks = dict.fromkeys(self._most, 0)
+        for _, path in shares[: self._budget]:
+            ranks[path] += 1
+        return ranks
+
+    def unsettled(self) -> List[str]:
+        """Returns the paths of cells with a component in use that is not settled."""
+        if len(self._similarities) < len(self._components):
+            return list(self._most)
+        ranks = self.ranks()
+        changing = []
+        for paths, similarities in self._similarities.items():
+            changing += [path for path in paths if (similarities[: ranks[path]] < self._tau).any()]
+        return changing
+
+    def too_few(self) -> List[str]:
+        """Returns the paths of cells for which fewer tokens counted than they have components."""
+        empty = []
+        for paths, components in self._components.items():
+            if components.components is None:
+                empty += paths
+        return empty
+
+    def directions(self) -> Iterator[Tuple[str, np.ndarray]]:
+        """Yields the path of each cell with its components, float32 [count, in]."""
+        for paths, components in self._components.items():
+            for path in paths:
+                yield path, components.components
+
+
+def _result(
+    search: _Search, selected: Mapping[str, AdaptableCell], cells: Mapping[str, nn.Cell], config: LoraConfig, read: int
+) -> EvaResult:
+    if not read or search.too_few():
+        raise DataError(
+            f"{read} batches were read, in which too few tokens count for the components of "
+            f"{listed(search.too_few() or list(selected))}. Give more rows, or a smaller rho or lora_rank."
+        )
+    ranks = search.ranks()
+    adapter = Adapter({}, use_rslora=config.use_rslora, dropout=config.lora_dropout)
+    for path, directions in search.directions():
+        rank, prefix = ranks[path], selected[path].prefix
+        if rank == 0:
+            continue
+        own = config.for_cell(prefix)
+        adapter.tensors[prefix, "A"] = np.ascontiguousarray(directions[:rank])
+        adapter.tensors[prefix, "B"] = np.zeros((selected[path].shape[0], rank), np.float32)
+        adapter.alphas[prefix] = own.lora_alpha * adapter.alpha_growth(rank / own.lora_rank)
+    adapter.fingerprint = fingerprint_of({selected[path].prefix: cells[path] for path in selected if ranks[path]})
+    by_prefix = {cell.prefix: ranks[path] for path, cell in selected.items()}
+    return EvaResult(adapter, by_prefix, _keys(config, adapter, by_prefix), read, tuple(search.unsettled()))
+
+
+def _keys(config: LoraConfig, adapter: Adapter, ranks: Mapping[str, int]) -> Dict[str, Any]:
+    """Returns the fields of LoraConfig by which each cell gets its rank and scale, and those of rank 0 no adapter."""
+    adapted = {path: rank for path, rank in ranks.items() if rank}
+    rank_pattern = {pattern: ranks[paths[0]] for pattern, paths in patterns_of(adapted).items()}
+    alpha_pattern = {pattern: adapter.alphas[paths[0]] for pattern, paths in patterns_of(adapter.alphas).items()}
+    keys: Dict[str, Any] = {
+        "rank_pattern": {pattern: rank for pattern, rank in rank_pattern.items() if rank != config.lora_rank},
+        "alpha_pattern": {pattern: alpha for pattern, alpha in alpha_pattern.items() if alpha != config.lora_alpha},
+    }
+    without = [path for path, rank in ranks.items() if not rank]
+    if without and isinstance(config.exclude_modules, str):
+        keys["exclude_modules"] = "|".join([config.exclude_modules, *map(re.escape, without)])
+    elif without:
+        keys["exclude_modules"] = [*(config.exclude_modules or ()), *without]
+    return keys

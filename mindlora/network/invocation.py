@@ -1,0 +1,150 @@
+"""aLoRA: which tokens of a batch adapters act on, found where tokens are embedded and read by the cells behind.
+
+A network hands a linear cell vectors, which do not tell what tokens they are of. So a cell around the input embedding
+finds the invocation tokens and writes for each token whether the adapters act on it, into one parameter that the linear
+cells read. It is written whenever the network runs, in the same graph: in each micro-batch, in evaluation, and while
+texts are written. As it describes one batch and is not state of the run, MindSpore is not told of it: it is neither
+counted nor saved, and no checkpoint is expected to hold it.
+"""
+
+from typing import Dict, Mapping, Optional, Sequence
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import constexpr
+
+from mindlora.core.errors import ConfigError, UnsupportedCellError
+from mindlora.core.text import listed
+from mindlora.network.cells.cell import LoRACell, carry_settings
+from mindlora.network.cells.embedding import only_embedding
+from mindlora.network.cells.linear_base import parallel_linear_types, pynative_linear_types
+from mindlora.network.cells.segments import segment_numbers
+
+# The most tokens of a batch: a parameter has one size for all graphs, and this is a megabyte.
+CAPACITY = 2**18
+FIELD = "alora_invocation_tokens"
+
+
+@constexpr
+def _tokens_left(tokens):
+    if tokens > CAPACITY:
+        raise ConfigError(
+            f"A batch has {tokens:,} tokens, and a network with {FIELD} takes at most {CAPACITY:,} at once. Lower "
+            "runner_config.batch_size, and raise gradient_accumulation_steps instead."
+        )
+    return CAPACITY - tokens
+
+
+class InvocationMask(nn.Cell):
+    r"""y[b, i] = 1 if i >= s_b, else 0, where s_b is where the invocation tokens begin for the last time in row b.
+
+    A row without them is 0 throughout, as in PEFT. In packed rows, each example has an s of its own, and none if the
+    tokens are not in it.
+
+    Args:
+        invocation (sequence of int): The invocation tokens.
+        boundary (int): The token with which each example of packed rows begins. Default: None, rows are not packed.
+
+    Inputs:
+        - **ids** (Tensor) - int32 or int64 [rows, N].
+
+    Outputs:
+        Tensor, float32 [rows, N].
+
+    Source: Greenewald et al., Activated LoRA: Fine-tuned LLMs for Intrinsics, 2025.
+    """
+
+    def __init__(self, invocation: Sequence[int], boundary: Optional[int] = None):
+        super().__init__()
+        self.invocation = tuple(invocation)
+        self.boundary = boundary
+        self.count = ops.CumSum()
+        self.largest = ops.ReduceMax(keep_dims=True)
+
+    def construct(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        starts = length - len(self.invocation) + 1
+        if starts < 1:
+            return ops.zeros(ids.shape, mstype.float32)
+        found = ids[:, :starts] == self.invocation[0]
+        for offset in range(1, len(self.invocation)):
+            found = ops.logical_and(found, ids[:, offset : offset + starts] == self.invocation[offset])
+        segments = None
+        if self.boundary is not None:
+            segments = segment_numbers(ids, self.boundary)
+            found = ops.logical_and(found, segments[:, :starts] == segments[:, length - starts :])
+        # Numbers of positions from 1, and 0 for none; float32, whose largest value a CPU finds too.
+        positions = self.count(ops.ones((1, length), mstype.float32), 1)
+        ends = ops.zeros((ids.shape[0], length - starts), mstype.float32)
+        candidates = ops.concat((found.astype(mstype.float32), ends), 1) * positions
+        if segments is not None:
+            same = (segments.expand_dims(2) == segments.expand_dims(1)).astype(mstype.float32)
+            last = self.largest(same * candidates.expand_dims(1), 2).squeeze(2)
+        else:
+            last = self.largest(candidates, 1)
+        return ops.logical_and(positions >= last, last > 0).astype(mstype.float32)
+
+
+class InvocationMarker(nn.Cell):
+    """An input embedding that also tells the linear cells behind it which tokens adapters act on (InvocationMask).
+
+    It has no parameters that MindSpore knows, and those of the embedding keep their names.
+
+    Args:
+        embedding (nn.Cell): The embedding.
+        invocation (sequence of int): The invocation tokens.
+        active (Parameter): float32 [CAPACITY]; the tokens of the rows, one row after the other, are its first elements.
+
+    Inputs:
+        - **ids** (Tensor) - int32 or int64 [rows, N].
+
+    Outputs:
+        Tensor, that of the embedding.
+    """
+
+    def __init__(self, embedding: nn.Cell, invocation: Sequence[int], active: Parameter):
+        super().__init__(auto_prefix=False)
+        self.embedding = embedding
+        self.mask = InvocationMask(invocation)
+        # Past nn.Cell, which would list the parameter among those of the network.
+        self.__dict__["active"] = active
+        carry_settings(embedding, self)
+
+    def construct(self, ids: Tensor) -> Tensor:
+        active = self.mask(ids).reshape((-1,))
+        rest = ops.zeros((_tokens_left(active.shape[0]),), mstype.float32)
+        written = ops.assign(self.active, ops.concat((active, rest)))
+        return ops.depend(self.embedding(ids), written)
+
+
+def invocation_marker(network: nn.Cell, cells: Mapping[str, LoRACell]) -> Dict[int, nn.Cell]:
+    """Lets the new ``cells`` with adapters, by path, act from their invocation tokens on, if they have any.
+
+    Returns what is to be replaced for that: id of the network's input embedding -> InvocationMarker, or nothing.
+
+    Raises UnsupportedCellError if the network has not one input embedding, or a cell does not get tokens row by row.
+    """
+    invocations = {cell.invocation_tokens for cell in cells.values()} - {()}
+    if not invocations:
+        return {}
+    others = (*parallel_linear_types(), *pynative_linear_types())
+    refused = [path for path, cell in cells.items() if isinstance(cell.base_cell, others)]
+    if refused:
+        raise UnsupportedCellError(
+            f"{FIELD} is set, and {listed(refused)} are cells of MindFormers' mcore or PyNative models, on which "
+            f"adapters act on all tokens alone. Remove {FIELD}, or use a legacy model."
+        )
+    embedding = only_embedding(network, FIELD, "finds its tokens at")
+    (invocation,) = invocations
+    active = Parameter(Tensor(np.zeros(CAPACITY, np.float32)), name="active_tokens", requires_grad=False)
+    for cell in cells.values():
+        cell.low_rank.read(active)
+    return {id(embedding): InvocationMarker(embedding, invocation, active)}
+
+
+def pack_invocations(network: nn.Cell, boundary: int) -> None:
+    """Tells a network that the rows which it gets are packed: each example begins with the token ``boundary``."""
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, InvocationMarker):
+            cell.mask.boundary = boundary

@@ -1,0 +1,156 @@
+"""load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses one that lacks any."""
+
+import os
+from typing import Dict, Set
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from mindlora.core.errors import CheckpointError, ConfigError
+from mindlora.core.numerics.dtypes import BFLOAT16, from_float32, to_float32
+from mindlora.core.numerics.nf4 import TENSOR_NAMES
+from mindlora.core.text import listed
+from mindlora.files.base.convert import in_hugging_face_names, in_mindformers_names
+from mindlora.files.base.joined import join, parts_of
+from mindlora.files.base.reader import BaseCheckpoint
+from mindlora.files.base.writer import OutputTensor
+from mindlora.models import names
+from mindlora.models.architectures.architecture import HF, LEGACY
+from mindlora.network.cells.score import score_of
+from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.tensors import to_tensor
+from mindlora.network.tree import lora_cells, saved_module_parameters
+
+_NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
+# What a network for serving has besides the base's weights.
+_CACHES = (".key_cache", ".value_cache")
+_OF_GROUPS = tuple(TENSOR_NAMES[field] for field in ("scales", "offsets"))
+
+
+def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
+    """Fills the parameters of a network from a checkpoint of its base.
+
+    One tensor at a time is read and takes the parameter's dtype, so that the host holds one copy of the base and one
+    tensor more. Parameters of adapters, caches, saved modules that have values already, and a classifier's head that
+    the checkpoint lacks stay as they are.
+
+    Args:
+        network (nn.Cell): A model of MindFormers, its linear cells quantized if the checkpoint's are; or a
+            network whose ``parameter_names`` are "hf", Hugging Face's. Best built under
+            mindspore.nn.utils.no_init_parameters, so that no value is drawn which is replaced here.
+        path (str): A file or folder with names of MindFormers or Hugging Face.
+        mapped (bool): Whether parameters that a safetensors file holds as they are stay in it, on a CPU: their pages
+            come into memory when they are used, and processes share them. What is written to a parameter stays in this
+            process. The file must not be written to as long as the network is used. Default: False.
+
+    Raises:
+        ConfigError: There is no path, or nothing is there.
+        CheckpointError: The file cannot be read, or lacks parameters, or one has another shape or kind of dtype.
+    """
+    if not path:
+        raise ConfigError(
+            "load_checkpoint is empty: a model with random weights has nothing to say. Name the base with "
+            "--load_checkpoint."
+        )
+    if not os.path.exists(path):
+        raise ConfigError(f"load_checkpoint: {path} does not exist. Correct the path (--load_checkpoint).")
+    parameters = _parameters_of_base(network)
+    with BaseCheckpoint(path, mapped) as base:
+        tensors = _tensors_for(network, parameters, base)
+        new = _new_heads(network) - set(tensors)
+        computed = set(filter(names.is_computed, parameters))
+        missing = sorted(set(parameters) - set(tensors) - new - computed)
+        if missing:
+            raise CheckpointError(
+                f"{path} lacks {len(missing)} parameters of the network: {listed(missing)}. Name the checkpoint of the "
+                "model that the YAML describes."
+            )
+        _check_biases(network, set(tensors) - set(parameters), path)
+        filled = {name: parameter for name, parameter in parameters.items() if name in tensors}
+        for name, parameter in filled.items():
+            _check(parameter, tensors[name], path)
+        for name, parameter in filled.items():
+            _fill(parameter, tensors[name])
+
+
+def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:
+    others = {parameter.name for parameter in saved_module_parameters(network) if not parameter.has_init}
+    stacked = [cell for _, cell in network.cells_and_names() if isinstance(cell, StackedLoRADense)]
+    for cell in (*(cell for _, cell in lora_cells(network)), *stacked):
+        others.update(parameter.name for parameter in cell.lora_parameters())
+    return {
+        parameter.name: parameter
+        for parameter in network.get_parameters()
+        if parameter.name not in others and not parameter.name.endswith(_CACHES)
+    }
+
+
+def _new_heads(network: nn.Cell) -> Set[str]:
+    """Returns the parameters that a checkpoint of the base may lack: those of the head of a classifier."""
+    score = score_of(network)
+    return set() if score is None else {parameter.name for parameter in score.get_parameters()}
+
+
+def _tensors_for(network: nn.Cell, parameters: Dict[str, Parameter], base: BaseCheckpoint) -> Dict[str, OutputTensor]:
+    """Returns the tensors of a checkpoint under the names of the network's parameters, with its joined ones."""
+    config = network.config
+    if getattr(network, "parameter_names", LEGACY) == HF:
+        kv_heads = config.n_kv_heads or config.num_heads
+        return {tensor.name: tensor for tensor in in_hugging_face_names(base, config.num_heads, kv_heads)}
+    tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
+    # In mcore's names the cells are joined already.
+    if base.architecture.legacy:
+        _add_joined(parameters, tensors, config.n_kv_heads or config.num_heads)
+    return tensors
+
+
+def _add_joined(parameters: Dict[str, Parameter], tensors: Dict[str, OutputTensor], kv_heads: int) -> None:
+    """Makes w_qkv and w_gate_hidden of the tensors that a checkpoint holds apart."""
+    for name in set(parameters) - set(tensors):
+        parts = parts_of(name)
+        if parts and all(part in tensors for part in parts):
+            tensors[name] = join(name, [tensors[part] for part in parts], kv_heads)
+
+
+def _check_biases(network: nn.Cell, others: Set[str], path: str) -> None:
+    """Raises CheckpointError if a network under Hugging Face's names has no place for biases of the checkpoint.
+
+    Whether an mcore model has them is a key of its YAML, whose default is not that of every checkpoint.
+    """
+    biases = sorted(name for name in others if name.endswith("_proj.bias"))
+    if getattr(network, "parameter_names", LEGACY) == HF and biases:
+        raise CheckpointError(
+            f"{path} has biases that the network lacks: {listed(biases)}. Set model.model_config.attention_bias: True."
+        )
+
+
+def _check(parameter: Parameter, tensor: OutputTensor, path: str) -> None:
+    packed = _is_packed(parameter)
+    same_shape = tuple(tensor.shape) == tuple(parameter.shape) or _has_smaller_groups(parameter, tensor)
+    if not same_shape or packed != (tensor.dtype == np.uint8):
+        raise CheckpointError(
+            f"{path}: {tensor.name} is {list(tensor.shape)} of {tensor.dtype}, and the network needs "
+            f"{list(parameter.shape)} of {parameter.dtype}. Name the checkpoint of the model that the YAML describes"
+            f"{'' if packed == (tensor.dtype == np.uint8) else ', and quantize_base as the checkpoint is'}."
+        )
+
+
+def _fill(parameter: Parameter, tensor: OutputTensor) -> None:
+    array = tensor.rows(0, tensor.row_count).reshape(tensor.shape)
+    if not _is_packed(parameter) and array.dtype != _NUMPY[str(parameter.dtype)]:
+        array = from_float32(to_float32(array), _NUMPY[str(parameter.dtype)])
+    if array.dtype == BFLOAT16:
+        parameter.set_data(to_tensor(array))
+    else:
+        # The tensor takes over the array's memory: it is this function's alone, mapped, or copied here.
+        value = Tensor.from_numpy(np.require(array, requirements=("C", "W", "A")))
+        parameter.set_data(value, slice_shape=value.shape != parameter.shape)
+
+
+def _has_smaller_groups(parameter: Parameter, tensor: OutputTensor) -> bool:
+    """Whether they are the scales or offsets of a 4-bit weight that was taken out of a joined one."""
+    return parameter.name.endswith(_OF_GROUPS) and len(tensor.shape) == 1 and tensor.shape[0] > parameter.shape[0]
+
+
+def _is_packed(parameter: Parameter) -> bool:
+    return str(parameter.dtype) == "UInt8"

@@ -1,0 +1,1 @@
+"""The cells of the models that MindFormers' PyNative Trainer runs."""

@@ -1,0 +1,273 @@
+"""LoRA on the routed experts of the models that MindFormers' PyNative Trainer runs.
+
+MindFormers' GroupedMLP holds two stacked weights and sends the tokens to the experts. In a PyNativeExperts, which takes
+its place, a cell for each weight multiplies by it. MindFormers finds the experts that it shards by their class, and the
+weights, A and B by their names in them: all of them are parameters of PyNativeExperts, where the cells read them.
+"""
+
+import functools
+import operator
+import sys
+from typing import Dict, Mapping, Tuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.common import dtype as mstype
+
+from mindlora.core.numerics.pair_shapes import transposed_experts
+from mindlora.models.lora_config import LoraConfig
+from mindlora.models.variants.registry import PYNATIVE_PARAMETERS
+from mindlora.network.cells.cell import carry_settings, refuse_own_forward, refuse_unsupported
+from mindlora.network.cells.experts import ExpertWeight, GroupedProduct, LoRAExpertWeight
+from mindlora.network.cells.initial_values import initial_values
+from mindlora.network.pynative.parameters import local, set_value
+from mindlora.network.tensors import to_array
+
+_GROUPED_MLP = "mindformers.pynative.transformers.moe.experts"
+LEAVES = ("weight1", "weight2")
+
+
+def grouped_mlp_types() -> Tuple[type, ...]:
+    """Returns the class of routed experts of MindFormers' PyNative models, if it is imported."""
+    module = sys.modules.get(_GROUPED_MLP)
+    return (module.GroupedMLP,) if module else ()
+
+
+class PyNativeExpertWeight(ExpertWeight):
+    """One stacked weight of GroupedMLP as a cell of its own: y_e = x_e W_e for the tokens x_e of each expert.
+
+    It has no parameter. The weight is that of its ``holder``, GroupedMLP or the PyNativeExperts in its place.
+
+    Weights, of the holder:
+        weight1 or weight2 [experts, in_channels, out_channels].
+
+    Inputs:
+        - **x** (Tensor) - Shape [tokens, in_channels], sorted by expert.
+        - **groups** (Tensor) - int64, the token after each expert's last.
+
+    Outputs:
+        Tensor of shape [tokens, out_channels].
+    """
+
+    def _take_weight(self):
+        """Takes nothing: MindFormers replaces the holder's parameter when it shards it."""
+
+    @property
+    def weight(self) -> Parameter:
+        """The weight."""
+        return getattr(self.holder, self.leaf)
+
+    def put_into(self, experts: "PyNativeExperts") -> None:
+        """Makes the experts that take the place of the holder the new one."""
+        self._holder = (experts,)
+
+    def reset_parameter(self) -> None:
+        """Sets the weight to the initial values that it has in MindFormers."""
+        self.weight.normal_(mean=0.0, std=0.01)
+
+    def construct(self, x: Tensor, groups: Tensor) -> Tensor:
+        return self.product(x, self.cast(local(self.weight), self.dtype), groups)
+
+
+class LoRAPyNativeExpertWeight(LoRAExpertWeight):
+    """A stacked weight of experts with a low-rank update: y_e = x_e W_e + ((x_e A_e^T) * scale) B_e^T.
+
+    The holder of the weight, a PyNativeExperts, holds A and B too: each expert's transposed, as MindFormers has them.
+
+    Weights, of the holder:
+        weight1 [experts, in, out], weight1_lora_a [experts, in, r], weight1_lora_b [experts, r, out]; or weight2 and
+        so on.
+
+    Inputs and outputs are those of PyNativeExpertWeight.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    @classmethod
+    def base_types(cls) -> Tuple[type, ...]:
+        return (PyNativeExpertWeight,)
+
+    @classmethod
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
+        check_grouped_mlp(cell.holder)
+        refuse_unsupported(config, cls.layout.cells)
+
+    def _adopt(self, cell, config):
+        self.config = config
+        self.leaf = cell.leaf
+        self.experts = cell.experts
+        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
+        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else cell.dtype
+        self.a_product = GroupedProduct(self.in_channels, self.lora_rank)
+        self.b_product = GroupedProduct(self.lora_rank, self.out_channels)
+        self.cast = ops.Cast()
+
+    def _add_adapter(self, config, shared):
+        if isinstance(self.holder, PyNativeExperts):
+            self._add_pair()
+
+    def put_into(self, experts: "PyNativeExperts") -> None:
+        """Gives A and B to the experts, and makes them the holder of the weight."""
+        self.base_cell.put_into(experts)
+        self._add_pair()
+
+    def _add_pair(self):
+        """Gives A and B to the holder."""
+        trained = self.variant.trained_parts(self)
+        for part, value in self._initial_values(self.weight.is_meta).items():
+            name = f"{self.weight.name}_{PYNATIVE_PARAMETERS[part]}"
+            setattr(self.holder, self._name(part), Parameter(value, name=name, requires_grad=part in trained))
+
+    def _initial_values(self, on_meta):
+        """Returns part -> initial value; without values if MindFormers is to make room for them later."""
+        shapes = self.part_shapes(self, self.lora_rank)
+        if on_meta:
+            dtype = getattr(ms, self.config.param_init_type)
+            transposed = {part: (experts, columns, rows) for part, (experts, rows, columns) in shapes.items()}
+            with ms.DeviceCtx("meta"):
+                return {part: mint.empty(shape, dtype=dtype) for part, shape in transposed.items()}
+        values = initial_values(self.config, shapes["A"], shapes["B"])
+        return {part: ops.transpose(_allocated(value), (0, 2, 1)) for part, value in zip("AB", values)}
+
+    def reset_parameter(self) -> None:
+        """Sets all parameters to their initial values, where MindFormers has made room for them."""
+        self.base_cell.reset_parameter()
+        parts = self.parts()
+        for part, value in self._initial_values(False).items():
+            set_value(parts[part], value)
+
+    def construct(self, x: Tensor, groups: Tensor) -> Tensor:
+        a, b = (self.cast(local(parameter), self.dtype) for parameter in self.lora_parameters())
+        y = self.base_cell(x, groups)
+        return y + self.cast(self.b_product(self.a_product(x, a, groups) * self.scale, b, groups), y.dtype)
+
+    @property
+    def holder(self) -> nn.Cell:
+        """The cell whose parameters the weight, A and B are."""
+        return self.base_cell.holder
+
+    @property
+    def weight(self) -> Parameter:
+        """The weight."""
+        return self.base_cell.weight
+
+    @property
+    def adapter_path(self) -> str:
+        return self.weight.name
+
+    def name_parts(self, path: str) -> None:
+        """Leaves A and B the names that MindFormers has for them, which follow from the weight's."""
+
+    def parts(self) -> Dict[str, Parameter]:
+        holder = self.holder
+        return {part: getattr(holder, self._name(part)) for part in "AB" if hasattr(holder, self._name(part))}
+
+    def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
+        return {part: transposed_experts(to_array(parameter)) for part, parameter in self.parts().items()}
+
+    def pair(self) -> Tuple[np.ndarray, np.ndarray]:
+        saved = self.saved_parts()
+        return saved["A"], saved["B"]
+
+    def load_part(self, part: str, array: np.ndarray) -> None:
+        super().load_part(part, transposed_experts(array))
+
+    def plain_cell(self) -> nn.Cell:
+        return self.base_cell
+
+    # The other tensors of a weight in 4 bits.
+    weight_absmax = property(operator.attrgetter("base_cell.weight_absmax"))
+    weight_scales = property(operator.attrgetter("base_cell.weight_scales"))
+    weight_offsets = property(operator.attrgetter("base_cell.weight_offsets"))
+
+    def _name(self, part):
+        return f"{self.leaf}_{PYNATIVE_PARAMETERS[part]}"
+
+
+class PyNativeExperts(nn.Cell):
+    """MindFormers' GroupedMLP with an adapter on its weights; ``of`` makes it of a GroupedMLP.
+
+    y = sum over the experts e of a token of p_e act(x W1_e) W2_e. The tokens are sent to the experts and back by
+    GroupedMLP, of which it is an instance too.
+
+    Weights:
+        weight1 [experts, hidden, inner] and weight2 [experts, inner, hidden], with A and B as LoRAPyNativeExpertWeight
+        has them. The inner size counts the gate too.
+
+    Inputs and outputs are those of GroupedMLP.
+    """
+
+    def __init__(self, cell: nn.Cell):
+        with ms.DeviceCtx("meta"):
+            super().__init__(cell.config)
+        self._adopted = (cell,)
+        for leaf in LEAVES:
+            setattr(self, leaf, getattr(cell, leaf))
+        carry_settings(cell, self)
+
+    @staticmethod
+    def of(cell: nn.Cell, weights: Mapping[str, nn.Cell]) -> "PyNativeExperts":
+        """Returns what takes the place of a GroupedMLP: with these cells as its weights, by leaf."""
+        experts = _on(*grouped_mlp_types())(cell)
+        for leaf in LEAVES:
+            weight = weights.get(leaf) or PyNativeExpertWeight(cell, leaf)
+            experts.insert_child_to_cell(_cell_name(leaf), weight)
+            weight.put_into(experts)
+        return experts
+
+    def weights(self) -> Dict[str, nn.Cell]:
+        """Returns the cells of its weights, by leaf."""
+        return {leaf: self._cells[_cell_name(leaf)] for leaf in LEAVES}
+
+    def reset_parameter(self) -> None:
+        """Does nothing, in the place of GroupedMLP's: each weight's cell sets it to its initial values."""
+
+    def drop_float(self, leaf: str) -> None:
+        """Frees a weight, which a quantized one replaces."""
+        for cell in (self, *self._adopted):
+            delattr(cell, leaf)
+
+    def experts_forward(self, tokens: Tensor, groups: Tensor) -> Tensor:
+        """The experts' part of GroupedMLP's forward: act(x W1_e) W2_e for tokens [tokens, hidden] sorted by expert."""
+        first, second = self.weights().values()
+        x = self._activated(first(tokens, groups))
+        return self.cast(second(x, groups), tokens.dtype)
+
+    def _activated(self, x):
+        if not self.gated_linear_unit:
+            return self.activation_func(x)
+        if self.activation_type == "fusedswiglu":
+            return self.activation_func(x, -1)
+        gate, up = self.chunk(x, 2, -1)
+        return self.activation_func(gate) * up
+
+    def plain_cell(self) -> nn.Cell:
+        """Returns the GroupedMLP that this one replaced, with its weights."""
+        (cell,) = self._adopted
+        for leaf in LEAVES:
+            setattr(cell, leaf, getattr(self, leaf))
+        carry_settings(self, cell)
+        return cell
+
+
+def check_grouped_mlp(cell: nn.Cell) -> None:
+    """Raises UnsupportedCellError for routed experts whose forward PyNativeExperts would change."""
+    if not isinstance(cell, PyNativeExperts):
+        refuse_own_forward(cell, grouped_mlp_types(), "the adapter's cell")
+
+
+@functools.lru_cache(maxsize=None)
+def _on(grouped_mlp: type) -> type:
+    """Returns the class that is both, whose dispatch of tokens and reset of the weights are MindFormers'."""
+    members = {"__doc__": PyNativeExperts.__doc__, "__module__": PyNativeExperts.__module__}
+    return type(PyNativeExperts.__name__, (PyNativeExperts, grouped_mlp), members)
+
+
+def _cell_name(leaf: str) -> str:
+    # Not that of the parameter, which MindFormers would then set to a Parameter in vain.
+    return f"{leaf}_cell"
+
+
+def _allocated(value: Tensor) -> Tensor:
+    return value.init_data() if value.has_init else value

@@ -1,0 +1,274 @@
+"""LoRAPyNativeLinear: LoRA on the linear cells of the models that MindFormers' PyNative Trainer runs.
+
+MindFormers finds the cells that it shards by their class, and A and B by the names lora_a and lora_b. It builds a model
+without values (on the device "meta"), makes room for them once the model is sharded, and then has each cell set its
+own by reset_parameter.
+"""
+
+import functools
+import operator
+from types import MappingProxyType
+from typing import Any, Dict, Mapping, Optional, Tuple, Type
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.common import dtype as mstype
+
+from mindlora.core.errors import UnsupportedCellError
+from mindlora.core.numerics import initializers
+from mindlora.core.numerics.initializers import InitialPair
+from mindlora.models.lora_config import LoraConfig
+from mindlora.models.variants.registry import PARAMETERS, PYNATIVE_INITIAL, PYNATIVE_PARAMETERS
+from mindlora.models.variants.variant import SHARDED
+from mindlora.network.cells.cell import fill, refuse_unsupported
+from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
+from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
+from mindlora.network.pynative.parameters import is_sharded, local, set_value
+from mindlora.network.tensors import to_array
+from mindlora.network.variants.dora import DoRADense
+from mindlora.network.variants.miss import MiSSDense
+
+# What MindFormers' Linear keeps besides weight and bias, and its forward and the plans by which it is sharded read.
+_OF_LINEAR = (
+    "input_size",
+    "output_size",
+    "init_method",
+    "skip_weight_param_allocation",
+    "has_bias",
+    "compute_dtype",
+    "params_dtype",
+    "bias_init",
+    "matmul",
+    "transpose",
+    "cast",
+    "add",
+)
+
+
+def names_of(*parts: str) -> Mapping[str, str]:
+    """Returns part -> name of its parameter in a PyNative model."""
+    return MappingProxyType({part: PYNATIVE_PARAMETERS[part] for part in parts})
+
+
+class PyNativeBase(LinearBase):
+    """The base of MindFormers' Linear, which computes as other linear cells do where it is whole."""
+
+    @staticmethod
+    def types() -> Tuple[type, ...]:
+        return pynative_linear_types()
+
+    @classmethod
+    def check(cls, cell: nn.Cell) -> None:
+        check_mindformers_linear(cell, pynative_linear_types())
+
+    @classmethod
+    def traits(cls, cell: nn.Cell) -> Tuple[str, ...]:
+        # MindFormers shards later, if at all.
+        return ()
+
+    @staticmethod
+    def operators(cell: nn.Cell) -> Tuple[Any, Any, mstype.Type]:
+        return ops.MatMul(transpose_b=True), ops.Add() if cell.has_bias else None, cell.compute_dtype
+
+    def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
+        # MindFormers shards later. Where it does not, fused operators saved no time either (docs/pynative.md).
+        return composed_low_rank(dropout_rate, "a cell that may be sharded takes MindSpore's operators alone")
+
+
+class _OnPyNativeLinear(LoRADense):
+    """What the adapters on MindFormers' Linear have in common; it comes before the class of the adapter.
+
+    The names of all parts end as those that MindFormers takes for an adapter's. Where lora_init changes the base, the
+    initial pair is in two more parameters, initial_lora_a [r, in_channels] and initial_lora_b [out_channels, r], which
+    do not train: MindFormers' checkpoints hold them with the changed base. They are zero until the change.
+    """
+
+    base_kind = PyNativeBase
+    # MindFormers' Linear.
+    linear_type: Type[nn.Cell]
+    # The fingerprint of the base before the change, which is beside a checkpoint and not in it.
+    _fingerprint: Optional[dict] = None
+
+    @classmethod
+    def from_cell(
+        cls, cell: nn.Cell, config: LoraConfig, shared: Optional[Tuple[Parameter, ...]] = None
+    ) -> "_OnPyNativeLinear":
+        cls.check(cell, config)
+        return super(_OnPyNativeLinear, on_linear(cls, *pynative_linear_types())).from_cell(cell, config, shared)
+
+    @classmethod
+    def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
+        cls.base_kind.check(cell)
+        if config and config.variant is not cls.variant:
+            raise UnsupportedCellError(
+                f"{config.variant.field} is True, and MindFormers' PyNative models take plain LoRA, DoRA, VeRA and "
+                "MiSS alone. Remove it, or train in graph mode."
+            )
+
+    def _adopt(self, cell, config):
+        super()._adopt(cell, config)
+        adopt_settings(self, cell)
+        self.config = config
+
+    def _add_adapter(self, config, shared):
+        if self.weight.is_meta:
+            dtype = getattr(ms, config.param_init_type)
+            shapes = self.part_shapes(self, config.lora_rank)
+            with ms.DeviceCtx("meta"):
+                self._add_parts({part: mint.empty(shapes[part], dtype=dtype) for part in self.parameter_names})
+                self._add_initial_pair(config)
+        else:
+            super()._add_adapter(config, shared)
+            self._add_initial_pair(config)
+
+    def _add_initial_pair(self, config):
+        if not initializers.changes_base(config.lora_init):
+            return
+        prefix = self.weight.name.rpartition(".")[0]
+        for part, name in PYNATIVE_INITIAL.items():
+            like = self.parts()[part]
+            setattr(self, name, Parameter(mint.zeros(like.shape, dtype=like.dtype), name=name, requires_grad=False))
+            getattr(self, name).name = f"{prefix}.{name}" if prefix else name
+
+    @property
+    def initial_pair(self) -> Optional[InitialPair]:
+        """The initial A and B whose product was subtracted from the base; None if nothing was subtracted."""
+        if not initializers.changes_base(self.lora_init):
+            return None
+        a, b = (to_array(getattr(self, name)) for name in PYNATIVE_INITIAL.values())
+        return InitialPair(a, b, self._fingerprint) if b.any() else None
+
+    @initial_pair.setter
+    def initial_pair(self, pair: InitialPair) -> None:
+        for name, array in zip(PYNATIVE_INITIAL.values(), (pair.a, pair.b)):
+            parameter = getattr(self, name)
+            parameter.set_data(Tensor(array, parameter.dtype))
+        self._fingerprint = pair.fingerprint
+
+    def lora_parameters(self) -> Tuple[Parameter, ...]:
+        """Returns the parameters of parts(), and those of the initial pair."""
+        initial = [getattr(self, name) for name in PYNATIVE_INITIAL.values() if hasattr(self, name)]
+        return *super().lora_parameters(), *initial
+
+    def _add_parts(self, values):
+        there = self.parts()
+        super()._add_parts({part: value for part, value in values.items() if part not in there})
+        for part in values.keys() & there.keys():
+            set_value(there[part], values[part])
+
+    def reset_parameter(self) -> None:
+        """Sets all parameters to their initial values, where MindFormers has made room for them."""
+        self.reset_linear()
+        super()._add_adapter(self.config, tuple(self.shared_parts().values()))
+        for name in PYNATIVE_INITIAL.values():
+            if hasattr(self, name):
+                fill(getattr(self, name), 0)
+
+    def linear(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        """x W^T + bias, by MindFormers' Linear where the cell is sharded."""
+        if is_sharded(self.weight):
+            return self.linear_type.construct(self, input_, weight)
+        # MindFormers multiplies by a transposed view of W, which a CPU copies at every step.
+        return self.base.like(self._base(self.base.tokens(input_)), input_)
+
+    def reset_linear(self) -> None:
+        """Sets W and bias to their initial values, by MindFormers' Linear."""
+        self.linear_type.reset_parameter(self)
+
+
+class LoRAPyNativeLinear(_OnPyNativeLinear):
+    r"""A linear cell of a PyNative model with a low-rank update: y = x W^T + bias + ((dropout(x) A^T) * scale) B^T.
+
+    All is made of MindSpore's operators, of which PyNative computes the gradient, in the dtype in which the cell
+    computes; those of the low-rank path are the ones of MindFormers' own LoRA, so that both train to the same bits.
+    Only from_cell creates such a cell, which is an instance of MindFormers' Linear too.
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], lora_a [r, in_channels], lora_b [out_channels, r].
+
+    Inputs:
+        - **input_** (Tensor) - Shape [..., in_channels].
+        - **weight** (Tensor) - A weight in the place of the cell's. Default: None.
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of input_.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    parameter_names = names_of("A", "B")
+    lora_a: Parameter
+    lora_b: Parameter
+
+    def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        # Both are slices where the cell is sharded, as MindFormers' forward takes its weight.
+        a, b = (self.cast(local(parameter), self.dtype) for parameter in (self.lora_a, self.lora_b))
+        x = self.low_rank.drop(self.cast(input_, self.dtype))
+        low_rank = mint.matmul(x, mint.transpose(a, 1, 0)) * self.scale
+        delta = mint.matmul(low_rank, mint.transpose(b, 1, 0))
+        return self.linear(input_, weight) + self.cast(delta, input_.dtype)
+
+
+class WholePyNativeLinear(_OnPyNativeLinear):
+    """A variant of LoRA on MindFormers' Linear: it computes as on other linear cells, and cannot be sharded."""
+
+    def prepare(self) -> None:
+        if not self.weight.is_meta:
+            super().prepare()
+
+    def reset_parameter(self) -> None:
+        if is_sharded(self.weight):
+            refuse_unsupported(self.config, SHARDED)
+        super().reset_parameter()
+
+    def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        # The model passes a weight only to a cell without one of its own, which check refuses.
+        return super().construct(input_)
+
+
+class DoRAPyNativeLinear(WholePyNativeLinear, DoRADense):
+    """DoRADense for MindFormers' Linear. The magnitude is initialized when training begins, if no checkpoint had it.
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], lora_a [r, in_channels], lora_b [out_channels, r],
+        magnitude_lora_b [out_channels].
+
+    Inputs and outputs are those of LoRAPyNativeLinear.
+
+    Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
+    """
+
+    parameter_names = names_of("A", "B", "magnitude")
+
+
+class MiSSPyNativeLinear(WholePyNativeLinear, MiSSDense):
+    """MiSSDense for MindFormers' Linear.
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], miss_block_lora_b [out_channels, r].
+
+    Inputs and outputs are those of LoRAPyNativeLinear.
+
+    Source: Kang et al., MiSS: Revisiting the Trade-off in LoRA with an Efficient Shard-Sharing Structure, 2025.
+    """
+
+    parameter_names = names_of("block")
+
+
+def adopt_settings(target: nn.Cell, cell: nn.Cell) -> None:
+    """Gives the cell that replaces a Linear what MindFormers reads of it, besides weight and bias."""
+    for name in _OF_LINEAR:
+        setattr(target, name, getattr(cell, name))
+
+
+@functools.lru_cache(maxsize=None)
+def on_linear(kind: Type[nn.Cell], linear: type) -> Type[nn.Cell]:
+    """Returns the class that is both.
+
+    The parts of an adapter have the names of other cells too, by which the class of the adapter reads them.
+    """
+    parts = getattr(kind, "parameter_names", {})
+    members: Dict[str, Any] = {PARAMETERS[part]: property(operator.attrgetter(name)) for part, name in parts.items()}
+    members |= {"__doc__": kind.__doc__, "__module__": kind.__module__, "linear_type": linear}
+    return type(kind.__name__, (kind, linear), members)

@@ -1,0 +1,1 @@
+"""Cells whose frozen weight is in 4 bits."""

@@ -1,0 +1,194 @@
+"""NF4Dense: a frozen linear cell whose weight is 4-bit NormalFloat."""
+
+import math
+from typing import Dict, Optional, Tuple, Type
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import Constant, initializer
+
+from mindlora.core.errors import UnsupportedCellError
+from mindlora.core.numerics.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize, layout, quantize, tensor_name
+from mindlora.models.description import NOT_QUANTIZED_SHARDED
+from mindlora.network.cells.cell import carry_settings
+from mindlora.network.cells.linear_base import LinearBase, adopt_linear, is_sharded
+from mindlora.ops.nf4_linear import Nf4Linear
+
+
+class NF4Dense(nn.Cell):
+    r"""A frozen linear cell, made by from_dense: y = activation(x W^T + bias) with W = absmax' * TABLE[codes].
+
+    mindlora.core.numerics.nf4 defines the codes. W takes 4.13 bits per number. It is never held in float between two
+    steps, and on a CPU not within a step either (see Nf4Linear). x gets a gradient, W does not.
+
+    Weights:
+        weight [out_channels, blocks * 32] uint8, the codes, two in a byte; weight_absmax [out_channels, blocks] uint8;
+        weight_scales and weight_offsets [groups] float32; bias [out_channels], unchanged.
+        blocks = ceil(in_channels / 64), groups = ceil(out_channels * blocks / 256).
+
+    Attributes:
+        dtype (mindspore.dtype): The dtype of the products, as in the plain cell.
+        weight_dtype (mindspore.dtype): The dtype in which W was stored.
+        quantization (str): "nf4".
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels].
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+    """
+
+    quantization = "nf4"
+    base_kind: Type[LinearBase] = LinearBase
+
+    @classmethod
+    def from_dense(cls, cell: nn.Cell, prefix: str = "", array: Optional[Nf4Array] = None) -> "NF4Dense":
+        """Quantizes a linear cell and frees its weight in float.
+
+        Where the weight has no values yet (MindFormers builds networks that way when a checkpoint will fill them), the
+        quantized weight is NaN until its tensors are loaded.
+
+        Args:
+            cell (nn.Dense or mindformers.modules.layers.Linear): The cell to replace.
+            prefix (str): The prefix of its parameters, without the last dot. Default: empty, for a cell outside of a
+                network.
+            array (Nf4Array): The quantized weight. Default: None, quantize(weight).
+
+        Raises:
+            UnsupportedCellError: The cell is of another kind, sharded, or holds experts.
+            QuantizationError: The weight holds infinity or NaN.
+        """
+        cls.check(cell)
+        self = cls.__new__(cls)
+        nn.Cell.__init__(self)
+        self._adopt(cell, f"{prefix}." if prefix else "", array)
+        return self
+
+    @classmethod
+    def check(cls, cell: nn.Cell) -> None:
+        """Raises UnsupportedCellError, with the reason, for a cell that cannot be quantized."""
+        cls.base_kind.check(cell)
+        if is_sharded(cell):
+            raise UnsupportedCellError(NOT_QUANTIZED_SHARDED)
+
+    def _adopt(self, cell, prefix, array):
+        adopt_linear(self, cell, self.base_kind(cell, matmul=Nf4Linear()))
+        self.weight_dtype = cell.weight.dtype
+        for name, parameter in packed_parameters(cell.weight, f"{prefix}weight", prefix[:-1], array).items():
+            setattr(self, name, parameter)
+        self.bias = cell.bias
+        carry_settings(cell, self)
+        # The tuple hides it from MindSpore. It must lose its weight, which would otherwise stay in memory.
+        self._emptied = (cell,)
+        del cell.weight
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self._forward(x)
+
+    def _forward(self, x):
+        weight = self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+        y = self.base.linear(self.base.tokens(x), weight, self.bias)
+        if self.activation_flag:
+            y = self.activation(y)
+        return self.base.like(y, x)
+
+    @property
+    def emptied_cell(self) -> nn.Cell:
+        """The cell that this one replaced, without its weight."""
+        return self._emptied[0]
+
+    def plain_cell(self) -> nn.Cell:
+        """Returns the cell that this one replaced, with the dequantized weight."""
+        cell = self.emptied_cell
+        weight = Tensor(dequantize(nf4_array(self)), self.weight_dtype)
+        cell.weight = Parameter(weight, name=self.weight.name, requires_grad=False)
+        carry_settings(self, cell)
+        return cell
+
+    def drop_float(self) -> None:
+        """Undoes plain_cell: frees the weight in float."""
+        del self.emptied_cell.weight
+
+    def extend_repr(self) -> str:
+        return (
+            f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
+            f"compute_dtype={self.dtype}"
+        )
+
+
+def packed_parameters(
+    weight: Parameter, name: str, path: str, array: Optional[Nf4Array] = None
+) -> Dict[str, Parameter]:
+    """Returns the frozen parameters that take the place of a weight of this name, by the attribute that they are.
+
+    They are ``array``, by default quantize(weight); NaN until they are loaded if the weight has no values yet. ``path``
+    is that of the cell, for errors; empty for a cell outside of a network. A weight [experts, in, out] is quantized as
+    the matrix [experts * in, out].
+    """
+    *rows, columns = weight.shape
+    if array is None and has_values(weight):
+        array = quantize(as_float32(weight).reshape(-1, columns), f"The weight of {path or 'the cell'}")
+    packed = {}
+    for field, (shape, dtype) in layout(math.prod(rows), columns).items():
+        value = _unset(weight, shape, dtype) if array is None else Tensor.from_numpy(getattr(array, field))
+        packed[TENSOR_NAMES[field]] = Parameter(value, name=tensor_name(name, field), requires_grad=False)
+    return packed
+
+
+def _unset(weight, shape, dtype):
+    """Returns a tensor for a weight without values: NaN, or with as little room in memory as the weight has."""
+    of_codes = dtype == np.uint8
+    dtype = mstype.uint8 if of_codes else mstype.float32
+    if weight.has_init:
+        return initializer(Constant(0 if of_codes else np.nan), list(shape), dtype)
+    with ms.DeviceCtx("meta"):
+        return mint.empty(shape, dtype=dtype)
+
+
+def has_values(weight: Parameter) -> bool:
+    """Returns whether a parameter has values, and not only a shape until a checkpoint is loaded."""
+    return not weight.has_init and not getattr(weight, "is_meta", False)
+
+
+def matrix_shape(cell: nn.Cell) -> Tuple[int, int]:
+    """Returns the shape of W of a quantized cell: [out, in], or [experts * in, out] of stacked experts."""
+    if hasattr(cell, "experts"):
+        return cell.experts * cell.in_channels, cell.out_channels
+    return cell.out_channels, cell.in_channels
+
+
+def nf4_array(cell: nn.Cell) -> Nf4Array:
+    """Returns the quantized weight of a cell, with an adapter or without one, in NumPy."""
+    return Nf4Array(
+        **{field: getattr(cell, name).asnumpy() for field, name in TENSOR_NAMES.items()}, shape=matrix_shape(cell)
+    )
+
+
+def first_rows(cell: nn.Cell, rows: int) -> np.ndarray:
+    """Returns the first ``rows`` rows of a quantized cell's W, or all if it has no more; float32."""
+    array = nf4_array(cell)
+    rows = min(rows, array.shape[0])
+    groups = -(-rows * array.absmax.shape[1] // GROUP)
+    first = Nf4Array(
+        array.codes[:rows], array.absmax[:rows], array.scales[:groups], array.offsets[:groups], (rows, array.shape[1])
+    )
+    return dequantize(first)
+
+
+def as_float32(parameter: Parameter) -> np.ndarray:
+    """Returns the values of a parameter as a NumPy array of float32 or float16, which may be a view of them."""
+    array = parameter.asnumpy()
+    return array if array.dtype in (np.float32, np.float16) else array.astype(np.float32)
+
+
+def parameter_count(network: nn.Cell) -> int:
+    """Returns the number of elements of all parameters, counting a quantized weight as W [out, in], as PEFT does."""
+    quantized = [cell for _, cell in network.cells_and_names() if getattr(cell, "quantization", None)]
+    packed = {id(getattr(cell, name)) for cell in quantized for name in TENSOR_NAMES.values()}
+    return sum(p.size for p in network.get_parameters() if id(p) not in packed) + sum(
+        math.prod(matrix_shape(cell)) for cell in quantized
+    )

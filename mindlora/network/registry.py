@@ -1,0 +1,85 @@
+"""Which class of cell puts an adapter on a base cell: a registry of one line for each kind."""
+
+from typing import Tuple, Type, Union
+
+from mindspore import nn
+
+from mindlora.models.lora_config import LoraConfig
+from mindlora.network.cells.cell import LoRACell
+from mindlora.network.cells.conv import LoRAConv2d
+from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.embedding import LoRAEmbedding
+from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
+from mindlora.network.cells.linear_base import parallel_linear_types, pynative_linear_types
+from mindlora.network.cells.mint_conv import LoRAMintConv2d
+from mindlora.network.cells.parallel_linear import (
+    LoRAParallelLinear,
+    NF4ParallelLinear,
+    QLoRAParallelLinear,
+    on_parallel_linear,
+)
+from mindlora.network.pynative.experts import LoRAPyNativeExpertWeight, PyNativeExpertWeight
+from mindlora.network.pynative.linear import DoRAPyNativeLinear, LoRAPyNativeLinear, MiSSPyNativeLinear
+from mindlora.network.pynative.nf4 import NF4PyNativeExpertWeight, NF4PyNativeLinear, QLoRAPyNativeLinear
+from mindlora.network.pynative.vera import VeRAPyNativeLinear
+from mindlora.network.quantized.nf4 import NF4Dense
+from mindlora.network.quantized.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
+from mindlora.network.quantized.qlora import QLoRADense
+from mindlora.network.variants.adalora import AdaLoRADense
+from mindlora.network.variants.dora import DoRADense
+from mindlora.network.variants.miss import MiSSDense
+from mindlora.network.variants.vera import VeRADense
+
+# Variants on linear cells: nn.Dense, MindFormers' Linear and, by on_parallel_linear, those of its mcore models.
+LINEAR_VARIANTS = (DoRADense, VeRADense, AdaLoRADense, MiSSDense)
+# kind_of picks the first one that can adapt the base cell and is of the variant that the configuration asks for.
+KINDS = (
+    *map(on_parallel_linear, LINEAR_VARIANTS),
+    LoRAParallelLinear,  # linear cells of MindFormers' mcore models
+    QLoRAParallelLinear,  # NF4ParallelLinear
+    DoRAPyNativeLinear,
+    MiSSPyNativeLinear,
+    VeRAPyNativeLinear,
+    QLoRAPyNativeLinear,  # NF4PyNativeLinear, which is MindFormers' Linear too
+    LoRAPyNativeLinear,  # linear cells of MindFormers' PyNative models
+    *LINEAR_VARIANTS,
+    LoRADense,  # nn.Dense and MindFormers' Linear
+    QLoRADense,  # NF4Dense
+    LoRAEmbedding,  # nn.Embedding and MindFormers' LlamaEmbedding
+    LoRAConv2d,  # nn.Conv2d
+    LoRAMintConv2d,  # mint.nn.Conv2d
+    QLoRAExpertWeight,  # NF4ExpertWeight
+    LoRAPyNativeExpertWeight,  # PyNativeExpertWeight, of MindFormers' PyNative models, in float and in 4 bits
+    LoRAExpertWeight,  # ExpertWeight, of MindFormers' mcore models
+)
+
+
+def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
+    """Returns the class whose from_cell puts the adapter that ``config`` describes on ``cell``, a cell of the base.
+
+    If no class can adapt the cell, or none provides that adapter for it, the check of the returned class raises the
+    reason.
+    """
+    kinds = [kind for kind in KINDS if isinstance(cell, kind.base_types())] or [LoRADense]
+    return next((kind for kind in kinds if kind.variant is config.variant), kinds[-1])
+
+
+def nf4_type_of(cell: nn.Cell) -> Union[Type[NF4Dense], Type[NF4ExpertWeight], Type[NF4PyNativeExpertWeight]]:
+    """Returns the class whose from_dense quantizes ``cell``, a linear cell or a stacked weight of experts in float."""
+    if isinstance(cell, PyNativeExpertWeight):
+        return NF4PyNativeExpertWeight
+    if isinstance(cell, ExpertWeight):
+        return NF4ExpertWeight
+    if isinstance(cell, pynative_linear_types()):
+        return NF4PyNativeLinear
+    return NF4ParallelLinear if isinstance(cell, parallel_linear_types()) else NF4Dense
+
+
+def adaptable_types() -> Tuple[type, ...]:
+    """Returns the classes of cells that can carry an adapter."""
+    return tuple({base: None for kind in KINDS for base in kind.base_types()})
+
+
+def adaptable_linear_types() -> Tuple[type, ...]:
+    """Returns the classes of linear cells that can carry an adapter: those in float and NF4Dense."""
+    return tuple({base: None for kind in KINDS if issubclass(kind, LoRADense) for base in kind.base_types()})

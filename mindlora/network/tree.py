@@ -1,0 +1,88 @@
+"""Cells in a network: the names of their parameters, and how one cell replaces another."""
+
+from typing import Callable, Dict, Iterator, List, Tuple
+
+from mindspore import Parameter, nn
+
+from mindlora.core.errors import UnsupportedCellError
+from mindlora.network.cells.cell import WEIGHTS, LoRACell
+
+
+def weight_of(cell: nn.Cell) -> Parameter:
+    """Returns the base's weight of a cell that carries an adapter or can carry one."""
+    return next(getattr(cell, name) for name in WEIGHTS if hasattr(cell, name))
+
+
+def adapter_path(cell: nn.Cell, path: str) -> str:
+    """Returns the prefix of a cell's parameters: its path, or a longer or a shorter one."""
+    if weight_of(cell) is None:
+        return path  # mcore's output layer with tied embeddings
+    weight = weight_of(cell).name
+    prefix, _, name = weight.rpartition(".")
+    if name == path.rpartition(".")[2]:
+        # A stacked weight of experts is a cell for adapters alone, under the parameter's own name.
+        prefix, name = weight, WEIGHTS[0]
+    # MindFormers' mcore models leave the first part of the path, "model.", out of the names of their parameters.
+    same = prefix == path or prefix.endswith("." + path) or ("." + path).endswith(".model." + prefix)
+    return prefix if name in WEIGHTS and same else path
+
+
+def refusals(cells: Dict[str, nn.Cell], check: Callable[[str, nn.Cell], None]) -> List[str]:
+    """Returns "path: reason" for each cell, by path, for which ``check`` raises UnsupportedCellError."""
+    reasons = []
+    for path, cell in cells.items():
+        try:
+            check(path, cell)
+        except UnsupportedCellError as error:
+            reasons.append(f"{path}: {error}")
+    return reasons
+
+
+def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None:
+    """Replaces cells of ``network`` wherever they are in it.
+
+    ``replacements`` is id of the cell to replace -> its replacement.
+    """
+    # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
+    for _, parent in list(network.cells_and_names()):
+        # A graph compiled before would still run the replaced cells.
+        parent.compile_cache.clear()
+        hit = False
+        for name, child in parent._cells.items():
+            if id(child) in replacements:
+                parent._cells[name] = replacements[id(child)]
+                hit = True
+        if hit and isinstance(parent, nn.SequentialCell):
+            # Its forward runs over cell_list, not over _cells.
+            parent.cell_list = list(parent._cells.values())
+
+
+def renew_recomputed_parameters(network: nn.Cell) -> None:
+    """Tells cells that are recomputed in PyNative mode which of their parameters train now.
+
+    MindSpore lists them when ``recompute`` is called, and gives parameters that come later a gradient of zero.
+    """
+    for _, cell in network.cells_and_names():
+        recomputation = getattr(cell, "_recompute_cell", None)
+        if hasattr(recomputation, "internal_params"):
+            recomputation.internal_params = cell.trainable_params()
+
+
+_SAVED_MODULE = "mindlora_saved_module"
+
+
+def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRACell]]:
+    """Yields (adapter path, cell) for each cell with an adapter; the path is the prefix of its parameters."""
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, LoRACell):
+            yield cell.adapter_path, cell
+
+
+def mark_saved_module(parameter: Parameter) -> None:
+    """Marks a parameter of the base as belonging to modules_to_save: it trains, and is saved with the adapter."""
+    setattr(parameter, _SAVED_MODULE, True)
+
+
+def saved_module_parameters(network: nn.Cell) -> List[Parameter]:
+    """Returns the parameters of the base that mark_saved_module marked."""
+    return [p for p in network.get_parameters() if getattr(p, _SAVED_MODULE, False)]

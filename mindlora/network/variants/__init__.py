@@ -1,0 +1,1 @@
+"""The cells of LoRA's variants on linear cells."""

@@ -1,0 +1,174 @@
+"""DoRADense: LoRADense with a trained magnitude for each row of the weight."""
+
+from typing import Any, Tuple
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import Constant, initializer
+
+from mindlora.core.errors import LoraError
+from mindlora.models.variants.dora import DORA
+from mindlora.network.cells.cell import fill
+from mindlora.network.cells.dense import LoRADense
+
+# How many rows of W, evenly spread, are compared to tell whether W has changed since the magnitude was initialized.
+_SAMPLED_ROWS = 4
+
+
+class DoRADense(LoRADense):
+    r"""A linear cell whose weight W + scale B A is rescaled to rows of trained magnitudes m.
+
+    .. math::
+        g = m / \|W + scale \, B A\|_{row}, \quad y = activation(g (x W^T + ((x A^T) scale) B^T) + bias)
+
+    The backward treats the norm as a constant, as in the paper (section 4.3). With dropout in training, as in PEFT,
+    x W^T is computed from x, but what DoRA adds to it from the dropped x':
+    y = x W^T + (g (x' W^T + ((x' A^T) scale) B^T) - x' W^T) + bias, which takes two products with W.
+
+    The norm of a row is computed from products with A and B, without the matrix scale B A:
+    ||W||^2 + 2 scale (W A^T . B) + scale^2 (B (A A^T) . B), in float32. Where W + scale B A is very small compared to
+    W, the norm has the rounding error of that difference.
+
+    The magnitude m is NaN until it is initialized to the row norms of W + scale B A. That happens when it is first
+    needed (set_train(True), save_lora, merge_lora), so that a base loaded after the cell was created is taken into
+    account. Until then g is 1 at inference; in training the loss is NaN. If another base is loaded after that, m is
+    initialized again, unless it has been trained, which raises an error.
+
+    The arguments are those of LoRADense.
+
+    Weights:
+        As in LoRADense, and mindpet_delta_lora_magnitude [out_channels].
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels].
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Raises:
+        ConfigError: An argument is out of range.
+
+    Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
+    """
+
+    # The magnitude's initial values, and rows of the W that they came from. None until then, and after loading one.
+    _initial = None
+
+    variant = DORA
+    not_fused = "DoRA scales what the fused operators add to y"
+
+    def _add_adapter(self, config, shared):
+        super()._add_adapter(config, shared)
+        dtype = getattr(mstype, config.param_init_type)
+        shape = self.part_shapes(self, self.lora_rank)["magnitude"]
+        self._add_parts({"magnitude": initializer(Constant(float("nan")), list(shape), dtype)})
+        self.add = ops.Add()
+        self.mul = ops.Mul()
+        self.div = ops.RealDiv()
+        self.sqrt = ops.Sqrt()
+        self.times_transposed = ops.MatMul(transpose_b=True)
+        self.row_sum = ops.ReduceSum()
+        self.is_nan = ops.IsNan()
+        self.select = ops.Select()
+        self.stop_gradient = ops.StopGradient()
+        self.ones = Tensor(np.ones(self.out_channels, np.float32))
+
+    def _adapted(self, x):
+        """g (x W^T + ((x A^T) * scale) B^T) + bias; with dropout in training, the equation that the class gives."""
+        a, b = self._cast_pair()
+        weight = self._weight()
+        gain = self.cast(self._gain(weight[0], a, b), self.dtype)
+        if self.dropout_rate > 0 and self.training:
+            dropped = self.low_rank.drop(x)
+            plain = self.base.product(dropped, weight)
+            scaled = self.mul(gain, self.low_rank.add_without_dropout(plain, dropped, a, b, self.scale))
+            return self.base.with_bias(self.add(self.base.product(x, weight), scaled - plain), self.bias)
+        y = self.low_rank.add_without_dropout(self.base.product(x, weight), x, a, b, self.scale)
+        return self.base.with_bias(self.mul(gain, y), self.bias)
+
+    def _gain(self, weight, a, b):
+        """m / ||W + scale B A||, float32 [out], with the norm as a constant in the backward."""
+        magnitude = self.cast(self.mindpet_delta_lora_magnitude, mstype.float32)
+        gain = self.div(magnitude, self._norm(self.stop_gradient(weight), self.stop_gradient(a), self.stop_gradient(b)))
+        # In training, a magnitude that was never initialized must not go unnoticed.
+        return gain if self.training else self.select(self.is_nan(magnitude), self.ones, gain)
+
+    def _norm(self, weight, a, b):
+        scale = self.scale
+        on_a = self.cast(self.times_transposed(weight, a), mstype.float32)
+        a = self.cast(a, mstype.float32)
+        b = self.cast(b, mstype.float32)
+        # Not from `weight`, whose squares could overflow float16.
+        weight = self.stop_gradient(self.cast(self.weight, mstype.float32))
+        on_b = self.times_transposed(b, self.times_transposed(a, a))
+        crossed = self.row_sum(self.mul(on_a * (2 * scale) + on_b * (scale * scale), b), 1)
+        return self.sqrt(self.row_sum(self.mul(weight, weight), 1) + crossed)
+
+    def prepare(self) -> None:
+        """Initializes the magnitude, or does so again if W has changed since and the magnitude was not trained.
+
+        Raises:
+            LoraError: W has changed since the magnitude was initialized and trained; or a row of W + scale B A is 0.
+        """
+        magnitude = self.mindpet_delta_lora_magnitude
+        if self.weight.has_init or magnitude.has_init or self.merged:
+            return
+        values = _array(magnitude)
+        if not np.isnan(values).all():
+            if self._initial is None:
+                return
+            same = np.array_equal(self._sample(), self._initial[1])
+            trained = (values != self._initial[0]).any()
+            if trained and not same and not self.weight.requires_grad:
+                raise LoraError(
+                    f"The weight of {self.adapter_path or 'the cell'} was loaded after its DoRA magnitude "
+                    "was initialized from another weight and trained. Load the base before set_train(True)."
+                )
+            if trained:
+                self._initial = None
+            if trained or same:
+                return
+        norms = row_norms(*map(_array, (self.weight, *self.lora_parameters()[:2])), self.scale)
+        if not norms.all():
+            raise LoraError(
+                f"The weight of {self.adapter_path or 'the cell'} has {np.count_nonzero(norms == 0)} rows of zeros, "
+                "which have no direction, so DoRA is not defined there. Add it to exclude_modules, or train plain LoRA."
+            )
+        magnitude.set_data(Tensor(norms, magnitude.dtype))
+        self._initial = _array(magnitude), self._sample()
+
+    def load_part(self, part: str, array: np.ndarray) -> None:
+        super().load_part(part, array)
+        if part == "magnitude":
+            self._initial = None
+
+    def merge_parameters(self) -> Tuple[Parameter, ...]:
+        return *super().merge_parameters(), self.mindpet_delta_lora_magnitude
+
+    def silence(self) -> None:
+        super().silence()
+        fill(self.mindpet_delta_lora_magnitude, np.nan)
+
+    def add_flags(self, **flags: Any) -> nn.Cell:
+        super().add_flags(**flags)
+        if flags.get("training"):
+            self.prepare()
+        return self
+
+    def _sample(self):
+        weight = self.weight.asnumpy()
+        return weight[np.linspace(0, len(weight) - 1, min(_SAMPLED_ROWS, len(weight))).astype(int)].copy()
+
+
+def row_norms(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """Returns ||W + scale B A|| of each row, float32 [out], from W [out, in], A [r, in] and B [out, r], all float32."""
+    norms = np.empty(len(weight), np.float32)
+    for begin in range(0, len(weight), 256):
+        rows = slice(begin, begin + 256)
+        norms[rows] = np.linalg.norm(weight[rows] + np.float32(scale) * (b[rows] @ a), axis=1)
+    return norms
+
+
+def _array(parameter) -> np.ndarray:
+    return parameter.asnumpy().astype(np.float32)

@@ -1,1 +1,0 @@
-"""All that knows MindFormers: its Trainer, its YAMLs and its launcher."""

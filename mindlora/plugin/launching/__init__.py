@@ -1,1 +1,0 @@
-"""What mindlora-run does before and around MindFormers' Trainer."""

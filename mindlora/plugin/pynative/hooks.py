@@ -1,8 +1,0 @@
-"""Registers mindlora in MindFormers' PyNative Trainer when it is imported; there is nothing to call.
-
-register_path/pynative_bridge.py imports it under MindFormers' own launcher, mindlora-run before it makes the Trainer.
-"""
-
-from mindlora.plugin.pynative import pet
-
-pet.register()

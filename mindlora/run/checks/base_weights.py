@@ -1,0 +1,128 @@
+"""Is load_checkpoint the base of the model that the YAML describes? MindFormers leaves random what it does not find."""
+
+import os
+import re
+from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.formats import ckpt_file
+from mindlora.core.formats.safetensors_file import TensorFile
+from mindlora.core.git_lfs import refuse_pointer
+from mindlora.core.text import examples
+from mindlora.core.yaml_file import value_at
+from mindlora.files.base import quantize
+from mindlora.models import bare
+from mindlora.run.checks.base_loading import loads_by_tensor
+from mindlora.run.checks.files import base_of
+from mindlora.run.checks.finding import Finding, error
+from mindlora.run.checks.mcore import is_mcore
+from mindlora.run.checks.model import architecture_of
+from mindlora.run.checks.pet_config import quantizes_base
+
+_KEY = "load_checkpoint"
+
+
+def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields how the weights of load_checkpoint differ from the model's: names and shapes.
+
+    In a folder, only whose names it has is looked at. For a quantized base, a model whose cells are not known, or a run
+    in parallel, whose checkpoint may be divided, only the names of a bare model are looked for.
+    """
+    path = base_of(config)[1]
+    format_ = config.get("load_ckpt_format")
+    expected = {} if config.get("use_parallel") else _shapes_of_model(config)
+    file = _file_of(path, format_) if path else None
+    # A .ckpt is read as a whole.
+    if file is None or not expected and file.endswith(".ckpt"):
+        return
+    refuse_pointer(file, ConfigError)
+    stored = _stored_shapes(file)
+    prefix = bare.missing_prefix(stored)
+    if prefix and not loads_by_tensor(config):
+        form = "mcore" if is_mcore(config) else "mindformers"
+        yield error(
+            _KEY,
+            f"load_checkpoint: {path} has a bare model's names ({examples(stored)}), where MindFormers looks for those "
+            f"with {prefix!r} before them.",
+            f"Convert it: mindlora convert-base {path} base.safetensors --to {form}",
+        )
+        return
+    if not expected:
+        return
+    if any(".self_attn." in name for name in stored):
+        # MindFormers converts a folder of them itself, if it is told to read it.
+        if file == path or format_ != "safetensors":
+            yield error(
+                _KEY,
+                f"load_checkpoint: {path} has Hugging Face's names.",
+                "Name its folder, with load_ckpt_format: safetensors, or convert it: "
+                f"mindlora convert-base {path} base.safetensors --to mindformers",
+            )
+    # check_quantized_base says what to do with a quantized base.
+    elif file == path and not quantize.quantized_paths(stored):
+        yield from _compare(path, stored, expected)
+
+
+def _compare(path: str, stored: Mapping[str, Tuple[int, ...]], expected: Mapping[str, Tuple[int, ...]]):
+    missing = [name for name in expected if name not in stored]
+    kinds = {_kind(name) for name in expected} - {None}
+    unexpected = [name for name in stored if _kind(name) in kinds and name not in expected]
+    different = [name for name in expected if name in stored and tuple(stored[name]) != expected[name]]
+    if missing:
+        yield error(
+            _KEY,
+            f"load_checkpoint: {path} lacks {examples(missing)}, which would stay random.",
+            "Correct the sizes in model_config, or name the base of this model.",
+        )
+    if unexpected:
+        yield error(
+            _KEY,
+            f"load_checkpoint: {path} has {examples(unexpected)}, which the YAML's model does not have.",
+            "Correct num_layers, or name the base of this model.",
+        )
+    if different:
+        name = different[0]
+        yield error(
+            _KEY,
+            f"load_checkpoint: {path} has {name} of shape {tuple(stored[name])}, and the model of the YAML has it of "
+            f"{expected[name]} (shapes of {len(different)} weights differ).",
+            "Correct the sizes in model_config.",
+        )
+
+
+def _file_of(path: str, format_: Optional[str]) -> Optional[str]:
+    """Returns a checkpoint, or the first .safetensors file of a folder; None if there is none, or .ckpt is wanted."""
+    if os.path.isdir(path):
+        names = sorted(os.listdir(path))
+        if format_ != "safetensors" and any(name.endswith(".ckpt") for name in names):
+            return None
+        return next((os.path.join(path, name) for name in names if name.endswith(".safetensors")), None)
+    return path if os.path.isfile(path) and path.endswith((".ckpt", ".safetensors")) else None
+
+
+def _shapes_of_model(config: Mapping[str, Any]) -> Dict[str, Tuple[int, ...]]:
+    """Returns the shapes of the model's parameters by their names, but of its output head; none if not known."""
+    architecture = None if is_mcore(config) else architecture_of(config)
+    if architecture is None or quantizes_base(config):
+        return {}
+    try:
+        sizes = architecture.parameter_sizes(value_at(config, "model.model_config"))
+    except (TypeError, ValueError, ZeroDivisionError):
+        # check_keys names what is wrong.
+        return {}
+    # A model whose head is its embedding has no weight for it, and a classifier gets a new one.
+    head = f"{architecture.output_head.mindformers}.weight"
+    return {name: size.shape for name, size in sizes.items() if name != head}
+
+
+def _stored_shapes(path: str) -> Dict[str, Tuple[int, ...]]:
+    if path.endswith(".ckpt"):
+        return ckpt_file.shapes(path)
+    with TensorFile(path) as file:
+        return {name: tensor.shape for name, tensor in file.tensors.items()}
+
+
+def _kind(name: str) -> Optional[str]:
+    """Returns a name without the number of its layer, or None if it has none."""
+    kind, count = re.subn(r"\.\d+\.", ".N.", name)
+    return kind if count else None

@@ -1,0 +1,61 @@
+"""Finding: one thing that is wrong in a YAML or good to know, and what to do about it."""
+
+import dataclasses
+from typing import Iterable, List
+
+from mindlora.core.errors import ConfigMistakes
+
+SEVERITIES = ("error", "warning", "note")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that a check noticed, at the full path of a key in the YAML, or at "".
+
+    Attributes:
+        severity (str): ``error``: the run will fail or not do what it should; ``warning``: that is likely; ``note``:
+            good to know.
+        advice (str): What to do, or "" if ``found`` says it.
+    """
+
+    severity: str
+    key: str
+    found: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        """Returns the finding in one line, as an error or a log has it."""
+        where = "" if self.key.rpartition(".")[2] in self.found else f"{self.key}: "
+        return f"{where}{self.found} {self.advice}".rstrip()
+
+
+def error(key: str, found: str, advice: str = "") -> Finding:
+    """Returns a finding that ends the run."""
+    return Finding("error", key, found, advice)
+
+
+def warning(key: str, found: str, advice: str = "") -> Finding:
+    """Returns a finding that is likely to be a mistake."""
+    return Finding("warning", key, found, advice)
+
+
+def note(key: str, found: str, advice: str = "") -> Finding:
+    """Returns a finding that is good to know."""
+    return Finding("note", key, found, advice)
+
+
+def errors(findings: Iterable[Finding]) -> List[Finding]:
+    """Returns those findings that end the run."""
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+def worst_first(findings: Iterable[Finding]) -> List[Finding]:
+    """Returns the findings in the order of their severities."""
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raises ConfigMistakes with all errors among the findings, if there are any."""
+    mistakes = [str(finding) for finding in errors(findings)]
+    if mistakes:
+        raise ConfigMistakes(mistakes)

@@ -1,0 +1,219 @@
+"""MindFormers' mcore models (use_legacy: False) in a YAML: which of them train with mindlora's adapters, and how."""
+
+import os
+from typing import Any, Dict, Iterator, List, Mapping, Optional
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import dtype_name
+from mindlora.core.json_files import parse_object
+from mindlora.core.run_modes import RUN_MODES, TRAINING_MODES
+from mindlora.core.text import listed
+from mindlora.core.yaml_file import PET, value_at
+from mindlora.models import names
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.architecture import Architecture
+from mindlora.models.architectures.decoder_sizes import decoder_sizes
+from mindlora.run.checks.files import base_of
+from mindlora.run.checks.finding import Finding, error
+from mindlora.run.checks.key_ranges import setting
+
+_ROUTER = "decoder.layers.0.mlp.router.weight"
+# What the network that serves mcore models computes: key of model_config -> the value that it must have, if any.
+_SERVED_KEYS: Dict[str, Any] = {
+    "hidden_act": "silu",
+    "rope_scaling": None,
+    "add_bias_linear": False,
+    "routed_scaling_factor": 1.0,
+    "moe_router_enable_expert_bias": False,
+    "n_shared_experts": 0,
+}
+# What it computes in on a device: first what to set.
+_SERVED_DTYPES = {"CPU": ("float32",), "Ascend": ("bfloat16", "float16")}
+HEAD_MULTIPLE = 16
+_HELP = "docs/mcore.md says which mcore models train with adapters."
+
+
+def is_mcore(config: Mapping) -> bool:
+    """Returns whether a YAML builds one of MindFormers' mcore models."""
+    return config.get("use_legacy", True) is False
+
+
+def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each reason why a YAML of an mcore model with pet_config cannot run."""
+    if not is_mcore(config) or not value_at(config, PET):
+        return
+    family = family_of(config)
+    mode = config.get("run_mode")
+    trained = registry.trained_mcore_classes().values()
+    architecture = registry.by_model_type(family)
+    folder = config.get("pretrained_model_dir")
+    if family is None and folder and not os.path.isfile(os.path.join(folder, "config.json")):
+        yield error(
+            "pretrained_model_dir",
+            f"use_legacy is False, and the model is to be described by pretrained_model_dir: {folder}, where there is "
+            f"no config.json (the current folder is {os.getcwd()}).",
+            "Name the folder of the model, with --pretrained_model_dir, or the model in model.model_config."
+            "architectures, with its sizes.",
+        )
+        return
+    if architecture is None or family not in trained:
+        yield error(
+            "use_legacy",
+            f"use_legacy is False and the model is {family or 'not named'}: of MindFormers' mcore models, mindlora "
+            f"trains adapters on {', '.join(trained)}.",
+            f"Remove pet_config, or name one of these in model.model_config.architectures. {_HELP}",
+        )
+        return
+    if mode in RUN_MODES and mode not in TRAINING_MODES:
+        yield error(
+            "run_mode",
+            f"run_mode is {mode!r} and use_legacy is False: MindFormers builds another network to predict and to "
+            "evaluate, without cells that take adapters.",
+            "Merge the adapter into the base (mindlora merge) and run that without pet_config, or measure HeldOutLoss "
+            "in training.",
+        )
+    if setting(config, "context.mode") not in (0, "GRAPH_MODE"):
+        yield error(
+            "context.mode",
+            f"context.mode is {value_at(config, 'context.mode')!r} and use_legacy is False: the linear cells of mcore "
+            "models run in graph mode alone (Morph).",
+            "Set context.mode: 0.",
+        )
+    yield from check_device(value_at(config, "context.device_target"))
+    yield from _check_base(config)
+    yield from _check_balance(config, architecture)
+    reason = architecture.unsupported(model_config_of(config))
+    if reason:
+        yield error(f"model.model_config.{reason.split(' ')[0]}", reason)
+
+
+def check_device(target: Optional[str]) -> Iterator[Finding]:
+    """Yields an error if mcore models cannot run on ``target``, a device_target."""
+    if target == "CPU":
+        yield error(
+            "context.device_target",
+            "context.device_target is CPU and use_legacy is False: mcore models need operators that a CPU lacks "
+            "(RmsNorm, FlashAttentionScore and others).",
+            "Run on Ascend, or try configs/tiny/lora_llama_tiny_cpu.yaml.",
+        )
+
+
+def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error if the model of a YAML is an mcore model that mindlora does not serve, or not so."""
+    if not is_mcore(config):
+        return
+    family = family_of(config)
+    architecture = registry.by_model_type(family)
+    if architecture is None or not architecture.served:
+        served = [one.model_types[0] for one in registry.ARCHITECTURES if one.served]
+        yield error(
+            "use_legacy",
+            f"{family or 'The model'} is one of MindFormers' mcore models (use_legacy: False), of which mindlora "
+            f"serves {listed(served)}.",
+            "Merge the adapter into the base (mindlora merge), and serve that with vLLM or MindFormers.",
+        )
+        return
+    target = value_at(config, "context.device_target") or "Ascend"
+    if target not in _SERVED_DTYPES:
+        yield error(
+            "context.device_target",
+            f"context.device_target is {target}, and mindlora serves {architecture.title} on {listed(_SERVED_DTYPES)}.",
+            "Set --device_target Ascend or --device_target CPU.",
+        )
+        return
+    changes = list(_served_changes(config, architecture, target))
+    if changes:
+        yield error("model.model_config", f"This model cannot be served on {target}.", f"Set: {'; '.join(changes)}.")
+    head_dim = decoder_sizes(architecture, model_config_of(config)).head_dim
+    if target == "Ascend" and head_dim % HEAD_MULTIPLE:
+        yield error(
+            "model.model_config.head_dim",
+            f"model.model_config.head_dim is {head_dim}: MindSpore's PagedAttention on Ascend takes multiples of "
+            f"{HEAD_MULTIPLE}.",
+            "Serve this model on a CPU: --device_target CPU.",
+        )
+
+
+def _served_changes(config: Mapping[str, Any], architecture: Architecture, target: str) -> Iterator[str]:
+    model_config = model_config_of(config)
+    rotary = architecture.rotary
+    needs = {"position_embedding_type": "rope", "partial_rotary_factor": 1.0, **_SERVED_KEYS}
+    if rotary.factor < 1:
+        needs["position_embedding_type"] = "partial_rope"
+        del needs["partial_rotary_factor"]
+    rope = model_config.get("rope_parameters") or {}
+    if "rope_theta" in rope and "rope_theta" not in model_config:
+        yield f"model.model_config.rope_theta: {rope['rope_theta']} (found in rope_parameters, which is not read)"
+    for key, needed in {**needs, "rotary_interleaved": rotary.interleaved}.items():
+        found = model_config.get(key)
+        if found not in (None, needed):
+            yield f"model.model_config.{key}: {'null' if needed is None else needed} (found {found})"
+    dtypes = _SERVED_DTYPES[target]
+    computed = dtype_name(model_config.get("compute_dtype") or dtypes[0], "compute_dtype")
+    if computed not in dtypes:
+        yield f"model.model_config.compute_dtype: {dtypes[0]} (found {computed})"
+
+
+def _check_base(config: Mapping[str, Any]) -> Iterator[Finding]:
+    path = base_of(config)[1]
+    if path and os.path.isfile(os.path.join(path, "config.json")) and not config.get("use_parallel"):
+        yield error(
+            "load_checkpoint",
+            f"load_checkpoint: {path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
+            "on one device.",
+            f"Convert it once: mindlora convert-base {path} base.safetensors --to mcore",
+        )
+
+
+def _check_balance(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Finding]:
+    callbacks = [one.get("type") for one in config.get("callbacks") or () if isinstance(one, Mapping)]
+    model_config = model_config_of(config)
+    asked = [model_config.get(key) for key in ("moe_router_enable_expert_bias", "balance_via_topk_bias")]
+    if not next((value for value in asked if value is not None), architecture.expert_bias):
+        return
+    pet_config = model_config.get("pet_config") or {}
+    saved = any(names.belongs_to(_ROUTER, str(module)) for module in pet_config.get("modules_to_save") or ())
+    if "TopkBiasBalanceCallback" in callbacks and not saved:
+        yield error(
+            "callbacks",
+            "callbacks has TopkBiasBalanceCallback, which changes expert_bias of the base in every step, and no "
+            "adapter holds it: the result would be for a base that is gone.",
+            "Leave the callback out, or add router to pet_config.modules_to_save.",
+        )
+
+
+def family_of(config: Mapping) -> Optional[str]:
+    """Returns the class of the model that an mcore YAML builds, or None if the YAML does not say.
+
+    The folder pretrained_model_dir is read if model_config does not name the model.
+    """
+    model = (config.get("model") or {}).get("model_config") or {}
+    folder = config.get("pretrained_model_dir")
+    sources = [model, _read(os.path.join(folder, "config.json"))] if folder else [model]
+    classes = registry.trained_mcore_classes()
+    for source in sources:
+        named = first_class(source) or classes.get(str(source.get("model_type")))
+        if named:
+            return named
+    return model.get("model_type")
+
+
+def model_config_of(config: Mapping) -> dict:
+    """Returns model.model_config, over the config.json in pretrained_model_dir if the YAML names a folder."""
+    model = (config.get("model") or {}).get("model_config") or {}
+    folder = config.get("pretrained_model_dir") if is_mcore(config) else None
+    return {**_read(os.path.join(folder, "config.json")), **model} if folder else dict(model)
+
+
+def _read(path: str) -> dict:
+    if not os.path.isfile(path):
+        return {}
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, ConfigError)
+
+
+def first_class(model_config: Mapping[str, Any]) -> Optional[str]:
+    """Returns the first of ``architectures``, or None."""
+    names = model_config.get("architectures")
+    listed: List[str] = [names] if isinstance(names, str) else list(names or ())
+    return listed[0] if listed else None

@@ -1,0 +1,199 @@
+"""What a run on several devices cannot divide: sizes of the model, and kinds of adapters."""
+
+import os
+from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+from mindlora.core.fields import COUNT
+from mindlora.core.numerics import initializers
+from mindlora.core.run_modes import SHARDING_MODES, TRAINING_MODES
+from mindlora.core.text import shown
+from mindlora.core.yaml_file import PET, value_at
+from mindlora.models.variants.registry import VARIANTS
+from mindlora.models.variants.variant import SHARDED
+from mindlora.run.checks.finding import Finding, error
+from mindlora.run.checks.key_ranges import setting
+from mindlora.run.checks.training import callbacks_of
+
+PARALLEL = ("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage")
+# Loaders of MindFormers' from whose columns it makes the strategy of the data.
+STRATEGIC_LOADERS = ("HFDataLoader", "CommonDataLoader", "BlendedMegatronDatasetDataLoader")
+_ADVICE = "Correct one of the two."
+
+
+def is_sharded(config: Mapping[str, Any]) -> bool:
+    """Returns whether MindSpore can divide the cells of a run among devices."""
+    return bool(config.get("use_parallel")) and setting(config, "parallel.parallel_mode") in SHARDING_MODES
+
+
+def is_scattered(path: Optional[str]) -> bool:
+    """Returns whether ``path`` is a folder with slices of an adapter for the ranks of a run."""
+    if not path or not os.path.isdir(path):
+        return False
+    return any(name.startswith("rank_") and name[5:].isdigit() for name in os.listdir(path))
+
+
+def check_sizes(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each size of the model that the number of its heads, or of devices, does not divide."""
+    model = value_at(config, "model.model_config")
+    problems = undivided_heads(model)
+    if is_sharded(config):
+        parallel = {name: setting(config, f"parallel_config.{name}") for name in PARALLEL}
+        problems += undivided_by_devices(model, parallel, stage_offset(config))
+    for problem in problems:
+        yield error("model.model_config", f"The sizes in model_config cannot be divided: {problem}.", _ADVICE)
+
+
+def undivided_heads(model: Mapping[str, Any]) -> List[str]:
+    """Returns in words which sizes of a model the number of its heads does not divide."""
+    heads = _first(model, "num_heads", "num_attention_heads")
+    # Where the size of a head is set, it need not be hidden_size / num_heads.
+    head_size = _first(model, "head_dim", "kv_channels", "qk_head_dim")
+    return _undivided(
+        ("hidden_size", None if head_size else model.get("hidden_size"), "num_heads", heads),
+        ("num_heads", heads, "n_kv_heads", _first(model, "n_kv_heads", "num_key_value_heads")),
+    )
+
+
+def stage_offset(config: Mapping[str, Any]) -> Tuple[int, ...]:
+    """Returns how many layers more than the others each stage of a pipeline has; empty for none."""
+    if setting(config, "parallel_config.pipeline_stage") == 1:
+        return ()
+    offset = value_at(config, "model.model_config.offset")
+    return tuple(offset) if isinstance(offset, list) and all(isinstance(part, int) for part in offset) else ()
+
+
+def undivided_by_devices(model: Mapping[str, Any], parallel: Mapping[str, int], offset: Sequence[int]) -> List[str]:
+    """Returns in words which sizes of a model cannot be divided among devices.
+
+    ``parallel`` holds the numbers of parallel_config that PARALLEL names, ``offset`` is what stage_offset returns.
+    """
+    heads = _first(model, "num_heads", "num_attention_heads")
+    devices, experts, stages = (parallel[name] for name in ("model_parallel", "expert_parallel", "pipeline_stage"))
+    problems = _undivided(
+        ("num_heads", heads, "model_parallel", devices),
+        ("n_kv_heads", _first(model, "n_kv_heads", "num_key_value_heads") or heads, "model_parallel", devices),
+        ("hidden_size", model.get("hidden_size"), "model_parallel", devices),
+        ("intermediate_size", model.get("intermediate_size"), "model_parallel", devices),
+        ("seq_length", model.get("seq_length"), "context_parallel", parallel["context_parallel"]),
+        ("data_parallel x model_parallel", parallel["data_parallel"] * devices, "expert_parallel", experts),
+        ("num_experts", model.get("num_experts"), "expert_parallel", experts),
+    )
+    layers = _first(model, "num_layers", "num_hidden_layers")
+    if offset and len(offset) != stages:
+        problems.append(f"offset {list(offset)} by pipeline_stage {stages}: it needs a number for each stage")
+    elif layers and sum(offset) != layers % stages:
+        problems.append(f"num_layers {layers} by pipeline_stage {stages}, without an offset that takes the rest")
+    return problems
+
+
+def _undivided(*pairs: Tuple[str, Any, str, Any]) -> List[str]:
+    return [
+        f"{name} {size} by {divisor} {parts}"
+        for name, size, divisor, parts in pairs
+        if size in COUNT and parts in COUNT and size % parts
+    ]
+
+
+def _first(model: Mapping[str, Any], *keys: str) -> Any:
+    return next((model[key] for key in keys if model.get(key) is not None), None)
+
+
+def check_sharded(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each thing that a sharded training run cannot have: an adapter that needs whole weights, and
+    LoraCheckpoint's resume.
+    """
+    pet_config = value_at(config, PET) or {}
+    if is_scattered(pet_config.get("adapter_path")) and not config.get("use_parallel"):
+        yield error(
+            f"{PET}.adapter_path",
+            f"adapter_path: {pet_config['adapter_path']} holds slices of an adapter for the ranks of a sharded run, "
+            "and use_parallel is False.",
+            "Name the adapter itself.",
+        )
+    cut = cut_by(config)
+    if cut is None or config.get("run_mode") not in TRAINING_MODES:
+        return
+    key, value, whole = cut
+    way_out = f"{key.rpartition('.')[2]}: {whole}"
+    for field, reason in _needing_wholes(pet_config):
+        yield error(
+            f"{PET}.{field.split(' ')[0]}",
+            f"pet_config has {field} and {key} is {value}: each device then holds only a part of a weight, and "
+            f"{reason}.",
+            f"Set {way_out}, or train plain LoRA.",
+        )
+    for where, callback in callbacks_of(config, "LoraCheckpoint"):
+        if callback.get("resume"):
+            yield error(
+                where,
+                f"LoraCheckpoint has resume: {callback['resume']} and {key} is {value}: LoraCheckpoint joins the "
+                "adapter of such a run, but not the state of its optimizer.",
+                "Start from the adapter with pet_config.adapter_path, or resume with resume_training from what "
+                "CheckpointMonitor saved.",
+            )
+
+
+def check_dataset_strategy(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields what MindFormers refuses in how a run divides its data among devices, or MindSpore when it compiles."""
+    strategy = value_at(config, "parallel.dataset_strategy")
+    reads_all = value_at(config, "parallel.full_batch") is not False
+    # These loaders take a strategy whatever full_batch says, and make one of their own where there is none.
+    by_loader = value_at(config, "train_dataset.data_loader.type") in STRATEGIC_LOADERS
+    if not is_sharded(config) or config.get("run_mode") not in TRAINING_MODES:
+        return
+    if reads_all and not (by_loader and isinstance(strategy, list)) or by_loader and strategy is None:
+        return
+    data = setting(config, "parallel_config.data_parallel")
+    columns = value_at(config, "train_dataset.input_columns")
+    count = len(columns) if isinstance(columns, list) else 0
+    # A mask of MindFormers' loaders is [batch, 1, N, N]; the other columns are [batch, N].
+    needed = [[data, 1, 1, 1] if column == "attention_mask" else [data, 1] for column in columns or ("", "")]
+    remedy = f"Set it to {needed} (--parallel.dataset_strategy '{needed}'), or parallel.full_batch: True."
+    if not isinstance(strategy, list) or not all(isinstance(part, list) and part for part in strategy):
+        yield error(
+            "parallel.dataset_strategy",
+            f"parallel.full_batch is False, and dataset_strategy is {shown(strategy)}, but it must be a list that says "
+            "how each input column is divided.",
+            remedy,
+        )
+    elif strategy[0][0] != data:
+        yield error(
+            "parallel.dataset_strategy",
+            f"parallel_config.data_parallel is {data}, and parallel.dataset_strategy divides the rows by "
+            f"{strategy[0][0]}: {shown(strategy)}.",
+            remedy,
+        )
+    elif count and len(strategy) != count:
+        yield error(
+            "parallel.dataset_strategy",
+            f"parallel.dataset_strategy divides {len(strategy)} input columns, and train_dataset.input_columns has "
+            f"{count}: {', '.join(map(str, columns))}.",
+            remedy,
+        )
+
+
+def cut_by(config: Mapping[str, Any]) -> Optional[Tuple[str, Any, Any]]:
+    """Returns (key, its value, the value that cuts nothing) of the first key that cuts weights; None if none does."""
+    if not config.get("use_parallel"):
+        return None
+    for name in ("model_parallel", "pipeline_stage", "expert_parallel"):
+        parts = setting(config, f"parallel_config.{name}")
+        if parts > 1:
+            return f"parallel_config.{name}", parts, 1
+    if is_sharded(config) and value_at(config, "parallel.enable_parallel_optimizer"):
+        return "parallel.enable_parallel_optimizer", True, False
+    return None
+
+
+def _needing_wholes(pet_config: Mapping[str, Any]) -> List[Tuple[str, str]]:
+    """Returns (what pet_config has, why it needs whole weights)."""
+    needing = []
+    for variant in VARIANTS:
+        if pet_config.get(variant.field):
+            needing.append((variant.field, variant.unsupported_on[SHARDED]))
+    if pet_config.get("alora_invocation_tokens"):
+        needing.append(("alora_invocation_tokens", "each device has tokens of its own"))
+    lora_init = pet_config.get("lora_init")
+    if initializers.changes_base(lora_init) and not pet_config.get("adapter_path"):
+        needing.append((f"lora_init {lora_init}", "A and B are computed from all of it"))
+    return needing

@@ -1,0 +1,225 @@
+"""The YAML of MindFormers 2's PyNative trainer (run_mindformer.py --mode 1): what the trainer does not say of it.
+
+Its nodes are other ones than in graph mode: lora_config at the top, and a model without model_config.
+"""
+
+import itertools
+import re
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+from mindlora.core.fields import COUNT
+from mindlora.core.numerics import initializers
+from mindlora.core.text import examples, shown, suggestion
+from mindlora.core.yaml_file import value_at
+from mindlora.files.adapters.adapter import ALPHA
+from mindlora.run.checks.batches import rows_up_to
+from mindlora.run.checks.data_rows import FirstRows, data_of
+from mindlora.run.checks.files import check_path
+from mindlora.run.checks.finding import Finding, error, errors, note, warning
+from mindlora.run.checks.labels import check_pynative_labels
+from mindlora.run.checks.pynative_cells import adaptable_cells, network_of, select
+from mindlora.run.checks.pynative_checkpoint import check_checkpoint
+
+# The first two numbers of MindFormers' version.
+Version = Optional[Tuple[int, int]]
+LORA_KEYS = (
+    *("target_modules", "exclude_layers", "lora_rank", "lora_alpha", "lora_dropout"),
+    *("lora_a_std", "lora_b_std"),
+)
+# Keys of pet_config with which MindFormers' save_trainable_only cannot be combined -> why.
+_OTHER_SCALE = "states the scale of the adapter as lora_alpha / lora_rank"
+_NOT_ALONE = {
+    **dict.fromkeys(("use_rslora", "rank_pattern", "alpha_pattern"), _OTHER_SCALE),
+    "lora_init": "leaves out the base, which lora_init changes",
+    "modules_to_save": "saves A and B alone",
+    "freeze_exclude": "saves A and B alone",
+}
+_NEW_KEYS = ("save_trainable_only", "base_load_path", "reshard_worker_num")
+# What auto_register names to load mindlora.
+BRIDGE = "pynative_bridge.Adapters"
+# lora_config.lora_rank and lora_alpha where a YAML says nothing.
+DEFAULT_RANK, DEFAULT_ALPHA = 8, 16
+
+
+def is_pynative(config: Mapping[str, Any]) -> bool:
+    """Returns whether a YAML is the PyNative trainer's, and not the one of graph mode."""
+    model = config.get("model")
+    typed = isinstance(model, Mapping) and "model_config" not in model and "arch" not in model
+    return "lora_config" in config or "training" in config and typed
+
+
+def check_pynative(
+    config: Mapping[str, Any], version: Version = None, first_rows: Optional[FirstRows] = None
+) -> List[Finding]:
+    """Returns what is wrong in a YAML of the PyNative trainer, or good to know.
+
+    Args:
+        config (mapping): The content of the YAML.
+        version (tuple of int): Of the MindFormers that will run it, (2, 0) for instance. Default: None, not known.
+        first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is looked at.
+    """
+    misshapen = list(_check_shape(config))
+    if misshapen:
+        return misshapen
+    findings = [*_check_checkpoint_keys(config, version), *_check_rows(config)]
+    if first_rows is not None:
+        findings += check_pynative_labels(config, first_rows)
+    lora = config.get("lora_config")
+    if lora is None:
+        return findings
+    findings += _check_lora(lora)
+    if errors(findings):
+        return findings
+    selected: Optional[List[str]] = None
+    network = network_of(config.get("model") or {})
+    # mindlora puts its cells where lora_config says, and MindFormers 2.0 then adapts nothing besides.
+    with_mindlora = (config.get("model") or {}).get("auto_register") == BRIDGE
+    searched_by = (2, 1) if with_mindlora else version
+    if network:
+        paths = adaptable_cells(network)
+        findings += _check_targets(lora, paths, searched_by)
+        selection = select(paths, lora["target_modules"], lora.get("exclude_layers"))
+        cells = selection.in_2_0 if searched_by == (2, 0) else selection.cells
+        selected = cells or None
+    findings += _check_decay(config)
+    findings += _check_adapter_alone(config)
+    findings += check_path(config, "pet_config.adapter_path")
+    return [*findings, *check_checkpoint(config, network, selected, version)]
+
+
+def check_weights(processes: int, parts: int) -> Iterator[Finding]:
+    """Yields a warning where the parts of a step count alike, whatever their tokens are.
+
+    Args:
+        processes (int): How many train.
+        parts (int): Batches in a step: micro-batches times data-parallel ranks.
+    """
+    if processes > 1 and parts > 1:
+        yield warning(
+            "training.global_batch_size",
+            f"A step has {parts} parts in {processes} processes, which MindFormers weighs alike: a token counts more "
+            "in a part that has fewer of them in the loss. mindlora weighs parts by their tokens in one process alone.",
+            "Pack the rows, so that all parts have about as many tokens.",
+        )
+
+
+def _check_adapter_alone(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields why MindFormers' checkpoints of the adapter alone (save_trainable_only) would not hold all of it."""
+    pet_config = config.get("pet_config") or {}
+    if not (config.get("checkpoint") or {}).get("save_trainable_only"):
+        return
+    for key, reason in _NOT_ALONE.items():
+        value = pet_config.get(key)
+        combined = initializers.changes_base(str(value)) if key == "lora_init" else value
+        if combined:
+            yield error(
+                f"pet_config.{key}",
+                f"{key} is {shown(value)}, and save_trainable_only {reason}.",
+                "Remove save_trainable_only. LoraCheckpoint saves the adapter alone and whole.",
+            )
+
+
+def _check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
+    for key in ("model", "checkpoint", "optimizer", "lora_config", "pet_config"):
+        if config.get(key) is not None and not isinstance(config[key], Mapping):
+            yield error(key, f"{key} is {shown(config[key])}; it must be a mapping of keys to values.")
+
+
+def _check_rows(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error if the data has too few rows for a micro-batch, so that the trainer would have none."""
+    data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
+    batch = value_at(config, "training.local_batch_size")
+    if data is None or batch not in COUNT or value_at(config, "train_dataset.drop_remainder") is False:
+        return
+    rows = rows_up_to(batch, data)
+    if rows < batch:
+        yield error(
+            "train_dataset",
+            f"train_dataset has {rows} rows, and a micro-batch needs {batch} (training.local_batch_size).",
+            "Lower local_batch_size, or give more data.",
+        )
+
+
+def _check_lora(lora: Mapping[str, Any]) -> Iterator[Finding]:
+    for key in lora:
+        if key not in LORA_KEYS:
+            found = f"lora_config.{key} is not known to the trainer, which ends with an error."
+            yield error(f"lora_config.{key}", found, f"Remove it.{suggestion(str(key), list(LORA_KEYS))}")
+    if lora.get("lora_rank", DEFAULT_RANK) not in COUNT:
+        found = f"lora_rank is {shown(lora['lora_rank'])}; it must be {COUNT.words}."
+        yield error("lora_config.lora_rank", found)
+    alpha = lora.get("lora_alpha", DEFAULT_ALPHA)
+    if alpha not in ALPHA or not isinstance(alpha, int):
+        yield error(
+            "lora_config.lora_alpha",
+            f"lora_alpha is {shown(alpha)}; the trainer takes a whole number above 0, and it must be one.",
+        )
+    for key in ("target_modules", "exclude_layers"):
+        yield from _check_pattern(lora.get(key), key)
+
+
+def _check_pattern(pattern: Any, key: str) -> Iterator[Finding]:
+    if pattern is None and key == "exclude_layers":
+        return
+    if not isinstance(pattern, str) or not pattern.strip():
+        found = f"{key} is {shown(pattern)}; it must be one regular expression."
+        yield error(f"lora_config.{key}", found, "Join several names with |, such as linear_qkv$|linear_proj$.")
+        return
+    try:
+        re.compile(pattern)
+    except re.error as problem:
+        yield error(f"lora_config.{key}", f"{key} {pattern!r} is not a regular expression: {problem}.", "Correct it.")
+
+
+def _check_targets(lora: Mapping[str, Any], paths: List[str], version: Version) -> Iterator[Finding]:
+    key = "lora_config.target_modules"
+    target, exclude = lora["target_modules"], lora.get("exclude_layers")
+    cells, leaked, missed = select(paths, target, exclude)
+    if not cells:
+        begins = " Paths begin with model.decoder, so ^decoder matches none." if target.startswith("^") else ""
+        known = examples(f"model.{path}" for path in paths)
+        yield error(key, f"target_modules {target!r} matches no cell.{begins}", f"Name some of {known}.")
+    if exclude and not any(re.search(exclude, f"model.{path}") for path in paths):
+        yield warning("lora_config.exclude_layers", f"exclude_layers {exclude!r} matches no cell.", "Correct it.")
+    if leaked and version in (None, (2, 0)):
+        yield warning(
+            key,
+            f"MindFormers 2.0 adapts {examples(leaked)} too: it looks for the siblings after a cell that matches under "
+            "that cell's path.",
+            "End each name in target_modules with $, such as linear_fc1$, or use MindFormers 2.1.",
+        )
+    siblings = [path for path in missed if not path.endswith(".experts")]
+    if siblings and version in (None, (2, 0)):
+        yield warning(
+            key,
+            f"MindFormers 2.0 leaves {examples(siblings)} out: it looks for the siblings after a cell that matches "
+            "under that cell's path, where the pattern does not hold.",
+            "Name the cells without what comes before them, such as linear_qkv$, or use MindFormers 2.1.",
+        )
+    experts = [path for path in missed if path.endswith(".experts")]
+    if experts and version == (2, 0):
+        found = f"MindFormers 2.0 puts no LoRA on routed experts: {examples(experts)} get none."
+        yield warning(key, found, "Use MindFormers 2.1, or leave them out.")
+
+
+def _check_decay(config: Mapping[str, Any]) -> Iterator[Finding]:
+    optimizer: Dict[str, Any] = dict(config.get("optimizer") or {})
+    decay = optimizer.get("weight_decay", 0.01)
+    rules = optimizer.get("weight_decay_exclude") or []
+    rules = [rules] if isinstance(rules, str) else rules
+    if not decay or any("lora" in str(rule) for rule in rules):
+        return
+    found = f"weight_decay {decay} pulls A and B to zero too"
+    action = "Set weight_decay: 0.0, or weight_decay_exclude: ['lora_a', 'lora_b'], if that is not meant."
+    if "weight_decay" in optimizer:
+        yield note("optimizer.weight_decay", f"{found}.", action)
+    else:
+        yield warning("optimizer.weight_decay", f"{found} (the default of the trainer).", action)
+
+
+def _check_checkpoint_keys(config: Mapping[str, Any], version: Version) -> Iterator[Finding]:
+    checkpoint = config.get("checkpoint") or {}
+    for key in itertools.compress(_NEW_KEYS, (key in checkpoint for key in _NEW_KEYS)):
+        if version == (2, 0):
+            found = f"checkpoint.{key} is a key of MindFormers 2.1, and 2.0 ends with an error."
+            yield error(f"checkpoint.{key}", found, "Remove it, or use MindFormers 2.1.")

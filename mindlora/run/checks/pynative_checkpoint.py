@@ -1,0 +1,247 @@
+"""What a run of the PyNative trainer loads: whether it is there, and belongs to the model and the adapter."""
+
+import math
+import os
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+
+from mindlora.core.errors import LoraError
+from mindlora.core.formats import step_folder
+from mindlora.core.numerics import initializers
+from mindlora.core.text import examples, shown
+from mindlora.files.adapters.dialects import peft_config
+from mindlora.files.adapters.dialects.pynative import MANIFEST
+from mindlora.files.base.mcore_view import BIAS, MCORE_BIAS, with_end
+from mindlora.models.description import Description
+from mindlora.models.variants.registry import LORA, PARTS, PYNATIVE_INITIAL, VARIANTS, of_parts
+from mindlora.run.checks.finding import Finding, error, warning
+
+_LOAD = "checkpoint.load_path"
+_BASE = "checkpoint.base_load_path"
+_A_ENDINGS = (".lora_a", "_lora_a")
+_ENDINGS = (*_A_ENDINGS, ".lora_b", "_lora_b")
+_INITIAL = tuple(PYNATIVE_INITIAL.values())
+
+# Name of a tensor -> its shape.
+Shapes = Dict[str, Tuple[int, ...]]
+
+
+def check_checkpoint(
+    config: Mapping[str, Any],
+    network: Optional[Description],
+    selected: Optional[List[str]],
+    version: Optional[Tuple[int, int]],
+) -> Iterator[Finding]:
+    """Yields what is wrong with load_path and base_load_path of a YAML with a lora_config.
+
+    Args:
+        config (mapping): The content of the YAML.
+        network (Description): Its model; None if it is not known.
+        selected (list of str): Paths of the cells that get LoRA; None if they are not known.
+        version (tuple of int): Of MindFormers; None if it is not known.
+    """
+    checkpoint = config.get("checkpoint") or {}
+    paths = {key: str(checkpoint.get(key.rpartition(".")[2]) or "") for key in (_LOAD, _BASE)}
+    if checkpoint.get("save_trainable_only") and not paths[_BASE]:
+        found = "save_trainable_only saves an adapter without its base, and base_load_path must say which one that is."
+        yield error(_BASE, found)
+    if not any(paths.values()):
+        unset = ", and MindFormers 2.0 leaves the weights under LoRA as the memory was" if version == (2, 0) else ""
+        yield warning(_LOAD, f"No checkpoint is loaded: the base under LoRA is random{unset}.", f"Set {_LOAD}.")
+        return
+    absent = [key for key, path in paths.items() if path and not (os.path.exists(path) and _is_filled(path))]
+    for key in absent:
+        found = f"{paths[key]} is empty or not there, and the run would go on with random weights."
+        yield error(key, found, "Correct the path.")
+    if absent:
+        return
+    try:
+        of_another_form: List[Finding] = []
+        for key in filter(paths.get, paths):
+            of_another_form += _check_form(key, paths[key])
+        if of_another_form:
+            yield from of_another_form
+            return
+        stored: Shapes = {}
+        for path in filter(None, paths.values()):
+            stored |= _shapes_at(path)
+        if paths[_LOAD]:
+            folder = step_folder.last_step(paths[_LOAD])
+            yield from _check_step(checkpoint, folder, paths[_BASE])
+            yield from _check_adapter(config, stored, selected, folder)
+        if network:
+            quantizes = bool((config.get("pet_config") or {}).get("quantize_base"))
+            yield from _check_base(network, stored, quantizes)
+    except LoraError as refusal:
+        yield error(_LOAD, str(refusal))
+
+
+def _is_filled(path: str) -> bool:
+    return not os.path.isdir(path) or bool(os.listdir(path))
+
+
+def _check_form(key: str, path: str) -> Iterator[Finding]:
+    if not os.path.isdir(path):
+        yield error(key, f"{path} is a file, and the trainer loads a folder.", "Name the folder that it is in.")
+        return
+    folder = step_folder.last_step(path)
+    if any(name.endswith(("model.safetensors", "model.safetensors.index.json")) for name in os.listdir(folder)):
+        yield warning(
+            key,
+            f"{folder} is in Hugging Face's form, of which the trainer loads no Qwen3 and no DeepSeek-V3.",
+            f"Convert it: mindlora convert-base {folder} base --to pynative",
+        )
+
+
+def _shapes_at(path: str) -> Shapes:
+    """Returns the shapes of the model's tensors in a checkpoint, under mcore's names."""
+    with step_folder.StepFolder(step_folder.last_step(path)) as step:
+        return {with_end(name, BIAS, MCORE_BIAS): info.shape for name, info in step.tensors.items()}
+
+
+def _check_step(checkpoint: Mapping[str, Any], folder: str, base: str) -> Iterator[Finding]:
+    """Yields what the trainer needs besides the tensors of load_path."""
+    names = os.listdir(folder)
+    if step_folder.COMMON not in names:
+        found = f"{folder} has no {step_folder.COMMON}, which the trainer reads beside a checkpoint."
+        yield error(_LOAD, found, "Copy the folder again, or write it with mindlora convert-base --to pynative.")
+    if not checkpoint.get("no_load_optim") and not any("opt-" in name for name in names):
+        found = f"{folder} has no state of the optimizer, which a resumed run loads."
+        yield error("checkpoint.no_load_optim", found, "Set checkpoint.no_load_optim: True to begin with its weights.")
+    if MANIFEST in names and not base:
+        found = f"{folder} is an adapter without its base, which base_load_path must name."
+        yield error(_BASE, found, "MindFormers 2.0 has no such key: copy the adapter into the folder of its base.")
+
+
+def _check_adapter(
+    config: Mapping[str, Any], stored: Shapes, selected: Optional[List[str]], folder: str
+) -> Iterator[Finding]:
+    """Yields how the adapter in a checkpoint differs from the one that the YAML describes."""
+    lora = config["lora_config"]
+    parts = {name: shape for name, shape in stored.items() if name.endswith(_ENDINGS) and not name.endswith(_INITIAL)}
+    if not parts:
+        return
+    other = list(_check_same_variant(config, parts, folder))
+    if other:
+        yield from other
+        return
+    yield from _check_beginning(config, any(name.endswith(_INITIAL) for name in stored), folder)
+    rank = lora.get("lora_rank", 8)
+    others = sorted({_rank(shape) for name, shape in parts.items() if name.endswith(_A_ENDINGS)} - {rank})
+    if others and not (config.get("pet_config") or {}).get("rank_pattern"):
+        found = f"{folder} holds an adapter of rank {', '.join(map(str, others))}, and lora_rank is {rank}."
+        yield error("lora_config.lora_rank", found, f"Set lora_rank: {others[0]}.")
+    yield from _check_same_scale(config, folder)
+    if selected is not None:
+        yield from _check_same_cells(set(map(_cell_of, parts)), set(selected), folder)
+
+
+def _rank(shape: Tuple[int, ...]) -> int:
+    """Returns the rank of A, [r, in], or of experts [experts, in, r]."""
+    return shape[0 if len(shape) == 2 else -1]
+
+
+def _cell_of(name: str) -> str:
+    """Returns the path of the cell that a part of an adapter belongs to."""
+    return name.rpartition(".")[0]
+
+
+def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -> Iterator[Finding]:
+    """Yields that the adapter in a checkpoint is another variant of LoRA than the YAML asks for."""
+    pet_config = config.get("pet_config") or {}
+    here = next((variant for variant in VARIANTS if pet_config.get(variant.field)), LORA)
+    names = {name.rpartition(".")[2] for name in parts}
+    there = of_parts(part.name for part in PARTS.values() if part.pynative in names)
+    if there is not here:
+        variant, advice = (here, "Remove it") if there is LORA else (there, f"Set {there.field}: True")
+        found = f"{folder} holds an adapter of {there.name}, and this run trains {here.name}: it would be left out."
+        yield error(f"pet_config.{variant.field}", found, f"{advice}, or load a base without an adapter.")
+
+
+def _check_beginning(config: Mapping[str, Any], changed: bool, folder: str) -> Iterator[Finding]:
+    """Yields why a run cannot begin with the adapter in a checkpoint, which has ``changed`` its base or not."""
+    pet_config = config.get("pet_config") or {}
+    adapter_path, lora_init = pet_config.get("adapter_path"), pet_config.get("lora_init")
+    if adapter_path and (config.get("checkpoint") or {}).get("no_load_optim"):
+        yield error(
+            "pet_config.adapter_path",
+            f"adapter_path is {adapter_path}, and {folder} holds an adapter too.",
+            "Remove adapter_path to begin with the one in the folder, or load a base without an adapter.",
+        )
+    changes = initializers.changes_base(str(lora_init))
+    if changed and not changes:
+        found = f"lora_init is {shown(lora_init)}, and that of {folder}, pissa or olora, has changed its base."
+        yield error("pet_config.lora_init", found, "Set lora_init to that of the run.")
+    elif changes and not changed:
+        yield error(
+            "pet_config.lora_init",
+            f"lora_init {lora_init} changes the base before training, and {folder} holds an adapter of another one.",
+            "Remove lora_init to go on with that adapter, or load a base without an adapter.",
+        )
+
+
+def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Finding]:
+    """Yields which settings of the adapter's scale are others than those with which it was trained."""
+    here = _scale(config)
+    # A manifest is of an adapter whose scale is lora_alpha / lora_rank.
+    records = [os.path.join(folder, name) for name in (step_folder.RUN, MANIFEST)]
+    record = next(filter(os.path.isfile, records), None)
+    if record is None:
+        found = f"{folder} does not say with which lora_alpha its adapter was trained; this run takes "
+        yield warning("lora_config.lora_alpha", f"{found}{here['lora_alpha']}.", "Check that it is the same.")
+        return
+    for key, value in _scale(peft_config.json_object(record)).items():
+        if value != here[key]:
+            yield warning(
+                f"{'lora' if key == 'lora_alpha' else 'pet'}_config.{key}",
+                f"The adapter in {folder} was trained with {key} {shown(value)}, and {key} is {shown(here[key])}: all "
+                "its updates change with it.",
+                f"Set {key}: {value}.",
+            )
+
+
+def _scale(config: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns the settings by which a YAML, or what was saved of it, scales the adapter; None where it says none."""
+    lora = config.get("lora_config")
+    pet_config = config.get("pet_config") or {}
+    return {
+        "lora_alpha": lora.get("lora_alpha", 16) if isinstance(lora, Mapping) else None,
+        "use_rslora": bool(pet_config.get("use_rslora")),
+        "rank_pattern": pet_config.get("rank_pattern") or {},
+        "alpha_pattern": pet_config.get("alpha_pattern") or {},
+    }
+
+
+def _check_same_cells(stored: Set[str], selected: Set[str], folder: str) -> Iterator[Finding]:
+    key = "lora_config.target_modules"
+    new, lost = sorted(selected - stored), sorted(stored - selected)
+    if new:
+        found = f"{folder} has no A and B for {examples(new)}, which begin anew."
+        yield warning(key, found, "Take the target_modules that the adapter was trained with, unless that is meant.")
+    if lost:
+        found = f"{folder} holds A and B for {examples(lost)}, which target_modules does not select: they are left out."
+        yield error(key, found, "Take the target_modules that the adapter was trained with.")
+
+
+def _check_base(network: Description, stored: Shapes, quantizes: bool) -> Iterator[Finding]:
+    """Yields which weights of the model the checkpoints lack or have in another shape.
+
+    A run that quantizes the base takes one in 4 bits too, as it saves it.
+    """
+    missing = [name for name in network.parameters if name not in stored]
+    if missing:
+        found = f"The checkpoint lacks {examples(missing)}: these weights would be random."
+        yield error(_LOAD, found, "Name the base of this model, or correct the sizes in model.")
+    packed = [name for name in network.parameters if f"{name}_absmax" in stored]
+    if packed and not quantizes:
+        found = f"The checkpoint has {examples(packed)} in 4 bits, and the model has them in float."
+        yield error(_LOAD, found, "Set pet_config.quantize_base: nf4, or load a base in float.")
+        return
+    for name, size in network.parameters.items():
+        if name in packed:
+            continue
+        # The weights of experts have an axis more in the trainer's files.
+        if name in stored and math.prod(stored[name]) != math.prod(size.shape):
+            shapes = f"{list(stored[name])}, and the model has it of {list(size.shape)}"
+            found = f"The checkpoint has {name} of shape {shapes}."
+            yield error(_LOAD, found, "Correct the sizes in model.")
+            return

@@ -1,0 +1,125 @@
+"""What a run is asked to be: device, data, recipe; what follows for its rows; and what cannot be."""
+
+import dataclasses
+from typing import Optional
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import COUNT, check_number
+from mindlora.run.configs.data import Rows
+from mindlora.run.configs.folder import ModelFolder
+from mindlora.run.configs.model import CPU, NPU
+
+EPOCHS = 3
+# Rows of a step: many enough that its gradient is not an accident, few enough that small data has many steps.
+_ROWS_PER_STEP = 16
+_BATCH = {CPU: 1, NPU: 4}
+_SAVE_STEPS = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a run is asked to be.
+
+    Attributes:
+        output (str): Where its YAML will be, for the commands in its header.
+        device (str): "cpu" or "npu".
+        devices (int): How many there are.
+        seq_length (int): Tokens of a row. Default: None, those of ``rows``, or 2048 if the model takes as many.
+        recipe (str): One of config.PRESETS. Default: None.
+        rows (Rows): The data. Default: None.
+    """
+
+    output: str
+    device: str
+    devices: int = 1
+    seq_length: Optional[int] = None
+    recipe: Optional[str] = None
+    rows: Optional[Rows] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The rows of a step, and how many steps a run has.
+
+    Attributes:
+        rows (int): Rows on each device at a time.
+        accumulation (int): So many of these make a step.
+        per_step (int): Rows of a step on all devices.
+        per_epoch (int): Steps of an epoch, or None without data.
+    """
+
+    rows: int
+    accumulation: int
+    per_step: int
+    per_epoch: Optional[int]
+
+    @classmethod
+    def of(cls, request: Request) -> "Batch":
+        """Returns the batch of a run."""
+        available = request.rows.count if request.rows else _ROWS_PER_STEP * request.devices
+        of_model = request.rows.of_model if request.rows else 1
+        rows = max(1, min(_BATCH[request.device] // of_model, available // request.devices))
+        # On several devices it is MindFormers that would accumulate, and a batch of 4 rows on each is enough.
+        accumulation = max(1, min(_ROWS_PER_STEP, available) // rows) if request.devices == 1 else 1
+        per_step = rows * accumulation * request.devices
+        return cls(rows, accumulation, per_step, request.rows.count // per_step if request.rows else None)
+
+    @property
+    def steps(self) -> Optional[int]:
+        """Steps of the run, or None without data."""
+        return None if self.per_epoch is None else self.per_epoch * EPOCHS
+
+    @property
+    def save_steps(self) -> int:
+        """Steps between two saves."""
+        return _SAVE_STEPS if self.per_epoch is None else min(_SAVE_STEPS, max(1, self.per_epoch))
+
+
+def check_request(folder: ModelFolder, request: Request) -> None:
+    """Raises ConfigError if the model cannot be trained so."""
+    check_number(request.devices, "--devices", COUNT)
+    if request.seq_length is not None:
+        check_number(request.seq_length, "--seq-length", COUNT)
+    if request.rows and request.seq_length not in (None, row_length(folder, request.rows)):
+        raise ConfigError(
+            f"--seq-length is {request.seq_length}, and the rows of {request.rows.path} have {request.rows.tokens} "
+            f"tokens, which are of seq_length {row_length(folder, request.rows)}. Leave it out."
+        )
+    if request.device == CPU and not folder.architecture.legacy:
+        raise ConfigError(
+            f"--device is cpu, and {folder.architecture.title} trains on NPUs alone: it is one of MindFormers' mcore "
+            "models, which need operators that a CPU lacks. Give --device npu."
+        )
+    if request.device == CPU and request.devices > 1:
+        raise ConfigError(
+            f"--devices is {request.devices}, and MindSpore divides nothing among CPU processes. Use one."
+        )
+    if request.rows and request.rows.loss:
+        _check_preferences(folder, request, request.rows)
+    if request.rows and request.rows.count < request.devices:
+        raise ConfigError(
+            f"{request.rows.path} has {request.rows.count} rows, too few for {request.devices} devices. Give more data."
+        )
+
+
+def _check_preferences(folder: ModelFolder, request: Request, rows: Rows) -> None:
+    if not folder.architecture.legacy:
+        raise ConfigError(
+            f"{rows.path} holds preferences, which MindFormers' legacy models alone learn, and {folder.path} is "
+            f"{folder.architecture.title}. Give rows with labels, or another model."
+        )
+    if request.devices > 1:
+        raise ConfigError(
+            f"--devices is {request.devices}, and preferences are learned on one device or in data parallel, for which "
+            "no YAML is written. Leave it out; in the YAML, set use_parallel: True and parallel.parallel_mode: 0."
+        )
+
+
+def row_length(folder: ModelFolder, rows: Rows) -> int:
+    """Returns the seq_length that the rows are of."""
+    return rows.tokens if folder.architecture.takes_shifted_labels else rows.tokens - 1
+
+
+def loads_folder(folder: ModelFolder, request: Request) -> bool:
+    """Returns whether MindFormers loads the model from its folder; an mcore model on one device it does not."""
+    return folder.architecture.legacy or request.devices > 1

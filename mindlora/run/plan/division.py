@@ -1,0 +1,130 @@
+"""Division: how parameters, layers and rows are divided among devices."""
+
+import dataclasses
+from typing import Any, Dict, Optional, Tuple
+
+from mindlora.core.yaml_file import value_at
+from mindlora.run.checks.key_ranges import setting
+from mindlora.run.checks.parallel import PARALLEL, is_sharded, stage_offset, undivided_by_devices
+
+# MindSpore's optimizer parallelism leaves smaller parameters as they are (parallel_optimizer_threshold).
+_SMALLEST_SHARD = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How many devices there are, and what each has.
+
+    Attributes:
+        data (int): Devices, or groups of them, with rows of their own.
+        model (int): Devices that share each layer (model_parallel).
+        pipeline (int): Devices that have layers of their own (pipeline_stage).
+        context (int): Devices that share the tokens of a row (context_parallel).
+        micro_batches (int): Micro-batches in the pipeline (micro_batch_num).
+        sharded (bool): Whether parallel_mode is one in which MindSpore divides cells.
+        optimizer (bool): Whether parameters are divided among the data-parallel devices, and gathered where they are
+            used (enable_parallel_optimizer).
+        gathers_again (bool): Whether they are gathered again in the backward, and not kept
+            (parallel_optimizer_comm_recompute).
+        sequence (bool): Whether model-parallel devices share the tokens outside of the products (use_seq_parallel).
+        whole_vocabulary (bool): Whether each has the whole embedding and output head (vocab_emb_dp).
+        experts (int): Devices that share a layer's routed experts, each with some of them (expert_parallel).
+        offset (tuple of int): How many layers more than the others each stage has; empty for none.
+    """
+
+    data: int = 1
+    model: int = 1
+    pipeline: int = 1
+    context: int = 1
+    micro_batches: int = 1
+    sharded: bool = False
+    optimizer: bool = False
+    gathers_again: bool = False
+    sequence: bool = False
+    whole_vocabulary: bool = True
+    experts: int = 1
+    offset: Tuple[int, ...] = ()
+
+    @classmethod
+    def of_yaml(cls, config: Dict[str, Any]) -> "Division":
+        """Returns the division that a YAML describes, the keys of which are as mindlora.run.checks wants them."""
+        if not config.get("use_parallel"):
+            return cls()
+        data = setting(config, "parallel_config.data_parallel")
+        if not is_sharded(config):
+            return cls(data)
+        whole = value_at(config, "parallel_config.vocab_emb_dp")
+        recompute = value_at(config, "recompute_config") or {}
+        return cls(
+            data,
+            model=setting(config, "parallel_config.model_parallel"),
+            pipeline=setting(config, "parallel_config.pipeline_stage"),
+            context=setting(config, "parallel_config.context_parallel"),
+            micro_batches=setting(config, "parallel_config.micro_batch_num"),
+            sharded=True,
+            optimizer=bool(value_at(config, "parallel.enable_parallel_optimizer")),
+            gathers_again=bool(recompute.get("recompute") and recompute.get("parallel_optimizer_comm_recompute")),
+            sequence=bool(value_at(config, "parallel_config.use_seq_parallel")),
+            # MindFormers' mcore models do not know it.
+            whole_vocabulary=config.get("use_legacy") is not False and (whole is None or bool(whole)),
+            experts=setting(config, "parallel_config.expert_parallel"),
+            offset=stage_offset(config),
+        )
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether a device has only a part of the parameters."""
+        return self.optimizer or max(self.model, self.pipeline, self.experts) > 1
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are in all."""
+        return self.data * self.model * self.pipeline * self.context
+
+    def problem(self, model: Dict[str, Any]) -> Optional[str]:
+        """Returns in words why a model, as model_config describes it, cannot be divided in this way, or None."""
+        numbers = (self.data, self.model, self.context, self.experts, self.pipeline)
+        problems = undivided_by_devices(model, dict(zip(PARALLEL, numbers)), self.offset)
+        return problems[0] if problems else None
+
+    def layers(self, count: int, stage: int) -> range:
+        """Returns the numbers of the layers that a stage of the pipeline has, of ``count`` layers in all."""
+        sizes = [count // self.pipeline + extra for extra in self.offset or (0,) * self.pipeline]
+        begin = sum(sizes[:stage])
+        return range(begin, begin + sizes[stage])
+
+    def in_flight(self, stage: int) -> int:
+        """Returns how many micro-batches' activations a stage holds at a time, with a 1F1B schedule."""
+        return min(self.micro_batches, self.pipeline - stage)
+
+    def part_of(self, leaf: str, part: str, shape: Tuple[int, ...]) -> int:
+        """Returns into how many parts model parallelism or expert parallelism divides a parameter.
+
+        ``leaf`` ends the path of its cell, under the legacy model's names; ``part`` is "weight", "bias", "A" or
+        "B", or of routed experts "weight1" or "weight2".
+        """
+        if leaf in ("lm_head", "tok_embeddings"):
+            return 1 if self.whole_vocabulary or shape[0] % self.model or part in "AB" else self.model
+        if leaf in _EXPERTS:
+            return self.experts
+        if leaf in _BY_COLUMNS:
+            return self.model if part in ("weight", "A") else 1
+        return self.model if leaf in _BY_ROWS and part in ("weight", "bias", "B") else 1
+
+    def shards_of(self, leaf: str, size: int, rows: int) -> int:
+        """Returns into how many parts optimizer parallelism divides a parameter.
+
+        Bytes and rows are those on a device; ``leaf`` is as in part_of.
+        """
+        # MindFormers takes the embedding out of it, and experts that are divided already have no replica left.
+        if leaf in _EXPERTS and self.experts > 1:
+            return 1
+        if not self.optimizer or size < _SMALLEST_SHARD or rows % self.data or leaf == "tok_embeddings":
+            return 1
+        return self.data
+
+
+_BY_ROWS = ("wq", "wk", "wv", "w_qkv", "wq_up", "wkv_up", "w1", "w3", "w_gate_hidden")
+_BY_COLUMNS = ("wo", "w2")
+# The cell of the base's stacked weights, and those of their adapters.
+_EXPERTS = ("experts", "weight1", "weight2")

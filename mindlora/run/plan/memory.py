@@ -1,0 +1,290 @@
+"""The bytes that a run needs on a device."""
+
+import dataclasses
+from typing import Any, Dict, List, Tuple
+
+from mindlora.core.yaml_file import PET, value_at
+from mindlora.models.variants.adalora import ADALORA
+from mindlora.models.weights import Weight
+from mindlora.run.plan.activations import NOTHING_RECOMPUTED, Activations, Recomputation, read_recomputation
+from mindlora.run.plan.fragments import StepTensors, fragments_of
+from mindlora.run.plan.run import Run, layer_of
+from mindlora.run.plan.units import bytes_of
+
+EXACT = "exact"
+MODEL = "model, 15 %"
+ARITHMETIC = "arithmetic"
+SIMULATED = "simulated"
+# Optimizer -> (states of each trained parameter, whether they are float32 whatever the parameter is).
+OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
+    "AdamW": (2, True),
+    "PmaAdamW": (3, True),
+    "FP32StateAdamWeightDecay": (2, True),
+    "Adam": (2, False),
+    "adam": (2, False),
+    "AdamWeightDecay": (2, False),
+    "Adagrad": (1, False),
+    "adagrad": (1, False),
+    "Momentum": (1, False),
+    "SGD": (2, False),
+    "sgd": (2, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One part of a device's memory, in bytes; its basis is "exact", "model, 15 %", "simulated" or "arithmetic"."""
+
+    name: str
+    size: int
+    basis: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """What a run needs on one device.
+
+    Attributes:
+        stage (int): The stage of the pipeline that needs most.
+        lines (tuple of Line): What is in memory at the widest point of a step.
+        kept_at_most (int): Bytes of the activations without recomputation.
+        kept_at_least (int): Bytes of the activations if all layers are recomputed.
+    """
+
+    stage: int
+    lines: Tuple[Line, ...]
+    kept_at_most: int
+    kept_at_least: int
+
+    @property
+    def total(self) -> int:
+        """The sum of the lines."""
+        return sum(line.size for line in self.lines)
+
+    @property
+    def used(self) -> int:
+        """The same without fragments."""
+        return sum(line.size for line in self.lines if line.basis != SIMULATED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """The parameters on one device, by what they are for."""
+
+    base: int
+    gathered: int
+    adapter: int
+    gradients: int
+    states: int
+
+
+def memory_of(run: Run) -> DeviceMemory:
+    """Returns what a run needs on the device that needs most; raises LoraError if a setting of the YAML is wrong."""
+    stages = [_stage(run, run.weights, stage) for stage in range(run.division.pipeline)]
+    return max(stages, key=lambda memory: memory.total)
+
+
+def optimizer_of(run: Run) -> Tuple[str, int, bool]:
+    """Returns the optimizer's name, its states for each trained parameter, and whether those are float32."""
+    kind = str(value_at(run.config, "optimizer.type") or "AdamW")
+    return (kind, *OPTIMIZERS.get(kind, (2, True)))
+
+
+def kv_cache_per_token(run: Run) -> int:
+    """Returns the bytes of the keys and values of one token in all layers of one device's stage."""
+    layers = -(-run.layers // run.division.pipeline)
+    parts = 1 if run.attention.latent else run.division.model
+    return layers * run.attention.cached * bytes_of(run.compute_dtype) // parts
+
+
+def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
+    of_stage = _weights_of_stage(run, weights, stage)
+    tensors = _tensors(run, of_stage)
+    kind, states, is_float32 = optimizer_of(run)
+    moments = f"{states} state{'s' * (states > 1)} of {kind}{' in float32' * is_float32}"
+    # How MindSpore divides parameters was not compared with anything.
+    exact = ARITHMETIC if run.division.divides_parameters else EXACT
+    lines = [Line("base", tensors.base, exact)]
+    if tensors.gathered:
+        lines.append(Line("base gathered for use (optimizer parallelism)", tensors.gathered, ARITHMETIC))
+    if run.lora is not None:
+        lines.append(Line("adapter", tensors.adapter, exact))
+    if run.cache_tokens:
+        lines.append(
+            Line(f"KV cache of {run.cache_tokens:,} tokens", run.cache_tokens * kv_cache_per_token(run), exact)
+        )
+    if not run.trains:
+        lines += _inference_lines(run)
+        return DeviceMemory(stage, tuple(lines), 0, 0)
+    lines.append(Line("gradients", tensors.gradients, ARITHMETIC))
+    if value_at(run.config, "optimizer.swap"):
+        lines.append(Line(f"optimizer: {moments}, on the host (swap)", 0, EXACT))
+    else:
+        lines.append(Line(f"optimizer: {moments}", tensors.states, exact))
+    if run.adapters and run.on_cpu:
+        lines.append(Line("copies of each adapter and its moments, which are saved", _copies(run), exact))
+    activations = Activations(run, weights)
+    recomputation = read_recomputation(run.config, run.division, run.layers)
+    lines += _step_lines(run, activations, recomputation, stage)
+    if run.computes_reference:
+        lines.append(_reference(run))
+    if not run.on_cpu:
+        holes = fragments_of(_sizes_on_device(run, of_stage), _step_tensors(run, activations, recomputation, stage))
+        lines.append(Line("fragments of MindSpore's memory pool", holes, SIMULATED))
+    return DeviceMemory(
+        stage,
+        tuple(lines),
+        _kept(run, activations, NOTHING_RECOMPUTED, stage),
+        _kept(run, activations, Recomputation(frozenset(range(run.layers)), {}), stage),
+    )
+
+
+def _step_lines(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> List[Line]:
+    """Returns what a step keeps for its backward, and what is held at its widest point beside that."""
+    kept = _kept(run, activations, recomputation, stage)
+    lines = [Line(f"activations, {_described(recomputation, run.layers)}", kept, basis_of(run))]
+    layer = _recomputed_layer(run, activations, recomputation, stage)
+    is_last = stage == run.division.pipeline - 1
+    loss = activations.loss.widest(*activations.logits) if is_last else 0
+    name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
+    lines.append(Line(name, max(loss, layer), basis_of(run) if loss >= layer else ARITHMETIC))
+    return lines
+
+
+def basis_of(run: Run) -> str:
+    """Returns what the activations of a run rest on: those of the legacy Llama were counted, and Qwen3's on an NPU."""
+    division = run.division
+    plain = division.model * division.pipeline * division.context == 1 and not division.optimizer
+    plain = plain and not (run.lora and run.lora.variant is ADALORA)
+    counted = "LlamaConfig" in run.architecture.model_types
+    counted = counted or "Qwen3Config" in run.architecture.model_types and not run.experts and not run.on_cpu
+    return MODEL if plain and counted else ARITHMETIC
+
+
+def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weight]:
+    """Returns the parameters of a stage: its layers', on the first one the embedding, on the last one what follows."""
+    layers = run.division.layers(run.layers, stage)
+    last = run.division.pipeline - 1
+
+    def is_here(weight: Weight) -> bool:
+        layer = layer_of(weight.path)
+        if layer is not None:
+            return layer in layers
+        # What VeRA's cells share has no path.
+        return not weight.path or stage == (0 if weight.role == "tok_embeddings" else last)
+
+    return [weight for weight in weights if is_here(weight)]
+
+
+def _tensors(run: Run, weights: List[Weight]) -> Tensors:
+    sizes: Dict[str, int] = dict.fromkeys(("base", "gathered", "adapter", "gradients", "states"), 0)
+    layers: Dict[Any, int] = {}
+    for weight in weights:
+        whole, shards = _on_device(run, weight)
+        sizes["adapter" if weight.adapter else "base"] += whole // shards
+        if shards > 1:
+            layer = weight.path.rpartition(".")[0].rpartition(".")[0]
+            layers[layer] = layers.get(layer, 0) + whole
+        if weight.trained and run.trains:
+            elements = whole // shards // bytes_of(weight.dtype)
+            sizes["gradients"] += elements * _gradient_bytes(run, bytes_of(weight.dtype))
+            sizes["states"] += sum(_states(run, weight))
+    if layers:
+        # Without parallel_optimizer_comm_recompute, what the forward gathers stays for the backward.
+        sizes["gathered"] = max(layers.values()) if run.division.gathers_again else sum(layers.values())
+    return Tensors(**sizes)
+
+
+def _on_device(run: Run, weight: Weight) -> Tuple[int, int]:
+    """Returns the bytes of a parameter on one device, and into how many parts optimizer parallelism divides them."""
+    parts = run.division.part_of(weight.role, weight.part, weight.shape)
+    whole = weight.size // parts
+    return whole, run.division.shards_of(weight.role, whole, max(weight.shape[0] // parts, 1))
+
+
+def _states(run: Run, weight: Weight) -> List[int]:
+    """Returns the bytes of each of the optimizer's states of a trained parameter on one device."""
+    _, states, is_float32 = optimizer_of(run)
+    whole, shards = _on_device(run, weight)
+    elements = whole // shards // bytes_of(weight.dtype)
+    return [elements * (4 if is_float32 else bytes_of(weight.dtype))] * states
+
+
+def _sizes_on_device(run: Run, weights: List[Weight]) -> List[int]:
+    """Returns the bytes of each parameter and of each of the optimizer's states, in the order of the pool."""
+    if run.division.sharded:
+        # MindSpore's tracker shows embedding and head behind the layers there.
+        weights = sorted(weights, key=lambda weight: layer_of(weight.path) is None)
+    sizes = []
+    for weight in weights:
+        whole, shards = _on_device(run, weight)
+        sizes.append(whole // shards)
+    if not value_at(run.config, "optimizer.swap"):
+        for weight in weights:
+            sizes += _states(run, weight) if weight.trained else []
+    return sizes
+
+
+def _step_tensors(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> StepTensors:
+    """Returns the tensors of a step on the devices of a stage."""
+    is_last = stage == run.division.pipeline - 1
+    layers = run.division.layers(run.layers, stage)
+    return StepTensors(
+        (activations.masks(), activations.layer_input),
+        [activations.layer_tensors(layer, recomputation) for layer in layers],
+        run.division.in_flight(stage),
+        activations.head() if is_last else 0,
+        activations.loss if is_last else None,
+        activations.logits,
+    )
+
+
+def _gradient_bytes(run: Run, element: int) -> int:
+    """Returns the bytes of the gradient of one element: mindlora's step scales it to float32; sums need another one."""
+    if run.steps_by_mindlora:
+        return 4 + (element if run.accumulation > 1 else 0)
+    return element * (2 if run.accumulation > 1 or run.division.pipeline > 1 else 1)
+
+
+def _kept(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
+    layers = run.division.layers(run.layers, stage)
+    kept = sum(activations.kept_by(layer, recomputation) for layer in layers)
+    kept += activations.head() if stage == run.division.pipeline - 1 else 0
+    return run.division.in_flight(stage) * kept + activations.masks()
+
+
+def _recomputed_layer(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
+    recomputed = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
+    return max((activations.whole_layer(layer) for layer in recomputed), default=0)
+
+
+def _inference_lines(run: Run) -> List[Line]:
+    logits = run.rows * (run.seq_length if run.mode == "eval" else 1) * run.vocabulary
+    return [Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC)]
+
+
+def _reference(run: Run) -> Line:
+    """Returns what the reference of preference training adds to the widest point of a step."""
+    # A new adapter adds nothing, so the reference does without it.
+    is_new = not value_at(run.config, f"{PET}.adapter_path")
+    copies = sum(weight.size for weight in run.weights if weight.trained and not (weight.adapter and is_new))
+    if run.on_cpu:
+        logits = 4 * run.tokens * run.vocabulary
+        return Line("reference: its logits, and copies of what was loaded to train", copies + logits, ARITHMETIC)
+    # On Ascend its logits are given back before those of the network that trains are computed, and it holds less than
+    # that does: three tensors of their shape at a time.
+    return Line("reference: copies of what was loaded to train", copies, ARITHMETIC)
+
+
+def _copies(run: Run) -> int:
+    """Returns the bytes of the parameters from which each of several adapters is saved as if it were alone."""
+    tensors = [_tensors(alone, alone.weights) for alone in run.alone]
+    return sum(each.adapter + each.states for each in tensors)
+
+
+def _described(recomputation: Recomputation, count: int) -> str:
+    if len(recomputation.layers) == count:
+        return "all layers recomputed"
+    parts = [f"{len(recomputation.layers)} of {count} layers recomputed"] if recomputation.layers else []
+    parts += ["select_recompute"] if recomputation.operators else []
+    return " and ".join(parts) or "nothing recomputed"

@@ -1,0 +1,354 @@
+"""make_plan and PlanReport: what a run will take, and its text of 100 columns."""
+
+import collections
+import dataclasses
+import textwrap
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.overrides import apply_overrides
+from mindlora.core.tables import wrapped
+from mindlora.core.text import listed
+from mindlora.core.yaml_file import read_yaml, value_at
+from mindlora.models.weights import Weight
+from mindlora.run.checks.advice import advise
+from mindlora.run.checks.key_ranges import setting
+from mindlora.run.plan.adapter_file import adapter_file_size
+from mindlora.run.plan.alternatives import Fit, Layout, fit, layouts_of
+from mindlora.run.plan.division import Division
+from mindlora.run.plan.loading import loading_of, needed_by
+from mindlora.run.plan.memory import (
+    ARITHMETIC,
+    EXACT,
+    OPTIMIZERS,
+    DeviceMemory,
+    Line,
+    kv_cache_per_token,
+    memory_of,
+    optimizer_of,
+)
+from mindlora.run.plan.run import Run, read_run
+from mindlora.run.plan.schedule import Schedule, schedule_of
+from mindlora.run.plan.trial import STEPS, Trial, try_rank
+from mindlora.run.plan.units import gib, size_text
+
+DEVICES = (1, 2, 4, 8)
+WIDTH = 100
+_BASES = (
+    "exact: the same bytes as in a network that MindFormers builds.",
+    "model, 15 %: within 15 % of the tensors that MindSpore's graph of such a step keeps, counted for MindFormers' "
+    "legacy Llama on one device.",
+    "simulated: the rules of MindSpore's memory pool, applied to the tensors above. Where MindSpore maps memory "
+    "virtually (enable_vmm) there should be fewer holes.",
+    "arithmetic: follows from the sizes and was compared with nothing.",
+    "Not counted: work space of kernels, buffers of communication, and what the framework itself takes.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """What a run will take.
+
+    Attributes:
+        mode (str): The YAML's run_mode.
+        parameters (int): Elements of all parameters; a 4-bit weight counts as W [out, in].
+        trained (int): Elements of those that are trained.
+        adapted (tuple of str): Paths of the cells with an adapter.
+        adapter (str): The adapter in words; empty if there is none.
+        adapters (int): How many there are.
+        adapter_file (int): Bytes of adapter_model.safetensors, of several adapters together, or None if there is no
+            adapter.
+        dtype (str): The dtype of most of the base.
+        devices (int): How many devices the YAML divides the run among.
+        division (str): How, in words.
+        batch (str): A step's rows in words; empty if the run does not train.
+        needed (int): Bytes on the device that needs most; ``device`` says what they are, and on a CPU ``loading``.
+        loading (Line): The peak of each process on its host while the base is loaded.
+        kv_cache_per_token (int): Bytes of the keys and values of a token.
+        kv_cache_basis (str): What that rests on.
+        schedule (Schedule): Steps and tokens, or None if the run does not train.
+        layouts (tuple of Layout): The same run on other numbers of devices.
+        fit (Fit): Whether it fits the memory that was given, or None if none was.
+        trial (Trial): What MindSpore's own planner said of the run, or None if it was not asked.
+        notes (tuple of str): What the plan assumed.
+    """
+
+    yaml: str
+    model: str
+    mode: str
+    parameters: int
+    trained: int
+    adapted: Tuple[str, ...]
+    adapter: str
+    adapters: int
+    adapter_file: Optional[int]
+    dtype: str
+    devices: int
+    division: str
+    batch: str
+    needed: int
+    device: DeviceMemory
+    loading: Line
+    kv_cache_per_token: int
+    kv_cache_basis: str
+    seq_length: int
+    schedule: Optional[Schedule]
+    layouts: Tuple[Layout, ...]
+    fit: Optional[Fit]
+    trial: Optional[Trial]
+    notes: Tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the run does not fit the memory that was given, or MindSpore's planner could not be asked, else 0."""
+        fails = self.trial is not None and not self.trial.passed
+        return int(fails or self.fit is not None and not self.fit.fits)
+
+    def __str__(self) -> str:
+        parts = [_facts(self), _memory(self), *([_compared(self.device, self.trial)] if self.trial else [])]
+        parts.append(_layouts(self.layouts))
+        parts += [_fit(self.fit, self.needed)] if self.fit else []
+        parts.append("\n".join(wrapped("", text, WIDTH) for text in (*self.notes, *_BASES)))
+        return "\n\n".join(part for part in parts if part)
+
+
+def make_plan(
+    path: str,
+    overrides: Sequence[str] = (),
+    memory: Optional[int] = None,
+    devices: Sequence[int] = DEVICES,
+    verify: bool = False,
+) -> PlanReport:
+    """Returns what the run of a complete MindFormers YAML will take; raises LoraError if a setting in it is wrong.
+
+    Args:
+        overrides (list of str): As on mindlora-run's command line: ``--a.b.c``, value, ``--epochs``, value, ...
+        memory (int): Bytes of a device, to be compared with what is needed.
+        devices (list of int): Numbers of devices to plan for besides the YAML's.
+        verify (bool): Whether MindSpore's own planner is asked too, which takes minutes; then errors are also those of
+            try_rank. Default: False.
+    """
+    config = read_yaml(path)
+    apply_overrides(config, overrides)
+    report = plan_of(config, path, memory, devices)
+    if not verify:
+        return report
+    # The first rank of the stage of the pipeline that the table is of.
+    stages = setting(config, "parallel_config.pipeline_stage") if report.devices > 1 else 1
+    return dataclasses.replace(report, trial=try_rank(config, report.device.stage * report.devices // stages))
+
+
+def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: Sequence[int]) -> PlanReport:
+    """Returns the plan of a YAML's content; as make_plan."""
+    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in devices):
+        raise ConfigError(f"devices is {list(devices)!r}: it must hold whole numbers of at least 1.")
+    run = read_run(config)
+    weights = run.weights
+    division = run.division
+    device = memory_of(run)
+    return PlanReport(
+        name,
+        run.architecture.title,
+        run.mode,
+        sum(weight.count for weight in weights),
+        sum(weight.count for weight in weights if weight.trained),
+        run.adapted,
+        _adapter(run),
+        len(run.adapters) or int(run.lora is not None),
+        _files_size(run),
+        _dtype(weights),
+        division.devices,
+        _division(division),
+        _batch(run) if run.trains else "",
+        needed_by(run),
+        device,
+        loading_of(run),
+        kv_cache_per_token(run),
+        EXACT if run.architecture.legacy and run.architecture.trains else ARITHMETIC,
+        run.seq_length,
+        schedule_of(run) if run.trains else None,
+        # Several adapters train on one device.
+        () if run.adapters else tuple(layouts_of(run, devices)),
+        None if memory is None else fit(run, memory, devices),
+        None,
+        tuple(_notes(run)),
+    )
+
+
+def _adapter(run: Run) -> str:
+    if run.lora is None:
+        return ""
+    ranks = sorted({rank for path in run.adapted for rank in run.ranks(path)})
+    several = f"{len(run.adapters)} adapters, each " if run.adapters else ""
+    return f"{several}{run.lora.variant.name} of rank {', '.join(map(str, ranks))} on {len(run.adapted)} cells"
+
+
+def _files_size(run: Run) -> Optional[int]:
+    """Returns the bytes of adapter_model.safetensors, of several adapters together, or None if there is no telling."""
+    sizes = [adapter_file_size(alone) for alone in run.alone]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def _dtype(weights: List[Weight]) -> str:
+    counts: "collections.Counter[str]" = collections.Counter()
+    for weight in weights:
+        if not weight.adapter:
+            counts["NF4" if weight.dtype == "uint8" else weight.dtype] += weight.count
+    return " and ".join(dtype for dtype, count in counts.most_common(2) if count > 0.01 * sum(counts.values()))
+
+
+def _division(division: Division) -> str:
+    fields = {
+        "data_parallel": division.data,
+        "model_parallel": division.model,
+        "pipeline_stage": division.pipeline,
+        "context_parallel": division.context,
+    }
+    return ", ".join(f"{name} {value}" for name, value in fields.items() if value > 1)
+
+
+def _batch(run: Run) -> str:
+    schedule = schedule_of(run)
+    each = f"{run.rows_of_model} x " * (run.rows_of_model > 1)
+    parts = [f"{run.rows} row{'s' * (run.rows > 1)} of {each}{run.seq_length:,} tokens"]
+    parts += [f"{run.accumulation} micro-batches"] if run.accumulation > 1 else []
+    parts += [f"{run.division.micro_batches} micro-batches in the pipeline"] if run.division.pipeline > 1 else []
+    parts += [f"{run.division.data} devices with rows of their own"] if run.division.data > 1 else []
+    rows = f"{schedule.rows_per_step:,} row{'s' * (schedule.rows_per_step > 1)}"
+    return f"{' x '.join(parts)} = {rows}, {schedule.tokens_per_step:,} tokens in a step"
+
+
+def _notes(run: Run) -> List[str]:
+    notes = []
+    kind = optimizer_of(run)[0]
+    if run.trains and kind not in OPTIMIZERS:
+        notes.append(f"Note: the optimizer {kind} is not known; it is counted as AdamW, with two float32 states.")
+    if run.lora is not None and not run.lora.variant.in_files:
+        name = run.lora.variant.name
+        notes.append(f"Note: {name} saves the ranks that training leaves: the size of its file is known after the run.")
+    elif run.lora is not None and _files_size(run) is None:
+        notes.append(
+            "Note: the pairs of a joined cell's parts are saved as one, of a rank that depends on their values, so the "
+            "size of the file is known after the run."
+        )
+    if any(path.startswith("mtp.") for path in run.linear):
+        notes.append(
+            "Note: the parameters of layers that predict further tokens (num_nextn_predict_layers) are counted, their "
+            "activations, logits and loss are not."
+        )
+    if run.division.pipeline > 1:
+        notes.append(
+            f"Note: the table is that of stage {memory_of(run).stage} of the pipeline, which needs most, with "
+            f"{run.division.in_flight(memory_of(run).stage)} micro-batches in flight."
+        )
+    if value_at(run.config, "swap_config.swap"):
+        notes.append("Note: swap_config moves activations to the host; the plan counts them on the device.")
+    return notes + [f"Note: {advice}" for advice in advise(run.config, run.adapted, run.linear)]
+
+
+def _facts(report: PlanReport) -> str:
+    share = f", of which {report.trained:,} are trained ({100 * report.trained / report.parameters:.4f} %)"
+    facts = [
+        ("run", f"{report.yaml}: {report.mode}, {report.model}"),
+        ("parameters", f"{report.parameters:,}{share * (report.schedule is not None)}"),
+    ]
+    if report.adapter:
+        facts.append(("adapter", f"{report.adapter}: {listed(report.adapted)}"))
+    if report.adapter_file:
+        size = f"{size_text(report.adapter_file)} ({report.adapter_file:,} bytes)"
+        of_all = f" of {report.adapters} adapters" if report.adapters > 1 else ""
+        facts.append(("adapter file", f"adapter_model.safetensors{of_all}: {size}, exact"))
+    if report.batch:
+        facts.append(("batch", report.batch))
+    if report.schedule:
+        facts.append(("steps", _steps(report.schedule)))
+    return "\n".join(wrapped(f"{name:<14}", text, WIDTH) for name, text in facts)
+
+
+def _steps(schedule: Schedule) -> str:
+    if schedule.rows is None:
+        return f"not known: {schedule.data}"
+    epochs = f"{schedule.epochs} epoch{'s' * (schedule.epochs > 1)}"
+    return (
+        f"{epochs} of {schedule.rows:,} rows ({schedule.data}): {schedule.steps:,} steps, {schedule.tokens:,} tokens "
+        "with padding"
+    )
+
+
+def _memory(report: PlanReport) -> str:
+    device = report.device
+    rows = [
+        (f"base, {report.dtype}" if line.name == "base" else line.name, gib(line.size), line.basis)
+        for line in device.lines
+    ]
+    rows.append(("in all", gib(device.total), ""))
+    if device.kept_at_most:
+        rows.append(("  activations with nothing recomputed", gib(device.kept_at_most), ""))
+        rows.append(("  activations with all layers recomputed", gib(device.kept_at_least), ""))
+    rows.append((f"  host of each process, {report.loading.name}", gib(report.loading.size), report.loading.basis))
+    cache = gib(report.kv_cache_per_token * report.seq_length)
+    rows.append(("  KV cache of one row, when asked", cache, report.kv_cache_basis))
+    title = f"one device of {report.devices}, {report.division}" if report.devices > 1 else "one device"
+    return _table((title, "GiB", "basis"), rows, (">", "<"))
+
+
+def _compared(device: DeviceMemory, trial: Trial) -> str:
+    """Returns what MindSpore's planner took beside what the plan says, or why it is not known."""
+    who = f"MindSpore's own Ascend backend, on a stand-in for CANN, as rank {trial.rank} of {trial.devices}"
+    if not trial.passed or trial.used is None or trial.actual is None:
+        return wrapped("", f"{who}, ended after {trial.steps} of {STEPS} steps: {trial.error}", WIDTH)
+    planned = {"peak without fragments": device.used, "peak with fragments": device.total}
+    found = {"peak without fragments": trial.used, "peak with fragments": trial.actual}
+    rows = []
+    for name, size in planned.items():
+        rows.append((name, gib(found[name]), gib(size), f"{100 * (size / found[name] - 1):+.1f} %"))
+    rows_of = "made-up rows" if trial.made_up else "rows of the data"
+    how = (
+        f"{who}, compiled all layers and took {trial.steps} steps on {rows_of} in {trial.seconds:.0f} s. No kernel was "
+        "launched: work space of kernels and the time of a step are not known."
+    )
+    table = _table(("MindSpore's planner", "GiB", "plan", "plan is"), rows, ">>>")
+    return f"{table}\n{wrapped('', how, WIDTH)}"
+
+
+def _layouts(layouts: Sequence[Layout]) -> str:
+    if not layouts:
+        return ""
+    divides = any(layout.yaml is not None for layout in layouts)
+    titles = ["GiB on each device", "data parallel", "optimizer parallel", "model parallel"]
+    rows = []
+    for layout in layouts:
+        sizes = [layout.data, layout.optimizer, layout.model] + ([layout.yaml] if divides else [])
+        name = f"{layout.devices} device{'s' * (layout.devices > 1)}"
+        rows.append((name, *("-" if size is None else gib(size) for size in sizes)))
+    table = _table((*titles, *(["as the YAML"] if divides else [])), rows, ">" * (3 + divides))
+    notes = [wrapped("- ", note, WIDTH) for layout in layouts for note in layout.notes]
+    return "\n".join([table, *notes])
+
+
+def _fit(fit: Fit, needed: int) -> str:
+    limit = f"{gib(fit.memory)} GiB, of which {gib(fit.usable)} can be filled: {fit.reason}"
+    if fit.fits:
+        return wrapped("", f"The run fits: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)
+    text = [wrapped("", f"The run does not fit: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)]
+    rows = [(trial.change, gib(trial.needed), "fits" if trial.fits else "") for trial in fit.tried]
+    text.append(_table(("change", "GiB", ""), rows, (">", "<")))
+    if fit.lines:
+        text.append(f"\nTo make the last change, put into the YAML:\n\n{textwrap.indent(fit.lines, '  ')}")
+    else:
+        text.append("\nNone of these makes it fit: use more devices (--devices), or a smaller model or seq_length.")
+    return "\n".join(text)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
+    """Returns a table whose first column is wrapped where the table would be wider than WIDTH."""
+    first, *widths = [max(map(len, column)) for column in zip(titles, *rows)]
+    room = min(first, WIDTH - sum(2 + width for width in widths))
+    lines: List[str] = []
+    for name, *others in (titles, *rows):
+        indent = name[: len(name) - len(name.lstrip())] + "  "
+        pieces = textwrap.wrap(name, room, subsequent_indent=indent, drop_whitespace=True) or [""]
+        cells = [f"{text:{side}{width}}" for text, side, width in zip(others, sides, widths)]
+        lines.append("  ".join([f"{pieces[0]:<{room}}", *cells]).rstrip())
+        lines += pieces[1:]
+    return "\n".join(lines)

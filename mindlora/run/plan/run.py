@@ -1,0 +1,311 @@
+"""Run: what a plan needs to know of a MindFormers YAML, checked."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import dtype_name
+from mindlora.core.formats.mindrecord_files import column_shapes, mindrecord_files
+from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR
+from mindlora.core.run_modes import TRAINING_MODES
+from mindlora.core.text import listed, suggestion
+from mindlora.core.yaml_file import PET, value_at
+from mindlora.models import names
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.architecture import Architecture, ParameterSize
+from mindlora.models.architectures.attention import Attention
+from mindlora.models.architectures.llama_classifiers import task_of
+from mindlora.models.description import Description
+from mindlora.models.lora_config import LoraConfig
+from mindlora.models.trainable import Selection, select
+from mindlora.models.variants.variant import CUT, SHARDED
+from mindlora.models.weights import Weight, weights_of
+from mindlora.run.checks.batches import check_batches
+from mindlora.run.checks.data_rows import data_of
+from mindlora.run.checks.examine import check_settings
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.key_ranges import check_names, check_shape, setting
+from mindlora.run.checks.model import architecture_of, legacy_experts, model_name, network_of
+from mindlora.run.checks.pet_config import check_pet_config
+from mindlora.run.checks.training import WRAPPER, train_step
+from mindlora.run.plan.division import Division
+from mindlora.training.preference.rules import KEY as PREFERENCE
+from mindlora.training.preference.settings import preference_settings
+from mindlora.training.several.rules import TrainedAdapter, trained_adapters
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as its YAML describes it.
+
+    Attributes:
+        lora (LoraConfig): The adapter, or None if the whole network is trained.
+        mode (str): "train", "finetune", "eval" or "predict".
+        rows (int): Rows in a batch on each device; with gradient accumulation, in a micro-batch.
+        accumulation (int): Micro-batches in a step.
+        rows_of_model (int): Rows of the model that a row of the data is: 2 for a preference that is not packed, and
+            one for each adapter of a run with several.
+        adapters (tuple of TrainedAdapter): Those of a run with several, of which ``lora`` is the first.
+    """
+
+    config: Dict[str, Any]
+    architecture: Architecture
+    network: Description
+    lora: Optional[LoraConfig]
+    mode: str
+    rows: int
+    accumulation: int
+    epochs: int
+    division: Division
+    rows_of_model: int = 1
+    adapters: Tuple[TrainedAdapter, ...] = ()
+
+    @functools.cached_property
+    def alone(self) -> List["Run"]:
+        """The runs with each of several adapters alone; of one adapter, or none, the run itself."""
+        if not self.adapters:
+            return [self]
+        configs = [adapter.config.for_network() for adapter in self.adapters]
+        return [dataclasses.replace(self, lora=config, adapters=(), rows_of_model=1) for config in configs]
+
+    @property
+    def model(self) -> Dict[str, Any]:
+        """The node model_config."""
+        return self.config["model"]["model_config"]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains."""
+        return self.mode in TRAINING_MODES
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens in a row."""
+        return self.number("seq_length", 2048)
+
+    @functools.cached_property
+    def layers(self) -> int:
+        """Number of layers."""
+        return 1 + max(layer_of(name) or 0 for name in self.parameters)
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSize]:
+        """Name -> ParameterSize of all parameters of the base."""
+        return self.network.parameters
+
+    @property
+    def computes_reference(self) -> bool:
+        """Whether each step of preference training computes the reference too."""
+        node = value_at(self.config, PREFERENCE)
+        if node is None or not self.trains:
+            return False
+        settings = preference_settings(node)
+        return settings.kind.uses_reference and not settings.precomputed_reference
+
+    @functools.cached_property
+    def selection(self) -> Optional[Selection]:
+        """What pet_config selects of the network, or None without one; raises what ``select`` does."""
+        if self.lora is None:
+            return None
+        network = self.network
+        if self.division.sharded:
+            network = network.sharded(SHARDED, CUT) if self.division.model > 1 else network.sharded(SHARDED)
+        selection = select(network, self.lora, warn=False)
+        self.lora.variant.check_paths(list(selection.parts))
+        return selection
+
+    @functools.cached_property
+    def weights(self) -> List[Weight]:
+        """All parameters of the network, the adapter's included; raises what ``select`` does."""
+        if self.adapters:
+            return [*(weight for weight in self.alone[0].weights if not weight.adapter), *self._stacked_weights()]
+        weights = weights_of(self.network, self.lora, self.selection)
+        return weights if self.trains else [dataclasses.replace(weight, trained=False) for weight in weights]
+
+    @property
+    def adapted(self) -> Tuple[str, ...]:
+        """The prefixes of the cells that get an adapter, or any of several."""
+        if self.adapters:
+            return tuple(path for path in self.linear if self.ranks(path))
+        return tuple(self.selection.parts) if self.selection else ()
+
+    def ranks(self, path: str) -> List[int]:
+        """Returns the ranks of the adapters on a cell."""
+        on_cell = [run.lora for run in self.alone if run.lora and run.selection and path in run.selection.parts]
+        return [lora.for_cell(path).lora_rank for lora in on_cell]
+
+    def _stacked_weights(self) -> Iterator[Weight]:
+        """Yields A and B of each cell with any of several adapters: of all of them, filled up to the largest rank."""
+        others = sorted({path for run in self.alone for path in run.adapted} - set(self.adapted))
+        if others:
+            raise ConfigError(
+                f"{listed(others)} cannot carry several adapters: only linear cells with plain LoRA train beside "
+                "others. Add it to exclude_modules."
+            )
+        count, dtype = len(self.adapters), self.adapters[0].config.param_init_type
+        for path in self.adapted:
+            rows, columns = self.linear[path]
+            ranks = self.ranks(path)
+            for part, shape in (("A", (max(ranks), columns)), ("B", (rows, max(ranks)))):
+                own = math.prod(shape) // max(ranks) * sum(ranks)
+                yield Weight(path, part, (count, *shape), dtype, own, self.trains, True)
+
+    @functools.cached_property
+    def linear(self) -> Dict[str, Tuple[int, int]]:
+        """Path -> (out, in) of the linear cells."""
+        return {cell.prefix: (cell.shape[0], cell.shape[1]) for cell in self.network.of_kind(LINEAR).values()}
+
+    @functools.cached_property
+    def embedding(self) -> Tuple[str, Tuple[int, ...]]:
+        """Path and shape [vocabulary, hidden] of the embedding."""
+        shapes = {name.rpartition(".")[0]: size.shape for name, size in self.parameters.items()}
+        return next((path, shape) for path, shape in shapes.items() if names.is_embedding(path))
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the embedding knows."""
+        return self.embedding[1][0]
+
+    @property
+    def outputs(self) -> int:
+        """Scores that the model gives a position: of tokens, or of a classifier's labels."""
+        return self.vocabulary if task_of(model_name(self.config)) is None else self.number("num_labels", 1)
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.embedding[1][1]
+
+    @functools.cached_property
+    def attention(self) -> Attention:
+        """The widths of its attention."""
+        # In the first layer: of later ones, sizes are overwritten.
+        cells = {names.role_of(path): size for path, size in reversed(self.linear.items())}
+        return self.architecture.attention(self.model, cells)
+
+    @functools.cached_property
+    def experts(self) -> Dict[str, Tuple[int, ...]]:
+        """Path -> (experts, out, in) of the stacked weights of routed experts."""
+        return {cell.prefix: cell.shape for cell in self.network.of_kind(EXPERTS).values()}
+
+    @property
+    def chosen_experts(self) -> int:
+        """How many routed experts a token goes to."""
+        key = "num_experts_per_tok" if self.model.get("num_experts_per_tok") else "moe_router_topk"
+        return self.number(key, 8)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of the KV cache that the network holds."""
+        if not self.architecture.caches_in_training and (self.trains or not self.model.get("use_past")):
+            return 0
+        return self.number("num_blocks", self.architecture.cache_blocks) * self.number("block_size", 16)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one device computes at a time."""
+        return self.rows * self.rows_of_model * self.seq_length // self.division.context
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the YAML names a CPU."""
+        return value_at(self.config, "context.device_target") == "CPU"
+
+    @property
+    def steps_by_mindlora(self) -> bool:
+        """Whether mindlora's train step makes the gradients, and not MindFormers'."""
+        return train_step(self.config) == WRAPPER and not self.division.sharded
+
+    def number(self, key: str, default: int) -> int:
+        """Returns a whole number above 0 of model_config."""
+        return self.model.get(key) or default
+
+    def dtype(self, key: str, default: str) -> str:
+        """Returns a dtype of model_config."""
+        return dtype_name(default if self.model.get(key) is None else self.model[key], f"model.model_config.{key}")
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of activations."""
+        return self.dtype("compute_dtype", "float16")
+
+
+def layer_of(path: str) -> Optional[int]:
+    """Returns the layer of a path, or None; layers that predict further tokens are none, and follow the last one."""
+    return None if path.startswith("mtp.") else names.layer_of(path)
+
+
+def read_run(config: Dict[str, Any]) -> Run:
+    """Returns the run that a YAML describes.
+
+    Raises ConfigError if the model or a setting is not known, or sizes are wrong or cannot be divided as it says.
+    """
+    if not isinstance(value_at(config, "model.model_config"), dict):
+        raise ConfigError(
+            "The YAML, with the values of the command line, has no keys below model.model_config: give a complete "
+            "MindFormers YAML."
+        )
+    refuse(check_shape(config))
+    refuse([*check_names(config), *check_settings(config)])
+    refuse(check_batches(config))
+    mode = config["run_mode"]
+    architecture = _architecture(config)
+    if mode in TRAINING_MODES and not architecture.trains:
+        raise ConfigError(
+            f"run_mode is {mode!r}, and MindFormers has {architecture.title} for prediction alone. Plan it with "
+            "run_mode: predict."
+        )
+    lora, adapters = _adapters(config)
+    run = Run(
+        config,
+        architecture,
+        network_of(architecture, config["model"]["model_config"]),
+        lora,
+        mode,
+        setting(config, "runner_config.batch_size") * setting(config, "micro_batch_interleave_num"),
+        setting(config, "runner_config.gradient_accumulation_steps"),
+        setting(config, "runner_config.epochs"),
+        Division.of_yaml(config),
+        len(adapters) or (_rows_of_model(config) if mode in TRAINING_MODES else 1),
+        adapters,
+    )
+    return run
+
+
+def _rows_of_model(config: Dict[str, Any]) -> int:
+    """Returns how many rows the model gets of a row of the training data; without data, preferences are not packed."""
+    if value_at(config, PREFERENCE) is None:
+        return 1
+    data = data_of(config.get("train_dataset"))
+    shapes = column_shapes(next(iter(mindrecord_files(data)), "")) if data else None
+    shape = (shapes or {}).get("input_ids", (2, 0))
+    return shape[0] if len(shape) > 1 else 1
+
+
+def _architecture(config: Dict[str, Any]) -> Architecture:
+    architecture = architecture_of(config)
+    if architecture is not None:
+        return architecture
+    name = model_name(config)
+    experts = legacy_experts(config)
+    if experts > 1:
+        raise ConfigError(
+            f"moe_config.expert_num is {experts}: the sizes of the experts of {name} are not known, so its run cannot "
+            "be planned. Use a model without experts, or an mcore model with them."
+        )
+    types = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
+    raise ConfigError(f"The model is {name!r}, whose sizes are not known.{suggestion(str(name), types)}")
+
+
+def _adapters(config: Dict[str, Any]) -> Tuple[Optional[LoraConfig], Tuple[TrainedAdapter, ...]]:
+    """Returns the adapter of a run, and, if it has several, all of them."""
+    lora = check_pet_config(config)[0]
+    if lora is None and value_at(config, PET):
+        pet_type = value_at(config, f"{PET}.pet_type")
+        raise ConfigError(f"pet_type is {pet_type!r}, which is MindFormers' own: set pet_type: lora to plan the run.")
+    if lora is not None and lora.adapters:
+        adapters = tuple(trained_adapters(lora))
+        return adapters[0].config.for_network(), adapters
+    return None if lora is None else lora.for_network(), ()

@@ -1,0 +1,255 @@
+"""Two steps of a YAML's run on MindSpore's own Ascend backend, without an NPU: what its compiler and its planner say.
+
+What is not needed to compile and to plan is made up: the base's values, and training data that is not there yet. What
+reads values or saves is left out. Everything is written to a folder of its own, which is removed.
+"""
+
+import copy
+import dataclasses
+import json
+import os
+import re
+import tempfile
+import time
+from typing import Any, Dict, List, Optional, Tuple
+
+import yaml
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.numerics.initializers import changes_base
+from mindlora.core.run_modes import TRAINING_MODES
+from mindlora.core.yaml_file import PET, value_at
+from mindlora.run.checks.data_rows import data_of, row_lengths
+from mindlora.run.checks.key_ranges import setting
+from mindlora.run.checks.pynative import is_pynative
+from mindlora.run.checks.training import callbacks_of
+from mindlora.run.dry_run import process
+from mindlora.run.plan.division import Division
+from mindlora.training.preference.rules import KEY as PREFERENCE
+from mindlora.training.preference.settings import preference_settings
+
+STEPS = 2
+_PROGRAM = "mindlora.training.launch.trial"
+# What a key that holds a path ends in.
+_PATH_ENDINGS = ("dir", "path", "file", "files", "checkpoint", "data")
+_WEIGHTS = (".safetensors", ".bin", ".ckpt", ".pth", ".index.json")
+# An error of MindSpore's compiler or runtime; ME is its Python side, whose errors end the program.
+_LOGGED_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\] (?!ME\()\w+\(.*?\[\S+:\d+\] (?P<text>.+)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What came of a run's first steps on one rank.
+
+    Attributes:
+        rank (int): The rank that was compiled, of ``devices``.
+        steps (int): Steps that ended, at most STEPS.
+        error (str): The error that ended it in words; empty if it reached its last step.
+        used (int): The most bytes that MindSpore's planner had in use on the device, without fragments, or None.
+        actual (int): The same with fragments, or None.
+        seconds (float): How long it took.
+        made_up (bool): Whether the rows were made up, because the YAML's data is not there.
+    """
+
+    rank: int
+    devices: int
+    steps: int
+    error: str
+    used: Optional[int]
+    actual: Optional[int]
+    seconds: float
+    made_up: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run compiled and reached its second step."""
+        return self.steps >= STEPS and not self.error
+
+
+def try_rank(config: Dict[str, Any], rank: int = 0) -> Trial:
+    """Compiles the network of a training YAML with all its layers, as one rank, and has the backend take two steps.
+
+    Args:
+        config (dict): The content of a complete MindFormers YAML without mistakes; it is not changed.
+        rank (int): Which of the YAML's devices.
+
+    Raises:
+        ConfigError: The YAML is none that MindFormers' Trainer trains on Ascend in graph mode, or rows for it cannot be
+            made up.
+        InstallationError: MindSpore's Ascend plugin, or a compiler for the stand-ins, is missing.
+    """
+    _check_can_be_tried(config)
+    devices = Division.of_yaml(config).devices
+    with tempfile.TemporaryDirectory(prefix="mindlora-trial-") as folder:
+        tried, rows = trial_yaml(config, folder)
+        paths = {name: os.path.join(folder, name) for name in ("run.yaml", "rows.json", "outcome.json")}
+        with open(paths["run.yaml"], "w", encoding="utf-8") as file:
+            yaml.safe_dump(tried, file)
+        with open(paths["rows.json"], "w", encoding="utf-8") as file:
+            json.dump(rows, file)
+        began = time.monotonic()
+        finished = process.run(
+            _PROGRAM,
+            *paths.values(),
+            folder=folder,
+            ranks=devices,
+            rank=rank,
+            environment={"LOG_MF_PATH": os.path.join(folder, "log")},
+        )
+        seconds = time.monotonic() - began
+        steps, problem = _outcome(paths["outcome.json"], finished)
+    return Trial(rank, devices, steps, problem, finished.peak_bytes, finished.reserved_bytes, seconds, bool(rows))
+
+
+def with_devices(config: Dict[str, Any], count: int) -> Dict[str, Any]:
+    """Returns a YAML's content for another number of devices, of which as many have rows of their own as are left.
+
+    Raises ConfigError if what divides layers, stages or tokens does not divide ``count``.
+    """
+    current = Division.of_yaml(config)
+    others = current.model * current.pipeline * current.context
+    if count < 1 or count % others:
+        raise ConfigError(
+            f"--devices is {count}, and the YAML divides the model among {others}: give a multiple of {others}."
+        )
+    changed = copy.deepcopy(config)
+    changed["use_parallel"] = count > 1
+    changed["parallel_config"] = {**(config.get("parallel_config") or {}), "data_parallel": count // others}
+    return changed
+
+
+def _check_can_be_tried(config: Dict[str, Any]) -> None:
+    """Raises ConfigError unless the YAML is one whose training is compiled for Ascend."""
+    target = setting(config, "context.device_target")
+    if target != "Ascend":
+        raise ConfigError(
+            f"context.device_target is {target}, and MindSpore's Ascend backend compiles runs on Ascend. Set it to "
+            "Ascend."
+        )
+    if is_pynative(config) or setting(config, "context.mode") in (1, "PYNATIVE_MODE"):
+        raise ConfigError(
+            "The run is in PyNative mode, in which nothing is compiled before it runs. Try a run in graph mode "
+            "(context.mode: 0)."
+        )
+    if config.get("run_mode") not in TRAINING_MODES:
+        raise ConfigError(
+            f"run_mode is {config.get('run_mode')!r}, and only training is tried. Set run_mode: finetune."
+        )
+
+
+def trial_yaml(config: Dict[str, Any], folder: str) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Returns what the trial runs, and the rows that it makes up.
+
+    The YAML is that of the run with no base, without LoraCheckpoint, and with its output in ``folder``. The rows are
+    path of a MindRecord -> {"columns": name -> shape, "count": rows, "tokens": how many tokens there are, ...}.
+    """
+    tried = copy.deepcopy(config)
+    _make_paths_absolute(tried)
+    tried.update(output_dir=os.path.join(folder, "output"), load_checkpoint="", auto_trans_ckpt=False)
+    tried.update(resume_training=False, do_eval=False, src_strategy_path_or_dir="")
+    tried.pop("checkpoint", None)
+    tried.pop("remote_save_url", None)
+    if tried.get("pretrained_model_dir"):
+        tried["pretrained_model_dir"] = _without_weights(tried["pretrained_model_dir"], folder)
+    tried["runner_config"] = {**tried["runner_config"], "epochs": STEPS, "sink_size": 1}
+    pet = value_at(tried, PET) or {}
+    if changes_base(pet.get("lora_init")):
+        # It begins with the base's values, and leaves the shapes as they are.
+        del pet["lora_init"]
+    callbacks = [callback for callback in tried.get("callbacks") or [] if callback.get("type") != "LoraCheckpoint"]
+    tried["callbacks"] = callbacks
+    for callback in callbacks:
+        callback.pop("directory", None)
+    return tried, _fill_data(tried, os.path.join(folder, "made_up", "rows.mindrecord"))
+
+
+def _make_paths_absolute(node: Any) -> None:
+    """Makes relative paths that exist absolute, in place: the trial works in another folder."""
+    if isinstance(node, list):
+        for item in node:
+            _make_paths_absolute(item)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            is_path = str(key).endswith(_PATH_ENDINGS)
+            if is_path and isinstance(value, str) and os.path.exists(value):
+                node[key] = os.path.abspath(value)
+            elif is_path and isinstance(value, list) and all(isinstance(path, str) for path in value):
+                node[key] = [os.path.abspath(path) if os.path.exists(path) else path for path in value]
+            else:
+                _make_paths_absolute(value)
+
+
+def _without_weights(path: str, folder: str) -> str:
+    """Returns a folder with what a model's folder holds beside its weights, which the trial does not load."""
+    if not os.path.isdir(path):
+        return path
+    links = os.path.join(folder, "model")
+    os.makedirs(links)
+    for name in os.listdir(path):
+        if not name.endswith(_WEIGHTS):
+            os.symlink(os.path.join(path, name), os.path.join(links, name))
+    return links
+
+
+def _fill_data(config: Dict[str, Any], path: str) -> Dict[str, Any]:
+    """Names made-up rows wherever a MindRecord is not there, in place; returns what has to be written."""
+    missing = False
+    dataset = config.get("train_dataset") or {}
+    loader = dataset.get("data_loader") or {}
+    if loader.get("type") == "MindDataset" and data_of(dataset) is None:
+        loader.pop("dataset_files", None)
+        loader["dataset_dir"] = path
+        missing = True
+    held_out = [(callback, "dataset_dir") for _, callback in callbacks_of(config, "HeldOutLoss")]
+    adapters = value_at(config, f"{PET}.adapters") or ()
+    for node, key in [*held_out, *((adapter, "data") for adapter in adapters)]:
+        if node.get(key) and not os.path.exists(node[key]):
+            node[key] = path
+            missing = True
+    return {path: _rows(config)} if missing else {}
+
+
+def _rows(config: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns the columns, and how many rows two steps need on all devices; raises ConfigError for another column."""
+    width = row_lengths(config)[-1]
+    shape = [width]
+    node = value_at(config, PREFERENCE)
+    known = ["input_ids", "labels"]
+    if node is not None:
+        # A preference that is not packed: both answers with their prompt, and the mark of one pair or judgment.
+        shape = [2, width]
+        known = list(preference_settings(node).columns)
+    columns = value_at(config, "train_dataset.input_columns") or known
+    columns = [columns] if isinstance(columns, str) else columns
+    other = [column for column in columns if column not in known]
+    if other:
+        raise ConfigError(
+            f"train_dataset names no data that is there, and rows cannot be made up: input_columns has {other[0]}, and "
+            f"rows with {', '.join(known)} can. Name the data: --train_dataset_dir PATH."
+        )
+    marks = {"pairs": [1], "judgments": [1]}
+    division = Division.of_yaml(config)
+    count = STEPS * setting(config, "runner_config.batch_size") * setting(config, "micro_batch_interleave_num")
+    count *= setting(config, "runner_config.gradient_accumulation_steps") * division.data * division.micro_batches
+    return {
+        "columns": {column: marks.get(column, shape) for column in columns},
+        "count": count,
+        "tokens": value_at(config, "model.model_config.vocab_size") or width,
+        "labels": value_at(config, "model.model_config.num_labels"),
+        "begin": value_at(config, f"{PET}.alora_invocation_tokens") or [],
+    }
+
+
+def _outcome(path: str, finished: process.Finished) -> Tuple[int, str]:
+    """Returns how many steps ended, and the error that ended the trial in words, or an empty text."""
+    logged = _LOGGED_ERROR.search(finished.output)
+    if not os.path.exists(path):
+        last: List[str] = [line for line in finished.output.splitlines() if line.strip()][-1:]
+        said = logged["text"] if logged else "".join(last)
+        return 0, f"MindSpore's process ended with exit code {finished.returncode} and no message. Its log says: {said}"
+    with open(path, encoding="utf-8") as file:
+        outcome = json.load(file)
+    problem = outcome["error"]
+    if problem and logged and logged["text"] not in problem:
+        problem += f" Before that, MindSpore's log says: {logged['text']}"
+    return outcome["steps"], problem

@@ -1,0 +1,101 @@
+"""AdapterSlices: a sharded run starts from an adapter that mindlora scatter has cut for its ranks."""
+
+import os
+from typing import Dict
+
+import numpy as np
+from mindformers.tools.utils import get_real_rank
+from mindspore import Callback, Parameter
+from mindspore.train import RunContext
+
+from mindlora.core.errors import MissingTensorsError, ScaleMismatchError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.core.text import listed
+from mindlora.files.adapters import metadata as adapter_metadata
+from mindlora.files.adapters.sharding import rank_files
+from mindlora.models import names
+from mindlora.network.tensors import to_tensor
+from mindlora.network.tree import lora_cells
+from mindlora.training.callbacks.common import register
+from mindlora.training.log import logger
+from mindlora.training.model.network import base_of
+from mindlora.training.resume import sharded_adapter
+
+
+@register
+class AdapterSlices(Callback):
+    """Loads this rank's slices of an adapter when training begins, as by then MindSpore has cut the network.
+
+    mindlora-run adds this callback where pet_config.adapter_path is a folder that ``mindlora scatter`` wrote.
+
+    Args:
+        path (str): The folder; it holds rank_0, rank_1, ...
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Loads the slices.
+
+        Raises:
+            MissingTensorsError, UnexpectedTensorsError: This rank has other parameters than the file.
+            ShapeMismatchError: A slice has another shape than the parameter: it was cut by another strategy, or the
+                network is not cut yet.
+            ScaleMismatchError: The adapter was trained with another lora_alpha.
+        """
+        params = run_context.original_args()
+        network = base_of(params.train_network)
+        layouts = params.train_network.parameter_layout_dict
+        parameters = sharded_adapter.adapter_parameters(network)
+        rank = get_real_rank()
+        file = rank_files.file_of(os.path.join(self.path, f"rank_{rank}"), rank)
+        content = rank_files.read(file, lambda name: True)
+        slices = {name: p for name, p in parameters.items() if name in layouts} or parameters
+        _check_names(content.tensors, slices, file.path)
+        _check_shapes(content.tensors, slices, file.path)
+        _check_scale(network, adapter_metadata.parse(content.text, file.path), file.path)
+        for name, array in content.tensors.items():
+            value = to_tensor(array).astype(slices[name].dtype)
+            # Otherwise MindSpore would cut it once more when it compiles again.
+            slices[name].set_data(value, slice_shape=True)
+        logger.info("Slices of an adapter loaded from %s.", file.path)
+
+
+def _check_names(tensors: Dict[str, np.ndarray], parameters: Dict[str, Parameter], path: str) -> None:
+    lost = sorted(set(parameters) - set(tensors))
+    extra = sorted(set(tensors) - set(parameters))
+    if lost:
+        raise MissingTensorsError(
+            f"{path} lacks {listed(lost)}, which this rank has. Scatter the adapter again, with the strategy of this "
+            "run."
+        )
+    if extra:
+        raise UnexpectedTensorsError(
+            f"{path} holds {listed(extra)}, which this rank does not have. Scatter the adapter again, with the "
+            "strategy of this run."
+        )
+
+
+def _check_shapes(tensors: Dict[str, np.ndarray], parameters: Dict[str, Parameter], path: str) -> None:
+    for name, array in tensors.items():
+        if array.shape != tuple(parameters[name].shape):
+            raise ShapeMismatchError(
+                f"{path}: {name} is a slice {list(array.shape)}, and this rank's parameter is "
+                f"{list(parameters[name].shape)}: the adapter was cut by another strategy, or, if load_checkpoint is "
+                "empty, the network is not cut yet. Scatter it again with the strategy of this run, or name the whole "
+                "adapter in adapter_path."
+            )
+
+
+def _check_scale(network, metadata, path: str) -> None:
+    """Raises ScaleMismatchError unless the adapter's lora_alpha are those of the cells."""
+    built = {names.to_mindformers(cell_path): cell for cell_path, cell in lora_cells(network)}
+    for cell_path, alpha in metadata.get("alphas", {}).items():
+        cell = built.get(names.to_mindformers(cell_path))
+        if cell is not None and (cell.lora_alpha, cell.use_rslora) != (alpha, metadata.get("use_rslora", False)):
+            raise ScaleMismatchError(
+                f"{path} was trained with lora_alpha {alpha:g} and use_rslora {metadata.get('use_rslora', False)} at "
+                f"{cell_path}, but the network was built with {cell.lora_alpha:g} and {cell.use_rslora}. Set both in "
+                "pet_config as they were."
+            )

@@ -1,0 +1,30 @@
+"""BaseWeights: before the first step, loads the base tensor by tensor into a network that was built without values."""
+
+from mindspore import Callback
+from mindspore.train import RunContext
+
+from mindlora.network.load_base import load_base
+from mindlora.training.callbacks.common import register
+from mindlora.training.model.network import base_of
+
+
+@register
+class BaseWeights(Callback):
+    """Loads load_checkpoint, in place of MindFormers, which holds the whole file beside the network while it loads.
+
+    mindlora-run adds it where plugin.launching.base_loading takes the base over. A tensor that the checkpoint lacks is
+    an error, where MindFormers would draw it.
+
+    Args:
+        path (str): The base, as for load_base.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Loads the base, and draws what is not of the base: the adapter, and the optimizer's states."""
+        network = run_context.original_args().train_network
+        load_base(base_of(network), self.path)
+        network.init_parameters_data()

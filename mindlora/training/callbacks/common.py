@@ -1,0 +1,164 @@
+"""What the callbacks share: registration, what a step measured, events, rules that go on after a resume, rates."""
+
+import collections
+import math
+from typing import Any, Dict, Tuple
+
+from mindformers.core.callback.callback import _get_loss_output
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Callback, nn
+from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import COUNT, check_number
+from mindlora.training.log import logger
+from mindlora.training.model.network import losses_in_sum, train_step_of
+from mindlora.training.resume.training_state import passed, total_steps
+from mindlora.training.step.train_step import StepRecord
+
+register = MindFormerRegister.register(MindFormerModuleType.CALLBACK, legacy=True)
+
+
+def loss_of(params: InternalCallbackParam) -> float:
+    """Returns the training loss of the step that MindSpore's callback parameters describe."""
+    return float(_get_loss_output(params.net_outputs)[0]) / losses_in_sum(params.train_network)
+
+
+def step_record(params: InternalCallbackParam) -> StepRecord:
+    """Returns what the step that has just ended measured; from a train step that is not mindlora's, the loss alone."""
+    step = train_step_of(params.train_network)
+    if step is not None and not step.is_mindformers_step:
+        return step.last_record()
+    loss = loss_of(params)
+    # Such a step is skipped where the class is mindlora's.
+    return StepRecord(math.nan, tokens=0.0, skipped=True) if step is not None and loss == 0 else StepRecord(loss)
+
+
+def reported_metrics(params: InternalCallbackParam) -> Dict[str, Any]:
+    """Returns {metric: value} that callbacks have reported for this step."""
+    return dict(params.get("eval_results") or {})
+
+
+def report_event(params: InternalCallbackParam, kind: str, message: str) -> None:
+    """Logs what happened to a run, and keeps it in ``training_events`` of MindSpore's parameters for the run's report.
+
+    ``kind`` is one word, such as "rollback"; ``message`` is a sentence.
+    """
+    logger.info("step %d: %s", params.cur_step_num, message)
+    events = params.get("training_events") or []
+    params["training_events"] = [*events, {"step": params.cur_step_num, "kind": kind, "message": message}]
+
+
+def check_mode(name: str, value: Any) -> None:
+    """Raises ConfigError unless ``value`` says whether a smaller or a larger metric is better."""
+    if value not in ("min", "max"):
+        raise ConfigError(f"{name} is {value!r}, but it must be 'min' or 'max'.")
+
+
+def check_is_measured(params: InternalCallbackParam, name: str, metric: str) -> None:
+    """Raises ConfigError if a callback waits for held_out_loss, and no HeldOutLoss measures it."""
+    listed = {type(callback).__name__ for callback in params.list_callback}
+    if metric == "held_out_loss" and "HeldOutLoss" not in listed:
+        raise ConfigError(f"{name} needs held_out_loss, which nothing measures: add HeldOutLoss to callbacks.")
+
+
+def controlled_step(params: InternalCallbackParam, name: str) -> nn.Cell:
+    """Returns the train step of a run, which must be one that obeys rate factors, limits and requests to stop.
+
+    Raises ConfigError, which names the callback that needs it, if the run has another train step.
+    """
+    step = train_step_of(params.train_network)
+    if step is None or step.is_mindformers_step:
+        raise ConfigError(
+            f"{name} needs mindlora's train step, alone or in data parallel. Set runner_wrapper.type: "
+            f"LoraTrainOneStepCell and parallel.parallel_mode: 0, or remove {name} from callbacks."
+        )
+    return step
+
+
+class Rule:
+    """What a callback decides by. A resumed run takes over the attributes that ``remembered`` names."""
+
+    remembered: Tuple[str, ...] = ()
+
+    def state(self) -> Dict[str, Any]:
+        """Returns what a resumed run needs, as JSON values."""
+        state = {name: getattr(self, name) for name in self.remembered}
+        for name, value in state.items():
+            if isinstance(value, collections.deque):
+                state[name] = list(value)
+        return state
+
+    def restore(self, state: Dict[str, Any]) -> None:
+        """Takes over what ``state`` returned."""
+        for name in self.remembered:
+            value = state[name]
+            before = getattr(self, name)
+            if isinstance(before, collections.deque):
+                value = collections.deque(value, before.maxlen)
+            setattr(self, name, value)
+
+
+class RuleCallback(Callback):
+    """A callback that decides by ``rule``, which goes on in a resumed run where it was."""
+
+    rule: Any
+
+    def training_state(self) -> Dict[str, Any]:
+        """Returns what a resumed run needs, as JSON values: LoraCheckpoint saves it in training_state.json."""
+        return self.rule.state()
+
+    def restore_training_state(self, state: Dict[str, Any]) -> None:
+        """Takes over what ``training_state`` returned."""
+        self.rule.restore(state)
+
+
+class RateCallback(Callback):
+    """A callback that multiplies the learning rate by ``factor``; a subclass changes it in ``update``."""
+
+    factor = 1.0
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Sets the factor for the next step."""
+        # Not when training begins: a resumed run may not have its state by then.
+        self._set(run_context.original_args())
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Sets the factor for the next step."""
+        params = run_context.original_args()
+        self.update(params)
+        self._set(params)
+
+    def update(self, params: InternalCallbackParam) -> None:
+        """Changes ``factor`` after a step, and reports it."""
+        raise NotImplementedError
+
+    def _set(self, params):
+        name = type(self).__name__
+        step = controlled_step(params, name)
+        if step.rate_factors.get(name) != self.factor:
+            step.set_rate_factor(name, self.factor)
+
+
+class PeriodicCallback(Callback):
+    """A callback that does something every ``every`` steps, and after the last one.
+
+    ``name`` is what the YAML calls ``every``; ConfigError is raised if that is not a whole number of at least 1.
+    """
+
+    def __init__(self, name: str, every: int):
+        super().__init__()
+        check_number(every, name, COUNT)
+        self.every = every
+        self.step_before = 0
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Records the last step before the epoch."""
+        # Not when training begins: a resumed run may not know its step by then.
+        self.step_before = run_context.original_args().cur_step_num
+
+    def is_due(self, params: InternalCallbackParam) -> bool:
+        """Returns whether it is time, or the run ends with this step; a subclass sets step_before after each step."""
+        step = params.cur_step_num
+        return step >= total_steps(params) or passed(self.every, self.step_before, step)

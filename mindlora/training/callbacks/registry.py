@@ -1,0 +1,53 @@
+"""The callbacks that a YAML can name; importing this module registers them all in MindFormers."""
+
+from mindlora.training.adalora.callback import RankBudget
+from mindlora.training.callbacks.adapter_slices import AdapterSlices
+from mindlora.training.callbacks.base_check import BaseCheck
+from mindlora.training.callbacks.base_weights import BaseWeights
+from mindlora.training.callbacks.early_stopping import EarlyStopping
+from mindlora.training.callbacks.empty_steps import EmptySteps
+from mindlora.training.callbacks.graceful_stop import GracefulStop
+from mindlora.training.callbacks.gradient_norm_rate import GradientNormRate
+from mindlora.training.callbacks.lora_checkpoint import LoraCheckpoint
+from mindlora.training.callbacks.lora_initialization import LoraInitialization
+from mindlora.training.callbacks.loss_curve import LossCurve
+from mindlora.training.callbacks.progress_bar import ProgressBar
+from mindlora.training.callbacks.reduce_on_plateau import ReduceOnPlateau
+from mindlora.training.callbacks.sample_answers import SampleAnswers
+from mindlora.training.callbacks.warm_up import WarmUp
+from mindlora.training.exchange.exchange_check import ExchangeCheck
+from mindlora.training.forgetting.budget import ForgettingBudget
+from mindlora.training.forgetting.forgetting import Forgetting
+from mindlora.training.health.adapter_health import AdapterHealth
+from mindlora.training.health.training_guard import TrainingGuard
+from mindlora.training.held_out.held_out_loss import HeldOutLoss
+from mindlora.training.preference.reference_check import ReferenceCheck
+from mindlora.training.report.run_report import RunReport
+from mindlora.training.several.each_adapter import EachAdapter
+
+__all__ = [
+    "AdapterHealth",
+    "AdapterSlices",
+    "BaseCheck",
+    "BaseWeights",
+    "EachAdapter",
+    "EarlyStopping",
+    "EmptySteps",
+    "ExchangeCheck",
+    "Forgetting",
+    "ForgettingBudget",
+    "GracefulStop",
+    "GradientNormRate",
+    "HeldOutLoss",
+    "LoraCheckpoint",
+    "LoraInitialization",
+    "LossCurve",
+    "ProgressBar",
+    "RankBudget",
+    "ReduceOnPlateau",
+    "ReferenceCheck",
+    "RunReport",
+    "SampleAnswers",
+    "TrainingGuard",
+    "WarmUp",
+]

@@ -1,0 +1,148 @@
+"""SampleAnswers: answers to given prompts before and after training."""
+
+from typing import Callable, List, Sequence
+
+import numpy as np
+from mindspore import Callback, Tensor, nn, ops
+from mindspore.train import RunContext
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import COUNT, check_number
+from mindlora.data import tokenizers
+from mindlora.data.templates import prompt_template
+from mindlora.training.callbacks.common import register
+from mindlora.training.held_out.whole_batches import missing_rows, parts_of_batch
+from mindlora.training.log import logger
+from mindlora.training.model.network import base_of
+
+
+@register
+class SampleAnswers(Callback):
+    """Answers prompts before the first step and after the last one, greedily, for the log and the report of the run.
+
+    Each token takes a pass over the whole window of seq_length tokens, since a network in training has no KV cache.
+
+    Args:
+        prompts (list of str): The instructions to answer.
+        tokenizer (str): The tokenizer of the training data: a folder or file, as for ``mindlora data``.
+        template (str): The prompt template of the training data, as for ``mindlora data alpaca``. Default: "alpaca".
+        max_tokens (int): Tokens in an answer at most. Default: 64.
+
+    Raises:
+        ConfigError: There is no prompt, one is too long for the model, or max_tokens is out of range.
+        DataError: The template is wrong.
+        TokenizerError: The tokenizer cannot be loaded.
+    """
+
+    def __init__(self, prompts: List[str], tokenizer: str, template: str = "alpaca", max_tokens: int = 64):
+        super().__init__()
+        if not isinstance(prompts, list) or not prompts or not all(isinstance(text, str) for text in prompts):
+            raise ConfigError(f"prompts is {prompts!r}, but it must be a list of texts.")
+        check_number(max_tokens, "max_tokens", COUNT)
+        self.prompts = prompts
+        self.max_tokens = max_tokens
+        self.tokenizer = tokenizers.load_tokenizer(tokenizer)
+        self.special = tokenizers.special_ids(self.tokenizer)
+        self.template = prompt_template(template)
+        self.answered = False
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Answers before the first step of a run that is not resumed."""
+        # Not when training begins: a resumed run may not know its step by then.
+        params = run_context.original_args()
+        if not self.answered and params.cur_step_num == 0:
+            self._answer(params)
+        self.answered = True
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Answers after the last step."""
+        self._answer(run_context.original_args())
+
+    def _answer(self, params):
+        """Puts the answers into ``training_answers`` of MindSpore's callback parameters, and into the log."""
+        network = base_of(params.train_network)
+        length = network.config.seq_length
+        rows = [self._encode(prompt) for prompt in self.prompts]
+        for prompt, row in zip(self.prompts, rows):
+            if len(row) >= length:
+                raise ConfigError(
+                    f"SampleAnswers: the prompt {prompt!r} has {len(row)} tokens with its template, and seq_length is "
+                    f"{length}, which leaves no room for an answer. Shorten it."
+                )
+        token_lists = greedy_answers(network, rows, length, self.special.pad, self.special.eos, self.max_tokens)
+        answers = [self.tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in token_lists]
+        for prompt, answer in zip(self.prompts, answers):
+            logger.info("step %d: %s -> %s", params.cur_step_num, prompt, answer)
+        pairs = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(self.prompts, answers)]
+        params["training_answers"] = [
+            *(params.get("training_answers") or []),
+            {"step": params.cur_step_num, "answers": pairs},
+        ]
+        params.train_network.set_train(True)
+
+    def _encode(self, prompt):
+        record = {"instruction": prompt, "input": ""}
+        start = [] if self.special.bos is None else [self.special.bos]
+        return start + tokenizers.encode(self.tokenizer, self.template.prompt(record))
+
+
+class _LastLogits(nn.Cell):
+    """The logits at one position of each row: tokens [rows, N] and flat positions [rows] -> [rows, vocabulary]."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = self.network(tokens)[0]
+        return ops.gather(logits.reshape((-1, logits.shape[-1])), positions, 0)
+
+
+def greedy_answers(
+    network: nn.Cell, prompts: Sequence[Sequence[int]], seq_length: int, pad: int, eos: int, max_tokens: int
+) -> List[List[int]]:
+    """Returns what a network continues each prompt with, without eos, choosing the likeliest token each time.
+
+    The arguments are those of ``continuations``.
+    """
+    rows = continuations(network, prompts, seq_length, pad, eos, max_tokens, lambda logits: logits.argmax(-1))
+    answers = [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
+    return [answer[:-1] if answer[-1] == eos else answer for answer in answers]
+
+
+def continuations(
+    network: nn.Cell,
+    prompts: Sequence[Sequence[int]],
+    seq_length: int,
+    pad: int,
+    eos: int,
+    max_tokens: int,
+    choose: Callable[[np.ndarray], np.ndarray],
+) -> List[List[int]]:
+    """Returns each prompt with what follows it, up to eos, max_tokens or the end of the window.
+
+    The whole window runs for each token, since a network in training has no KV cache: this is for a few short texts.
+    Where devices divide the rows of a batch, rows of padding fill it up.
+    MindFormers' causal language model, called with tokens [rows, seq_length] in evaluation mode, returns (logits
+    [rows, seq_length, vocabulary], ...); it is left in its mode. Each prompt has fewer than seq_length tokens. Of
+    logits [rows, vocabulary], ``choose`` returns a token for each row.
+    """
+    was_training = network.training
+    cell = _LastLogits(network).set_train(False)
+    rows = [list(prompt) for prompt in prompts]
+    ends = [min(seq_length, len(row) + max_tokens) for row in rows]
+    running = set(range(len(rows)))
+    batch = len(rows) + missing_rows(len(rows), parts_of_batch(network))
+    while running:
+        window = np.full((batch, seq_length), pad, np.int32)
+        positions = np.arange(batch, dtype=np.int32) * seq_length
+        for index, row in enumerate(rows):
+            window[index, : len(row)] = row
+            positions[index] += len(row) - 1
+        chosen = choose(cell(Tensor(window), Tensor(positions)).asnumpy()[: len(rows)])
+        for index in sorted(running):
+            rows[index].append(int(chosen[index]))
+            if rows[index][-1] == eos or len(rows[index]) == ends[index]:
+                running.remove(index)
+    cell.set_train(was_training)
+    return rows

@@ -1,0 +1,1 @@
+"""Classifiers and reward models: their rules, their data, their network, their scores."""

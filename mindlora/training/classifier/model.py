@@ -1,0 +1,43 @@
+"""Classifiers and reward models on MindFormers' Llama, registered when imported: model.arch.type names them."""
+
+from mindformers.models.llama.llama import LlamaForCausalLM
+from mindformers.models.llama.llama_config import LlamaConfig
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+
+from mindlora.core.fields import COUNT, check_number
+from mindlora.models.architectures.llama_classifiers import TASKS
+from mindlora.network.cells.score import Score
+
+register = MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=True)
+
+
+class _Classifier(LlamaForCausalLM):
+    """LlamaForCausalLM with scores of labels in place of logits of tokens; its loss is the same.
+
+    A label belongs to the position before it, as a token does that is predicted.
+
+    Args:
+        config (LlamaConfig): With num_labels, the number of scores; 1 for rewards.
+
+    Raises:
+        ConfigError: num_labels is not a whole number of at least 1.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        check_number(getattr(config, "num_labels", None), "model_config.num_labels", COUNT)
+        # By its name, where MindFormers looks for disable_lazy_inline: data parallel does not compile without it.
+        super().__init__(config=config)
+        del self.lm_head
+        self.score = Score(config.hidden_size, config.num_labels, TASKS[type(self).__name__])
+        # What the construct of the Llama calls. Assigned as an attribute, it would rename the parameters.
+        self._cells["lm_head"] = self.score
+
+
+@register
+class LlamaForSequenceClassification(_Classifier):
+    """Scores of a whole text, at its last token."""
+
+
+@register
+class LlamaForTokenClassification(_Classifier):
+    """Scores of each token."""

@@ -1,0 +1,73 @@
+"""Classifiers: what model.arch.type and num_labels of a YAML need from the rest of it."""
+
+from typing import Any, Iterator, Mapping, Optional
+
+from mindlora.core.fields import COUNT
+from mindlora.core.yaml_file import PET, value_at
+from mindlora.models.architectures.llama_classifiers import TASKS, task_of
+from mindlora.run.checks.finding import Finding, error
+from mindlora.run.checks.mcore import is_mcore
+
+CLASS, LABELS = "model.arch.type", "model.model_config.num_labels"
+_PREFERENCE, _REWARD = "runner_wrapper.preference", "reward"
+# The class of a reward model.
+_REWARDED = "LlamaForSequenceClassification"
+# What computes logits of tokens, or samples of them.
+_OF_TOKENS = ("SampleAnswers", "Forgetting", "ForgettingBudget")
+
+
+def check_classifier(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each setting that does not go with a classifier, or that needs one."""
+    labels = value_at(config, LABELS)
+    yield from _check_preference(config, labels)
+    if task_of(value_at(config, CLASS)) is None:
+        if labels is not None:
+            yield error(
+                LABELS,
+                f"num_labels is {labels}, and model.arch.type is {value_at(config, CLASS)}, which has no labels.",
+                f"Set model.arch.type: {' or '.join(TASKS)}, or remove num_labels.",
+            )
+        return
+    if labels not in COUNT:
+        yield error(
+            LABELS,
+            f"num_labels is {labels!r}: a classifier needs the number of its labels.",
+            "Set it as mindlora data labels says.",
+        )
+    if is_mcore(config):
+        yield error(CLASS, "use_legacy is False: classifiers are legacy models.", "Remove use_legacy.")
+    if config.get("run_mode") == "predict":
+        yield error("run_mode", "run_mode is predict: a classifier writes no text.", "Evaluate it with HeldOutLoss.")
+    if value_at(config, f"{PET}.adapters") is not None:
+        yield error(
+            f"{PET}.adapters",
+            "pet_config.adapters trains several adapters in one run, and a classifier has one head.",
+            "Train one adapter in a run.",
+        )
+    for callback in config.get("callbacks") or []:
+        if callback.get("type") in _OF_TOKENS:
+            yield error(
+                f"callbacks.{callback['type']}",
+                f"{callback['type']} is about texts that the model writes, and the model is a classifier.",
+                "Remove it.",
+            )
+
+
+def _check_preference(config: Mapping[str, Any], labels: Any) -> Iterator[Finding]:
+    """Yields why a loss of preferences does not go with the model: rewards are of classifiers with one label alone."""
+    node = value_at(config, _PREFERENCE)
+    loss: Optional[str] = node.get("loss", "dpo") if isinstance(node, Mapping) else None
+    model_class = value_at(config, CLASS)
+    if loss == _REWARD and (model_class, labels) != (_REWARDED, 1):
+        yield error(
+            _PREFERENCE,
+            f"{_PREFERENCE}: the loss {_REWARD} needs one score of a text, and the model is {model_class} with "
+            f"num_labels {labels}.",
+            f"Set model.arch.type: {_REWARDED} and model_config.num_labels: 1.",
+        )
+    elif loss not in (None, _REWARD) and task_of(model_class) is not None:
+        yield error(
+            _PREFERENCE,
+            f"{_PREFERENCE}: the loss {loss} compares answers that a model writes, and the model is a classifier.",
+            f"Set loss: {_REWARD}, which trains a reward model, or remove one of them.",
+        )

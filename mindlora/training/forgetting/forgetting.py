@@ -1,0 +1,171 @@
+"""Forgetting: how far training has moved the model away from what its base says itself."""
+
+import contextlib
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.train import RunContext
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import COUNT, check_number, whole_numbers
+from mindlora.core.token_ids import ignore_token_id, pad_token_id
+from mindlora.network.tree import lora_cells
+from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
+from mindlora.training.callbacks.sample_answers import continuations
+from mindlora.training.held_out.held_out_loss import HeldOutLossCell
+from mindlora.training.held_out.whole_batches import missing_rows, parts_of_batch
+from mindlora.training.log import logger
+from mindlora.training.model.network import base_of
+from mindlora.training.resume.collectives import mean_over_ranks
+
+
+@register
+class Forgetting(PeriodicCallback):
+    r"""Measures the divergence from the base on texts of its own, and reports it as the metric ``forgetting``.
+
+        KL(base || tuned) = E_{x ~ base} [log p_base(x) - log p_tuned(x)], in nats per token
+
+    Before the first step, the base says ``samples`` texts at temperature 1: no data is needed. The expectation is the
+    mean over their tokens, the same ones each time. So it is 0 where nothing has changed, and the curve is smooth.
+    ``mindlora eval --forgetting`` measures the same of a saved adapter.
+
+    To draw the texts takes ``max_tokens`` passes over the whole window for each batch, since a network in training has
+    no KV cache; a measurement takes one. An adapter of adapter_path counts as change, unless its initialization has
+    changed the base (pissa, olora): then the model with which the run begins is the base.
+
+    Args:
+        every_steps (int): Steps between measurements; the last step is measured too. Default: 100.
+        samples (int): Texts. Default: 16.
+        max_tokens (int): Tokens of each, at most. Default: 64.
+        batch_size (int): Texts at a time. Default: 8.
+        seed (int): Of the draws. Default: 0.
+
+    Raises:
+        ConfigError: An argument is out of range.
+
+    Source: Kullback and Leibler, On Information and Sufficiency, 1951.
+    """
+
+    def __init__(
+        self, every_steps: int = 100, samples: int = 16, max_tokens: int = 64, batch_size: int = 8, seed: int = 0
+    ):
+        super().__init__("every_steps", every_steps)
+        check_number(samples, "samples", COUNT)
+        check_number(max_tokens, "max_tokens", COUNT)
+        check_number(batch_size, "batch_size", COUNT)
+        check_number(seed, "seed", whole_numbers(0))
+        self.count = samples
+        self.max_tokens = max_tokens
+        self.batch_size = batch_size
+        self.seed = seed
+        self.samples: Optional[List[List[int]]] = None
+        self.base_loss = 0.0
+        self.cell: Optional[HeldOutLossCell] = None
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Draws the texts, unless a resumed run has them."""
+        super().on_train_epoch_begin(run_context)
+        if self.samples is not None:
+            return
+        params = run_context.original_args()
+        network = base_of(params.train_network)
+        with _without_adapters(network):
+            self.samples = self._draw(network)
+            self.base_loss = self._loss(network)
+        params.train_network.set_train(True)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Measures if it is due."""
+        params = run_context.original_args()
+        results = reported_metrics(params)
+        results.pop("forgetting", None)
+        if self.is_due(params):
+            moved = self._loss(base_of(params.train_network)) - self.base_loss
+            params.train_network.set_train(True)
+            # What the ranks decide by it must be the same on all of them.
+            results["forgetting"] = mean_over_ranks(moved)
+            logger.info("step %d: forgetting %.6f", params.cur_step_num, results["forgetting"])
+        params["eval_results"] = results
+        self.step_before = params.cur_step_num
+
+    def training_state(self) -> Dict[str, Any]:
+        """Returns what a resumed run needs, as JSON values."""
+        return {"samples": self.samples, "base_loss": self.base_loss}
+
+    def restore_training_state(self, state: Dict[str, Any]) -> None:
+        """Takes over what ``training_state`` returned."""
+        self.samples = state["samples"]
+        self.base_loss = state["base_loss"]
+
+    def _draw(self, network: nn.Cell) -> List[List[int]]:
+        """Returns texts that begin with bos, and end with eos or after max_tokens."""
+        config = network.config
+        if not isinstance(config.bos_token_id, int):
+            raise ConfigError(
+                f"Forgetting needs a token with which a text begins, and bos_token_id is {config.bos_token_id!r}. Set "
+                "model.model_config.bos_token_id."
+            )
+        rng = np.random.default_rng(self.seed)
+        samples: List[List[int]] = []
+        for begin in range(0, self.count, self.batch_size):
+            rows = [[config.bos_token_id]] * min(self.batch_size, self.count - begin)
+            samples += continuations(
+                network,
+                rows,
+                config.seq_length,
+                pad_token_id(config),
+                config.eos_token_id,
+                self.max_tokens,
+                lambda logits: _drawn(logits, rng),
+            )
+        return samples
+
+    def _loss(self, network: nn.Cell) -> float:
+        """Returns the mean cross entropy of the texts' tokens, in nats."""
+        config = network.config
+        if self.cell is None:
+            self.cell = HeldOutLossCell(network, ignore_token_id(config))
+        self.cell.set_train(False)
+        length = config.seq_length + (not self.cell.is_sliced)
+        total = count = 0.0
+        rows = self.batch_size + missing_rows(self.batch_size, parts_of_batch(network))
+        for begin in range(0, self.count, self.batch_size):
+            tokens, labels = _rows(self.samples[begin : begin + self.batch_size], length, rows, config)
+            if self.cell.is_sliced:
+                labels = np.roll(labels, -1, axis=1)
+            batch_total, batch_count = self.cell(Tensor(tokens), Tensor(labels))
+            total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
+        # Nothing counts where nothing is computed, in a dry run.
+        return total / max(count, 1.0)
+
+
+def _rows(samples: List[List[int]], length: int, count: int, config: Any) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns tokens and labels, int32 [count, length]; all tokens but the first of each row have a label."""
+    tokens = np.full((count, length), pad_token_id(config), np.int32)
+    labels = np.full((count, length), ignore_token_id(config), np.int32)
+    for row, sample in enumerate(samples):
+        tokens[row, : len(sample)] = sample
+        labels[row, 1 : len(sample)] = sample[1:]
+    return tokens, labels
+
+
+def _drawn(logits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Returns a token for each row of logits [rows, vocabulary], drawn at temperature 1: by Gumbel's maximum."""
+    return (logits + rng.gumbel(size=logits.shape)).argmax(-1)
+
+
+@contextlib.contextmanager
+def _without_adapters(network: nn.Cell) -> Iterator[None]:
+    """Switches off, for a while, adapters that change something, unless their initialization has changed the base."""
+    kept = []
+    for _, cell in lora_cells(network):
+        if cell.initial_pair is None and cell.parts()[cell.variant.zero_part].asnumpy().any():
+            kept += [(part, part.asnumpy().copy()) for part in cell.parts().values()]
+            cell.silence()
+            cell.prepare()
+    try:
+        yield
+    finally:
+        for part, values in kept:
+            part.set_data(Tensor(values, part.dtype))

@@ -1,0 +1,161 @@
+"""HeldOutLoss: the loss on held-out data, measured while training."""
+
+import math
+import os
+from typing import Dict
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+from mindspore.common import dtype as mstype
+from mindspore.train import RunContext
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import COUNT, check_number
+from mindlora.core.token_ids import ignore_token_id
+from mindlora.network.cells.score import score_of
+from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
+from mindlora.training.classifier.labels import label_measures
+from mindlora.training.held_out.cells import HeldOutLabelsCell, HeldOutLossCell
+from mindlora.training.held_out.whole_batches import labeled_batches, parts_of_batch
+from mindlora.training.log import logger
+from mindlora.training.model.network import base_of, train_step_of
+from mindlora.training.preference.loss import SUMS, PreferenceLoss, preference_measures
+from mindlora.training.report.history import HELD_OUT_FIELDS
+from mindlora.training.resume.collectives import mean_over_ranks
+from mindlora.training.several.step_of_adapter import StepOfAdapter
+from mindlora.training.step.packing import check_held_out
+
+
+@register
+class HeldOutLoss(PeriodicCallback):
+    """Measures the loss on held-out data while training and reports it as the metric ``held_out_loss``.
+
+    It is the mean cross entropy, or where the run learns from preferences the loss that it learns, on preferences. Then
+    ``held_out_reward_accuracy`` and the other MEASURES are reported too (see docs/preferences.md). Of a classifier,
+    ``held_out_accuracy`` and ``held_out_f1`` are too (see label_measures).
+
+    The metric is reported only at the steps at which it is measured. LoraCheckpoint sees it if the YAML lists
+    LoraCheckpoint after this callback.
+
+    Args:
+        dataset_dir (str): MindRecord with int32 columns input_ids and labels, or with the columns of preferences.
+        every_steps (int): Steps between measurements; the last step is measured too. Default: 100.
+        batch_size (int): Rows at a time. Default: 8.
+
+    Raises:
+        ConfigError: An argument is out of range, or the file does not exist.
+    """
+
+    def __init__(self, dataset_dir: str, every_steps: int = 100, batch_size: int = 8):
+        super().__init__("every_steps", every_steps)
+        check_number(batch_size, "batch_size", COUNT)
+        if not os.path.exists(dataset_dir):
+            raise ConfigError(f"dataset_dir is {dataset_dir}, which does not exist: name a MindRecord.")
+        self.dataset_dir = dataset_dir
+        self.batch_size = batch_size
+        self.cell = None
+        self.measured = []
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Checks that the network keeps the examples of packed rows apart."""
+        check_held_out(run_context.original_args().train_network, self.dataset_dir)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Measures the loss if it is due."""
+        params = run_context.original_args()
+        step = params.cur_step_num
+        results = reported_metrics(params)
+        for name in HELD_OUT_FIELDS:
+            results.pop(name, None)
+        if self.is_due(params):
+            if self.cell is None:
+                self.cell = self.make_cell(params.train_network)
+            measured = self.measure()
+            params.train_network.set_train(True)
+            logger.info("step %d: %s", step, ", ".join(f"{name} {value:.6f}" for name, value in measured.items()))
+            results.update(measured)
+            self.measured.append((step, measured["held_out_loss"]))
+        params["eval_results"] = results
+        self.step_before = step
+
+    def measure(self) -> Dict[str, float]:
+        """Returns the metrics, the same on every rank."""
+        if isinstance(self.cell, StepOfAdapter):
+            return {"held_out_loss": self.cell.held_out_loss(self.dataset_dir, self.batch_size)}
+        if isinstance(self.cell, PreferenceLoss):
+            measures = held_out_preferences(self.cell, self.dataset_dir, self.batch_size)
+        elif isinstance(self.cell, HeldOutLabelsCell):
+            measures = held_out_labels(self.cell, self.dataset_dir, self.batch_size)
+        else:
+            measures = {"loss": held_out_loss(self.cell, self.dataset_dir, self.batch_size)}
+        # What the ranks decide by it must be the same on all of them.
+        return {f"held_out_{name}": mean_over_ranks(value) for name, value in measures.items()}
+
+    def make_cell(self, train_network: nn.Cell) -> nn.Cell:
+        """Returns what computes the loss of a batch, as HeldOutLossCell does, or a PreferenceLoss.
+
+        For one adapter among several it is the train step, which measures all of them at once.
+        """
+        step = train_step_of(train_network)
+        if isinstance(step, StepOfAdapter):
+            return step
+        if getattr(step, "learns_preferences", False):
+            return step.token_gradients.network
+        network = base_of(train_network)
+        score = score_of(network)
+        if score is not None:
+            return HeldOutLabelsCell(network, ignore_token_id(network.config), score.num_labels)
+        return HeldOutLossCell(network, ignore_token_id(network.config))
+
+
+def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> float:
+    """Returns the mean cross entropy, in nats per label, over a MindRecord; NaN if no label counts.
+
+    The MindRecord has integer columns input_ids and labels, as HeldOutLossCell takes them; batches are filled up where
+    devices divide them.
+    """
+    was_training = cell.network.training
+    cell.set_train(False)
+    total = count = 0.0
+    parts = parts_of_batch(cell.network)
+    for input_ids, labels in labeled_batches(dataset_dir, batch_size, cell.ignore_token_id, parts):
+        batch_total, batch_count = cell(input_ids, labels)
+        total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
+    cell.set_train(was_training)
+    return _mean(total, count)
+
+
+def held_out_labels(cell: HeldOutLabelsCell, dataset_dir: str, batch_size: int) -> Dict[str, float]:
+    """Returns the mean cross entropy of the labels of a MindRecord, as ``loss``, and label_measures."""
+    was_training = cell.network.training
+    cell.set_train(False)
+    total, confusion = 0.0, np.zeros((cell.num_labels, cell.num_labels))
+    parts = parts_of_batch(cell.network)
+    for input_ids, labels in labeled_batches(dataset_dir, batch_size, cell.ignore_token_id, parts):
+        batch_total, _, counts = cell(input_ids, labels)
+        total, confusion = total + float(batch_total.asnumpy()), confusion + counts.asnumpy()
+    cell.set_train(was_training)
+    return {"loss": _mean(total, confusion.sum()), **label_measures(confusion)}
+
+
+def held_out_preferences(cell: PreferenceLoss, dataset_dir: str, batch_size: int) -> Dict[str, float]:
+    """Returns the mean loss of the examples of a MindRecord, as ``loss``, and MEASURES.
+
+    KTO's distance from the reference is estimated for each batch.
+    """
+    columns = list(cell.settings.columns)
+    dataset = ms.dataset.MindDataset(dataset_dir, columns_list=columns, shuffle=False)
+    total, sums = 0.0, np.zeros(len(SUMS))
+    was_training = cell.network.training
+    cell.set_train(False)
+    for inputs in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1):
+        batch_total, batch_sums = cell(*(column.astype(mstype.int32) for column in inputs))
+        total, sums = total + float(batch_total.asnumpy()), sums + batch_sums.asnumpy()
+    cell.set_train(was_training)
+    return {"loss": _mean(total, sums[0]), **preference_measures(sums, cell.settings)}
+
+
+def _mean(total: float, count: float) -> float:
+    # A loss of nothing must not be the best of a run.
+    return total / count if count else math.nan

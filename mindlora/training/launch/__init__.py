@@ -1,0 +1,1 @@
+"""mindlora-run: what it does before and around MindFormers' Trainer."""

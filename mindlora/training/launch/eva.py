@@ -1,0 +1,93 @@
+"""EVA for a MindFormers YAML: its model, base, pet_config and training data to the adapter with which a run begins."""
+
+import itertools
+from typing import Any, Dict, Iterator, List, Mapping, Sequence
+
+import numpy as np
+from mindformers.models.build_model import build_network
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.formats.mindrecord_files import mindrecord_files
+from mindlora.core.token_ids import ignore_token_id, pad_token_id
+from mindlora.models.lora_config import LoraConfig
+from mindlora.network.eva import Batch, EvaResult, eva_adapter
+from mindlora.network.load_base import load_base
+from mindlora.run.checks.data_rows import BOUNDARY, data_of
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.mcore import is_mcore
+from mindlora.run.checks.pet_config import check_pet_config
+from mindlora.training.launch.launcher import build_config
+from mindlora.training.launch.serve import set_up_context
+from mindlora.training.model.mindrecords import first_rows
+
+
+def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rho: float, tau: float) -> EvaResult:
+    """Returns what eva_adapter finds for a YAML, in the first ``rows`` of its training data, ``batch_size`` at a time.
+
+    Raises LoraError if a setting is wrong, or a file cannot be read.
+    """
+    yaml = build_config(["--config", config, *overrides])
+    if is_mcore(yaml):
+        raise ConfigError(
+            "use_legacy is False: MindFormers' mcore models run as a graph alone, in which the inputs of their cells "
+            "cannot be read. Use another lora_init, such as pissa."
+        )
+    lora = _lora_config(yaml)
+    batches = _batches(yaml, rows, batch_size)
+    yaml.use_parallel = False
+    yaml.context.mode = 1
+    set_up_context(yaml)
+    node = MindFormerConfig(**yaml.model)
+    node.model_config.pop("pet_config")
+    node.model_config.update(batch_size=batch_size, checkpoint_name_or_path="")
+    network = build_network(node)
+    load_base(network, yaml.load_checkpoint)
+    return eva_adapter(network, batches, lora, rho, tau)
+
+
+def _lora_config(yaml: MindFormerConfig) -> LoraConfig:
+    config, findings = check_pet_config(yaml)
+    refuse(findings)
+    if config is None:
+        raise ConfigError("The YAML has no pet_config of mindlora: add one, whose ranks and cells the adapter gets.")
+    return config
+
+
+def _batches(yaml: MindFormerConfig, rows: int, batch_size: int) -> List[Batch]:
+    files = mindrecord_files(data_of(yaml.train_dataset) or [])
+    if not files:
+        raise ConfigError(
+            "train_dataset.data_loader names no MindRecord that is there. Name the training data with "
+            "--train_dataset_dir."
+        )
+    config = yaml.model.model_config
+    read = itertools.islice(itertools.chain.from_iterable(first_rows(file, rows) for file in files), rows)
+    batches = []
+    for chunk in _chunks(read, batch_size):
+        tokens = np.stack([_column(row, "input_ids", config.seq_length) for row in chunk])
+        labels = np.stack([_column(row, "labels", config.seq_length) for row in chunk])
+        counted = (labels != ignore_token_id(config)) & (tokens != pad_token_id(config))
+        batches.append((tokens.astype(np.int32), counted))
+    return batches
+
+
+def _chunks(rows: Iterator[Dict[str, np.ndarray]], size: int) -> Iterator[List[Dict[str, np.ndarray]]]:
+    while chunk := list(itertools.islice(rows, size)):
+        if BOUNDARY in chunk[0]:
+            raise ConfigError(
+                "The rows of train_dataset are packed, and EVA reads whole rows. Convert the data without packing, "
+                "and name that file with --train_dataset_dir."
+            )
+        yield chunk
+
+
+def _column(row: Mapping[str, Any], name: str, length: int) -> np.ndarray:
+    # Data without labels, and rows that are too long or too short, are the doctor's findings too.
+    values = row.get(name, row["input_ids"])
+    if len(values) < length:
+        raise ConfigError(
+            f"A row of train_dataset has {len(values)} tokens, and seq_length is {length}. Set --seq_length "
+            f"{len(values)} at most."
+        )
+    return values[:length]

@@ -1,0 +1,82 @@
+"""What mindlora-run checks before MindFormers is set up: the machine, msrun, output folders, what predicting needs."""
+
+import os
+import tempfile
+
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.run_modes import TRAINING_MODES
+from mindlora.run.checks.files import base_of
+from mindlora.run.checks.key_ranges import named_items
+
+# msrun, a rank table and mpirun each set one of these.
+_LAUNCHERS = ("MS_ROLE", "RANK_TABLE_FILE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+
+def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
+    """Raises ConfigError if the run cannot start on this machine, or would answer from random weights unasked."""
+    fill_base(config)
+    _check_device(config)
+    _check_output(config)
+    if config.use_parallel and not any(name in os.environ for name in _LAUNCHERS):
+        raise ConfigError(
+            "use_parallel is True, but this process is alone. Launch one for each device, for instance 8: "
+            "msrun --worker_num=8 --local_worker_num=8 --join=True $(which mindlora-run) --config ... "
+            "Or set use_parallel: False."
+        )
+    if config.run_mode in TRAINING_MODES:
+        return
+    if not config.load_checkpoint and not random_base:
+        raise ConfigError(
+            f"run_mode is {config.run_mode} and load_checkpoint is empty, so the base would have random weights. Name "
+            "the base with --load_checkpoint, or say --random_base if this is meant."
+        )
+    if config.run_mode == "predict":
+        _check_predict(config)
+
+
+def fill_base(config: MindFormerConfig) -> None:
+    """Sets load_checkpoint to the base that MindFormers' Trainer will take if another key names it."""
+    path = base_of(config)[1]
+    if path and os.path.exists(path):
+        config.load_checkpoint = path
+
+
+def _check_device(config):
+    import mindspore
+
+    if (config.context or {}).get("device_target") == "Ascend" and not mindspore.hal.is_available("Ascend"):
+        raise ConfigError(
+            "context.device_target is Ascend, and MindSpore finds no Ascend device here: mindlora doctor says what is "
+            "missing. To try mindlora on a CPU, take configs/tiny/lora_llama_tiny_cpu.yaml."
+        )
+
+
+def _check_output(config):
+    """Makes the folders that the run writes to, lest it ends at its first save, with all that it has learned."""
+    folders = {"output_dir": config.output_dir or "output"}
+    for name, callback in named_items(config.callbacks if config.run_mode in TRAINING_MODES else None):
+        if callback.get("directory"):
+            folders[f"callbacks.{name}: directory"] = callback["directory"]
+    for key, folder in folders.items():
+        try:
+            os.makedirs(os.path.expanduser(folder), exist_ok=True)
+            with tempfile.TemporaryFile(dir=os.path.expanduser(folder)):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"{key} is {folder}, where nothing can be written: {error.strerror}. Name another folder."
+            ) from error
+
+
+def _check_predict(config):
+    if not config.input_data:
+        raise ConfigError("run_mode is predict, and there is nothing to go on with: give texts with --predict_data.")
+    tokenizer = (config.processor or {}).get("tokenizer") or {}
+    files = {key: tokenizer[key] for key in ("tokenizer_file", "vocab_file") if key in tokenizer}
+    if files and not any(files.values()):
+        raise ConfigError(
+            f"processor.tokenizer has an empty {' and '.join(files)}: name the tokenizer that the model was trained "
+            f"with, for instance --processor.tokenizer.{next(iter(files))} tokenizer.json."
+        )

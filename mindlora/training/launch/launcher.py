@@ -1,0 +1,322 @@
+"""mindlora-run: MindFormers' run_mindformer.py, which its wheel does not ship, with mindlora loaded."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Callable, List, Optional, Sequence
+
+# On few cores, worker threads that spin between kernels cost more than they gain. MindSpore reads this at import.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# On a terminal, MindSpore's warnings would break the progress bar into pieces.
+if sys.stdout.isatty() and "--verbose" not in sys.argv:
+    os.environ.setdefault("GLOG_v", "3")
+
+import yaml
+
+from mindlora.core.errors import ConfigError, LoraError, RunStopped
+from mindlora.core.interrupts import Interrupts
+from mindlora.core.overrides import keys_and_texts, set_flags, set_keys
+from mindlora.core.run_modes import TRAINING_MODES
+from mindlora.core.yaml_file import read_merged
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.key_ranges import check_names, check_run_mode, check_shape
+from mindlora.training.launch.command_line import parse
+from mindlora.training.launch.imports import import_mindformers
+
+# MindFormers takes seconds to import, and --help does not need it: the functions below import it.
+if TYPE_CHECKING:
+    from mindformers.tools.register import MindFormerConfig
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Runs one command line; returns the exit code.
+
+    0, or with one line on stderr: 1 if the configuration is wrong or the run has failed, 130 or 143 if SIGINT (Ctrl-C)
+    or SIGTERM has stopped it. However a training run ends before its last step, a line says how to go on with it.
+    """
+    began = time.time()
+    config = None
+    try:
+        with _interrupts(lambda: _say_how_to_go_on(config, began)):
+            if _trains_with_pynative(argv):
+                return 0
+            config = build_config(argv)
+            quiet = sys.stdout.isatty() and "--verbose" not in (sys.argv if argv is None else argv)
+            with _screen(config) if quiet and config.run_mode in TRAINING_MODES else contextlib.nullcontext():
+                run(config)
+    except RunStopped as stopped:
+        print(f"mindlora-run: {stopped}", file=sys.stderr)
+        return stopped.exit_code
+    except LoraError as error:
+        print(f"mindlora-run: error: {error}", file=sys.stderr)
+        _say_how_to_go_on(config, began)
+        return 1
+    except KeyboardInterrupt:
+        print("mindlora-run: interrupted", file=sys.stderr)
+        _say_how_to_go_on(config, began)
+        return 130
+    except Exception as error:
+        from mindlora.training.launch.failure import described
+
+        print(f"mindlora-run: error: {described(error, config)}", file=sys.stderr)
+        _say_how_to_go_on(config, began)
+        return 1
+    except BaseException:
+        _say_how_to_go_on(config, began)
+        raise
+    return 0
+
+
+def _trains_with_pynative(argv) -> bool:
+    """Trains with MindFormers' PyNative Trainer, if the YAML is one of its own."""
+    from mindlora.training.launch import pynative_run
+
+    try:
+        args, rest = parse(argv)
+    except ConfigError:
+        return False  # build_config says what is wrong with the flags.
+    if not pynative_run.is_for_pynative(args.config):
+        return False
+    _use_register_path(args.register_path)
+    pynative_run.train(args, rest)
+    return True
+
+
+def run(config: "MindFormerConfig") -> None:
+    """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
+    random_base = config.pop("random_base", False)
+    prepare(config, random_base)
+    start(config)
+
+
+def prepare(config: "MindFormerConfig", random_base: bool = False) -> None:
+    """Registers mindlora, checks a run's configuration, and fills in what follows from it, in place."""
+    from mindlora.training.launch.launch_checks import check_launch
+
+    check_launch(config, random_base)
+    from mindformers.utils.file_utils import set_output_path
+
+    set_output_path(config.output_dir)
+    from mindlora.training.launch import (
+        hooks,  # noqa: F401  importing hooks registers mindlora
+        preflight,
+    )
+
+    preflight.prepare(config)
+    preflight.refuse_missing_files(config)
+
+
+def start(config: "MindFormerConfig") -> None:
+    """Trains, evaluates or predicts as a prepared configuration says."""
+    from mindformers.core.context import build_context
+    from mindformers.trainer import Trainer
+
+    from mindlora.training.launch.base_loading import take_base_over
+
+    build_context(config)
+    without_values = take_base_over(config)
+    trainer = Trainer(config)
+    if config.run_mode in TRAINING_MODES:
+        with without_values:
+            trainer.train()
+    elif config.run_mode == "eval":
+        trainer.evaluate(eval_checkpoint=config.load_checkpoint)
+    else:
+        if config.save_file is None:
+            # Else MindFormers writes it into the working folder.
+            os.makedirs(config.output_dir, exist_ok=True)
+            config.save_file = os.path.join(config.output_dir, "predict_result.txt")
+        trainer.predict(
+            predict_checkpoint=config.load_checkpoint,
+            input_data=config.input_data,
+            batch_size=config.predict_batch_size,
+            adapter_id=config.adapter_id,
+        )
+
+
+def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
+    """Returns the YAML of ``--config``, with every flag and ``--a.b.c value`` of the command line set in it.
+
+    Raises ConfigError if the YAML cannot be read, a flag is wrong, or an override names a key that the YAML lacks, and
+    InstallationError if MindFormers cannot be imported.
+    """
+    args, rest = parse(argv)
+    if not os.path.isfile(args.config):
+        raise ConfigError(f"--config {args.config} does not exist. Check the path.")
+    _use_register_path(args.register_path)
+    import_mindformers()
+    config = _read_yaml(args.config, args.run_mode)
+    _override(config, args, rest)
+    refuse([*check_shape(config), *check_run_mode(config)])
+    if config.run_mode == "predict":
+        config.input_data = _predict_input(args.predict_data, args.modal_type)
+        config.adapter_id = args.adapter_id
+    if args.resume is not None:
+        _resume(config, args.resume)
+    if args.random_base:
+        config.random_base = True
+    return config
+
+
+def _use_register_path(folder):
+    """Lets MindFormers find in a folder what auto_register names; None stands for no folder."""
+    if folder is None:
+        return
+    register_path = os.path.abspath(folder)
+    if not os.path.isdir(register_path):
+        raise ConfigError(f"--register_path {folder} is not a folder. Try: $(mindlora plugin-path)")
+    os.environ["REGISTER_PATH"] = register_path
+    if register_path not in sys.path:
+        sys.path.append(register_path)
+
+
+def _override(config, args, rest):
+    """Sets what the command line says: --options, then the flags, then ``--a.b.c value``."""
+    if args.options is not None:
+        config.merge_from_dict(_options(args.options))
+    set_flags(config, vars(args))
+    if args.num_samples is not None:
+        for dataset in (config.train_dataset, config.eval_dataset):
+            if dataset and dataset.data_loader:
+                dataset.data_loader.num_samples = args.num_samples
+    if args.strategy_load_checkpoint is not None:
+        config.parallel.strategy_ckpt_load_file = _strategy_file(args.strategy_load_checkpoint)
+    pairs = list(keys_and_texts(rest))
+    set_keys(config, pairs)
+    _fill_nodes(config, [key for key, _ in pairs])
+
+
+def _fill_nodes(config, keys):
+    """Fills in nodes that the command line sets as a whole, as MindFormers fills in those of a YAML."""
+    from mindformers.tools.register import MindFormerConfig
+    from mindformers.tools.register.template import CONFIG_NAME_TO_CLASS
+
+    for key in keys:
+        if isinstance(config.get(key), dict) and key in CONFIG_NAME_TO_CLASS:
+            # The checks say what the node lacks.
+            with contextlib.suppress(KeyError, ValueError):
+                config[key] = MindFormerConfig(**CONFIG_NAME_TO_CLASS[key].apply(config[key]))
+
+
+def _options(pairs: List[str]) -> dict:
+    """Reads key=value pairs with MindFormers' own action, which reads every True as False."""
+    from mindformers.tools.register import ActionDict
+
+    namespace = argparse.Namespace()
+    ActionDict(["--options"], "options")(None, namespace, pairs)
+    for key, value in (pair.split("=", 1) for pair in pairs):
+        if value.upper() in ("TRUE", "FALSE"):
+            namespace.options[key] = value.upper() == "TRUE"
+    return namespace.options
+
+
+def _resume(config, step_folder):
+    """Sets what --resume says in LoraCheckpoint."""
+    saving = [callback for callback in config.callbacks or [] if callback.get("type") == "LoraCheckpoint"]
+    if config.run_mode not in TRAINING_MODES or not saving:
+        obstacle = f"run_mode is {config.run_mode}" if saving else "callbacks has no LoraCheckpoint"
+        raise ConfigError(
+            f"--resume goes on with a training run that LoraCheckpoint saved, but {obstacle}. Train with "
+            "LoraCheckpoint, or leave --resume out."
+        )
+    saving[0]["resume"] = step_folder
+
+
+def _interrupts(clean_up: Callable[[], None]) -> contextlib.AbstractContextManager:
+    """Returns what ends the process with one line at Ctrl-C, but in training, where GracefulStop takes it."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual and threading.current_thread() is threading.main_thread():
+        return Interrupts("mindlora-run", clean_up)
+    return contextlib.nullcontext()
+
+
+def _say_how_to_go_on(config, began):
+    """Prints the newest step that this run saved, and how to resume from it."""
+    if config is None or config.run_mode not in TRAINING_MODES:
+        return
+    from mindlora.training.resume.training_state import checkpoint_directory, step_folders
+
+    callbacks = list(config.callbacks or [])
+    for each in config.callbacks or []:
+        # Each of several adapters has callbacks of its own.
+        callbacks += [callback for run in each.get("runs") or [] for callback in run["configuration"]["callbacks"]]
+    for callback in callbacks:
+        if callback.get("type") == "LoraCheckpoint":
+            folders = step_folders(checkpoint_directory(callback.get("directory")))
+            if folders and os.path.getmtime(folders[-1]) >= began:
+                print(
+                    f"mindlora-run: saved in {folders[-1]}. To go on from there, repeat the command with --resume.",
+                    file=sys.stderr,
+                )
+                return
+
+
+def _screen(config) -> contextlib.AbstractContextManager:
+    from mindlora.training.launch.screen import progress_only
+
+    return progress_only(config)
+
+
+def _read_yaml(path, run_mode):
+    from mindformers.tools.register import MindFormerConfig
+
+    try:
+        return MindFormerConfig(path, **({"run_mode": run_mode} if run_mode else {}))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        reason = _reason(path, run_mode, error).rstrip(".")
+        raise ConfigError(f"--config {path} cannot be read: {reason}. Correct the YAML.") from error
+
+
+def _reason(path, run_mode, error):
+    """Returns why MindFormers cannot read a YAML, of which it names neither the node nor the key that was meant."""
+    try:
+        config = {**read_merged(path), **({"run_mode": run_mode} if run_mode else {})}
+    except ConfigError:
+        config = {}
+    refuse(check_shape(config))
+    named = " ".join(map(str, check_names(config)))
+    return named or " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+
+
+def _strategy_file(path):
+    if not os.path.isdir(path):
+        return path
+    files = sorted(name for name in os.listdir(path) if name.endswith(".ckpt"))
+    if not files:
+        raise ConfigError(f"--strategy_load_checkpoint {path} has no .ckpt file in it: name the file, or its folder.")
+    return os.path.join(path, files[0])
+
+
+def _predict_input(data, modal_types):
+    """Returns what Trainer.predict takes: a text, several texts, the pictures of a folder, or a multi-modal query."""
+    if data is None:
+        return None
+    if modal_types is not None:
+        if len(data) != len(modal_types):
+            raise ConfigError(
+                f"--predict_data has {len(data)} values and --modal_type {len(modal_types)}: give each value one type."
+            )
+        return [[{kind.lower(): value} for value, kind in zip(data, modal_types)]]
+    if len(data) > 1:
+        return [_text(value) for value in data]
+    if os.path.isdir(data[0]):
+        return [
+            os.path.join(folder, name)
+            for folder, _, files in os.walk(data[0])
+            for name in sorted(files)
+            if name.lower().endswith((".jpg", ".jpeg", ".png", ".bmp"))
+        ]
+    return _text(data[0])
+
+
+def _text(value: str) -> str:
+    """A shell passes \\n as two characters."""
+    return value.replace(r"\n", "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

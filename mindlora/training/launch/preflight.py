@@ -1,0 +1,153 @@
+"""What is wrong in a YAML, found before anything is built, and the few settings that mindlora-run fills in."""
+
+from typing import List
+
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.core.numerics import initializers
+from mindlora.core.run_modes import TRAINING_MODES
+from mindlora.core.yaml_file import value_at
+from mindlora.models.pet_keys import PRESETS, expand_pet_type
+from mindlora.run.checks.batches import rows_left_out
+from mindlora.run.checks.data_rows import files_of_run
+from mindlora.run.checks.examine import check_contents, check_run
+from mindlora.run.checks.files import check_files
+from mindlora.run.checks.finding import Finding, error, refuse
+from mindlora.run.checks.mcore import is_mcore
+from mindlora.run.checks.parallel import is_scattered
+from mindlora.run.checks.training import WRAPPER, accumulates_here, train_step
+from mindlora.training.callbacks.order import arrange_callbacks
+from mindlora.training.held_out.eval_rows import cut_rows_for_eval
+from mindlora.training.launch.launch_checks import fill_base
+from mindlora.training.launch.registry_checks import check_classes
+from mindlora.training.launch.resuming import fill_resume
+from mindlora.training.log import logger
+from mindlora.training.model.mindrecords import first_rows
+from mindlora.training.preference import rules as preference
+from mindlora.training.preference.settings import preference_settings
+from mindlora.training.run_configuration import remember_configuration
+from mindlora.training.several.preparation import prepare_adapters
+from mindlora.training.step import lora_plus, packing, train_step_settings
+
+# Callbacks that carry out a lora_init that changes the base.
+_INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization")
+
+
+def prepare(config: MindFormerConfig) -> None:
+    """Checks a run's configuration and fills in what follows from it: a preset's learning rate, resuming and so on.
+
+    The YAML, with the command line's overrides, is changed in place. Raises ConfigError if a setting is wrong; the
+    message gives the key, its value, and what it must be.
+    """
+    if not config.model or not config.model.model_config:
+        refuse([error("model.model_config", "The YAML has no model.model_config: write a complete MindFormers YAML.")])
+    refuse_and_log([*check_run(config), *find_by_mindformers(config)])
+    fill(config)
+
+
+def refuse_and_log(findings: List[Finding]) -> None:
+    """Raises ConfigMistakes with all errors, if there are any, and logs warnings."""
+    for finding in findings:
+        if finding.severity == "warning":
+            logger.warning(str(finding))
+    refuse(findings)
+
+
+def find_by_mindformers(config: MindFormerConfig) -> List[Finding]:
+    """Returns what is wrong in a YAML, whose nodes are of the right kind, as MindFormers' registry or files tell."""
+    return [*check_classes(config), *check_contents(config, first_rows)]
+
+
+def refuse_missing_files(config: MindFormerConfig) -> None:
+    """Raises ConfigMistakes if files that the run needs are not there or not named, with the flags that set them."""
+    refuse_and_log(list(check_files(config, complete=True)))
+
+
+def fill(config: MindFormerConfig) -> None:
+    """Fills in what follows from a YAML without mistakes, in place.
+
+    Raises ConfigError if packed data or the checkpoint to resume from does not suit the run.
+    """
+    fill_base(config)
+    pet_config = config.model.model_config.pet_config or {}
+    if pet_config:
+        expand_pet_type(pet_config)
+    if is_mcore(config) and train_step(config) == WRAPPER and accumulates_here(config):
+        # The step is mindlora's then, which adds the losses up; MindFormers' monitor would print zeros for them.
+        config.print_separate_loss = False
+    _add_base_check(config)
+    if config.run_mode in TRAINING_MODES:
+        _fill_adapter_slices(config)
+        _fill_preset_learning_rate(config)
+        _add_initialization(config)
+        _add_reference_check(config)
+        for sentence in rows_left_out(config):
+            logger.info(sentence)
+        packing.set_boundary(config)
+        train_step_settings.set_micro_batches(config)
+        train_step_settings.prepare_exchange(config)
+        train_step_settings.prepare_budget(config)
+        arrange_callbacks(config)
+        train_step_settings.record_gradient_norms(config)
+        prepare_adapters(config)
+        fill_resume(config)
+    packing.check_eval_data(config)
+    cut_rows_for_eval(config)
+    _move_lora_plus(config)
+    set_base_format(config)
+    remember_configuration(config)
+
+
+def set_base_format(config: MindFormerConfig) -> None:
+    """Sets load_ckpt_format for a quantized base, which has one format."""
+    quantized = (config.model.model_config.pet_config or {}).get("quantize_base")
+    if quantized and config.load_checkpoint and config.load_ckpt_format != "safetensors":
+        config.load_ckpt_format = "safetensors"
+        logger.info("load_ckpt_format is set to safetensors, the format of a quantized base.")
+
+
+def _fill_adapter_slices(config):
+    """Makes each rank load its own slices, if adapter_path is a folder that mindlora scatter wrote."""
+    path = (config.model.model_config.pet_config or {}).get("adapter_path")
+    if is_scattered(path):
+        config.callbacks = [MindFormerConfig(type="AdapterSlices", path=path), *(config.callbacks or [])]
+
+
+def _add_base_check(config):
+    """Makes a run compare the base of adapter_path with load_checkpoint, which MindFormers loads after the adapter."""
+    path = (config.model.model_config.pet_config or {}).get("adapter_path")
+    key = {"eval": "eval_callbacks", **dict.fromkeys(TRAINING_MODES, "callbacks")}.get(config.run_mode)
+    if path and key and not is_scattered(path):
+        config[key] = [MindFormerConfig(type="BaseCheck"), *(config[key] or [])]
+
+
+def _fill_preset_learning_rate(config):
+    preset = (config.model.model_config.pet_config or {}).get("preset")
+    if preset and config.lr_schedule and config.lr_schedule.get("learning_rate") is None:
+        config.lr_schedule.learning_rate = PRESETS[preset]["learning_rate"]
+        logger.info("lr_schedule.learning_rate is %g, from preset %s.", config.lr_schedule.learning_rate, preset)
+
+
+def _add_initialization(config):
+    """Adds LoraInitialization if lora_init changes the base, which MindFormers loads after it builds the network."""
+    pet_config = config.model.model_config.pet_config or {}
+    if not initializers.changes_base(pet_config.get("lora_init")) or pet_config.get("adapter_path"):
+        return
+    callbacks = config.callbacks or []
+    if not any(callback.get("type") in _INITIALIZING_CALLBACKS for callback in callbacks):
+        config.callbacks = [MindFormerConfig(type="LoraInitialization"), *callbacks]
+
+
+def _add_reference_check(config):
+    """Adds ReferenceCheck if the reference of preference training was computed before, and is in the data."""
+    node = value_at(config, preference.KEY)
+    if node is not None and preference_settings(node).precomputed_reference:
+        files = [path for _, paths in files_of_run(config) for path in paths]
+        config.callbacks = [*(config.callbacks or []), MindFormerConfig(type="ReferenceCheck", files=files)]
+
+
+def _move_lora_plus(config):
+    """Moves loraplus_lr_ratio from pet_config, where MindFormers would not use it, into grouped learning rates."""
+    ratio = (config.model.model_config.pet_config or {}).pop(lora_plus.KEY, None)
+    if ratio is not None and config.run_mode in TRAINING_MODES:
+        lora_plus.set_groups(config, ratio)

@@ -1,0 +1,89 @@
+"""mindlora-run --mode 1 on a YAML of MindFormers 2's PyNative Trainer, which reads no other flag."""
+
+import argparse
+import os
+from typing import Any, Dict, List, Mapping
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.mindformers_version import require_mindformers
+from mindlora.core.overrides import keys_and_texts, read_value, set_key
+from mindlora.core.yaml_file import read_merged
+from mindlora.run.checks.pynative import is_pynative
+
+_READ = ("config", "mode", "register_path", "verbose")
+# Nodes that the Trainer, or mindlora, fills in where a YAML lacks them.
+_NODES = (
+    *("checkpoint", "training", "parallelism", "optimizer", "lr_scheduler", "train_dataset", "model", "monitor"),
+    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config"),
+)
+
+
+def is_for_pynative(path: str) -> bool:
+    """Returns whether a file is a YAML of the PyNative Trainer."""
+    try:
+        return is_pynative(read_merged(path))
+    except ConfigError:
+        return False  # The launcher says what is wrong with the file.
+
+
+def train(args: argparse.Namespace, rest: List[str]) -> None:
+    """Trains as a YAML of the PyNative Trainer says, with mindlora's LoRA.
+
+    Args:
+        args (Namespace): The flags; ``config`` is such a YAML.
+        rest (list of str): ``--a.b.c VALUE``, which override its keys.
+
+    Raises:
+        ConfigError: --mode is not 1, another flag is set, a key is wrong, or there is no lora_config.
+        LoraError: As the Trainer meets it.
+    """
+    _check_flags(args)
+    config = read_merged(args.config)
+    for key, text in keys_and_texts(rest):
+        set_key(config, key, read_value(text), f"--{key}", create=True, nodes=_NODES)
+    check_content(config)
+    require_mindformers("2.0")
+    import mindspore as ms
+
+    target = (config.get("context") or {}).get("device_target")
+    ms.set_context(mode=ms.PYNATIVE_MODE, **({"device_target": target} if target else {}))
+    from mindformers.pynative.trainer import Trainer
+    from mindspore.mint.distributed import get_world_size
+
+    from mindlora.training.callbacks.order import ADDED
+    from mindlora.training.pynative import hooks  # noqa: F401  importing hooks replaces MindFormers' LoRA
+
+    callbacks = config.get("callbacks") or []
+    if get_world_size() == 1:
+        listed = [callback.get("type") for callback in callbacks]
+        config["callbacks"] = [*callbacks, *({"type": name} for name in ADDED if name not in listed)]
+    Trainer(config).train()
+
+
+def check_content(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a YAML does not train, or has no adapters."""
+    if config.get("run_mode", "train") != "train":
+        raise ConfigError(
+            f"run_mode is {config['run_mode']!r}, and mindlora-run does nothing but train with the PyNative Trainer. "
+            "Set run_mode: train, or use run_mindformer.py."
+        )
+    if not config.get("lora_config"):
+        raise ConfigError(
+            "The YAML has no lora_config: MindFormers would train the whole model. Add one, with target_modules, "
+            "lora_rank and lora_alpha."
+        )
+
+
+def _check_flags(args):
+    given: Dict[str, Any] = {name: value for name, value in vars(args).items() if value not in (None, False)}
+    if args.mode != 1:
+        raise ConfigError(
+            f"{os.path.basename(args.config)} is a YAML of MindFormers' PyNative Trainer. Add --mode 1, or give a YAML "
+            "with runner_config and model.model_config."
+        )
+    others = [name for name in given if name not in _READ]
+    if others:
+        raise ConfigError(
+            f"--{others[0]} has no meaning for MindFormers' PyNative Trainer. Set a key of its YAML instead, such as "
+            "--training.steps 100 or --checkpoint.load_path FOLDER."
+        )

@@ -1,0 +1,127 @@
+"""From a YAML to an engine that serves its model."""
+
+import os
+from typing import Any, Mapping, Optional, Sequence
+
+from mindformers.core.context import build_context
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.core.errors import ConfigError
+from mindlora.data.tokenizers import load_tokenizer
+from mindlora.models.architectures.llama_classifiers import CAUSAL_LM, task_of
+from mindlora.models.pet_keys import expand_pet_type
+from mindlora.run.checks.files import check_quantized_base
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.mcore import is_mcore, model_config_of
+from mindlora.run.checks.pet_config import refuse_pet_config
+from mindlora.run.checks.serving import base_name, check_serving
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.build import make_engine
+from mindlora.serving.engine import Engine
+from mindlora.serving.packed_adapter import rank_needed
+from mindlora.serving.settings import MAX_RANK, EngineSettings
+from mindlora.training import log  # noqa: F401  importing it sends mindlora's messages to MindFormers' log
+from mindlora.training.launch.launcher import build_config
+
+
+def build_engine(
+    config: str,
+    overrides: Sequence[str] = (),
+    tokenizer: Optional[str] = None,
+    registry: Optional[AdapterRegistry] = None,
+    sizes: Optional[Mapping[str, Any]] = None,
+    model_name: Optional[str] = None,
+    chosen: Sequence[str] = (),
+) -> Engine:
+    """Builds the model of a YAML for serving: use the YAML that the adapter was trained with.
+
+    Args:
+        config (str): Path of a MindFormers YAML.
+        overrides (sequence of str): As on mindlora-run's command line: ("--load_checkpoint", "base.ckpt", ...).
+        tokenizer (str): A folder or file: see mindlora.data.tokenizers.load_tokenizer. Default: None, that of the
+            YAML (processor.tokenizer), or one beside the checkpoint.
+        registry (AdapterRegistry): The adapters. Default: None, no adapters.
+        sizes (mapping): Fields of EngineSettings that are not at their defaults. Default: None.
+        model_name (str): What callers name the base. Default: None, the YAML's trainer.model_name.
+        chosen (sequence of str): Adapters of the registry that are known to be used: unless ``sizes`` has max_rank,
+            slots have room for the largest rank of theirs. Default: ().
+
+    Returns:
+        Engine, not started.
+
+    Raises:
+        LoraError: A setting is wrong, or a file cannot be read.
+    """
+    yaml = build_config(["--config", config, "--run_mode", "predict", *overrides])
+    model = yaml.model
+    if not model or not model.model_config:
+        raise ConfigError("The YAML has no model.model_config: give a complete MindFormers YAML.")
+    pet_config = model.model_config.pet_config or {}
+    if pet_config:
+        expand_pet_type(pet_config)
+        refuse_pet_config(pet_config)
+    if model.arch and task_of(model.arch.type) is not None:
+        # Its adapters bring their heads along, on the language model that a classifier is made of.
+        model.arch.type = CAUSAL_LM
+    refuse(check_serving(yaml))
+    if is_mcore(yaml):
+        model = {"model_config": model_config_of(yaml)}
+    if yaml.use_parallel:
+        raise ConfigError(
+            "use_parallel is True: mindlora serves on one device. Set use_parallel: False (--use_parallel False)."
+        )
+    sizes = {"seq_length": model["model_config"].get("seq_length"), **(sizes or {})}
+    if registry is not None and chosen and "max_rank" not in sizes:
+        joins_cells = bool(model["model_config"].get("qkv_concat"))
+        ranks = [rank_needed(registry.path(name), joins_cells) for name in chosen]
+        sizes["max_rank"] = max(EngineSettings.max_rank, min(MAX_RANK, max(ranks)))
+    settings = EngineSettings(**sizes)
+    refuse(check_quantized_base(yaml))
+    # The graphs are what is fast. MindFormers refuses to predict with O1, with which its YAMLs train.
+    yaml.context.mode = 0
+    if (yaml.context.jit_config or {}).get("jit_level") == "O1":
+        yaml.context.jit_config["jit_level"] = "O0"
+    # The network that is built has a cache, whatever the YAML trains with. On Ascend MindFormers' context then prepares
+    # the environment of its inference kernels; on a CPU, where they do not run, it would bind the process to cores.
+    if not is_mcore(yaml):
+        yaml.model.model_config.use_past = None if yaml.context.device_target == "CPU" else True
+    loaded = load_tokenizer(tokenizer or _tokenizer_of(yaml))
+    set_up_context(yaml)
+    return make_engine(
+        model,
+        yaml.load_checkpoint,
+        loaded,
+        registry or AdapterRegistry(),
+        settings,
+        quantize=bool(pet_config.get("quantize_base")),
+        quantize_exclude=pet_config.get("quantize_exclude"),
+        model_name=model_name or base_name(yaml),
+    )
+
+
+def set_up_context(yaml: MindFormerConfig) -> None:
+    """Sets MindSpore up as the YAML's context says; raises ConfigError if it cannot be so here."""
+    try:
+        build_context(yaml)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        # What the device lacks is a RuntimeError; what MindFormers refuses in the YAML is a ValueError.
+        lacks_device = isinstance(error, RuntimeError) and yaml.context.device_target != "CPU"
+        advice = "Set --device_target CPU to run on a CPU." if lacks_device else "Correct the YAML's node context."
+        raise ConfigError(f"The YAML's context cannot be used here: {reason} {advice}") from error
+
+
+def _tokenizer_of(yaml: MindFormerConfig) -> str:
+    """Returns where the tokenizer of a YAML is."""
+    node = (yaml.processor or {}).get("tokenizer") or {}
+    named = node.get("tokenizer_file") or node.get("vocab_file")
+    if named:
+        return named
+    checkpoint = yaml.load_checkpoint or ""
+    folder = checkpoint if os.path.isdir(checkpoint) else os.path.dirname(os.path.abspath(checkpoint))
+    if any(os.path.exists(os.path.join(folder, name)) for name in ("tokenizer.json", "tokenizer.model")):
+        return folder
+    raise ConfigError(
+        "The YAML names no tokenizer (processor.tokenizer.tokenizer_file is empty), and there is none beside "
+        "load_checkpoint: give --tokenizer."
+    )

@@ -1,0 +1,1 @@
+"""The model that MindFormers' Trainer builds, with its adapters."""

@@ -1,0 +1,89 @@
+"""What the wrapper around an mcore model does: it takes the rows that mindlora converts, and evaluates."""
+
+from typing import Optional, Tuple, Union
+
+from mindspore import Tensor, nn, ops
+from mindspore.ops.primitive import constexpr
+
+from mindlora.core.errors import ConfigError
+
+
+@constexpr
+def _check_width(width, seq_length):
+    if width not in (seq_length, seq_length + 1):
+        raise ConfigError(
+            f"The rows of the data have {width} tokens, and the model's seq_length is {seq_length}: give an mcore "
+            f"model rows of {seq_length}, or of {seq_length + 1} as mindlora data --seq-length {seq_length} "
+            "writes them."
+        )
+
+
+class McoreRows(nn.Cell):
+    """Rows of data, int32 [batch, N] or [batch, N + 1], as MindFormers' mcore models take them: [batch, N].
+
+    A row of N = seq_length tokens has labels that belong to it one by one: label i is token i + 1. A row of N + 1
+    tokens is as MindFormers' legacy models take it, and as ``mindlora data`` writes it: label i is token i. Its last
+    token and its first label are dropped. The rows of a batch are in ``data_parallel`` parts on the devices.
+    """
+
+    def __init__(self, seq_length: int, data_parallel: int = 1):
+        super().__init__(auto_prefix=False)
+        self.seq_length = seq_length
+        self.slice = ops.StridedSlice().shard(((data_parallel, 1),))
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        _check_width(input_ids.shape[1], self.seq_length)
+        if input_ids.shape[1] == self.seq_length:
+            return input_ids, labels
+        rows, width = input_ids.shape
+        return (
+            self.slice(input_ids, (0, 0), (rows, width - 1), (1, 1)),
+            self.slice(labels, (0, 1), (rows, width), (1, 1)),
+        )
+
+
+class McoreLoss(nn.Cell):
+    """One loss of the several that an mcore model returns: their sum, which is what MindFormers trains.
+
+    They are the language model's, that of multi-token prediction, and auxiliary ones: three in MindFormers 1.8, four
+    in 1.9. Where the model counts tokens (calculate_per_token_loss), each of the first two is a sum and a number of
+    tokens, and the auxiliary ones have been multiplied by the first of these numbers; then the result is (sum, number
+    of tokens), else the loss, float32 [1].
+    """
+
+    def __init__(self, network: nn.Cell, counts_tokens: bool):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.counts_tokens = counts_tokens
+
+    def construct(self, *inputs: Tensor) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+        losses = self.network(*inputs)
+        if not self.counts_tokens:
+            return _sum_of(losses)
+        return _sum_of((losses[0], *losses[2:3], *losses[4:])), losses[1]
+
+
+def _sum_of(losses):
+    total = losses[0].reshape(1)
+    for loss in losses[1:]:
+        total = total + loss.reshape(1)
+    return total
+
+
+def gpt_model_of(network: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the GPTModel inside a network that MindFormers trains as an mcore model, or None in any other."""
+    return next((cell for _, cell in network.cells_and_names() if _is_gpt_model(cell)), None)
+
+
+def count_tokens(model: nn.Cell) -> bool:
+    """Makes a GPTModel return sums of losses over tokens, in place, where it can; returns whether it does.
+
+    With multi-token prediction it does not.
+    """
+    if not model.mtp_process:
+        model.calculate_per_token_loss = model.loss.calculate_per_token_loss = True
+    return bool(model.calculate_per_token_loss)
+
+
+def _is_gpt_model(cell) -> bool:
+    return hasattr(cell, "mtp_process") and hasattr(cell, "calculate_per_token_loss")

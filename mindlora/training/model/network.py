@@ -1,0 +1,106 @@
+"""Finds the train step, and the model, inside the cells that MindFormers and MindSpore wrap around them."""
+
+from typing import Callable, Optional
+
+from mindformers.core.loss.loss import CrossEntropyLoss
+from mindspore import nn
+
+from mindlora.training.model.mcore_model import count_tokens, gpt_model_of
+
+# Where a cell keeps the network that it is around. _VirtualDatasetCell, which MindFormers puts around the model in the
+# semi-automatic parallel modes, has the second.
+_WRAPPED = ("network", "_backbone")
+
+
+def base_of(train_network: nn.Cell) -> nn.Cell:
+    """Returns the MindFormers model (with its PET wrapper) inside a train step or a tool cell.
+
+    Cells for accumulation or pipelining may be around it. Raises TypeError if there is no MindFormers model inside.
+    """
+    network = innermost(train_network, lambda cell: hasattr(cell, "config"))
+    if network is None:
+        raise TypeError(f"{type(train_network).__name__} contains no MindFormers model.")
+    return network
+
+
+def train_step_of(train_network: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the train step of mindlora's in the network that mindspore.Model trains, or None if there is none."""
+    return innermost(train_network, lambda cell: hasattr(cell, "last_record"))
+
+
+def collect_state(train_network: nn.Cell) -> None:
+    """Writes one adapter's state into the parameters of its train step, where the state is kept among others'."""
+    step = train_step_of(train_network)
+    if hasattr(step, "collect_state"):
+        step.collect_state()
+
+
+def distribute_state(train_network: nn.Cell) -> None:
+    """Takes back what the parameters of such a train step hold."""
+    step = train_step_of(train_network)
+    if hasattr(step, "distribute_state"):
+        step.distribute_state()
+
+
+def losses_in_sum(train_network: nn.Cell) -> int:
+    """Returns how many losses the loss of a step is the sum of: one for each micro-batch that MindFormers makes.
+
+    It adds up their means in a pipeline, and where it accumulates or interleaves, which is in the semi-automatic modes.
+    With calculate_per_token_loss it divides all tokens' sum once.
+    """
+    step = innermost(train_network, lambda cell: hasattr(cell, "calculate_per_token_loss"))
+    if step is not None and step.calculate_per_token_loss:
+        return 1
+    count = 1
+    cell: Optional[nn.Cell] = train_network
+    while cell is not None:
+        count *= getattr(cell, "micro_size", 1) * getattr(cell, "interleave_num", 1)
+        cell = wrapped_in(cell)
+    return count
+
+
+def check_loaded_base(network: nn.Cell) -> None:
+    """Compares the base that adapter_path was trained on with the one that has been loaded, if both are there.
+
+    Raises BaseMismatchError if they differ, and on_base_mismatch of pet_config is "error".
+    """
+    model = innermost(network, lambda cell: hasattr(cell, "check_loaded_base"))
+    if model is not None:
+        model.check_loaded_base()
+
+
+def count_tokens_in_loss(train_network: nn.Cell) -> bool:
+    """Makes a model of MindFormers return the sum of its losses and the number of counted tokens, not their quotient.
+
+    The loss of the model is changed in place. Returns False if there is no model inside whose loss counts tokens.
+    """
+    mcore = gpt_model_of(train_network)
+    if mcore is not None:
+        return count_tokens(mcore)
+    model = with_cross_entropy(train_network)
+    if model is None:
+        return False
+    model.loss.calculate_per_token_loss = True
+    return True
+
+
+def with_cross_entropy(network: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the legacy model inside a network whose ``loss`` is MindFormers' CrossEntropyLoss, or None."""
+    return innermost(network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
+
+
+def innermost(cell: nn.Cell, accepts: Callable[[nn.Cell], bool]) -> Optional[nn.Cell]:
+    """Returns the first cell that ``accepts`` takes, from outside in, or None."""
+    wrapped: Optional[nn.Cell] = cell
+    while wrapped is not None and not accepts(wrapped):
+        wrapped = wrapped_in(wrapped)
+    return wrapped
+
+
+def wrapped_in(cell: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the network that a cell of MindFormers' or MindSpore's is around, or None if it is around none."""
+    for name in _WRAPPED:
+        network = getattr(cell, name, None)
+        if isinstance(network, nn.Cell):
+            return network
+    return None

@@ -1,0 +1,273 @@
+"""Preferences to MindRecord: pairs of answers, or judged ones, in rows that a train step compares.
+
+A row has four columns of int32, as mindlora.training.preference.loss.PreferenceLoss takes them: ``input_ids``,
+``labels``, ``answers``, and ``pairs`` or ``judgments``. Without packing a row holds one example as [2, seq_length + 1],
+an answer behind its prompt in each part; packed rows hold many examples as [seq_length + 1].
+"""
+
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from mindlora.core.errors import DataError
+from mindlora.core.token_ids import IGNORE_TOKEN_ID
+from mindlora.data import tokenizers
+from mindlora.data.chat import ChatExamples
+from mindlora.data.chat_template import read_template
+from mindlora.data.conversations import Conversation, texts_of
+from mindlora.data.conversion import DataReport, Encoded, UnusableRow, all_parts
+from mindlora.data.packing import Boundary, best_fit, join
+from mindlora.data.pipeline import Settings, convert_examples
+from mindlora.training.preference.rows import LAYOUT, Preference, read_preference
+
+NO_ANSWER = -1
+
+
+def convert_preference(
+    inputs: Union[str, Sequence[str]],
+    output_path: str,
+    tokenizer: Any,
+    seq_length: int,
+    *,
+    chat_template: Optional[str] = None,
+    **settings: Any,
+) -> DataReport:
+    """Writes preferences as MindRecord: pairs of answers, or answers with labels, each with its prompt.
+
+    Texts and messages go through the chat template; texts without one stay as they are, with eos behind an answer. Rows
+    that cannot be used are skipped and reported. With ``truncate``, the beginning of a prompt that is too long is cut
+    off, never an answer.
+
+    Args:
+        inputs (str or sequence of str): As for convert_alpaca; for a record, see mindlora.training.preference.rows.
+        output_path, tokenizer, seq_length, **settings: As for convert_alpaca.
+        chat_template (str, optional): File with a chat template. Default: None, the tokenizer's own.
+
+    Returns:
+        DataReport.
+
+    Raises:
+        DataError: As for convert_alpaca, or some rows are pairs and some are judged.
+        TokenizerError: As for convert_alpaca, or there are messages and the tokenizer has no chat template.
+    """
+    options = Settings(seq_length, **settings)
+    template = read_template(chat_template) if chat_template else None
+    examples = PreferenceExamples(seq_length, template, shares_rows=options.pack)
+    return convert_examples(examples, inputs, output_path, tokenizer, options, pack_examples)
+
+
+class Example(NamedTuple):
+    """Two answers behind their prompts that a loss compares.
+
+    Attributes:
+        first (Encoded): The chosen answer, or the one that is judged.
+        second (Encoded or None): The rejected one, or the answer of another example; None until that is known.
+        desirable (bool or None): Whether the answer that is judged is desirable; None for a pair.
+        prompt (np.ndarray): The tokens of the first one's prompt, int32 [n], before anything is cut.
+    """
+
+    first: Encoded
+    second: Optional[Encoded]
+    desirable: Optional[bool]
+    prompt: np.ndarray
+
+    @property
+    def mark(self) -> int:
+        """What the column ``pairs`` or ``judgments`` says of it."""
+        return -1 if self.desirable is False else 1
+
+    @property
+    def parts(self) -> Tuple[Encoded, ...]:
+        """Both."""
+        return tuple(part for part in (self.first, self.second) if part is not None)
+
+    def columns(
+        self, seq_length: int, pad_token_id: int, ignore_token_id: int = IGNORE_TOKEN_ID
+    ) -> Dict[str, np.ndarray]:
+        """Returns the columns of a row that holds this example alone."""
+        first, second = (part.columns(seq_length, pad_token_id, ignore_token_id) for part in self.parts)
+        columns = {name: np.stack([first[name], second[name]]) for name in first}
+        answers = np.where(columns["labels"] == ignore_token_id, NO_ANSWER, np.arange(2)[:, None])
+        return {**columns, "answers": answers.astype(np.int32), column_of(self): np.array([self.mark], np.int32)}
+
+
+def column_of(example: Example) -> str:
+    """Returns the name of the column that marks examples of its kind."""
+    return "pairs" if example.desirable is None else "judgments"
+
+
+class PackedExamples(NamedTuple):
+    """A row of several examples: tokens, which are learned, and of which answer, [n] each; {column: their marks}."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    answers: np.ndarray
+    marks: Dict[str, np.ndarray]
+
+    def columns(
+        self, seq_length: int, pad_token_id: int, ignore_token_id: int = IGNORE_TOKEN_ID
+    ) -> Dict[str, np.ndarray]:
+        """Returns the columns of the row."""
+        columns = Encoded(self.tokens, self.learned).columns(seq_length, pad_token_id, ignore_token_id)
+        answers = np.full(seq_length + 1, NO_ANSWER, np.int32)
+        answers[: len(self.answers)] = self.answers
+        return {**columns, "answers": answers, **self.marks}
+
+
+def pack_examples(
+    examples: Sequence[Example], boundary: Boundary, seq_length: int, seed: int = 0
+) -> List[PackedExamples]:
+    """Returns rows that hold all examples, both answers of one in the same row, as mindlora.data.packing.pack does."""
+    sizes = []
+    for example in examples:
+        sizes.append(sum(boundary.size(len(part.tokens)) for part in example.parts))
+    rows = best_fit(sizes, boundary.capacity(seq_length))
+    most = max(map(len, rows))
+    packed = []
+    for number in np.random.default_rng(seed).permutation(len(rows)):
+        packed.append(_packed([examples[item] for item in rows[number]], boundary, most))
+    return packed
+
+
+def _packed(examples, boundary, most):
+    parts = all_parts(examples)
+    row = join(parts, boundary)
+    answers = []
+    for number, part in enumerate(parts):
+        gap = boundary.is_padding and number > 0
+        # Nothing learns the first token of an example.
+        learned = np.append(np.zeros(1 + gap, bool), part.learned[1:])
+        answers.append(np.where(learned, number, NO_ANSWER))
+    marks = np.zeros(most, np.int32)
+    marks[: len(examples)] = [example.mark for example in examples]
+    numbers = np.concatenate(answers).astype(np.int32)
+    return PackedExamples(row.tokens, row.learned, numbers, {column_of(examples[0]): marks})
+
+
+class PreferenceExamples(ChatExamples):
+    """Preferences; without ``chat_template`` the tokenizer's own is used, and texts need none.
+
+    ``shares_rows`` tells that both answers of an example must be in one row, as they are where rows are packed.
+    """
+
+    layout = LAYOUT
+    cut_at = "beginning"
+
+    def __init__(self, seq_length: int, chat_template: Optional[str] = None, shares_rows: bool = False):
+        super().__init__(chat_template)
+        self.limit = seq_length + 1
+        self.shares_rows = shares_rows
+        self.pairs: Optional[bool] = None
+        self.has_messages = False
+
+    def parse(self, record: Any) -> Preference:
+        """See Examples."""
+        preference = read_preference(record)
+        is_pair = preference.desirable is None
+        if self.pairs not in (None, is_pair):
+            raise UnusableRow("a pair among answers with labels" if is_pair else "an answer with a label among pairs")
+        self.pairs = is_pair
+        self.has_messages = self.has_messages or not isinstance(preference.prompt, str)
+        return preference
+
+    def text(self, parsed: Preference) -> str:
+        """See Examples."""
+        texts = [parsed.prompt, *parsed.answers]
+        return "\n".join(text if isinstance(text, str) else texts_of(Conversation(text, None)) for text in texts)
+
+    def prepare(self, tokenizer: Any) -> None:
+        """See Examples."""
+        has_template = self.chat_template is not None or getattr(tokenizer, "chat_template", None)
+        if has_template or self.has_messages:
+            super().prepare(tokenizer)
+
+    def encode(self, parsed: Preference, tokenizer: Any) -> Example:
+        """See Examples."""
+        with self.noting_row():
+            answers = [self._encode(parsed, answer, tokenizer) for answer in parsed.answers]
+        prompt = answers[0].tokens[: _prompt_length(answers[0])]
+        if parsed.desirable is None:
+            if np.array_equal(answers[0].tokens, answers[1].tokens):
+                raise UnusableRow("two answers that are the same as tokens")
+            return Example(*answers, None, prompt)
+        return Example(answers[0], None, parsed.desirable, prompt)
+
+    def _encode(self, parsed, answer, tokenizer):
+        """Returns one answer behind its prompt."""
+        if self.template is None:
+            special = tokenizers.special_ids(tokenizer)
+            bos = [] if special.bos is None else [special.bos]
+            prompt = bos + tokenizers.encode(tokenizer, parsed.prompt)
+            tokens = prompt + tokenizers.encode(tokenizer, answer) + [special.eos]
+            learned = np.arange(len(tokens)) >= max(len(prompt), 1)
+            return Encoded(np.array(tokens, np.int32), learned)
+        prompt = _messages(parsed.prompt, "user")
+        conversation = Conversation(prompt + _messages(answer, "assistant"), parsed.tools)
+        return self.encode_conversation(conversation, tokenizer, first=len(prompt))
+
+    def length(self, encoded: Example) -> int:
+        """See Examples: the longer answer with its prompt, or both in one row with padding between them."""
+        lengths = [len(part.tokens) for part in encoded.parts]
+        if encoded.second is None:
+            # At least one token of another example's answer, behind the same prompt.
+            lengths.append(_prompt_length(encoded.first) + 1)
+        return sum(lengths) + 1 if self.shares_rows else max(lengths)
+
+    def cut(self, encoded: Example, limit: int) -> Example:
+        """Cuts the beginning of the prompt, but for its first token, and never an answer."""
+        parts = encoded.parts
+        prompts = [_prompt_length(part) for part in parts]
+        lengths = [len(part.tokens) - prompt for part, prompt in zip(parts, prompts)]
+        if encoded.second is None:
+            lengths.append(1)
+        room = (limit - 1 - sum(lengths)) // 2 if self.shares_rows else limit - max(lengths)
+        if room < 1:
+            raise UnusableRow(f"answers that leave no room for a prompt in {limit} tokens")
+        cut = [_cut_prompt(part, room) for part in parts]
+        return encoded._replace(first=cut[0], second=cut[1] if len(cut) > 1 else None)
+
+    def complete(self, encoded: List[Example]) -> List[Example]:
+        """Puts beside each judged answer the answer of another example, the last one before it with another prompt."""
+        if self.pairs:
+            return encoded
+        return [self._with_other(example, encoded, number) for number, example in enumerate(encoded)]
+
+    def _with_other(self, example, encoded, number):
+        prompt = example.first.tokens[: _prompt_length(example.first)]
+        room = self.limit - 1 - len(example.first.tokens) if self.shares_rows else self.limit
+        for step in range(1, len(encoded)):
+            if not np.array_equal(encoded[number - step].prompt, example.prompt):
+                other = encoded[number - step].first
+                begin = _prompt_length(other)
+                tokens = np.concatenate([prompt, other.tokens[begin:]])
+                learned = np.concatenate([np.zeros(len(prompt), bool), other.learned[begin:]])
+                return example._replace(second=Encoded(tokens[:room], learned[:room]))
+        raise DataError(
+            f"All {len(encoded)} answers with a label have the same prompt, and the distance from the reference is "
+            "estimated by answers to other prompts. Give rows with several prompts."
+        )
+
+    def notes(self) -> List[str]:
+        """See Examples."""
+        notes = super().notes()
+        if self.template is None:
+            notes.append("the texts are taken as they are, because there is no chat template")
+        return notes
+
+
+def _messages(text, role):
+    return [{"role": role, "content": text}] if isinstance(text, str) else text
+
+
+def _prompt_length(encoded: Encoded) -> int:
+    """Returns how many tokens there are before the answer."""
+    return int(np.argmax(encoded.learned))
+
+
+def _cut_prompt(encoded: Encoded, room: int) -> Encoded:
+    """Returns an answer behind the end of its prompt, of at most ``room`` tokens, the first of which stays."""
+    prompt = _prompt_length(encoded)
+    if prompt <= room:
+        return encoded
+    kept = np.r_[0, prompt - room + 1 : len(encoded.tokens)] if room > 1 else np.r_[prompt - 1 : len(encoded.tokens)]
+    return Encoded(encoded.tokens[kept], encoded.learned[kept])

@@ -1,0 +1,43 @@
+"""ReferenceCheck: before the first step, compares the reference in the data with the network as training finds it."""
+
+from typing import Sequence
+
+import numpy as np
+from mindspore import Callback
+from mindspore.train import RunContext
+
+from mindlora.core.errors import DataError
+from mindlora.training.callbacks.common import register
+from mindlora.training.model.mindrecords import first_rows
+from mindlora.training.model.network import base_of
+from mindlora.training.preference.precomputed import reference_fingerprint
+from mindlora.training.preference.settings import REFERENCE_FINGERPRINT
+
+
+@register
+class ReferenceCheck(Callback):
+    """Refuses data whose log-probabilities are those of another reference than the run begins with.
+
+    mindlora-run adds it to a run with ``preference: {precomputed_reference: True}``.
+
+    Args:
+        files (sequence of str): The MindRecords of the run.
+    """
+
+    def __init__(self, files: Sequence[str]):
+        super().__init__()
+        self.files = list(files)
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Compares the two, before an adapter is initialized or a run is resumed.
+
+        Raises DataError if they differ.
+        """
+        found = reference_fingerprint(base_of(run_context.original_args().train_network))
+        for path in self.files:
+            (row,) = first_rows(path, 1)
+            if not np.array_equal(row[REFERENCE_FINGERPRINT], found):
+                raise DataError(
+                    f"{path} has log-probabilities of another reference: the base (load_checkpoint), adapter_path, "
+                    "lora_init or what trains has changed since they were computed. Run mindlora reference again."
+                )

@@ -1,0 +1,130 @@
+"""The reference of preference training, computed once for a MindFormers YAML and kept with its data."""
+
+import itertools
+from typing import Dict, Iterator, Optional, Sequence
+
+import mindspore as ms
+import numpy as np
+from mindformers.models.build_model import build_network
+from mindformers.tools.register import MindFormerConfig
+from mindspore import Tensor, nn
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.yaml_file import value_at
+from mindlora.data.mindrecord import replace_mindrecord, write_rows
+from mindlora.models.pet_keys import expand_pet_type
+from mindlora.network.initialize import initialize_adapters
+from mindlora.network.load_base import load_base
+from mindlora.network.tree import lora_cells
+from mindlora.run.checks.data_rows import Row, check_rows, files_of_run
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.pet_config import check_pet_config
+from mindlora.training.launch import hooks  # noqa: F401  importing hooks registers mindlora
+from mindlora.training.launch.launcher import build_config
+from mindlora.training.launch.serve import set_up_context
+from mindlora.training.model.mindrecords import first_rows
+from mindlora.training.model.network import base_of, check_loaded_base
+from mindlora.training.preference.precomputed import reference_fingerprint, to_column
+from mindlora.training.preference.rules import KEY, check_preference
+from mindlora.training.preference.settings import (
+    REFERENCE,
+    REFERENCE_FINGERPRINT,
+    PreferenceSettings,
+    preference_settings,
+)
+from mindlora.training.preference.step import preference_loss
+from mindlora.training.step import lora_plus
+from mindlora.training.step.packing import boundary_of, install_segment_mask
+
+
+def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[int] = None) -> Dict[str, int]:
+    """Adds the log-probabilities of the reference to all rows that a YAML's run learns from or is judged by.
+
+    The reference is the network with which the run begins: the base with the adapter of pet_config, in evaluation mode.
+    Each MindRecord is replaced by one with two columns more, ``reference`` and ``reference_fingerprint``; if anything
+    fails, it stays as it is. ``batch_size`` rows are computed at once, by default as many as the run trains on.
+
+    Returns:
+        dict of path -> number of rows.
+
+    Raises LoraError if a setting is wrong, a file cannot be read or written, or the run has no reference.
+    """
+    yaml = build_config(["--config", config, *overrides])
+    settings = _settings(yaml)
+    paths = list(itertools.chain.from_iterable(files for _, files in files_of_run(yaml)))
+    if not paths:
+        raise ConfigError(
+            "train_dataset.data_loader names no MindRecord that is there. Name the training data with "
+            "--train_dataset_dir."
+        )
+    batch_size = batch_size or yaml.runner_config.batch_size
+    boundary = boundary_of(paths)
+    network = _network(yaml, batch_size)
+    fingerprint = reference_fingerprint(base_of(network))
+    if any(cell.awaits_initialization for _, cell in lora_cells(network)):
+        initialize_adapters(base_of(network))
+    if boundary is not None:
+        install_segment_mask(base_of(network), boundary)
+    log_probabilities = preference_loss(network, settings).network
+    log_probabilities.set_train(False)
+    counts = {}
+    for path in dict.fromkeys(paths):
+        with replace_mindrecord(path) as written:
+            counts[path] = write_rows(_with_reference(path, log_probabilities, fingerprint, batch_size), written)
+    return counts
+
+
+def _settings(yaml: MindFormerConfig) -> PreferenceSettings:
+    node = value_at(yaml, KEY)
+    if node is None:
+        raise ConfigError(
+            f"The YAML has no {KEY}: only preference training has a reference. Add it, such as {{loss: dpo}}."
+        )
+    settings = preference_settings({**node, "precomputed_reference": True})
+    # Where the YAML does not say so yet, it names other columns.
+    yaml.runner_wrapper.preference = MindFormerConfig(**{**node, "precomputed_reference": True})
+    columns = (yaml.train_dataset or {}).pop("input_columns", None)
+    refuse([*check_preference(yaml), *check_rows(yaml, first_rows)])
+    if columns is not None:
+        yaml.train_dataset.input_columns = columns
+    return settings
+
+
+def _network(yaml: MindFormerConfig, batch_size: int) -> nn.Cell:
+    """Returns the network with which the run begins, but for a lora_init that changes the base."""
+    pet_config = yaml.model.model_config.pet_config
+    if pet_config:
+        expand_pet_type(pet_config)
+        pet_config.pop(lora_plus.KEY, None)
+    refuse(check_pet_config(yaml)[1])
+    yaml.use_parallel = False
+    set_up_context(yaml)
+    node = MindFormerConfig(**yaml.model)
+    node.model_config.update(batch_size=batch_size, checkpoint_name_or_path="")
+    with ms.nn.utils.no_init_parameters():
+        network = build_network(node)
+    load_base(base_of(network), yaml.load_checkpoint)
+    network.init_parameters_data()
+    check_loaded_base(network)
+    return network
+
+
+def _with_reference(path: str, network: nn.Cell, fingerprint: np.ndarray, batch_size: int) -> Iterator[Row]:
+    """Yields the rows of a MindRecord with the columns of the reference."""
+    rows = first_rows(path, None)
+    while batch := list(itertools.islice(rows, batch_size)):
+        # The last batch is as large as the others, so that nothing is compiled for it.
+        full = batch + batch[-1:] * (batch_size - len(batch))
+        tokens = np.stack([row["input_ids"] for row in full])
+        columns = _reference(network, tokens, np.stack([row["labels"] for row in full]))
+        for row, column in zip(batch, columns):
+            yield {**row, REFERENCE: column, REFERENCE_FINGERPRINT: fingerprint}
+
+
+def _reference(network: nn.Cell, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Returns the column ``reference`` of a batch, in the shape of its labels; nothing predicts a first token."""
+    width = tokens.shape[-1]
+    found = network(*(Tensor(array.reshape(-1, width).astype(np.int32)) for array in (tokens, labels)))
+    column = np.zeros((labels.size // width, width), np.int32)
+    column[:, 1:] = to_column(found.asnumpy()).reshape(-1, width - 1)
+    return column.reshape(labels.shape)

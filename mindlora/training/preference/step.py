@@ -1,0 +1,86 @@
+"""Preference training on MindFormers' models: log-probabilities of labels in place of a loss, and the reference."""
+
+from mindformers.core.loss.loss import CrossEntropyLoss
+from mindspore import Tensor, nn
+
+from mindlora.core.errors import ConfigError
+from mindlora.network.repeated_layers import mark_reference
+from mindlora.training.model.network import base_of, with_cross_entropy
+from mindlora.training.preference.loss import PreferenceLoss
+from mindlora.training.preference.reference import reference_network
+from mindlora.training.preference.settings import PreferenceSettings
+
+
+class LabelLogProbabilities(nn.Cell):
+    """The log-probability of each label, by the parts of MindFormers' CrossEntropyLoss, which know how it is sharded.
+
+    Inputs:
+        - **logits** (Tensor) - float32 [n, vocabulary].
+        - **labels** (Tensor) - int32 [n]; one that is not a token, such as ignore_token_id, does not count.
+        - **mask** (Tensor) - As for CrossEntropyLoss; not used.
+
+    Outputs:
+        float32 [n]; 0 for labels that do not count.
+    """
+
+    def __init__(self, loss: CrossEntropyLoss):
+        super().__init__()
+        self.log_softmax = loss._log_softmax
+        self.negative_log_likelihood = loss._nllloss
+
+    def construct(self, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        log_probabilities, one_hot = self.log_softmax(logits, labels)
+        return -self.negative_log_likelihood(log_probabilities, one_hot)
+
+
+class Rewards(nn.Cell):
+    """The only score of each position of a reward model: as LabelLogProbabilities, but labels do not matter."""
+
+    def construct(self, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        return scores.reshape((-1,))
+
+
+class RowLogProbabilities(nn.Cell):
+    """The log-probability of each label but the first of rows, which a MindFormers model computes.
+
+    In training the model's own loss is LabelLogProbabilities. In evaluation the model returns logits.
+
+    Inputs:
+        - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
+
+    Outputs:
+        float32 [rows * N]; 0 for labels that do not count.
+    """
+
+    def __init__(self, network: nn.Cell, of_labels: nn.Cell):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.of_labels = of_labels
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        if self.training:
+            return self.network(input_ids, labels)
+        labels = labels[:, 1:]
+        logits, _, mask = self.network(input_ids[:, :-1], labels)
+        return self.of_labels(logits.reshape((-1, logits.shape[-1])), labels.reshape((-1,)), mask)
+
+
+def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> PreferenceLoss:
+    """Returns the loss of a MindFormers model on preferences. The loss of the model is replaced in place.
+
+    Raises ConfigError if the model is not a legacy one, whose loss gets the logits of all tokens, or there is no
+    reference.
+    """
+    model = with_cross_entropy(network)
+    if model is None:
+        raise ConfigError(
+            f"preference needs the logits of every token, and {type(base_of(network)).__name__} does not give them to "
+            "a CrossEntropyLoss of MindFormers' legacy models. Use a legacy model, such as LlamaForCausalLM."
+        )
+    model.loss = Rewards() if settings.kind.scores else LabelLogProbabilities(model.loss)
+    reference = None
+    if settings.kind.uses_reference and not settings.precomputed_reference:
+        reference = reference_network(network)
+        mark_reference(reference)
+        reference = RowLogProbabilities(reference, model.loss)
+    return PreferenceLoss(RowLogProbabilities(network, model.loss), reference, settings)

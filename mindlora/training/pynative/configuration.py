@@ -1,0 +1,198 @@
+"""What a YAML of the PyNative Trainer says of adapters: MindFormers' lora_config, and what pet_config adds to it."""
+
+import re
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
+
+from mindspore import nn
+from mindspore.common.initializer import Normal
+from mindspore.mint.distributed import get_world_size
+
+from mindlora.core.errors import ConfigError, UnsupportedCellError
+from mindlora.core.mindformers_version import require_mindformers
+from mindlora.core.numerics import initializers
+from mindlora.core.text import listed
+from mindlora.models.variants.dora import DORA
+from mindlora.models.variants.miss import MISS
+from mindlora.models.variants.registry import LORA, VARIANTS
+from mindlora.models.variants.vera import VERA
+from mindlora.network.pynative.experts import LEAVES
+from mindlora.run.checks.pet_config import PetLoraConfig
+
+require_mindformers("2.0")
+from mindformers.pynative.config.config import LoraConfig as MindFormersLoraConfig  # noqa: E402
+from mindformers.pynative.layers.linear import Linear  # noqa: E402
+from mindformers.pynative.transformers.moe.experts import GroupedMLP  # noqa: E402
+
+# What both nodes say. MindFormers reads lora_config alone, and writes it beside the checkpoints of adapters.
+_SHARED = ("lora_rank", "lora_alpha", "lora_dropout")
+_INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
+_HERE = "under MindFormers' PyNative Trainer"
+_IN_GRAPH_MODE = "Remove it, or train in graph mode."
+# Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
+_NOT_YET = (
+    "adapters",
+    "seed",
+    "alora_invocation_tokens",
+    *(variant.field for variant in VARIANTS if variant not in (DORA, VERA, MISS)),
+)
+# Keys that need whole weights, or all of the model.
+_IN_ONE_PROCESS = ("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude")
+
+
+def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pet_config: Mapping) -> PetLoraConfig:
+    """Returns the configuration of the adapters of ``model``, which has none yet.
+
+    What pet_config does not say is taken from lora_config; target_modules then are the paths of cells.
+
+    Args:
+        model (nn.Cell): A PyNative model, or one of its pipeline stages.
+        lora_config (LoraConfig): MindFormers' node.
+        pet_config (Mapping): mindlora's node; it may be empty.
+
+    Raises:
+        ConfigError: A key is wrong, the nodes contradict each other, or a key is for graph mode alone.
+    """
+    given = {key: value for key, value in pet_config.items() if value is not None}
+    variant = next((variant for variant in VARIANTS if given.get(variant.field)), LORA)
+    if variant.field in _NOT_YET:
+        _refuse(variant.field, True)
+    shared = [name for name in _SHARED if not (name == "lora_alpha" and variant.no_scale)]
+    if "preset" not in given:
+        for name in shared:
+            given.setdefault(name, getattr(lora_config, name))
+    if "preset" not in given:
+        _fill_targets(given, selected_paths(model, lora_config))
+    if "lora_a_init" not in variant.excludes:
+        _fill_initial_values(given, lora_config)
+    given.setdefault("param_init_type", "float32" if variant is DORA else _dtype_of_parameters(model))
+    config = PetLoraConfig.from_pet_config(given)
+    _check_supported(config)
+    for name in shared:
+        if getattr(config, name) != getattr(lora_config, name):
+            raise ConfigError(
+                f"pet_config.{name} is {getattr(config, name)!r} and lora_config.{name} is "
+                f"{getattr(lora_config, name)!r}: MindFormers saves lora_config with the adapter. Write the same into "
+                "both, or remove it from pet_config."
+            )
+    return config
+
+
+def check_same_cells(paths: Sequence[str], theirs: Sequence[str]) -> None:
+    """Raises ConfigError unless the cells that pet_config has selected are those that lora_config selects (theirs).
+
+    MindFormers selects routed experts as one cell; pet_config may select one weight of them.
+    """
+    ours = list(map(_cell_of, paths))
+    theirs = list(map(_cell_of, theirs))
+    for extra, others, more, fewer in (
+        (ours, theirs, "pet_config", "lora_config"),
+        (theirs, ours, "lora_config", "pet_config"),
+    ):
+        missing = [path for path in extra if path not in others]
+        if missing:
+            raise ConfigError(
+                f"pet_config and lora_config select different cells: {more} selects {listed(missing)}, and {fewer} "
+                "does not. Remove target_modules and the like from pet_config, or make them agree."
+            )
+
+
+def selected_paths(model: nn.Cell, lora_config: MindFormersLoraConfig) -> List[str]:
+    """Returns the paths of the cells that MindFormers' lora_config selects: its regexes are searched for in a path.
+
+    What exclude_layers finds in the path of a cell, or of one that holds it, excludes the cell. Routed experts are two
+    paths, one for each weight.
+    """
+    target = re.compile(lora_config.target_modules)
+    exclude = re.compile(lora_config.exclude_layers) if lora_config.exclude_layers else None
+    paths: List[str] = []
+    for path, cell in model.cells_and_names():
+        matched = isinstance(cell, (Linear, GroupedMLP)) and target.search(path)
+        if matched and not (exclude and any(map(exclude.search, _holders(path)))):
+            paths += [f"{path}.{leaf}" for leaf in LEAVES] if isinstance(cell, GroupedMLP) else [path]
+    return paths
+
+
+def check_experts_are_whole(paths: Sequence[str], release: Tuple[int, int], processes: int) -> None:
+    """Raises UnsupportedCellError if routed experts among ``paths`` get adapters that MindFormers would not shard."""
+    experts = [path for path in paths if _cell_of(path) != path]
+    if experts and release == (2, 0) and processes > 1:
+        raise UnsupportedCellError(
+            f"lora_config.target_modules selects the routed experts {listed(experts)}, whose adapters MindFormers 2.0 "
+            f"does not shard, and this run has {processes} processes. Add them to lora_config.exclude_layers, or use "
+            "MindFormers 2.1."
+        )
+
+
+def _fill_targets(given: Dict[str, Any], paths: Sequence[str]) -> None:
+    """Takes the cells of lora_config, without the weights of experts if target_parameters says which of them it is."""
+    if "target_parameters" in given:
+        paths = [path for path in paths if _cell_of(path) == path]
+    if paths:
+        given.setdefault("target_modules", list(paths))
+
+
+def _cell_of(path: str) -> str:
+    """Returns the path of the cell: of a weight of routed experts, that of the experts."""
+    cell, _, leaf = path.rpartition(".")
+    return cell if leaf in LEAVES else path
+
+
+def _holders(path: str) -> List[str]:
+    """Returns a path and those of the cells around it."""
+    parts = path.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def _fill_initial_values(given: Dict[str, Any], lora_config: MindFormersLoraConfig) -> None:
+    """Takes the deviations of lora_config, unless pet_config says how A and B begin."""
+    fields = type(lora_config).__dataclass_fields__
+    named = [name for name in _INITIAL if name in given]
+    for name in ("lora_a_std", "lora_b_std"):
+        if named and getattr(lora_config, name) != fields[name].default:
+            raise ConfigError(
+                f"pet_config.{named[0]} is {given[named[0]]!r} and lora_config.{name} is {getattr(lora_config, name)}: "
+                "both set the initial values. Remove one of them."
+            )
+    if not named:
+        given["lora_a_init"] = Normal(lora_config.lora_a_std)
+        given["lora_b_init"] = Normal(lora_config.lora_b_std) if lora_config.lora_b_std > 0 else "zeros"
+
+
+def _dtype_of_parameters(model: nn.Cell) -> str:
+    """Returns the dtype of the base's linear cells: sharding puts parameters of one dtype together."""
+    linear = next(cell for _, cell in model.cells_and_names() if isinstance(cell, Linear))
+    return str(linear.params_dtype).lower()
+
+
+def _refuse(name: str, value: Any) -> None:
+    raise ConfigError(f"pet_config.{name} is {value!r}, which mindlora does not carry out {_HERE}. {_IN_GRAPH_MODE}")
+
+
+def _check_supported(config: PetLoraConfig) -> None:
+    fields = type(config).__dataclass_fields__
+    if initializers.is_loftq(config.lora_init):
+        raise ConfigError(
+            f"pet_config.lora_init is {config.lora_init!r}, which mindlora does not carry out {_HERE}. {_IN_GRAPH_MODE}"
+        )
+    for name in _NOT_YET:
+        if getattr(config, name) != fields[name].default:
+            _refuse(name, getattr(config, name))
+    if initializers.changes_base(config.lora_init) and config.adapter_path:
+        raise ConfigError(
+            f"pet_config.lora_init is {config.lora_init!r} and pet_config.adapter_path is {config.adapter_path!r}: "
+            "both say how A and B begin. Remove lora_init, and set lora_rank and lora_alpha of lora_config to those of "
+            "the adapter."
+        )
+    if get_world_size() > 1:
+        _check_several_processes(config)
+
+
+def _check_several_processes(config: PetLoraConfig) -> None:
+    for name in _IN_ONE_PROCESS:
+        value = getattr(config, name)
+        refused = initializers.changes_base(config.lora_init) if name == "lora_init" else value
+        if refused:
+            raise ConfigError(
+                f"pet_config.{name} is {value!r}, which mindlora carries out in one process {_HERE}, and this run has "
+                f"{get_world_size()}. {_IN_GRAPH_MODE}"
+            )

@@ -1,0 +1,8 @@
+"""Registers mindlora in MindFormers' PyNative Trainer when it is imported; there is nothing to call.
+
+register_path/pynative_bridge.py imports it under MindFormers' own launcher, mindlora-run before it makes the Trainer.
+"""
+
+from mindlora.training.pynative import pet
+
+pet.register()

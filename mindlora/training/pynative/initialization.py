@@ -1,0 +1,60 @@
+"""How adapters begin under the PyNative Trainer, once the base is loaded: from a saved adapter, or from the base."""
+
+from typing import Any, Optional, Sequence
+
+from mindspore import nn
+
+from mindlora.core.mindformers_version import require_mindformers
+from mindlora.network.initialize import initialize_adapters
+from mindlora.network.save_load import load_lora
+from mindlora.network.tree import lora_cells
+from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.training.log import logger
+from mindlora.training.pynative.callback_states import restore_fingerprint
+
+require_mindformers("2.0")
+from mindformers.pynative.callback import TrainerCallback  # noqa: E402
+
+_CONFIGURATION = "mindlora_configuration"
+
+
+def remember(model: nn.Cell, config: PetLoraConfig) -> None:
+    """Keeps the configuration of a model's adapters with the model."""
+    setattr(model, _CONFIGURATION, config)
+
+
+def configuration_of(model: nn.Cell) -> Optional[PetLoraConfig]:
+    """Returns the configuration of a model's adapters, or None if mindlora has put none on it."""
+    return getattr(model, _CONFIGURATION, None)
+
+
+class Initialization(TrainerCallback):
+    """Loads pet_config.adapter_path, or carries out a lora_init that changes the base, where a run begins.
+
+    A run that goes on has what its checkpoint holds: A and B, the base after the change, and the initial pairs.
+    """
+
+    def on_train_begin(
+        self, args: Any, state: Any, model: Sequence[nn.Cell] = (), optimizer: Optional[nn.Optimizer] = None, **_: Any
+    ) -> None:
+        """Gives A and B their values, in a run that does not go on."""
+        adapted = [stage for stage in model if configuration_of(stage)]
+        if not adapted or optimizer is None:
+            return
+        if state.global_step:
+            logger.info("The run goes on after step %d, with the adapter of its checkpoint.", state.global_step)
+            restore_fingerprint(args.checkpoint.load_path, adapted)
+            return
+        for stage in adapted:
+            _initialize(stage, configuration_of(stage))
+        # The optimizer has copied the values from before, in float32, of what has fewer bits.
+        optimizer.reload_main_params_from_model()
+
+
+def _initialize(network, config):
+    if config.adapter_path:
+        load_lora(network, config.adapter_path, on_base_mismatch=config.on_base_mismatch)
+        logger.info("Adapter loaded from %s.", config.adapter_path)
+    initialize_adapters(network)
+    for _, cell in lora_cells(network):
+        cell.prepare()

@@ -1,0 +1,258 @@
+"""Makes MindFormers' PyNative Trainer build, freeze, load and train mindlora's LoRA where a YAML has lora_config.
+
+The Trainer finds what does this by names in MindFormers' modules. ``register`` gives these names to what is here, which
+takes the same arguments.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
+
+import mindspore as ms
+from mindspore import Parameter, nn
+from mindspore.mint.distributed import get_world_size
+
+from mindlora.core.errors import InstallationError, LoraError
+from mindlora.core.mindformers_version import release
+from mindlora.core.text import listed
+from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.network.tree import lora_cells
+from mindlora.run.checks.batches import pynative_rows_left_out
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.pynative import BRIDGE, check_pynative, check_weights
+from mindlora.training.log import logger
+from mindlora.training.model.mindrecords import first_rows
+from mindlora.training.pynative import configuration, steps
+from mindlora.training.pynative.callbacks import with_callbacks
+from mindlora.training.pynative.checkpoints import check_loaded
+from mindlora.training.pynative.initialization import configuration_of, remember
+from mindlora.training.pynative.lora_plus import with_lora_plus
+from mindlora.training.pynative.noise import add_embedding_noise
+from mindlora.training.pynative.packing import keep_examples_apart
+from mindlora.training.pynative.quantized_base import check_quantization, quantize_loaded
+from mindlora.training.pynative.support import check_nodes
+
+KNOWN_RELEASES = ((2, 0), (2, 1))
+
+
+def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cell:
+    """Puts mindlora's adapters on a model that has no values yet, in place, as lora_config and pet_config say.
+
+    Args:
+        model (nn.Cell): The model, or one of its pipeline stages.
+        config (LoraConfig): MindFormers' node lora_config.
+        strict (bool): Whether a model without a cell to adapt is an error; of a stage it is not. Default: True.
+
+    Returns:
+        nn.Cell, the model.
+
+    Raises:
+        ConfigMistakes: As mindlora doctor finds them in the YAML.
+        LoraError: As in adapter_configuration, check_same_cells and apply_lora.
+    """
+    trainer = _trainer_of_this_model()
+    settings = trainer.config
+    version = release(importlib.metadata.version("mindformers"))
+    check_nodes(settings)
+    _check_yaml(settings.to_dict(), version)
+    # MindFormers 2.0 reads the rows of a whole step at once.
+    read_at_once = trainer.num_accumulation_steps if version == (2, 0) else 1
+    for sentence in pynative_rows_left_out(settings.to_dict(), read_at_once):
+        logger.info(sentence)
+    parts = trainer.num_accumulation_steps * settings.parallelism.data_parallel
+    for finding in check_weights(trainer.world_size, parts):
+        logger.warning(str(finding))
+    # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
+    model.config._mf_lora_config = config
+    theirs = configuration.selected_paths(model, config)
+    configuration.check_experts_are_whole(theirs, version, trainer.world_size)
+    if theirs or strict:
+        pet_config = getattr(settings, "pet_config", None)
+        given = pet_config.to_dict() if pet_config is not None else {}
+        adapters = configuration.adapter_configuration(model, config, given)
+        check_quantization(adapters.quantize_base, settings.checkpoint, trainer.world_size)
+        report = apply_lora(model, adapters)
+        remember(model, adapters)
+        configuration.check_same_cells(report.replaced, theirs)
+        adapters.variant.check_paths([path for path, _ in lora_cells(model)])
+        if adapters.neftune_alpha is not None:
+            add_embedding_noise(model, adapters.neftune_alpha)
+        keep_examples_apart(model, settings)
+    model.to_empty = on_current_device(model.to_empty)
+    return model
+
+
+def on_current_device(to_empty: Callable) -> Callable:
+    """Returns a cell's method that makes room for its parameters, on the current device where none is named.
+
+    MindFormers names none, and MindSpore 2.10 then leaves a model without values where it is.
+    """
+
+    @functools.wraps(to_empty)
+    def make_room(*, device: Optional[str] = None, recurse: bool = True) -> nn.Cell:
+        return to_empty(device=device or ms.get_context("device_target"), recurse=recurse)
+
+    return make_room
+
+
+def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
+    """Freezes all but what pet_config trains; returns how many parameters train, and how many do not."""
+    if any(lora_cells(model)):
+        freeze_base(model, configuration_of(model))
+        logger.info("LoRA by mindlora:\n%s", trainable_summary(model))
+    else:
+        # A stage of a pipeline.
+        for parameter in model.get_parameters():
+            parameter.requires_grad = False
+    trains = [parameter.requires_grad for parameter in model.get_parameters()]
+    return sum(trains), len(trains) - sum(trains)
+
+
+def with_all_gradients(gradient_norm: Callable) -> Callable:
+    """Returns MindFormers' function that collects the gradients for the optimizer, which then refuses a missing one.
+
+    MindFormers leaves such a parameter out, and its optimizer would give each later parameter the gradient of the next.
+    In several processes, where tokens are not counted, it raises NoGradient if all gradients are 0: the optimizer would
+    change the weights by its moments alone.
+    """
+
+    @functools.wraps(gradient_norm)
+    def collect(parameters: Sequence[Parameter], *arguments: Any, **keywords: Any) -> Any:
+        missing = [
+            parameter.name
+            for parameter in parameters
+            if parameter.grad is None and getattr(parameter, "main_grad", None) is None
+        ]
+        if missing:
+            raise LoraError(
+                f"The loss has no gradient for {listed(missing)}, which train: the model does not use these cells. "
+                "Remove them from target_modules."
+            )
+        norm, gradients = gradient_norm(parameters, *arguments, **keywords)
+        if gradients and get_world_size() > 1 and float(norm) == 0:
+            raise steps.NoGradient
+        return norm, gradients
+
+    return collect
+
+
+def strictly(load_param_into_net: Callable) -> Callable:
+    """Returns MindSpore's function that loads a checkpoint, as MindFormers calls it, which then checks it first.
+
+    What the network has in 4 bits is quantized before.
+    """
+
+    @functools.wraps(load_param_into_net)
+    def load(net: nn.Cell, parameter_dict: Dict[str, Parameter], *arguments: Any, **keywords: Any) -> Any:
+        quantize_loaded(net, parameter_dict)
+        check_loaded(net, parameter_dict)
+        return load_param_into_net(net, parameter_dict, *arguments, **keywords)
+
+    return load
+
+
+_TRAINER = "mindformers.pynative.trainer.trainer"
+_BUILDING = ("model", "config", "strict")
+
+
+class _Replaced(NamedTuple):
+    """A name in a module of MindFormers, or of a class there, and what gets it.
+
+    Attributes:
+        arguments (tuple of str): What MindFormers calls it with.
+        made (callable): Takes what has the name, and returns what gets it.
+    """
+
+    module: str
+    name: str
+    arguments: Tuple[str, ...]
+    made: Callable[[Callable], Callable]
+
+
+_REPLACED = (
+    _Replaced("mindformers.pynative.trainer.utils", "build_lora_model", _BUILDING, lambda _: build_lora_model),
+    _Replaced(
+        "mindformers.pynative.base_models.gpt.parallelize", "build_lora_model", _BUILDING, lambda _: build_lora_model
+    ),
+    _Replaced(_TRAINER, "freeze_base_params", ("model",), lambda _: freeze_base_params),
+    _Replaced(
+        _TRAINER, "_calculate_global_grad_norm", ("parameters", "enable_parallel", "max_norm"), with_all_gradients
+    ),
+    _Replaced(
+        _TRAINER,
+        "_build_optimizer",
+        ("config", "model", "learning_rate"),
+        lambda build: with_lora_plus(build, _lora_plus_ratio),
+    ),
+    _Replaced(_TRAINER, "CallbackHandler", ("callbacks", "model", "train_dataset", "optimizer"), with_callbacks),
+    _Replaced(_TRAINER, "Trainer.training_step", ("self", "step"), steps.with_begun_step),
+    _Replaced(_TRAINER, "Trainer.compute_loss", ("self", "model", "inputs"), steps.with_weights),
+    _Replaced(_TRAINER, "Trainer._optimizer_update", ("self",), steps.with_skipping),
+    _Replaced("mindformers.checkpoint.checkpoint", "load_param_into_net", ("net", "parameter_dict"), strictly),
+)
+
+
+@functools.lru_cache(maxsize=None)
+def register() -> None:
+    """Gives MindFormers' names to the functions above; what comes after the first call does nothing.
+
+    Raises:
+        InstallationError: mindlora does not know the PyNative Trainer of the MindFormers that is installed.
+    """
+    version = importlib.metadata.version("mindformers")
+    if release(version) not in KNOWN_RELEASES:
+        raise InstallationError(
+            f"MindFormers {version} is installed, and mindlora knows the PyNative Trainer of 2.0 and 2.1 alone. "
+            "Install one of these."
+        )
+    owners = [_owner_of(replaced) for replaced in _REPLACED]
+    for replaced, (owner, name) in zip(_REPLACED, owners):
+        before = getattr(owner, name, None)
+        arguments = tuple(inspect.signature(before).parameters) if before is not None else ()
+        if not set(replaced.arguments) <= set(arguments):
+            raise InstallationError(
+                f"{replaced.name} of {replaced.module} takes ({', '.join(arguments)}) in MindFormers {version}, and "
+                f"mindlora knows it with ({', '.join(replaced.arguments)}). Install MindFormers as it was published."
+            )
+    for replaced, (owner, name) in zip(_REPLACED, owners):
+        setattr(owner, name, replaced.made(getattr(owner, name)))
+
+
+def _owner_of(replaced: _Replaced) -> Tuple[Any, str]:
+    """Returns the module or the class that has a name, and the name there."""
+    *path, name = replaced.name.split(".")
+    return functools.reduce(getattr, path, importlib.import_module(replaced.module)), name
+
+
+def _lora_plus_ratio() -> Optional[float]:
+    return getattr(getattr(_trainer_of_this_model().config, "pet_config", None), "loraplus_lr_ratio", None)
+
+
+def _check_yaml(config: Dict[str, Any], version: Tuple[int, int]) -> None:
+    """Raises ConfigMistakes if the YAML, or what it loads, is wrong; what is good to know goes to the log."""
+    # mindlora-run needs no such line, and by it the checks know that mindlora is there.
+    config["model"]["auto_register"] = BRIDGE
+    findings = check_pynative(config, version, first_rows)
+    for finding in findings:
+        if finding.severity == "warning":
+            logger.warning(str(finding))
+    refuse(findings)
+
+
+def _trainer_of_this_model() -> Any:
+    """Returns the Trainer that is building a model, or its optimizer, now.
+
+    MindFormers passes lora_config alone, and under its own launcher this module is imported only after the Trainer has
+    read its YAML: the Trainer is to be found among the calls that are going on.
+    """
+    kind = importlib.import_module(_TRAINER).Trainer
+    frame = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kind):
+            return caller
+        frame = frame.f_back
+    raise LoraError("build_lora_model works while MindFormers' Trainer builds its model: call apply_lora instead.")

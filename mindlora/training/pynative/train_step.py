@@ -1,0 +1,137 @@
+"""What callbacks read and set of a train step, where MindFormers' PyNative Trainer trains: it has none of its own."""
+
+import functools
+import math
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from mindlora.core.mindformers_version import require_mindformers
+from mindlora.training.step.rate_factor import RateFactor
+from mindlora.training.step.train_step import StepRecord
+
+require_mindformers("2.0")
+from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
+
+
+class TrainStep(nn.Cell):
+    """The model and the optimizer of a Trainer, with the interface of LoraTrainOneStepCell that callbacks use.
+
+    The Trainer's methods below tell it what a step computes, and obey it.
+
+    Args:
+        model (nn.Cell): The whole model, of one process.
+        optimizer (nn.Optimizer): Its optimizer.
+        records_norms (bool): Whether gradient_norms() is available. Default: False.
+    """
+
+    is_mindformers_step = False
+    exchange = loss_scaling_manager = scale_sense = None
+
+    def __init__(self, model: nn.Cell, optimizer: nn.Optimizer, records_norms: bool = False):
+        super().__init__(auto_prefix=False)
+        self.network = model
+        self.optimizer = optimizer
+        self.records_norms = records_norms
+        self.rate = None
+        self.limits: Optional[Tuple[float, float]] = None
+        self.copies_gradients = False
+        self.begin()
+
+    @functools.cached_property
+    def gpt(self) -> GPTModel:
+        """The part of the model that computes the loss."""
+        return next(cell for _, cell in self.network.cells_and_names() if isinstance(cell, GPTModel))
+
+    def begin(self) -> None:
+        """Begins a step."""
+        # The tokens that all its micro-batches count; None if there is only one.
+        self.expected: Optional[int] = None
+        self.losses: List[Tensor] = []
+        self.tokens = 0
+        self.norms: Dict[str, float] = {}
+        self.skipped = False
+        self.learning_rate = None
+        self.record = StepRecord(math.nan)
+
+    def accumulate(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
+        """Prepares a step of several micro-batches: from then on each counts as much as it has tokens."""
+        self.expected = sum(self.counted_tokens(batch) for batch in micro_batches)
+        if ms.get_context("device_target") == "CPU" and not self.copies_gradients:
+            # There MindSpore 2.10 adds the next micro-batch's gradient wrongly to one that is a transposed view.
+            for parameter in self.network.trainable_params():
+                parameter.register_hook(lambda gradient: gradient.copy())
+            self.copies_gradients = True
+
+    def counted_tokens(self, inputs: Mapping[str, Any]) -> int:
+        """Returns how many tokens of a micro-batch the loss counts."""
+        tokens = inputs["input_ids"].asnumpy()
+        mask = inputs.get("loss_mask")
+        counted = tokens != self.gpt.pad_token_id if mask is None else mask.asnumpy() > 0
+        labels = inputs.get("labels")
+        if labels is not None:
+            counted = counted & (labels.asnumpy() != self.gpt.ignore_token_id)
+        return int(counted.sum())
+
+    def weighted(self, loss: Tensor, tokens: int, micro_batches: int) -> Tensor:
+        """Returns the mean loss of a micro-batch, times its part in the tokens of the step and ``micro_batches``."""
+        self.tokens += tokens
+        if self.expected is not None:
+            loss = loss * (tokens * micro_batches / max(self.expected, 1))
+        if self.limits is not None:
+            self.losses.append(ops.stop_gradient(loss / micro_batches))
+        return loss
+
+    def before_update(self, parameters: Sequence[Parameter]) -> Optional[float]:
+        """Looks at the gradients; returns their norm if the step must be skipped, else None."""
+        self.learning_rate = self.current_rate()
+        self.skipped = not self.tokens
+        if self.skipped:
+            return 0.0
+        if self.limits is None and not self.records_norms:
+            return None
+        gradients = {p.name: p.grad.astype("float32") for p in parameters if p.grad is not None}
+        self.norms = {name: float(ops.sqrt((g * g).sum()).asnumpy()) for name, g in gradients.items()}
+        if self.limits is None:
+            return None
+        norm = math.sqrt(sum(value**2 for value in self.norms.values()))
+        loss = sum(float(np.ravel(value.asnumpy())[0]) for value in self.losses)
+        within = loss <= self.limits[0] and norm <= self.limits[1]
+        self.skipped = not (within and math.isfinite(loss) and math.isfinite(norm))
+        return norm if self.skipped else None
+
+    def end(self, loss: float, norm: float, skipped: bool) -> None:
+        """Records the step, with the loss and the norm that the Trainer reports; the loss is NaN if no token counts."""
+        loss = loss if self.tokens else math.nan
+        self.skipped = self.skipped or skipped
+        self.record = StepRecord(loss, norm, self.tokens, self.skipped, False, self.learning_rate)
+
+    def current_rate(self) -> float:
+        """Returns the learning rate of this step, of several groups the first one's."""
+        rate = self.optimizer.get_lr()
+        return float(np.ravel((rate[0] if isinstance(rate, (list, tuple)) else rate).asnumpy())[0])
+
+    def set_rate_factor(self, source: str, value: float) -> None:
+        """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""
+        if self.rate is None:
+            self.rate = RateFactor(self.optimizer)
+        self.rate.set(source, value)
+
+    @property
+    def rate_factors(self) -> Dict[str, float]:
+        """The factors of the learning rate: source -> value."""
+        return {} if self.rate is None else dict(self.rate.factors)
+
+    def set_limits(self, loss: float, gradient_norm: float) -> None:
+        """Sets above which loss, or norm of the gradient before clipping, a step is skipped; infinity for no limit."""
+        self.limits = (loss, gradient_norm)
+
+    def last_record(self) -> StepRecord:
+        """Returns what the last step measured."""
+        return self.record
+
+    def gradient_norms(self) -> Dict[str, float]:
+        """Returns the norm of each trainable parameter's gradient, before clipping, in the last step."""
+        return self.norms

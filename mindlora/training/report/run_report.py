@@ -1,0 +1,180 @@
+"""RunReport: what happens in a run as numbers in metrics.jsonl, and as a page in report.html."""
+
+import importlib.util
+import os
+import time
+from typing import Optional
+
+import mindspore as ms
+import psutil
+from mindformers.tools.utils import get_output_root_path, get_real_rank
+from mindformers.utils.tensorboard import get_tensorboard_writer
+from mindspore import Callback
+from mindspore.train import RunContext
+
+from mindlora.training.callbacks.common import register, reported_metrics, step_record
+from mindlora.training.log import logger
+from mindlora.training.model.network import train_step_of
+from mindlora.training.preference.settings import MEASURES
+from mindlora.training.report.history import EARLIER_NAME, HELD_OUT_FIELDS, HistoryWriter
+from mindlora.training.report.run_description import describe
+from mindlora.training.resume.training_state import total_steps
+
+REPORT_NAME = "report.html"
+# The report is written again after this many times the time that writing it took, and when the run ends.
+_PAUSE = 20
+# The recorded fields that MFLossMonitor does not give to TensorBoard.
+_TO_TENSORBOARD = (*("tokens_per_second", "bytes_exchanged", "memory_bytes", "forgetting"), *MEASURES, *HELD_OUT_FIELDS)
+
+
+@register
+class RunReport(Callback):
+    """Records every step of a run in metrics.jsonl, and shows the run in report.html. mindlora-run adds it by itself.
+
+    metrics.jsonl is complete after every step. report.html is written after LoraCheckpoint has saved, and when the run
+    ends; ``mindlora report`` writes it at any time. Rank 0 writes both. The same numbers go to TensorBoard if the YAML
+    has tensorboard.tensorboard_dir, except those that MFLossMonitor gives it.
+
+    Args:
+        directory (str): Folder to write to. Default: None, the output folder of the run.
+    """
+
+    def __init__(self, directory: Optional[str] = None):
+        super().__init__()
+        self.directory = os.path.abspath(directory or get_output_root_path())
+        self.history = self.tensorboard = None
+        self.step_before = 0
+        self.time_before = 0.0
+        self.events_written = self.answers_written = 0
+        self.next_report = 0.0
+        self.writes_page = get_real_rank() == 0 and importlib.util.find_spec("jinja2") is not None
+        if get_real_rank() == 0 and not self.writes_page:
+            logger.warning(
+                "RunReport writes no report.html, as Jinja2 is not installed: pip install 'mindlora[report]'. "
+                "metrics.jsonl is written."
+            )
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Begins the history."""
+        # Not when training begins: a resumed run may not know its step by then.
+        if self.history is not None or get_real_rank() != 0:
+            return
+        params = run_context.original_args()
+        self.step_before = params.cur_step_num
+        self.time_before = time.time()
+        self.history = HistoryWriter(self.directory, self.step_before)
+        if self.history.moved:
+            logger.warning(
+                "%s held %d records of an earlier run after step %d; they are now in %s. Delete that file once nobody "
+                "needs it.",
+                self.history.path,
+                self.history.moved,
+                self.step_before,
+                EARLIER_NAME,
+            )
+        self.history.append(self.step_before, run=_described(params))
+        self.tensorboard = get_tensorboard_writer()
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Records the step, and writes the report if a checkpoint has been saved."""
+        if self.history is None:
+            return
+        params = run_context.original_args()
+        step = params.cur_step_num
+        now = time.time()
+        self._record(step, **self._numbers(params, now))
+        metrics = reported_metrics(params)
+        for kind in (HELD_OUT_FIELDS, ("forgetting",)):
+            measured = {name: metrics[name] for name in kind if metrics.get(name) is not None}
+            if measured:
+                self._record(step, **measured)
+        health = params.get("adapter_health")
+        if health is not None and health.step == step:
+            self._record(step, health=health.to_json())
+        self._record_rest(params)
+        self.step_before = step
+        self.time_before = now
+        has_saved = any(getattr(callback, "last_saved", None) == step for callback in params.list_callback)
+        if has_saved and now >= self.next_report:
+            self._write_page()
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Writes the report."""
+        if self.history is None:
+            return
+        self._record_rest(run_context.original_args())
+        self.history.close()
+        self._write_page()
+        logger.info("The run is in %s.", os.path.join(self.directory, REPORT_NAME if self.writes_page else ""))
+
+    def _numbers(self, params, now):
+        """Returns the fields of the step that has ended."""
+        record = step_record(params)
+        exchange = getattr(train_step_of(params.train_network), "exchange", None)
+        # With data sinking several steps are reported at once, of which the record knows the last.
+        steps = params.cur_step_num - self.step_before
+        seconds = now - self.time_before
+        return {
+            "time": now,
+            "loss": record.loss,
+            "learning_rate": record.learning_rate,
+            "gradient_norm": record.gradient_norm,
+            "tokens": record.tokens,
+            "tokens_per_second": None if record.tokens is None else record.tokens * steps / max(seconds, 1e-6),
+            "bytes_exchanged": None if exchange is None else exchange.bytes_per_step,
+            "memory_bytes": _memory(),
+            "skipped": record.skipped,
+            **(record.preference or {}),
+        }
+
+    def _record(self, step, **record):
+        self.history.append(step, **record)
+        for name in _TO_TENSORBOARD:
+            if self.tensorboard is not None and record.get(name) is not None:
+                self.tensorboard.add_scalar(name.replace("_", "-"), record[name], global_step=step)
+
+    def _record_rest(self, params):
+        """Records the events and the answers that are new."""
+        events = params.get("training_events") or []
+        answers = params.get("training_answers") or []
+        for event in events[self.events_written :]:
+            self._record(event["step"], event=event["kind"], message=event["message"])
+        for samples in answers[self.answers_written :]:
+            self._record(samples["step"], answers=samples["answers"])
+        self.events_written = len(events)
+        self.answers_written = len(answers)
+
+    def _write_page(self):
+        if not self.writes_page:
+            return
+        from mindlora.training.report import write_report
+
+        started = time.time()
+        try:
+            write_report([self.directory], os.path.join(self.directory, REPORT_NAME))
+        except Exception as error:
+            # A run of days must not end because of its report.
+            logger.warning("The report could not be written (%s); make it with mindlora report.", error)
+        self.next_report = time.time() + _PAUSE * (time.time() - started)
+
+
+def _described(params):
+    """Returns the record "run"; without what cannot be found out, lest a run end because of its description."""
+    try:
+        return describe(params)
+    except Exception as error:
+        logger.warning(
+            "RunReport cannot describe the run (%s: %s), so report.html will show its numbers alone. Read its settings "
+            "in the YAML.",
+            type(error).__name__,
+            error,
+        )
+        return {"time": time.time(), "total_steps": total_steps(params)}
+
+
+def _memory():
+    """Returns bytes: the most that the device has had allocated until now, or what the process uses on a CPU."""
+    if ms.get_context("device_target") == "CPU":
+        return psutil.Process().memory_info().rss
+    # What is allocated now, between two steps, lacks the activations, gradients and logits of a step.
+    return ms.runtime.max_memory_allocated()

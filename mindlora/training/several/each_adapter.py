@@ -1,0 +1,264 @@
+"""EachAdapter: in a run with several adapters, the callbacks of each of them, which see it as a run of its own."""
+
+import dataclasses
+import importlib.util
+import os
+from typing import Any, Dict, List, Mapping, Optional
+
+from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_output_root_path
+from mindspore import Callback
+from mindspore.dataset import Dataset
+from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
+
+from mindlora.core.errors import DivergenceError, LoraError
+from mindlora.core.json_files import write_json
+from mindlora.serving.evaluation.comparison import compare
+from mindlora.training.callbacks.common import register
+from mindlora.training.callbacks.lora_checkpoint import LoraCheckpoint
+from mindlora.training.log import logger
+from mindlora.training.model.network import innermost, train_step_of
+from mindlora.training.report import write_report
+from mindlora.training.report.run_report import RunReport
+from mindlora.training.resume import training_state
+from mindlora.training.several import resuming as several_adapters
+from mindlora.training.several.data import datasets_of
+from mindlora.training.several.held_out import HeldOutOfAdapters
+from mindlora.training.several.rules import OF_ADAPTER
+from mindlora.training.several.step_of_adapter import StepOfAdapter
+
+# What the output folder of the run has besides a folder for each adapter.
+COMPARISON, PAGE = "comparison.json", "comparison.html"
+# What callbacks are told of an adapter alone.
+_OF_ITS_OWN = (
+    *("train_network", "list_callback", "train_dataset", "batch_num"),
+    *("net_outputs", "eval_results", "training_events", "run_configuration"),
+)
+
+
+class BestRows(Callback):
+    """Saves the rows of an adapter's best held-out loss, by which the adapters are compared, with its state."""
+
+    def __init__(self, held_out: HeldOutOfAdapters, number: int):
+        super().__init__()
+        self.held_out = held_out
+        self.number = number
+
+    def training_state(self) -> Dict[str, Any]:
+        """Returns what a resumed run needs, as JSON values."""
+        return self.held_out.state_of(self.number)
+
+    def restore_training_state(self, state: Dict[str, Any]) -> None:
+        """Takes over what ``training_state`` returned."""
+        self.held_out.restore(self.number, state)
+
+
+class AdapterRun:
+    """One adapter's part of a run: its callbacks, and what they are told.
+
+    Attributes:
+        name (str): What the adapter's folder is called.
+        settings (dict): What the adapter has of its own.
+        ended (dict or None): Where it learns no more: the "step" and the "reason", "" for the end of the run.
+    """
+
+    def __init__(
+        self, node: Mapping[str, Any], shared: InternalCallbackParam, step: StepOfAdapter, data: Dataset, rows: BestRows
+    ):
+        self.name = node["name"]
+        self.settings = node["settings"]
+        self.step = step
+        self.ended: Optional[Dict[str, Any]] = None
+        configuration = node["configuration"]
+        nodes = [dict(callback) for callback in configuration["callbacks"] if callback["type"] in OF_ADAPTER]
+        self.callbacks: List[Callback] = [
+            rows,
+            *(
+                MindFormerRegister.get_instance_from_cfg(MindFormerConfig(**callback), MindFormerModuleType.CALLBACK)
+                for callback in nodes
+            ),
+        ]
+        self.params = InternalCallbackParam()
+        self.params.update(shared)
+        self.params.update(train_network=step, list_callback=self.callbacks, train_dataset=data)
+        self.params["batch_num"] = data.get_dataset_size()
+        self.params["run_configuration"] = configuration
+        self.context = RunContext(self.params)
+
+    def follow(self, shared: InternalCallbackParam) -> None:
+        """Takes over what is the same for all adapters: step, epoch and so on."""
+        self.params.update({key: value for key, value in shared.items() if key not in _OF_ITS_OWN})
+
+    def call(self, event: str) -> None:
+        """Calls each callback for an event, such as "on_train_begin"."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self.context)
+
+    def end_step(self) -> None:
+        """Tells the callbacks what the last step has done to the adapter; ends its run if one of them asks for it."""
+        record = self.step.last_record()
+        self.params["net_outputs"] = (record.loss, record.skipped, self.step.scale_sense, record.learning_rate, None)
+        self.call("on_train_step_end")
+        if self.context.get_stop_requested() or self.params.cur_step_num >= training_state.total_steps(self.params):
+            self.end()
+
+    def end(self) -> None:
+        """Ends the adapter's run: it is saved as it is, and learns no more."""
+        # As MindSpore does at the end of training.
+        self.params.pop("eval_results", None)
+        self.call("on_train_end")
+        self.step.stop()
+        reasons = []
+        for callback in self.callbacks:
+            try:
+                callback.__exit__(None, None, None)
+            except LoraError as error:
+                reasons.append(str(error))
+        self.ended = {"step": self.params.cur_step_num, "reason": " ".join(reasons)}
+
+    def stay(self, folder: str, ended: Mapping[str, Any]) -> None:
+        """Makes the adapter what it was when it ended, before the run was resumed."""
+        training_state.restore_state(folder, self.params)
+        self.step.stop()
+        self.ended = dict(ended)
+
+
+@register
+class EachAdapter(Callback):
+    """Calls the callbacks of each adapter, in a run with several, as a run with that adapter alone would.
+
+    Where one of them stops its run, the adapter is saved and learns no more, and the others go on; with the last one
+    the run ends. adapters.json says which have been stopped. A resumed run continues exactly as if it had never
+    stopped, as with LoraCheckpoint. mindlora-run adds this callback to a run with pet_config.adapters.
+
+    Args:
+        runs (list of dict): For each adapter its "name", the "settings" that it has of its own, the "configuration" of
+            a run with it alone, and, if it stays as it was saved, where it "ended" and the "folder".
+        directory (str): Where adapters.json is.
+    """
+
+    def __init__(self, runs: List[Dict[str, Any]], directory: str):
+        super().__init__()
+        self.nodes = runs
+        self.saved_in = directory
+        self.directory = os.path.abspath(get_output_root_path())
+        self.runs: List[AdapterRun] = []
+        self.held_out: Optional[HeldOutOfAdapters] = None
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Gives the adapters their initial values, or those that a resumed run goes on with."""
+        params = run_context.original_args()
+        step = train_step_of(params.train_network)
+        stack = innermost(params.train_network, lambda cell: hasattr(cell, "stack")).stack
+        stack.set_initial_values()
+        self.held_out = HeldOutOfAdapters(step.network, stack.count)
+        datasets = datasets_of(params.train_dataset, stack.count)
+        for number, node in enumerate(self.nodes):
+            of_adapter = StepOfAdapter(stack, step, number, self.held_out)
+            rows = BestRows(self.held_out, number)
+            run = AdapterRun(node, params, of_adapter, datasets[number], rows)
+            self.runs.append(run)
+            if node.get("ended"):
+                run.stay(node["folder"], node["ended"])
+                at, reason = run.ended["step"], run.ended["reason"]
+                logger.info("The adapter %s stays as it was at step %d. %s", run.name, at, reason)
+            else:
+                run.call("on_train_begin")
+        # All that learn begin at one step.
+        params.cur_step_num = next(run.params.cur_step_num for run in self.runs if run.ended is None)
+        params["how_to_go_on"] = self._how_to_go_on()
+        self._write_record()
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Tells the callbacks of each adapter that learns."""
+        params = run_context.original_args()
+        # MindSpore counts epochs from 1 even in a resumed run.
+        params.cur_epoch_num = params.cur_step_num // params.batch_num + 1
+        self._call("on_train_epoch_begin", run_context)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Tells the callbacks of each adapter that learns."""
+        self._call("on_train_epoch_end", run_context)
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """Tells the callbacks of each adapter that learns."""
+        self.held_out.begin(run_context.original_args().cur_step_num)
+        self._call("on_train_step_begin", run_context)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Tells the callbacks of each adapter what it has done, and ends the run with that of the last adapter."""
+        params = run_context.original_args()
+        for run in self._learning(params):
+            run.end_step()
+            if run.ended is not None and params.cur_step_num < training_state.total_steps(params):
+                reason = run.ended["reason"] or "Its run has ended."
+                logger.warning("step %d: the adapter %s learns no more. %s", params.cur_step_num, run.name, reason)
+                self._write_record()
+        if not self._learning(params):
+            run_context.request_stop()
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Ends the runs of the adapters that learn until now, and compares all of them."""
+        for run in self._learning(run_context.original_args()):
+            run.end()
+        comparisons = list(self._comparisons())
+        for comparison in comparisons:
+            logger.info("The adapters on %s:\n%s", comparison.measure.source, comparison)
+        write_json(os.path.join(self.directory, COMPARISON), [dataclasses.asdict(each) for each in comparisons])
+        self._write_page(comparisons)
+
+    def __exit__(self, *error: Any) -> None:
+        """Raises DivergenceError if a guard has ended the run of every adapter."""
+        failures = [f"{run.name}: {run.ended['reason']}" for run in self.runs if run.ended and run.ended["reason"]]
+        if error[0] is None and failures and len(failures) == len(self.runs):
+            raise DivergenceError(" ".join(failures))
+
+    def _write_record(self):
+        adapters = [{"name": run.name, "settings": run.settings, "ended": run.ended} for run in self.runs]
+        several_adapters.write_record(self.saved_in, adapters)
+
+    def _how_to_go_on(self):
+        """Returns what is said where the run is stopped."""
+        if not any(isinstance(callback, LoraCheckpoint) for run in self.runs for callback in run.callbacks):
+            return "Nothing was saved: callbacks has no LoraCheckpoint."
+        return (
+            f"All adapters are saved in {self.saved_in}. To go on, repeat the command with --resume, or set "
+            "resume: True in LoraCheckpoint."
+        )
+
+    def _comparisons(self):
+        """Yields a Comparison of the adapters for each data that their held-out loss was measured on."""
+        for path, best in self.held_out.best.items():
+            names = {number: self.runs[number].name for number in best}
+            losses = {names[number]: rows for number, (rows, _, _) in best.items()}
+            steps = {names[number]: step for number, (_, _, step) in best.items()}
+            counts = next(iter(best.values()))[1]
+            comparison = compare(losses, counts, steps, os.path.basename(path))
+            if comparison is not None:
+                yield comparison
+
+    def _write_page(self, comparisons):
+        """Writes the page on which all adapters are beside each other."""
+        folders = [callback.directory for run in self.runs for callback in run.callbacks if type(callback) is RunReport]
+        if importlib.util.find_spec("jinja2") is None or not folders:
+            return
+        page = os.path.join(self.directory, PAGE)
+        try:
+            write_report(folders, page, comparisons)
+        except (LoraError, OSError) as error:
+            # A run of days must not end because of its report.
+            logger.warning("The page could not be written (%s); make it with mindlora report.", error)
+        else:
+            logger.info("All adapters are on one page: %s.", page)
+
+    def _learning(self, params):
+        """Returns the runs of the adapters that learn, which have been told the step."""
+        learning = [run for run in self.runs if run.ended is None]
+        for run in learning:
+            run.follow(params)
+        return learning
+
+    def _call(self, event, run_context):
+        for run in self._learning(run_context.original_args()):
+            run.call(event)

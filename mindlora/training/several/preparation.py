@@ -1,0 +1,84 @@
+"""What the YAML of a run with several adapters becomes: the parts that they share, and a YAML for each."""
+
+import copy
+import os
+from typing import Any, Dict
+
+from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_output_root_path
+
+from mindlora.core.formats.mindrecord_files import mindrecord_files
+from mindlora.run.checks.data_rows import data_of
+from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.training.run_configuration import plain
+from mindlora.training.several.adamw import StackedAdamW
+from mindlora.training.several.data import DataOfAdapters, name_data, steps_in_epoch
+from mindlora.training.several.rates import AdapterRates
+from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, trained_adapters
+from mindlora.training.several.train_step import StackedTrainOneStepCell
+from mindlora.training.step.packing import boundary_of
+
+MindFormerRegister.register_cls(StackedAdamW, MindFormerModuleType.OPTIMIZER, legacy=True)
+# Arguments of callbacks that name the folder they write to.
+_WRITING = {"LoraCheckpoint": "lora_checkpoint", "LossCurve": "", "RunReport": ""}
+
+
+def prepare_adapters(config: MindFormerConfig) -> None:
+    """Turns a YAML with pet_config.adapters into one that MindFormers builds the shared run from, in place.
+
+    The YAML must have no mistakes, and its callbacks be in order.
+    """
+    pet_config = config.model.model_config.pet_config
+    if not (pet_config or {}).get("adapters"):
+        return
+    adapters = trained_adapters(PetLoraConfig.from_pet_config(pet_config))
+    runs = [
+        {"name": adapter.name, "settings": plain(adapter.settings), "configuration": alone(plain(config), adapter)}
+        for adapter in adapters
+    ]
+    keys = dict(config.lr_schedule)
+    rates = [run["configuration"]["lr_schedule"]["learning_rate"] for run in runs]
+    config.lr_schedule = MindFormerConfig(
+        **{**keys, "type": AdapterRates.__name__, "schedule": keys["type"], "learning_rates": rates}
+    )
+    _prepare_data(config, adapters)
+    config.optimizer.type = StackedAdamW.__name__
+    config.runner_wrapper.type = StackedTrainOneStepCell.__name__
+    shared = [callback for callback in config.callbacks if callback.get("type") not in OF_ADAPTER]
+    saving = next((callback for callback in config.callbacks if callback.get("type") == "LoraCheckpoint"), {})
+    directory = os.path.abspath(saving.get("directory") or get_output_root_path())
+    config.callbacks = [*shared, MindFormerConfig(type="EachAdapter", runs=runs, directory=directory)]
+
+
+def _prepare_data(config, adapters):
+    """Makes the run read the data of all adapters, if some have their own; each trains as long as it would alone."""
+    data = [adapter.data for adapter in adapters]
+    if not any(data):
+        return
+    shared = data_of(config.train_dataset)
+    # All rows go through one network, which keeps the examples of a row apart or does not.
+    boundary_of([file for path in data for file in mindrecord_files(path or shared)])
+    config.train_dataset_task.task = config.train_dataset_task.type
+    config.train_dataset_task.type = DataOfAdapters.__name__
+    config.train_dataset_task.data = data
+    if config.lr_schedule.get("total_steps") in (None, -1):
+        rows = config.runner_config.batch_size
+        steps = [steps_in_epoch(config.train_dataset, path or shared, rows) for path in data]
+        config.lr_schedule.own_total_steps = [config.runner_config.epochs * each for each in steps]
+
+
+def alone(configuration: Dict[str, Any], adapter: TrainedAdapter) -> Dict[str, Any]:
+    """Returns the YAML of a run with this adapter alone, which writes to a folder of the adapter's name."""
+    configuration = copy.deepcopy(configuration)
+    pet_config = configuration["model"]["model_config"]["pet_config"]
+    del pet_config["adapters"]
+    pet_config.update(adapter.own)
+    if adapter.learning_rate is not None:
+        configuration["lr_schedule"]["learning_rate"] = adapter.learning_rate
+    if adapter.data is not None:
+        name_data(configuration["train_dataset"], adapter.data)
+    for callback in configuration["callbacks"]:
+        if callback["type"] in _WRITING:
+            folder = callback.get("directory") or get_output_root_path()
+            callback["directory"] = os.path.join(folder, adapter.name, _WRITING[callback["type"]])
+    return configuration

@@ -1,0 +1,117 @@
+"""A run with several adapters on disk: adapters.json says which they are and which learn no more; each saves itself."""
+
+import os
+from typing import Any, Dict, Mapping, NamedTuple, Sequence, Union
+
+from mindlora.core import atomic
+from mindlora.core.errors import ConfigError
+from mindlora.core.json_files import parse_object, write_json
+from mindlora.training.resume import training_state
+
+RECORD = "adapters.json"
+
+
+class SavedAdapter(NamedTuple):
+    """Where one adapter of a run goes on, or stays.
+
+    Attributes:
+        folder (str): Its step folder.
+        ended (dict or None): Where it learns no more, the "step" and the "reason".
+    """
+
+    folder: str
+    ended: Any
+
+
+def write_record(directory: str, adapters: Sequence[Mapping[str, Any]]) -> None:
+    """Writes adapters.json: of each adapter its "name", its "settings", and where it learns no more, "ended"."""
+    os.makedirs(directory, exist_ok=True)
+    with atomic.replace_file(os.path.join(directory, RECORD)) as path:
+        write_json(path, {"adapters": list(adapters)})
+
+
+def find_saved(
+    directory: str, resume: Union[bool, str], adapters: Sequence[Mapping[str, Any]]
+) -> Dict[str, SavedAdapter]:
+    """Returns for each adapter, by its name, where it goes on: all at one step, but for those that had ended by then.
+
+    Args:
+        directory (str): The folder in which adapters.json is.
+        resume (bool or str): True for the newest step that all adapters have saved, or a step folder of one of them.
+        adapters (sequence of dict): The "name", the "settings" and the "directory" of step folders of each adapter.
+
+    Raises:
+        ConfigError: These are not the adapters that were saved, nothing was saved, or all of them had ended.
+    """
+    ended = _ended(directory, adapters)
+    steps = {adapter["name"]: _steps(adapter["directory"]) for adapter in adapters}
+    if isinstance(resume, str):
+        wanted = [_step_of(resume, directory, steps)]
+    else:
+        wanted = sorted(set().union(*steps.values()), reverse=True)
+    for step in wanted:
+        before = {name: end for name, end in ended.items() if end["step"] <= step}
+        needed = {name: before[name]["step"] if name in before else step for name in steps}
+        if len(before) == len(steps):
+            raise ConfigError(
+                f"{directory}: at step {step} no adapter learns any more, so nothing is left to train. Name an earlier "
+                "step folder to resume from, or set resume to False for a new run."
+            )
+        if all(at in steps[name] for name, at in needed.items()):
+            folders = {name: training_state.resume_folder(directory, steps[name][at]) for name, at in needed.items()}
+            return {name: SavedAdapter(folder, before.get(name)) for name, folder in folders.items()}
+    raise ConfigError(
+        f"LoraCheckpoint: resume is {resume}, but {directory} has no step that all adapters have saved: "
+        f"{'; '.join(_saved(name, found) for name, found in steps.items())}. Set resume to False for a new run."
+    )
+
+
+def _ended(directory, adapters) -> Dict[str, Dict[str, Any]]:
+    """Returns name -> where an adapter had ended; raises ConfigError if these are not the adapters of the record."""
+    path = os.path.join(directory, RECORD)
+    if not os.path.isfile(path):
+        raise ConfigError(
+            f"LoraCheckpoint: resume is set, but {path} does not exist, so no run with several adapters was saved "
+            "there. Name its output folder, or leave resume out."
+        )
+    with open(path, encoding="utf-8") as file:
+        saved = {each["name"]: each for each in parse_object(file.read(), path, ConfigError)["adapters"]}
+    now = {adapter["name"]: adapter["settings"] for adapter in adapters}
+    differences = {
+        "only there": [name for name in saved if name not in now],
+        "only in this run": [name for name in now if name not in saved],
+        "with other settings": [
+            f"{name} ({saved[name]['settings']} there, {settings} here)"
+            for name, settings in now.items()
+            if name in saved and saved[name]["settings"] != settings
+        ],
+    }
+    problems = [f"{problem}: {', '.join(names)}" for problem, names in differences.items() if names]
+    if problems:
+        raise ConfigError(
+            f"{path} names other adapters than pet_config.adapters. {'; '.join(problems)}. Resume with the adapters of "
+            "that run, or begin a new one in another output folder."
+        )
+    return {name: each["ended"] for name, each in saved.items() if each["ended"]}
+
+
+def _steps(directory) -> Dict[int, str]:
+    """Returns step -> folder of what an adapter has saved."""
+    folders = training_state.step_folders(directory)
+    return {int(os.path.basename(folder)[len(training_state.STEP_PREFIX) :]): folder for folder in folders}
+
+
+def _step_of(folder: str, directory: str, steps: Mapping[str, Mapping[int, str]]) -> int:
+    """Returns the step of a folder that one of the adapters has saved."""
+    for found in steps.values():
+        for step, path in found.items():
+            if os.path.realpath(path) == os.path.realpath(folder):
+                return step
+    raise ConfigError(
+        f"LoraCheckpoint: resume is {folder}, which is not a step folder of an adapter of {directory}. Name one, such "
+        "as NAME/lora_checkpoint/step_20 there, or set resume to True for the newest step."
+    )
+
+
+def _saved(name: str, steps: Mapping[int, str]) -> str:
+    return f"{name} has saved {', '.join(f'step {step}' for step in steps) or 'nothing'}"

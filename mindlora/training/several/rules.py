@@ -1,0 +1,301 @@
+"""pet_config.adapters: several adapters that train in one run, and what they need from the rest of the YAML."""
+
+import dataclasses
+import os
+import re
+import warnings
+from typing import Any, Dict, Iterator, List, Mapping, Optional
+
+from mindlora.core.errors import ConfigError, LoraError
+from mindlora.core.fields import NOT_NEGATIVE, check_number
+from mindlora.core.formats.mindrecord_files import mindrecord_files
+from mindlora.core.numerics.initializers import changes_base
+from mindlora.core.run_modes import TRAINING_MODES
+from mindlora.core.text import suggestion
+from mindlora.core.yaml_file import PET, value_at
+from mindlora.models.variants.registry import LORA
+from mindlora.run.checks.finding import Finding, error
+from mindlora.run.checks.key_ranges import named_items, setting
+from mindlora.run.checks.mcore import is_mcore
+from mindlora.run.checks.model import model_name
+from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.run.checks.targets import check_targets
+from mindlora.run.checks.training import WRAPPER, train_step
+
+KEY = f"{PET}.adapters"
+OPTIMIZER = "AdamW"
+# What adapters may differ in: keys of pet_config, besides name, learning_rate and data.
+_DIFFER = (
+    *("lora_rank", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform"),
+    *("lora_init", "lora_a_init", "lora_b_init", "seed"),
+)
+OWN_KEYS = ("name", "learning_rate", "data", *_DIFFER)
+# Other keys that one could want to differ, and why they cannot.
+_SHARED = {
+    "quantize_base": "all adapters of a run share one base in memory, in one form",
+    "quantize_exclude": "all adapters of a run share one base in memory, in one form",
+    "load_checkpoint": "all adapters of a run share one base in memory",
+    "param_init_type": "the A of all adapters are one parameter, and so are the B",
+    "compute_dtype": "the products of all adapters are computed at once",
+    "lora_dropout": "the inputs of all adapters are dropped out at once",
+}
+# Fields of pet_config that a run with several adapters does not carry out.
+_NOT_WITH_OTHERS = (
+    *("target_parameters", "freeze_lora_a", "modules_to_save", "freeze_include", "freeze_exclude"),
+    *("adapter_path", "loraplus_lr_ratio", "neftune_alpha", "alora_invocation_tokens"),
+)
+# Callbacks of the whole run, and those of which each adapter has its own.
+OF_RUN = ("MFLossMonitor", "ProgressBar", "GracefulStop")
+OF_ADAPTER = (
+    *("EmptySteps", "HeldOutLoss", "TrainingGuard", "WarmUp", "ReduceOnPlateau", "GradientNormRate", "EarlyStopping"),
+    *("LoraCheckpoint", "LossCurve", "RunReport"),
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
+# Temporary names beside a folder are longer than its own, and file systems take 255 bytes.
+_LONGEST_NAME = 100
+# What else the folder of a run holds in which each adapter has one of its name, in any case of letters.
+_TAKEN_NAMES = ("adapters.json", "comparison.json", "comparison.html", "checkpoint", "log", "strategy")
+# Keys of nodes that a run with several adapters reads.
+_KNOWN_KEYS = {
+    "runner_wrapper": ("type", "scale_sense", "use_clip_grad", "max_grad_norm"),
+    "optimizer": ("type", "betas", "eps", "weight_decay"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedAdapter:
+    """One adapter of a run with several.
+
+    Attributes:
+        name (str): What its folder is called.
+        config (PetLoraConfig): pet_config, with what the adapter has of its own.
+        learning_rate (float or None): In place of lr_schedule.learning_rate; None for that one.
+        data (str or None): MindRecord, or folder of them, in place of that of train_dataset; None for that one.
+        own (dict): The keys of pet_config that it has of its own.
+    """
+
+    name: str
+    config: PetLoraConfig
+    learning_rate: Optional[float]
+    data: Optional[str]
+    own: Dict[str, Any]
+
+    @property
+    def settings(self) -> Dict[str, Any]:
+        """All that it has of its own, but the name."""
+        beside = {"learning_rate": self.learning_rate, "data": self.data}
+        return {**self.own, **{key: value for key, value in beside.items() if value is not None}}
+
+
+def trained_adapters(pet_config: PetLoraConfig) -> List[TrainedAdapter]:
+    """Returns the adapters that pet_config.adapters describes.
+
+    Raises:
+        ConfigError: A key of an adapter is unknown, out of range or one in which adapters cannot differ, or two
+            adapters have one name.
+    """
+    nodes = pet_config.adapters
+    if not isinstance(nodes, (list, tuple)) or not nodes or not all(isinstance(node, Mapping) for node in nodes):
+        raise ConfigError(
+            "adapters must be a list of nodes, one for each adapter, such as '- {name: small, lora_rank: 8}'."
+        )
+    adapters = [_adapter(pet_config, dict(node), number) for number, node in enumerate(nodes, 1)]
+    # Some file systems keep no two names that differ in the case of letters.
+    names = [adapter.name.lower() for adapter in adapters]
+    twice = sorted({adapter.name for adapter in adapters if names.count(adapter.name.lower()) > 1})
+    if twice:
+        raise ConfigError(f"adapters has the name {twice[0]!r} twice: each adapter has a folder of that name.")
+    return adapters
+
+
+def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> TrainedAdapter:
+    where = f"adapters[{number - 1}]"
+    for key in node:
+        if key in _SHARED:
+            raise ConfigError(f"{where} has {key}, in which adapters cannot differ: {_SHARED[key]}. Use two runs.")
+        if key not in OWN_KEYS:
+            raise ConfigError(
+                f"{where} has the key {key!r}, in which adapters cannot differ.{suggestion(str(key), list(OWN_KEYS))}"
+            )
+    name = node.pop("name", f"adapter_{number}")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where}: name is {name!r}, but it must be the name of a folder: letters, digits and . _ = + - only."
+        )
+    if len(name) > _LONGEST_NAME:
+        raise ConfigError(
+            f"{where}: name has {len(name)} characters, and a folder is called like it: choose one of "
+            f"{_LONGEST_NAME} at most."
+        )
+    if name.lower() in _TAKEN_NAMES:
+        raise ConfigError(f"{where}: name is {name!r}, which the run writes beside the adapters. Choose another one.")
+    rate = node.pop("learning_rate", None)
+    if rate is not None:
+        check_number(rate, f"{where}: learning_rate", NOT_NEGATIVE)
+    data = node.pop("data", None)
+    if data is not None and not isinstance(data, str):
+        raise ConfigError(f"{where}: data is {data!r}, but it must be the path of a MindRecord, or of a folder.")
+    try:
+        return TrainedAdapter(name, dataclasses.replace(pet_config, adapters=None, **node), rate, data, node)
+    except LoraError as refusal:
+        raise ConfigError(f"{where}: {refusal}") from refusal
+
+
+def check_cells(config: Mapping[str, Any], pet_config: PetLoraConfig) -> List[Finding]:
+    """Returns what check_targets says of pet_config, or of each of its adapters.
+
+    What it says of all of them is there once; anything else begins with the names of the adapters that it is of.
+    """
+    if not pet_config.adapters:
+        return check_targets(config, pet_config.for_network())
+    # The warnings about values that they share have been given for pet_config.
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        try:
+            adapters = trained_adapters(pet_config)
+        except ConfigError:
+            # check_adapters says what is wrong.
+            return []
+    names_by_finding: Dict[Finding, List[str]] = {}
+    for adapter in adapters:
+        for finding in check_targets(config, adapter.config.for_network()):
+            names_by_finding.setdefault(finding, []).append(adapter.name)
+    findings = []
+    for finding, names in names_by_finding.items():
+        if len(names) < len(adapters):
+            of_adapters = f"Adapter{'s' if len(names) > 1 else ''} {', '.join(names)}: {finding.found}"
+            finding = dataclasses.replace(finding, found=of_adapters)
+        findings.append(finding)
+    return findings
+
+
+def check_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each setting that keeps several adapters from training in one run."""
+    if value_at(config, KEY) is None:
+        return
+    if config.get("run_mode") not in TRAINING_MODES:
+        yield error(
+            KEY,
+            f"run_mode is {config.get('run_mode')}, and pet_config.adapters names adapters to train.",
+            "Name one that is trained in adapter_path, and leave adapters out.",
+        )
+        return
+    try:
+        pet_config = PetLoraConfig.from_pet_config(value_at(config, PET))
+        adapters = trained_adapters(pet_config)
+    except LoraError as refusal:
+        yield error(KEY, str(refusal))
+        return
+    yield from _check_kind(pet_config, adapters)
+    yield from _check_data(config, adapters)
+    yield from _check_run(config)
+    yield from _check_keys(config)
+    for name, callback in named_items(config.get("callbacks")):
+        if callback.get("keep_last") == 1:
+            yield error(
+                f"callbacks.{name}.keep_last",
+                f"callbacks.{name}.keep_last is 1, and pet_config has adapters, which are saved one after another: "
+                "killed between two of them, the run would have no step that all have saved.",
+                "Set it to 2 or more.",
+            )
+        if callback.get("type") not in (*OF_RUN, *OF_ADAPTER):
+            yield error(
+                f"callbacks.{name}",
+                f"callbacks.{name} is for a run with one adapter, and pet_config has adapters.",
+                f"Remove it; there are {', '.join((*OF_RUN, *OF_ADAPTER))}.",
+            )
+
+
+def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+    if pet_config.variant is not LORA:
+        yield error(KEY, f"{pet_config.variant.field} is True, and only plain LoRA trains beside others.", "Remove it.")
+    for field in _NOT_WITH_OTHERS:
+        if getattr(pet_config, field):
+            yield error(
+                f"{PET}.{field}",
+                f"{field} is {getattr(pet_config, field)!r}, which a run with several adapters does not carry out.",
+                "Remove it, or train one adapter at a time.",
+            )
+    for adapter in adapters:
+        if changes_base(adapter.config.lora_init):
+            yield error(
+                KEY,
+                f"lora_init of {adapter.name} is {adapter.config.lora_init}, which changes the base that the other "
+                "adapters train on.",
+                "Use kaiming, gaussian or orthogonal.",
+            )
+
+
+def _check_data(config: Mapping[str, Any], adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+    own = [adapter for adapter in adapters if adapter.data]
+    for adapter in own:
+        path = adapter.data or ""
+        if not mindrecord_files(path) or not os.path.exists(path):
+            yield error(
+                KEY,
+                f"data of the adapter {adapter.name} is {path}, where there is no MindRecord (the current "
+                f"folder is {os.getcwd()}).",
+                "Correct the path.",
+            )
+    if own and value_at(config, "lr_schedule.warmup_epochs"):
+        yield error(
+            "lr_schedule.warmup_epochs",
+            f"lr_schedule.warmup_epochs is set, and {own[0].name} has data of its own, with epochs of another length.",
+            "Set warmup_steps or warmup_ratio.",
+        )
+    needed = (("train_dataset.data_loader.type", "MindDataset"), ("train_dataset.drop_remainder", True))
+    for key, value in needed if own else ():
+        if value_at(config, key) != value:
+            yield error(
+                key,
+                f"{key} is {value_at(config, key)!r}, and {own[0].name} has data of its own, which is read as a "
+                "MindRecord and in batches of equal size.",
+                f"Set it to {value}.",
+            )
+
+
+def _check_run(config: Mapping[str, Any]) -> Iterator[Finding]:
+    requirements = (
+        ("runner_wrapper.type", train_step(config), WRAPPER, "the train step keeps the adapters apart"),
+        ("optimizer.type", value_at(config, "optimizer.type"), OPTIMIZER, "it is the optimizer that keeps them apart"),
+        ("use_parallel", config.get("use_parallel") or False, False, "it was made for one device"),
+        (
+            "do_eval",
+            config.get("do_eval") or False,
+            False,
+            "MindFormers' evaluation knows one adapter; use HeldOutLoss",
+        ),
+        ("runner_config.sink_mode", setting(config, "runner_config.sink_mode"), False, "each step is judged by itself"),
+    )
+    for key, value, needed, reason in requirements:
+        if value != needed:
+            yield error(key, f"{key} is {value!r}, and pet_config has adapters: {reason}.", f"Set it to {needed}.")
+    if setting(config, "context.mode") not in (0, "GRAPH_MODE"):
+        yield error("context.mode", "context.mode is PyNative, and adapters train beside each other in graph mode.")
+    if is_mcore(config) or "Llama" not in str(model_name(config)):
+        yield error(
+            "model",
+            f"The model is {model_name(config)}, and several adapters train on MindFormers' legacy Llama alone.",
+            "Train one adapter at a time.",
+        )
+    if config.get("grouped_lr_schedule"):
+        yield error("grouped_lr_schedule", "grouped_lr_schedule is set, and each adapter has one learning rate.")
+
+
+def _check_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
+    for node, known in _KNOWN_KEYS.items():
+        for key, value in (config.get(node) or {}).items():
+            if key not in known and value not in (None, False):
+                yield error(
+                    f"{node}.{key}",
+                    f"{node}.{key} is {value!r}, which a run with several adapters does not carry out.",
+                    f"Remove it; there are {', '.join(known)}.",
+                )
+    scale = value_at(config, "runner_wrapper.scale_sense")
+    if isinstance(scale, Mapping):
+        yield error(
+            "runner_wrapper.scale_sense",
+            "runner_wrapper.scale_sense is a node, and a loss scale that moves with one adapter would move the others.",
+            "Write a number.",
+        )

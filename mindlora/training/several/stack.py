@@ -1,0 +1,173 @@
+"""AdapterStack: adapters that train beside each other on one network, and for each of them a network of its own."""
+
+from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from mindlora.core.errors import ConfigError, UnsupportedCellError
+from mindlora.core.text import listed
+from mindlora.models.lora_config import LoraConfig
+from mindlora.network.apply import apply_lora, freeze_base
+from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.initial_values import initial_draws
+from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.copies import copy_cells
+from mindlora.network.quantize import quantize_base
+from mindlora.network.quantized.qlora import QLoRADense
+from mindlora.network.tree import lora_cells, replace_children
+
+# Cells whose adapters can be stacked.
+_STACKED = (LoRADense, QLoRADense)
+
+
+class Slice(NamedTuple):
+    """One adapter's part of a parameter of all adapters."""
+
+    stacked: Parameter  # [K, ...]
+    number: int  # which of the K
+    own: Parameter  # [...], in each axis as large or smaller: beyond it the stacked parameter is zero
+
+    @property
+    def place(self) -> tuple:
+        """Where it is in the stacked parameter."""
+        return (self.number, *map(slice, self.own.shape))
+
+
+def pull(slices: Iterable[Slice]) -> None:
+    """Sets the adapters' own parameters to what the stacked ones hold."""
+    for each in slices:
+        values = each.stacked.asnumpy()[each.place]
+        each.own.set_data(Tensor(np.ascontiguousarray(values), each.own.dtype))
+
+
+def push(slices: Iterable[Slice]) -> None:
+    """Sets the stacked parameters, where they are of these adapters, to what the adapters' own parameters hold."""
+    arrays: Dict[int, np.ndarray] = {}
+    parameters: Dict[int, Parameter] = {}
+    for each in slices:
+        key = id(each.stacked)
+        parameters[key] = each.stacked
+        arrays.setdefault(key, each.stacked.asnumpy().copy())[each.place] = each.own.asnumpy()
+    for key, parameter in parameters.items():
+        # Not set_data: a compiled graph would keep what it uses in a branch alone.
+        ops.assign(parameter, Tensor(arrays[key], parameter.dtype))
+
+
+class AdapterStack:
+    """K adapters on one network, whose linear cells have become StackedLoRADense.
+
+    Attributes:
+        networks (list): For each adapter a network of its own with LoRADense cells, on the parameters of the base that
+            all share. It does not run: what there is for networks with one adapter (save_lora, load_lora, ...) works on
+            it, between pull and push.
+        cells (dict): Path -> StackedLoRADense.
+    """
+
+    def __init__(self, networks: List[nn.Cell], cells: Dict[str, StackedLoRADense], seeds: Sequence[Optional[int]]):
+        self.networks = networks
+        self.cells = cells
+        self._seeds = seeds
+
+    @property
+    def count(self) -> int:
+        """K."""
+        return len(self.networks)
+
+    def slices(self, number: int) -> List[Slice]:
+        """Returns where A and B of an adapter are."""
+        found = []
+        for path, cell in lora_cells(self.networks[number]):
+            stacked = self.cells[path]
+            found += [Slice(both, number, own) for both, own in zip(stacked.lora_parameters(), cell.lora_parameters())]
+        return found
+
+    def set_initial_values(self) -> None:
+        """Sets the stack to what its adapters begin with; draws that now, if MindSpore has delayed it.
+
+        Each adapter gets the values that it would get alone: all draw from the same state of NumPy's generator, or from
+        seeds of their own.
+        """
+        state = np.random.get_state()
+        for network, seed in zip(self.networks, self._seeds):
+            np.random.set_state(state)
+            with initial_draws(seed):
+                draw(network)
+        for number in range(self.count):
+            push(self.slices(number))
+
+
+def draw(network: nn.Cell) -> None:
+    """Gives the adapter of a network its initial values, where MindSpore has delayed that."""
+    adapter = {id(parameter) for _, cell in lora_cells(network) for parameter in cell.lora_parameters()}
+    for parameter in network.get_parameters():
+        if id(parameter) in adapter:
+            parameter.init_data()
+
+
+def stack_adapters(
+    network: nn.Cell, configs: Sequence[LoraConfig], seeds: Optional[Sequence[Optional[int]]] = None
+) -> AdapterStack:
+    """Puts K adapters on a network, in place, and freezes the rest. They are zero until set_initial_values.
+
+    Args:
+        network (nn.Cell): A network of linear cells without adapters.
+        configs (sequence of LoraConfig): Plain LoRA each, alike in quantize_base, lora_dropout and dtypes.
+        seeds (sequence of int or None): The seed of each adapter's initial values. Default: None, no adapter has one.
+
+    Raises:
+        LoraError: As apply_lora, for any of the adapters; the network is unchanged, but for a base that was quantized.
+    """
+    first = configs[0]
+    if any(config.alora_invocation_tokens for config in configs):
+        raise ConfigError(
+            "alora_invocation_tokens is set for one of several adapters, which act on all tokens of their rows. Train "
+            "it in a run of its own."
+        )
+    seeds = seeds or [None] * len(configs)
+    if first.quantize_base:
+        quantize_base(network, first.quantize_exclude)
+    networks = []
+    state = np.random.get_state()
+    for config, seed in zip(configs, seeds):
+        own, _ = copy_cells(network)
+        np.random.set_state(state)
+        with initial_draws(seed):
+            apply_lora(own, config)
+        _check_linear(own)
+        freeze_base(own)
+        networks.append(own)
+    cells = _stack(network, networks, first.compute_dtype)
+    return AdapterStack(networks, cells, seeds)
+
+
+def _check_linear(network):
+    """Raises UnsupportedCellError if an adapter is on cells that cannot be stacked."""
+    others = {path: type(cell).__name__ for path, cell in lora_cells(network) if type(cell) not in _STACKED}
+    if others:
+        path, kind = next(iter(others.items()))
+        raise UnsupportedCellError(
+            f"{listed(others)} cannot carry several adapters: {path} would be a {kind}, and only linear cells with "
+            "plain LoRA train beside others. Add it to exclude_modules."
+        )
+
+
+def _stack(network, networks, compute_dtype):
+    """Replaces the linear cells of a network that carry an adapter in any of ``networks``; returns path -> cell."""
+    adapted: List[Dict[str, nn.Cell]] = [_by_name(own) for own in networks]
+    bases = dict(network.cells_and_names())
+    cells, replacements = {}, {}
+    for name, base in bases.items():
+        present = [each.get(name) for each in adapted]
+        if any(present):
+            stacked = StackedLoRADense.from_cells(base, present, compute_dtype)
+            path = next(cell.adapter_path for cell in present if cell is not None)
+            cells[path] = replacements[id(base)] = stacked
+    replace_children(network, replacements)
+    return cells
+
+
+def _by_name(network):
+    """Returns the cells with adapters by their name in a network."""
+    with_adapter = {id(cell) for _, cell in lora_cells(network)}
+    return {name: cell for name, cell in network.cells_and_names() if id(cell) in with_adapter}

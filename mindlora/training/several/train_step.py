@@ -1,0 +1,160 @@
+"""The train step of several adapters: one loss, norm, clipping, rate and decision to skip for each of them."""
+
+from typing import Any, Optional, Tuple
+
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+from mindlora.training.model.network import base_of
+from mindlora.training.several.adamw import StackedAdamW
+from mindlora.training.several.losses import losses_of_adapters
+from mindlora.training.step.packing import install_segment_mask
+from mindlora.training.step.rate_factor import TRANSIENT
+from mindlora.training.step.token_gradients import TokenGradients
+from mindlora.training.step.train_step import StepRecord
+
+_scaled_by_adapter = ops.MultitypeFuncGraph("scaled_by_adapter")
+_squares_by_adapter = ops.MultitypeFuncGraph("squares_by_adapter")
+# Rows of the record: loss, gradient norm, counted tokens, whether the step was skipped, learning rate.
+_RECORDED = 5
+
+
+@_scaled_by_adapter.register("Tensor", "Tensor")
+def _scale(factors, gradient):
+    return gradient.astype(mstype.float32) * ops.broadcast_to(factors.reshape((-1, 1, 1)), gradient.shape)
+
+
+@_squares_by_adapter.register("Tensor")
+def _sum_of_squares(gradient):
+    return (gradient * gradient).reshape((gradient.shape[0], -1)).sum(-1)
+
+
+@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
+class StackedTrainOneStepCell(nn.Cell):
+    """A train step in which each of K adapters takes the step that LoraTrainOneStepCell would take with it alone.
+
+    An adapter's step is skipped, so that neither its weights, its moments nor its learning rate's step change, if its
+    loss or the norm of its gradient is not finite or exceeds its limit, if no token of its rows counts, or if it has
+    been stopped. The others are not touched by that. mindlora-run sets this cell in the YAML of a run with
+    pet_config.adapters.
+
+    Args:
+        network (Cell): A MindFormers model with StackedLoRADense cells.
+        optimizer (StackedAdamW): Of their parameters.
+        micro_batches (int): Into how many equal parts a batch is split. Default: 1.
+        packed_boundary (int, optional): Token at which the examples of packed rows begin. Default: None, they are not.
+        use_clip_grad (bool): Whether each adapter's gradient is clipped to max_grad_norm. Default: False.
+        max_grad_norm (float): The largest norm of an adapter's gradient. Default: 1.0.
+        scale_sense (float): The loss scale. Default: 1.0.
+        **others: What MindFormers gives every train step, and this one has no use for.
+
+    Inputs:
+        - **\\*inputs** (Tensor) - Rows for all adapters, [rows, N], or for each its own, [rows, K, N].
+
+    Outputs:
+        As in MFTrainOneStepCell, over the adapters whose step was not skipped: mean loss, whether none was left, loss
+        scale, largest learning rate, and largest gradient norm.
+    """
+
+    is_mindformers_step = False
+    loss_scaling_manager = exchange = None
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: StackedAdamW,
+        micro_batches: int = 1,
+        packed_boundary: Optional[int] = None,
+        use_clip_grad: bool = False,
+        max_grad_norm: float = 1.0,
+        scale_sense: float = 1.0,
+        **others: Any,
+    ):
+        super().__init__(auto_prefix=False)
+        del others
+        if packed_boundary is not None:
+            install_segment_mask(base_of(network), packed_boundary)
+        self.network = network
+        self.network.set_grad()
+        self.optimizer = optimizer
+        self.learning_rate = optimizer.learning_rate
+        self.weights = optimizer.parameters
+        self.adapters = optimizer.parameters[0].shape[0]
+        self.micro_batches = micro_batches
+        self.use_clip_grad = use_clip_grad
+        self.max_grad_norm = Tensor(max_grad_norm, mstype.float32)
+        self.scale_sense = float(scale_sense)
+        losses = losses_of_adapters(network, self.adapters)
+        self.token_gradients = TokenGradients(losses, self.weights, micro_batches, self.adapters, self.adapters)
+        self.hyper_map = ops.HyperMap()
+        # What callbacks set and read between two steps.
+        self.record = _transient("record", np.zeros((_RECORDED, self.adapters)))
+        self.limits = _transient("limits", np.full((2, self.adapters), np.inf))
+        self.rate_factors = _transient("rate_factors", np.ones(self.adapters))
+        self.stopped = _transient("stopped", np.zeros(self.adapters))
+
+    def construct(self, *inputs: Tensor) -> Tuple:
+        # As in LoraTrainOneStepCell: gradients of the size for which loss scales are chosen.
+        positions = float(inputs[0].shape[0] * inputs[0].shape[-1])
+        scale = Tensor(self.scale_sense / positions, mstype.float32)
+        totals, counts, gradients = self.token_gradients(scale, *inputs)
+        # As in LoraTrainOneStepCell: without a token that counts the loss is NaN.
+        losses = ops.select(counts > 0.5, totals / counts, ops.full_like(totals, np.nan))
+        gradients = self.hyper_map(ops.partial(_scaled_by_adapter, positions / (self.scale_sense * counts)), gradients)
+        norms = ops.sqrt(ops.stack(self.hyper_map(_squares_by_adapter, gradients)).sum(0))
+        if self.use_clip_grad:
+            # As LoraTrainOneStepCell clips.
+            factors = self.max_grad_norm / (ops.maximum(norms, self.max_grad_norm) + 1e-6)
+            factors = ops.minimum(factors, Tensor(1, mstype.float32))
+            gradients = self.hyper_map(ops.partial(_scaled_by_adapter, factors), gradients)
+        rates = self.learning_rate(self.optimizer.global_step) * self.rate_factors
+        # A comparison with NaN is false.
+        applied = ops.logical_and(losses <= self.limits[0], norms <= self.limits[1])
+        applied = ops.logical_and(applied, ops.logical_and(ops.isfinite(losses), ops.isfinite(norms)))
+        applied = ops.logical_and(applied, self.stopped == 0)
+        updated = self.optimizer(gradients, rates, applied)
+        record = ops.stack((losses, norms, counts, 1.0 - applied.astype(mstype.float32), rates))
+        recorded = ops.depend(ops.assign(self.record, record), updated)
+        left = applied.astype(mstype.float32)
+        kept = ops.select(applied, losses, ops.zeros_like(losses))
+        loss = ops.depend(kept.sum() / ops.maximum(left.sum(), Tensor(1, mstype.float32)), recorded)
+        return loss, left.sum() == 0, scale, rates.max(), norms.max().reshape((1,))
+
+    def last_record(self) -> StepRecord:
+        """Returns the mean loss, the counted tokens and the largest rate of the adapters whose last step counted."""
+        losses, _, counts, skipped, rates = self.record.asnumpy()
+        counted = skipped == 0
+        if not counted.any():
+            return StepRecord(float("nan"), skipped=True)
+        tokens = float(counts[counted].sum())
+        return StepRecord(float(losses[counted].mean()), tokens=tokens, learning_rate=float(rates[counted].max()))
+
+    def record_of(self, adapter: int) -> StepRecord:
+        """Returns what the last step measured of one adapter."""
+        loss, norm, count, skipped, rate = (float(value) for value in self.record.asnumpy()[:, adapter])
+        return StepRecord(loss, norm, round(count), skipped > 0, learning_rate=rate)
+
+    def set_limits(self, adapter: int, loss: float, gradient_norm: float) -> None:
+        """Sets above which loss, or norm of the gradient before clipping, a step of an adapter is skipped."""
+        _set(self.limits, (slice(None), adapter), [loss, gradient_norm])
+
+    def set_rate_factor(self, adapter: int, factor: float) -> None:
+        """Sets what the learning rate of an adapter is multiplied by."""
+        _set(self.rate_factors, adapter, factor)
+
+    def stop(self, adapter: int) -> None:
+        """Lets an adapter be as it is from now on."""
+        _set(self.stopped, adapter, 1)
+
+
+def _transient(name, value):
+    """Returns a parameter that describes a step and is not state of the run."""
+    return Parameter(Tensor(value, mstype.float32), name=f"{TRANSIENT}{name}", requires_grad=False)
+
+
+def _set(parameter, place, value):
+    values = parameter.asnumpy().copy()
+    values[place] = value
+    ops.assign(parameter, Tensor(values))

@@ -1,0 +1,175 @@
+"""Packed data in a MindFormers run: how it is recognized, and what keeps the examples of a row apart."""
+
+from typing import Optional
+
+from mindformers.models.llama.llama import LlamaModel
+from mindformers.tools.register import MindFormerConfig
+from mindspore import nn
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.formats.mindrecord_files import mindrecord_files
+from mindlora.core.token_ids import pad_token_id
+from mindlora.network.invocation import FIELD, pack_invocations
+from mindlora.run.checks.data_rows import BOUNDARY, Data, data_of
+from mindlora.run.checks.training import WRAPPER
+from mindlora.training.log import logger
+from mindlora.training.model.mindrecords import first_rows
+from mindlora.training.model.network import base_of, innermost, wrapped_in
+from mindlora.training.step.segment_mask import SegmentMask
+
+ENDS = "actual_seq_len"
+# Settings of a Llama under which it does not ask casual_mask for the whole mask of its tokens.
+_WITHOUT_A_MASK = ("use_attn_mask_compression", "use_eod_attn_mask_compression", "use_ring_attention", "use_past")
+
+
+def boundary_of(data: Data) -> Optional[int]:
+    """Returns the token at which the examples of packed rows begin, or None if the data is not packed.
+
+    The data is a MindRecord, several, or a folder of them. Raises ConfigError if a file cannot be read, or one is
+    packed differently from another.
+    """
+    first, *others = mindrecord_files(data) or [None]
+    boundary = _boundary_of_file(first) if first else None
+    for path in others:
+        other = _boundary_of_file(path)
+        if other != boundary:
+            raise ConfigError(
+                f"{first} {_packed(boundary)}, and {path} {_packed(other)}: files that are used together must be "
+                "packed alike. Convert them again, all with --pack or none."
+            )
+    return boundary
+
+
+def install_segment_mask(network: nn.Cell, boundary: int) -> None:
+    """Makes a Llama keep the examples of packed rows apart (see SegmentMask), in place; each begins with ``boundary``.
+
+    Raises ConfigError if the model is not a legacy Llama, or a setting keeps it from using a mask made from its tokens.
+    """
+    model = _llama(network)
+    if model is None:
+        raise ConfigError(
+            f"The data is packed, and the model is a {_name(network)}: only MindFormers' LlamaForCausalLM can keep the "
+            "examples of a row apart. Convert the data without --pack."
+        )
+    settings = [key for key in _WITHOUT_A_MASK if getattr(network.config, key, False)]
+    if model.seq_split_num > 1:
+        settings.append("parallel_config.seq_split_num")
+    if settings:
+        raise ConfigError(
+            f"The data is packed, and the model sets {', '.join(settings)}: then no mask can keep the examples of a "
+            "row apart. Switch it off, or convert the data without --pack."
+        )
+    model.casual_mask = SegmentMask(model.casual_mask, boundary)
+    pack_invocations(network, boundary)
+
+
+def installed_boundary(network: nn.Cell) -> Optional[int]:
+    """Returns the boundary that install_segment_mask was given, or None if it was not called."""
+    return next((cell.boundary for _, cell in network.cells_and_names() if isinstance(cell, SegmentMask)), None)
+
+
+def check_held_out(train_network: nn.Cell, dataset_dir: str) -> None:
+    """Raises ConfigError if data to evaluate on is packed and the network does not keep its examples apart."""
+    boundary = boundary_of(dataset_dir)
+    if boundary is not None and boundary != installed_boundary(base_of(train_network)):
+        raise ConfigError(
+            f"{dataset_dir} {_packed(boundary)}, and the training data is not packed so. Convert both in one go, with "
+            "--holdout, or this file without --pack."
+        )
+
+
+def set_boundary(config: MindFormerConfig) -> None:
+    """Sets runner_wrapper.packed_boundary in the YAML if the training data is packed.
+
+    Raises ConfigError if it is, and the train step is not mindlora's, or a setting does not go with the data.
+    """
+    data = data_of(config.train_dataset)
+    wrapper = config.runner_wrapper
+    boundary = boundary_of(data) if data else None
+    if boundary is None:
+        return
+    if config.model.model_config.use_eod_attn_mask_compression:
+        _check_ends(config)
+        return
+    if not wrapper or wrapper.type != WRAPPER:
+        raise ConfigError(
+            f"train_dataset {_packed(boundary)}, and runner_wrapper.type is {wrapper.type if wrapper else None}, which "
+            f"does not keep the examples of a row apart. Set runner_wrapper.type: {WRAPPER}."
+        )
+    if wrapper.get("packed_boundary") not in (None, boundary):
+        raise ConfigError(
+            f"runner_wrapper.packed_boundary is {wrapper.packed_boundary}, and train_dataset {_packed(boundary)}. "
+            "Remove the key: mindlora-run sets it."
+        )
+    pad = pad_token_id(config.model.model_config)
+    if boundary != pad and boundary != _first_row(mindrecord_files(data)[0])["input_ids"][0]:
+        raise ConfigError(
+            f"model.model_config.pad_token_id is {pad}, and the padding in train_dataset is {boundary}. Set it to that."
+        )
+    wrapper.packed_boundary = boundary
+    logger.info("The training data is packed: token %d begins an example of a row.", boundary)
+
+
+def check_eval_data(config: MindFormerConfig) -> None:
+    """Raises ConfigError if MindFormers is to evaluate packed data with a network that would mix the examples of a row.
+
+    If the run trains, set_boundary comes first.
+    """
+    if config.run_mode != "eval" and not config.do_eval:
+        return
+    data = data_of(config.eval_dataset)
+    boundary = boundary_of(data) if data else None
+    trained = (config.runner_wrapper or {}).get("packed_boundary") if config.run_mode != "eval" else None
+    if boundary not in (None, trained):
+        raise ConfigError(
+            f"eval_dataset {_packed(boundary)}, and MindFormers' evaluation would let the examples of a row see each "
+            "other. Convert it without --pack."
+        )
+
+
+def _check_ends(config):
+    """Checks packed data whose rows say in actual_seq_len where their examples end, for flash attention."""
+    if (config.model.model_config.pet_config or {}).get(FIELD):
+        raise ConfigError(
+            f"use_eod_attn_mask_compression is True, the data is packed and pet_config has {FIELD}, which finds the "
+            "examples of a row by the token with which they begin. Set use_eod_attn_mask_compression: False, or "
+            "convert the data without --pack."
+        )
+    if ENDS not in (config.train_dataset.input_columns or []):
+        raise ConfigError(
+            "use_eod_attn_mask_compression is True, and train_dataset.input_columns lacks actual_seq_len, without "
+            "which the examples of a packed row see each other. Add it; mindlora data writes it with --actual-seq-len."
+        )
+    rows = config.runner_config.batch_size
+    if rows != 1:
+        raise ConfigError(
+            f"use_eod_attn_mask_compression is True, and runner_config.batch_size is {rows}: ends in actual_seq_len "
+            "count within one row. Set it to 1, and raise gradient_accumulation_steps instead."
+        )
+
+
+def _llama(network):
+    """Returns the LlamaModel inside a network, or None."""
+    return next((cell for _, cell in network.cells_and_names() if isinstance(cell, LlamaModel)), None)
+
+
+def _name(network):
+    """Returns the name of the class of a model, without the wrappers of its adapter."""
+    return type(innermost(network, lambda cell: wrapped_in(cell) is None)).__name__
+
+
+def _packed(boundary):
+    return "is not packed" if boundary is None else f"is packed (token {boundary} begins an example)"
+
+
+def _boundary_of_file(path):
+    column = _first_row(path).get(BOUNDARY)
+    return None if column is None else int(column[0])
+
+
+def _first_row(path):
+    """Returns the columns of the first row of a MindRecord."""
+    row = next(first_rows(path, 1), None)
+    if row is None:
+        raise ConfigError(f"{path} is a MindRecord without rows. Convert the data again.")
+    return row

@@ -1,0 +1,425 @@
+"""The train step: accumulates micro-batches, exchanges gradients, skips bad steps, and works on every device."""
+
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple, Union
+
+import mindspore as ms
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.wrapper import MFTrainOneStepCell
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.communication import get_group_size, get_local_rank_size, get_rank
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import COUNT, check_number
+from mindlora.core.heap import give_back_freed_memory
+from mindlora.network.variants.adalora import is_adaptive
+from mindlora.training.adalora.rank_budget import RankBudget
+from mindlora.training.exchange.exchange import Exchange, FlatLayout
+from mindlora.training.exchange.making import make_exchange
+from mindlora.training.exchange.ranks import Ranks
+from mindlora.training.exchange.settings import exchange_settings
+from mindlora.training.log import logger
+from mindlora.training.model.mcore_model import McoreLoss
+from mindlora.training.model.network import base_of, count_tokens_in_loss
+from mindlora.training.preference.loss import SUMS, answer_tokens, preference_measures
+from mindlora.training.preference.settings import preference_settings
+from mindlora.training.preference.step import preference_loss
+from mindlora.training.step.cpu_adamw import use_cpu_adamw
+from mindlora.training.step.packing import install_segment_mask
+from mindlora.training.step.rate_factor import TRANSIENT, RateFactor
+from mindlora.training.step.token_gradients import TokenGradients
+
+_not_finite = ops.MultitypeFuncGraph("not_finite")
+_scaled = ops.MultitypeFuncGraph("scaled")
+_sum_of_squares = ops.MultitypeFuncGraph("sum_of_squares")
+
+
+@_not_finite.register("Tensor")
+def _count_not_finite(gradient):
+    """Returns how many elements are NaN or infinite: float32, shape []."""
+    return ops.logical_not(ops.isfinite(gradient)).astype(mstype.float32).sum()
+
+
+@_scaled.register("Tensor", "Tensor")
+def _scale(factor, gradient):
+    return gradient.astype(mstype.float32) * factor
+
+
+@_sum_of_squares.register("Tensor")
+def _square_and_sum(gradient):
+    return (gradient * gradient).sum()
+
+
+class StepRecord(NamedTuple):
+    """What a train step measured, over all ranks.
+
+    Attributes:
+        loss (float): Mean loss of the counted tokens, in nats; NaN if there are none.
+        gradient_norm (float or None): Norm of the gradient before clipping.
+        tokens (float or None): Counted tokens of all micro-batches of all ranks; None if the network does not count.
+        skipped (bool): Whether the step changed nothing.
+        stop (bool): Whether some rank has asked to stop.
+        learning_rate (float or None): The rate that was used, or would have been in a skipped step.
+        preference (dict or None): What preference_measures tells of the step, where it learns from preferences; then
+            the loss is a mean over examples, and the tokens are those of the answers.
+    """
+
+    loss: float
+    gradient_norm: Optional[float] = None
+    tokens: Optional[float] = None
+    skipped: bool = False
+    stop: bool = False
+    learning_rate: Optional[float] = None
+    preference: Optional[Dict[str, float]] = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token of the step counted, so that there was nothing to learn."""
+        return self.tokens == 0
+
+
+@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
+class LoraTrainOneStepCell(MFTrainOneStepCell):
+    """A train step for CPUs as well as for Ascend, alone or data parallel.
+
+    The loss is the mean over the counted tokens of all micro-batches of all ranks, and every rank reports this one. A
+    step is skipped, so that neither a weight, a moment nor the learning rate's step changes, if a gradient overflows on
+    any rank, if the loss or the norm of the gradient exceeds its limit, or if no token of it counts. The learning rate
+    is that of the schedule times a factor (set_rate_factor).
+
+    In the semi-automatic parallel modes, and where MindFormers dumps local norms, the step is MindFormers' own, and
+    what is said above does not hold, but that a step of which no token counts is skipped: its loss is 0. MindFormers
+    detects overflow with kernels that only Ascend has. On any other device, this cell reports an overflow if an element
+    of a gradient is NaN or infinite, as those kernels do, or so large that the norm is.
+
+    Args:
+        network (Cell): As for mindformers.wrapper.MFTrainOneStepCell.
+        optimizer (Optimizer): Likewise.
+        micro_batches (int): Into how many equal parts a batch is split, one after the other, whose gradients are added
+            up. mindlora-run sets it from runner_config.gradient_accumulation_steps. Default: 1.
+        gradient_exchange (str or dict): How data-parallel processes exchange gradients: see docs/exchange.md.
+            Default: "dense".
+        record_gradient_norms (bool): Whether gradient_norms() is available. Default: False.
+        rank_budget (bool): Whether AdaLoRA's ranks are allocated, as the callback RankBudget plans it. mindlora-run
+            sets it. Default: False.
+        packed_boundary (int, optional): Token at which the examples of packed rows begin; no example then sees another
+            one. mindlora-run sets it from the data. Default: None, the rows are not packed.
+        preference (dict, optional): What the run learns from preferences: the fields of PreferenceSettings. Default:
+            None, it learns the labels.
+        **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
+
+    Outputs:
+        As in MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm, which the step has with and
+        without use_clip_grad; MindFormers' own step returns the first four without it.
+
+    Raises:
+        ConfigError: An argument is out of range, or cannot hold in the parallel mode.
+    """
+
+    was_compiled = False
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: nn.Optimizer,
+        micro_batches: int = 1,
+        gradient_exchange: Union[str, Mapping] = "dense",
+        record_gradient_norms: bool = False,
+        rank_budget: bool = False,
+        packed_boundary: Optional[int] = None,
+        preference: Optional[Mapping] = None,
+        **kwargs: Any,
+    ):
+        rate = RateFactor(optimizer)
+        use_cpu_adamw(optimizer)
+        super().__init__(network, optimizer, **kwargs)
+        # MFTrainOneStepCell has copied the schedules, and a copy would not see the factor change.
+        self.learning_rate = optimizer.learning_rate
+        self.rate = rate
+        self.rate_factor = rate.parameter
+        self.checks_values = ms.get_context("device_target") != "Ascend"
+        self.no_status = Tensor([0] * 8, mstype.int32)
+        self.one = Tensor(1, mstype.float32)
+        self.no_loss = Tensor(np.nan, mstype.float32)
+        mode = ms.get_auto_parallel_context("parallel_mode")
+        self.is_mindformers_step = (
+            mode not in ("stand_alone", "data_parallel")
+            or self.if_dump
+            or bool(self.dump_device_local_norm)
+            or bool(getattr(self, "use_graceful_exit", False))
+        )
+        check_number(micro_batches, "micro_batches", COUNT)
+        if self.is_mindformers_step:
+            settings = {"micro_batches": micro_batches > 1, "gradient_exchange": gradient_exchange != "dense"}
+            _refuse(mode, **settings, preference=preference is not None, rank_budget=rank_budget)
+        self.rank_budget = _budget(network, self.weights, rank_budget)
+        if packed_boundary is not None:
+            install_segment_mask(base_of(network), packed_boundary)
+        self.is_distributed_step = mode == "data_parallel" and get_group_size() > 1
+        self.micro_batches = micro_batches
+        self.preference = None if preference is None else preference_settings(preference)
+        self.learns_preferences = self.preference is not None
+        self.counts_tokens = False
+        counts = len(SUMS) if self.learns_preferences else 1
+        self.token_gradients = TokenGradients(self._model(network), self.weights, micro_batches, counts)
+        self.exchange = None
+        if self.is_distributed_step and not self.is_mindformers_step:
+            layout = FlatLayout(self.weights)
+            self.flatten = layout.flatten
+            self.unflatten = layout.unflatten
+            self.exchange = _exchange(gradient_exchange, layout)
+            self.sum_over_ranks = ops.AllReduce()
+        # What callbacks set and read between two steps.
+        self.record = _transient("record", np.zeros(6))
+        self.limits = _transient("limits", np.full(2, np.inf))
+        self.stop_request = _transient("stop_request", np.zeros(()))
+        self.sums = _transient("sums", np.zeros(counts))
+        self.norms = _transient("gradient_norms", np.zeros(len(self.weights))) if record_gradient_norms else None
+        self.records_norms = record_gradient_norms
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the step; what the compiler has freed does not stay beside what the first step needs."""
+        super().compile(*args, **kwargs)
+        # MindSpore calls this before every step.
+        if not self.was_compiled:
+            self.was_compiled = True
+            give_back_freed_memory()
+
+    def _model(self, network):
+        """Returns what is differentiated: it gives the sum of losses and how many there are."""
+        if self.learns_preferences:
+            return preference_loss(self.network, self.preference)
+        self.counts_tokens = not self.is_mindformers_step and count_tokens_in_loss(network)
+        return self.network if self.use_legacy else McoreLoss(self.network, self.counts_tokens)
+
+    def construct(self, *inputs: Tensor) -> Tuple:
+        if self.is_mindformers_step:
+            outputs = super().construct(*inputs)
+            # Without clipping its norm is None, which MindSpore has Python make on the host, in every step.
+            return outputs if self.use_clip_grad or self.local_norm else outputs[:4]
+        # A mean over the positions of a batch has gradients of the size for which loss scales are chosen.
+        positions = self.positions(inputs)
+        total, sums, gradients = self.token_gradients(self.scale_sense / positions, *inputs)
+        status, scale = self.start_overflow_check(total, self.scale_sense)
+        stop = self.stop_request.reshape(())
+        elsewhere = None
+        if self.exchange is not None:
+            elsewhere = ops.addn(self.hyper_map(_not_finite, gradients))
+            total, elsewhere, stop, sums = self.of_all_ranks(total, elsewhere, stop, sums)
+        # If no token counts, the loss has no mean: it is NaN, which skips the step, and the gradient is 0.
+        count = ops.maximum(sums[0], self.one)
+        loss = ops.select(self.learned_from(sums) > 0.5, total / count, self.no_loss)
+        gradients = self.hyper_map(ops.partial(_scaled, positions / (scale * count)), gradients)
+        if self.local_norm:
+            local_norm, size = self.localnorm(gradients)
+            local_norm = self.concat(local_norm)
+        residual = None
+        if self.exchange is not None:
+            summed, residual = self.exchange.reduce(self.flatten(gradients))
+            gradients = self.unflatten(summed)
+        if self.rank_budget is not None:
+            gradients = self.rank_budget.regularized(gradients)
+
+        squares = ops.stack(self.hyper_map(_sum_of_squares, gradients))
+        norm = ops.sqrt(squares.sum())
+        overflow = self.overflows(status, gradients, norm, elsewhere)
+        overflow = self.process_loss_scale(overflow)
+        global_norm = norm.reshape((1,))
+        if self.use_clip_grad:
+            gradients = self.clipped(gradients, norm)
+        learning_rate = self.current_rate()
+
+        skipped = ops.logical_or(overflow, self.exceeds_limits(loss, norm))
+        if ops.logical_not(skipped):
+            loss = self.update(loss, gradients, residual)
+        values = (loss, norm, sums[0], skipped.astype(mstype.float32), stop, learning_rate)
+        ops.assign(self.record, ops.stack(values))
+        ops.assign(self.sums, sums)
+        if self.records_norms:
+            ops.assign(self.norms, ops.sqrt(squares))
+        if self.local_norm:
+            return loss, overflow, scale, learning_rate, global_norm, local_norm, size
+        return loss, overflow, scale, learning_rate, global_norm
+
+    def learned_from(self, sums: Tensor) -> Tensor:
+        """Returns how many tokens the step learns from, where they are counted: float32 []."""
+        return answer_tokens(sums) if self.learns_preferences else sums[0]
+
+    def overflows(self, status: Tensor, gradients: Tuple[Tensor, ...], norm: Tensor, elsewhere: Any) -> Tensor:
+        """Returns whether a gradient has overflowed, here or, by a number that is not 0, ``elsewhere``: bool []."""
+        if self.checks_values:
+            # The norm over all ranks tells as much as each gradient, for which there would be three operators more.
+            overflow = ops.logical_not(ops.isfinite(norm))
+        else:
+            overflow = self.get_overflow_status(status, gradients)
+        if self.exchange is not None:
+            overflow = ops.logical_or(overflow, elsewhere > 0)
+        return overflow
+
+    def clipped(self, gradients: Tuple[Tensor, ...], norm: Tensor) -> Tuple[Tensor, ...]:
+        """Returns the gradients, of this norm, scaled to max_grad_norm if the norm is above; as ClipGradNorm does."""
+        most = self.clip_grad_norm.clip_norm
+        factor = ops.minimum(most / (ops.maximum(norm, most) + 1e-6), self.one)
+        return self.hyper_map(ops.partial(_scaled, factor), gradients)
+
+    def of_all_ranks(self, total: Tensor, elsewhere: Tensor, stop: Tensor, sums: Tensor) -> Tuple[Tensor, ...]:
+        """Returns the sums over all ranks of three numbers, float32 [], and of sums, float32 [M]."""
+        summed = self.sum_over_ranks(ops.concat((ops.stack((total, elsewhere, stop)), sums)))
+        return summed[0], summed[1], summed[2], summed[3:]
+
+    def update(self, loss: Tensor, gradients: Tuple[Tensor, ...], residual: Optional[Tensor]) -> Tensor:
+        """Updates the weights, and what follows from the update; returns ``loss``, once all of it is done."""
+        loss = ops.depend(loss, self.optimizer(gradients))
+        if self.rank_budget is not None:
+            loss = ops.depend(loss, self.rank_budget(gradients))
+        if self.exchange is not None:
+            loss = ops.depend(loss, self.exchange.keep(residual))
+        return loss
+
+    def positions(self, inputs: Tuple[Tensor, ...]) -> float:
+        """Returns how many tokens, or examples, the loss of a batch could count at most: a constant of the shape."""
+        if self.learns_preferences:
+            marks = inputs[3]
+            return float(marks.shape[0] * marks.shape[1])
+        return float(inputs[0].shape[0] * inputs[0].shape[1]) if self.counts_tokens else float(self.micro_batches)
+
+    def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Returns whether the loss or the norm of the gradient is above its limit, or not finite: bool []."""
+        within = ops.logical_and(loss <= self.limits[0], norm <= self.limits[1])
+        within = ops.logical_and(within, ops.logical_and(ops.isfinite(loss), ops.isfinite(norm)))
+        if self.use_skip_data_by_global_norm:
+            within = ops.logical_and(within, norm < self.global_norm_spike_threshold)
+        return ops.logical_not(within)
+
+    def current_rate(self) -> Tensor:
+        """Returns the learning rate of this step, of several groups the default one's: float32 []."""
+        rate = self.learning_rate
+        step = self.optimizer.global_step
+        if self.optimizer.dynamic_lr:
+            if self.use_grouped_lr:
+                factor = self.rate_factor
+                rate = self.default_lr(step).reshape(()) * factor
+                self.default_lr_parameter = rate
+                for group, schedule in enumerate(self.grouped_lr):
+                    self.grouped_lr_parameter[group] = schedule(step).reshape(()) * factor
+            elif self.optimizer.is_group_lr:
+                rate = rate[-1](step)
+            else:
+                rate = rate(step)
+        elif self.optimizer.is_group_lr:
+            rate = rate[-1]
+        return rate.reshape(())
+
+    # MindFormers' step calls the next three in turn, each with what the one before it returned: the loss comes along,
+    # and the last one decides whether the step is skipped.
+
+    def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> Tuple[Any, Any]:
+        """Returns a cleared overflow status, and ``compute_input``; ``pre_cond`` is the loss."""
+        status = self.no_status
+        if not self.checks_values:
+            status, compute_input = super().start_overflow_check(pre_cond, compute_input)
+        return (status, pre_cond) if self.is_mindformers_step else status, compute_input
+
+    def get_overflow_status(self, status: Any, compute_output: Any) -> Any:
+        """Returns whether the gradients in ``compute_output`` have overflowed."""
+        before = status[0] if self.is_mindformers_step else status
+        if self.checks_values:
+            overflow = ops.addn(self.hyper_map(_not_finite, compute_output)) > 0
+        else:
+            overflow = super().get_overflow_status(before, compute_output)
+        return (overflow, status[1]) if self.is_mindformers_step else overflow
+
+    def process_loss_scale(self, overflow: Any) -> Tensor:
+        """Returns whether a gradient has overflowed, which lowers the loss scale.
+
+        In MindFormers' step, where tokens are not counted, the answer is yes for a loss of 0 too, which lowers nothing:
+        no token counts, and the update would change the weights by the moments alone.
+        """
+        if not self.is_mindformers_step:
+            return self._lower_loss_scale(overflow)
+        overflowed, loss = overflow
+        return ops.logical_or(self._lower_loss_scale(overflowed), (loss == 0).all())
+
+    def _lower_loss_scale(self, overflowed: Tensor) -> Tensor:
+        """Does what the method of the base class does: in graph mode super() of a subclass would call the one above."""
+        if self.loss_scaling_manager is None:
+            return overflowed
+        return self.loss_scaling_manager(self.scale_sense, overflowed)
+
+    def set_rate_factor(self, source: str, value: float) -> None:
+        """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""
+        self.rate.set(source, value)
+
+    @property
+    def rate_factors(self) -> Dict[str, float]:
+        """The factors of the learning rate: source -> value."""
+        return dict(self.rate.factors)
+
+    def set_limits(self, loss: float, gradient_norm: float) -> None:
+        """Sets above which loss, or norm of the gradient before clipping, a step is skipped; infinity for no limit."""
+        ops.assign(self.limits, Tensor(np.array([loss, gradient_norm], np.float32)))
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop: the record of the next step has ``stop`` set on each of them."""
+        ops.assign(self.stop_request, Tensor(1, mstype.float32))
+
+    def last_record(self) -> StepRecord:
+        """Returns what the last step measured, the same on every rank."""
+        loss, norm, count, skipped, stop, rate = (float(value) for value in self.record.asnumpy())
+        # MindFormers' losses add 1e-8 to the number of tokens.
+        tokens, measures = (float(round(count)) if self.counts_tokens else None), None
+        if self.preference is not None:
+            sums = self.sums.asnumpy()
+            tokens, measures = float(answer_tokens(sums)), preference_measures(sums, self.preference)
+        return StepRecord(loss, norm, tokens, skipped > 0, stop > 0, rate, measures)
+
+    def gradient_norms(self) -> Dict[str, float]:
+        """Returns the norm of each trainable parameter's gradient, before clipping, in the last step.
+
+        Raises ConfigError if the train step does not record them.
+        """
+        if self.norms is None:
+            raise ConfigError(
+                "The train step records no gradient norms. Set runner_wrapper.record_gradient_norms: True."
+            )
+        return {p.name: float(norm) for p, norm in zip(self.weights, self.norms.asnumpy())}
+
+
+def _exchange(setting: Union[str, Mapping], layout: FlatLayout) -> Exchange:
+    """Returns the exchange of one of several data-parallel processes, as ``gradient_exchange`` of the YAML says."""
+    ranks = Ranks(get_rank(), get_group_size())
+    exchange = make_exchange(exchange_settings(setting), layout, ranks, get_local_rank_size())
+    logger.info(
+        "Gradient exchange %s: rank %d of %d sends %s bytes per step, %s of them to other machines.",
+        setting if isinstance(setting, str) else setting.get("type"),
+        ranks.rank,
+        ranks.count,
+        f"{exchange.bytes_per_step:,}",
+        f"{exchange.bytes_between_machines:,}",
+    )
+    return exchange
+
+
+def _budget(network, weights, allocates):
+    """Returns what allocates AdaLoRA's ranks, or None for a network without it."""
+    if is_adaptive(network) and not allocates:
+        raise ConfigError(
+            "The network has cells of AdaLoRA, whose ranks this train step would not allocate. Start "
+            "the run with mindlora-run, or set runner_wrapper.rank_budget: True and add RankBudget to callbacks."
+        )
+    return RankBudget(network, weights) if allocates else None
+
+
+def _refuse(mode, **settings):
+    for name, is_set in settings.items():
+        if is_set:
+            raise ConfigError(
+                f"runner_wrapper has {name}, which works alone and in data parallel (parallel.parallel_mode 0), "
+                f"without dumped norms, and not in this run of parallel_mode {mode!r}. Remove it."
+            )
+
+
+def _transient(name, value):
+    """Returns a parameter that describes a step and is not state of the run."""
+    return Parameter(Tensor(value.astype(np.float32)), name=f"{TRANSIENT}{name}", requires_grad=False)

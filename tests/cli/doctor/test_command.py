@@ -1,0 +1,48 @@
+"""The command mindlora doctor: its report, its exit code, and that it needs neither MindSpore nor MindFormers."""
+
+import json
+import os
+import subprocess
+import sys
+
+from mindlora import cli
+from mindlora.core.tables import WIDTH
+from mindlora.core.yaml_file import PET
+from tests.conftest import ROOT
+from tests.support.doctor_findings import DATA
+
+
+def test_the_command_line(write, capsys):
+    good, bad = write(name="good.yaml"), write({f"{PET}.lora_rank": 0, DATA: ""}, name="bad.yaml")
+    assert cli.main(["doctor"]) == 0
+    assert "LoRADense" in capsys.readouterr().out
+    assert cli.main(["doctor", good]) == 0
+    assert f"{good}: 2 notes" in capsys.readouterr().out
+    assert cli.main(["doctor", good, bad]) == 1
+    out = capsys.readouterr().out
+    assert f"{bad}: 1 error, 1 note" in out and max(map(len, out.splitlines())) <= max(WIDTH, len(bad) + 20)
+    assert out.index("error    model.model_config.pet_config.lora_rank") < out.index("note     train_dataset")
+    assert cli.main(["doctor", bad, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["yamls"][0]["findings"][0]["key"] == f"{PET}.lora_rank"
+    assert [item["name"] for item in report["machine"]][:2] == ["Python", "mindlora"]
+
+
+def test_it_works_where_nothing_is_installed(write):
+    code = (
+        "import importlib.metadata, sys\n"
+        "def version(name): raise importlib.metadata.PackageNotFoundError(name)\n"
+        "importlib.metadata.version = version\n"
+        "sys.modules.update(mindspore=None, mindformers=None)\n"
+        "from mindlora import cli\n"
+        "sys.exit(cli.main(['doctor', sys.argv[1]]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, write({f"{PET}.target_modules": ".*query"})],
+        check=False,
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr == ""
+    assert "MindFormers  not installed" in done.stdout and "matches no linear cell" in done.stdout

@@ -1,0 +1,69 @@
+"""The config.json that convert-base writes for transformers from a MindFormers YAML."""
+
+import json
+import os
+
+import pytest
+
+from mindlora import cli
+from mindlora.core.errors import CheckpointError
+from mindlora.files.base.convert import convert_base
+from tests.support.llama_checkpoints import FFN, HEADS, HIDDEN, KV_HEADS, VOCAB, llama, save_base
+
+YAML = {"type": "LlamaConfig", "num_heads": HEADS, "n_kv_heads": KV_HEADS, "hidden_size": HIDDEN, "seq_length": 64}
+
+
+def converted(tmp_path, model_config=None, biases=False):
+    convert_base(save_base(tmp_path / "hf", llama(biases=biases)), str(tmp_path / "mf"), "hf", "mindformers")
+    report = convert_base(str(tmp_path / "mf"), str(tmp_path / "out"), None, "hf", model_config=model_config)
+    path = tmp_path / "out" / "config.json"
+    return json.loads(path.read_text()) if path.exists() else None, report
+
+
+@pytest.mark.parametrize("biases, kind", [(False, "Llama"), (True, "Qwen2")])
+def test_sizes_are_those_of_the_tensors_and_the_rest_is_the_yamls(tmp_path, biases, kind):
+    config, _ = converted(tmp_path, {**YAML, "theta": 5e5, "eos_token_id": 7}, biases)
+    assert (config["architectures"], config["model_type"]) == ([f"{kind}ForCausalLM"], kind.lower())
+    sizes = [config[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")]
+    assert sizes == [VOCAB, HIDDEN, FFN, 2]
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (HEADS, KV_HEADS)
+    assert (config["rope_theta"], config["eos_token_id"], config["max_position_embeddings"]) == (5e5, 7, 64)
+    assert config["tie_word_embeddings"] is False
+
+
+def test_that_of_the_source_is_copied(tmp_path):
+    save_base(tmp_path / "hf", llama(), num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
+    convert_base(str(tmp_path / "hf"), str(tmp_path / "mf"), "hf", "mindformers")
+    original = (tmp_path / "hf" / "config.json").read_bytes()
+    (tmp_path / "mf" / "config.json").write_bytes(original)
+    convert_base(str(tmp_path / "mf"), str(tmp_path / "out"), None, "hf", model_config=YAML)
+    assert (tmp_path / "out" / "config.json").read_bytes() == original
+
+
+def test_without_a_yaml_the_report_says_what_is_missing(tmp_path):
+    config, report = converted(tmp_path)
+    assert config is None and "There is no config.json, which transformers and vLLM need" in str(report)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": 4096}, "The YAML has hidden_size 4096, and the checkpoint"),
+        ({"num_layers": 3}, "The YAML has num_layers 3, and the checkpoint 2"),
+        ({"n_kv_heads": HEADS}, "rows of q and .* of k: name the YAML of this model"),
+        ({"type": "ChatGLM2Config"}, "No config.json can be made for model_config.type ChatGLM2Config"),
+        ({"extend_method": "NTK"}, "No config.json can be made for extend_method NTK"),
+    ],
+)
+def test_a_yaml_of_another_model_is_refused_and_nothing_is_written(tmp_path, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        converted(tmp_path, {**YAML, **change})
+    assert not os.path.exists(tmp_path / "out")
+
+
+def test_the_command_takes_the_yaml(tmp_path, capsys):
+    convert_base(save_base(tmp_path / "hf", llama()), str(tmp_path / "mf"), "hf", "mindformers")
+    (tmp_path / "run.yaml").write_text(json.dumps({"model": {"model_config": YAML}}))
+    words = ["convert-base", str(tmp_path / "mf"), str(tmp_path / "out"), "--to", "hf"]
+    assert cli.main([*words, "--config", str(tmp_path / "run.yaml")]) == 0, capsys.readouterr().err
+    assert (tmp_path / "out" / "config.json").exists()

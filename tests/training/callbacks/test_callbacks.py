@@ -1,0 +1,255 @@
+"""HeldOutLoss against NumPy, LossCurve's files, and a ProgressBar that writes to stderr only."""
+
+import json
+import sys
+import types
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindformers.models.build_model import build_network
+from mindformers.tools.register import MindFormerConfig
+from mindspore import Tensor, nn
+
+from mindlora.core.errors import ConfigError
+from mindlora.network.tree import lora_cells
+from mindlora.training.callbacks.registry import HeldOutLoss, LossCurve, ProgressBar
+from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
+from mindlora.training.launch import hooks  # noqa: F401
+from mindlora.training.step.train_step import LoraTrainOneStepCell
+from tests.support import networks, tiny_runs
+from tests.support.tiny_runs import BATCH_SIZE, IGNORED, PAD
+
+ROWS = 6
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory):
+    """A MindRecord whose last batch is smaller than the others, and what it holds."""
+    path = str(tmp_path_factory.mktemp("data") / "heldout.mindrecord")
+    assert ROWS % BATCH_SIZE
+    return path, *tiny_runs.write_data(path, ROWS)
+
+
+@pytest.fixture(scope="module")
+def network():
+    """A tiny Llama with dropout on its adapters, none of which is zero."""
+    config = MindFormerConfig(tiny_runs.LORA_YAML)
+    config.model.model_config.update(tiny_runs.MODEL)
+    config.model.model_config.pet_config.update({"lora_dropout": 0.5, "target_modules": ".*wq|.*w2"})
+    built = build_network(config.model)
+    networks.randomize(networks.adapters(built).values())
+    return built
+
+
+def cross_entropy(logits, input_ids, labels):
+    """The oracle in float64: the mean over the labels that count, none of which is at a pad."""
+    logits = logits.astype(np.float64)
+    logits = logits - logits.max(-1, keepdims=True)
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    counts = (labels[:, 1:] != IGNORED) & (input_ids[:, :-1] != PAD)
+    picked = np.take_along_axis(log_probabilities, np.where(counts, labels[:, 1:], 0)[..., None], -1)[..., 0]
+    return -picked[counts].mean()
+
+
+def test_held_out_loss_is_the_cross_entropy_of_the_logits(network, held_out, graph_mode):
+    path, input_ids, labels = held_out
+    network.set_train(False)
+    logits = network(Tensor(input_ids[:, :-1]))[0].asnumpy()
+    expected = cross_entropy(logits, input_ids, labels)
+    cell = HeldOutLossCell(network, IGNORED)
+    for batch_size in (BATCH_SIZE, ROWS):
+        np.testing.assert_allclose(held_out_loss(cell, path, batch_size), expected, rtol=1e-6)
+
+
+class FixedLogits(nn.Cell):
+    """A language model that always gives the same logits."""
+
+    def __init__(self, logits, sliced=False):
+        super().__init__()
+        self.logits = Tensor(logits)
+        self.config = types.SimpleNamespace(input_sliced_sig=sliced, ignore_token_id=IGNORED)
+
+    def construct(self, tokens, labels):
+        mask = ((labels != IGNORED) & (tokens != PAD)).astype(ms.float32)
+        return self.logits[: tokens.shape[0]], tokens, mask
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["shifted here", "sliced before"])
+def test_held_out_loss_of_masked_labels(mode, held_out, sliced):
+    path, input_ids, labels = held_out
+    inputs, targets = input_ids, labels
+    if sliced:
+        # The label at each token is that of the next token.
+        inputs = np.concatenate([input_ids, input_ids[:, :1]], 1)
+        targets = np.concatenate([labels[:, :1], labels], 1)
+    logits = np.random.default_rng(2).normal(size=(ROWS, inputs.shape[1] - 1, tiny_runs.VOCABULARY)).astype(np.float32)
+    assert 0.2 < (labels == IGNORED).mean() < 0.4
+    loss = held_out_loss(HeldOutLossCell(FixedLogits(logits, sliced), IGNORED), path, ROWS)
+    np.testing.assert_allclose(loss, cross_entropy(logits, inputs, targets), rtol=1e-6)
+
+
+def test_what_does_not_count_may_be_infinite(mode, held_out):
+    path, input_ids, labels = held_out
+    logits = np.random.default_rng(0).normal(size=(ROWS, tiny_runs.SEQUENCE, tiny_runs.VOCABULARY)).astype(np.float32)
+    expected = cross_entropy(logits, input_ids, labels)
+    ignored = labels[:, 1:] == IGNORED
+    # Among these, the label in whose place 0 stands is impossible.
+    logits[ignored, 0] = -np.inf
+    assert ignored.any()
+    loss = held_out_loss(HeldOutLossCell(FixedLogits(logits), IGNORED), path, ROWS)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_measuring_does_not_change_training(network, held_out, graph_mode):
+    """Two steps with a measurement after each give the same as without it, and every cell keeps its mode."""
+    path, input_ids, labels = held_out
+    batch = Tensor(input_ids[:BATCH_SIZE]), Tensor(labels[:BATCH_SIZE])
+    switch_dropout_off(network)  # Its masks differ from run to run.
+    cell = LoraTrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.5))
+    cell.set_train()
+    cell(*batch)
+    start = {p.name: p.asnumpy().copy() for p in network.trainable_params()}
+
+    def two_steps(callback):
+        for parameter in network.trainable_params():
+            parameter.set_data(Tensor(start[parameter.name].copy()))
+        params = Params(cell, epoch_num=1, batch_num=3)
+        for params.cur_step_num in (1, 2):
+            params.net_outputs = cell(*batch)
+            if callback is not None:
+                before = networks.snapshot(cell)
+                callback.on_train_step_end(Context(params))
+                assert networks.snapshot(cell) == before
+        return params, float(params.net_outputs[0].asnumpy())
+
+    callback = HeldOutLoss(path, every_steps=1)
+    trainings = {name: sub.training for name, sub in cell.cells_and_names()}
+    params, loss = two_steps(callback)
+    assert {name: sub.training for name, sub in cell.cells_and_names()} == trainings
+    # Two compiled graphs, training and evaluation, however often they alternate.
+    assert len(cell.compile_cache) == 1 and len(callback.cell.compile_cache) <= 2
+    assert [step for step, _ in callback.measured] == [1, 2] and callback.measured[0][1] != callback.measured[1][1]
+    assert params["eval_results"] == {"held_out_loss": callback.measured[1][1]}
+    assert two_steps(None)[1] == loss
+
+
+def switch_dropout_off(network):
+    for _, cell in lora_cells(network):
+        cell.low_rank = cell.low_rank.at_inference
+
+
+class Params(dict):
+    """MindSpore's callback parameters, as far as the callbacks use them."""
+
+    def __init__(self, train_network=None, **known):
+        super().__init__()
+        self.update(train_network=train_network, cur_step_num=0, list_callback=[], **known)
+
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Context(types.SimpleNamespace):
+    """MindSpore's run context."""
+
+    def __init__(self, params):
+        super().__init__(original_args=lambda: params)
+
+
+def play(callbacks, losses, start=0, network=None):
+    """Calls callbacks as in a run of one epoch, without training anything; it may start after step ``start``."""
+    params = Params(network, epoch_num=1, batch_num=start + len(losses))
+    params.list_callback = callbacks
+    context = Context(params)
+    for callback in callbacks:
+        callback.on_train_begin(context)
+    params.cur_step_num = start
+    for callback in callbacks:
+        callback.on_train_epoch_begin(context)
+    for loss in losses:
+        params.cur_step_num += 1
+        params.net_outputs = (Tensor(loss, ms.float32), Tensor(False), 1.0, 0.1, None)
+        for callback in callbacks:
+            callback.on_train_step_end(context)
+    for callback in callbacks:
+        callback.on_train_end(context)
+
+
+@pytest.mark.parametrize("start, steps", [(0, [3, 6, 7]), (4, [6, 7])], ids=["whole", "resumed"])
+def test_held_out_loss_every_few_steps_and_at_the_end(held_out, start, steps):
+    network = FixedLogits(np.zeros((ROWS, tiny_runs.SEQUENCE, tiny_runs.VOCABULARY), np.float32))
+    callback = HeldOutLoss(held_out[0], every_steps=3)
+    reports = Reports()
+    play([callback, reports], [1.0] * (7 - start), start, network)
+    assert [step for step, _ in callback.measured] == steps == list(reports.seen)
+    np.testing.assert_allclose(list(reports.seen.values()), np.log(tiny_runs.VOCABULARY), rtol=1e-6)
+
+
+class Reports(ms.Callback):
+    """Records the steps at which held_out_loss is reported."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        if "held_out_loss" in params["eval_results"]:
+            self.seen[params.cur_step_num] = params["eval_results"]["held_out_loss"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"every_steps": 0}, "every_steps is 0"),
+        ({"batch_size": 1.5}, "batch_size is 1.5"),
+        ({"dataset_dir": "nowhere"}, "dataset_dir is nowhere, which does not exist"),
+    ],
+)
+def test_wrong_arguments(held_out, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        HeldOutLoss(**{"dataset_dir": held_out[0], **arguments})
+
+
+def test_loss_curve_writes_numbers_and_a_plot(tmp_path, held_out):
+    held = HeldOutLoss(held_out[0])
+    held.on_train_epoch_begin = held.on_train_step_end = lambda _: None
+    held.measured = [(2, 0.75)]
+    play([LossCurve("curve"), held], [0.5, 1.25, 0.125])
+    with open(tmp_path / "curve" / "loss_curve.json", encoding="utf-8") as file:
+        assert json.load(file) == {"train": [[1, 0.5], [2, 1.25], [3, 0.125]], "held_out": [[2, 0.75]]}
+    from matplotlib import image
+
+    picture = image.imread(tmp_path / "curve" / "loss_curve.png")
+    assert picture.shape[:2] == (495, 880) and picture.std() > 0.01
+    assert sorted(path.name for path in (tmp_path / "curve").iterdir()) == ["loss_curve.json", "loss_curve.png"]
+
+
+def test_loss_curve_of_a_resumed_run_starts_where_it_resumed(tmp_path):
+    play([LossCurve(str(tmp_path))], [0.5, 0.25], start=3)
+    assert json.loads((tmp_path / "loss_curve.json").read_text())["train"] == [[4, 0.5], [5, 0.25]]
+
+
+def test_loss_curve_without_matplotlib_writes_the_numbers_and_says_how_to_get_the_plot(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("mindlora.training.callbacks.loss_curve.logger.warning", told.append)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    play([LossCurve("curve")], [0.5, 0.25])
+    assert [path.name for path in (tmp_path / "curve").iterdir()] == ["loss_curve.json"]
+    assert len(told) == 1 and "report.html shows the same curves; for the picture: pip install" in told[0]
+
+
+@pytest.mark.parametrize("start, beginning", [(0, "  0%|          | 0/8"), (6, " 75%|███████▌  | 6/8")])
+def test_progress_bar_writes_to_stderr_only(capfd, start, beginning):
+    play([ProgressBar("fine-tuning")], [0.5] * (8 - start), start)
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.strip().startswith(f"fine-tuning: {beginning} steps")
+    assert printed.err.strip().endswith("fine-tuning: 100%|██████████| 8/8 steps, 00:00 left, loss 0.500")
+
+
+def test_only_rank_0_shows_progress_and_writes_a_curve(capfd, tmp_path, monkeypatch):
+    for callback in ("loss_curve", "progress_bar"):
+        monkeypatch.setattr(f"mindlora.training.callbacks.{callback}.get_real_rank", lambda: 1)
+    play([ProgressBar(), LossCurve("curve")], [0.5])
+    assert capfd.readouterr().err == "" and not (tmp_path / "curve").exists()

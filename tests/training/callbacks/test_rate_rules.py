@@ -1,0 +1,116 @@
+"""Rules for the learning rate: warm-up, gradient norm, and what a plateau refuses; a plateau's rates are PyTorch's in
+tests/peers."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mindlora.core.errors import ConfigError
+from mindlora.training.callbacks.gradient_norm_rate import GradientNormFactor
+from mindlora.training.callbacks.reduce_on_plateau import PlateauRate
+from mindlora.training.callbacks.warm_up import warm_up_factor
+
+
+def test_warm_up_rises_in_a_line():
+    assert [warm_up_factor(step, 4, 0.2) for step in (1, 2, 3, 4, 5, 99)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
+    assert warm_up_factor(5, 4, 0.7) == 1.0  # 0.7 + 0.3 need not be 1
+
+
+def test_a_plateau_cuts_after_its_patience_and_cools_down():
+    rule, rate, rates = PlateauRate(factor=0.5, patience=1, cooldown=2), 8.0, []
+    for metric in (3, 2, 2, 2, 2, 2, 2, 2, 1):
+        rate = rule.step(metric, rate)
+        rates.append(rate)
+    #        best, best, bad, cut, cooling twice, bad, cut, best
+    assert rates == [8, 8, 8, 4, 4, 4, 4, 2, 2]
+
+
+@pytest.mark.parametrize("metrics", [[1, 2, 3, 2.5], [float("nan")] * 4, [float("inf")] * 4], ids=str)
+def test_a_plateau_s_state_survives_json(metrics):
+    whole, parts = PlateauRate(patience=1), PlateauRate(patience=1)
+    whole_rate = parts_rate = 1.0
+    for metric in metrics:
+        whole_rate = whole.step(metric, whole_rate)
+        resumed = PlateauRate(patience=1)
+        resumed.restore(json.loads(json.dumps(parts.state(), allow_nan=False)))
+        parts, parts_rate = resumed, resumed.step(metric, parts_rate)
+        assert parts_rate == whole_rate
+    assert whole_rate < 1
+
+
+class Played:
+    """A GradientNormFactor after a sequence of norms, with what happened at which of them."""
+
+    def __init__(self, norms, resume_every=None, **settings):
+        self.factors, self.happened = [], {}
+        rule = GradientNormFactor(**settings)
+        for number, norm in enumerate(norms):
+            if resume_every and number % resume_every == 0:
+                state = json.loads(json.dumps(rule.state(), allow_nan=False))
+                rule = GradientNormFactor(**settings)
+                rule.restore(state)
+            happened = rule.step(norm)
+            if happened:
+                self.happened[number] = happened
+            self.factors.append(rule.factor)
+
+
+SETTINGS = {"window": 4, "spike": 3.0, "steady": 1.5, "cut": 0.25, "recovery_steps": 2, "growth": 0.1}
+
+
+def test_the_rate_grows_while_the_norm_is_steady():
+    played = Played([2.0, 2.0, 2.0, 2.0, 2.1, 2.9, 3.1, 2.0, 2.0], **SETTINGS, max_factor=1.3)
+    # Unknown for four norms, growth at 2.1 and 2.9, none above 1.5 medians, then growth up to the highest factor.
+    assert played.factors == pytest.approx([1, 1, 1, 1, 1.1, 1.21, 1.21, 1.3, 1.3])
+    assert played.happened == {7: "highest"}
+
+
+def test_a_spike_cuts_the_rate_and_steady_norms_bring_it_back():
+    played = Played([1, 1, 1, 1, 9, 1, 1, 1], **SETTINGS)
+    assert played.factors == pytest.approx([1, 1, 1, 1, 0.25, 0.5, 1, 1.1])
+    assert played.happened == {4: "cut", 6: "recovered"}
+
+
+def test_a_second_spike_lowers_where_the_recovery_ends():
+    played = Played([1, 1, 1, 1, 9, 1, 9, 1, 1, 1], **SETTINGS)
+    # Cut at 1 and at 0.5: back to 0.5, and from there only as slowly as any rate grows.
+    assert played.factors == pytest.approx([1, 1, 1, 1, 0.25, 0.5, 0.125, 0.25, 0.5, 0.55])
+
+
+def test_norms_that_stay_high_are_the_new_normal():
+    played = Played([1] * 8 + [9] * 8, **{**SETTINGS, "growth": 0.0})
+    assert list(played.happened)[:3] == [8, 9, 12] and played.happened[12] == "recovered"
+    assert min(played.factors) == 0.0625 == played.factors[10] and played.factors[-1] == 0.25
+
+
+def test_a_norm_that_is_not_finite_changes_nothing():
+    clean, with_nan = [1, 1, 1, 1, 9, 1], [1, 1, np.nan, 1, 1, np.inf, 9, 1]
+    assert Played(with_nan, **SETTINGS).factors[-1] == Played(clean, **SETTINGS).factors[-1]
+    assert Played([0.0] * 6 + [1.0], **SETTINGS).factors[-1] == 1
+
+
+def test_the_rate_stays_between_its_bounds_and_survives_a_resume():
+    norms = np.exp(0.8 * np.random.default_rng(0).normal(size=2000)).tolist()
+    settings = {**SETTINGS, "min_factor": 0.1, "max_factor": 1.5}
+    whole, resumed = Played(norms, **settings), Played(norms, resume_every=7, **settings)
+    assert min(whole.factors) == 0.1 and max(whole.factors) == 1.5
+    assert resumed.factors == whole.factors and resumed.happened == whole.happened
+
+
+@pytest.mark.parametrize(
+    "rule, arguments, message",
+    [
+        (PlateauRate, {"mode": "least"}, "mode is 'least', but it must be 'min' or 'max'"),
+        (PlateauRate, {"threshold_mode": "x"}, "threshold_mode is 'x', but it must be 'rel' or 'abs'"),
+        (PlateauRate, {"factor": 1.0}, "factor is 1.0: it must be a number above 0 and below 1"),
+        (PlateauRate, {"patience": -1}, "patience is -1: it must be a whole number of at least 0"),
+        (PlateauRate, {"min_lr": "1e-5"}, "min_lr is '1e-5': it must be a number of at least 0"),
+        (GradientNormFactor, {"window": 3}, "window is 3: it must be a whole number of at least 4"),
+        (GradientNormFactor, {"spike": 1.5}, "spike is 1.5: it must be a number above steady, 1.5"),
+        (GradientNormFactor, {"max_factor": 0.5}, "max_factor is 0.5: it must be a number of at least 1"),
+    ],
+)
+def test_wrong_settings(rule, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        rule(**arguments)

@@ -1,0 +1,70 @@
+"""Which cells of Qwen3-MoE and DeepSeek-V3 get adapters, and that DeepSeek-V3 trains, is saved and loaded with them."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
+from mindlora.network.tree import lora_cells
+from tests.support import moe_cpu
+from tests.support.mcore_networks import tiny_deepseek_v3, tiny_qwen3_moe, train
+
+WEIGHTS = "adapter_model.safetensors"
+LATENTS = ("linear_qkv", "linear_qb", "linear_kvb", "linear_proj")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stand_ins(mindformers):
+    import mindspore as ms
+
+    before = ms.get_context("mode")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    with pytest.MonkeyPatch.context() as patch:
+        moe_cpu.install(patch.setattr)
+        yield
+    ms.set_context(mode=before)
+
+
+def replaced(network):
+    """Returns the ends, below the layers, of the cells on which all-linear puts adapters."""
+    paths = apply_lora(network, LoraConfig(target_modules="all-linear", lora_rank=2, lora_alpha=4)).replaced
+    return {path.removeprefix("model.decoder.layers.") for path in paths}
+
+
+def test_all_linear_takes_what_is_no_expert_in_a_mixture_of_experts_and_leaves_the_router_alone():
+    assert replaced(tiny_qwen3_moe()) == {"0.self_attention.linear_qkv", "0.self_attention.linear_proj"}
+    shared = {"0.mlp.shared_experts.linear_fc1", "0.mlp.shared_experts.linear_fc2"}
+    assert replaced(tiny_deepseek_v3()) == shared | {f"0.self_attention.{cell}" for cell in LATENTS}
+
+
+@pytest.fixture(scope="module")
+def deepseek():
+    """A DeepSeek-V3 of a dense layer that has trained with adapters, and its losses."""
+    network = tiny_deepseek_v3(first_k_dense_replace=1)
+    dense = {"0.mlp.linear_fc1", "0.mlp.linear_fc2"}
+    assert replaced(network) == dense | {f"0.self_attention.{cell}" for cell in LATENTS}
+    freeze_base(network)
+    return network, train(network, 20)
+
+
+def test_deepseek_v3_trains_with_latent_attention(deepseek):
+    network, losses = deepseek
+    assert losses[-5:].mean() < losses[:5].mean() - 0.1
+    for path, cell in lora_cells(network):
+        assert np.abs(cell.pair()[1]).max() > 0, path
+
+
+def test_deepseek_v3s_adapter_is_saved_under_hugging_faces_names_and_comes_back(deepseek, tmp_path):
+    save_lora(deepseek[0], tmp_path / "adapter")
+    prefix = "base_model.model.model.layers."
+    names = {name.removeprefix(prefix).rpartition(".lora_")[0] for name in load_file(tmp_path / "adapter" / WEIGHTS)}
+    attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    forward = ("gate_proj", "up_proj", "down_proj")
+    assert names == {f"0.self_attn.{cell}" for cell in attention} | {f"0.mlp.{cell}" for cell in forward}
+    other = tiny_deepseek_v3(first_k_dense_replace=1)
+    load_lora(other, tmp_path / "adapter")
+    pairs = {path: cell.pair() for path, cell in lora_cells(deepseek[0])}
+    for path, cell in lora_cells(other):
+        for loaded, mine in zip(cell.pair(), pairs.pop(path)):
+            assert np.array_equal(loaded, mine), path
+    assert not pairs

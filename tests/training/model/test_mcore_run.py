@@ -1,0 +1,132 @@
+"""mindlora-run on a YAML of one of MindFormers' mcore models: the whole run on a CPU with stand-ins, and refusals."""
+
+import json
+
+import pytest
+from safetensors.numpy import load_file
+
+from mindlora.core.errors import ConfigError
+from mindlora.models.architectures import registry
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.mcore import check_mcore, family_of
+from tests.support import tiny_runs
+from tests.support.mcore_networks import tiny_config
+
+RUN = "from tests.support.mcore_launcher import main; raise SystemExit(main())"
+PET = {
+    "lora_rank": 3,
+    "lora_alpha": 6,
+    "lora_dropout": 0.1,
+    "target_modules": "all-linear",
+    "modules_to_save": ["norm"],
+}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """The output folder of a run of eight steps of two micro-batches on a tiny Qwen3."""
+    folder = tmp_path_factory.mktemp("mcore")
+    data, held_out = str(folder / "data.mindrecord"), str(folder / "held_out.mindrecord")
+    tiny_runs.write_data(data, 32)
+    tiny_runs.write_data(held_out, 4, seed=1)
+    callbacks = [
+        {"type": "HeldOutLoss", "dataset_dir": held_out, "every_steps": 4, "batch_size": 4},
+        {"type": "AdapterHealth", "every_steps": 4},
+        {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 2},
+    ]
+    config = tiny_config(data, 2, callbacks, PET)
+    config["runner_config"]["gradient_accumulation_steps"] = 2
+    result = tiny_runs.launch(config, folder / "output", RUN)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return folder / "output"
+
+
+def test_it_trains_and_saves_an_adapter_under_hugging_faces_names(output):
+    losses = tiny_runs.losses(output)
+    assert sorted(losses) == list(range(1, 9)) and losses[8] < losses[1] - 0.02
+    folder = output / "lora_checkpoint" / "step_8"
+    tensors = load_file(folder / "adapter_model.safetensors")
+    ends = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    ends += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    cells = [f"base_model.model.model.layers.0.{end}" for end in ends]
+    assert set(tensors) == {f"{cell}.lora_{half}.weight" for cell in cells for half in "AB"} | {
+        "base_model.model.model.norm.weight"
+    }
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["modules_to_save"]) == (3, 6, ["model.norm"])
+
+
+def test_the_held_out_loss_and_the_health_of_the_adapters_are_measured(output):
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    found = json.dumps(records)
+    assert "held_out_loss" in found and "decoder.layers.0.mlp.linear_fc1" in found
+
+
+# What is refused before anything is built ------------------------------------------------------------------------
+
+
+def yaml_of(**changes):
+    """Returns the YAML of a Qwen3, for Ascend."""
+    config = tiny_config(
+        "data", 1, [], {"target_modules": "all-linear"}, context={"mode": 0, "device_target": "Ascend"}
+    )
+    config["model"]["model_config"].update(changes.pop("model", {}))
+    return {**config, **changes}
+
+
+def message(config):
+    with pytest.raises(ConfigError) as error:
+        refuse(check_mcore(config))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("family", registry.trained_mcore_classes().values())
+def test_the_families_that_train_pass(family):
+    assert not list(check_mcore(yaml_of(model={"architectures": [family]})))
+
+
+def test_another_family_is_refused_in_one_sentence_that_names_those_that_train():
+    config = yaml_of(model={"architectures": "Glm4ForCausalLM", "model_type": "glm4"})
+    assert message(config) == (
+        "use_legacy is False and the model is Glm4ForCausalLM: of MindFormers' mcore models, mindlora trains adapters "
+        "on Qwen3ForCausalLM, Qwen3MoeForCausalLM, DeepseekV3ForCausalLM. Remove pet_config, or name one of these in "
+        "model.model_config.architectures. docs/mcore.md says which mcore models train with adapters."
+    )
+    assert "the model is not named" in message(yaml_of(model={"architectures": None, "model_type": None}))
+
+
+def test_a_cpu_pynative_and_another_run_mode_are_refused():
+    assert message(yaml_of(context={"mode": 0, "device_target": "CPU"})).startswith("context.device_target is CPU and")
+    assert message(yaml_of(context={"mode": 1, "device_target": "Ascend"})).startswith("context.mode is 1 and use_leg")
+    assert message(yaml_of(run_mode="predict")).startswith("run_mode is 'predict' and use_legacy is False")
+
+
+def test_a_folder_of_hugging_faces_is_no_base_on_one_device(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert message(yaml_of(load_checkpoint=str(tmp_path))) == (
+        f"load_checkpoint: {tmp_path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
+        f"on one device. Convert it once: mindlora convert-base {tmp_path} base.safetensors --to mcore"
+    )
+    assert not list(check_mcore(yaml_of(load_checkpoint=str(tmp_path), use_parallel=True)))
+
+
+def test_the_model_is_found_in_a_folder_of_hugging_faces(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]}))
+    config = yaml_of(model={"architectures": None, "model_type": None}, pretrained_model_dir=str(tmp_path))
+    assert family_of(config) == "Qwen3MoeForCausalLM"
+    (tmp_path / "config.json").write_text("[]")
+    assert "config.json holds a list" in message(config)
+
+
+def test_mindlora_run_says_it_in_its_first_line(mindformers, tmp_path, capsys, monkeypatch):
+    import yaml
+
+    from mindlora.training.launch import launch_checks, launcher
+
+    monkeypatch.setattr(launch_checks, "_check_device", lambda config: None)
+    path = tmp_path / "glm4.yaml"
+    path.write_text(yaml.safe_dump(yaml_of(model={"architectures": "Glm4ForCausalLM"})), encoding="utf-8")
+    assert launcher.main(["--config", str(path), "--output_dir", str(tmp_path / "output")]) == 1
+    assert capsys.readouterr().err.startswith(
+        "mindlora-run: error: use_legacy is False and the model is Glm4ForCausalLM"
+    )

@@ -1,0 +1,118 @@
+"""The reference of preference training on MindFormers' Llama, and what the train step makes of a batch."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+from mindlora import LoraConfig, apply_lora, freeze_base
+from mindlora.core.errors import ConfigError
+from mindlora.network.repeated_layers import compile_layers_once, mark_reference
+from mindlora.training.preference.reference import reference_network
+from mindlora.training.preference.settings import preference_settings
+from mindlora.training.preference.step import preference_loss
+from mindlora.training.step.rate_factor import TRANSIENT
+from mindlora.training.step.train_step import LoraTrainOneStepCell
+
+WIDTH = 17
+
+
+def adapted(make_llama, random=False, **config):
+    network = make_llama(num_layers=1)
+    apply_lora(network, LoraConfig(lora_rank=4, target_modules=".*wq|.*w2", **config))
+    freeze_base(network)
+    if random:
+        set_random(network)
+    return network
+
+
+def set_random(network):
+    rng = np.random.default_rng(5)
+    for parameter in network.trainable_params():
+        parameter.set_data(Tensor(rng.normal(0, 0.2, parameter.shape).astype(np.float32)))
+
+
+def tokens(rows=2):
+    return np.random.default_rng(0).integers(4, 64, (rows, WIDTH)).astype(np.int32)
+
+
+def logits(network):
+    network.set_train(False)
+    return network(Tensor(tokens()[:, :-1]))[0].asnumpy()
+
+
+def test_the_reference_of_a_new_adapter_is_the_base_itself(make_llama, pynative_mode):
+    network = adapted(make_llama)
+    base = logits(network)
+    reference = reference_network(network)
+    own = {id(parameter) for parameter in network.get_parameters()}
+    assert all(id(parameter) in own for parameter in reference.get_parameters())
+    assert not any("lora" in parameter.name for parameter in reference.get_parameters())
+    set_random(network)
+    np.testing.assert_allclose(logits(reference), base, rtol=0, atol=1e-6)
+    assert np.abs(logits(network) - base).max() > 0.01
+
+
+def test_the_reference_of_a_loaded_adapter_is_that_adapter(make_llama, pynative_mode):
+    network = adapted(make_llama, random=True)
+    before = logits(network)
+    reference = reference_network(network)
+    copies = [parameter for parameter in reference.get_parameters() if parameter.name.startswith(TRANSIENT)]
+    assert len(copies) == len(network.trainable_params()) and not any(copy.requires_grad for copy in copies)
+    for parameter in network.trainable_params():
+        parameter.set_data(parameter * 0)
+    np.testing.assert_array_equal(logits(reference), before)
+    assert np.abs(logits(network) - before).max() > 0.01
+
+
+def test_an_adapter_that_is_made_from_the_base_has_no_reference_yet(make_llama, pynative_mode):
+    network = adapted(make_llama, lora_init="pissa")
+    with pytest.raises(ConfigError, match="takes its part out of the base when training begins"):
+        reference_network(network)
+
+
+def test_a_model_without_a_loss_over_tokens_is_refused():
+    class Other(nn.Cell):
+        config = None
+
+    with pytest.raises(ConfigError, match="Other does not give them"):
+        preference_loss(Other(), preference_settings({}))
+
+
+def test_layers_of_the_reference_compile_apart(make_llama, graph_mode):
+    network = adapted(make_llama)
+    compile_layers_once(network)
+    reference = reference_network(network)
+    mark_reference(reference)
+    marks = [[cell.cell_init_args for cell in side.model.layers] for side in (network, reference)]
+    assert not set(marks[0]) & set(marks[1])
+
+
+def test_a_step_in_graph_mode(make_llama, graph_mode):
+    """The step of marked and recomputed layers, in two micro-batches, begins at log 2 and lowers the loss."""
+    network = adapted(make_llama)
+    for layer in network.model.layers:
+        layer.recompute()
+    compile_layers_once(network)
+    step = LoraTrainOneStepCell(
+        network, nn.Adam(network.trainable_params(), 1e-2), micro_batches=2, preference={"loss": "dpo"}
+    )
+    step.set_train()
+    ids = np.random.default_rng(0).integers(4, 64, (4, 2, WIDTH)).astype(np.int32)
+    answers = np.full(ids.shape, -1, np.int32)
+    answers[:, 0, 6:12], answers[:, 1, 6:9] = 0, 1
+    labels = np.where(answers >= 0, ids, -100).astype(np.int32)
+    batch = [Tensor(array) for array in (ids, labels, answers, np.ones((4, 1), np.int32))]
+    losses = [float(step(*batch)[0].asnumpy()) for _ in range(3)]
+    assert losses[0] == pytest.approx(np.log(2), rel=1e-6) and losses[2] < losses[1] < losses[0]
+    record = step.last_record()
+    assert record.tokens == 4 * 9 and record.preference["tokens_chosen"] == 6
+    assert record.preference["reward_margin"] > 0 and record.preference["reward_accuracy"] == 1
+    assert ms.get_context("mode") == ms.GRAPH_MODE
+    # What guards set: a step above the limit changes nothing.
+    step.set_limits(0.01, np.inf)
+    before = [parameter.asnumpy() for parameter in network.trainable_params()]
+    step(*batch)
+    assert step.last_record().skipped
+    for parameter, value in zip(network.trainable_params(), before):
+        np.testing.assert_array_equal(parameter.asnumpy(), value)

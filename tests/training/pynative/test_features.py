@@ -1,0 +1,109 @@
+"""Weighted accumulation, shifted and packed rows, LoRA+ and NEFTune under MindFormers' PyNative Trainer."""
+
+import numpy as np
+import pytest
+
+from mindlora.data.mindrecord import write_mindrecord
+from mindlora.run.checks.data_rows import BOUNDARY
+from tests.support import pynative_runs, tiny_runs
+from tests.support.pynative_runs import IGNORED, only_with_pynative_trainer
+
+pytestmark = only_with_pynative_trainer
+STEPS = 3
+# The cells after the last attention: through attention, backward() of MindSpore 2.10 on a CPU has gradients that depend
+# on how many rows there are.
+LORA = {**pynative_runs.LORA, "target_modules": r"layers\.1\.(self_attention.linear_proj|mlp.*linear)"}
+BEGIN, LENGTH = 2, tiny_runs.SEQUENCE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the same four examples as shifted rows, as rows of graph mode, and two in a row."""
+    folder = tmp_path_factory.mktemp("features")
+    rng = np.random.default_rng(0)
+    half = LENGTH // 2
+    short = rng.integers(4, tiny_runs.VOCABULARY, (4, half)).astype(np.int32)
+    short[:, 0] = BEGIN
+    # The last token of an example predicts nothing.
+    targets = np.concatenate([short[:, 1:], np.full((4, 1), IGNORED, np.int32)], 1)
+    padding = np.full((4, LENGTH - half), tiny_runs.PAD, np.int32)
+    alone = np.concatenate([short, padding], 1), np.concatenate([targets, np.full_like(padding, IGNORED)], 1)
+    packed = [array.reshape(2, LENGTH) for array in (short, targets)]
+    write(folder / "alone.mindrecord", *alone)
+    write(folder / "packed.mindrecord", *packed, **{BOUNDARY: np.array([BEGIN], np.int32)})
+    write(folder / "mixed.mindrecord", *packed)
+
+    pynative_runs.write_data(folder / "shifted.mindrecord", rows=4)
+    tokens, labels = pynative_runs.counting_rows(4)
+    write(folder / "graph.mindrecord", tokens, labels)
+    return folder
+
+
+def write(path, tokens, labels, **columns):
+    pairs = ({"input_ids": ids, "labels": row, **columns} for ids, row in zip(tokens, labels))
+    write_mindrecord(pairs, str(path), overwrite=True)
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """Name of a run -> its losses, and what it has trained."""
+    parts = {"training": {"steps": STEPS, "local_batch_size": 1, "global_batch_size": 4, "seed": 1}}
+    pair = {"training": {"steps": STEPS, "local_batch_size": 2, "global_batch_size": 2, "seed": 1}}
+    once = {"training": {"steps": 1, "local_batch_size": 4, "global_batch_size": 4, "seed": 1}}
+    cases = {
+        "shifted": ("shifted", {}),
+        "graph": ("graph", {}),
+        "parts": ("shifted", parts),
+        "alone": ("alone", {}),
+        "packed": ("packed", pair),
+        "mixed": ("mixed", pair),
+        "once": ("shifted", once),
+        "faster": ("shifted", {**once, "pet_config": {"loraplus_lr_ratio": 4}}),
+        "frozen": ("shifted", {**once, "lr_scheduler": scheduler(0.0)}),
+        "noise": ("shifted", {**once, "pet_config": {"neftune_alpha": 5.0}}),
+        "again": ("shifted", {**once, "pet_config": {"neftune_alpha": 5.0}}),
+        "no_noise": ("shifted", {**once, "pet_config": {"neftune_alpha": 1e-5}}),
+    }
+    configs = []
+    for name, (data, changes) in cases.items():
+        callbacks = [{"type": "FillWeights"}, {"type": "RecordLosses", "directory": str(folder / name)}]
+        path = folder / f"{data}.mindrecord"
+        configs.append(
+            pynative_runs.tiny_config("qwen3", path, STEPS, callbacks=callbacks, lora_config=LORA, **changes)
+        )
+    assert pynative_runs.series(configs, folder) == [None] * len(configs)
+    return {name: (pynative_runs.losses(folder / name), pynative_runs.trained(folder / name)) for name in cases}
+
+
+def scheduler(rate):
+    return {"type": "ConstantWarmUpLR", "learning_rate": rate, "warmup_steps": 0}
+
+
+@pytest.mark.parametrize("name", ["graph", "parts"])
+def test_it_trains_as_the_whole_batch_of_shifted_rows_does(runs, name):
+    """Rows of graph mode, and micro-batches of one row that have unequal numbers of tokens."""
+    np.testing.assert_allclose(runs[name][0], runs["shifted"][0], rtol=1e-5)
+    for parameter, expected in runs["shifted"][1].items():
+        np.testing.assert_allclose(runs[name][1][parameter], expected, atol=1e-4, err_msg=parameter)
+
+
+def test_examples_of_a_packed_row_do_not_see_each_other(runs):
+    alone, packed, mixed = (runs[name][0] for name in ("alone", "packed", "mixed"))
+    # MindFormers rounds rotary embeddings: an example's logits depend on where it begins, in packed rows or not.
+    np.testing.assert_allclose(packed, alone, rtol=3e-4)
+    assert abs(mixed[0] - alone[0]) > 5 * abs(packed[0] - alone[0])
+
+
+def test_with_lora_plus_the_first_step_of_b_is_ratio_times_as_long(runs):
+    before, once, faster = (runs[name][1] for name in ("frozen", "once", "faster"))
+    assert {name[-1] for name in before} == {"a", "b"}
+    for name, start in before.items():
+        ratio = 4 if name.endswith("lora_b") else 1
+        np.testing.assert_allclose(faster[name] - start, ratio * (once[name] - start), atol=1e-5, err_msg=name)
+        assert np.abs(once[name] - start).max() > 1e-3
+
+
+def test_neftune_adds_noise_that_its_seed_fixes(runs):
+    noise, again, none, plain = (runs[name][0][0] for name in ("noise", "again", "no_noise", "once"))
+    assert noise == again and abs(noise - plain) > 1e-3
+    assert none == pytest.approx(plain, rel=1e-4)

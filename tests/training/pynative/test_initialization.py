@@ -1,0 +1,180 @@
+"""How adapters begin, and what trains beside them, under MindFormers' PyNative Trainer. One process trains all runs."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mindlora.core.errors import CheckpointError
+from mindlora.core.numerics import initializers
+from mindlora.data.mindrecord import write_mindrecord
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.adapters.convert import Heads, convert_adapter
+from mindlora.files.base.convert import convert_base
+from mindlora.files.base.merge import merge_checkpoint
+from tests.support import pynative_runs
+from tests.support.pynative_runs import LORA, only_with_pynative_trainer
+
+pytestmark = only_with_pynative_trainer
+STEPS = 4
+SCALE = LORA["lora_alpha"] / LORA["lora_rank"]
+QKV = "decoder.layers.1.self_attention.linear_qkv"
+NORM = "decoder.final_layernorm.weight"
+PISSA = {"lora_init": "pissa", "modules_to_save": ["lm_head", "norm"], "freeze_include": ["decoder.layers.0.*"]}
+# Its first half is trained on the base, its second half on what PiSSA has left of it.
+TWICE = {**LORA, "lora_rank": 2 * LORA["lora_rank"], "lora_alpha": 2 * LORA["lora_alpha"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the bases hf and base, and with equal rows, so that each step has the same batch."""
+    folder = tmp_path_factory.mktemp("initialization")
+    (tokens,), (labels,) = pynative_runs.counting_rows(1)
+    rows = [{"input_ids": tokens[:-1], "labels": labels[1:]}] * (4 * STEPS)
+    write_mindrecord(iter(rows), str(folder / "rows.mindrecord"))
+    pynative_runs.write_base(folder / "base", folder / "hf")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def messages(folder):
+    """Name of a run -> what refused it, or None."""
+    base = {"load_path": str(folder / "base"), "no_load_optim": True}
+    halfway = {"load_path": str(folder / "pissa_saved" / "iteration_00000002")}
+    plain = {"load_path": str(folder / "plain_saved" / "iteration_00000001")}
+    adapter = str(folder / "pissa_peft" / "step_2")
+    dora = {"use_dora": True, "param_init_type": "float16", "freeze_exclude": ["*final_layernorm*"]}
+    # Name -> steps, lora_config, pet_config, and what is loaded.
+    runs = {
+        "plain": (1, LORA, {}, base),
+        "pissa": (STEPS, LORA, PISSA, base),
+        "resumed": (STEPS, LORA, PISSA, halfway),
+        "olora": (1, LORA, {"lora_init": "olora"}, base),
+        "dora": (2, LORA, dora, base),
+        "further": (2, TWICE, {"adapter_path": adapter, "modules_to_save": ["lm_head", "norm"]}, base),
+        "goes_on": (2, TWICE, {"adapter_path": str(folder)}, {"load_path": str(folder / "further_saved")}),
+        "other_rank": (1, LORA, {"adapter_path": adapter}, base),
+        "not_said": (STEPS, LORA, {}, halfway),
+        "said_later": (1, LORA, {"lora_init": "olora"}, {**plain, "no_load_optim": True}),
+        "two_adapters": (1, LORA, {"adapter_path": adapter}, {**plain, "no_load_optim": True}),
+    }
+    configs = []
+    for name, (steps, lora, pet_config, loaded) in runs.items():
+        saved = {"enable_save": True, "save_path": str(folder / f"{name}_saved"), "save_interleaved_steps": 2}
+        saving = {"type": "LoraCheckpoint", "save_steps": 2, "directory": str(folder / f"{name}_peft")}
+        recording = {"type": "RecordLosses", "directory": str(folder / name)}
+        nodes = {"checkpoint": {**saved, **loaded}, "callbacks": [saving, recording]}
+        nodes |= {"lora_config": lora, "pet_config": pet_config}
+        configs.append(pynative_runs.tiny_config("qwen3", folder / "rows.mindrecord", steps, **nodes))
+    return dict(zip(runs, pynative_runs.series(configs, folder)))
+
+
+def step_of(folder, name, step):
+    """Returns the tensors of the model that MindFormers saved at a step."""
+    return load_file(folder / f"{name}_saved" / f"iteration_{step:08d}" / pynative_runs.BASE_FILE)
+
+
+@pytest.mark.parametrize("name", ["pissa", "olora"])
+def test_pairs_are_those_of_the_base_which_loses_their_product(folder, messages, name):
+    assert messages["plain"] is messages[name] is None
+    base = load_file(folder / "base" / pynative_runs.BASE_FILE)
+    saved = step_of(folder, name, {"pissa": STEPS, "olora": 1}[name])
+    cells = [key.removesuffix(".initial_lora_a") for key in saved if key.endswith(".initial_lora_a")]
+    assert len(cells) == 8
+    for cell in cells:
+        weight, rank = base[f"{cell}.weight"], LORA["lora_rank"]
+        a, b = saved[f"{cell}.initial_lora_a"], saved[f"{cell}.initial_lora_b"]
+        for found, expected in zip((a, b), initializers.of_base(name, weight, rank, SCALE)):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=cell)
+        np.testing.assert_array_equal(saved[f"{cell}.weight"], initializers.residual(weight, a, b, SCALE), cell)
+    # The sum is the base that it was.
+    first, plain = (pynative_runs.losses(folder / run)[0] for run in (name, "plain"))
+    assert first == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_resumed_run_is_the_rest_of_the_whole_one(folder, messages):
+    assert messages["resumed"] is None
+    whole, resumed = (pynative_runs.losses(folder / name) for name in ("pissa", "resumed"))
+    assert len(whole) == STEPS and resumed == whole[2:]
+    whole, resumed = (step_of(folder, name, STEPS) for name in ("pissa", "resumed"))
+    assert whole.keys() == resumed.keys()
+    assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+    whole, resumed = (adapter_files.read(str(folder / f"{name}_peft" / "step_4")) for name in ("pissa", "resumed"))
+    assert whole.fingerprint is not None and resumed.fingerprint == whole.fingerprint
+
+
+def test_what_trains_beside_the_adapters(folder, messages):
+    trained = pynative_runs.trained(folder / "pissa")
+    assert {"output_layer.weight", NORM, f"{QKV}.lora_a"} < trained.keys()
+    assert not any(name.startswith("decoder.layers.0.") or "initial" in name for name in trained)
+    before, after = load_file(folder / "base" / pynative_runs.BASE_FILE), step_of(folder, "pissa", STEPS)
+    changed = {name for name, array in before.items() if not np.array_equal(after[name], array)}
+    saved_modules = {name for name in changed if not name.endswith(("_qkv.weight", "_proj.weight", "_fc1.weight"))}
+    saved_modules = {name for name in saved_modules if not name.endswith("_fc2.weight")}
+    assert saved_modules == {"output_layer.weight", NORM}
+
+
+def test_peft_folders_are_for_the_base_that_was_loaded(folder, messages):
+    """Merged into Hugging Face's base, the adapter is the model that was trained."""
+    merge_checkpoint(str(folder / "hf"), str(folder / "pissa_peft" / f"step_{STEPS}"), str(folder / "merged"))
+    convert_base(str(folder / "merged"), str(folder / "merged.safetensors"), None, "mcore")
+    merged, trained = load_file(folder / "merged.safetensors"), step_of(folder, "pissa", STEPS)
+    for name, array in merged.items():
+        cell = name.removesuffix(".weight")
+        if f"{cell}.lora_a" in trained:
+            update = SCALE * trained[f"{cell}.lora_b"] @ trained[f"{cell}.lora_a"]
+            np.testing.assert_allclose(array, trained[name] + update, atol=1e-5, err_msg=name)
+        else:
+            np.testing.assert_array_equal(array, trained[name], err_msg=name)
+
+
+def test_mindformers_own_folders_are_read_as_adapters_for_that_base_too(folder, messages):
+    step, converted = folder / "olora_saved" / "iteration_00000001", folder / "converted"
+    convert_adapter(str(step), str(converted), "peft", heads=Heads(4, 2, 12))
+    found, expected = (adapter_files.read(str(path)) for path in (converted, folder / "olora_peft" / "step_1"))
+    assert found.paths == expected.paths
+    for path in expected.paths:
+        (a, b), (other_a, other_b) = found.pair(path), expected.pair(path)
+        update, other = found.scale(path) * b @ a, expected.scale(path) * other_b @ other_a
+        np.testing.assert_allclose(update, other, rtol=1e-6, atol=1e-8, err_msg=path)
+    # As a base, they are not the model's.
+    with pytest.raises(CheckpointError, match="pissa or olora, has changed the base"):
+        convert_base(str(step), str(folder / "changed"), None, "hf")
+
+
+def test_an_adapter_is_trained_further(folder, messages):
+    """With the same batch in each step, the first loss is that of the step after the one at which it was saved."""
+    assert messages["further"] is None
+    whole, further = (pynative_runs.losses(folder / name) for name in ("pissa", "further"))
+    assert further[0] == pytest.approx(whole[2], rel=1e-4) and further[1] < further[0]
+    settings = json.loads((folder / "further_peft" / "step_2" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (settings["r"], settings["lora_alpha"]) == (TWICE["lora_rank"], TWICE["lora_alpha"])
+
+
+def test_a_run_that_goes_on_loads_no_adapter(messages):
+    assert messages["goes_on"] is None
+
+
+def test_a_magnitude_in_16_bits_is_the_norms_of_the_base(folder, messages):
+    """The optimizer keeps a copy in 32 bits, which it made before the base was loaded."""
+    assert messages["dora"] is None
+    losses = pynative_runs.losses(folder / "dora")
+    assert losses[0] == pytest.approx(pynative_runs.losses(folder / "plain")[0], rel=1e-3) and losses[1] < losses[0]
+    trained = pynative_runs.trained(folder / "dora")
+    weight = load_file(folder / "base" / pynative_runs.BASE_FILE)[f"{QKV}.weight"]
+    np.testing.assert_allclose(trained[f"{QKV}.magnitude_lora_b"], np.linalg.norm(weight, axis=1), atol=0.03)
+    assert NORM in trained and "output_layer.weight" not in trained
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("other_rank", "RankMismatchError"),
+        ("not_said", "pissa or olora, has changed its base. Set lora_init to that of the run."),
+        ("said_later", "holds an adapter of another one. Remove lora_init to go on"),
+        ("two_adapters", "holds an adapter too. Remove adapter_path"),
+    ],
+)
+def test_it_is_refused_by_name(messages, name, message):
+    assert message in (messages[name] or "")

@@ -1,0 +1,123 @@
+"""AdapterStack: several adapters on one network, and each with a network of its own."""
+
+import dataclasses
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
+from mindlora.core.errors import UnsupportedCellError
+from mindlora.network.cells.initial_values import initial_draws
+from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.tree import lora_cells
+from mindlora.training.several.stack import pull, push, stack_adapters
+from tests.support.networks import TinyModel, as_array, randomize
+
+CONFIGS = (
+    LoraConfig(lora_rank=4, target_modules=["wq", "w2"]),
+    LoraConfig(lora_rank=2, lora_alpha=3, use_rslora=True, target_modules=["wq", "wk"]),
+)
+
+
+def network():
+    model = TinyModel()
+    randomize(model.get_parameters(), seed=5)
+    return model
+
+
+@pytest.fixture
+def stack():
+    """The network, and two adapters on it with random values."""
+    model = network()
+    stack = stack_adapters(model, CONFIGS)
+    for number, own in enumerate(stack.networks):
+        randomize(own.trainable_params(), seed=number)
+        push(stack.slices(number))
+    return model, stack
+
+
+def test_only_the_adapters_train_and_the_base_is_there_once(stack):
+    model, stack = stack
+    trained = [parameter.name for parameter in model.trainable_params()]
+    assert trained and all("mindpet_delta_lora" in name for name in trained)
+    base = {id(p) for p in model.get_parameters() if not p.requires_grad}
+    for own in stack.networks:
+        assert {id(p) for p in own.get_parameters() if not p.requires_grad} <= base
+    assert len(stack.cells) == 3 * len({path.split(".wq")[0] for path in stack.cells if path.endswith("wq")})
+    assert all(isinstance(cell, StackedLoRADense) for cell in stack.cells.values())
+
+
+def test_each_adapter_computes_what_it_computes_alone(stack):
+    model, stack = stack
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    # The sums over rows in this model mix them, so each adapter is looked at cell by cell.
+    for number, own in enumerate(stack.networks):
+        for path, cell in lora_cells(own):
+            both = stack.cells[path](Tensor(np.resize(x, (8, cell.in_channels))))
+            alone = cell(Tensor(np.resize(x, (8, cell.in_channels))[4 * number :][:4]))
+            np.testing.assert_allclose(as_array(both)[4 * number :][:4], as_array(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_on_a_base_in_4_bits_each_adapter_computes_what_it_computes_alone():
+    configs = [dataclasses.replace(config, quantize_base="nf4") for config in CONFIGS]
+    stack = stack_adapters(network(), configs)
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    for number, config in enumerate(configs):
+        alone = network()
+        apply_lora(alone, config)
+        randomize([p for _, cell in lora_cells(alone) for p in cell.lora_parameters()], seed=number)
+        for path, cell in lora_cells(alone):
+            own = dict(lora_cells(stack.networks[number]))[path]
+            for part, parameter in zip(own.lora_parameters(), cell.lora_parameters()):
+                part.set_data(parameter)
+        push(stack.slices(number))
+        for path, cell in lora_cells(alone):
+            both = stack.cells[path]
+            assert both.packed
+            rows = np.resize(x, (8, cell.in_channels))
+            expected = as_array(cell(Tensor(rows[4 * number :][:4])))
+            found = as_array(both(Tensor(rows)))[4 * number :][:4]
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_is_saved_as_one_that_was_trained_alone(stack, tmp_path):
+    model, stack = stack
+    before = [as_array(parameter) for parameter in stack.networks[1].trainable_params()]
+    for parameter in stack.networks[1].trainable_params():
+        parameter.set_data(parameter * 0)
+    pull(stack.slices(1))
+    save_lora(stack.networks[1], str(tmp_path / "adapter"))
+    alone = network()
+    load_lora(alone, str(tmp_path / "adapter"), on_base_mismatch="error")
+    for parameter, values in zip((p for _, cell in lora_cells(alone) for p in cell.lora_parameters()), before):
+        np.testing.assert_array_equal(as_array(parameter), values)
+    assert {cell.lora_rank for _, cell in lora_cells(alone)} == {2}
+
+
+@pytest.mark.parametrize("seeds", [(None, None), (3, None), (3, 4)])
+def test_initial_values_are_those_of_a_run_alone(seeds):
+    ms.set_seed(1)
+    model = network()
+    state = np.random.get_state()
+    stack = stack_adapters(model, CONFIGS, seeds)
+    stack.set_initial_values()
+    for number, (config, seed) in enumerate(zip(CONFIGS, seeds)):
+        alone = network()
+        np.random.set_state(state)
+        with initial_draws(seed):
+            apply_lora(alone, config)
+        freeze_base(alone)
+        own = dict(lora_cells(stack.networks[number]))
+        for path, cell in lora_cells(alone):
+            a = stack.cells[path].mindpet_delta_lora_a.asnumpy()[number]
+            np.testing.assert_array_equal(a[: config.lora_rank], cell.mindpet_delta_lora_a.asnumpy())
+            assert not a[config.lora_rank :].any() and own[path].lora_rank == config.lora_rank
+
+
+def test_a_cell_that_is_not_linear_is_refused(make_llama):
+    model = make_llama(num_layers=1)
+    config = LoraConfig(target_modules=".*tok_embeddings|.*wq")
+    with pytest.raises(UnsupportedCellError, match="tok_embeddings.*LoRAEmbedding"):
+        stack_adapters(model, [config, config])
