@@ -78,6 +78,11 @@ def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRACell]]:
             yield cell.adapter_path, cell
 
 
+def allocates_ranks(network: nn.Cell) -> bool:
+    """Returns whether training decides which cells of a network keep how much of their ranks, as with AdaLoRA."""
+    return any(cell.variant.allocates_ranks for _, cell in lora_cells(network))
+
+
 def mark_saved_module(parameter: Parameter) -> None:
     """Marks a parameter of the base as belonging to modules_to_save: it trains, and is saved with the adapter."""
     setattr(parameter, _SAVED_MODULE, True)

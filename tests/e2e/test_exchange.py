@@ -89,7 +89,7 @@ def prepared(**changes):
     """Returns the callbacks of a YAML after prepare_exchange."""
     from mindformers.tools.register import MindFormerConfig
 
-    from mindlora.training.step.train_step_settings import prepare_exchange
+    from mindlora.training.exchange.exchange_check import prepare_exchange
 
     wrapper = {"type": "LoraTrainOneStepCell", "gradient_exchange": EXCHANGE}
     config = MindFormerConfig(**{"runner_wrapper": wrapper, "callbacks": [], **changes})

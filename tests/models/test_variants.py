@@ -1,5 +1,7 @@
 """Variants: what follows from use_dora, use_vera and use_adalora, asked without a network."""
 
+import ast
+
 import pytest
 
 from mindlora.core.errors import ConfigError
@@ -9,9 +11,10 @@ from mindlora.models.lora_config import LoraConfig
 from mindlora.models.variants.adalora import ADALORA
 from mindlora.models.variants.dora import DORA
 from mindlora.models.variants.miss import MISS
-from mindlora.models.variants.registry import LORA, PARAMETERS, STORED, VARIANTS
+from mindlora.models.variants.registry import LORA, PARAMETERS, PARTS, SHARED_PARTS, STORED, VARIANTS
 from mindlora.models.variants.variant import CONVOLUTIONS, CUT, EMBEDDINGS, EXPERTS, QUANTIZED, SHARDED
 from mindlora.models.variants.vera import VERA
+from tests.support.sources import modules
 
 SHAPES = {LINEAR: (5, 7), EMBEDDING: (11, 3), CONVOLUTION: (6, 2, 3, 4), STACKED: (4, 5, 7)}
 JOINED = ["model.layers.0.attention.w_qkv", "model.layers.0.attention.wo"]
@@ -117,3 +120,40 @@ def test_a_variant_that_cannot_be_split_is_refused_on_joined_cells():
 
 def test_adalora_is_stored_as_plain_lora():
     assert ADALORA not in STORED and {DORA, VERA} <= set(STORED)
+
+
+# Who may know a variant: itself, its cell, the feature that trains it, and tables of what other programs call it.
+KNOWS_VARIANTS = ("models/variants/", "network/variants/", "network/pynative/", "training/adalora/")
+TABLES = ("files/adapters/dialects/",)
+
+
+def names_a_variant(path, node):
+    """Returns whether a node of a module names a variant, or a part that only variants have."""
+    parts = {part.name for variant in VARIANTS for part in variant.parts} | set(SHARED_PARTS)
+    parts |= {part.parameter for part in PARTS.values()} | {variant.tensors for variant in VARIANTS if variant.tensors}
+    if isinstance(node, ast.ImportFrom) and not path.startswith(TABLES):
+        package, _, module = (node.module or "").rpartition(".")
+        return package == "mindlora.models.variants" and module not in ("variant", "registry")
+    return isinstance(node, ast.Constant) and node.value in parts
+
+
+def test_no_other_module_names_a_variant():
+    found = [
+        f"{path}:{node.lineno}"
+        for path, _, tree in modules()
+        if not path.startswith(KNOWS_VARIANTS)
+        for node in ast.walk(tree)
+        if names_a_variant(path, node)
+    ]
+    assert not found, f"models/variants/ is to answer what is asked at {', '.join(found)}"
+
+
+def test_no_module_on_files_of_adapters_counts_dimensions():
+    found = [
+        f"{path}:{node.lineno}"
+        for path, _, tree in modules()
+        if path.startswith("files/adapters/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "ndim"
+    ]
+    assert not found, f"core/numerics/pair_shapes.py is to answer what is asked at {', '.join(found)}"

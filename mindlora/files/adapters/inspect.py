@@ -15,9 +15,7 @@ from mindlora.files.adapters import parts as adapter_parts
 from mindlora.files.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.files.adapters.dialects.peft_config import Extras
 from mindlora.files.adapters.spectrum import CellSpectrum, delta_norm, finite_norm, quiet_pair, spectra, spectrum_table
-from mindlora.models.variants.dora import DORA
 from mindlora.models.variants.registry import STORED
-from mindlora.models.variants.vera import VERA
 
 UNKNOWN = "not in the file"
 _RANKS = "The rank that holds this share of each cell's energy, the sum of its squared singular values:"
@@ -172,8 +170,8 @@ def inspect_adapter(
         scales=different(cell.scale for cell in cells),
         use_rslora=adapter.use_rslora,
         variant=adapter.variant.name,
-        use_dora=adapter.variant is DORA,
-        use_vera=adapter.variant is VERA,
+        use_dora=adapter.variant.field == "use_dora",
+        use_vera=adapter.variant.field == "use_vera",
         dropout=adapter.dropout,
         targets=tuple(collapse_numbers(adapter.paths)),
         parts=adapter_parts.reports(adapter),

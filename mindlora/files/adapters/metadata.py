@@ -9,8 +9,7 @@ from mindlora.core.numerics import initializers
 from mindlora.core.text import listed, shown
 from mindlora.files.adapters.adapter import ALPHA, Adapter
 from mindlora.files.adapters.dialects import peft_config
-from mindlora.models.variants.dora import DORA
-from mindlora.models.variants.registry import STORED
+from mindlora.models.variants.registry import STORED, VARIANTS
 
 # Its key in the metadata of a safetensors file, which other readers ignore.
 KEY = "mindlora"
@@ -22,8 +21,8 @@ def text_of(adapter: Adapter) -> str:
     content = {
         "alphas": adapter.alphas,
         "use_rslora": adapter.use_rslora,
-        # Always written; variants that were added later are written only where they apply.
-        DORA.field: False,
+        # What is a flag of LoRA for PEFT is always written; other variants are written only where they apply.
+        **{flagged.field: False for flagged in VARIANTS if flagged.peft_flag},
         "dropout": adapter.dropout,
         "selection": adapter.selection,
         "base_model": adapter.base_model,

@@ -2,8 +2,11 @@
 
 from typing import Any, Dict, Mapping
 
+import numpy as np
+
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics import rank_schedule
+from mindlora.core.numerics.pair_shapes import Pair
 from mindlora.models.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Settings, Variant
 
 
@@ -23,6 +26,16 @@ class AdaLoRA(Variant):
     parts = (Part("lambda", "mindpet_delta_lora_lambda", "", size="r"),)
     zero_part = "lambda"
     in_files = False
+    allocates_ranks = True
+    in_pynative = False
+
+    def kept_ranks(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns the triplets whose weight in Lambda is not zero."""
+        return np.flatnonzero(parts["lambda"])
+
+    def low_rank_pair(self, parts: Mapping[str, np.ndarray]) -> Pair:
+        """Returns Lambda A and B."""
+        return parts["lambda"][:, None] * parts["A"], parts["B"]
 
     def preset(self, fields: Mapping[str, Any]) -> Dict[str, Any]:
         """Returns the fields of a preset, whose rank is the mean at the end; the first rank is half as much again."""

@@ -8,6 +8,7 @@ class DoRA(Variant):
 
     name = "DoRA"
     field = "use_dora"
+    peft_flag = "use_dora"
     unsupported_on = {
         EMBEDDINGS: "its norms are those of the rows of a linear cell",
         CONVOLUTIONS: "its norms are those of the rows of a linear cell",
@@ -17,6 +18,8 @@ class DoRA(Variant):
     }
     parts = (Part("magnitude", "mindpet_delta_lora_magnitude", ".lora_magnitude_vector", size="out"),)
     row_norms = "magnitude"
+    # A norm of 16 bits would be worse than the change that training makes to it.
+    pynative_dtype = "float32"
     tensors = "DoRA magnitudes"
     report = "yes, with a magnitude for each row"
     cannot_combine = "several magnitudes of one row have no defined sum"

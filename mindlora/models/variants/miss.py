@@ -25,6 +25,7 @@ class MiSS(Variant):
     )
     no_scale = "MiSS has no scale"
     own_pair = False
+    factors = ("block",)
     parts = (Part("block", "mindpet_delta_lora_miss_block", ".miss_block", size="out, r", turned=True),)
     zero_part = "block"
     tensors = "MiSS blocks"

@@ -92,14 +92,19 @@ class Variant:
         unsupported_on (mapping): Base (EMBEDDINGS, SHARDED, ...) -> why the variant cannot be put on it.
         excludes (tuple of str): Fields of LoraConfig that the variant does not have.
         defaults (mapping): Field of LoraConfig that only this variant has -> its default.
+        peft_flag (str): The field of PEFT's LoRA configuration that asks for it; empty if none does.
         no_scale (str): Why the scale is 1, and lora_alpha is not for the user to set; empty for a variant with a scale.
         bounded_rank (bool): Whether a rank above the sides of a weight is of no use.
+        allocates_ranks (bool): Whether training decides which cells keep how much of their ranks.
+        in_pynative (bool): Whether it trains under MindFormers' PyNative Trainer.
+        pynative_dtype (str): The dtype of its parameters there; empty for that of the base.
         parts (tuple of Part): What each cell has besides A and B.
         own_pair (bool): Whether each cell has an A and a B of its own, which train. Otherwise they are shared, or
             follow from its parts.
         shared_parts (mapping): "A" and "B" -> Part, for matrices that all cells of a network share, and that a file
             holds once.
         zero_part (str): The part that is zero until it trains; while it is, the adapter adds nothing.
+        factors (tuple of str): The parts that x is multiplied by as matrices.
         row_norms (str): The part that gives the norm of each row of W + scale B A; empty if no part does.
         in_files (bool): Whether files hold its parts; otherwise it is saved as a plain LoRA.
         tensors (str): Its parts in words.
@@ -114,11 +119,16 @@ class Variant:
     unsupported_on: Mapping[str, str] = {}
     excludes: Tuple[str, ...] = ()
     defaults: Mapping[str, Any] = {}
+    peft_flag = ""
     no_scale = ""
     bounded_rank = True
+    allocates_ranks = False
+    in_pynative = True
+    pynative_dtype = ""
     parts: Tuple[Part, ...] = ()
     own_pair = True
     shared_parts: Mapping[str, Part] = {}
+    factors: Tuple[str, ...] = ("A", "B")
     row_norms = ""
     in_files = True
     tensors = ""
@@ -247,9 +257,22 @@ class Variant:
         return (*pair, *(part.name for part in self.parts))
 
     @property
+    def fast_parts(self) -> Tuple[str, ...]:
+        """The parts that LoRA+ speeds up: B and, as in PEFT, the norms of rows."""
+        return ("B", self.row_norms) if self.row_norms else ("B",)
+
+    @property
     def row_parts(self) -> Tuple[str, ...]:
         """The parts that have an element, or a row, for each row of the weight."""
         return tuple(part.name for part in self.parts if part.size.startswith("out"))
+
+    def reads_input(self, part: str) -> bool:
+        """Returns whether the gradient of a part needs the input of the cell."""
+        return part == "A"
+
+    def kept_ranks(self, parts: Mapping[str, np.ndarray]) -> Optional[np.ndarray]:
+        """Returns which of the ranks of a cell are left, as indices, where training takes ranks away; else None."""
+        return None
 
     def low_rank_pair(self, parts: Mapping[str, np.ndarray]) -> Pair:
         """Returns the A and B whose product scale B A is added to the weight; ``parts`` has the shared ones too."""

@@ -38,6 +38,7 @@ class VeRA(Variant):
     )
     no_scale = "VeRA's trained vectors are its scale"
     own_pair = False
+    factors = ()
     shared_parts = {
         "A": Part("shared A", "mindpet_delta_lora_vera_a", "base_model.vera_A"),
         "B": Part("shared B", "mindpet_delta_lora_vera_b", "base_model.vera_B"),
@@ -55,6 +56,10 @@ class VeRA(Variant):
         """Checks d_initial and the seed."""
         check_number(config.d_initial, "d_initial", _D_INITIAL)
         check_number(config.projection_prng_key, "projection_prng_key", _PRNG_KEY)
+
+    def reads_input(self, part: str) -> bool:
+        """Returns True for the vector between the products, which stands where A's gradient would."""
+        return part == "lambda_d"
 
     def low_rank_pair(self, parts: Mapping[str, np.ndarray]) -> Pair:
         """Returns diag(lambda_d) A and diag(lambda_b) B."""

@@ -3,7 +3,6 @@
 from typing import Dict, Tuple
 
 import numpy as np
-from mindspore import nn
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
@@ -90,8 +89,3 @@ class AdaLoRADense(LoRADense):
     def _arrays(self):
         """Copies of A, B and Lambda in float32."""
         return tuple(to_float32(to_array(parameter)).copy() for parameter in self.lora_parameters())
-
-
-def is_adaptive(network: nn.Cell) -> bool:
-    """Returns whether a network has cells of AdaLoRA."""
-    return any(isinstance(cell, AdaLoRADense) for _, cell in network.cells_and_names())

@@ -8,7 +8,7 @@ from typing import Any, Collection, Iterator, Mapping
 
 from mindlora.core.run_modes import TRAINING_MODES
 from mindlora.core.yaml_file import PET, value_at
-from mindlora.models.variants.adalora import ADALORA
+from mindlora.models.variants.registry import VARIANTS
 from mindlora.run.checks.finding import Finding, note
 from mindlora.run.checks.key_ranges import setting
 
@@ -18,7 +18,7 @@ _RATE = "lr_schedule.learning_rate"
 # Above it a rank is large, as far as the scale is concerned.
 _LARGE_RANK = 32
 # rsLoRA itself, and what cannot have it.
-_OTHER_SCALES = ("use_rslora", ADALORA.field)
+_OTHER_SCALES = ("use_rslora", *(variant.field for variant in VARIANTS if variant.allocates_ranks))
 # In the paths of cells of MindFormers' models.
 _FEED_FORWARD = (".feed_forward.", ".mlp.")
 

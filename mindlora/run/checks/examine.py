@@ -21,6 +21,7 @@ from mindlora.run.checks.packing import check_packing
 from mindlora.run.checks.parallel import check_dataset_strategy, check_sharded, check_sizes
 from mindlora.run.checks.pet_config import check_pet_config
 from mindlora.run.checks.training import check_training
+from mindlora.training.adalora.rules import check_rank_budget
 from mindlora.training.classifier.rules import check_classifier
 from mindlora.training.preference.rules import check_preference, check_preference_rows
 from mindlora.training.several.rules import check_adapters, check_cells
@@ -37,7 +38,12 @@ def check_settings(config: Mapping[str, Any]) -> List[Finding]:
     model, key = language_model(config)
     findings = [*check_mcore(model), *check_keys(config)]
     if not errors(findings):
-        findings += [*check_sizes(config), *check_training(config), *check_preference(config)]
+        findings += [
+            *check_sizes(config),
+            *check_training(config),
+            *check_rank_budget(config),
+            *check_preference(config),
+        ]
         findings += check_adapters(config)
         findings += check_classifier(config)
         findings += check_invocation(config)

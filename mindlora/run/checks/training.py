@@ -7,7 +7,6 @@ from mindlora.core.fields import COUNT
 from mindlora.core.run_modes import TRAINING_MODES
 from mindlora.core.text import shown, suggestion
 from mindlora.core.yaml_file import PET, value_at
-from mindlora.models.variants.adalora import ADALORA
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.key_ranges import named_items, setting
 from mindlora.training.exchange.settings import exchange_settings
@@ -65,7 +64,6 @@ def check_training(config: Mapping[str, Any]) -> Iterator[Finding]:
         return
     yield from _check_accumulation(config)
     yield from _check_exchange(config)
-    yield from _check_adalora(config)
     yield from _check_controlled(config)
     if value_at(config, f"{PET}.loraplus_lr_ratio") is not None and config.get("grouped_lr_schedule"):
         yield error(
@@ -122,27 +120,6 @@ def _check_exchange(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"gradient_exchange is {kind}, and {split}: gradients are compressed only between ranks that each hold the "
             "whole adapter (parallel_mode 0).",
             "Use dense, or data parallelism alone.",
-        )
-
-
-def _check_adalora(config: Mapping[str, Any]) -> Iterator[Finding]:
-    key = f"{PET}.{ADALORA.field}"
-    if not value_at(config, key) or value_at(config, f"{PET}.adapter_path"):
-        return
-    if train_step(config) != WRAPPER or not accumulates_here(config):
-        yield error(
-            key,
-            f"pet_config.{ADALORA.field} is True, and ranks are allocated by mindlora's train step, alone or in data "
-            "parallel.",
-            f"Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0, or remove {ADALORA.field}.",
-        )
-    sink_size = setting(config, "runner_config.sink_size")
-    if setting(config, "runner_config.sink_mode") and sink_size != 1:
-        yield error(
-            key,
-            f"pet_config.{ADALORA.field} is True and runner_config.sink_size is {sink_size}: ranks are planned for "
-            "each step, and data sinking does several at once.",
-            "Set runner_config.sink_mode: False.",
         )
 
 

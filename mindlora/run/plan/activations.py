@@ -363,7 +363,7 @@ class Activations:
             weights = [weight for weight in by_leaf.get(leaf, []) if weight.trained]
             adapter = [weight for weight in weights if weight.adapter]
             width = self._input_width(leaf)
-            needs_input = any(weight.part in ("weight", "A", "lambda_d") for weight in weights)
+            needs_input = any(self._reads_input(weight) for weight in weights)
             if adapter and drops and not self.run.on_cpu:
                 # MindSpore's Dropout keeps its mask, one bit for each element, and what it lets through.
                 yield Kept(f"{parent}.{leaf}.dropout", self.sizes.tokens * width * self.compute)
@@ -375,13 +375,19 @@ class Activations:
                     f"{parent}.{leaf}.low_rank",
                     self.compute * self.sizes.tokens * self._rank(adapter[0]) * self._copies(leaf),
                 )
-            if any(weight.part == "magnitude" for weight in adapter):
-                # The gradient of DoRA's magnitude is that of a factor of the cell's output.
-                rows = max(weight.shape[0] for weight in adapter if weight.part == "magnitude")
+            norms = [weight for weight in adapter if self.run.lora and weight.part == self.run.lora.variant.row_norms]
+            if norms:
+                # The gradient of a row's norm is that of a factor of the cell's output.
+                rows = max(weight.shape[0] for weight in norms)
                 yield Kept(f"{parent}.{leaf}.mul", self.compute * self.sizes.tokens * rows)
         if shared:
             tokens = self.sizes.outside if path.endswith("norm.rcast") else self.sizes.tokens
             yield Kept(path, self.compute * tokens * self._input_width(leaves[0]))
+
+    def _reads_input(self, weight: Weight) -> bool:
+        if weight.adapter and self.run.lora:
+            return self.run.lora.variant.reads_input(weight.part)
+        return weight.part == "weight"
 
     def _input_width(self, leaf: str) -> int:
         return {"wo": self.sizes.attended, "w2": self.sizes.inner, **self.widths}.get(leaf, self.sizes.hidden)
@@ -397,7 +403,8 @@ class Activations:
         """Yields the copies in the compute dtype of parameters that are stored in another one, and TrainedRead's."""
         for leaf, weights in by_leaf.items():
             for weight in weights:
-                reads_a_copy = self.run.on_cpu and weight.part in ("A", "B", "block")
+                factor = weight.adapter and self.run.lora is not None and weight.part in self.run.lora.variant.factors
+                reads_a_copy = self.run.on_cpu and factor
                 is_computed_in = weight.dtype == self.run.compute_dtype and not reads_a_copy
                 if len(weight.shape) < 2 or weight.dtype == "uint8" or is_computed_in:
                     continue

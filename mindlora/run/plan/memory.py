@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, Dict, List, Tuple
 
 from mindlora.core.yaml_file import PET, value_at
-from mindlora.models.variants.adalora import ADALORA
 from mindlora.models.weights import Weight
 from mindlora.run.plan.activations import NOTHING_RECOMPUTED, Activations, Recomputation, read_recomputation
 from mindlora.run.plan.fragments import StepTensors, fragments_of
@@ -155,7 +154,7 @@ def basis_of(run: Run) -> str:
     """Returns what the activations of a run rest on: those of the legacy Llama were counted, and Qwen3's on an NPU."""
     division = run.division
     plain = division.model * division.pipeline * division.context == 1 and not division.optimizer
-    plain = plain and not (run.lora and run.lora.variant is ADALORA)
+    plain = plain and not (run.lora and run.lora.variant.allocates_ranks)
     counted = "LlamaConfig" in run.architecture.model_types
     counted = counted or "Qwen3Config" in run.architecture.model_types and not run.experts and not run.on_cpu
     return MODEL if plain and counted else ARITHMETIC

@@ -2,6 +2,7 @@
 
 from typing import Dict, Optional
 
+from mindformers.tools.register import MindFormerConfig
 from mindformers.tools.utils import get_real_rank
 from mindspore import Callback
 from mindspore.train import RunContext
@@ -97,3 +98,21 @@ def _message(ranks: Dict[str, int], orthogonality: float) -> str:
         f"AdaLoRA has allocated {sum(ranks.values())} ranks: {cells}.{none} P and Q are {orthogonality:.2g} from "
         "orthogonal (mean Frobenius norm)."
     )
+
+
+def prepare_budget(config: MindFormerConfig) -> None:
+    """Adds the callback RankBudget and the train step's part to the YAML of a training run of AdaLoRA."""
+    pet_config = config.model.model_config.pet_config or {}
+    if not pet_config.get(ADALORA.field):
+        return
+    if pet_config.get("adapter_path"):
+        logger.info(
+            "adapter_path is set: the adapter there is trained further as a plain LoRA of the ranks that it has, and "
+            "%s allocates none.",
+            ADALORA.field,
+        )
+        return
+    config.runner_wrapper.rank_budget = True
+    callbacks = list(config.callbacks or [])
+    if not any(callback.get("type") == "RankBudget" for callback in callbacks):
+        config.callbacks = [*callbacks, MindFormerConfig(type="RankBudget")]

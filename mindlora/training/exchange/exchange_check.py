@@ -1,9 +1,13 @@
 """ExchangeCheck: compares the adapters of data-parallel ranks while training."""
 
+from mindformers.tools.register import MindFormerConfig
 from mindspore.train import RunContext
 
+from mindlora.core.yaml_file import value_at
+from mindlora.run.checks.training import EXCHANGE, WRAPPER, split_by, train_step
 from mindlora.training.callbacks.common import PeriodicCallback, register
 from mindlora.training.exchange.ranks import check_agreement
+from mindlora.training.exchange.settings import exchange_settings
 from mindlora.training.model.network import train_step_of
 
 
@@ -33,3 +37,12 @@ class ExchangeCheck(PeriodicCallback):
         if self.is_due(params):
             check_agreement(train_step.weights, params.cur_step_num)
         self.step_before = params.cur_step_num
+
+
+def prepare_exchange(config: MindFormerConfig) -> None:
+    """Makes data-parallel ranks compare their adapters: adds ExchangeCheck to the YAML, which must have no mistakes."""
+    settings = exchange_settings(value_at(config, EXCHANGE) or "dense")
+    whole = config.get("use_parallel") and not split_by(config)
+    if whole and settings.check_every and train_step(config) == WRAPPER:
+        check = MindFormerConfig(type="ExchangeCheck", check_every=settings.check_every)
+        config.callbacks = [*(config.callbacks or []), check]

@@ -4,6 +4,7 @@ import itertools
 from typing import Dict, Optional
 
 import numpy as np
+from mindformers.tools.register import MindFormerConfig
 from mindformers.tools.utils import get_real_rank
 from mindspore import nn
 from mindspore.train import RunContext
@@ -12,6 +13,7 @@ from mindspore.train.callback._callback import InternalCallbackParam
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.tree import lora_cells
+from mindlora.run.checks.training import WRAPPER, accumulates_here, callbacks_of, train_step
 from mindlora.training.callbacks.common import PeriodicCallback, RuleCallback, register, report_event, step_record
 from mindlora.training.health.findings import HealthRules
 from mindlora.training.health.measures import cell_values, float_parts, measure, weight_norm
@@ -107,3 +109,10 @@ def _recording_step(params: InternalCallbackParam) -> Optional[nn.Cell]:
     """Returns the train step if it records norms of gradients, or else None."""
     step = train_step_of(params.train_network)
     return step if step is not None and step.records_norms and not step.is_mindformers_step else None
+
+
+def record_gradient_norms(config: MindFormerConfig) -> None:
+    """Makes the train step record the norms of gradients that AdapterHealth reports; the YAML is changed in place."""
+    reports = any(callbacks_of(config, "AdapterHealth"))
+    if reports and train_step(config) == WRAPPER and accumulates_here(config):
+        config.runner_wrapper.setdefault("record_gradient_norms", True)

@@ -53,13 +53,12 @@ def cell_values(
     parts = float_parts(cell)
     factors = None
     rank = cell.lora_rank
-    if "lambda" in parts:
-        # AdaLoRA's masked directions do not count as rank.
-        kept = np.flatnonzero(parts["lambda"])
-        a = parts["lambda"][kept, None] * parts["A"][kept]
-        b = parts["B"][:, kept]
+    kept = cell.variant.kept_ranks(parts)
+    if kept is not None:
+        # Masked directions do not count as rank.
+        a, b = cell.variant.low_rank_pair(parts)
         rank = len(kept)
-        factors = change_factors(a, b) if rank else None
+        factors = change_factors(a[kept], b[:, kept]) if rank else None
     elif "A" in parts and has_product(parts["A"], parts["B"]) and not layout_of(parts["A"].shape).stacked:
         factors = change_factors(parts["A"], parts["B"], _initial_pair(cell))
     return CellValues(

@@ -16,7 +16,10 @@ from mindlora.run.checks.finding import Finding, error, refuse
 from mindlora.run.checks.mcore import is_mcore
 from mindlora.run.checks.parallel import is_scattered
 from mindlora.run.checks.training import WRAPPER, accumulates_here, train_step
+from mindlora.training.adalora.callback import prepare_budget
 from mindlora.training.callbacks.order import arrange_callbacks
+from mindlora.training.exchange.exchange_check import prepare_exchange
+from mindlora.training.health.adapter_health import record_gradient_norms
 from mindlora.training.held_out.eval_rows import cut_rows_for_eval
 from mindlora.training.launch.launch_checks import fill_base
 from mindlora.training.launch.registry_checks import check_classes
@@ -85,10 +88,10 @@ def fill(config: MindFormerConfig) -> None:
             logger.info(sentence)
         packing.set_boundary(config)
         train_step_settings.set_micro_batches(config)
-        train_step_settings.prepare_exchange(config)
-        train_step_settings.prepare_budget(config)
+        prepare_exchange(config)
+        prepare_budget(config)
         arrange_callbacks(config)
-        train_step_settings.record_gradient_norms(config)
+        record_gradient_norms(config)
         prepare_adapters(config)
         fill_resume(config)
     packing.check_eval_data(config)

@@ -11,10 +11,7 @@ from mindlora.core.errors import ConfigError, UnsupportedCellError
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.numerics import initializers
 from mindlora.core.text import listed
-from mindlora.models.variants.dora import DORA
-from mindlora.models.variants.miss import MISS
 from mindlora.models.variants.registry import LORA, VARIANTS
-from mindlora.models.variants.vera import VERA
 from mindlora.network.pynative.experts import LEAVES
 from mindlora.run.checks.pet_config import PetLoraConfig
 
@@ -33,7 +30,7 @@ _NOT_YET = (
     "adapters",
     "seed",
     "alora_invocation_tokens",
-    *(variant.field for variant in VARIANTS if variant not in (DORA, VERA, MISS)),
+    *(variant.field for variant in VARIANTS if not variant.in_pynative),
 )
 # Keys that need whole weights, or all of the model.
 _IN_ONE_PROCESS = ("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude")
@@ -64,7 +61,7 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
         _fill_targets(given, selected_paths(model, lora_config))
     if "lora_a_init" not in variant.excludes:
         _fill_initial_values(given, lora_config)
-    given.setdefault("param_init_type", "float32" if variant is DORA else _dtype_of_parameters(model))
+    given.setdefault("param_init_type", variant.pynative_dtype or _dtype_of_parameters(model))
     config = PetLoraConfig.from_pet_config(given)
     _check_supported(config)
     for name in shared:

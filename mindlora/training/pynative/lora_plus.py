@@ -8,13 +8,11 @@ from mindspore import nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from mindlora.core.errors import ConfigError
-from mindlora.network.tree import lora_cells
 from mindlora.training.log import logger
+from mindlora.training.step.lora_plus_groups import fast_parameters
 from mindlora.training.step.rate_factor import ScaledSchedule
 
 UTILS = "mindformers.pynative.trainer.utils"
-# As in graph mode.
-_FASTER = ("B", "magnitude")
 
 
 def with_lora_plus(build_optimizer: Callable, ratio_of: Callable) -> Callable:
@@ -49,9 +47,7 @@ def with_lora_plus(build_optimizer: Callable, ratio_of: Callable) -> Callable:
 
 def _by_rate(groups: List[Dict], model: nn.Cell, rates: Dict[bool, LearningRateSchedule]) -> List[Dict]:
     """Splits the groups of an optimizer into those of the parameters that learn faster, and the others."""
-    faster = set()
-    for _, cell in lora_cells(model):
-        faster |= {id(parameter) for part, parameter in cell.parts().items() if part in _FASTER}
+    faster = fast_parameters(model)
     split = []
     for group in groups:
         for is_faster, rate in rates.items():

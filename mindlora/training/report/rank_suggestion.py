@@ -8,6 +8,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 from mindlora.core.errors import ConfigError, DataError
 from mindlora.core.numerics import initializers
 from mindlora.models.path_patterns import kind_of_path, patterns_of
+from mindlora.models.variants.registry import VARIANTS
 from mindlora.training.report.history import History
 
 # Ranks that are suggested: few, so that many cells share one.
@@ -18,7 +19,7 @@ _MOST = 4
 _SLOWEST = 0.95
 _UNKNOWN = 0.5
 # |P| times the norm of its gradient bounds the sum over P g, which is the same for each of these parts.
-_PARTS = ("A", "B", "lambda")
+_PARTS = ("A", "B", *(variant.zero_part for variant in VARIANTS if variant.allocates_ranks))
 
 
 @dataclasses.dataclass(frozen=True)

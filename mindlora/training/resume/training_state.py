@@ -16,8 +16,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.json_files import write_json
 from mindlora.core.text import listed
 from mindlora.network.save_load import check_base, load_lora, save_lora
-from mindlora.network.tree import lora_cells
-from mindlora.network.variants.adalora import is_adaptive
+from mindlora.network.tree import allocates_ranks, lora_cells
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of, collect_state, distribute_state
 from mindlora.training.step.rate_factor import TRANSIENT
@@ -182,7 +181,7 @@ def restore_state(folder: str, params: InternalCallbackParam) -> None:
     parameters = {p.name: p for p in state_parameters(params.train_network)}
     _check_parameters(folder, tensors, parameters)
     network = base_of(params.train_network)
-    if not is_adaptive(network):
+    if not allocates_ranks(network):
         load_lora(network, folder, on_base_mismatch="error")
     # In another dtype the run would not go on with the same bits.
     check_base(network, folder, exact=True)

@@ -1,6 +1,6 @@
 """LoRA+: B learns faster than A."""
 
-from typing import List, Union
+from typing import List, Set, Union
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -8,13 +8,14 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import check_number, numbers
-from mindlora.models.variants.registry import PARAMETERS
+from mindlora.models.variants.registry import LORA, PARAMETERS, VARIANTS
 from mindlora.network.tree import lora_cells
 from mindlora.training.step.rate_factor import ScaledSchedule
 
-# Ends of the names of the parameters that learn faster: B and, as in PEFT, DoRA's magnitudes.
 LORA_B = PARAMETERS["B"]
-FASTER = (LORA_B, PARAMETERS["magnitude"])
+_FAST_PARTS = dict.fromkeys(part for variant in (LORA, *VARIANTS) for part in variant.fast_parts)
+# Ends of the names of the parameters that learn faster.
+FASTER = tuple(PARAMETERS[part] for part in _FAST_PARTS)
 
 
 def lora_plus_groups(
@@ -44,9 +45,9 @@ def lora_plus_groups(
     Source: Hayou et al., LoRA+: Efficient Low Rank Adaptation of Large Models, 2024.
     """
     check_number(ratio, "ratio", numbers(1))
-    adapted = {id(p) for _, cell in lora_cells(network) for p in cell.lora_parameters()}
     trained = network.trainable_params()
-    faster = [p for p in trained if id(p) in adapted and p.name.endswith(FASTER)]
+    fast = fast_parameters(network)
+    faster = [p for p in trained if id(p) in fast]
     if not any(p.name.endswith(LORA_B) for p in faster):
         raise LoraError(
             "The network has no B that is trained, so there is nothing for LoRA+ to speed up. Call apply_lora "
@@ -55,6 +56,14 @@ def lora_plus_groups(
     chosen = {id(p) for p in faster}
     groups = [([p for p in trained if id(p) not in chosen], learning_rate), (faster, _multiplied(learning_rate, ratio))]
     return [{"params": params, "lr": rate, "weight_decay": weight_decay} for params, rate in groups if params]
+
+
+def fast_parameters(network: nn.Cell) -> Set[int]:
+    """Returns the ids of the parameters of adapters that LoRA+ speeds up."""
+    fast: Set[int] = set()
+    for _, cell in lora_cells(network):
+        fast |= {id(parameter) for part, parameter in cell.parts().items() if part in cell.variant.fast_parts}
+    return fast
 
 
 def _multiplied(rate, ratio):

@@ -13,7 +13,7 @@ from mindspore.communication import get_group_size, get_local_rank_size, get_ran
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
 from mindlora.core.heap import give_back_freed_memory
-from mindlora.network.variants.adalora import is_adaptive
+from mindlora.network.tree import allocates_ranks
 from mindlora.training.adalora.rank_budget import RankBudget
 from mindlora.training.exchange.exchange import Exchange, FlatLayout
 from mindlora.training.exchange.making import make_exchange
@@ -403,7 +403,7 @@ def _exchange(setting: Union[str, Mapping], layout: FlatLayout) -> Exchange:
 
 def _budget(network, weights, allocates):
     """Returns what allocates AdaLoRA's ranks, or None for a network without it."""
-    if is_adaptive(network) and not allocates:
+    if allocates_ranks(network) and not allocates:
         raise ConfigError(
             "The network has cells of AdaLoRA, whose ranks this train step would not allocate. Start "
             "the run with mindlora-run, or set runner_wrapper.rank_budget: True and add RankBudget to callbacks."

@@ -1,7 +1,5 @@
 """Variants and layouts: each goes through all that is done with adapters, and no module there knows a variant."""
 
-import ast
-import os
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from mindlora.files.adapters.compare import compare_adapters
 from mindlora.files.adapters.dialects import mindformers, peft
 from mindlora.files.adapters.inspect import inspect_adapter
 from mindlora.models.variants.registry import LORA, PARTS, SHARED_PARTS, STORED
-from tests.conftest import ROOT
 from tests.support.adapter_samples import K, Q, assert_same
 
 V = "model.layers.0.attention.wv"
@@ -258,27 +255,3 @@ def test_groups_have_a_shape_and_no_product():
 )
 def test_shapes_of_no_pair(a, b, problem):
     assert pair_shapes.shape_problem(a, b) == (ShapeMismatchError, problem)
-
-
-# The only table ---------------------------------------------------------------------------------------------------
-
-
-def test_no_other_module_of_adapters_knows_a_variant_or_counts_dimensions():
-    known = {part.name for variant in STORED for part in variant.parts} | set(SHARED_PARTS)
-    known |= {part.parameter for part in PARTS.values()} | {variant.tensors for variant in STORED}
-    found = []
-    for folder, _, names in os.walk(os.path.join(ROOT, "mindlora", "files", "adapters")):
-        for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
-            with open(path, encoding="utf-8") as file:
-                nodes = list(ast.walk(ast.parse(file.read())))
-            found += [
-                f"{os.path.relpath(path, ROOT)}:{node.lineno}"
-                for node in nodes
-                if isinstance(node, ast.Attribute)
-                and node.attr == "ndim"
-                or isinstance(node, ast.Constant)
-                and node.value in known
-            ]
-    assert not found, "models/variants/ and core/numerics/pair_shapes.py are to answer what is asked at " + ", ".join(
-        found
-    )

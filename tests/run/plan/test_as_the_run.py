@@ -11,7 +11,7 @@ from mindlora.network.tree import lora_cells
 from mindlora.run.checks.pet_config import check_pet_config
 from mindlora.run.checks.targets import check_targets
 from mindlora.run.plan.run import read_run
-from tests.plan.test_models import parameters_of
+from tests.run.plan.test_models import parameters_of
 from tests.support import mcore_networks, moe_cpu, moe_networks
 from tests.support.chatglm_networks import CHATGLM, chatglm
 from tests.support.generated_yamls import pet_configs

@@ -5,9 +5,8 @@ from typing import Callable, Dict, NamedTuple, Optional, Tuple
 from mindlora.core.errors import AdapterFormatError
 from mindlora.core.text import shown
 from mindlora.files.adapters.adapter import Adapter
-from mindlora.models.variants.dora import DORA
 from mindlora.models.variants.miss import MISS
-from mindlora.models.variants.registry import LORA
+from mindlora.models.variants.registry import LORA, VARIANTS
 from mindlora.models.variants.variant import Variant
 from mindlora.models.variants.vera import VERA
 
@@ -105,6 +104,8 @@ TUNERS = {
         written=_written_of_miss,
     ),
 }
+# Those that are a flag of LoRA there.
+_FLAGGED = tuple(variant for variant in VARIANTS if variant.peft_flag)
 _BY_VARIANT = {tuner.variant: tuner for tuner in TUNERS.values()}
 
 
@@ -118,7 +119,7 @@ def variant_of(content: Dict) -> Variant:
     tuner = _tuner_of(content)
     if tuner:
         return tuner.variant
-    return DORA if content.get("use_dora") else LORA
+    return next((variant for variant in _FLAGGED if content.get(variant.peft_flag)), LORA)
 
 
 def as_lora(content: Dict, path: str) -> Dict:
@@ -130,7 +131,9 @@ def as_lora(content: Dict, path: str) -> Dict:
 def of_lora(config: Dict, adapter: Adapter) -> Dict:
     """Returns the adapter_config.json of the adapter's variant, given the content that a LoRA's would have."""
     tuner = _BY_VARIANT.get(adapter.variant)
-    return tuner.of_lora(config, adapter) if tuner else {**config, "use_dora": adapter.variant is DORA}
+    if tuner:
+        return tuner.of_lora(config, adapter)
+    return {**config, **{variant.peft_flag: adapter.variant is variant for variant in _FLAGGED}}
 
 
 def projection_key(content: Dict) -> int:
