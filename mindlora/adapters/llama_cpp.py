@@ -17,7 +17,7 @@ from mindlora.numerics.dtypes import scaled, to_float32
 from mindlora.numerics.pair_shapes import EMBEDDING, LINEAR
 
 FORM = "gguf"
-MERGE = "Merge it into the base, which llama.cpp takes as a whole: mindlora merge --to gguf."
+MERGE = "Merge it into the base, which llama.cpp takes as a whole: mindlora base merge --to gguf."
 
 
 class Base(NamedTuple):

@@ -1,11 +1,11 @@
-"""mindlora convert, inspect, diff, combine, resize, gather, scatter: adapter files."""
+"""mindlora adapter convert, inspect, diff, combine, resize, gather, scatter: adapter files."""
 
 import argparse
 import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Iterator, Tuple
 
-from mindlora.cli.verb import Verb, add_allow_pickle, add_command, add_heads, add_target_paths
+from mindlora.cli.verb import Verb, add_allow_pickle, add_command, add_heads, add_target_paths, group
 
 if TYPE_CHECKING:
     from mindlora.adapters.convert import Heads
@@ -32,7 +32,7 @@ class _Forms:
 
 @dataclasses.dataclass(frozen=True)
 class CombineReport:
-    """What mindlora combine wrote: (path, weight) of each adapter, the distinct ranks and how many cells there are."""
+    """What combine wrote: (path, weight) of each adapter, the distinct ranks and how many cells there are."""
 
     output: str
     method: str
@@ -351,7 +351,7 @@ def _gather_options(parser: argparse.ArgumentParser) -> None:
         default="peft",
         metavar="FORM",
         choices=_Forms(),
-        help="form of OUT, as for mindlora convert (default: peft)",
+        help="form of OUT, as for mindlora adapter convert (default: peft)",
     )
     parser.add_argument("--step", metavar="E_S", help="epoch and step in it, such as 2_100 (default: the newest)")
     _add_run_options(parser, "split")
@@ -404,7 +404,7 @@ def _scatter(arguments: argparse.Namespace) -> Any:
     )
 
 
-VERBS = (
+OF_ADAPTERS = (
     Verb("convert", "Convert an adapter to another format.", _convert_options),
     Verb("inspect", "Show what an adapter holds.", _inspect_options),
     Verb("diff", "Show how two adapters differ.", _diff_options),
@@ -413,3 +413,4 @@ VERBS = (
     Verb("gather", "Join the slices of an adapter that the ranks of a sharded run saved.", _gather_options),
     Verb("scatter", "Cut an adapter into the slices of the ranks of a sharded run.", _scatter_options),
 )
+VERBS = (group("adapter", "Work on adapter files: convert, inspect, combine them and so on.", OF_ADAPTERS),)

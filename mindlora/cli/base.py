@@ -1,10 +1,10 @@
-"""mindlora convert-base, quantize-base, merge: checkpoints of base models."""
+"""mindlora base convert, quantize, merge: checkpoints of base models."""
 
 import argparse
 import os
 from typing import Any
 
-from mindlora.cli.verb import Verb, add_allow_pickle, add_command, quiet_transformers
+from mindlora.cli.verb import Verb, add_allow_pickle, add_command, group, quiet_transformers
 
 _FORMS = "a folder of .safetensors files, or one .safetensors or .ckpt file"
 
@@ -52,7 +52,7 @@ def _convert_base(arguments: argparse.Namespace) -> Any:
     from mindlora.common.yaml_file import read_yaml
 
     model_config = read_yaml(arguments.config)["model"]["model_config"] if arguments.config else None
-    with _Bar("convert-base") as bar:
+    with _Bar("base convert") as bar:
         return module.convert_base(
             arguments.source,
             arguments.output,
@@ -107,7 +107,7 @@ def _quantize_options(parser):
 def _quantize_base(arguments: argparse.Namespace) -> Any:
     from mindlora.base.quantize import quantize_checkpoint
 
-    with _Bar("quantize-base") as bar:
+    with _Bar("base quantize") as bar:
         return quantize_checkpoint(
             arguments.source,
             arguments.output,
@@ -200,7 +200,7 @@ def _merge(arguments: argparse.Namespace) -> Any:
         raise ConfigError(
             f"--outtype is of a GGUF file, and --output is {arguments.output}: give a file that ends in .gguf."
         )
-    with _Bar("merge") as bar:
+    with _Bar("base merge") as bar:
         return merge_checkpoint(
             arguments.base,
             arguments.adapter,
@@ -237,16 +237,17 @@ class _Bar:
         self._bar.update(nbytes)
 
 
-VERBS = (
+_OF_BASES = (
     Verb(
-        "convert-base",
+        "convert",
         "Convert a base checkpoint between the parameter names of Hugging Face and MindFormers.",
         _convert_options,
     ),
     Verb(
-        "quantize-base",
+        "quantize",
         "Write a base checkpoint with its linear weights in 4-bit NormalFloat, for QLoRA.",
         _quantize_options,
     ),
     Verb("merge", "Write a base checkpoint with an adapter merged into it.", _merge_options),
 )
+VERBS = (group("base", "Work on checkpoints of base models: convert, quantize, merge an adapter.", _OF_BASES),)

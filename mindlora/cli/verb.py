@@ -1,8 +1,8 @@
-"""Verb: one command of ``mindlora``; and the options that several of those on files share."""
+"""Verb: one command of ``mindlora``, or a group of them; and the options that several of those on files share."""
 
 import argparse
 import os
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 
 class Verb(NamedTuple):
@@ -14,6 +14,28 @@ class Verb(NamedTuple):
     name: str
     summary: str
     add_options: Callable[[argparse.ArgumentParser], None]
+
+
+def group(name: str, summary: str, verbs: Sequence[Verb]) -> Verb:
+    """Returns a verb that is followed by one of ``verbs``."""
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        add_verbs(parser, verbs)
+
+    return Verb(name, summary, add_options)
+
+
+def add_verbs(parser: argparse.ArgumentParser, verbs: Sequence[Verb]) -> None:
+    """Makes ``parser`` take one of ``verbs``, each with its own options."""
+    names = ", ".join(verb.name for verb in verbs)
+
+    def refuse(arguments: argparse.Namespace) -> None:
+        parser.error(f"VERB is missing: give one of {names}")
+
+    parser.set_defaults(run=refuse)
+    below = parser.add_subparsers(title="verbs", metavar="VERB")
+    for verb in verbs:
+        verb.add_options(below.add_parser(verb.name, help=verb.summary, description=verb.summary))
 
 
 def quiet_transformers() -> None:

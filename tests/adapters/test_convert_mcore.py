@@ -233,10 +233,13 @@ def test_a_checkpoint_of_a_network_s_own_paths_goes_to_peft(tmp_path, heads):
 def test_the_command_takes_sizes_and_kind(tmp_path):
     first = peft_folder(tmp_path / "peft", adapter_of(CELLS), None)
     sizes = ["--heads", "4", "--kv-heads", "2", "--head-dim", "3"]
-    assert main(["convert", first, str(tmp_path / "m.safetensors"), "--to", "mcore", *sizes]) == 0
-    assert main(["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "again"), "--to", "peft", *sizes]) == 0
+    assert main(["adapter", "convert", first, str(tmp_path / "m.safetensors"), "--to", "mcore", *sizes]) == 0
+    assert (
+        main(["adapter", "convert", str(tmp_path / "m.safetensors"), str(tmp_path / "again"), "--to", "peft", *sizes])
+        == 0
+    )
     assert_same(read(str(tmp_path / "again")), read(first))
-    assert main(["convert", first, str(tmp_path / "a.ckpt"), "--to", "ckpt", "--architecture", "qwen3"]) == 1
+    assert main(["adapter", "convert", first, str(tmp_path / "a.ckpt"), "--to", "ckpt", "--architecture", "qwen3"]) == 1
     assert not (tmp_path / "a.ckpt").exists()
 
 

@@ -97,7 +97,8 @@ def test_the_forms_of_mindformers_cannot_hold_single_experts(tmp_path, form):
         adapter_files.write(adapter, str(tmp_path / NAMES[form]), form)
     assert str(error.value) == (
         f"Format {form!r} cannot hold adapters of single experts: "
-        "model.layers.0.mlp.experts.1.up_proj. Write format 'peft', or stack them (mindlora convert --experts stacked)."
+        "model.layers.0.mlp.experts.1.up_proj. Write format 'peft', or stack them (mindlora adapter convert --experts "
+        "stacked)."
     )
     assert not os.listdir(tmp_path)
 

@@ -275,9 +275,10 @@ def test_loftq_of_joined_cells_is_refused_with_what_an_mcore_model_allows(tmp_pa
 
 def test_the_command_knows_mcore(tmp_path):
     source = save_base(tmp_path / "hf", qwen3(), **CONFIG)
-    assert main(["convert-base", source, str(tmp_path / "mf"), "--to", "mcore"]) == 0
+    assert main(["base", "convert", source, str(tmp_path / "mf"), "--to", "mcore"]) == 0
     assert (
-        main(["convert-base", str(tmp_path / "mf"), str(tmp_path / "b"), "--from", "mcore", "--to", "hf", *SIZES]) == 0
+        main(["base", "convert", str(tmp_path / "mf"), str(tmp_path / "b"), "--from", "mcore", "--to", "hf", *SIZES])
+        == 0
     )
     assert_same(load(tmp_path / "b"), qwen3())
 

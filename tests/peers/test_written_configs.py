@@ -21,8 +21,8 @@ SETTINGS = {
 }
 # Each writes "out" from the adapter "in".
 COMMANDS = {
-    "convert": ["convert in out --to peft"],
-    "convert from ckpt": ["convert in a.ckpt --to ckpt", "convert a.ckpt out --to peft"],
+    "convert": ["adapter convert in out --to peft"],
+    "convert from ckpt": ["adapter convert in a.ckpt --to ckpt", "adapter convert a.ckpt out --to peft"],
     "convert from joined cells": ["convert in a.ckpt --to ckpt --concat --kv-heads 4", "convert a.ckpt out --to peft"],
     "resize": ["resize in out --rank 2"],
     "combine": ["combine out --method cat --adapter in 0.5 --adapter in 0.5"],

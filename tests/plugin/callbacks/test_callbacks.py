@@ -220,7 +220,9 @@ def test_loss_curve_is_a_run_report_and_says_so_once(tmp_path, monkeypatch, list
     monkeypatch.setattr(loss_curve.logger, "warning", lambda text, *values: said.append(text % values))
     loss_curve._say_the_new_name.cache_clear()
     folder = str(tmp_path / "run")
-    play([*(callback(folder) for callback in listed), LossCurve(folder), LossCurve(str(tmp_path / "other"))], [0.5, 2.0])
+    play(
+        [*(callback(folder) for callback in listed), LossCurve(folder), LossCurve(str(tmp_path / "other"))], [0.5, 2.0]
+    )
     for written in (folder, str(tmp_path / "other")):
         history = read_history(written)
         assert history.series("loss")[1].tolist() == [0.5, 2.0] and len(history.runs) == 1
