@@ -53,16 +53,6 @@ def add_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
     parser.set_defaults(run=run)
 
 
-def add_heads(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Adds the sizes of attention by which joined cells are joined or split; ``purpose`` says which of the two."""
-    parser.add_argument("--heads", type=int, metavar="N", help=f"num_heads of the model, to {purpose} w_qkv")
-    parser.add_argument("--kv-heads", type=int, metavar="N", help=f"n_kv_heads of the model, to {purpose} w_qkv")
-    parser.add_argument("--head-dim", type=int, metavar="N", help=f"size of a head, to {purpose} w_qkv")
-    parser.add_argument(
-        "--q-lora-rank", type=int, metavar="N", help=f"q_lora_rank of DeepSeek-V3, to {purpose} linear_qkv"
-    )
-
-
 def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
     """Adds the option that lets an adapter be read from a pickle."""
     parser.add_argument(

@@ -36,6 +36,14 @@ def written(tmp_path, form, **fields):
     return path
 
 
+def base_folder(tmp_path):
+    """A folder with the config.json of the model under make_adapter's."""
+    (tmp_path / "base").mkdir()
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(tmp_path / "base")
+
+
 def assert_same(path, expected, **heads):
     found = adapter_files.read(path)
     assert found.alphas == expected.alphas and set(found.tensors) == set(expected.tensors)
@@ -166,29 +174,9 @@ def test_the_command_converts_and_reports(tmp_path, capsys):
         "alphas": [4.0],
         "left_out": [],
     }
-    assert (
-        cli.main(
-            ["adapter", "convert", output, str(tmp_path / "j.ckpt"), "--to", "ckpt", "--concat", "--kv-heads", "2"]
-        )
-        == 0
-    )
-    assert (
-        cli.main(
-            [
-                "adapter",
-                "convert",
-                str(tmp_path / "j.ckpt"),
-                str(tmp_path / "p"),
-                "--to",
-                "peft",
-                "--kv-heads",
-                "2",
-                "--head-dim",
-                "2",
-            ]
-        )
-        == 0
-    )
+    base, joined = base_folder(tmp_path), str(tmp_path / "j.ckpt")
+    assert cli.main(["adapter", "convert", output, joined, "--to", "ckpt", "--concat", "--base", base]) == 0
+    assert cli.main(["adapter", "convert", joined, str(tmp_path / "p"), "--to", "peft", "--base", base]) == 0
     assert_same(str(tmp_path / "p"), make_adapter())
     capsys.readouterr()
     assert cli.main(["adapter", "convert", source, output, "--to", "ckpt"]) == 1

@@ -104,7 +104,7 @@ def test_the_command_needs_no_form_where_the_name_tells_it(tmp_path, capsys):
     "output, arguments, message",
     [
         ("x.safetensors", {"architecture": "llama"}, "writes a file that ends in .gguf"),
-        ("x.gguf", {}, r"nothing tells it here.* \(--architecture\): llama, mistral, qwen2, qwen3"),
+        ("x.gguf", {}, r"nothing tells it here.* \(--base\); there are GGUF files of llama, mistral, qwen2, qwen3"),
         ("x.gguf", {"architecture": "qwen3_moe"}, "The base is a qwen3_moe, for which mindlora writes no GGUF"),
         ("x.gguf", {"architecture": "llama", "heads": Heads()}, "by heads, and nothing is said of their number"),
         ("x.gguf", {"architecture": "llama", "heads": Heads(5, 2)}, "and 5 is said of their number, .* 24 rows"),

@@ -132,7 +132,7 @@ def test_an_adapter_of_parts_on_a_joined_base(tmp_path, names):
     merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out"), kv_heads=KV_HEADS)
     convert_base(str(tmp_path / "out"), str(tmp_path / "back"), None, "hf", heads=HEADS, kv_heads=KV_HEADS)
     assert_merged(load(tmp_path / "back"), source, found)
-    with pytest.raises(AdapterError, match="--kv-heads"):
+    with pytest.raises(AdapterError, match="YAML .--base, or --config of base merge"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"))
     with pytest.raises(AdapterError, match="5 heads do not divide the 32, 16, 16 rows of q, k, v"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"), kv_heads=5)
@@ -166,7 +166,7 @@ def test_a_joined_adapter_on_a_base_of_parts(tmp_path):
     )
     assert_merged(load(tmp_path / "out"), source, found)
     assert report.merged == 5
-    with pytest.raises(AdapterError, match="--kv-heads"):
+    with pytest.raises(AdapterError, match="YAML .--base, or --config of base merge"):
         merge_checkpoint(base, str(tmp_path / "joint.safetensors"), str(tmp_path / "out2"), lora_alpha=ALPHA)
 
 

@@ -50,17 +50,9 @@ def test_from_the_ranks_to_peft_and_back(joined_run, tmp_path, capsys):
     assert code == 0 and "3 pairs of rank 4, lora_alpha 6" in printed and "step 1_4 of 4 ranks" in printed
     adapter = files.read(str(run / "adapter"))
     assert {path.rpartition(".")[2] for path in adapter.paths} == {"wq", "wk", "wv"}
-    heads = ("--heads", 4, "--kv-heads", 2, "--head-dim", 4)
-    words = (
-        "adapter",
-        "scatter",
-        run / "adapter",
-        "--strategy",
-        run / "strategy",
-        "--output",
-        tmp_path / "ranks",
-        *heads,
-    )
+    # The pair of w_qkv is made of three.
+    words = ("adapter", "scatter", run / "adapter", "--strategy", run / "strategy", "--output", tmp_path / "ranks")
+    words = (*words, "--base", tmp_path / "run.yaml")
     code, printed = call(capsys, *words, "--json")
     assert code == 0 and json.loads(printed.strip().splitlines()[-1])["ranks"] == 4
     code, _ = call(

@@ -68,25 +68,17 @@ def test_convert_base_joins_and_splits(tmp_path, capsys):
     }
     write_arrays(str(tmp_path / "hf.safetensors"), {**parts, "lm_head.weight": np.ones((2, 2), np.float32)})
     joined, back = str(tmp_path / "mf"), str(tmp_path / "back.safetensors")
-    assert (
-        cli.main(
-            [
-                "base",
-                "convert",
-                str(tmp_path / "hf.safetensors"),
-                joined,
-                "--to",
-                "mindformers",
-                "--concat",
-                "--kv-heads",
-                "2",
-            ]
-        )
-        == 0
-    )
-    assert cli.main(["base", "convert", joined, back, "--to", "hf", "--kv-heads", "2"]) == 1
-    assert "--heads" in capsys.readouterr().err
-    assert cli.main(["base", "convert", joined, back, "--to", "hf", "--heads", "4", "--kv-heads", "2"]) == 0
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = ["--config", str(tmp_path / "model")]
+    source = str(tmp_path / "hf.safetensors")
+    assert cli.main(["base", "convert", source, joined, "--to", "mindformers", "--concat", *model]) == 0
+    assert cli.main(["base", "convert", joined, back, "--to", "hf"]) == 1
+    assert "name its folder or YAML (--config" in capsys.readouterr().err
+    assert cli.main(["base", "convert", joined, back, "--to", "hf", *model]) == 0
+    assert cli.main(["base", "convert", joined, str(tmp_path / "folder"), "--to", "hf", *model]) == 0
+    assert json.loads((tmp_path / "folder" / "config.json").read_text(encoding="utf-8")) == config
     with TensorFile(back) as file:
         assert all(np.array_equal(file.read(name), array) for name, array in parts.items())
 

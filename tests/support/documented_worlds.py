@@ -160,10 +160,9 @@ def write_qwen3():
         pairs[path, "B"] = rng.normal(size=(rows * HEAD_DIM, rank)).astype(np.float32)
     adapter = Adapter(pairs, {path: 16.0 for path, _ in pairs})
     files.write(adapter, "my_qwen3_adapter")
-    heads = ("--heads", str(HEADS), "--kv-heads", str(KV_HEADS), "--head-dim", str(HEAD_DIM))
-    done("adapter", "convert", "my_qwen3_adapter", "made.safetensors", "--to", "mcore", *heads)
+    done("adapter", "convert", "my_qwen3_adapter", "made.safetensors", "--to", "mcore", "--base", "Qwen3-8B")
     write_arrays("mcore.safetensors", load_file("made.safetensors"))
-    done("adapter", "convert", "my_qwen3_adapter", "output/checkpoint", "--to", "pynative", *heads)
+    done("adapter", "convert", "my_qwen3_adapter", "output/checkpoint", "--to", "pynative", "--base", "Qwen3-8B")
     served_llama.write_qwen3_moe("moe")
     os.rename("moe/base", "Qwen3-30B-A3B")
 
