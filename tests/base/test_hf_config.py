@@ -1,4 +1,4 @@
-"""The config.json that convert-base writes for transformers from a MindFormers YAML."""
+"""The config.json that base convert writes for transformers from a MindFormers YAML."""
 
 import json
 import os

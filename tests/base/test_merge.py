@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from mindlora import cli
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
 from mindlora.base.reader import BaseCheckpoint
@@ -22,6 +23,7 @@ from tests.support.llama_checkpoints import (
     HIDDEN,
     KV_HEADS,
     VOCAB,
+    assert_same,
     llama,
     load,
     save_base,
@@ -134,6 +136,13 @@ def test_an_adapter_of_parts_on_a_joined_base(tmp_path, names):
     assert_merged(load(tmp_path / "back"), source, found)
     with pytest.raises(AdapterError, match="YAML .--base, or --config of base merge"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"))
+    command = ["base", "merge", "--base", str(tmp_path / "joined"), "--adapter", adapter, "--output"]
+    for name, options in (
+        ("by config", ["--config", str(tmp_path / "hf")]),
+        ("by flag", ["--kv-heads", str(KV_HEADS)]),
+    ):
+        assert cli.main([*command, str(tmp_path / name), *options]) == 0
+        assert_same(load(tmp_path / name), load(tmp_path / "out"))
     with pytest.raises(AdapterError, match="5 heads do not divide the 32, 16, 16 rows of q, k, v"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"), kv_heads=5)
     assert not (tmp_path / "out2").exists()
