@@ -1,7 +1,7 @@
 """An adapter merged into a base checkpoint, and exported in other formats: files only, without a network.
 
 Run it with ``python examples/merge_and_export.py``. It makes a tiny base checkpoint and an adapter first. The same is
-done on the command line by ``mindlora merge``, ``mindlora convert-base`` and ``mindlora convert``.
+done on the command line by ``mindlora base merge``, ``mindlora base convert`` and ``mindlora adapter convert``.
 """
 
 import json

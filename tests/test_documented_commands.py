@@ -75,5 +75,5 @@ def test_the_commands_are_found():
     assert sum(len(commands_of(document)) for document in PAGES) > 90
     preferences = commands_of(os.path.join("docs", "preferences.md"))
     assert any("--runner_wrapper.preference" in words for words in preferences)
-    assert refusal(["mindlora", "merge", "--bases", "x"]) is not None
+    assert refusal(["mindlora", "base", "merge", "--bases", "x"]) is not None
     assert refusal(["mindlora-run", "--config", "x", "--callbacks", "[{type: a]"]) is not None

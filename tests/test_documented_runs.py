@@ -24,10 +24,7 @@ from tests.test_documented_commands import LEFT_OPEN, PAGES, commands_of
 from tests.test_documents import text_of
 
 # Commands that work on files alone, and run in this process.
-OF_FILES = (
-    *("combine", "configs", "convert", "convert-base", "data", "gather", "inspect", "merge", "plan", "quantize-base"),
-    *("report", "resize", "scatter", "suggest"),
-)
+OF_FILES = (*("adapter", "base", "configs", "data", "plan", "report", "suggest"),)
 # Commands that do not run here: how they begin -> why not.
 LEFT = {
     "mindlora-run --config configs/llama2/": "trains Llama 2 7B on NPUs",

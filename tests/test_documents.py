@@ -33,7 +33,7 @@ IMPORTED = re.compile(r"^from .* import (\w+)$", re.M)
 FIGURE = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?:e-\d+)?x?")
 COMMAND = re.compile(r"(?:^|\$\()mindlora ([a-z][\w-]*)([^|#\n]*)", re.M)
 # Verbs that are followed by another verb.
-GROUPS = ("data",)
+GROUPS = ("data", "adapter", "base")
 # What a build creates, and a folder of another repository.
 NOT_IN_THE_TREE = ("mindlora/ops/lib/", "docs/zh/api")
 
@@ -134,7 +134,9 @@ def test_the_keys_page_names_every_callback():
     section = section_of("docs/keys.md", "callbacks")
     with open(os.path.join(ROOT, "mindlora", "training", "callbacks", "registry.py"), encoding="utf-8") as file:
         found = IMPORTED.findall(file.read())
-    assert len(found) > 20 and not [name for name in found if not re.search(rf"\b{name}\b", section)]
+    missing = [name for name in found if not re.search(rf"\b{name}\b", section)]
+    # RunReport's earlier name.
+    assert len(found) > 20 and missing == ["LossCurve"]
 
 
 def blocks_of(document):

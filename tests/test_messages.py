@@ -24,7 +24,7 @@ IMPERATIVES = """
     point put quantize quote raise read remove rename repeat replace resume run save say scatter see send serve set
     shard shorten split start store switch take tokenize train try turn type unset update use wait write
 """
-COMMAND = re.compile(r"mindlora ([a-z][a-z-]+)([^.;)]*)")
+COMMAND = re.compile(r"mindlora ((?:(?:adapter|base) )?[a-z][a-z-]+)([^.;)]*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # Flags of servers and of converters, of which messages speak too.
 OF_OTHERS = [
@@ -79,8 +79,16 @@ def test_every_command_and_flag_of_an_advice_exists():
 
 def options_by_verb():
     """Returns verb -> the flags that it takes."""
-    (verbs,) = (action for action in cli._parser()._actions if hasattr(action, "choices") and action.choices)
-    return {verb: set(parser._option_string_actions) for verb, parser in verbs.choices.items()}
+    verbs = verbs_below(cli._parser())
+    for group in ("adapter", "base"):
+        verbs.update({f"{group} {verb}": parser for verb, parser in verbs_below(verbs.pop(group)).items()})
+    return {verb: set(parser._option_string_actions) for verb, parser in verbs.items()}
+
+
+def verbs_below(parser):
+    """Returns verb -> its parser."""
+    (verbs,) = (action for action in parser._actions if isinstance(action.choices, dict))
+    return dict(verbs.choices)
 
 
 def texts_about_files():

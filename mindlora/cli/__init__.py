@@ -1,4 +1,4 @@
-"""The command ``mindlora VERB``: one module for each group of verbs, each with a table VERBS.
+"""The command ``mindlora VERB``: one module for verbs of a kind, each with a table VERBS.
 
 What a verb needs is imported inside its function, so that help and usage errors are printed at once. A verb returns its
 report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs; None if it has printed
@@ -29,10 +29,16 @@ from mindlora.cli import (
     serve,
     sweep,
 )
+from mindlora.cli.verb import add_verbs
 from mindlora.core.errors import LoraError
 from mindlora.core.overrides import split_overrides
 
-_GROUPS = (data, adapters, base, configs, runs, eva, reference, generate, chat, classify, eval, serve, sweep)
+_MODULES = (data, adapters, base, configs, runs, eva, reference, generate, chat, classify, eval, serve, sweep)
+# What verbs were called before there were groups -> their names. They go with the next version.
+_EARLIER = {
+    **{verb.name: ("adapter", verb.name) for verb in adapters.OF_ADAPTERS},
+    **{"convert-base": ("base", "convert"), "quantize-base": ("base", "quantize"), "merge": ("base", "merge")},
+}
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -70,7 +76,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _parse(argv):
     """Returns the arguments; ``--a.b.c VALUE`` goes to the ``overrides`` of the verbs that take a YAML."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = parser.parse_known_args(_renamed(sys.argv[1:] if argv is None else argv))
     if rest and hasattr(arguments, "overrides"):
         arguments.overrides, rest = split_overrides(rest)
     if rest:
@@ -78,11 +84,21 @@ def _parse(argv):
     return arguments
 
 
+def _renamed(argv):
+    """Returns the arguments with a verb's earlier name replaced, of which stderr is told."""
+    name = argv[0] if argv else None
+    if name not in _EARLIER:
+        return argv
+    words = _EARLIER[name]
+    print(
+        f'"mindlora {name}" is called "mindlora {" ".join(words)}" now; this name goes with the next version.',
+        file=sys.stderr,
+    )
+    return [*words, *argv[1:]]
+
+
 def _parser():
     parser = argparse.ArgumentParser(prog="mindlora", description="LoRA for MindSpore, native to MindFormers.")
     parser.add_argument("--version", action="version", version=f"mindlora {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for group in _GROUPS:
-        for verb in group.VERBS:
-            verb.add_options(verbs.add_parser(verb.name, help=verb.summary, description=verb.summary))
+    add_verbs(parser, [verb for module in _MODULES for verb in module.VERBS])
     return parser

@@ -1,14 +1,14 @@
-"""mindlora convert, inspect, diff, combine, resize, gather, scatter: adapter files."""
+"""mindlora adapter convert, inspect, diff, combine, resize, gather, scatter: adapter files."""
 
 import argparse
 import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Iterator, Tuple
 
-from mindlora.cli.verb import Verb, add_allow_pickle, add_command, add_heads, add_target_paths
+from mindlora.cli.base_model import ARCHITECTURE, SIZES, add_base_model, base_model
+from mindlora.cli.verb import Verb, add_allow_pickle, add_command, add_target_paths, group
 
 if TYPE_CHECKING:
-    from mindlora.files.adapters.convert import Heads
     from mindlora.files.adapters.sharding.run_settings import RunSettings
 
 _ADAPTER_HELP = "an adapter: a folder, or a .safetensors, .ckpt or .bin file"
@@ -32,7 +32,7 @@ class _Forms:
 
 @dataclasses.dataclass(frozen=True)
 class CombineReport:
-    """What mindlora combine wrote: (path, weight) of each adapter, the distinct ranks and how many cells there are."""
+    """What combine wrote: (path, weight) of each adapter, the distinct ranks and how many cells there are."""
 
     output: str
     method: str
@@ -75,12 +75,12 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concat", action="store_true", help="join q, k, v and w1, w3, for a model with qkv_concat: True"
     )
-    add_heads(parser, "join or split")
-    parser.add_argument(
-        "--architecture",
-        metavar="TYPE",
-        help="the kind of the base, as model_type in its config.json (qwen3, deepseek_v3, ...), where neither that nor "
-        "the adapter tells",
+    add_base_model(
+        parser,
+        "--base",
+        "the base's folder, with config.json, or its MindFormers YAML: its kind, and the sizes by which q, k and v are "
+        "joined and split (default: the folder that the adapter names as its base, if it is here)",
+        (*SIZES, ARCHITECTURE),
     )
     _add_reading_options(parser)
     parser.add_argument(
@@ -102,12 +102,13 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 def _convert(arguments: argparse.Namespace) -> Any:
     from mindlora.files.adapters.convert import convert_adapter
 
+    base = base_model(arguments)
     return convert_adapter(
         arguments.input,
         arguments.output,
         arguments.to or _form_of(arguments.output),
         arguments.alpha,
-        _heads(arguments),
+        base.heads,
         arguments.concat,
         arguments.allow_pickle,
         arguments.overwrite,
@@ -115,6 +116,7 @@ def _convert(arguments: argparse.Namespace) -> Any:
         arguments.target_paths,
         arguments.architecture,
         arguments.experts,
+        base.config or None,
     )
 
 
@@ -129,13 +131,6 @@ def _form_of(output: str) -> str:
             f"{', '.join(_Forms('gguf'))}."
         )
     return "gguf"
-
-
-def _heads(arguments: argparse.Namespace) -> "Heads":
-    """Returns the sizes of attention that the options of add_heads give."""
-    from mindlora.files.adapters.convert import Heads
-
-    return Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.q_lora_rank)
 
 
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
@@ -309,7 +304,12 @@ def _add_run_options(parser: argparse.ArgumentParser, purpose: str) -> None:
         help="the YAML of the run: its pet_config states lora_alpha, its model_config the sizes of the attention",
     )
     parser.add_argument("--alpha", type=float, metavar="N", help="lora_alpha, if neither the files nor --config do")
-    add_heads(parser, purpose)
+    add_base_model(
+        parser,
+        "--base",
+        f"the model's folder, with config.json, or its MindFormers YAML: the sizes by which q, k and v are {purpose} "
+        "(default: from --config)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
 
 
@@ -317,7 +317,7 @@ def _run_settings(arguments: argparse.Namespace) -> "RunSettings":
     """Returns the RunSettings that the options give."""
     from mindlora.files.adapters.sharding.run_settings import RunSettings, heads_of, pet_config_of
 
-    heads = _heads(arguments)
+    heads = base_model(arguments).heads
     if not arguments.config:
         return RunSettings(lora_alpha=arguments.alpha, heads=heads)
     from mindlora.core.yaml_file import read_yaml
@@ -351,7 +351,7 @@ def _gather_options(parser: argparse.ArgumentParser) -> None:
         default="peft",
         metavar="FORM",
         choices=_Forms(),
-        help="form of OUT, as for mindlora convert (default: peft)",
+        help="form of OUT, as for mindlora adapter convert (default: peft)",
     )
     parser.add_argument("--step", metavar="E_S", help="epoch and step in it, such as 2_100 (default: the newest)")
     _add_run_options(parser, "split")
@@ -386,7 +386,7 @@ def _scatter_options(parser: argparse.ArgumentParser) -> None:
         "--format", default="safetensors", choices=("safetensors", "ckpt"), help="of the files (default: safetensors)"
     )
     add_allow_pickle(parser)
-    _add_run_options(parser, "join or split")
+    _add_run_options(parser, "joined or split")
     add_command(parser, _scatter)
 
 
@@ -404,7 +404,7 @@ def _scatter(arguments: argparse.Namespace) -> Any:
     )
 
 
-VERBS = (
+OF_ADAPTERS = (
     Verb("convert", "Convert an adapter to another format.", _convert_options),
     Verb("inspect", "Show what an adapter holds.", _inspect_options),
     Verb("diff", "Show how two adapters differ.", _diff_options),
@@ -413,3 +413,4 @@ VERBS = (
     Verb("gather", "Join the slices of an adapter that the ranks of a sharded run saved.", _gather_options),
     Verb("scatter", "Cut an adapter into the slices of the ranks of a sharded run.", _scatter_options),
 )
+VERBS = (group("adapter", "Work on adapter files: convert, inspect, combine them and so on.", OF_ADAPTERS),)

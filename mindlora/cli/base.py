@@ -1,10 +1,11 @@
-"""mindlora convert-base, quantize-base, merge: checkpoints of base models."""
+"""mindlora base convert, quantize, merge: checkpoints of base models."""
 
 import argparse
 import os
 from typing import Any
 
-from mindlora.cli.verb import Verb, add_allow_pickle, add_command, quiet_transformers
+from mindlora.cli.base_model import BASE_HEADS, KEY_VALUE_HEADS, add_base_model, base_model
+from mindlora.cli.verb import Verb, add_allow_pickle, add_command, group, quiet_transformers
 
 _FORMS = "a folder of .safetensors files, or one .safetensors or .ckpt file"
 
@@ -31,28 +32,23 @@ def _convert_options(parser):
     parser.add_argument(
         "--tied", action="store_true", help="leave lm_head.weight out, for a model with tie_word_embeddings: True"
     )
-    parser.add_argument("--heads", type=int, metavar="N", help="number of attention heads, to split joined tensors")
-    parser.add_argument(
-        "--kv-heads",
-        type=int,
-        metavar="N",
-        help="number of key-value heads, to join or split tensors (default for both: from IN's config.json)",
-    )
-    parser.add_argument(
+    add_base_model(
+        parser,
         "--config",
-        metavar="YAML",
-        help="the model's MindFormers YAML: a folder with --to hf gets its config.json from it, if IN has none",
+        "the model's folder, with config.json, or its MindFormers YAML, if IN has no config.json: it says how many "
+        "heads there are, by which tensors are joined and split, and gives a folder with --to hf its config.json",
+        BASE_HEADS,
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, _convert_base)
 
 
 def _convert_base(arguments: argparse.Namespace) -> Any:
-    from mindlora.core.yaml_file import read_yaml
     from mindlora.files.base import convert as module
 
-    model_config = read_yaml(arguments.config)["model"]["model_config"] if arguments.config else None
-    with _Bar("convert-base") as bar:
+    model = base_model(arguments, "--config")
+    is_folder = bool(model.config) and os.path.isdir(arguments.config)
+    with _Bar("base convert") as bar:
         return module.convert_base(
             arguments.source,
             arguments.output,
@@ -60,10 +56,11 @@ def _convert_base(arguments: argparse.Namespace) -> Any:
             arguments.to,
             concat=arguments.concat,
             tied=arguments.tied,
-            heads=arguments.heads,
-            kv_heads=arguments.kv_heads,
+            heads=model.heads.heads,
+            kv_heads=model.heads.kv_heads,
             overwrite=arguments.overwrite,
-            model_config=model_config,
+            model_config=model.config if model.is_legacy_yaml else None,
+            config=model.config if is_folder else None,
             progress=bar,
         )
 
@@ -107,7 +104,7 @@ def _quantize_options(parser):
 def _quantize_base(arguments: argparse.Namespace) -> Any:
     from mindlora.files.base.quantize import quantize_checkpoint
 
-    with _Bar("quantize-base") as bar:
+    with _Bar("base quantize") as bar:
         return quantize_checkpoint(
             arguments.source,
             arguments.output,
@@ -166,11 +163,12 @@ def _merge_options(parser):
         "--outtype", choices=("f32", "f16", "q8_0"), help="what a GGUF file stores weights as (default: f16)"
     )
     parser.add_argument("--alpha", type=float, metavar="X", help="lora_alpha, if the adapter does not record it")
-    parser.add_argument(
-        "--kv-heads",
-        type=int,
-        metavar="N",
-        help="number of key-value heads, if base or adapter has w_qkv (default: from the base's config.json)",
+    add_base_model(
+        parser,
+        "--config",
+        "the model's folder, with config.json, or its MindFormers YAML, if the base has no config.json: it says how "
+        "many key-value heads there are, by which q, k and v are joined",
+        KEY_VALUE_HEADS,
     )
     parser.add_argument(
         "--on-base-mismatch",
@@ -200,13 +198,13 @@ def _merge(arguments: argparse.Namespace) -> Any:
         raise ConfigError(
             f"--outtype is of a GGUF file, and --output is {arguments.output}: give a file that ends in .gguf."
         )
-    with _Bar("merge") as bar:
+    with _Bar("base merge") as bar:
         return merge_checkpoint(
             arguments.base,
             arguments.adapter,
             arguments.output,
             lora_alpha=arguments.alpha,
-            kv_heads=arguments.kv_heads,
+            kv_heads=base_model(arguments, "--config").heads.kv_heads,
             allow_pickle=arguments.allow_pickle,
             overwrite=arguments.overwrite,
             progress=bar,
@@ -237,16 +235,17 @@ class _Bar:
         self._bar.update(nbytes)
 
 
-VERBS = (
+_OF_BASES = (
     Verb(
-        "convert-base",
+        "convert",
         "Convert a base checkpoint between the parameter names of Hugging Face and MindFormers.",
         _convert_options,
     ),
     Verb(
-        "quantize-base",
+        "quantize",
         "Write a base checkpoint with its linear weights in 4-bit NormalFloat, for QLoRA.",
         _quantize_options,
     ),
     Verb("merge", "Write a base checkpoint with an adapter merged into it.", _merge_options),
 )
+VERBS = (group("base", "Work on checkpoints of base models: convert, quantize, merge an adapter.", _OF_BASES),)

@@ -1,8 +1,8 @@
-"""Verb: one command of ``mindlora``; and the options that several of those on files share."""
+"""Verb: one command of ``mindlora``, or a group of them; and the options that several of those on files share."""
 
 import argparse
 import os
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 
 class Verb(NamedTuple):
@@ -14,6 +14,28 @@ class Verb(NamedTuple):
     name: str
     summary: str
     add_options: Callable[[argparse.ArgumentParser], None]
+
+
+def group(name: str, summary: str, verbs: Sequence[Verb]) -> Verb:
+    """Returns a verb that is followed by one of ``verbs``."""
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        add_verbs(parser, verbs)
+
+    return Verb(name, summary, add_options)
+
+
+def add_verbs(parser: argparse.ArgumentParser, verbs: Sequence[Verb]) -> None:
+    """Makes ``parser`` take one of ``verbs``, each with its own options."""
+    names = ", ".join(verb.name for verb in verbs)
+
+    def refuse(arguments: argparse.Namespace) -> None:
+        parser.error(f"VERB is missing: give one of {names}")
+
+    parser.set_defaults(run=refuse)
+    below = parser.add_subparsers(title="verbs", metavar="VERB")
+    for verb in verbs:
+        verb.add_options(below.add_parser(verb.name, help=verb.summary, description=verb.summary))
 
 
 def quiet_transformers() -> None:
@@ -29,16 +51,6 @@ def add_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
     """Makes ``parser`` call ``run``, which takes the parsed arguments and returns a report."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
-
-
-def add_heads(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Adds the sizes of attention by which joined cells are joined or split; ``purpose`` says which of the two."""
-    parser.add_argument("--heads", type=int, metavar="N", help=f"num_heads of the model, to {purpose} w_qkv")
-    parser.add_argument("--kv-heads", type=int, metavar="N", help=f"n_kv_heads of the model, to {purpose} w_qkv")
-    parser.add_argument("--head-dim", type=int, metavar="N", help=f"size of a head, to {purpose} w_qkv")
-    parser.add_argument(
-        "--q-lora-rank", type=int, metavar="N", help=f"q_lora_rank of DeepSeek-V3, to {purpose} linear_qkv"
-    )
 
 
 def add_allow_pickle(parser: argparse.ArgumentParser) -> None:

@@ -134,6 +134,6 @@ def unstated_end(template: ChatTemplate) -> Optional[str]:
         return None
     return (
         f"the chat template ends the assistant's turns with {end}, and the model stops at {', '.join(map(str, ends))} "
-        "alone: generate, chat and serve stop at both, and mindlora merge and mindlora configs --from add it; "
+        "alone: generate, chat and serve stop at both, and mindlora base merge and mindlora configs --from add it; "
         "elsewhere set eos_token_id"
     )

@@ -129,13 +129,14 @@ def _unusable(cell) -> Tuple[str, str]:
     if weight is None or weight.has_init:
         return (
             "has no values yet",
-            "Load the base first, or merge the adapter into it (mindlora merge): in a YAML, load_checkpoint comes "
+            "Load the base first, or merge the adapter into it (mindlora base merge): in a YAML, load_checkpoint comes "
             "after adapter_path.",
         )
     if str(weight.dtype).lower() not in ROUNDING:
-        return "is quantized", "Merge the adapter into the base in float (mindlora merge), and quantize the result."
+        advice = "Merge the adapter into the base in float (mindlora base merge), and quantize the result."
+        return "is quantized", advice
     if tuple(weight.shape) != channels_of(cell)[::-1]:
-        return "is a part of a sharded one", "Merge the adapter into the whole base (mindlora merge)."
+        return "is a part of a sharded one", "Merge the adapter into the whole base (mindlora base merge)."
     return "", ""
 
 

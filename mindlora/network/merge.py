@@ -214,7 +214,7 @@ def _check_can_merge(network, cells):
             f"The weights of {listed(path for path, _ in quantized)} are quantized, and merged ones "
             f"would have to be quantized again, with an error of {error:.2g} (root mean square of a sample), "
             f"while the adapter changes them by {change:.2g}. Use merge_and_unload, which turns them into "
-            "float cells, or merge the adapter into the base in float (mindlora merge)."
+            "float cells, or merge the adapter into the base in float (mindlora base merge)."
         )
     check_weights(
         network, dict(cells), MergeError, "merging", "Keep the adapter unmerged, or untie the two before apply_lora."

@@ -38,7 +38,7 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
 
     Args:
         network (nn.Cell): A network of nn.Dense, mint.nn.Linear or MindFormers' Linear cells. If its weights have no
-            values yet, afterwards load a checkpoint written by ``mindlora quantize-base``.
+            values yet, afterwards load a checkpoint written by ``mindlora base quantize``.
         exclude (str or list of str): Cells to leave as they are, besides output heads (lm_head), given in the same way
             as target_modules (see LoraConfig). Default: None.
 
@@ -112,7 +112,7 @@ def quantize_with_adapters(
         raise LoraError(
             f"lora_init {config.lora_init!r} is computed from the base's weights in float, which have no "
             f"values at {listed(empty)}. Load them before apply_lora; for a YAML, make the adapter with mindlora "
-            "quantize-base --loftq and name it in adapter_path."
+            "base quantize --loftq and name it in adapter_path."
         )
 
     def array_of(path: str, cell: nn.Cell) -> Optional[Nf4Array]:

@@ -135,5 +135,5 @@ def refuse_served(source: str, content: str) -> NoReturn:
     """Raises UnexpectedTensorsError for what an adapter holds and no server takes, with the way out."""
     raise UnexpectedTensorsError(
         f"{source} cannot be served beside other adapters: it holds {content}. Merge it into its base with "
-        "`mindlora merge`, and serve that."
+        "`mindlora base merge`, and serve that."
     )

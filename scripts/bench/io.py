@@ -1,4 +1,4 @@
-"""Speed and peak memory of convert-base and merge beside the disk's, and the time of load_lora.
+"""Speed and peak memory of base convert and base merge beside the disk's, and the time of load_lora.
 
 The base is synthetic: a Llama's shapes in bfloat16, once in four files and once in one. Every round measures the disk
 and each command in turn, so that other load affects all of them alike. The page cache is emptied before each, where
@@ -77,11 +77,11 @@ def measure_files(folder: str, size: Dict[str, int], rounds: int) -> Dict[str, A
     commands = {}
     for form in ("sharded", "single"):
         source, out = (single_file, paths["out"] + ".safetensors") if form == "single" else (paths[form], paths["out"])
-        commands[f"convert-base, {form}"] = form, out, ["convert-base", source, out, "--to", "mindformers"]
-        commands[f"merge, {form}"] = (
+        commands[f"base convert, {form}"] = form, out, ["base", "convert", source, out, "--to", "mindformers"]
+        commands[f"base merge, {form}"] = (
             form,
             out,
-            ["merge", "--base", source, "--adapter", paths["adapter"], "--output", out],
+            ["base", "merge", "--base", source, "--adapter", paths["adapter"], "--output", out],
         )
     seconds: Dict[str, List[float]] = {name: [] for name in (WRITE, READ, COPY, *commands)}
     memory = dict.fromkeys(commands, 0)

@@ -13,7 +13,7 @@ sys.exit(launcher.main())
 """
 # MindFormers keeps the model behind another name in the semi-automatic parallel modes.
 DROPPED_BACKBONE = """
-from mindlora.plugin.graph import network
+from mindlora.training.model import network
 network._WRAPPED = ("network",)
 """
 # Dropout has two outputs, and MindSpore gives a Layout to one.

@@ -27,7 +27,6 @@ MEASURING = callbacks(
     HELD_OUT,
     {"type": "Forgetting", "every_steps": 2, "samples": 3, "max_tokens": 2, "batch_size": 3},
     {"type": "AdapterHealth"},
-    {"type": "LossCurve"},
     {"type": "RunReport"},
 )
 CONTROLLING = callbacks(

@@ -1,4 +1,4 @@
-"""mindlora inspect, diff and combine, as a user types them."""
+"""mindlora adapter inspect, diff and combine, as a user types them."""
 
 import json
 import re
@@ -42,38 +42,38 @@ def run(capsys, *words):
 
 
 def test_inspect(three, capsys):
-    code, out, _ = run(capsys, "inspect", "one")
+    code, out, _ = run(capsys, "adapter", "inspect", "one")
     assert code == 0 and "rank           2" in out and WQ in out
-    code, out, _ = run(capsys, "inspect", "one", "--json")
+    code, out, _ = run(capsys, "adapter", "inspect", "one", "--json")
     report = json.loads(out)
     assert code == 0 and report["ranks"] == [2] and report["cells"][0]["norm_delta"] > 0
 
 
 def test_resize_writes_a_smaller_adapter_and_reports_the_error(three, capsys):
-    code, out, _ = run(capsys, "resize", "wide", "small", "--rank", "1", "--json")
+    code, out, _ = run(capsys, "adapter", "resize", "wide", "small", "--rank", "1", "--json")
     report = json.loads(out)
     assert code == 0 and [cell["rank"] for cell in report["cells"]] == [1, 1] and 0 < report["error"] < 1
     assert adapter_files.read("small").rank(WQ) == 1
-    code, out, _ = run(capsys, "resize", "wide", "small", "--energy", "0.9")
+    code, out, _ = run(capsys, "adapter", "resize", "wide", "small", "--energy", "0.9")
     assert code == 0 and "3 -> 2" in out
-    code, out, err = run(capsys, "resize", "wide", "small", "--energy", "90")
+    code, out, err = run(capsys, "adapter", "resize", "wide", "small", "--energy", "90")
     assert code == 1 and "mindlora: error: energy is 90" in err and not out
-    code, out, _ = run(capsys, "inspect", "wide", "--energy")
+    code, out, _ = run(capsys, "adapter", "inspect", "wide", "--energy")
     assert code == 0 and "90%" in out
 
 
 def test_diff_reports_whether_they_are_equal_or_not(three, capsys):
     adapter_files.write(three["one"], "same.ckpt", to="ckpt")
     for other, equal in (("same.ckpt", True), ("two", False)):
-        code, out, _ = run(capsys, "diff", "one", other, "--json")
+        code, out, _ = run(capsys, "adapter", "diff", "one", other, "--json")
         assert code == 0 and json.loads(out)["equal"] is equal
-    code, out, _ = run(capsys, "diff", "one", "two")
+    code, out, _ = run(capsys, "adapter", "diff", "one", "two")
     assert code == 0 and "equal   no" in out and "2 in both, 0 of them equal bit for bit" in out
 
 
 def test_combine_writes_what_combine_adapters_makes(three, capsys):
     code, out, _ = run(
-        capsys, "combine", "sum", "--method", "cat", "--adapter", "one", "0.5", "--adapter", "wide", "-2"
+        capsys, "adapter", "combine", "sum", "--method", "cat", "--adapter", "one", "0.5", "--adapter", "wide", "-2"
     )
     assert code == 0 and out == "sum: 2 cells, rank 5, by method cat from\n  0.5 x one\n  -2 x wide\n"
     written = adapter_files.read("sum")
@@ -83,6 +83,7 @@ def test_combine_writes_what_combine_adapters_makes(three, capsys):
         )
     code, out, _ = run(
         capsys,
+        "adapter",
         "combine",
         "sum",
         "--method",
@@ -109,7 +110,10 @@ def test_combine_writes_what_combine_adapters_makes(three, capsys):
 
 def test_density_seed_and_majority_sign_reach_the_method(three, capsys):
     def combined(*options):
-        assert run(capsys, "combine", "out", "--adapter", "one", "1", "--adapter", "two", "-1", *options)[0] == 0
+        assert (
+            run(capsys, "adapter", "combine", "out", "--adapter", "one", "1", "--adapter", "two", "-1", *options)[0]
+            == 0
+        )
         return adapter_files.read("out").tensors[WQ, "A"]
 
     dare = [combined("--method", "dare_linear", "--density", "0.5", "--seed", seed) for seed in ("1", "1", "2")]
@@ -124,42 +128,42 @@ def test_adapters_of_stable_diffusion_are_combined_into_diffusers_form(three, ca
     original = diffusion_adapters.make(paths=(diffusion_adapters.Q, diffusion_adapters.OUT, diffusion_adapters.TEXT))
     adapter_files.write(original, "style.safetensors", to="kohya")
     words = ("--method", "cat", "--adapter", "style.safetensors", "0.5", "--adapter", "style.safetensors", "0.5")
-    assert run(capsys, "combine", "both", *words)[0] == 0
+    assert run(capsys, "adapter", "combine", "both", *words)[0] == 0
     found = adapter_files.read("both")
     assert found.dialect == "diffusers" and set(found.paths) == set(original.paths)
 
 
 def test_the_help_names_every_method(capsys):
     with pytest.raises(SystemExit, match="^0$"):
-        cli.main(["combine", "--help"])
+        cli.main(["adapter", "combine", "--help"])
     out = " ".join(capsys.readouterr().out.split())
     assert all(method in out for method in METHODS)
     with pytest.raises(SystemExit, match="^0$"):
-        cli.main(["diff", "--help"])
+        cli.main(["adapter", "diff", "--help"])
     assert "The exit code is 0 whenever both could be compared" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["inspect", "none"], "none does not exist."),
-        (["inspect", "one", "--alpha", "3"], "lora_alpha is 3, but the adapter has its own: 4."),
-        (["diff", "one", "none"], "none does not exist."),
+        (["adapter", "inspect", "none"], "none does not exist."),
+        (["adapter", "inspect", "one", "--alpha", "3"], "lora_alpha is 3, but the adapter has its own: 4."),
+        (["adapter", "diff", "one", "none"], "none does not exist."),
         (
-            ["combine", "out", "--method", "tise", "--adapter", "one", "1"],
+            ["adapter", "combine", "out", "--method", "tise", "--adapter", "one", "1"],
             "method is 'tise', which is not known. Did you mean 'ties'?",
         ),
         (
-            ["combine", "out", "--method", "cat", "--adapter", "one", "x"],
+            ["adapter", "combine", "out", "--method", "cat", "--adapter", "one", "x"],
             "--adapter one x: the weight must be a number",
         ),
         (
-            ["combine", "out", "--method", "linear", "--adapter", "one", "1", "--adapter", "wide", "1"],
+            ["adapter", "combine", "out", "--method", "linear", "--adapter", "one", "1", "--adapter", "wide", "1"],
             "method linear needs adapters of equal rank; at",
         ),
-        (["combine", "out", "--method", "ties", "--adapter", "one", "1"], "method ties needs density"),
+        (["adapter", "combine", "out", "--method", "ties", "--adapter", "one", "1"], "method ties needs density"),
         (
-            ["combine", "out.ckpt", "--method", "cat", "--adapter", "none", "1"],
+            ["adapter", "combine", "out.ckpt", "--method", "cat", "--adapter", "none", "1"],
             "path is 'out.ckpt': format 'peft' writes a folder.",
         ),
     ],
@@ -173,17 +177,17 @@ def test_what_cannot_be_done_writes_nothing(three, capsys, tmp_path, words, mess
 @pytest.mark.parametrize(
     "words",
     [
-        ["inspect"],
-        ["diff", "one"],
-        ["combine", "out"],
-        ["combine", "out", "--method", "cat"],
-        ["combine", "out", "--method", "cat", "--adapter", "one"],
+        ["adapter", "inspect"],
+        ["adapter", "diff", "one"],
+        ["adapter", "combine", "out"],
+        ["adapter", "combine", "out", "--method", "cat"],
+        ["adapter", "combine", "out", "--method", "cat", "--adapter", "one"],
     ],
 )
 def test_an_incomplete_command_line_prints_the_usage(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
-    assert stopped.value.code == 2 and f"usage: mindlora {words[0]}" in capsys.readouterr().err
+    assert stopped.value.code == 2 and f"usage: mindlora {' '.join(words[:2])}" in capsys.readouterr().err
 
 
 def test_alpha_where_the_file_does_not_say_it(three, capsys, monkeypatch):
@@ -195,7 +199,7 @@ def test_alpha_where_the_file_does_not_say_it(three, capsys, monkeypatch):
         "read",
         lambda path, allow_pickle=False, *_: silent if path == "silent" else read(path, allow_pickle),
     )
-    words = ["combine", "out", "--method", "cat", "--adapter", "one", "1", "--adapter", "silent", "1"]
+    words = ["adapter", "combine", "out", "--method", "cat", "--adapter", "one", "1", "--adapter", "silent", "1"]
     code, _, err = run(capsys, *words)
     assert code == 1 and "does not state lora_alpha" in err
     assert run(capsys, *words, "--alpha", "6")[0] == 0
@@ -208,7 +212,11 @@ def test_a_pickle_is_read_only_if_allowed(capsys, monkeypatch):
     monkeypatch.setattr(
         adapter_files, "read", lambda path, allow_pickle=False, *_: asked.append(allow_pickle) or make(0)
     )
-    for words in (["inspect", "x"], ["diff", "x", "x"], ["combine", "out", "--method", "cat", "--adapter", "x", "1"]):
+    for words in (
+        ["adapter", "inspect", "x"],
+        ["adapter", "diff", "x", "x"],
+        ["adapter", "combine", "out", "--method", "cat", "--adapter", "x", "1"],
+    ):
         open("x", "wb").close()
         for flag in ([], ["--allow-pickle"]):
             asked.clear()
@@ -216,12 +224,12 @@ def test_a_pickle_is_read_only_if_allowed(capsys, monkeypatch):
             assert set(asked) == {bool(flag)}
 
 
-@pytest.mark.parametrize("verb", ["convert", "convert-base"])
-def test_the_help_says_what_each_form_is(verb, capsys):
+@pytest.mark.parametrize("group", ["adapter", "base"])
+def test_the_help_says_what_each_form_is(group, capsys):
     """A name that is only in the list of choices says nothing to whoever does not know it."""
     with pytest.raises(SystemExit):
-        cli.main([verb, "--help"])
+        cli.main([group, "convert", "--help"])
     options = capsys.readouterr().out.partition("options:")[2]
     text = re.search(r"\n  --to (.*?)\n  --\w", options, re.DOTALL)[1]
-    forms = [*FORMS, "gguf"] if verb == "convert" else ["mindformers", "mcore", "pynative"]
+    forms = [*FORMS, "gguf"] if group == "adapter" else ["mindformers", "mcore", "pynative"]
     assert [form for form in forms if form not in text] == []

@@ -1,4 +1,4 @@
-"""mindlora gather and scatter, as a user calls them."""
+"""mindlora adapter gather and scatter, as a user calls them."""
 
 import json
 
@@ -46,16 +46,26 @@ def call(capsys, *words):
 
 def test_from_the_ranks_to_peft_and_back(joined_run, tmp_path, capsys):
     run, yaml = tmp_path / "run", ("--config", tmp_path / "run.yaml")
-    code, printed = call(capsys, "gather", run / "checkpoint_trainable", *yaml)
+    code, printed = call(capsys, "adapter", "gather", run / "checkpoint_trainable", *yaml)
     assert code == 0 and "3 pairs of rank 4, lora_alpha 6" in printed and "step 1_4 of 4 ranks" in printed
     adapter = files.read(str(run / "adapter"))
     assert {path.rpartition(".")[2] for path in adapter.paths} == {"wq", "wk", "wv"}
-    heads = ("--heads", 4, "--kv-heads", 2, "--head-dim", 4)
-    words = ("scatter", run / "adapter", "--strategy", run / "strategy", "--output", tmp_path / "ranks", *heads)
+    # The pair of w_qkv is made of three.
+    words = ("adapter", "scatter", run / "adapter", "--strategy", run / "strategy", "--output", tmp_path / "ranks")
+    words = (*words, "--base", tmp_path / "run.yaml")
     code, printed = call(capsys, *words, "--json")
     assert code == 0 and json.loads(printed.strip().splitlines()[-1])["ranks"] == 4
     code, _ = call(
-        capsys, "gather", tmp_path / "ranks", "--strategy", run / "strategy", "--to", "ckpt", "--output", "back.ckpt"
+        capsys,
+        "adapter",
+        "gather",
+        tmp_path / "ranks",
+        "--strategy",
+        run / "strategy",
+        "--to",
+        "ckpt",
+        "--output",
+        "back.ckpt",
     )
     assert code == 0
     back = files.read("back.ckpt")
@@ -64,7 +74,7 @@ def test_from_the_ranks_to_peft_and_back(joined_run, tmp_path, capsys):
 
 
 def test_an_error_is_one_line(joined_run, tmp_path, capsys):
-    code, printed = call(capsys, "gather", tmp_path / "run" / "checkpoint_trainable", "--to", "ckpt")
+    code, printed = call(capsys, "adapter", "gather", tmp_path / "run" / "checkpoint_trainable", "--to", "ckpt")
     assert code == 1
     assert (
         printed.startswith("mindlora: error:") and "does not state lora_alpha" in printed and printed.count("\n") == 1

@@ -1,4 +1,4 @@
-"""mindlora convert-base and merge: arguments, reports, exit codes, and that neither imports MindSpore."""
+"""mindlora base convert and merge: arguments, reports, exit codes, and that neither imports MindSpore."""
 
 import json
 import os
@@ -47,17 +47,17 @@ def adapter(tmp_path):
 
 def test_convert_base(base, tmp_path, capsys):
     out = str(tmp_path / "out.safetensors")
-    assert cli.main(["convert-base", base, out, "--from", "hf", "--to", "mindformers", "--json"]) == 0
+    assert cli.main(["base", "convert", base, out, "--from", "hf", "--to", "mindformers", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["from_"], report["to"], report["tensors"], report["files"]) == ("hf", "mindformers", 3, [out])
     with TensorFile(out) as file:
         assert set(file.tensors) == {f"{WQ}.weight", "lm_head.weight", "model.tok_embeddings.embedding_weight"}
-    assert cli.main(["convert-base", out, str(tmp_path / "back"), "--to", "hf", "--tied"]) == 0
+    assert cli.main(["base", "convert", out, str(tmp_path / "back"), "--to", "hf", "--tied"]) == 0
     assert "tensors: 2," in capsys.readouterr().out
-    assert cli.main(["convert-base", base, out, "--to", "mindformers"]) == 1
+    assert cli.main(["base", "convert", base, out, "--to", "mindformers"]) == 1
     assert "--overwrite" in capsys.readouterr().err
-    assert cli.main(["convert-base", base, out, "--to", "mindformers", "--overwrite"]) == 0
-    assert cli.main(["convert-base", base, str(tmp_path / "new"), "--from", "mindformers", "--to", "hf"]) == 1
+    assert cli.main(["base", "convert", base, out, "--to", "mindformers", "--overwrite"]) == 0
+    assert cli.main(["base", "convert", base, str(tmp_path / "new"), "--from", "mindformers", "--to", "hf"]) == 1
     assert not (tmp_path / "new").exists()
 
 
@@ -68,30 +68,23 @@ def test_convert_base_joins_and_splits(tmp_path, capsys):
     }
     write_arrays(str(tmp_path / "hf.safetensors"), {**parts, "lm_head.weight": np.ones((2, 2), np.float32)})
     joined, back = str(tmp_path / "mf"), str(tmp_path / "back.safetensors")
-    assert (
-        cli.main(
-            [
-                "convert-base",
-                str(tmp_path / "hf.safetensors"),
-                joined,
-                "--to",
-                "mindformers",
-                "--concat",
-                "--kv-heads",
-                "2",
-            ]
-        )
-        == 0
-    )
-    assert cli.main(["convert-base", joined, back, "--to", "hf", "--kv-heads", "2"]) == 1
-    assert "--heads" in capsys.readouterr().err
-    assert cli.main(["convert-base", joined, back, "--to", "hf", "--heads", "4", "--kv-heads", "2"]) == 0
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = ["--config", str(tmp_path / "model")]
+    source = str(tmp_path / "hf.safetensors")
+    assert cli.main(["base", "convert", source, joined, "--to", "mindformers", "--concat", *model]) == 0
+    assert cli.main(["base", "convert", joined, back, "--to", "hf"]) == 1
+    assert "name its folder or YAML (--config" in capsys.readouterr().err
+    assert cli.main(["base", "convert", joined, back, "--to", "hf", *model]) == 0
+    assert cli.main(["base", "convert", joined, str(tmp_path / "folder"), "--to", "hf", *model]) == 0
+    assert json.loads((tmp_path / "folder" / "config.json").read_text(encoding="utf-8")) == config
     with TensorFile(back) as file:
         assert all(np.array_equal(file.read(name), array) for name, array in parts.items())
 
 
 def test_merge(base, adapter, tmp_path, capsys):
-    words = ["merge", "--base", base, "--adapter", adapter, "--output", str(tmp_path / "out")]
+    words = ["base", "merge", "--base", base, "--adapter", adapter, "--output", str(tmp_path / "out")]
     assert cli.main(words) == 1
     assert "lora_alpha" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert cli.main([*words, "--alpha", "3", "--json"]) == 0
@@ -107,8 +100,8 @@ def test_merge(base, adapter, tmp_path, capsys):
 def test_neither_imports_mindspore(base, adapter, tmp_path):
     code = (
         "import sys; from mindlora import cli; "
-        f"assert cli.main(['convert-base', {base!r}, {str(tmp_path / 'a')!r}, '--to', 'mindformers']) == 0; "
-        f"assert cli.main(['merge', '--base', {base!r}, '--adapter', {adapter!r}, '--output', "
+        f"assert cli.main(['base', 'convert', {base!r}, {str(tmp_path / 'a')!r}, '--to', 'mindformers']) == 0; "
+        f"assert cli.main(['base', 'merge', '--base', {base!r}, '--adapter', {adapter!r}, '--output', "
         f"{str(tmp_path / 'b')!r}, '--alpha', '1']) == 0; "
         "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))"
     )
@@ -119,13 +112,13 @@ def test_neither_imports_mindspore(base, adapter, tmp_path):
 def test_a_bar_after_more_than_a_second(base, tmp_path, monkeypatch, capsys):
     from mindlora.cli import base as verbs
 
-    with verbs._Bar("convert-base") as bar:
+    with verbs._Bar("base convert") as bar:
         bar(1, 10)
-        assert "convert-base" not in capsys.readouterr().err
+        assert "base convert" not in capsys.readouterr().err
         bar._bar.start_t -= 2
         monkeypatch.setattr(bar._bar, "mininterval", 0)
         bar(4, 10)
         bar._bar.refresh()
-    assert "convert-base:  50%" in capsys.readouterr().err
-    assert cli.main(["convert-base", base, str(tmp_path / "out"), "--to", "mindformers"]) == 0
-    assert "convert-base" not in capsys.readouterr().err
+    assert "base convert:  50%" in capsys.readouterr().err
+    assert cli.main(["base", "convert", base, str(tmp_path / "out"), "--to", "mindformers"]) == 0
+    assert "base convert" not in capsys.readouterr().err

@@ -127,7 +127,7 @@ def test_the_commands_are_ones_that_we_have(path, monkeypatch):
         if words[:2] == ["mindlora", "data"]:
             assert cli._parser().parse_args(words[1:]).seq_length == load(path).model.model_config.seq_length
             continue
-        if words[:2] == ["mindlora", "quantize-base"]:
+        if words[:3] == ["mindlora", "base", "quantize"]:
             assert cli._parser().parse_args(words[1:]).output == "llama2-7b-nf4.safetensors"
             continue
         if words[0] == "bash":

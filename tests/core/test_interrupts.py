@@ -7,7 +7,7 @@ from tests.support.runs import environment
 
 BEGIN = """
 import os, signal, time
-from mindlora.common.interrupts import Interrupts, entered
+from mindlora.core.interrupts import Interrupts, entered
 
 received = []
 

@@ -53,7 +53,7 @@ def test_a_turn_that_ends_where_the_model_does_not_stop_is_reported(tmp_path):
 
     end = chat_tokenizer(CHATML).convert_tokens_to_ids("<|im_end|>")
     (note,) = notes("</s>")
-    assert f"turns with '<|im_end|>' ({end}), and the model stops at 2 alone" in note and "mindlora merge" in note
+    assert f"turns with '<|im_end|>' ({end}), and the model stops at 2 alone" in note and "mindlora base merge" in note
     assert "stops at 2, 9 alone" in notes("<|im_end|>", stops=[2, 9])[0]
     assert notes("<|im_end|>") == notes("</s>", stops=[2, end]) == []
 

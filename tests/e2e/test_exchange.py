@@ -14,7 +14,7 @@ EXCHANGE = {"type": "quantized", "check_every": 3}
 # Runs mindlora-run several times in one process, which is mostly imports.
 SEVERAL = """
 import json, sys
-from mindlora.plugin import launcher
+from mindlora.training.launch import launcher
 codes = [launcher.main(arguments) for arguments in json.loads(sys.argv[1])]
 print("ended with", codes)
 sys.exit(any(codes))

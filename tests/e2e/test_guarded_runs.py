@@ -16,8 +16,8 @@ NAN = float("nan")
 # Ctrl-C in step 20. While a graph runs, MindSpore's handler is in the place of Python's, and does what this one does.
 STOPPED = """
 import os, signal, sys, time
-from mindlora.plugin.callbacks import GracefulStop, LoraCheckpoint
-from mindlora.plugin.launcher import main
+from mindlora.training.callbacks.registry import GracefulStop, LoraCheckpoint
+from mindlora.training.launch.launcher import main
 def stop(self, run_context):
     params = run_context.original_args()
     if params.cur_step_num == 20:
@@ -34,7 +34,7 @@ sys.exit(main())
 """
 POISONED = """
 import sys
-from mindlora.plugin.launcher import main
+from mindlora.training.launch.launcher import main
 from tests.support import poisoned_step
 sys.exit(main())
 """

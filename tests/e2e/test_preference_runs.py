@@ -187,7 +187,7 @@ def test_it_goes_with(name, pet_config, runs):
 
 def test_a_base_in_4_bits(runs, base, tmp_path):
     quantized = tmp_path / "base.safetensors"
-    succeeded(python(["-m", "mindlora.cli", "quantize-base", base, quantized], tmp_path))
+    succeeded(python(["-m", "mindlora.cli", "base", "quantize", base, quantized], tmp_path))
     run = runs.start("nf4", base=quantized, pet_config={"quantize_base": "nf4"})
     assert run.process.returncode == 0, run.process.stderr[-3000:]
     assert run.losses[1] == pytest.approx(BEGIN, rel=1e-5) and held_out(run, "reward_accuracy")[-1] > 0.8

@@ -20,7 +20,7 @@ SHORT = ("--model.model_config.pet_config.pet_type", "qlora")
 def quantized(base, tmp_path_factory):
     """The tiny base in 4 bits, quantized by the command."""
     folder = tmp_path_factory.mktemp("quantized")
-    stdout = succeeded(python(["-m", "mindlora.cli", "quantize-base", base, folder / "base.safetensors"], folder))
+    stdout = succeeded(python(["-m", "mindlora.cli", "base", "quantize", base, folder / "base.safetensors"], folder))
     assert "weights in NF4: 7, model.layers.0.attention.wq" in stdout and "training's and not the model" in stdout
     return folder / "base.safetensors"
 
@@ -93,7 +93,7 @@ REFUSED = [
         SHORT,
         "base",
         "is not a .safetensors file, but pet_config has quantize_base. Write a quantized base once: mindlora "
-        "quantize-base ",
+        "base quantize ",
     ),
     ((), "quantized", "is quantized, but pet_config has no quantize_base."),
     (
@@ -129,7 +129,8 @@ def test_loftq_is_computed_offline_and_trained_from_a_yaml(base, data, tmp_path)
             [
                 "-m",
                 "mindlora.cli",
-                "quantize-base",
+                "base",
+                "quantize",
                 base,
                 output,
                 "--loftq",

@@ -81,7 +81,10 @@ def test_slices_are_written_where_no_collective_runs_and_the_command_in_the_log_
     assert sorted(os.listdir(slices)) == ["step_2", "step_3"]
     assert sorted(os.listdir(slices / "step_3")) == ["rank_0", "rank_1", "strategy"]
     joined = folder / "forbidden" / "all" / "step_3"
-    assert f"mindlora gather {slices / 'step_3'} --output {joined}" in logs[0] and "mindlora gather" not in logs[1]
+    assert (
+        f"mindlora adapter gather {slices / 'step_3'} --output {joined}" in logs[0]
+        and "mindlora adapter gather" not in logs[1]
+    )
     gather_adapter(str(slices / "step_3"), str(joined))
     assert_whole(files.read(str(joined)))
 
@@ -92,6 +95,6 @@ def test_slices_without_a_recorded_layout_need_the_strategy_of_the_run(runs):
     # Only one step is to be kept.
     assert os.listdir(slices.parent) == ["step_3"]
     assert sorted(os.listdir(slices)) == ["rank_0", "rank_1"]
-    assert f"mindlora gather {slices} --strategy OUTPUT/strategy" in logs[0]
+    assert f"mindlora adapter gather {slices} --strategy OUTPUT/strategy" in logs[0]
     gather_adapter(str(slices), str(folder / "unrecorded" / "joined"), strategy=str(folder / "strategy.json"))
     assert_whole(files.read(str(folder / "unrecorded" / "joined")))

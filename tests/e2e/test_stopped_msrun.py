@@ -16,8 +16,8 @@ WORKER = """
 import json, os, signal, sys
 import numpy as np
 from mindformers.tools.utils import get_real_rank
-from mindlora.plugin.callbacks import EarlyStopping, LoraCheckpoint
-from mindlora.plugin.launcher import main
+from mindlora.training.callbacks.registry import EarlyStopping, LoraCheckpoint
+from mindlora.training.launch.launcher import main
 def stop(self, run_context):
     if get_real_rank() == 1 and run_context.original_args().cur_step_num == 7:
         os.kill(os.getpid(), signal.SIGTERM)

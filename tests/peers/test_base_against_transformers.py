@@ -1,4 +1,4 @@
-"""A base that convert-base writes for Hugging Face, with the config.json made from a YAML, opened by transformers."""
+"""A base that base convert writes for Hugging Face, with the config.json made from a YAML, opened by transformers."""
 
 import numpy as np
 import pytest

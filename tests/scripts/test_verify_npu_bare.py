@@ -94,8 +94,8 @@ def test_what_the_fine_tune_and_the_benchmark_import(bare, checkout, tmp_path):
 import bench.ops, quickstart
 quickstart.prepare_data(quickstart.Paths({str(tmp_path)!r}, True))
 import mindlora.training.launch.launcher
-from mindlora.plugin import hooks
-from mindlora.plugin.callbacks import held_out_loss
+from mindlora.training.launch import hooks
+from mindlora.training.held_out import held_out_loss
 from mindlora.training import report
 from mindlora.cli import generate
 """

@@ -207,7 +207,7 @@ def test_an_adapter_of_an_embedding_alone_has_no_blocks(tmp_path):
 
 # Refused --------------------------------------------------------------------------------------------------------
 
-MERGE = ". Merge it into its base with `mindlora merge`, and serve that."
+MERGE = ". Merge it into its base with `mindlora base merge`, and serve that."
 
 
 def refused_with_a_way_out(source, found):

@@ -101,7 +101,7 @@ def write_llama():
         yaml.safe_dump(config, file)
     for name in LLAMAS:
         os.symlink("llama", name)
-    done("convert-base", "llama", "base.ckpt", "--to", "mindformers")
+    done("base", "convert", "llama", "base.ckpt", "--to", "mindformers")
     for folder in ("tiny", "path/to"):
         os.makedirs(folder)
     os.symlink(os.path.abspath("llama"), "path/to/tokenizer")
@@ -120,7 +120,7 @@ def write_llama():
         shutil.copytree("made/first", name)
     served_llama.write_adapter(os.getcwd(), "judge", 3, kind="first", labels=2)
     shutil.move("adapters/judge", "judge")
-    done("convert", "my_adapter", "made.ckpt", "--to", "ckpt")
+    done("adapter", "convert", "my_adapter", "made.ckpt", "--to", "ckpt")
     # As MindFormers saves it: without lora_alpha.
     ckpt_file.write_arrays("llama_rank_0-100_2.ckpt", ckpt_file.read("made.ckpt", lambda _: True)[0].items())
     os.symlink(os.path.join(ROOT, "configs"), "configs")
@@ -160,10 +160,9 @@ def write_qwen3():
         pairs[path, "B"] = rng.normal(size=(rows * HEAD_DIM, rank)).astype(np.float32)
     adapter = Adapter(pairs, {path: 16.0 for path, _ in pairs})
     files.write(adapter, "my_qwen3_adapter")
-    heads = ("--heads", str(HEADS), "--kv-heads", str(KV_HEADS), "--head-dim", str(HEAD_DIM))
-    done("convert", "my_qwen3_adapter", "made.safetensors", "--to", "mcore", *heads)
+    done("adapter", "convert", "my_qwen3_adapter", "made.safetensors", "--to", "mcore", "--base", "Qwen3-8B")
     write_arrays("mcore.safetensors", load_file("made.safetensors"))
-    done("convert", "my_qwen3_adapter", "output/checkpoint", "--to", "pynative", *heads)
+    done("adapter", "convert", "my_qwen3_adapter", "output/checkpoint", "--to", "pynative", "--base", "Qwen3-8B")
     served_llama.write_qwen3_moe("moe")
     os.rename("moe/base", "Qwen3-30B-A3B")
 

@@ -18,7 +18,7 @@ from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, M
 from mindformers.trainer import Trainer
 from mindformers.utils.file_utils import set_output_path
 
-# The train step that runs on a CPU, and LossCurve; not mindlora.training.launch.hooks.
+# The train step that runs on a CPU, and RunReport; not mindlora.training.launch.hooks.
 from mindlora.training.callbacks import registry  # noqa: F401  importing registers their classes
 from mindlora.training.step import train_step  # noqa: F401  importing registers their classes
 

@@ -70,7 +70,7 @@ def launch(folder, *flags, config=LORA_YAML):
 
 _ONE_AFTER_ANOTHER = """
 import contextlib, io, json, sys
-from mindlora.plugin import launcher
+from mindlora.training.launch import launcher
 ended = []
 for arguments in json.loads(sys.argv[1]):
     stderr = io.StringIO()

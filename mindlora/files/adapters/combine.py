@@ -337,7 +337,8 @@ def _check_expert_forms(adapters: List[Adapter]) -> None:
     if stacked and single:
         raise AdapterError(
             f"Adapter {stacked} has one pair for all experts of a layer, and adapter {single} a pair for each: they "
-            "would not be added. Give all of them one form first (mindlora convert --experts stacked, or single)."
+            "would not be added. Give all of them one form first (mindlora adapter convert --experts stacked, or "
+            "single)."
         )
 
 

@@ -85,6 +85,7 @@ def convert_adapter(
     target_paths: Optional[str] = None,
     architecture: Optional[str] = None,
     experts: Optional[str] = None,
+    base_config: Optional[Mapping[str, Any]] = None,
 ) -> ConvertAdapterReport:
     """Writes the adapter at ``source`` in another form, with every value the same bit for bit.
 
@@ -101,8 +102,8 @@ def convert_adapter(
         to (str): "peft", "mindformers", "ckpt", "slora", "mcore", "pynative", "diffusers" or "kohya", as in
             adapter_files.write; "gguf" for llama.cpp (see adapters.llama_cpp.write).
         lora_alpha (float): For a source that does not state it. Default: None.
-        heads (Heads): Needed if w_qkv is split (for "peft") or joined, and for "gguf" of a Llama, unless the adapter's
-            base is a folder here with its config.json. Default: nothing known.
+        heads (Heads): Needed if w_qkv is split (for "peft") or joined, and for "gguf" of a Llama, unless
+            ``base_config`` says them, or the adapter's base is a folder here. Default: nothing known.
         concatenate (bool): Join the pairs of wq, wk, wv into one of w_qkv, and those of w1, w3 into one of
             w_gate_hidden, for a model that was built with qkv_concat: True. Default: False.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
@@ -116,6 +117,8 @@ def convert_adapter(
         experts (str): "stacked" for one pair for each of the two weights in which a layer's routed experts are stacked,
             "single" for pairs of each expert by itself. Default: None, as they are in ``source``; stacked for
             "mindformers", "ckpt" and "pynative", which have no others.
+        base_config (mapping): The content of the base's config.json, which says its kind and sizes where
+            ``architecture`` and ``heads`` do not. Default: None, that of the adapter's base, if it is a folder here.
 
     Returns:
         ConvertAdapterReport.
@@ -142,7 +145,7 @@ def convert_adapter(
     if form.world in (HF, MCORE):
         # A checkpoint of an mcore network has its own paths.
         rename(adapter, names.canonical(adapter.paths))
-    base = known_base(adapter, architecture)
+    base = known_base(adapter, architecture, base_config)
     _check_form(base, form)
     if base.architecture and not base.architecture.legacy:
         rename_for(adapter, base.architecture)
@@ -265,11 +268,11 @@ def _join_into(adapter: Adapter, path: str, cell: JoinedCell, heads: Heads) -> N
     members = names.joined_parts(path)
     rows = {member: len(adapter.tensors[member, "B"]) for member in members if (member, "B") in adapter.tensors}
     counts = [rows.get(member) for member in members]
-    total = cell.layout.total(counts, heads.heads, heads.kv_heads, heads.head_dim)
+    layout = heads.layouts.get(cell.name)
+    total = (layout or cell.layout).total(counts, heads.heads, heads.kv_heads, heads.head_dim)
     if total is None:
         raise AdapterError(
             f"{path} joins {', '.join(members)}, but the adapter has only "
-            f"{', '.join(rows)}, so the rows of the others are not known. Give num_heads, "
-            "n_kv_heads and the head size."
+            f"{', '.join(rows)}, so the rows of the others are not known. Name the model's folder or YAML (--base)."
         )
-    joined_pairs.join_pairs(adapter, path, total, heads.kv_heads)
+    joined_pairs.join_pairs(adapter, path, total, heads.kv_heads, layout)

@@ -10,8 +10,8 @@ from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.adapters.dialects import peft
 from mindlora.files.adapters.vllm_rules import Version
 
-_MERGE = "Merge it into the base (mindlora merge), and serve that."
-_MERGE_GGUF = "Merge it into the base, and serve that: mindlora merge --output merged.gguf"
+_MERGE = "Merge it into the base (mindlora base merge), and serve that."
+_MERGE_GGUF = "Merge it into the base, and serve that: mindlora base merge --output merged.gguf"
 # The first version of MindIE that loads adapters while it serves, and of Ollama that refuses ADAPTER.
 _HOT_LOAD, _NO_ADAPTERS = (2, 3), (0, 34, 1)
 
@@ -20,13 +20,13 @@ def mindie_problems(path: str, adapter: Adapter, version: Version) -> Iterator[s
     """Yields what MindIE would refuse, and what to do."""
     if adapter.dialect != peft.Peft.name or not os.path.isfile(os.path.join(path, peft.CONFIG_FILE)):
         yield (
-            f"It is in the form of {adapter.dialect}, and MindIE reads PEFT's folder. Write that: mindlora convert "
-            f"{path} served --to peft"
+            f"It is in the form of {adapter.dialect}, and MindIE reads PEFT's folder. Write that: mindlora adapter "
+            f"convert {path} served --to peft"
         )
     elif not os.path.isfile(os.path.join(path, peft.WEIGHTS_FILE)):
         yield (
-            f"It has no {peft.WEIGHTS_FILE}, which MindIE reads. Write it: mindlora convert {path} served --to peft "
-            "--allow-pickle"
+            f"It has no {peft.WEIGHTS_FILE}, which MindIE reads. Write it: mindlora adapter convert {path} served --to "
+            "peft --allow-pickle"
         )
     if not adapter.variant.is_plain:
         yield f"It is a {adapter.variant.name} adapter ({adapter.variant.field}); MindIE has plain LoRA alone. {_MERGE}"
@@ -56,8 +56,8 @@ def llama_cpp_problems(path: str, adapter: Adapter, version: Version) -> Iterato
     yield from problems
     if not problems:
         yield (
-            f"It is in the form of {adapter.dialect}, and llama.cpp reads GGUF. Write that: mindlora convert {path} "
-            "served.gguf"
+            f"It is in the form of {adapter.dialect}, and llama.cpp reads GGUF. Write that: mindlora adapter convert "
+            f"{path} served.gguf"
         )
 
 

@@ -100,7 +100,8 @@ def _stack(adapter: Adapter, path: str, paths: List[str], members: int) -> None:
     if len(ranks) > 1:
         raise RankMismatchError(
             f"The pairs of single experts that make up {path} have the ranks {', '.join(map(str, ranks))}, and one "
-            "stacked pair has one rank. Keep the pairs of single experts, or bring them to one rank (mindlora resize)."
+            "stacked pair has one rank. Keep the pairs of single experts, or bring them to one rank (mindlora adapter "
+            "resize)."
         )
     alpha = adapter.alphas[paths[0]]
     pairs = _of_one_scale(adapter, paths)

@@ -94,14 +94,14 @@ def split_pairs(
     if group is None and layout.needs_first:
         raise AdapterError(
             f"{path} joins {', '.join(members)} in {len(b)} rows, and how many are the first one's is not known or not "
-            f"possible ({first}). Give the model's q_lora_rank."
+            f"possible ({first}). Name the model's folder or YAML (--base), which has its q_lora_rank."
         )
     if group is None:
         raise AdapterError(
             f"{path} joins {', '.join(members)} in {len(b)} rows, which do not match "
             f"{f'{heads} heads and ' if heads else ''}{kv_heads or 'an unknown number of'} key-value heads of "
-            f"{f'size {head_dim}' if head_dim else 'unknown size'}. Give the model's n_kv_heads (--kv-heads) and head "
-            "size."
+            f"{f'size {head_dim}' if head_dim else 'unknown size'}. Name the model's folder or YAML (--base, or "
+            "--config of base merge)."
         )
     blocks = dict(zip(members, split_rows(b, group)))
     by_row = {
@@ -177,8 +177,8 @@ def _groups(path: str, layout: RowLayout, rows: Sequence[int], kv_heads: Optiona
     if groups is None:
         raise AdapterError(
             f"{path} orders its rows by key-value head, but {kv_heads or 'an unknown number of'} "
-            f"heads do not divide the {', '.join(map(str, rows))} rows of q, k, v evenly. Give the model's "
-            "n_kv_heads (--kv-heads)."
+            f"heads do not divide the {', '.join(map(str, rows))} rows of q, k, v evenly. Name the model's folder or "
+            "YAML (--base, or --config of base merge)."
         )
     return groups
 

@@ -1,7 +1,7 @@
 """What is known about the model under an adapter: from its base's folder or name, or from the adapter's cells."""
 
 import os
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, Mapping, NamedTuple, Optional
 
 from mindlora.core.errors import AdapterError
 from mindlora.core.json_files import parse_object
@@ -19,7 +19,7 @@ class KnownBase(NamedTuple):
         architecture (Architecture): Its record, or None if nothing tells it from a Llama, which has the same cells as
             Qwen2, Qwen3 and others.
         reason (str): What told it, for messages; "" if nothing did.
-        config (dict): The config.json of the base, if that is a folder here; otherwise empty.
+        config (dict): The config.json of the base, if the user names it or it is a folder here; otherwise empty.
     """
 
     architecture: Optional[Architecture]
@@ -27,9 +27,14 @@ class KnownBase(NamedTuple):
     config: Dict[str, Any]
 
 
-def known_base(adapter: Adapter, architecture: Optional[str] = None) -> KnownBase:
-    """Returns what is known about the model under ``adapter``, or under the model_type that the user names."""
-    config = _config_of(adapter.base_model)
+def known_base(
+    adapter: Adapter, architecture: Optional[str] = None, base_config: Optional[Mapping[str, Any]] = None
+) -> KnownBase:
+    """Returns what is known about the model under ``adapter``, or under the model_type that the user names.
+
+    ``base_config`` takes the place of the config.json of the adapter's base; None if the user names none.
+    """
+    config = _config_of(adapter.base_model) if base_config is None else dict(base_config)
     if architecture is not None:
         record = registry.by_hugging_face_type(architecture)
         if record is None:
@@ -42,7 +47,8 @@ def known_base(adapter: Adapter, architecture: Optional[str] = None) -> KnownBas
     model_type = str(config.get("model_type"))
     record = registry.by_hugging_face_type(model_type)
     if record:
-        return KnownBase(record, f"{adapter.base_model}/config.json says {model_type}", config)
+        source = f"{adapter.base_model}/config.json says" if base_config is None else "its base is a"
+        return KnownBase(record, f"{source} {model_type}", config)
     record = registry.by_hub_name(adapter.base_model or "")
     if record:
         return KnownBase(record, f"its base is called {adapter.base_model}", config)

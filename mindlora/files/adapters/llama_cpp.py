@@ -17,7 +17,7 @@ from mindlora.models import llama_cpp, names
 from mindlora.models.llama_cpp import LlamaCppModel
 
 FORM = "gguf"
-MERGE = "Merge it into the base, which llama.cpp takes as a whole: mindlora merge --to gguf."
+MERGE = "Merge it into the base, which llama.cpp takes as a whole: mindlora base merge --to gguf."
 
 
 class Base(NamedTuple):
@@ -64,8 +64,8 @@ def write(adapter: Adapter, path: str, base: Base) -> None:
     tables = [path for path in adapter.paths if path in adapter.embeddings or names.is_output_head(path)]
     if tables and base.tied:
         raise AdapterError(
-            f"It adapts {listed(tables)}, and {adapter.base_model} has one table for embedding and output head, to "
-            f"which llama.cpp adds no pair of one of them alone. {MERGE}"
+            f"It adapts {listed(tables)}, and {adapter.base_model or 'its base'} has one table for embedding and "
+            f"output head, to which llama.cpp adds no pair of one of them alone. {MERGE}"
         )
     model = _model(base.model_type)
     cells = adapter.paths
@@ -115,7 +115,8 @@ def _model(model_type: Optional[str]) -> LlamaCppModel:
     if model_type is None:
         raise AdapterError(
             "A GGUF file says which model it is for, and nothing tells it here: the adapter's base is not a folder "
-            f"with its config.json. Give the model_type of the base (--architecture): {', '.join(llama_cpp.MODELS)}."
+            "with its config.json. Name the base's folder or YAML (--base); there are GGUF files of "
+            f"{', '.join(llama_cpp.MODELS)}."
         )
     if model_type not in llama_cpp.MODELS:
         raise AdapterError(
@@ -139,7 +140,7 @@ def _pair(adapter: Adapter, cell: str, alpha: float, model: LlamaCppModel, base:
         if not count or len(b) % (2 * count):
             raise AdapterError(
                 f"llama.cpp orders the rows of {path} by heads, and {count or 'nothing'} is said of their number, "
-                f"where it has {len(b)} rows. Give --heads and --kv-heads, or the base's folder with its config.json."
+                f"where it has {len(b)} rows. Name the base's folder or YAML (--base)."
             )
         b = llama_cpp.neighbors_from_halves(b, count)
     return {"a": a, "b": b}

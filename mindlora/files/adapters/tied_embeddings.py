@@ -15,7 +15,9 @@ from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.adapters.dialects import peft
 from mindlora.models import names
 
-WAY_OUT = "Merge it into the base, which then has two (mindlora merge), or take a base with tie_word_embeddings: false."
+WAY_OUT = (
+    "Merge it into the base, which then has two (mindlora base merge), or take a base with tie_word_embeddings: false."
+)
 # How far two copies of a weight can be apart, relative to its largest element, if one was rounded to bfloat16.
 _ROUNDED = 2.0**-7
 
@@ -128,7 +130,8 @@ def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:
         raise ShapeMismatchError(
             f"{source}: {name} has {saved[0]} rows and the base {base[0]}: tokens were added to or taken from the "
             f"vocabulary before the training. Build the model with vocab_size {saved[0]}, on the base that mindlora "
-            "merge makes with this adapter, if the file holds embedding and head, or one resized as for the training."
+            "base merge makes with this adapter, if the file holds embedding and head, or one resized as for the "
+            "training."
         )
 
 

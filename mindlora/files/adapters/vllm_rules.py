@@ -24,7 +24,7 @@ _MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _REQUIRED = ("r", "lora_alpha", "target_modules")
 # The weights of an adapted embedding and head are left out.
 _SERVED_KEY = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$|\.(embed_tokens|lm_head)\.base_layer\.weight$")
-_MERGE = "Merge it into the base (mindlora merge), and serve that."
+_MERGE = "Merge it into the base (mindlora base merge), and serve that."
 # The first versions of vLLM that take adapters of experts, stacked experts in PEFT's layout, and one scale a cell.
 _EXPERTS, _STACKED, _PATTERNS = (0, 12), (0, 23), (0, 32)
 # What of these mindlora's records name keeps the experts of a layer apart in vLLM (is_3d_moe_weight is False).
@@ -78,8 +78,8 @@ def _problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
     config_file = os.path.join(path, peft.CONFIG_FILE)
     if adapter.dialect != peft.Peft.name or not os.path.isfile(config_file):
         yield (
-            f"It is in the form of {adapter.dialect}, and servers read PEFT's folder. Write that: mindlora convert "
-            f"{path} served --to peft"
+            f"It is in the form of {adapter.dialect}, and servers read PEFT's folder. Write that: mindlora adapter "
+            f"convert {path} served --to peft"
         )
         config: dict = {}
     else:
@@ -91,13 +91,13 @@ def _problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
     if config.get("bias", "none") != "none":
         yield (
             f"Its configuration says bias {config['bias']!r}, which is refused, though the file holds none. Write it "
-            f"again: mindlora convert {path} served --to peft"
+            f"again: mindlora adapter convert {path} served --to peft"
         )
     missing = [field for field in _REQUIRED if config and field not in config]
     if missing:
         yield (
             f"Its configuration lacks {', '.join(missing)}, without which it is refused. Write it again: mindlora "
-            f"convert {path} served --to peft"
+            f"adapter convert {path} served --to peft"
         )
     yield from _key_problems(path, adapter, config)
     yield from _cell_problems(path, adapter, version)
@@ -113,8 +113,8 @@ def _key_problems(path: str, adapter: Adapter, config: dict) -> Iterator[str]:
         odd = [key for key in file.tensors if not _SERVED_KEY.search(key)]
     if any(_SERVED_KEY.search(peft.saved_key(key)) for key in odd):
         yield (
-            f"Its keys have the adapter's name in them ({odd[0]}), which is refused. Write it again: mindlora convert "
-            f"{path} served --to peft"
+            f"Its keys have the adapter's name in them ({odd[0]}), which is refused. Write it again: mindlora adapter "
+            f"convert {path} served --to peft"
         )
     elif odd and adapter.saved_modules and not config.get("modules_to_save"):
         yield f"It holds weights besides A and B ({listed(adapter.saved_modules)}), which are refused. {_MERGE}"
@@ -133,7 +133,7 @@ def _cell_problems(path: str, adapter: Adapter, version: Version) -> Iterator[st
     if stacked and (apart or version < _STACKED):
         yield (
             f"It has one pair for all experts of a layer ({listed(stacked)}), and this server takes pairs of each "
-            f"expert by itself. Write those: mindlora convert {path} served --to peft --experts single"
+            f"expert by itself. Write those: mindlora adapter convert {path} served --to peft --experts single"
         )
     elif stacked:
         lone = _lone_stacks(stacked)
@@ -151,8 +151,8 @@ def _scale_problems(adapter: Adapter, config: dict, version: Version) -> Iterato
     ranks = adapter.ranks
     if ranks[-1] > _MAX_RANKS[-1]:
         yield (
-            f"Its rank is {ranks[-1]}, and at most {_MAX_RANKS[-1]} is served. Make it smaller: mindlora resize "
-            f"ADAPTER served --rank {_MAX_RANKS[-1]}"
+            f"Its rank is {ranks[-1]}, and at most {_MAX_RANKS[-1]} is served. Make it smaller: mindlora adapter "
+            f"resize ADAPTER served --rank {_MAX_RANKS[-1]}"
         )
     # Before, vLLM computed one scale, from the r and lora_alpha of the configuration, and read neither pattern.
     if not adapter.alphas:
@@ -169,8 +169,8 @@ def _scale_problems(adapter: Adapter, config: dict, version: Version) -> Iterato
     if not all(math.isclose(scale, used, rel_tol=1e-6) for scale in scales):
         yield (
             f"Its cells have the scales {', '.join(map(number, scales))}, and a server scales all of them by "
-            f"{number(used)}, without a word. Write it with one scale: mindlora combine served --method cat --adapter "
-            "ADAPTER 1"
+            f"{number(used)}, without a word. Write it with one scale: mindlora adapter combine served --method cat "
+            "--adapter ADAPTER 1"
         )
 
 

@@ -20,8 +20,8 @@ from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
 
 TARGETS = (*WORLDS, PYNATIVE)
 _NO_CONFIG = (
-    "There is no config.json, which transformers and vLLM need: name the model's YAML (--config run.yaml), or copy it "
-    "from the original model."
+    "There is no config.json, which transformers and vLLM need: name the model's folder or a Llama's YAML (--config), "
+    "or copy it from the original model."
 )
 
 
@@ -72,6 +72,7 @@ def convert_base(
     kv_heads: Optional[int] = None,
     overwrite: bool = False,
     model_config: Optional[Mapping] = None,
+    config: Optional[Mapping] = None,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> ConvertBaseReport:
     """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
@@ -95,10 +96,12 @@ def convert_base(
         concat (bool): Whether to join w_qkv and w_gate_hidden, for "mindformers". Default: False.
         tied (bool): Whether to leave lm_head.weight out because it is the embedding. Default: False.
         heads, kv_heads (int): Numbers of attention and of key-value heads, for qkv_concat. Default: None, which takes
-            them from the config.json beside the source.
+            them from the config.json beside the source, or from ``config``.
         overwrite (bool): Whether to replace an existing ``output``. Default: False.
         model_config (dict): model.model_config of a MindFormers YAML, from which a folder for Hugging Face gets its
             config.json if there is none beside the source. Default: None.
+        config (dict): The content of the model's config.json, if there is none beside the source; a folder for Hugging
+            Face gets it. Default: None.
         progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
 
     Returns:
@@ -117,6 +120,8 @@ def convert_base(
         )
     check_checkpoint_output(output, [source], overwrite)
     with BaseCheckpoint(source) as base:
+        has_config = bool(base.config)
+        base.config = base.config or dict(config or {})
         written = _world_of(base, to)
         _check_worlds(base, from_, to, concat)
         if to == PYNATIVE:
@@ -129,9 +134,11 @@ def convert_base(
         if to in (HF, PYNATIVE) and not is_file_name(output):
             companions = base.companions()
         if to == HF and not is_file_name(output):
-            if not base.config and model_config is not None:
+            if not has_config and base.config:
+                contents[CONFIG] = base.config
+            elif not has_config and model_config is not None:
                 contents[CONFIG] = hugging_face_config([tensor[:3] for tensor in tensors], model_config)
-            elif not base.config:
+            elif not has_config:
                 notes.append(_NO_CONFIG)
         shards = plan.shards
         if to == PYNATIVE:

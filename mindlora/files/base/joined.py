@@ -14,6 +14,10 @@ from mindlora.models import names
 from mindlora.models.architectures.architecture import JoinedCell
 from mindlora.models.architectures.joined_rows import HeadSizes, join_rows, split_rows
 
+_HEADS_ADVICE = (
+    "Put the model's config.json beside the tensors, or name its folder or YAML (--config, of base convert and merge)."
+)
+
 
 def parts_of(name: str) -> List[str]:
     """Returns the parameters that a joined one replaces, or [] for any other; all under MindFormers' names."""
@@ -46,7 +50,7 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
         _check_heads(joined, kv_heads)
     if groups is None:
         heads = f" with {kv_heads} key-value heads" if layout.needs_heads else ""
-        advice = "Give the model's --kv-heads." if layout.needs_heads else "Copy the checkpoint again."
+        advice = _HEADS_ADVICE if layout.needs_heads else "Copy the checkpoint again."
         raise CheckpointError(
             f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} cannot be joined into {joined}{heads}. "
             f"{advice}"
@@ -92,7 +96,7 @@ def _group_sizes(name: str, cell: JoinedCell, count: int, model: HeadSizes) -> T
     if sizes is None and cell.layout.needs_heads:
         raise CheckpointError(
             f"{name} has {count} rows, which cannot be those of {model.heads} heads and {model.kv_heads} "
-            "key-value heads. Give the model's --heads and --kv-heads."
+            f"key-value heads. {_HEADS_ADVICE}"
         )
     if sizes is None:
         raise CheckpointError(
@@ -109,6 +113,5 @@ def _cell(joined: str) -> JoinedCell:
 def _check_heads(joined, heads):
     if not heads or heads < 1:
         raise CheckpointError(
-            f"The rows of {joined} are ordered by key-value head, and the number of heads is not known. "
-            "Give --heads and --kv-heads: num_heads and n_kv_heads of the model."
+            f"The rows of {joined} are ordered by key-value head, and the number of heads is not known. {_HEADS_ADVICE}"
         )

@@ -36,7 +36,7 @@ def check(folder: str, world: str, config: Mapping[str, Any], outtype: str) -> N
     if world != "hf" or not config:
         raise CheckpointError(
             f"{folder} is not a model's folder from Hugging Face, with config.json and tokenizer.json, which a GGUF "
-            "file needs. Convert the base first: mindlora convert-base --to hf, and copy the tokenizer there."
+            "file needs. Convert the base first: mindlora base convert --to hf, and copy the tokenizer there."
         )
     if config.get("model_type") not in llama_cpp.MODELS:
         raise CheckpointError(

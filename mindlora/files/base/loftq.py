@@ -48,7 +48,7 @@ class LoftqInitializer:
             advice = (
                 "An mcore model has them always: leave them out of target_modules, or quantize without LoftQ."
                 if any(map(names.is_mcore, joined))
-                else "Split them with mindlora convert-base --to hf, quantize the result, and set qkv_concat: False."
+                else "Split them with mindlora base convert --to hf, quantize the result, and set qkv_concat: False."
             )
             raise CheckpointError(f"{listed(joined)} are joined cells, for which PEFT's form has no adapter. {advice}")
         for path in self.paths:

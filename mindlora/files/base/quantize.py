@@ -159,7 +159,7 @@ def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) ->
         if not quantized:
             raise CheckpointError(
                 f"{path} is not quantized, and quantize_base is nf4. Quantize it once: "
-                f"mindlora quantize-base {path} base-nf4.safetensors"
+                f"mindlora base quantize {path} base-nf4.safetensors"
             )
         selected = select_quantized(_paths(file.tensors), exclude)
     differ = sorted(set(quantized) ^ set(selected))

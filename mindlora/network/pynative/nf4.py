@@ -152,7 +152,7 @@ class NF4PyNativeExpertWeight(PyNativeExpertWeight):
         """Raises MergeError: it is merged in files."""
         raise MergeError(
             f"{self.weight.name} is quantized, and is not turned into float under MindFormers' PyNative Trainer. Merge "
-            "the saved adapter into the base in float (mindlora merge)."
+            "the saved adapter into the base in float (mindlora base merge)."
         )
 
     @property

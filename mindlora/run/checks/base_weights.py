@@ -44,7 +44,7 @@ def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
             _KEY,
             f"load_checkpoint: {path} has a bare model's names ({examples(stored)}), where MindFormers looks for those "
             f"with {prefix!r} before them.",
-            f"Convert it: mindlora convert-base {path} base.safetensors --to {form}",
+            f"Convert it: mindlora base convert {path} base.safetensors --to {form}",
         )
         return
     if not expected:
@@ -56,7 +56,7 @@ def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
                 _KEY,
                 f"load_checkpoint: {path} has Hugging Face's names.",
                 "Name its folder, with load_ckpt_format: safetensors, or convert it: "
-                f"mindlora convert-base {path} base.safetensors --to mindformers",
+                f"mindlora base convert {path} base.safetensors --to mindformers",
             )
     # check_quantized_base says what to do with a quantized base.
     elif file == path and not quantize.quantized_paths(stored):

@@ -125,7 +125,7 @@ def check_quantized_base(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield error(
             "load_checkpoint",
             f"load_checkpoint: {path} is not a .safetensors file, but pet_config has quantize_base.",
-            f"Write a quantized base once: mindlora quantize-base {path} base-nf4.safetensors",
+            f"Write a quantized base once: mindlora base quantize {path} base-nf4.safetensors",
         )
     elif quantizes_base(config):
         try:

@@ -69,8 +69,8 @@ def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
             "run_mode",
             f"run_mode is {mode!r} and use_legacy is False: MindFormers builds another network to predict and to "
             "evaluate, without cells that take adapters.",
-            "Merge the adapter into the base (mindlora merge) and run that without pet_config, or measure HeldOutLoss "
-            "in training.",
+            "Merge the adapter into the base (mindlora base merge) and run that without pet_config, or measure "
+            "HeldOutLoss in training.",
         )
     if setting(config, "context.mode") not in (0, "GRAPH_MODE"):
         yield error(
@@ -110,7 +110,7 @@ def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
             "use_legacy",
             f"{family or 'The model'} is one of MindFormers' mcore models (use_legacy: False), of which mindlora "
             f"serves {listed(served)}.",
-            "Merge the adapter into the base (mindlora merge), and serve that with vLLM or MindFormers.",
+            "Merge the adapter into the base (mindlora base merge), and serve that with vLLM or MindFormers.",
         )
         return
     target = value_at(config, "context.device_target") or "Ascend"
@@ -161,7 +161,7 @@ def _check_base(config: Mapping[str, Any]) -> Iterator[Finding]:
             "load_checkpoint",
             f"load_checkpoint: {path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
             "on one device.",
-            f"Convert it once: mindlora convert-base {path} base.safetensors --to mcore",
+            f"Convert it once: mindlora base convert {path} base.safetensors --to mcore",
         )
 
 

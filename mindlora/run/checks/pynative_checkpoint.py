@@ -88,7 +88,7 @@ def _check_form(key: str, path: str) -> Iterator[Finding]:
         yield warning(
             key,
             f"{folder} is in Hugging Face's form, of which the trainer loads no Qwen3 and no DeepSeek-V3.",
-            f"Convert it: mindlora convert-base {folder} base --to pynative",
+            f"Convert it: mindlora base convert {folder} base --to pynative",
         )
 
 
@@ -103,7 +103,7 @@ def _check_step(checkpoint: Mapping[str, Any], folder: str, base: str) -> Iterat
     names = os.listdir(folder)
     if step_folder.COMMON not in names:
         found = f"{folder} has no {step_folder.COMMON}, which the trainer reads beside a checkpoint."
-        yield error(_LOAD, found, "Copy the folder again, or write it with mindlora convert-base --to pynative.")
+        yield error(_LOAD, found, "Copy the folder again, or write it with mindlora base convert --to pynative.")
     if not checkpoint.get("no_load_optim") and not any("opt-" in name for name in names):
         found = f"{folder} has no state of the optimizer, which a resumed run loads."
         yield error("checkpoint.no_load_optim", found, "Set checkpoint.no_load_optim: True to begin with its weights.")

@@ -71,7 +71,7 @@ def commands_of(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
         commands.append(f"mindlora data alpaca {rows} --tokenizer {model} --seq-length {length}")
         run += " --train_dataset_dir rows.mindrecord"
     if not loads_folder(folder, request):
-        commands.append(f"mindlora convert-base {model} base.safetensors --to mcore")
+        commands.append(f"mindlora base convert {model} base.safetensors --to mcore")
         run += " --load_checkpoint base.safetensors"
     commands.append(run)
     if folder.architecture.legacy:
@@ -104,7 +104,7 @@ def comments_of(folder: ModelFolder, request: Request) -> Dict[str, str]:
     if folder.ids.pad == folder.ids.eos:
         comments["model.model_config.pad_token_id"] = "the token that ends a text, with which mindlora data pads"
     if not loads_folder(folder, request):
-        comments["load_checkpoint"] = "the file that convert-base wrote: on one device MindFormers cannot load a folder"
+        comments["load_checkpoint"] = "written by mindlora base convert: on one device MindFormers cannot load a folder"
     if request.recipe:
         of_recipe = f"with alpha, dropout and rate, of the recipe {request.recipe}"
         comments["model.model_config.pet_config.lora_rank"] = of_recipe

@@ -1,4 +1,4 @@
-"""AdapterSlices: a sharded run starts from an adapter that mindlora scatter has cut for its ranks."""
+"""AdapterSlices: a sharded run starts from an adapter that mindlora adapter scatter has cut for its ranks."""
 
 import os
 from typing import Dict
@@ -25,7 +25,7 @@ from mindlora.training.resume import sharded_adapter
 class AdapterSlices(Callback):
     """Loads this rank's slices of an adapter when training begins, as by then MindSpore has cut the network.
 
-    mindlora-run adds this callback where pet_config.adapter_path is a folder that ``mindlora scatter`` wrote.
+    mindlora-run adds this callback where pet_config.adapter_path is a folder that ``mindlora adapter scatter`` wrote.
 
     Args:
         path (str): The folder; it holds rank_0, rank_1, ...

@@ -55,7 +55,6 @@ class HeldOutLoss(PeriodicCallback):
         self.dataset_dir = dataset_dir
         self.batch_size = batch_size
         self.cell = None
-        self.measured = []
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Checks that the network keeps the examples of packed rows apart."""
@@ -75,7 +74,6 @@ class HeldOutLoss(PeriodicCallback):
             params.train_network.set_train(True)
             logger.info("step %d: %s", step, ", ".join(f"{name} {value:.6f}" for name, value in measured.items()))
             results.update(measured)
-            self.measured.append((step, measured["held_out_loss"]))
         params["eval_results"] = results
         self.step_before = step
 

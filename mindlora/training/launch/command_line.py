@@ -8,6 +8,12 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.overrides import FLAGS
 from mindlora.core.run_modes import RUN_MODES
 
+# Those of FLAGS that most command lines have, for the beginning of --help.
+_FIRST = (
+    *("train_dataset_dir", "eval_dataset_dir", "load_checkpoint", "output_dir"),
+    *("epochs", "batch_size", "gradient_accumulation_steps", "use_parallel", "device_target"),
+)
+
 
 def parse(argv: Optional[Sequence[str]] = None) -> Tuple[argparse.Namespace, List[str]]:
     """Returns the flags, and all other words: overrides such as ``--a.b.c value``; raises ConfigError for a wrong flag.
@@ -31,14 +37,16 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="mindlora-run",
+        usage="mindlora-run --config YAML [--option VALUE ...] [--a.b.c VALUE ...]",
         description="Train, evaluate or predict as a MindFormers YAML says, with mindlora's LoRA. --a.b.c VALUE "
         "overrides any key of the YAML, where an item of a list is named by its number or its type "
-        "(--callbacks.LoraCheckpoint.save_steps 50); a flag followed by a key in parentheses overrides that key.",
+        "(--callbacks.LoraCheckpoint.save_steps 50).",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mindlora {__version__}")
-    parser.add_argument("--config", required=True, help="the MindFormers YAML to run")
-    parser.add_argument("--run_mode", choices=RUN_MODES, help="what to do with the model (run_mode)")
+    parser.add_argument("--config", required=True, metavar="YAML", help="the MindFormers YAML to run")
+    parser.add_argument("--run_mode", choices=RUN_MODES, help="what to do with the model")
+    _add_flags(parser, _FIRST)
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -46,19 +54,36 @@ def _parser() -> argparse.ArgumentParser:
         metavar="STEP_FOLDER",
         help="go on with a run that LoraCheckpoint saved: from the newest step in its folder, or from the one named",
     )
-    parser.add_argument("--register_path", help="folder of the modules that auto_register names in the YAML")
-    for name, flag in FLAGS.items():
-        parser.add_argument(f"--{name}", type=flag.kind, help=f"{flag.help} ({flag.key})")
-    parser.add_argument("--num_samples", type=int, help="use only the first rows of the datasets")
-    parser.add_argument("--strategy_load_checkpoint", help="parallel strategy: a .ckpt file, or a folder with one")
     parser.add_argument(
-        "--predict_data", nargs="+", help="what to predict from: texts, a file, or a folder of pictures"
+        "--predict_data", nargs="+", metavar="DATA", help="what to predict from: texts, a file, or a folder of pictures"
     )
-    parser.add_argument("--modal_type", nargs="+", help="kind of each value of --predict_data: text, image or video")
-    parser.add_argument("--adapter_id", nargs="+", help="adapters to predict with, for pet_type slora")
+    parser.add_argument(
+        "--modal_type", nargs="+", metavar="KIND", help="kind of each value of --predict_data: text, image or video"
+    )
+    parser.add_argument("--adapter_id", nargs="+", metavar="ID", help="adapters to predict with, for pet_type slora")
     parser.add_argument(
         "--random_base", action="store_true", help="predict or evaluate without load_checkpoint, on random weights"
     )
+    parser.add_argument("--num_samples", type=int, metavar="N", help="use only the first rows of the datasets")
+    parser.add_argument(
+        "--register_path", metavar="FOLDER", help="folder of the modules that auto_register names in the YAML"
+    )
+    parser.add_argument(
+        "--strategy_load_checkpoint", metavar="PATH", help="parallel strategy: a .ckpt file, or a folder with one"
+    )
     parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on a terminal too")
-    parser.add_argument("--options", nargs="+", help="overrides in the form key=value")
+    parser.add_argument("--options", nargs="+", metavar="KEY=VALUE", help="overrides in the form key=value")
+    rest = parser.add_argument_group(
+        "set a key of the YAML",
+        "Flags of run_mindformer.py for one key each: the one of the same name, or in parentheses.",
+    )
+    _add_flags(rest, [name for name in FLAGS if name not in _FIRST])
     return parser
+
+
+def _add_flags(parser: argparse._ActionsContainer, names: Sequence[str]) -> None:
+    """Adds flags of FLAGS to a parser or a group of one; their help names the key that they set, if it differs."""
+    for name in names:
+        flag = FLAGS[name]
+        key = "" if flag.key == name else f" ({flag.key})"
+        parser.add_argument(f"--{name}", type=flag.kind, metavar="VALUE", help=f"{flag.help}{key}")

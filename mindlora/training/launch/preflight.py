@@ -110,7 +110,7 @@ def set_base_format(config: MindFormerConfig) -> None:
 
 
 def _fill_adapter_slices(config):
-    """Makes each rank load its own slices, if adapter_path is a folder that mindlora scatter wrote."""
+    """Makes each rank load its own slices, if adapter_path is a folder that mindlora adapter scatter wrote."""
     path = (config.model.model_config.pet_config or {}).get("adapter_path")
     if is_scattered(path):
         config.callbacks = [MindFormerConfig(type="AdapterSlices", path=path), *(config.callbacks or [])]

@@ -85,7 +85,7 @@ def gather(network: nn.Cell, layouts: Mapping[str, tuple], step: int) -> Dict[st
 
 
 def write_slices(folder: str, network: nn.Cell, layouts: Mapping[str, tuple], at: str) -> None:
-    """Writes this rank's slices, and how they are cut if that is known, as ``mindlora gather`` reads them.
+    """Writes this rank's slices, and how they are cut if that is known, as ``mindlora adapter gather`` reads them.
 
     The folder gets rank_R and strategy; ``at`` is epoch and step, such as "1_20".
     """

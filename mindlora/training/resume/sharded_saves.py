@@ -61,7 +61,7 @@ class ShardedSaves:
                 where = "" if os.path.isdir(os.path.join(folder, "strategy")) else " --strategy OUTPUT/strategy"
                 logger.warning(
                     "The slices of step %d were written as they are, because %s. Join them after the run: "
-                    "mindlora gather %s%s --output %s",
+                    "mindlora adapter gather %s%s --output %s",
                     params.cur_step_num,
                     error,
                     folder,

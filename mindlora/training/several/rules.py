@@ -47,10 +47,12 @@ _NOT_WITH_OTHERS = (
 )
 # Callbacks of the whole run, and those of which each adapter has its own.
 OF_RUN = ("MFLossMonitor", "ProgressBar", "GracefulStop")
-OF_ADAPTER = (
+_OF_ADAPTER = (
     *("EmptySteps", "HeldOutLoss", "TrainingGuard", "WarmUp", "ReduceOnPlateau", "GradientNormRate", "EarlyStopping"),
-    *("LoraCheckpoint", "LossCurve", "RunReport"),
+    *("LoraCheckpoint", "RunReport"),
 )
+# With RunReport's earlier name, which goes with the next version.
+OF_ADAPTER = (*_OF_ADAPTER, "LossCurve")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
 # Temporary names beside a folder are longer than its own, and file systems take 255 bytes.
 _LONGEST_NAME = 100
@@ -203,7 +205,7 @@ def check_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
             yield error(
                 f"callbacks.{name}",
                 f"callbacks.{name} is for a run with one adapter, and pet_config has adapters.",
-                f"Remove it; there are {', '.join((*OF_RUN, *OF_ADAPTER))}.",
+                f"Remove it; there are {', '.join((*OF_RUN, *_OF_ADAPTER))}.",
             )
 
 

@@ -1,4 +1,4 @@
-"""convert_adapter and `mindlora convert`: every form into every other, and what is refused."""
+"""convert_adapter and `mindlora adapter convert`: every form into every other, and what is refused."""
 
 import itertools
 import json
@@ -34,6 +34,14 @@ def written(tmp_path, form, **fields):
     path = str(tmp_path / "in" / FORMS[form])
     adapter_files.write(make_adapter(**fields), path, form)
     return path
+
+
+def base_folder(tmp_path):
+    """A folder with the config.json of the model under make_adapter's."""
+    (tmp_path / "base").mkdir()
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(tmp_path / "base")
 
 
 def assert_same(path, expected, **heads):
@@ -154,7 +162,7 @@ def test_a_joint_pair_needs_the_heads_to_become_peft_s(tmp_path):
 
 def test_the_command_converts_and_reports(tmp_path, capsys):
     source, output = written(tmp_path, "peft"), str(tmp_path / "a.ckpt")
-    assert cli.main(["convert", source, output, "--to", "ckpt", "--json"]) == 0
+    assert cli.main(["adapter", "convert", source, output, "--to", "ckpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "source": source,
         "dialect": "PEFT",
@@ -166,26 +174,12 @@ def test_the_command_converts_and_reports(tmp_path, capsys):
         "alphas": [4.0],
         "left_out": [],
     }
-    assert cli.main(["convert", output, str(tmp_path / "j.ckpt"), "--to", "ckpt", "--concat", "--kv-heads", "2"]) == 0
-    assert (
-        cli.main(
-            [
-                "convert",
-                str(tmp_path / "j.ckpt"),
-                str(tmp_path / "p"),
-                "--to",
-                "peft",
-                "--kv-heads",
-                "2",
-                "--head-dim",
-                "2",
-            ]
-        )
-        == 0
-    )
+    base, joined = base_folder(tmp_path), str(tmp_path / "j.ckpt")
+    assert cli.main(["adapter", "convert", output, joined, "--to", "ckpt", "--concat", "--base", base]) == 0
+    assert cli.main(["adapter", "convert", joined, str(tmp_path / "p"), "--to", "peft", "--base", base]) == 0
     assert_same(str(tmp_path / "p"), make_adapter())
     capsys.readouterr()
-    assert cli.main(["convert", source, output, "--to", "ckpt"]) == 1
+    assert cli.main(["adapter", "convert", source, output, "--to", "ckpt"]) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith(f"mindlora: error: {output} exists already.") and not printed.out
 
@@ -193,7 +187,7 @@ def test_the_command_converts_and_reports(tmp_path, capsys):
 def test_between_safetensors_forms_mindspore_is_not_imported(tmp_path):
     program = (
         "import sys\nfrom mindlora import cli\n"
-        "assert cli.main(['convert', sys.argv[1], sys.argv[2], '--to', 'mindformers']) == 0\n"
+        "assert cli.main(['adapter', 'convert', sys.argv[1], sys.argv[2], '--to', 'mindformers']) == 0\n"
         "assert not any(name.partition('.')[0] in ('mindspore', 'mindformers') for name in sys.modules)\n"
     )
     subprocess.run(

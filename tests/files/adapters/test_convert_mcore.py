@@ -88,7 +88,7 @@ def test_back_to_peft_every_bit_is_there_again(tmp_path, dtype):
 def test_cells_without_an_adapter_are_zeros_in_the_joined_one_and_come_back_as_nothing(tmp_path):
     cells = {path: size for path, size in CELLS.items() if path.endswith(("wq", "wv"))}
     first = peft_folder(tmp_path / "first", adapter_of(cells))
-    with pytest.raises(AdapterError, match="Give the model's n_kv_heads"):
+    with pytest.raises(AdapterError, match="Name the model's folder or YAML"):
         convert_adapter(first, str(tmp_path / "m.safetensors"), "mcore")
     convert_adapter(first, str(tmp_path / "m.safetensors"), "mcore", heads=SIZES)
     convert_adapter(str(tmp_path / "m.safetensors"), str(tmp_path / "again"), "peft", heads=SIZES)
@@ -230,13 +230,17 @@ def test_a_checkpoint_of_a_network_s_own_paths_goes_to_peft(tmp_path, heads):
     np.testing.assert_allclose(np.concatenate(rows), adapter.delta(start + "linear_qkv"), rtol=1e-5, atol=1e-6)
 
 
-def test_the_command_takes_sizes_and_kind(tmp_path):
-    first = peft_folder(tmp_path / "peft", adapter_of(CELLS), None)
-    sizes = ["--heads", "4", "--kv-heads", "2", "--head-dim", "3"]
-    assert main(["convert", first, str(tmp_path / "m.safetensors"), "--to", "mcore", *sizes]) == 0
-    assert main(["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "again"), "--to", "peft", *sizes]) == 0
-    assert_same(read(str(tmp_path / "again")), read(first))
-    assert main(["convert", first, str(tmp_path / "a.ckpt"), "--to", "ckpt", "--architecture", "qwen3"]) == 1
+def test_the_command_takes_sizes_and_kind_from_the_base(tmp_path, capsys):
+    (tmp_path / "base").mkdir()
+    config = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    first, base = peft_folder(tmp_path / "peft", adapter_of(CELLS), None), ["--base", str(tmp_path / "base")]
+    middle, again = str(tmp_path / "m.safetensors"), str(tmp_path / "again")
+    assert main(["adapter", "convert", first, middle, "--to", "mcore", *base]) == 0
+    assert main(["adapter", "convert", middle, again, "--to", "peft", *base]) == 0
+    assert_same(read(again), read(first))
+    assert main(["adapter", "convert", first, str(tmp_path / "a.ckpt"), "--to", "ckpt", *base]) == 1
+    assert "MindFormers has Qwen3 (its base is a qwen3) as an mcore model alone" in capsys.readouterr().err
     assert not (tmp_path / "a.ckpt").exists()
 
 

@@ -97,7 +97,8 @@ def test_the_forms_of_mindformers_cannot_hold_single_experts(tmp_path, form):
         adapter_files.write(adapter, str(tmp_path / NAMES[form]), form)
     assert str(error.value) == (
         f"Format {form!r} cannot hold adapters of single experts: "
-        "model.layers.0.mlp.experts.1.up_proj. Write format 'peft', or stack them (mindlora convert --experts stacked)."
+        "model.layers.0.mlp.experts.1.up_proj. Write format 'peft', or stack them (mindlora adapter convert --experts "
+        "stacked)."
     )
     assert not os.listdir(tmp_path)
 
@@ -143,8 +144,8 @@ def test_safetensors_forms_need_no_mindspore(tmp_path):
     program = """
 import sys
 import numpy as np
-from mindlora.adapters import files as adapter_files
-from mindlora.adapters.adapter import Adapter
+from mindlora.files.adapters import files as adapter_files
+from mindlora.files.adapters.adapter import Adapter
 adapter = Adapter({("fc", "A"): np.ones((2, 3), np.float32), ("fc", "B"): np.ones((4, 2), np.float32)}, {"fc": 3.0})
 for form, path in (("peft", "a"), ("mindformers", "a.safetensors")):
     adapter_files.write(adapter, path, form)

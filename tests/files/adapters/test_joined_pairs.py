@@ -277,7 +277,7 @@ def test_heads_that_do_not_divide_the_rows_to_join(kv_heads):
         joined_pairs.join_pairs(own, QKV, TOTAL, kv_heads)
     assert str(error.value) == (
         f"{QKV} orders its rows by key-value head, but {kv_heads or 'an unknown number of'} heads do not divide the "
-        "12, 6, 6 rows of q, k, v evenly. Give the model's n_kv_heads (--kv-heads)."
+        "12, 6, 6 rows of q, k, v evenly. Name the model's folder or YAML (--base, or --config of base merge)."
     )
     assert own.paths == PARTS
 
@@ -291,7 +291,7 @@ def test_heads_that_do_not_divide_the_rows_to_split(kv_heads, head_dim):
     assert str(error.value) == (
         f"{QKV} joins {', '.join(PARTS)} in {TOTAL} rows, which do not match "
         f"{kv_heads or 'an unknown number of'} key-value heads of {f'size {head_dim}' if head_dim else 'unknown size'}."
-        " Give the model's n_kv_heads (--kv-heads) and head size."
+        " Name the model's folder or YAML (--base, or --config of base merge)."
     )
     assert own.paths == [QKV]
 

@@ -93,9 +93,9 @@ def test_the_command_needs_no_form_where_the_name_tells_it(tmp_path, capsys):
     config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
     (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
     write_adapter(tmp_path / "in", base_model=str(base))
-    assert cli.main(["convert", str(tmp_path / "in"), str(tmp_path / "x.gguf")]) == 0
+    assert cli.main(["adapter", "convert", str(tmp_path / "in"), str(tmp_path / "x.gguf")]) == 0
     assert "x.gguf (gguf): 4 pairs" in capsys.readouterr().out
-    assert cli.main(["convert", str(tmp_path / "in"), str(tmp_path / "x")]) == 1
+    assert cli.main(["adapter", "convert", str(tmp_path / "in"), str(tmp_path / "x")]) == 1
     assert "whose form its name does not tell. Say which one to write: --to peft," in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
@@ -104,7 +104,7 @@ def test_the_command_needs_no_form_where_the_name_tells_it(tmp_path, capsys):
     "output, arguments, message",
     [
         ("x.safetensors", {"architecture": "llama"}, "writes a file that ends in .gguf"),
-        ("x.gguf", {}, r"nothing tells it here.* \(--architecture\): llama, mistral, qwen2, qwen3"),
+        ("x.gguf", {}, r"nothing tells it here.* \(--base\); there are GGUF files of llama, mistral, qwen2, qwen3"),
         ("x.gguf", {"architecture": "qwen3_moe"}, "The base is a qwen3_moe, for which mindlora writes no GGUF"),
         ("x.gguf", {"architecture": "llama", "heads": Heads()}, "by heads, and nothing is said of their number"),
         ("x.gguf", {"architecture": "llama", "heads": Heads(5, 2)}, "and 5 is said of their number, .* 24 rows"),

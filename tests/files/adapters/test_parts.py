@@ -60,8 +60,10 @@ def test_a_network_of_its_own_is_named_by_its_part_and_its_paths(tmp_path, capsy
     source = saved(tmp_path / "own.safetensors", tensors)
     paths = tmp_path / "paths.txt"
     paths.write_text("body.0.in_proj\n\nbody.0.out\n")
-    assert cli.main(["convert", source, str(tmp_path / "p"), "--to", "peft", "--target-paths", str(paths)]) == 0
-    assert cli.main(["inspect", source, "--target-paths", str(paths)]) == 0
+    assert (
+        cli.main(["adapter", "convert", source, str(tmp_path / "p"), "--to", "peft", "--target-paths", str(paths)]) == 0
+    )
+    assert cli.main(["adapter", "inspect", source, "--target-paths", str(paths)]) == 0
     assert "unet: 1 cell, rank 2" in capsys.readouterr().out
     with pytest.raises(AdapterError, match=r"under diffusers' names: body\.0\.in_proj\. Say which part"):
         convert_adapter(str(tmp_path / "p"), str(tmp_path / "k.safetensors"), "kohya")
@@ -105,7 +107,7 @@ def test_inspect_shows_the_parts(tmp_path, form):
 
 def test_one_part_of_a_name_is_enough_to_write_the_kohya_file_from_the_command_line(tmp_path, capsys):
     output = str(tmp_path / "unet.safetensors")
-    arguments = ["convert", written(tmp_path, make()), output, "--to", "kohya", "--part", "unet", "--json"]
+    arguments = ["adapter", "convert", written(tmp_path, make()), output, "--to", "kohya", "--part", "unet", "--json"]
     assert cli.main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["pairs"] == 3
     assert all(key.startswith("lora_unet_") for key in adapter_keys(output))

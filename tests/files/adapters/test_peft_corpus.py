@@ -18,16 +18,16 @@ from tests.support.llama_checkpoints import save_base
 from tests.support.peft_corpus import FORMS, HIDDEN, INNER, VOCABULARY
 
 COMMANDS = {
-    "inspect": ["inspect", "A"],
-    "served": ["inspect", "A", "--for", "vllm"],
-    "peft": ["convert", "A", "peft", "--to", "peft"],
-    "ckpt": ["convert", "A", "a.ckpt", "--to", "ckpt"],
-    "slora": ["convert", "A", "slora", "--to", "slora"],
-    "mcore": ["convert", "A", "m.safetensors", "--to", "mcore"],
-    "resize": ["resize", "A", "small", "--rank", "2"],
-    "combine": ["combine", "both", "--method", "cat", "--adapter", "A", "0.5", "--adapter", "A", "0.5"],
-    "diff": ["diff", "A", "A"],
-    "merge": ["merge", "--base", "BASE", "--adapter", "A", "--output", "merged"],
+    "inspect": ["adapter", "inspect", "A"],
+    "served": ["adapter", "inspect", "A", "--for", "vllm"],
+    "peft": ["adapter", "convert", "A", "peft", "--to", "peft"],
+    "ckpt": ["adapter", "convert", "A", "a.ckpt", "--to", "ckpt"],
+    "slora": ["adapter", "convert", "A", "slora", "--to", "slora"],
+    "mcore": ["adapter", "convert", "A", "m.safetensors", "--to", "mcore"],
+    "resize": ["adapter", "resize", "A", "small", "--rank", "2"],
+    "combine": ["adapter", "combine", "both", "--method", "cat", "--adapter", "A", "0.5", "--adapter", "A", "0.5"],
+    "diff": ["adapter", "diff", "A", "A"],
+    "merge": ["base", "merge", "--base", "BASE", "--adapter", "A", "--output", "merged"],
 }
 
 
@@ -88,7 +88,7 @@ def test_every_command_does_it_or_says_in_a_line_why_not(tmp_path, name, base, m
 
 @pytest.mark.parametrize("name", ["corda", "lora_bias", "biases", "aLoRA", "of GPT-2", "trained tokens"])
 def test_inspect_says_what_cannot_be_loaded(tmp_path, name, capsys):
-    assert cli.main(["inspect", peft_corpus.write(str(tmp_path / "A"), FORMS[name])]) == 0
+    assert cli.main(["adapter", "inspect", peft_corpus.write(str(tmp_path / "A"), FORMS[name])]) == 0
     assert "warning" in capsys.readouterr().out
 
 
@@ -110,7 +110,7 @@ def test_a_server_refuses_a_bias_in_the_configuration(tmp_path):
     path = peft_corpus.write(str(tmp_path / "A"), FORMS["bias without biases"])
     (problem,) = check_for_server(path, "vllm").problems
     assert "bias 'lora_only', which is refused" in problem
-    assert cli.main(["convert", path, str(tmp_path / "served"), "--to", "peft"]) == 0
+    assert cli.main(["adapter", "convert", path, str(tmp_path / "served"), "--to", "peft"]) == 0
     assert check_for_server(str(tmp_path / "served"), "vllm").accepted
 
 
@@ -136,6 +136,6 @@ def test_a_base_with_transposed_weights_is_not_merged_into(tmp_path, capsys):
     tensors["model.norm.weight"] = np.zeros(HIDDEN, np.float32)
     base = save_base(tmp_path / "base", tensors)
     adapter = peft_corpus.write(str(tmp_path / "A"), FORMS["of GPT-2"]._replace(modules=["attn.c_proj"]))
-    words = ["merge", "--base", base, "--adapter", adapter, "--output", str(tmp_path / "out")]
+    words = ["base", "merge", "--base", base, "--adapter", adapter, "--output", str(tmp_path / "out")]
     assert cli.main(words) == 1
     assert "is stored transposed, [in, out], as GPT-2's Conv1D has it" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_several_scales_would_be_computed_wrongly_and_combine_mends_them(ranks, 
     assert check_for_server(written(adapter), "vllm").accepted
     report = check_for_server("adapter", "vllm==0.31.2")
     assert not report.accepted and "combine served --method cat --adapter ADAPTER 1" in report.problems[0]
-    words = ["combine", "served", "--method", "cat", "--adapter", "adapter", "1"]
+    words = ["adapter", "combine", "served", "--method", "cat", "--adapter", "adapter", "1"]
     assert cli.main(words) == 0, capsys.readouterr().err
     assert check_for_server("served", "vllm==0.31.2").accepted
     for path in (WQ, WV):
@@ -69,13 +69,14 @@ def test_several_ranks_with_one_scale_are_served():
 def test_a_rank_above_all_limits_is_resized():
     report = check_for_server(written(make((520, 520))), "vllm")
     assert report.problems == (
-        "Its rank is 520, and at most 512 is served. Make it smaller: mindlora resize ADAPTER served --rank 512",
+        "Its rank is 520, and at most 512 is served. Make it smaller: mindlora adapter resize ADAPTER served --rank "
+        "512",
     )
 
 
 def test_other_forms_are_converted_first():
     report = check_for_server(written(make(), "ckpt", "adapter.ckpt"), "vllm")
-    assert "mindlora convert adapter.ckpt served --to peft" in report.problems[0] and len(report.problems) == 1
+    assert "mindlora adapter convert adapter.ckpt served --to peft" in report.problems[0] and len(report.problems) == 1
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_other_forms_are_converted_first():
 def test_what_is_refused_is_merged_instead(prepare, message):
     prepare()
     (problem,) = check_for_server("adapter", "vllm").problems
-    assert message in problem and "Merge it into the base (mindlora merge)" in problem
+    assert message in problem and "Merge it into the base (mindlora base merge)" in problem
 
 
 def edited(rename=str, **fields):
@@ -142,12 +143,12 @@ def convolution():
 
 def test_the_command_ends_with_1_where_it_would_not_be_served(capsys):
     written(make())
-    assert cli.main(["inspect", "adapter", "--for", "vllm"]) == 0
+    assert cli.main(["adapter", "inspect", "adapter", "--for", "vllm"]) == 0
     assert "vllm     would serve it as it is" in capsys.readouterr().out
     written(dora())
-    assert cli.main(["inspect", "adapter", "--for", "vllm", "--json"]) == 1
+    assert cli.main(["adapter", "inspect", "adapter", "--for", "vllm", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["accepted"] is False
-    assert cli.main(["inspect", "adapter", "--for", "vlm"]) == 1
+    assert cli.main(["adapter", "inspect", "adapter", "--for", "vlm"]) == 1
     assert "Did you mean 'vllm'?" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="No rules are known of a server 'tgi'"):
         check_for_server("adapter", "tgi")
@@ -181,7 +182,7 @@ def test_experts_are_refused_before_vllm_took_them(tmp_path, server):
 def test_stacked_experts_are_split_where_vllm_keeps_them_apart(tmp_path, capsys):
     adapter = stacked(tmp_path, "qwen3_moe")
     (problem,) = check_for_server(adapter, "vllm").problems
-    assert problem.endswith("mindlora convert adapter served --to peft --experts single")
+    assert problem.endswith("mindlora adapter convert adapter served --to peft --experts single")
     assert cli.main(problem.rpartition("mindlora ")[2].split()) == 0, capsys.readouterr().err
     assert check_for_server("served", "vllm").accepted
     assert not check_for_server("served", "vllm==0.11").accepted
@@ -227,16 +228,16 @@ def test_mindie_takes_linear_cells_and_loads_them_while_it_serves_since_2_3():
     (problem,) = check_for_server(written(dora()), "mindie").problems
     assert "MindIE has plain LoRA alone. Merge it" in problem
     (problem,) = check_for_server(written(make(), "ckpt", "adapter.ckpt"), "mindie").problems
-    assert "mindlora convert adapter.ckpt served --to peft" in problem
+    assert "mindlora adapter convert adapter.ckpt served --to peft" in problem
 
 
 def test_llama_cpp_takes_what_is_converted_and_ollama_what_is_merged():
     written(make())
     (problem,) = check_for_server("adapter", "llama.cpp").problems
-    assert problem.endswith("Write that: mindlora convert adapter served.gguf")
+    assert problem.endswith("Write that: mindlora adapter convert adapter served.gguf")
     (problem,) = check_for_server("adapter", "ollama").problems
     assert "Since 0.34.1 Ollama refuses a Modelfile with ADAPTER. Merge it" in problem
     (problem,) = check_for_server("adapter", "ollama==0.33").problems
-    assert "mindlora convert adapter served.gguf" in problem
+    assert "mindlora adapter convert adapter served.gguf" in problem
     (problem,) = check_for_server(written(dora()), "llama.cpp").problems
     assert "llama.cpp has plain LoRA alone" in problem

@@ -1,6 +1,5 @@
 """Variants and layouts: each goes through all that is done with adapters, and no module there knows a variant."""
 
-
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""The config.json that convert-base writes for transformers from a MindFormers YAML."""
+"""The config.json that base convert writes for transformers from a MindFormers YAML."""
 
 import json
 import os
@@ -64,6 +64,6 @@ def test_a_yaml_of_another_model_is_refused_and_nothing_is_written(tmp_path, cha
 def test_the_command_takes_the_yaml(tmp_path, capsys):
     convert_base(save_base(tmp_path / "hf", llama()), str(tmp_path / "mf"), "hf", "mindformers")
     (tmp_path / "run.yaml").write_text(json.dumps({"model": {"model_config": YAML}}))
-    words = ["convert-base", str(tmp_path / "mf"), str(tmp_path / "out"), "--to", "hf"]
+    words = ["base", "convert", str(tmp_path / "mf"), str(tmp_path / "out"), "--to", "hf"]
     assert cli.main([*words, "--config", str(tmp_path / "run.yaml")]) == 0, capsys.readouterr().err
     assert (tmp_path / "out" / "config.json").exists()

@@ -182,7 +182,7 @@ def test_a_weight_beyond_float16_is_refused_and_leaves_the_file_as_it_was(base, 
 
 
 def test_the_command(base, adapter, tmp_path, capsys):
-    start = ["merge", "--base", str(base), "--adapter", str(adapter), "--output"]
+    start = ["base", "merge", "--base", str(base), "--adapter", str(adapter), "--output"]
     assert cli.main([*start, str(tmp_path / "x.gguf"), "--to", "gguf", "--outtype", "q8_0"]) == 0
     assert "tensors merged: 1" in capsys.readouterr().out
     assert cli.main([*start, str(tmp_path / "x"), "--to", "gguf"]) == 1

@@ -149,7 +149,8 @@ def test_the_command(tmp_path, capsys):
     source = save_base(tmp_path / "hf", llama(), 2, **CONFIG)
     output, folder = str(tmp_path / "q.safetensors"), str(tmp_path / "adapter")
     words = [
-        "quantize-base",
+        "base",
+        "quantize",
         source,
         output,
         "--loftq",
@@ -180,7 +181,7 @@ def test_the_command(tmp_path, capsys):
     np.testing.assert_array_equal(adapter.tensors[Q, "B"], b)
     assert main([*words, "--overwrite", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["adapter"] == folder
-    assert main(["quantize-base", source, output, "--loftq", folder, "--rank", "4", "--overwrite"]) == 0
+    assert main(["base", "quantize", source, output, "--loftq", folder, "--rank", "4", "--overwrite"]) == 0
     assert len(adapter_files.read(folder).paths) == 14 and adapter_files.read(folder).alphas[Q] == 16
 
 
@@ -351,6 +352,6 @@ def contents(folder):
 )
 def test_flags(words, message, tmp_path, capsys):
     _, source = base_of(tmp_path)
-    assert main(["quantize-base", source, str(tmp_path / "q.safetensors"), *words]) == 1
+    assert main(["base", "quantize", source, str(tmp_path / "q.safetensors"), *words]) == 1
     assert f"mindlora: error: {message}" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["base1.safetensors"]

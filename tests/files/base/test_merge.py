@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from mindlora import cli
 from mindlora.core.errors import AdapterError, ScaleMismatchError
 from mindlora.core.formats.safetensors_file import write_arrays
 from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
@@ -22,6 +23,7 @@ from tests.support.llama_checkpoints import (
     HIDDEN,
     KV_HEADS,
     VOCAB,
+    assert_same,
     llama,
     load,
     save_base,
@@ -132,8 +134,15 @@ def test_an_adapter_of_parts_on_a_joined_base(tmp_path, names):
     merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out"), kv_heads=KV_HEADS)
     convert_base(str(tmp_path / "out"), str(tmp_path / "back"), None, "hf", heads=HEADS, kv_heads=KV_HEADS)
     assert_merged(load(tmp_path / "back"), source, found)
-    with pytest.raises(AdapterError, match="--kv-heads"):
+    with pytest.raises(AdapterError, match="YAML .--base, or --config of base merge"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"))
+    command = ["base", "merge", "--base", str(tmp_path / "joined"), "--adapter", adapter, "--output"]
+    for name, options in (
+        ("by config", ["--config", str(tmp_path / "hf")]),
+        ("by flag", ["--kv-heads", str(KV_HEADS)]),
+    ):
+        assert cli.main([*command, str(tmp_path / name), *options]) == 0
+        assert_same(load(tmp_path / name), load(tmp_path / "out"))
     with pytest.raises(AdapterError, match="5 heads do not divide the 32, 16, 16 rows of q, k, v"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"), kv_heads=5)
     assert not (tmp_path / "out2").exists()
@@ -166,7 +175,7 @@ def test_a_joined_adapter_on_a_base_of_parts(tmp_path):
     )
     assert_merged(load(tmp_path / "out"), source, found)
     assert report.merged == 5
-    with pytest.raises(AdapterError, match="--kv-heads"):
+    with pytest.raises(AdapterError, match="YAML .--base, or --config of base merge"):
         merge_checkpoint(base, str(tmp_path / "joint.safetensors"), str(tmp_path / "out2"), lora_alpha=ALPHA)
 
 

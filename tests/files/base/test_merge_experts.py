@@ -1,4 +1,4 @@
-"""mindlora merge with an adapter of routed experts: bases that keep the experts apart, and bases that stack them."""
+"""merge_checkpoint with an adapter of routed experts: bases that keep the experts apart, and bases that stack them."""
 
 import json
 

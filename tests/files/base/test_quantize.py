@@ -87,7 +87,7 @@ def test_pieces_of_any_size_give_the_same_bytes(tmp_path, monkeypatch, shape, at
 def test_excluded_weights_stay_and_the_run_must_exclude_the_same(tmp_path, capsys):
     tensors, output = llama(), str(tmp_path / "q.safetensors")
     source = save_base(tmp_path / "hf", tensors)
-    assert main(["quantize-base", source, output, "--exclude", "wq", "--exclude", "down_proj"]) == 0
+    assert main(["base", "quantize", source, output, "--exclude", "wq", "--exclude", "down_proj"]) == 0
     assert "weights in NF4: 10, " in capsys.readouterr().out
     assert_same(load(output), expected(tensors, ("wq", "w2")))
     check_quantized_base(output, ["wq", "w2"])
@@ -111,7 +111,7 @@ def test_the_state_of_an_optimizer_is_left_out(tmp_path):
 PEAK = """
 import sys
 import mindspore
-from mindlora.base.quantize import quantize_checkpoint
+from mindlora.files.base.quantize import quantize_checkpoint
 
 def kib(field):
     with open("/proc/self/status") as file:
@@ -187,7 +187,7 @@ def test_a_base_in_float_is_refused(tmp_path):
         check_quantized_base(source, None)
     assert str(caught.value) == (
         f"{source} is not quantized, and quantize_base is nf4. Quantize it once: "
-        f"mindlora quantize-base {source} base-nf4.safetensors"
+        f"mindlora base quantize {source} base-nf4.safetensors"
     )
 
 

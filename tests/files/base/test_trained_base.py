@@ -58,7 +58,7 @@ def test_another_base_of_the_same_shapes_is_refused_unless_a_flag_says_otherwise
     report = merge_checkpoint(base, adapter, output, on_base_mismatch="warn")
     assert "was trained on another base" in report.notes[0]
     assert_merged(load(output), source, found)
-    words = ["merge", "--base", base, "--adapter", adapter, "--output", output, "--overwrite"]
+    words = ["base", "merge", "--base", base, "--adapter", adapter, "--output", output, "--overwrite"]
     assert cli.main([*words, "--on-base-mismatch", "ignore"]) == 0 and "another base" not in capsys.readouterr().out
     assert cli.main(words) == 1 and "was trained on another base" in capsys.readouterr().err
     with pytest.raises(LoraError, match="on_base_mismatch is 'never'"):

@@ -90,4 +90,4 @@ def test_a_bare_model_is_to_be_converted_where_mindformers_loads_it(base, tmp_pa
     for words in (("--use_parallel", "True", "--parallel.parallel_mode", "1"), ("--run_mode", "eval")):
         (found,) = mistakes(path, *flags, *words)
         assert "has a bare model's names (layers.0." in found and "with 'model.' before them" in found
-        assert found.endswith(f"Convert it: mindlora convert-base {path} base.safetensors --to mindformers")
+        assert found.endswith(f"Convert it: mindlora base convert {path} base.safetensors --to mindformers")

@@ -310,7 +310,7 @@ def test_a_checkpoint_of_a_changed_base_goes_with_the_lora_init_that_changed_it(
 def test_hugging_faces_form_is_not_loaded(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     severity, _, text = the_one(config_of({"load_path": str(tmp_path)}))
-    assert severity == "warning" and "mindlora convert-base" in text
+    assert severity == "warning" and "mindlora base convert" in text
     assert the_one(config_of({"load_path": str(tmp_path / "model.safetensors")}))[2].endswith("folder that it is in.")
 
 

@@ -23,13 +23,13 @@ def run_yaml(*changes):
 
 
 def test_the_trial_has_no_base_saves_nothing_and_leaves_the_yaml_as_it_is(tmp_path):
-    callbacks = [{"type": "LoraCheckpoint", "save_steps": 5}, {"type": "LossCurve", "directory": "curves"}]
+    callbacks = [{"type": "LoraCheckpoint", "save_steps": 5}, {"type": "RunReport", "directory": "report"}]
     config = run_yaml({"load_checkpoint": "base", "output_dir": "out", "callbacks": callbacks})
     config["train_dataset"]["data_loader"]["dataset_files"] = "gone.mindrecord"
     before = copy.deepcopy(config)
     tried, _ = trial_yaml(config, str(tmp_path))
     assert config == before
-    assert tried["load_checkpoint"] == "" and tried["callbacks"] == [{"type": "LossCurve"}]
+    assert tried["load_checkpoint"] == "" and tried["callbacks"] == [{"type": "RunReport"}]
     assert tried["output_dir"].startswith(str(tmp_path))
     assert not os.listdir(tmp_path)
 

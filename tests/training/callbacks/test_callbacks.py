@@ -1,7 +1,6 @@
-"""HeldOutLoss against NumPy, LossCurve's files, and a ProgressBar that writes to stderr only."""
+"""HeldOutLoss against NumPy, the old name of RunReport, and a ProgressBar that writes to stderr only."""
 
-import json
-import sys
+import os
 import types
 
 import mindspore as ms
@@ -13,9 +12,11 @@ from mindspore import Tensor, nn
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.tree import lora_cells
-from mindlora.training.callbacks.registry import HeldOutLoss, LossCurve, ProgressBar
+from mindlora.training.callbacks import loss_curve
+from mindlora.training.callbacks.registry import HeldOutLoss, LossCurve, ProgressBar, RunReport
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
 from mindlora.training.launch import hooks  # noqa: F401
+from mindlora.training.report.history import read_history
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.support import networks, tiny_runs
 from tests.support.tiny_runs import BATCH_SIZE, IGNORED, PAD
@@ -111,6 +112,8 @@ def test_measuring_does_not_change_training(network, held_out, graph_mode):
     cell(*batch)
     start = {p.name: p.asnumpy().copy() for p in network.trainable_params()}
 
+    measured = []
+
     def two_steps(callback):
         for parameter in network.trainable_params():
             parameter.set_data(Tensor(start[parameter.name].copy()))
@@ -121,17 +124,18 @@ def test_measuring_does_not_change_training(network, held_out, graph_mode):
                 before = networks.snapshot(cell)
                 callback.on_train_step_end(Context(params))
                 assert networks.snapshot(cell) == before
-        return params, float(params.net_outputs[0].asnumpy())
+                measured.append(params["eval_results"])
+        return float(params.net_outputs[0].asnumpy())
 
     callback = HeldOutLoss(path, every_steps=1)
     trainings = {name: sub.training for name, sub in cell.cells_and_names()}
-    params, loss = two_steps(callback)
+    loss = two_steps(callback)
     assert {name: sub.training for name, sub in cell.cells_and_names()} == trainings
     # Two compiled graphs, training and evaluation, however often they alternate.
     assert len(cell.compile_cache) == 1 and len(callback.cell.compile_cache) <= 2
-    assert [step for step, _ in callback.measured] == [1, 2] and callback.measured[0][1] != callback.measured[1][1]
-    assert params["eval_results"] == {"held_out_loss": callback.measured[1][1]}
-    assert two_steps(None)[1] == loss
+    first, second = measured
+    assert first.keys() == second.keys() == {"held_out_loss"} and first != second
+    assert two_steps(None) == loss
 
 
 def switch_dropout_off(network):
@@ -181,7 +185,7 @@ def test_held_out_loss_every_few_steps_and_at_the_end(held_out, start, steps):
     callback = HeldOutLoss(held_out[0], every_steps=3)
     reports = Reports()
     play([callback, reports], [1.0] * (7 - start), start, network)
-    assert [step for step, _ in callback.measured] == steps == list(reports.seen)
+    assert list(reports.seen) == steps
     np.testing.assert_allclose(list(reports.seen.values()), np.log(tiny_runs.VOCABULARY), rtol=1e-6)
 
 
@@ -211,32 +215,21 @@ def test_wrong_arguments(held_out, arguments, message):
         HeldOutLoss(**{"dataset_dir": held_out[0], **arguments})
 
 
-def test_loss_curve_writes_numbers_and_a_plot(tmp_path, held_out):
-    held = HeldOutLoss(held_out[0])
-    held.on_train_epoch_begin = held.on_train_step_end = lambda _: None
-    held.measured = [(2, 0.75)]
-    play([LossCurve("curve"), held], [0.5, 1.25, 0.125])
-    with open(tmp_path / "curve" / "loss_curve.json", encoding="utf-8") as file:
-        assert json.load(file) == {"train": [[1, 0.5], [2, 1.25], [3, 0.125]], "held_out": [[2, 0.75]]}
-    from matplotlib import image
-
-    picture = image.imread(tmp_path / "curve" / "loss_curve.png")
-    assert picture.shape[:2] == (495, 880) and picture.std() > 0.01
-    assert sorted(path.name for path in (tmp_path / "curve").iterdir()) == ["loss_curve.json", "loss_curve.png"]
-
-
-def test_loss_curve_of_a_resumed_run_starts_where_it_resumed(tmp_path):
-    play([LossCurve(str(tmp_path))], [0.5, 0.25], start=3)
-    assert json.loads((tmp_path / "loss_curve.json").read_text())["train"] == [[4, 0.5], [5, 0.25]]
-
-
-def test_loss_curve_without_matplotlib_writes_the_numbers_and_says_how_to_get_the_plot(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr("mindlora.training.callbacks.loss_curve.logger.warning", told.append)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    play([LossCurve("curve")], [0.5, 0.25])
-    assert [path.name for path in (tmp_path / "curve").iterdir()] == ["loss_curve.json"]
-    assert len(told) == 1 and "report.html shows the same curves; for the picture: pip install" in told[0]
+@pytest.mark.parametrize("listed", [(), (RunReport,)], ids=["alone", "beside a RunReport"])
+def test_loss_curve_is_a_run_report_and_says_so_once(tmp_path, monkeypatch, listed):
+    said = []
+    monkeypatch.setattr(loss_curve.logger, "warning", lambda text, *values: said.append(text % values))
+    loss_curve._say_the_new_name.cache_clear()
+    folder = str(tmp_path / "run")
+    play(
+        [*(callback(folder) for callback in listed), LossCurve(folder), LossCurve(str(tmp_path / "other"))], [0.5, 2.0]
+    )
+    for written in (folder, str(tmp_path / "other")):
+        history = read_history(written)
+        assert history.series("loss")[1].tolist() == [0.5, 2.0] and len(history.runs) == 1
+        assert sorted(os.listdir(written)) == ["metrics.jsonl", "report.html"]
+    (renamed,) = [line for line in said if "LossCurve" in line]
+    assert renamed.startswith('"LossCurve" is called "RunReport" now')
 
 
 @pytest.mark.parametrize("start, beginning", [(0, "  0%|          | 0/8"), (6, " 75%|███████▌  | 6/8")])
@@ -248,8 +241,8 @@ def test_progress_bar_writes_to_stderr_only(capfd, start, beginning):
     assert printed.err.strip().endswith("fine-tuning: 100%|██████████| 8/8 steps, 00:00 left, loss 0.500")
 
 
-def test_only_rank_0_shows_progress_and_writes_a_curve(capfd, tmp_path, monkeypatch):
-    for callback in ("loss_curve", "progress_bar"):
-        monkeypatch.setattr(f"mindlora.training.callbacks.{callback}.get_real_rank", lambda: 1)
-    play([ProgressBar(), LossCurve("curve")], [0.5])
-    assert capfd.readouterr().err == "" and not (tmp_path / "curve").exists()
+def test_only_rank_0_shows_progress_and_writes_a_history(capfd, tmp_path, monkeypatch):
+    for module in ("report.run_report", "callbacks.loss_curve", "callbacks.progress_bar"):
+        monkeypatch.setattr(f"mindlora.training.{module}.get_real_rank", lambda: 1)
+    play([ProgressBar(), LossCurve("run")], [0.5])
+    assert capfd.readouterr().err == "" and not (tmp_path / "run").exists()

@@ -2,16 +2,18 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from mindlora.training.callbacks.registry import (
     EmptySteps,
     GradientNormRate,
     LoraCheckpoint,
-    LossCurve,
     ReduceOnPlateau,
+    RunReport,
     TrainingGuard,
 )
+from mindlora.training.report.history import read_history
 from tests.support.controlled_runs import RATE, play
 from tests.support.scripted_runs import Model, ScriptedStep, folders, marked_step, train
 
@@ -69,7 +71,8 @@ def test_they_are_never_the_best_and_leave_the_mean_of_the_others():
     assert marked_step("saved/best") == 2
 
 
-def test_the_curve_of_losses_leaves_them_out():
-    play([LossCurve("curve")], [4.0, 9.0, 3.0], empty=(2,))
-    with open("curve/loss_curve.json", encoding="utf-8") as file:
-        assert json.load(file)["train"] == [[1, 4.0], [3, 3.0]]
+def test_they_have_no_loss_in_the_history():
+    play([RunReport("run")], [4.0, 9.0, 3.0], empty=(2,))
+    steps, losses = read_history("run").series("loss")
+    assert steps.tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(losses, [4.0, np.nan, 3.0])

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import gc, sys
-from mindlora.plugin.imports import import_mindformers
+from mindlora.training.launch.imports import import_mindformers
 
 import_mindformers()
 assert "mindformers" in sys.modules and "nltk" not in sys.modules

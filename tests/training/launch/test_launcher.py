@@ -9,8 +9,9 @@ import sys
 import pytest
 
 import mindlora
+from mindlora.core import overrides
 from mindlora.core.errors import ConfigError, LoraError
-from mindlora.training.launch import launcher
+from mindlora.training.launch import command_line, launcher
 from tests.support.runs import LORA_YAML, environment
 
 # The flags of MindFormers' run_mindformer.py, and where it puts them
@@ -221,6 +222,18 @@ def test_help_version_and_a_wrong_flag_are_answered_at_once_and_write_nothing(tm
         )
         assert run.returncode == code and message in run.stdout + run.stderr, run.stderr
     assert not os.listdir(tmp_path)
+
+
+def test_the_help_has_each_flag_once_and_those_that_only_set_a_key_last(capsys):
+    with pytest.raises(SystemExit):
+        command_line.parse(["--help"])
+    shown = capsys.readouterr().out
+    first, _, last = shown.partition("\nset a key of the YAML:\n")
+    flags = re.findall(r"^  --(\w+)", shown, re.M)
+    assert len(flags) == len(set(flags)) and set(overrides.FLAGS) < set(flags)
+    assert all(f"\n  --{flag} " in first for flag in ("config", "run_mode", "train_dataset_dir", "epochs", "resume"))
+    keys = re.findall(r"^  --(\w+)", last, re.M)
+    assert "seed" in keys and set(keys) < set(overrides.FLAGS)
 
 
 def test_options_take_pairs():

@@ -225,7 +225,7 @@ def prepared(tmp_path, pet, callbacks, **changes):
     "pet, callbacks, added",
     [
         ({"lora_init": "pissa"}, [], True),
-        ({"lora_init": "olora"}, [{"type": "LossCurve"}], True),
+        ({"lora_init": "olora"}, [{"type": "ProgressBar"}], True),
         ({"lora_init": "pissa"}, [{"type": "LoraCheckpoint"}], False),
         ({"lora_init": "pissa_niter_4"}, [], True),
         ({"lora_init": "pissa"}, [{"type": "LoraInitialization"}], False),

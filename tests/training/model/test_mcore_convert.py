@@ -1,4 +1,4 @@
-"""What mindlora convert --to mcore writes, in MindFormers' own LoRA on its mcore Qwen3: the same as mindlora's."""
+"""What adapter convert --to mcore writes, in MindFormers' own LoRA on its mcore Qwen3: the same as mindlora's."""
 
 import numpy as np
 

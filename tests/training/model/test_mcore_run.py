@@ -105,7 +105,7 @@ def test_a_folder_of_hugging_faces_is_no_base_on_one_device(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert message(yaml_of(load_checkpoint=str(tmp_path))) == (
         f"load_checkpoint: {tmp_path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
-        f"on one device. Convert it once: mindlora convert-base {tmp_path} base.safetensors --to mcore"
+        f"on one device. Convert it once: mindlora base convert {tmp_path} base.safetensors --to mcore"
     )
     assert not list(check_mcore(yaml_of(load_checkpoint=str(tmp_path), use_parallel=True)))
 

@@ -31,7 +31,7 @@ def messages(folder):
     pynative_runs.write_data(data, rows=4)
     runs = {
         "measured": (
-            *({"type": "RunReport"}, {"type": "LossCurve"}, {"type": "AdapterHealth", "every_steps": 2}),
+            *({"type": "RunReport"}, {"type": "AdapterHealth", "every_steps": 2}),
             {"type": "HeldOutLoss", "dataset_dir": str(data), "every_steps": 1, "batch_size": 3},
             {"type": "WarmUp", "steps": 2, "start_factor": 0.5},
         ),
@@ -67,7 +67,7 @@ def messages(folder):
         # Where a callback writes to a folder, each run has one.
         first = [] if name == "resumed" else [{"type": "FillWeights"}]
         recorded = [*first, *callbacks, {"type": "RecordLosses"}]
-        writing = ("RunReport", "LossCurve", "RecordLosses")
+        writing = ("RunReport", "RecordLosses")
         named = [{**node, "directory": str(folder / name)} if node["type"] in writing else node for node in recorded]
         nodes = {"callbacks": named, **checkpoints.get(name, {})}
         configs.append(pynative_runs.tiny_config("qwen3", other_data.get(name, data), STEPS, **nodes))
@@ -87,9 +87,7 @@ def test_the_held_out_loss_is_mindformers_loss_of_the_next_step(folder, messages
     losses = pynative_runs.losses(folder / "measured")
     assert len(held_out) == len(losses) == STEPS
     np.testing.assert_allclose(held_out[:-1], losses[1:], rtol=1e-5)
-    curve = json.loads((folder / "measured" / "loss_curve.json").read_text(encoding="utf-8"))
-    assert curve["held_out"] == [[step + 1, loss] for step, loss in enumerate(held_out)]
-    assert [loss for _, loss in curve["train"]] == pytest.approx(losses)
+    assert records(folder / "measured", "loss") == pytest.approx(losses)
 
 
 def test_rates_tokens_and_health_are_recorded(folder, messages):

@@ -77,14 +77,13 @@ def test_the_base_means_what_it_means_in_graph_mode(runs, graph_mode, mindformer
 @only_with_graph_mode
 def test_an_adapter_goes_to_peft_to_graph_mode_and_back_bit_for_bit(runs, graph_mode, mindformers, monkeypatch):
     mcore_cpu.install(monkeypatch.setattr)
-    step, sizes = runs / "saved" / f"iteration_{STEPS:08d}", ["--heads", "4", "--kv-heads", "2", "--head-dim", "12"]
-    convert = ["convert", str(step), str(runs / "peft"), "--to", "peft", "--architecture", "qwen3"]
-    assert cli.main([*convert, *sizes]) == 0
+    step, base = runs / "saved" / f"iteration_{STEPS:08d}", ["--base", str(runs / "whole.yaml")]
+    assert cli.main(["adapter", "convert", str(step), str(runs / "peft"), "--to", "peft", *base]) == 0
     network = mcore_networks.tiny_qwen3(num_hidden_layers=pynative_runs.QWEN3["num_hidden_layers"])
     load_lora(network, runs / "peft")
     save_lora(network, runs / "graph")
-    back = ["convert", str(runs / "graph"), str(runs / "back"), "--to", "pynative", "--architecture", "qwen3"]
-    assert cli.main([*back, *sizes]) == 0
+    words = [str(runs / "graph"), str(runs / "back"), "--to", "pynative", *base]
+    assert cli.main(["adapter", "convert", *words]) == 0
 
     trained = {name: array for name, array in load_file(step / BASE_FILE).items() if "lora" in name}
     found = load_file(runs / "back" / BASE_FILE)

@@ -16,7 +16,7 @@ sys.path.insert(1, ONE_DEVICE)
 import mindspore as ms
 from mindspore import nn
 
-from mindlora.plugin.pynative.pet import on_current_device
+from mindlora.training.pynative.pet import on_current_device
 
 ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
 with ms.DeviceCtx("meta"):

@@ -42,8 +42,8 @@ class Run:
 # Dies as from kill -9 while it writes step_8: its adapter is written, its training state is not.
 KILLED_WHILE_SAVING = """
 import os, signal, sys
-from mindlora.plugin.resume import training_state
-from mindlora.plugin.launcher import main
+from mindlora.training.resume import training_state
+from mindlora.training.launch.launcher import main
 save_file = training_state.save_file
 def save_or_die(tensors, path):
     if ".step_8." in path:

@@ -174,7 +174,7 @@ def members():
 
 before, maps = members(), {**pet_model.PET_TYPE_TO_MODEL_MAPPING}
 assert not any(name.startswith("mindlora") for name in sys.modules)
-from mindlora.plugin import hooks
+from mindlora.training.launch import hooks
 after = members()
 json.dump({"changed": sorted(key for key in before if after.get(key) is not before[key]),
            "pet": sorted(key for key, now in pet_model.PET_TYPE_TO_MODEL_MAPPING.items() if maps.get(key) is not now),

@@ -37,7 +37,9 @@ _MINDSPEED = "Convert it with MindSpeed-LLM's convert_ckpt.py --save-lora-to-hf,
 _TORCHTUNE = "Give the folder of torchtune's output that holds adapter_model.safetensors, which is in PEFT's form."
 _LITGPT = "Merge it with `litgpt merge_lora` and convert the result with `litgpt convert_from_litgpt`."
 _GGUF_WAY = "Give the PEFT folder that llama.cpp's convert_lora_to_gguf.py made it from."
-_RANKS = "Join the slices of a sharded run with mindlora gather; of a data-parallel run, give the file of one rank."
+_RANKS = (
+    "Join the slices of a sharded run with mindlora adapter gather; of a data-parallel run, give the file of one rank."
+)
 _MLX_WAY = "Train or save it with a version of mlx-lm that writes adapters.safetensors."
 
 FOREIGN = (

@@ -100,7 +100,7 @@ class MindFormers(Dialect):
         if experts:
             raise AdapterError(
                 f"Format {self.form!r} cannot hold adapters of single experts: {listed(experts)}. Write format 'peft', "
-                "or stack them (mindlora convert --experts stacked)."
+                "or stack them (mindlora adapter convert --experts stacked)."
             )
 
 

@@ -188,6 +188,6 @@ def _rows(adapter: Adapter, path: str, heads: Heads) -> Optional[int]:
     if total is None:
         raise AdapterError(
             f"{path} joins {', '.join(members)}, and the adapter lacks some of these, so that their rows are not "
-            "known. Give the model's num_heads, n_kv_heads and head size."
+            "known. Name the model's folder or YAML (--base)."
         )
     return total

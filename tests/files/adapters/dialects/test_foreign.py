@@ -109,6 +109,6 @@ def refused_above(top, adapter):
 
 def test_the_command_ends_with_one_line(tmp_path, capsys):
     path = saved(tmp_path / "a.safetensors", {KEYS["a Flux adapter"]: np.ones((2, 2), np.float32)})
-    assert cli.main(["inspect", path]) == 1
+    assert cli.main(["adapter", "inspect", path]) == 1
     error = capsys.readouterr().err
     assert "is a Flux adapter, which mindlora cannot read. Load it with diffusers; " in error and error.count("\n") == 1

@@ -49,7 +49,7 @@ def test_a_form_that_is_added_is_written_and_read(tmp_path, with_another):
 def test_users_can_choose_it(tmp_path, with_another, capsys):
     adapter_files.write(make(), str(tmp_path / "a"))
     output = str(tmp_path / "a.safetensors")
-    assert cli.main(["convert", str(tmp_path / "a"), output, "--to", "reversed"]) == 0
+    assert cli.main(["adapter", "convert", str(tmp_path / "a"), output, "--to", "reversed"]) == 0
     assert "-> " + output + " (reversed)" in capsys.readouterr().out
     with pytest.raises(LoraError, match="format 'reversed' writes a file that ends in .safetensors"):
         adapter_files.check_adapter_output(str(tmp_path / "b"), "reversed")
@@ -62,5 +62,5 @@ def test_no_two_forms_have_one_name():
 
 def test_a_form_that_is_only_read_is_not_offered(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["convert", str(tmp_path), str(tmp_path / "b"), "--to", "mlx-lm"])
+        cli.main(["adapter", "convert", str(tmp_path), str(tmp_path / "b"), "--to", "mlx-lm"])
     assert "invalid choice: 'mlx-lm'" in capsys.readouterr().err

@@ -149,5 +149,5 @@ def test_the_yaml_may_have_the_sizes_elsewhere(where, tmp_path, capsys):
         (tmp_path / "config.json").write_text(json.dumps({**SIZES, "head_dim": HEAD_DIM}))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     options = ["--config", str(tmp_path / "run.yaml"), "--strategy", strategy, "--output", str(tmp_path / "peft")]
-    assert main(["gather", ranks, *options]) == 0, capsys.readouterr().err
+    assert main(["adapter", "gather", ranks, *options]) == 0, capsys.readouterr().err
     assert_apart(tmp_path / "peft")

@@ -1,0 +1,132 @@
+"""The model under an adapter, as --base FOLDER|YAML names it: its kind and the sizes of its attention."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Sequence, Tuple
+
+if TYPE_CHECKING:
+    from mindlora.files.adapters.convert import Heads
+
+# Flags whose place an option of this module has taken: those of adapters, of bases, and of all. They go with the next
+# version.
+SIZES = ("--heads", "--kv-heads", "--head-dim", "--q-lora-rank")
+ARCHITECTURE = "--architecture"
+BASE_HEADS, KEY_VALUE_HEADS = SIZES[:2], SIZES[1:2]
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseModel:
+    """What is known of a base model.
+
+    Attributes:
+        heads (Heads): The sizes of its attention, and how it orders the rows of joined cells.
+        config (mapping): Its config.json, or what a YAML says of the model, with the model_type of a config.json; empty
+            if nothing names the model.
+        is_legacy_yaml (bool): Whether ``config`` is the model_config of one of MindFormers' legacy models.
+    """
+
+    heads: "Heads"
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_legacy_yaml: bool = False
+
+
+def add_base_model(parser: argparse.ArgumentParser, option: str, purpose: str, earlier: Sequence[str] = SIZES) -> None:
+    """Adds ``option``, which names a base model; ``purpose`` says what for. The ``earlier`` flags are taken unseen."""
+    parser.add_argument(option, metavar="FOLDER|YAML", help=purpose)
+    for flag in earlier:
+        parser.add_argument(flag, type=str if flag == ARCHITECTURE else int, help=argparse.SUPPRESS)
+
+
+def base_model(arguments: argparse.Namespace, option: str = "--base") -> BaseModel:
+    """Returns what ``option`` of add_base_model says, or the flags before it, of which stderr is told.
+
+    Raises ConfigError if the folder or the YAML does not say how many heads the model has.
+    """
+    from mindlora.files.adapters.convert import Heads
+
+    path = getattr(arguments, option[2:])
+    found = read_base_model(path) if path else BaseModel(Heads())
+    flags = [flag for flag in (*SIZES, ARCHITECTURE) if _value(arguments, flag) is not None]
+    if not flags:
+        return found
+    print(
+        f'"{" ".join(flags)}" is given as "{option} FOLDER|YAML" now, the base model\'s folder or YAML; the earlier '
+        "form goes with the next version.",
+        file=sys.stderr,
+    )
+    fields = {"--heads": "heads", "--kv-heads": "kv_heads", "--head-dim": "head_dim", "--q-lora-rank": "q_rank"}
+    sizes = {fields[flag]: _value(arguments, flag) for flag in flags if flag in fields}
+    return dataclasses.replace(found, heads=dataclasses.replace(found.heads, **sizes))
+
+
+def _value(arguments: argparse.Namespace, flag: str) -> Any:
+    return getattr(arguments, flag[2:].replace("-", "_"), None)
+
+
+def read_base_model(path: str) -> BaseModel:
+    """Returns what a model's folder, by its config.json, or a MindFormers YAML says of the model.
+
+    Raises:
+        ConfigError: The file cannot be read, or does not say how many heads the model has.
+    """
+    from mindlora.core.errors import ConfigError
+    from mindlora.files.adapters.convert import Heads
+    from mindlora.files.adapters.sharding.run_settings import heads_of
+
+    is_folder = os.path.isdir(path)
+    content, is_legacy = (_config_of_folder(path), False) if is_folder else _config_of_yaml(path)
+    heads = heads_of(content, Heads())
+    if heads.heads is None:
+        key = "num_attention_heads" if is_folder else "num_heads or num_attention_heads in its model"
+        raise ConfigError(
+            f"{path} does not say how many heads the attention of the model has: it lacks {key}. Name the folder with "
+            "the model's whole config.json, or its complete YAML."
+        )
+    return BaseModel(heads, content, is_legacy)
+
+
+def _config_of_folder(folder: str) -> Dict[str, Any]:
+    from mindlora.core.errors import ConfigError
+    from mindlora.core.json_files import parse_object
+
+    path = os.path.join(folder, "config.json")
+    if not os.path.isfile(path):
+        raise ConfigError(
+            f"{folder} has no config.json, which says what model it is. Name the folder that has it, or the model's "
+            "MindFormers YAML."
+        )
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, ConfigError)
+
+
+def _config_of_yaml(path: str) -> Tuple[Dict[str, Any], bool]:
+    """Returns the configuration of a YAML's model, with the model_type of its class, and whether it is a legacy one."""
+    from mindlora.core.yaml_file import read_merged, read_yaml
+    from mindlora.run.checks.mcore import is_mcore, model_config_of
+    from mindlora.run.checks.model import architecture_of, language_model
+    from mindlora.run.checks.pynative import is_pynative
+    from mindlora.run.checks.pynative_cells import architecture_of as pynative_architecture_of
+
+    content = read_merged(path)
+    if is_pynative(content):
+        model = dict(content.get("model") or {})
+        return {**model, "model_type": _model_type(pynative_architecture_of(model), model)}, False
+    content = language_model(read_yaml(path))[0]
+    model = model_config_of(content)
+    return {**model, "model_type": _model_type(architecture_of(content), model)}, not is_mcore(content)
+
+
+def _model_type(architecture: Any, model_config: Mapping[str, Any]) -> Optional[str]:
+    """Returns the kind as a config.json calls it; None if it is not known."""
+    from mindlora.models.architectures.llama import LLAMA
+    from mindlora.models.architectures.qwen2 import QWEN2
+
+    if isinstance(model_config.get("model_type"), str):
+        return str(model_config["model_type"])
+    # MindFormers has Qwen2 as a Llama with biases, and as an mcore model.
+    if architecture is QWEN2 or architecture is LLAMA and model_config.get("qkv_has_bias"):
+        return "qwen2"
+    types: Sequence[str] = architecture.hugging_face_types if architecture else ()
+    return types[0] if types else None
