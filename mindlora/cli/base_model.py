@@ -106,8 +106,8 @@ def _config_of_yaml(path: str) -> Tuple[Dict[str, Any], bool]:
     from mindlora.core.yaml_file import read_merged, read_yaml
     from mindlora.run.checks.mcore import is_mcore, model_config_of
     from mindlora.run.checks.model import architecture_of, language_model
+    from mindlora.run.checks.pynative import architecture_of as pynative_architecture_of
     from mindlora.run.checks.pynative import is_pynative
-    from mindlora.run.checks.pynative_cells import architecture_of as pynative_architecture_of
 
     content = read_merged(path)
     if is_pynative(content):

@@ -10,8 +10,7 @@ from typing import Dict, Optional, Tuple
 from mindlora.cli.verb import Verb, add_command, quiet_transformers
 from mindlora.core import atomic
 from mindlora.core.errors import ConfigError
-from mindlora.core.tables import fields
-from mindlora.core.text import suggestion
+from mindlora.core.text import fields, suggestion
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 # Options that say how the YAML of --from is to be, and nothing without it.
@@ -115,10 +114,10 @@ def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
     """Writes the YAML of a run for the model in a folder."""
     _check_output(arguments.output, arguments.overwrite, f"the YAML for {arguments.folder}")
     quiet_transformers()
-    from mindlora.run.configs.data import read_rows
+    from mindlora.data.mindrecord import first_rows
     from mindlora.run.configs.folder import read_folder
+    from mindlora.run.configs.request import read_rows
     from mindlora.run.configs.run import Request, draft_run
-    from mindlora.training.model.mindrecords import first_rows
 
     rows = None if arguments.data is None else read_rows(arguments.data, first_rows)
     request = Request(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from mindlora.cli.verb import Verb, add_command, quiet_transformers
 from mindlora.core.errors import DataError
-from mindlora.core.token_ids import IGNORE_TOKEN_ID
+from mindlora.core.fields import IGNORE_TOKEN_ID
 
 if TYPE_CHECKING:
     from mindlora.data.conversion import DataReport

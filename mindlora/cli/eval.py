@@ -94,8 +94,7 @@ def evaluate(arguments: argparse.Namespace) -> "EvalReport":
 
 
 def _evaluate(arguments: argparse.Namespace) -> "EvalReport":
-    from mindlora.serving.evaluation.picture import draw_evaluation
-    from mindlora.serving.evaluation.report import EvalReport
+    from mindlora.serving.evaluation.report import EvalReport, draw_evaluation
 
     sampling, adapters = read_answer_options(arguments)
     _check(arguments, adapters)

@@ -9,7 +9,7 @@ from typing import Iterator
 from mindlora.core.errors import ConfigError
 from mindlora.core.overrides import keys_and_texts
 from mindlora.core.yaml_file import read_merged
-from mindlora.run.checks.serving import base_name
+from mindlora.run.checks.cpu import base_name
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,8 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Opt
 import yaml
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.run_modes import TRAINING_MODES
 from mindlora.core.text import shown, suggestion
-from mindlora.core.yaml_file import PET
+from mindlora.core.yaml_file import PET, TRAINING_MODES
 
 
 def true_or_false(text: str) -> bool:

@@ -18,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from mindlora.core.errors import DataError
+from mindlora.core.fields import IGNORE_TOKEN_ID
 from mindlora.core.text import first_ten
-from mindlora.core.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.sources import Layout
 

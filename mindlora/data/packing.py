@@ -1,4 +1,4 @@
-"""Packing: rows that hold many whole examples, which the model must keep apart (mindlora.training.step.segment_mask).
+"""Packing: rows that hold many whole examples, which the model must keep apart (mindlora.training.step.packing).
 
 An example begins at each boundary token. Every row of a packed MindRecord names that token in the column ``boundary``,
 int32 [1], so that a run can tell that its data is packed; MindFormers reads only the columns in input_columns.

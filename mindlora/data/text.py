@@ -6,7 +6,7 @@ from typing import Any, Iterator, List, Optional, Sequence
 import numpy as np
 
 from mindlora.core.errors import DataError
-from mindlora.core.token_ids import IGNORE_TOKEN_ID
+from mindlora.core.fields import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.conversion import DataReport, Encoded, RowFormat, check_seq_length, progress
 from mindlora.data.files import CHARACTERS_PER_CALL, pieces, read_text

@@ -6,17 +6,80 @@ apply_lora and freeze_base describe a network, mindlora plan a YAML, and both as
 import dataclasses
 import fnmatch
 import math
-from typing import Collection, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Collection, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from mindlora.core.errors import ConfigError, TargetError, UnsupportedCellError
 from mindlora.core.numerics import initializers
 from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR, Shape
-from mindlora.core.text import listed
+from mindlora.core.text import examples, listed
 from mindlora.models import names, target_modules
-from mindlora.models.architectures import pipeline_parts
 from mindlora.models.description import AdaptableCell, Description
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.variants.variant import HEADS
+
+# What a text-to-image pipeline in one cell is made of, and which parts of it an adapter never changes.
+
+# Names of a pipeline's parts, as in diffusers.
+DENOISERS = ("unet", "transformer")
+TEXT_ENCODER = "text_encoder"
+# LoRA files have no place for these, and latents of a changed VAE are not those that the UNet was trained on.
+NEVER_ADAPTED = ("vae", "image_encoder", "safety_checker")
+
+
+def check_parts(paths: Sequence[str], all_paths: Sequence[str], patterns: object, field: str) -> None:
+    """Checks that a configuration changes only those parts of a text-to-image pipeline that it should.
+
+    A pipeline is a cell with a denoiser (``unet`` or ``transformer``) beside other parts of these names: ``vae``,
+    ``image_encoder``, ``safety_checker``, which are never changed, and ``text_encoder`` (``text_encoder_2`` ...), which
+    is changed only if ``patterns`` contains its name. Other networks are not concerned.
+
+    Args:
+        paths (sequence of str): Full paths of the cells or parameters that would be adapted or trained.
+        all_paths (sequence of str): Full paths of all cells or parameters of the network.
+        patterns (str or list of str): What selected ``paths``, in ``field``, such as target_modules.
+
+    Raises TargetError if a part would be changed that must not be.
+    """
+    asked = TEXT_ENCODER in str(patterns)
+    touched: Dict[str, List[str]] = {}
+    for path in paths:
+        part = _frozen_part(path, all_paths)
+        if part is not None and not (asked and _name(part).startswith(TEXT_ENCODER)):
+            touched.setdefault(part, []).append(path)
+    if not touched:
+        return
+    part, touching = next(iter(touched.items()))
+    denoiser = _denoiser_beside(part, all_paths)
+    asking = f", or name {TEXT_ENCODER} in them to train it as well" if _name(part).startswith(TEXT_ENCODER) else ""
+    raise TargetError(
+        f"{field} {patterns!r} selects cells of {part}, which fine-tuning {denoiser} leaves as it is: "
+        f"{examples(touching)}. Begin the patterns with the part that they are for, such as {denoiser}{asking}."
+    )
+
+
+def _frozen_part(path: str, all_paths: Sequence[str]) -> Optional[str]:
+    """Returns the path of the part that must not be changed and that ``path`` is in, or None."""
+    pieces = path.split(".")
+    for end, piece in enumerate(pieces, 1):
+        part = ".".join(pieces[:end])
+        frozen = piece in NEVER_ADAPTED or piece.startswith(TEXT_ENCODER)
+        if frozen and _denoiser_beside(part, all_paths) is not None:
+            return part
+    return None
+
+
+def _denoiser_beside(part: str, all_paths: Sequence[str]) -> Optional[str]:
+    """Returns the path of the denoiser that is in the same cell as ``part``, or None."""
+    around = part[: -len(_name(part))]
+    for denoiser in DENOISERS:
+        start = f"{around}{denoiser}."
+        if any(path.startswith(start) for path in all_paths):
+            return around + denoiser
+    return None
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +117,7 @@ def select(network: Description, config: LoraConfig, warn: bool = True) -> Selec
     adapted = _adapted_cells(network, config, warn)
     _check_single_experts(config, list(adapted.values()))
     every_path = [*network.cells, *network.classes]
-    pipeline_parts.check_parts(list(adapted), every_path, config.target_modules, "target_modules")
+    check_parts(list(adapted), every_path, config.target_modules, "target_modules")
     saved = _saved_parameters(network, config, adapted)
     _check_supported(adapted, config)
     quantized = _quantized_cells(network, config, saved)
@@ -89,7 +152,7 @@ def freeze(
     freeze_include = _matched_names(trained, config.freeze_include if config else None, "freeze_include")
     freeze_exclude = _matched_names(trained, config.freeze_exclude if config else None, "freeze_exclude")
     if config and freeze_exclude:
-        pipeline_parts.check_parts(sorted(freeze_exclude), list(trained), config.freeze_exclude, "freeze_exclude")
+        check_parts(sorted(freeze_exclude), list(trained), config.freeze_exclude, "freeze_exclude")
     settled = {name: trains and not names.is_balance(name) for name, trains in trained.items()}
     for name in freeze_include ^ freeze_exclude:
         settled[name] = name in freeze_exclude and not names.is_computed(name)
@@ -168,7 +231,7 @@ def _saved_parameters(network: Description, config: LoraConfig, adapted: Mapping
         _check_not_joined(module, matched)
         # What a router counts from step to step belongs to no module.
         saved += [name for name in matched if not names.is_computed(name)]
-    pipeline_parts.check_parts(saved, list(network.parameters), config.modules_to_save, "modules_to_save")
+    check_parts(saved, list(network.parameters), config.modules_to_save, "modules_to_save")
     # Two of the modules may be one, by its names in two worlds.
     return list(dict.fromkeys(saved))
 

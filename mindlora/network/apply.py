@@ -62,7 +62,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     Raises:
         LoraError: The network holds LoRADense cells already.
         TargetError: target_modules selects nothing, names something that is not there, or selects cells of a
-            text-to-image pipeline that stay as they are (see mindlora.models.architectures.pipeline_parts).
+            text-to-image pipeline that stay as they are (see mindlora.models.trainable).
         UnsupportedCellError: Selected cells cannot carry LoRA; all of them are listed and nothing is replaced.
         QuantizationError: The base cannot be quantized.
     """

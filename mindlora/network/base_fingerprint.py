@@ -7,8 +7,13 @@ import numpy as np
 from mindspore import nn
 
 from mindlora.core.numerics.pair_shapes import is_expert_stack
-from mindlora.files.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
-from mindlora.files.adapters.joined_fingerprint import mcore_path, sample_of_joined
+from mindlora.files.adapters.fingerprint import (
+    fingerprint_from,
+    mcore_path,
+    sample_of_joined,
+    sampled_elements,
+    sampled_paths,
+)
 from mindlora.models.architectures.joined_rows import RowLayout
 from mindlora.network.quantized.nf4 import matrix_shape
 from mindlora.network.tensors import to_array

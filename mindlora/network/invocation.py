@@ -19,7 +19,18 @@ from mindlora.core.text import listed
 from mindlora.network.cells.cell import LoRACell, carry_settings
 from mindlora.network.cells.embedding import only_embedding
 from mindlora.network.cells.linear_base import parallel_linear_types, pynative_linear_types
-from mindlora.network.cells.segments import segment_numbers
+
+# The examples of packed rows: which one each token belongs to.
+
+
+def segment_numbers(tokens: Tensor, boundary: int) -> Tensor:
+    """Returns for each token the number of its example within the row, from 1: int32 [rows, N], as ``tokens``.
+
+    Each example begins with the token ``boundary``: ``segment[i] = sum_{k <= i} (tokens[k] == boundary)``.
+    """
+    # mint's cumulative sum has no CPU kernel.
+    return ops.CumSum()((tokens == boundary).astype(mstype.int32), 1)
+
 
 # The most tokens of a batch: a parameter has one size for all graphs, and this is a megabyte.
 CAPACITY = 2**18

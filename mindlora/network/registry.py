@@ -6,12 +6,11 @@ from mindspore import nn
 
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import LoRACell
-from mindlora.network.cells.conv import LoRAConv2d
+from mindlora.network.cells.conv import LoRAConv2d, LoRAMintConv2d
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.embedding import LoRAEmbedding
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.linear_base import parallel_linear_types, pynative_linear_types
-from mindlora.network.cells.mint_conv import LoRAMintConv2d
 from mindlora.network.cells.parallel_linear import (
     LoRAParallelLinear,
     NF4ParallelLinear,
@@ -19,12 +18,15 @@ from mindlora.network.cells.parallel_linear import (
     on_parallel_linear,
 )
 from mindlora.network.pynative.experts import LoRAPyNativeExpertWeight, PyNativeExpertWeight
-from mindlora.network.pynative.linear import DoRAPyNativeLinear, LoRAPyNativeLinear, MiSSPyNativeLinear
+from mindlora.network.pynative.linear import (
+    DoRAPyNativeLinear,
+    LoRAPyNativeLinear,
+    MiSSPyNativeLinear,
+    VeRAPyNativeLinear,
+)
 from mindlora.network.pynative.nf4 import NF4PyNativeExpertWeight, NF4PyNativeLinear, QLoRAPyNativeLinear
-from mindlora.network.pynative.vera import VeRAPyNativeLinear
-from mindlora.network.quantized.nf4 import NF4Dense
+from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense
 from mindlora.network.quantized.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
-from mindlora.network.quantized.qlora import QLoRADense
 from mindlora.network.variants.adalora import AdaLoRADense
 from mindlora.network.variants.dora import DoRADense
 from mindlora.network.variants.miss import MiSSDense

@@ -7,8 +7,7 @@ from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.ops.cell_with_bprop import CellWithBprop
-from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
+from mindlora.ops.operator_cell import CellWithBprop, OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
 from mindlora.ops.products import Products
 
 # As int32, which wraps as uint32 does.

@@ -1,10 +1,11 @@
 """What the cells of all operators share: the kernel of the path that was picked, and checks of the inputs."""
 
 import functools
-from typing import Optional, Sequence, Type
+from typing import Any, Optional, Sequence, Tuple, Type
 
 import mindspore as ms
-from mindspore import ops
+from mindspore import Tensor, nn, ops
+from mindspore.common import _Function
 from mindspore.common import dtype as mstype
 from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.primitive import constexpr
@@ -12,7 +13,35 @@ from mindspore.ops.primitive import constexpr
 from mindlora.core.errors import BackendError
 from mindlora.ops import ascend
 from mindlora.ops.backend import ASCEND_OP_TYPES, DTYPES, LIBRARY, OP_TYPES, choose
-from mindlora.ops.cell_with_bprop import CellWithBprop
+
+# CellWithBprop: a cell that brings its gradient, in graph mode and in PyNative.
+
+
+class CellWithBprop(nn.Cell):
+    """Base of the cells that have a bprop. It gets the inputs of construct, its output, and the output's gradient.
+
+    In PyNative, MindSpore itself calls the bprop only below a function that it differentiates (value_and_grad and the
+    like), and Tensor.backward() raises an error. Here both call it. They give it None as the output, which no bprop
+    reads, and which therefore need not be kept.
+    """
+
+    def _call_custom_bprop(self, *inputs: Tensor) -> Tensor:
+        # MindSpore calls it in place of construct where PyNative records for a backward.
+        return _Recorded.apply(self, *inputs)
+
+
+class _Recorded(_Function):
+    """The forward of a CellWithBprop in PyNative, and its bprop as the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: CellWithBprop, *inputs: Tensor) -> Tensor:
+        ctx.cell = cell
+        ctx.save_for_backward(*inputs)
+        return cell.construct(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Tuple[Optional[Tensor], ...]:
+        return None, *ctx.cell.bprop(*ctx.saved_tensors, None, dout)
 
 
 class OperatorCell(CellWithBprop):

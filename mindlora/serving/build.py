@@ -1,15 +1,22 @@
 """Puts an engine together: network, the base's weights, pools, adapter cache, scheduler."""
 
 import os
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
+from mindspore.nn.utils import no_init_parameters
 
+from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.dtypes import BFLOAT16
-from mindlora.files.adapters.joined_fingerprint import ROW_ORDERS
+from mindlora.core.numerics.nf4 import GROUP, tensor_name
+from mindlora.core.text import examples, listed
+from mindlora.files.adapters.fingerprint import ROW_ORDERS
 from mindlora.files.adapters.matching import CellShape
+from mindlora.files.base.convert import in_hugging_face_names
+from mindlora.files.base.quantized_names import quantized_weights
+from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models.lora_config import Patterns
 from mindlora.network.adapter_matching import cell_shapes
 from mindlora.network.base_fingerprint import fingerprints_of, joined_fingerprints_of
@@ -17,7 +24,7 @@ from mindlora.network.load_base import load_base
 from mindlora.network.quantize import quantize_base
 from mindlora.network.quantized.nf4 import NF4Dense, matrix_shape
 from mindlora.network.tensors import to_array
-from mindlora.network.tree import weight_of
+from mindlora.network.tree import replace_children, weight_of
 from mindlora.serving.adapter_memory import AdapterMemory
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.adapter_slots import AdapterSlots
@@ -26,13 +33,71 @@ from mindlora.serving.blocks import BlockPool
 from mindlora.serving.detokenizer import end_tokens
 from mindlora.serving.engine import Engine
 from mindlora.serving.mcore_network import McoreNetwork
+from mindlora.serving.mcore_operators import on_cpu
 from mindlora.serving.network import FEW_TOKENS, add_pools, build_network, embedding_of, linear_cells, stacked_experts
 from mindlora.serving.packed_adapter import ServedLayout, prepare
-from mindlora.serving.quantized_network import quantize_as
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.scheduler import Scheduler
 from mindlora.serving.settings import EngineSettings
-from mindlora.serving.stacked_experts import Nf4StackedExperts
+from mindlora.serving.stacked_experts import WEIGHTS, Nf4StackedExperts, StackedExperts
+
+# The network of an mcore model becomes 4-bit where the checkpoint that is to fill it is, and only there.
+
+
+def quantize_as(network: McoreNetwork, checkpoint: str) -> None:
+    """Replaces cells of a network without values by quantized ones, in place: those whose weights are so in a file.
+
+    Training quantizes joined cells, and this network has their parts, so quantize_exclude would name other cells.
+
+    Raises ConfigError if of the two weights of a layer's experts only one is quantized, or an NPU does not decode a
+    weight (see check_groups), and CheckpointError if the file cannot be read.
+    """
+    with BaseCheckpoint(checkpoint) as base:
+        tensors = in_hugging_face_names(base, network.config.num_heads, network.config.n_kv_heads)
+        quantized = set(quantized_weights(tensor.name for tensor in tensors))
+    if not on_cpu():
+        check_groups({tensor.name: tensor.shape for tensor in tensors}, checkpoint)
+    replacements = {}
+    with no_init_parameters():
+        for path, cell in network.cells_and_names():
+            if isinstance(cell, nn.Dense) and f"{path}.weight" in quantized:
+                replacements[id(cell)] = NF4Dense.from_dense(cell, path)
+            elif isinstance(cell, StackedExperts) and _is_quantized(path, quantized, checkpoint):
+                replacements[id(cell)] = Nf4StackedExperts(cell, path)
+    replace_children(network, replacements)
+
+
+def check_groups(shapes: Mapping[str, Tuple[int, ...]], checkpoint: str) -> None:
+    """Refuses NF4 weights with groups of fewer than 256 blocks, which operators of a CPU alone decode.
+
+    Args:
+        shapes (dict): Name -> shape of the tensors that the network gets.
+        checkpoint (str): Where they are from, for the error.
+
+    Raises:
+        ConfigError: There are such weights: parts of a joined weight of the checkpoint.
+    """
+    smaller = []
+    for weight in quantized_weights(shapes):
+        rows, blocks = shapes[tensor_name(weight, "absmax")]
+        if shapes[tensor_name(weight, "scales")] != (-(-rows * blocks // GROUP),):
+            smaller.append(weight)
+    if smaller:
+        raise ConfigError(
+            f"{checkpoint} joins weights in NF4, and an NPU does not decode their parts: {examples(smaller)}. Serve it "
+            "on a CPU, or serve the base in float."
+        )
+
+
+def _is_quantized(path, quantized, checkpoint) -> bool:
+    packed = [f"{path}.{name}" for name in WEIGHTS if f"{path}.{name}" in quantized]
+    if len(packed) == 1:
+        raise ConfigError(
+            f"{checkpoint} holds {listed(packed)} in NF4, and the other weight of these experts in float: they are "
+            "served in one form. Quantize the base again with --exclude for both weights, or for none."
+        )
+    return bool(packed)
+
 
 _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
 

@@ -8,7 +8,7 @@ from typing import Any, Tuple
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.network.serving.linears_together import JoinsLinears
+from mindlora.network.serving.multi_lora_dense import JoinsLinears
 from mindlora.network.tree import replace_children
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm

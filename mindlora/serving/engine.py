@@ -6,17 +6,61 @@ import threading
 import time
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
+import numpy as np
+
 from mindlora.core.errors import RequestError, ServingError
 from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
 from mindlora.serving.answer import Piece, Stream, joined
 from mindlora.serving.detokenizer import Detokenizer, Stopping, TextDecoder
-from mindlora.serving.prompt_scores import score_prompts, scores_of
+from mindlora.serving.network import FEW_TOKENS
 from mindlora.serving.readings import read_texts, vectors_of
 from mindlora.serving.request import Part, Request, Sampling, State
 from mindlora.serving.runner import ModelRunner
-from mindlora.serving.sampling import Sampler, sample_batch
+from mindlora.serving.sampling import Sampled, Sampler, sample_batch, score_token
 from mindlora.serving.scheduler import Scheduler
 from mindlora.serving.score_head import ScoreHead
+
+# The log-probabilities of the tokens of prompts, for requests that ask how likely a given text is.
+
+
+def score_prompts(runner: ModelRunner, parts: Sequence[Part]) -> Dict[Request, ServingError]:
+    """Fills prompt_logprobs of requests from the step that ``runner`` has computed last, of these parts.
+
+    The logits exist for FEW_TOKENS tokens at a time. Returns the requests that fail, with the reason.
+    """
+    wanted = _wanted(parts)
+    failed: Dict[Request, ServingError] = {}
+    for begin in range(0, len(wanted), FEW_TOKENS):
+        chunk = wanted[begin : begin + FEW_TOKENS]
+        logits = runner.logits_after([row for row, _, _ in chunk])
+        for row_logits, (_, request, index) in zip(logits, chunk):
+            try:
+                request.prompt_logprobs[index] = _score(request, index, row_logits)
+            except ServingError as error:
+                failed[request] = error
+    return failed
+
+
+def scores_of(request: Request) -> Optional[List[Sampled]]:
+    """Returns one for each token of a prompt, without a log-probability before scored_from; None if not asked."""
+    if request.sampling.prompt_logprobs is None:
+        return None
+    return [request.prompt_logprobs.get(index, Sampled(token)) for index, token in enumerate(request.prompt)]
+
+
+def _wanted(parts: Sequence[Part]) -> List[Tuple[int, Request, int]]:
+    """Returns which token of the step tells of which token of which prompt."""
+    wanted = []
+    first = 0
+    for part in parts:
+        wanted += [(first + index - 1 - part.start, part.request, index) for index in part.scores]
+        first += len(part.tokens)
+    return wanted
+
+
+def _score(request: Request, index: int, logits: np.ndarray):
+    return score_token(request.prompt[index], logits, request.sampling.prompt_logprobs, request.adapter)
+
 
 logger = logging.getLogger("mindlora")
 

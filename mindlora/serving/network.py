@@ -13,9 +13,7 @@ from mindspore.nn.utils import no_init_parameters
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.linear_base import LinearBase
 from mindlora.network.quantized.nf4 import NF4Dense
-from mindlora.network.serving.linears_together import JoinsLinears
-from mindlora.network.serving.multi_lora_dense import MultiLoRADense
-from mindlora.network.serving.multi_lora_experts import MultiLoRAExperts
+from mindlora.network.serving.multi_lora_dense import JoinsLinears, MultiLoRADense, MultiLoRAExperts
 from mindlora.network.tree import adapter_path, replace_children, weight_of
 from mindlora.ops.backend import choose, multiplies_bfloat16
 from mindlora.serving.cpu_cells import CpuAttention, use_cpu_operators

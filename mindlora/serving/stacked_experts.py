@@ -9,7 +9,7 @@ from mindspore.common.initializer import initializer
 
 from mindlora.core.numerics.nf4 import TENSOR_NAMES
 from mindlora.network.quantized.nf4 import packed_parameters
-from mindlora.network.serving.multi_lora_experts import MultiLoRAExperts
+from mindlora.network.serving.multi_lora_dense import MultiLoRAExperts
 from mindlora.network.tensors import to_array, to_tensor
 from mindlora.ops.routed_experts import Nf4RoutedExperts, RoutedExperts
 from mindlora.serving.grouped_experts import GroupedExperts, Nf4GroupedExperts, check_slots

@@ -11,7 +11,7 @@ from bench.serving_engine import Answers, Ratio, answer, compare, resident, time
 from bench.serving_model import SHAPES, Files, Size, popularity, prompts
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.engine import Engine
-from mindlora.serving.server.app import create_app
+from mindlora.serving.server.run import create_app
 from mindlora.serving.server.settings import ServerSettings
 
 # With Llama 1024 wide and four layers, 30 MB.

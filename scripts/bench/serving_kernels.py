@@ -18,8 +18,7 @@ from mindlora.ops.rounded_linear import RoundedLinear
 from mindlora.serving import constraints
 from mindlora.serving.network import FEW_TOKENS
 from mindlora.serving.request import Part, Request, Sampling
-from mindlora.serving.runner import ModelRunner
-from mindlora.serving.step_inputs import step_inputs
+from mindlora.serving.runner import ModelRunner, step_inputs
 
 BLOCK, BATCH = 16, 8
 # Caches and weights that take turns, so that none of them is in the processor's own cache.

@@ -4,7 +4,7 @@ import pytest
 
 from mindlora import LoraConfig
 from mindlora.core.errors import ConfigError
-from mindlora.models.pet_keys import PRESETS
+from mindlora.models.lora_config import PRESETS
 
 PET = {"pet_type": "lora", "target_modules": ".*wq"}
 

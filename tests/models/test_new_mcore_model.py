@@ -13,8 +13,7 @@ from mindlora.files.base.convert import convert_base
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models import names
 from mindlora.models.architectures import registry
-from mindlora.models.architectures.architecture import Architecture, JoinedCell, Names, ParameterSize
-from mindlora.models.architectures.attention import Attention
+from mindlora.models.architectures.architecture import Architecture, Attention, JoinedCell, Names, ParameterSize
 from mindlora.models.architectures.joined_rows import PartAfterPart
 from mindlora.models.lora_config import LoraConfig
 from mindlora.run.checks.finding import refuse

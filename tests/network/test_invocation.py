@@ -9,9 +9,8 @@ from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, merge_lora,
 from mindlora.core.errors import AdapterError, ConfigError, LoraError, MergeError, UnsupportedCellError
 from mindlora.network import invocation
 from mindlora.network.cells.noisy_embedding import add_embedding_noise
-from mindlora.network.copies import copy_cells
 from mindlora.network.invocation import InvocationMarker, InvocationMask, pack_invocations
-from mindlora.network.tree import lora_cells
+from mindlora.network.tree import copy_cells, lora_cells
 from mindlora.training.several.stack import stack_adapters
 from tests.support.lora_dense import Each
 from tests.support.networks import as_array, assert_close, randomize

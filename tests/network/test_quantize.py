@@ -7,8 +7,7 @@ from mindspore import Tensor, nn
 from mindlora import LoraConfig, apply_lora, freeze_base, quantize_base, trainable_summary
 from mindlora.core.errors import ConfigError, QuantizationError, TargetError, UnsupportedCellError
 from mindlora.core.numerics.nf4 import dequantize, quantize
-from mindlora.network.quantized.nf4 import NF4Dense, nf4_array
-from mindlora.network.quantized.qlora import QLoRADense
+from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense, nf4_array
 from tests.support.networks import adapters, randomize, snapshot
 from tests.support.quantized_networks import FIELDS, QLORA, kinds, network, plain, x
 from tests.support.refusals import part, refused_unchanged

@@ -11,8 +11,7 @@ from mindlora.core.errors import BaseMismatchError, CheckpointError, ConfigError
 from mindlora.core.numerics.dtypes import to_float32
 from mindlora.files.adapters import files
 from mindlora.files.adapters.adapter import Adapter
-from mindlora.files.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
-from mindlora.files.adapters.joined_fingerprint import ROW_ORDERS
+from mindlora.files.adapters.fingerprint import ROW_ORDERS, fingerprint_from, sampled_elements, sampled_paths
 from mindlora.files.adapters.joined_pairs import split_pairs
 from mindlora.files.base.convert import convert_base
 from mindlora.models import names

@@ -12,10 +12,10 @@ import pytest
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.core.numerics.nf4 import dequantize, quantize
-from mindlora.network.serving.linears_together import JoinsLinears
+from mindlora.network.serving.multi_lora_dense import JoinsLinears
 from mindlora.serving.network import ServedStep, build_network
+from mindlora.serving.runner import StepInputs
 from mindlora.serving.settings import EngineSettings
-from mindlora.serving.step_inputs import StepInputs
 from tests.conftest import ROOT, in_mode
 from tests.support.compilations import compilations
 from tests.support.served_steps import Steps

@@ -17,9 +17,8 @@ from mindlora.network.load_base import load_base
 from mindlora.network.quantized.nf4 import NF4Dense, nf4_array
 from mindlora.network.tree import lora_cells
 from mindlora.serving.adapter_registry import AdapterRegistry
-from mindlora.serving.build import make_engine
+from mindlora.serving.build import check_groups, make_engine, quantize_as
 from mindlora.serving.network import build_network, stacked_experts
-from mindlora.serving.quantized_network import check_groups, quantize_as
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode

@@ -69,8 +69,7 @@ def run(setting):
     import mindspore as ms
     from mindspore.communication import get_group_size, get_local_rank_size, get_rank
 
-    from mindlora.training.exchange.exchange import FlatLayout
-    from mindlora.training.exchange.making import make_exchange
+    from mindlora.training.exchange.exchange import FlatLayout, make_exchange
     from mindlora.training.exchange.ranks import Ranks
     from mindlora.training.exchange.settings import exchange_settings
     from tests.support.exchange_step import Step

@@ -79,7 +79,7 @@ def values_of(name, shape):
 
 def load_in_4_bits(network):
     """Loads weights in float into a network that has them in 4 bits."""
-    from mindlora.training.pynative.quantized_base import quantize_loaded
+    from mindlora.training.pynative.checkpoints import quantize_loaded
 
     loaded = {name: Parameter(values_of(name, shape), name=name) for name, shape in WEIGHTS.items()}
     quantize_loaded(network, loaded)

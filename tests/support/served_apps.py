@@ -9,7 +9,7 @@ import time
 import httpx
 import uvicorn
 
-from mindlora.serving.server.app import create_app
+from mindlora.serving.server.run import create_app
 from mindlora.serving.server.settings import ServerSettings
 from tests.support.scripted_engine import BASE
 

@@ -9,8 +9,8 @@ import numpy as np
 from mindlora.core.errors import AdapterError, QueueFullError
 from mindlora.serving.blocks import BlockPool
 from mindlora.serving.request import Lease, Request, Sampling, State
+from mindlora.serving.runner import step_inputs
 from mindlora.serving.scheduler import Scheduler
-from mindlora.serving.step_inputs import step_inputs
 
 
 class FakeAdapters:

@@ -1,7 +1,7 @@
 """mindlora doctor: what is installed on this machine, and what is wrong in the YAMLs of a run."""
 
 from mindlora.cli.doctor.examination import examine
-from mindlora.cli.doctor.operators import adopt_choices
+from mindlora.cli.doctor.installation import adopt_choices
 from mindlora.cli.doctor.report import DoctorReport, Item, YamlReport
 from mindlora.run.checks.finding import Finding
 

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from typing import Tuple
 
-from mindlora.core.tables import wrapped
+from mindlora.core.text import wrapped
 from mindlora.run.checks.finding import SEVERITIES, Finding
 
 

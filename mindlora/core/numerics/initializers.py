@@ -10,7 +10,7 @@ import numpy as np
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
-from mindlora.core.numerics.randomized_svd import randomized_svd
+from mindlora.core.numerics.principal_components import randomized_svd
 
 NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
 _PISSA = re.compile(r"pissa(?:_niter_(\d+))?")

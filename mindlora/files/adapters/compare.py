@@ -8,8 +8,7 @@ from tqdm import tqdm
 
 from mindlora.core.numerics.dtypes import dtype_name, to_float32
 from mindlora.core.numerics.pair_shapes import has_product
-from mindlora.core.tables import columns, fields, number
-from mindlora.core.text import collapse_numbers
+from mindlora.core.text import collapse_numbers, columns, fields, number
 from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters.adapter import Adapter, is_finite, name_of
 from mindlora.files.adapters.inspect import UNKNOWN, different, numbers

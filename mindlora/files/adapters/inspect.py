@@ -8,8 +8,7 @@ from tqdm import tqdm
 
 from mindlora.core.numerics.dtypes import dtype_name
 from mindlora.core.numerics.pair_shapes import has_product
-from mindlora.core.tables import columns, fields, number
-from mindlora.core.text import collapse_numbers, listed
+from mindlora.core.text import collapse_numbers, columns, fields, listed, number
 from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters import parts as adapter_parts
 from mindlora.files.adapters.adapter import Adapter, is_finite, listed_parts

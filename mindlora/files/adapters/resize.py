@@ -11,8 +11,7 @@ from mindlora.core.errors import AdapterError, ConfigError, NotFiniteError
 from mindlora.core.fields import COUNT, FACTOR, check_number
 from mindlora.core.numerics.dtypes import dtype_name, rounded
 from mindlora.core.numerics.pair_shapes import Pair, PairLayout, has_product
-from mindlora.core.tables import columns, fields, number
-from mindlora.core.text import listed
+from mindlora.core.text import columns, fields, listed, number
 from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters.adapter import Adapter, is_finite
 from mindlora.files.adapters.spectrum import delta_norm, pair_svd, rank_holding

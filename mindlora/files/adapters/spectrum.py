@@ -14,7 +14,7 @@ import numpy as np
 
 from mindlora.core.numerics.dtypes import to_float32
 from mindlora.core.numerics.pair_shapes import Pair, factors, has_product
-from mindlora.core.tables import columns, number
+from mindlora.core.text import columns, number
 from mindlora.files.adapters.adapter import Adapter, is_finite
 
 # The shares of the energy that a report shows ranks for.

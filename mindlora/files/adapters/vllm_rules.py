@@ -8,8 +8,7 @@ from typing import Iterator, List, Tuple
 from mindlora.core.formats.safetensors_file import TensorFile
 from mindlora.core.numerics.dtypes import BFLOAT16
 from mindlora.core.numerics.pair_shapes import EMBEDDING, EXPERTS, LINEAR
-from mindlora.core.tables import number
-from mindlora.core.text import collapse_numbers, listed
+from mindlora.core.text import collapse_numbers, listed, number
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.adapters.dialects import peft
 from mindlora.files.adapters.dialects.peft_config import json_object

@@ -9,8 +9,12 @@ from mindlora.core.numerics.dtypes import to_float32
 from mindlora.core.numerics.nf4 import dequantize, quantize
 from mindlora.core.numerics.pair_shapes import LINEAR, Shape
 from mindlora.files.adapters.adapter import Adapter
-from mindlora.files.adapters.fingerprint import base_difference, forms_that_differ, sampled_paths
-from mindlora.files.adapters.joined_fingerprint import fingerprints_of_checkpoint
+from mindlora.files.adapters.fingerprint import (
+    base_difference,
+    fingerprints_of_checkpoint,
+    forms_that_differ,
+    sampled_paths,
+)
 from mindlora.files.adapters.matching import check_base
 
 

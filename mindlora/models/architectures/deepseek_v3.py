@@ -7,8 +7,7 @@ k and v, and calls the others linear_qb and linear_kvb. Without it, every cell i
 import dataclasses
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from mindlora.models.architectures.architecture import JoinedCell, Names, ParameterSize, dtype_of
-from mindlora.models.architectures.attention import Attention
+from mindlora.models.architectures.architecture import Attention, JoinedCell, Names, ParameterSize, dtype_of
 from mindlora.models.architectures.hugging_face import HuggingFaceConfig
 from mindlora.models.architectures.joined_rows import UnequalPartAfterPart
 from mindlora.models.architectures.llama import FEED_FORWARD, LLAMA, W_GATE_HIDDEN

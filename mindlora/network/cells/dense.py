@@ -7,8 +7,7 @@ from mindspore import Tensor, nn, ops
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import LoRACell, refuse_unsupported
 from mindlora.network.cells.linear_base import LinearBase, adopt_linear, adopt_weight, channels_of
-from mindlora.network.cells.low_rank import activated_low_rank, composed_low_rank
-from mindlora.network.cells.trained_read import TrainedRead
+from mindlora.network.cells.low_rank import TrainedRead, activated_low_rank, composed_low_rank
 
 
 class LoRADense(LoRACell):

@@ -13,7 +13,7 @@ from mindlora.models.description import SHARDED_EMBEDDING
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import LoRACell, refuse_own_forward, refuse_unsupported
 from mindlora.network.cells.initial_values import initial_value
-from mindlora.network.cells.trained_read import TrainedRead
+from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.tree import weight_of
 
 

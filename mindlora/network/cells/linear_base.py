@@ -15,7 +15,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.nf4 import TENSOR_NAMES
-from mindlora.core.run_modes import SHARDING_MODES
+from mindlora.core.yaml_file import SHARDING_MODES
 from mindlora.models.description import TIED_HEAD, expert_refusal
 from mindlora.models.variants.variant import CUT, SHARDED
 from mindlora.network.cells.cell import LoRACell, refuse_own_forward

@@ -5,18 +5,66 @@ operators and no parameters: A, B and the scale come from the cell. The cell cal
 that their operators belong to its scope (for recomputation) and PyNative does not pay for calling another cell.
 """
 
+import itertools
 from typing import NamedTuple, Optional, Tuple, Union
 
+import mindspore as ms
 from mindspore import Parameter, Tensor, get_context, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops import functional
 
-from mindlora.network.cells.seeds import SeedDraw
 from mindlora.ops.backend import Choice, choose_for_cell
 from mindlora.ops.lora_delta import LoraDelta
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
 from mindlora.ops.measured import measured
+
+# TrainedRead: reads a parameter that trains, so that a step on a CPU does not keep what is computed from it.
+
+
+class TrainedRead(nn.Cell):
+    """A parameter that trains, in the dtype of the products: in a compiled step on a CPU, a copy of it.
+
+    MindSpore reads a parameter without a copy, and lets nothing write to it before all operators that read it are done.
+    It does so by making their outputs inputs of the write. A train step writes in a branch, which it takes if no
+    gradient has overflowed, and what goes into a branch is kept until there: all products with A and B, the cell's
+    update [tokens, out] among them, stayed in memory to the end of the backward. With a copy, the copy stays.
+
+    It holds no parameter. The cell calls ``of``, not construct, so that PyNative does not pay for another cell.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.copies = ms.get_context("device_target") == "CPU" and ms.get_context("mode") == ms.GRAPH_MODE
+        self.cast = ops.Cast()
+        self.copy = ops.Identity()
+
+    def of(self, parameter: Parameter, dtype: mstype.Type) -> Tensor:
+        """The value of a parameter in ``dtype``; a cast to another dtype is a copy already."""
+        value = self.cast(parameter, dtype)
+        return self.copy(value) if self.copies and self.training and parameter.dtype == dtype else value
+
+
+# Seeds for dropout, which a network draws while it runs.
+
+_numbers = itertools.count(1)
+
+
+class SeedDraw(nn.Cell):
+    """Draws a new seed, int32 [1], at each call, in a sequence that mindspore.set_seed fixes."""
+
+    def __init__(self):
+        super().__init__()
+        # Each cell has a sequence of its own. With two zeros, MindSpore picks one that differs from run to run.
+        seed = ms.get_seed()
+        # If the backward recomputes the forward, it must use the same seed.
+        self.draw = ops.UniformInt(*((0, 0) if seed is None else (seed, next(_numbers)))).recompute(False)
+        self.least = Tensor(0, ms.int32)
+        self.end = Tensor(2**31 - 1, ms.int32)
+
+    def construct(self) -> Tensor:
+        return self.draw((1,), self.least, self.end)
+
 
 # Up to this many tokens, one pass over W beats MatMul and lora_delta. Measured on a CPU, with AVX-512 and with AVX2
 # (scripts/bench.py ops); estimated on Ascend by the bytes moved (scripts/report_ascend.py), with the least for MatMul,

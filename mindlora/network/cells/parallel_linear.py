@@ -24,8 +24,7 @@ from mindlora.network.cells.linear_base import (
     parallel_linear_types,
 )
 from mindlora.network.cells.low_rank import LowRankPicks, Scale
-from mindlora.network.quantized.nf4 import NF4Dense
-from mindlora.network.quantized.qlora import Nf4Base, QLoRADense
+from mindlora.network.quantized.nf4 import Nf4Base, NF4Dense, QLoRADense
 from mindlora.ops.backend import Choice
 
 

@@ -10,7 +10,7 @@ from mindlora.network.cells.broadcasting import BroadcastMul
 from mindlora.network.cells.cell import carry_settings
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.linear_base import adopt_linear, adopt_weight
-from mindlora.network.cells.trained_read import TrainedRead
+from mindlora.network.cells.low_rank import TrainedRead
 
 
 class StackedLoRADense(nn.Cell):

@@ -21,7 +21,7 @@ from mindlora.models.variants.registry import PYNATIVE_PARAMETERS
 from mindlora.network.cells.cell import carry_settings, refuse_own_forward, refuse_unsupported
 from mindlora.network.cells.experts import ExpertWeight, GroupedProduct, LoRAExpertWeight
 from mindlora.network.cells.initial_values import initial_values
-from mindlora.network.pynative.parameters import local, set_value
+from mindlora.network.pynative.linear import local, set_value
 from mindlora.network.tensors import to_array
 
 _GROUPED_MLP = "mindformers.pynative.transformers.moe.experts"

@@ -7,8 +7,9 @@ own by reset_parameter.
 
 import functools
 import operator
+import sys
 from types import MappingProxyType
-from typing import Any, Dict, Mapping, Optional, Tuple, Type
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Type
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn, ops
@@ -24,10 +25,32 @@ from mindlora.network.cells.cell import fill, refuse_unsupported
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
-from mindlora.network.pynative.parameters import is_sharded, local, set_value
 from mindlora.network.tensors import to_array
 from mindlora.network.variants.dora import DoRADense
 from mindlora.network.variants.miss import MiSSDense
+from mindlora.network.variants.vera import VeRADense
+
+# Parameters of the models that MindFormers' PyNative Trainer runs, of which a device may hold a slice.
+
+
+def is_sharded(parameter: Parameter) -> bool:
+    """Returns whether hyper_parallel has sharded a parameter."""
+    return hasattr(parameter, "placements")
+
+
+def local(parameter: Parameter) -> Tensor:
+    """Returns the slice of a parameter that is on this device: all of it, unless it is sharded."""
+    return parameter.to_local() if is_sharded(parameter) else parameter
+
+
+def set_value(parameter: Parameter, value: Any) -> None:
+    """Copies a whole value, which an initializer may have yet to make, into a parameter."""
+    value = value.init_data() if value.has_init else value
+    if is_sharded(parameter):
+        sharding = sys.modules["hyper_parallel.core.dtensor.dtensor"]
+        value = sharding.distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter.copy_(ops.cast(value, parameter.dtype))
+
 
 # What MindFormers' Linear keeps besides weight and bias, and its forward and the plans by which it is sharded read.
 _OF_LINEAR = (
@@ -272,3 +295,42 @@ def on_linear(kind: Type[nn.Cell], linear: type) -> Type[nn.Cell]:
     members: Dict[str, Any] = {PARAMETERS[part]: property(operator.attrgetter(name)) for part, name in parts.items()}
     members |= {"__doc__": kind.__doc__, "__module__": kind.__module__, "linear_type": linear}
     return type(kind.__name__, (kind, linear), members)
+
+
+# VeRAPyNativeLinear: VeRA on the linear cells of the models that MindFormers' PyNative Trainer runs.
+
+
+class VeRAPyNativeLinear(WholePyNativeLinear, VeRADense):
+    """VeRADense for MindFormers' Linear.
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], lambda_d_lora_b [r], lambda_b_lora_b [out_channels];
+        shared by all cells, mindpet_delta_lora_vera_a [r, widest in_channels] and mindpet_delta_lora_vera_b
+        [widest out_channels, r].
+
+    Inputs and outputs are those of LoRAPyNativeLinear.
+
+    Source: Kopiczko et al., VeRA: Vector-based Random Matrix Adaptation, 2024.
+    """
+
+    parameter_names = names_of("lambda_d", "lambda_b")
+
+    @classmethod
+    def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
+        shared = super().shared_parameters(cells, config)
+        for parameter in shared:
+            # Making room for the values of a model empties these parameters too.
+            parameter.initial = parameter.asnumpy()
+        return shared
+
+    def _add_adapter(self, config, shared):
+        self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = shared
+        super()._add_adapter(config, shared)
+
+    def reset_parameter(self) -> None:
+        """Sets all parameters to their initial values; the first cell of a model sets those that all share."""
+        super().reset_parameter()
+        for parameter in self.shared_parts().values():
+            initial = vars(parameter).pop("initial", None)
+            if initial is not None:
+                parameter.copy_(Tensor(initial))

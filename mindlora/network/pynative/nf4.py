@@ -15,12 +15,17 @@ from mindlora.core.numerics.nf4 import TENSOR_NAMES, Nf4Array
 from mindlora.network.cells.experts import GroupedProduct
 from mindlora.network.cells.linear_base import pynative_linear_types
 from mindlora.network.pynative.experts import PyNativeExperts, PyNativeExpertWeight, check_grouped_mlp
-from mindlora.network.pynative.linear import PyNativeBase, WholePyNativeLinear, adopt_settings, names_of, on_linear
-from mindlora.network.pynative.parameters import set_value
-from mindlora.network.quantized.nf4 import NF4Dense, packed_parameters
+from mindlora.network.pynative.linear import (
+    PyNativeBase,
+    WholePyNativeLinear,
+    adopt_settings,
+    names_of,
+    on_linear,
+    set_value,
+)
+from mindlora.network.quantized.nf4 import Nf4Base, NF4Dense, QLoRADense, packed_parameters
 from mindlora.network.quantized.nf4_experts import DecodedWeight
-from mindlora.network.quantized.qlora import Nf4Base, QLoRADense
-from mindlora.ops.cell_with_bprop import CellWithBprop
+from mindlora.ops.operator_cell import CellWithBprop
 
 
 class NF4PyNativeLinear(NF4Dense):

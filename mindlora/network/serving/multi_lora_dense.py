@@ -1,7 +1,9 @@
 """MultiLoRADense: a frozen linear cell in which each token uses an adapter of its own, from a pool of slots."""
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
+import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
@@ -9,12 +11,49 @@ from mindspore.common.initializer import initializer
 from mindlora.core.numerics.dtypes import to_float32
 from mindlora.network.cells.cell import carry_settings
 from mindlora.network.cells.linear_base import LinearBase, adopt_linear, adopt_weight, plain_linear_types
-from mindlora.network.quantized.nf4 import NF4Dense
-from mindlora.network.quantized.qlora import Nf4Base
+from mindlora.network.quantized.nf4 import Nf4Base, NF4Dense
 from mindlora.network.tensors import to_array, to_tensor
 from mindlora.ops.multi_lora_delta import MultiLoraDelta
 from mindlora.ops.multi_lora_linear import MultiLoraLinear, MultiLoraLinearWithBias
-from mindlora.ops.rounded_linear import RoundedLinear
+from mindlora.ops.rounded_linear import RoundedLinear, RoundedLinears
+
+# MultiLoRAExperts: a pool of adapters of one stacked weight of routed experts.
+
+
+class MultiLoRAExperts(nn.Cell):
+    r"""Holds A_ie and B_ie of each slot i and expert e, for W_e + scale_i B_ie A_ie.
+
+    It computes nothing itself: mindlora.ops.routed_experts does, and on Ascend GroupedExperts. On a CPU the pool takes
+    memory only where an adapter has been written.
+
+    Weights:
+        lora_pool [slots, experts * max_rank, in_channels + out_channels], lora_ranks [slots] int32 and lora_scales
+        [slots] float32, which multi_lora_slot_write fills (layout: RoutedExperts, GroupedExperts). A slot of fewer rows
+        than experts is empty.
+
+    Args:
+        name (str): Of the base's weight.
+        shape (tuple): [experts, out_channels, in_channels] of it.
+        slots (int): How many adapters the pool holds at once.
+        max_rank (int): The largest rank of an adapter.
+        dtype (mindspore.dtype): That of the pool, in which the experts compute; float32 on a CPU.
+    """
+
+    def __init__(self, name: str, shape: Tuple[int, int, int], slots: int, max_rank: int, dtype: mstype.Type):
+        super().__init__()
+        self.experts, self.out_channels, self.in_channels = shape
+        self.dtype = dtype
+        pool = (slots, self.experts * max_rank, self.in_channels + self.out_channels)
+        self.lora_pool = _zeros(f"{name}.lora_pool", pool, dtype)
+        if ms.get_context("device_target") == "CPU":
+            # The zeros of NumPy have no memory until they are written to: a pool can be larger than the model.
+            self.lora_pool.set_data(Tensor.from_numpy(np.zeros(pool, np.float32)))
+        self.lora_ranks = _zeros(f"{name}.lora_ranks", (slots,), mstype.int32)
+        self.lora_scales = _zeros(f"{name}.lora_scales", (slots,), mstype.float32)
+
+
+def _zeros(name, shape, dtype):
+    return Parameter(initializer("zeros", list(shape), dtype), name=name, requires_grad=False)
 
 
 class MultiLoRADense(nn.Cell):
@@ -179,3 +218,71 @@ class MultiLoRADense(nn.Cell):
 
 def _pool(name, prefix, shape, dtype):
     return Parameter(initializer("zeros", list(shape), dtype), name=f"{prefix}.{name}", requires_grad=False)
+
+
+# LinearsTogether: MultiLoRADense cells with one input, computed in one operator.
+
+
+class LinearsTogether(nn.Cell):
+    """(cell(x), ...) for two or three MultiLoRADense whose products are rounded, to the last bit. Only ``of`` makes it.
+
+    Inputs:
+        - **x** (Tensor) - [..., in_channels].
+
+    Outputs:
+        Tuple of Tensor [..., out_channels], dtype of x: those of the cells.
+    """
+
+    def __init__(self, cells: Sequence[MultiLoRADense]):
+        super().__init__(auto_prefix=False)
+        self.linears = nn.CellList(cells, auto_prefix=False)
+        first = self.linears[0]
+        self.has_bias = first.has_bias
+        self.dtype = first.dtype
+        self.slots_of_tokens = first.slots_of_tokens
+        self.rounded = RoundedLinears(first.packed, first.has_bias, len(cells))
+        self.cast = ops.Cast()
+
+    @classmethod
+    def of(cls, cells: Sequence[nn.Cell]) -> Optional["LinearsTogether"]:
+        """Returns the cell for ``cells``; None where one operator cannot compute them."""
+        if not all(isinstance(cell, MultiLoRADense) and cell.rounds for cell in cells):
+            return None
+        kinds = {(cell.packed, cell.has_bias, cell.dtype, cell.lora_pool.dtype) for cell in cells}
+        return cls(cells) if len(kinds) == 1 else None
+
+    def construct(self, x: Tensor) -> Tuple[Tensor, ...]:
+        weights, pools, biases = (), (), ()
+        for cell in self.linears:
+            weights += (cell.rounded_weight(),)
+            pools += ((cell.lora_pool, cell.lora_ranks, cell.lora_scales),)
+            if self.has_bias:
+                biases += (cell.bias,)
+        products = self.rounded(self.cast(x, self.dtype), weights, pools, self.slots_of_tokens, biases)
+        outputs = ()
+        for cell, y in zip(self.linears, products):
+            outputs += (self.cast(cell.finished(y, self.slots_of_tokens), x.dtype),)
+        return outputs
+
+
+class JoinsLinears(nn.Cell):
+    """Base of cells that apply some linear cells to one input.
+
+    Attributes:
+        joined (tuple of str): The attributes that hold these cells.
+        joins (bool): Whether one operator computes them; see join_linears.
+    """
+
+    joined: Tuple[str, ...]
+
+    def __init__(self, auto_prefix: bool = True):
+        super().__init__(auto_prefix=auto_prefix)
+        self.joins = False
+
+    def join_linears(self) -> None:
+        """Lets one operator compute the linear cells, if it can. They must be those of the network that is compiled."""
+        together = LinearsTogether.of([getattr(self, name) for name in self.joined])
+        if together is not None:
+            # Straight into _cells: assigning an attribute would rename the parameters.
+            self._cells["together"] = together
+            self.joins = True

@@ -6,8 +6,7 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tup
 
 from mindlora.core.fields import COUNT
 from mindlora.core.formats.mindrecord_files import mindrecord_files, row_count
-from mindlora.core.run_modes import TRAINING_MODES
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.run.checks.data_rows import Data, data_of
 from mindlora.run.checks.finding import Finding, error, warning
 from mindlora.run.checks.key_ranges import setting

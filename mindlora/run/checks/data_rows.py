@@ -5,16 +5,73 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 import numpy as np
 
-from mindlora.core.fields import COUNT
+from mindlora.core.fields import COUNT, IGNORE_TOKEN_ID, ignore_token_id, pad_token_id
 from mindlora.core.formats.mindrecord_files import mindrecord_files
-from mindlora.core.run_modes import TRAINING_MODES
-from mindlora.core.token_ids import IGNORE_TOKEN_ID, ignore_token_id
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.text import shown
+from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.run.checks.finding import Finding, error, warning
 from mindlora.run.checks.invocation import check_invocation_in_rows
 from mindlora.run.checks.mcore import is_mcore, model_config_of
 from mindlora.run.checks.model import architecture_of
 from mindlora.run.checks.training import callbacks_of
+
+# Rows that MindFormers' own loaders pack as they read them: what the YAML must say so that examples stay apart.
+
+_LOADER = "train_dataset.data_loader"
+_PACKING_LOADERS = ("HFDataLoader", "CommonDataLoader")
+_PACKER = "PackingHandler"
+_SHORTEST = 2048
+
+
+def check_packing(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields what MindFormers refuses in a run whose loader packs rows, and a warning if examples see each other."""
+    yield from _check_length(config)
+    kind = value_at(config, f"{_LOADER}.type")
+    packs = kind in _PACKING_LOADERS and _PACKER in _handlers(config)
+    if config.get("run_mode") not in TRAINING_MODES or not (packs or kind == "BlendedMegatronDatasetDataLoader"):
+        return
+    sliced = value_at(config, "model.model_config.input_sliced_sig")
+    if not sliced and not is_mcore(config):
+        yield error(
+            "model.model_config.input_sliced_sig",
+            f"{_LOADER}.type is {kind}, whose labels are shifted already, and model_config.input_sliced_sig is "
+            f"{shown(sliced)}.",
+            "Set it to True.",
+        )
+    columns = value_at(config, "train_dataset.input_columns")
+    # Without the key, MindFormers takes all columns.
+    if packs and columns and not {"attention_mask", "actual_seq_len"} & set(columns):
+        ends = bool(value_at(config, f"{_LOADER}.create_compressed_eod_mask"))
+        column = "actual_seq_len" if ends else "attention_mask"
+        more = "" if ends else ", or set create_compressed_eod_mask: True and add actual_seq_len"
+        yield warning(
+            "train_dataset.input_columns",
+            f"{_LOADER} packs examples ({_PACKER}), and train_dataset.input_columns lacks the column that keeps them "
+            f"apart, so the examples of a row see each other: {', '.join(map(str, columns))}.",
+            f"Add {column} to input_columns and construct_args_key, and its part to parallel.dataset_strategy{more}.",
+        )
+
+
+def _check_length(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error if rows are too short for the compressed mask that flash attention is given."""
+    keys = ["model.model_config.use_attn_mask_compression"]
+    if is_mcore(config):
+        keys += ["model.model_config.use_eod_attn_mask_compression", f"{_LOADER}.create_compressed_eod_mask"]
+    compressing = [key for key in keys if value_at(config, key)]
+    length = value_at(config, "model.model_config.seq_length")
+    if compressing and isinstance(length, int) and length < _SHORTEST and config.get("run_mode") in TRAINING_MODES:
+        yield error(
+            compressing[0],
+            f"{compressing[0]} is True and model_config.seq_length is {length}: MindFormers compresses masks of at "
+            f"least {_SHORTEST} tokens.",
+            f"Set {compressing[0].rpartition('.')[2]}: False, or seq_length: {_SHORTEST}.",
+        )
+
+
+def _handlers(config: Mapping[str, Any]) -> List[Any]:
+    handlers = value_at(config, f"{_LOADER}.handler")
+    return [one.get("type") for one in handlers if isinstance(one, Mapping)] if isinstance(handlers, list) else []
+
 
 Data = Union[str, Sequence[str]]
 Row = Dict[str, np.ndarray]
@@ -239,3 +296,83 @@ def _padding(rows: List[Row], ignored: int) -> Optional[int]:
         if (end == end[0]).all() and (labels[-_PADDED:] == ignored).all():
             return int(end[0])
     return None
+
+
+# Is there anything to learn in the data of a run, and anything to measure in its held-out data: labels that count.
+
+_ADVICE = "Convert the data again with mindlora data, which says how many tokens of it are learned."
+
+
+def check_labels(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Finding]:
+    """Yields an error for each data of the run in which nothing counts: no label, and no example of preferences.
+
+    Data that is not there is passed over. As far as the first label that counts, all rows are read.
+    """
+    model = model_of(config)
+    if model.get("seq_length") not in COUNT:
+        return
+    columns = value_at(config, "train_dataset.input_columns")
+    reads_labels = not columns or "labels" in ([columns] if isinstance(columns, str) else columns)
+    for where, data, lengths in data_sets(config):
+        # Where the run does not read the labels, all tokens count; HeldOutLoss always reads them.
+        if data and (reads_labels or where.startswith("callbacks")):
+            pad = pad_token_id(model)
+            yield from _find(where, mindrecord_files(data), first_rows, max(lengths), ignore_token_id(model), pad)
+
+
+def check_pynative_labels(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Finding]:
+    """Yields what check_labels does, for a YAML of the PyNative trainer."""
+    model = config.get("model") or {}
+    length = model.get("seq_length") or 0
+    longest = length + 1 if length in COUNT else 0
+    sets = [("train_dataset", data_of({"data_loader": value_at(config, "train_dataset.dataloader")}))]
+    for where, callback in callbacks_of(config, "HeldOutLoss"):
+        held_out = {"type": "MindDataset", "dataset_dir": callback.get("dataset_dir")}
+        sets.append((where, data_of({"data_loader": held_out})))
+    for where, data in sets:
+        if data:
+            yield from _find(where, mindrecord_files(data), first_rows, longest, ignore_token_id(model), None)
+
+
+def _find(
+    where: str, files: Sequence[str], first_rows: FirstRows, longest: int, ignored: int, pad: Optional[int]
+) -> Iterator[Finding]:
+    for file in files:
+        for row in first_rows(file, None):
+            if _counts(row, longest, ignored, pad):
+                return
+    if files:
+        yield error(
+            where.split(" ")[0],
+            f"{where}: no label of {_named(files)} counts in the loss: all are {ignored}, or have nothing before them "
+            "that they are predicted from.",
+            _ADVICE,
+        )
+
+
+def _counts(row: Row, longest: int, ignored: int, pad: Optional[int]) -> bool:
+    """Returns whether a row has anything to learn; True if it has no labels, so that all its tokens count.
+
+    Args:
+        row (mapping): The columns of a row.
+        longest (int): Tokens of a row in which the first one is predicted from nothing; a shorter row's labels are
+            shifted, so that each belongs to the token before it.
+        ignored (int): The label that does not count.
+        pad (int, optional): The token after which none counts; None if it is not known.
+    """
+    if "labels" not in row or "input_ids" not in row:
+        return True
+    if "answers" in row:
+        examples = row.get("pairs", row.get("judgments"))
+        return bool((row["answers"] >= 0).any()) and (examples is None or bool(np.any(examples)))
+    tokens, labels = row["input_ids"], row["labels"]
+    if tokens.shape != labels.shape:
+        return True
+    if tokens.shape[-1] == longest:
+        tokens, labels = tokens[..., :-1], labels[..., 1:]
+    counted = labels != ignored
+    return bool((counted if pad is None else counted & (tokens != pad)).any())
+
+
+def _named(files: Sequence[str]) -> str:
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"

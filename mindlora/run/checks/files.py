@@ -8,8 +8,7 @@ from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.formats.safetensors_file import TensorFile
 from mindlora.core.git_lfs import refuse_pointer
-from mindlora.core.run_modes import TRAINING_MODES
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.files.base import quantize
 from mindlora.run.checks.finding import Finding, error, note
 from mindlora.run.checks.pet_config import quantizes_base

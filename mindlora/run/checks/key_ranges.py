@@ -5,9 +5,8 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tup
 
 from mindlora.core.fields import COUNT, INDEX, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from mindlora.core.overrides import CLOSED_NODES
-from mindlora.core.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.core.text import shown, suggestion
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, RUN_MODES, TRAINING_MODES, value_at
 from mindlora.run.checks.finding import Finding, error
 
 _MODEL = "model.model_config"

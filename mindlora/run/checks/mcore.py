@@ -6,9 +6,8 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import dtype_name
 from mindlora.core.json_files import parse_object
-from mindlora.core.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.core.text import listed
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, RUN_MODES, TRAINING_MODES, value_at
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture

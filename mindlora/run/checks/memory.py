@@ -5,8 +5,7 @@ What is said of MindFormers and MindSpore was read in their code (1.9.0 and 2.9.
 
 from typing import Any, Iterator, Mapping
 
-from mindlora.core.run_modes import SHARDING_MODES, TRAINING_MODES
-from mindlora.core.yaml_file import value_at
+from mindlora.core.yaml_file import SHARDING_MODES, TRAINING_MODES, value_at
 from mindlora.run.checks.finding import Finding, note, warning
 
 _RECOMPUTE = "recompute_config"

@@ -5,9 +5,8 @@ from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from mindlora.core.fields import COUNT
 from mindlora.core.numerics import initializers
-from mindlora.core.run_modes import SHARDING_MODES, TRAINING_MODES
 from mindlora.core.text import shown
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, SHARDING_MODES, TRAINING_MODES, value_at
 from mindlora.models.variants.registry import VARIANTS
 from mindlora.models.variants.variant import SHARDED
 from mindlora.run.checks.finding import Finding, error

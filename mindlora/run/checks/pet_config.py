@@ -11,8 +11,7 @@ from mindlora.core.text import suggestion
 from mindlora.core.yaml_file import PET, value_at
 from mindlora.files.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.models.architectures.llama_classifiers import task_of, with_score
-from mindlora.models.lora_config import LoraConfig
-from mindlora.models.pet_keys import PET_TYPES
+from mindlora.models.lora_config import PET_TYPES, LoraConfig
 from mindlora.run.checks.finding import Finding, error, note, refuse, warning
 
 PET_TYPE = "lora"

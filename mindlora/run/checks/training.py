@@ -4,9 +4,8 @@ from typing import Any, Iterator, List, Mapping, Optional
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT
-from mindlora.core.run_modes import TRAINING_MODES
 from mindlora.core.text import shown, suggestion
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.key_ranges import named_items, setting
 from mindlora.training.exchange.settings import exchange_settings

@@ -3,7 +3,7 @@
 from typing import Any, Dict, Optional
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.token_ids import IGNORE_TOKEN_ID
+from mindlora.core.fields import IGNORE_TOKEN_ID
 from mindlora.run.checks.cpu import cpu_keys
 from mindlora.run.configs.folder import ModelFolder
 

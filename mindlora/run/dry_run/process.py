@@ -11,8 +11,7 @@ import sys
 import tempfile
 from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from mindlora.run.dry_run.plugin_needs import mindspore_folder
-from mindlora.run.dry_run.stand_ins import StandIns, stand_ins
+from mindlora.run.dry_run.stand_ins import StandIns, mindspore_folder, stand_ins
 
 _ROOT = pathlib.Path(__file__).resolve().parents[3]
 # Below lib/plugin/ascend of MindSpore: libraries that the plugin loads by their names alone.

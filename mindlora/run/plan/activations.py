@@ -14,8 +14,7 @@ from mindlora.core.yaml_file import value_at
 from mindlora.models.names import role_of
 from mindlora.models.weights import Weight
 from mindlora.run.plan.division import Division
-from mindlora.run.plan.fragments import LayerTensors
-from mindlora.run.plan.loss_tensors import LossTensors, loss_tensors
+from mindlora.run.plan.fragments import LayerTensors, LossTensors, loss_tensors
 from mindlora.run.plan.run import Run, layer_of
 from mindlora.run.plan.units import bytes_of
 
@@ -189,7 +188,7 @@ class Activations:
         self.is_legacy = run.architecture.legacy
         self.norm = bytes_of(run.dtype(f"layernorm_compute_{'type' if self.is_legacy else 'dtype'}", "float32"))
         self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
-        # mindlora's operators for training on a CPU: mindlora/training/model/cpu_llama.py.
+        # mindlora's operators for training on a CPU: mindlora/training/model/cpu_cells.py.
         self.has_cpu_operators = run.on_cpu and run.model.get("type") == "LlamaConfig"
         self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.on_cpu
         self.fuses_attention = not self.is_legacy or bool(run.model.get("use_flash_attention"))

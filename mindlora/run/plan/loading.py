@@ -4,7 +4,7 @@ import os
 from typing import List
 
 from mindlora.models.weights import Weight
-from mindlora.run.checks.base_loading import loads_by_tensor
+from mindlora.run.checks.base_weights import loads_by_tensor
 from mindlora.run.checks.files import base_of
 from mindlora.run.plan.memory import ARITHMETIC, Line, memory_of
 from mindlora.run.plan.run import Run

@@ -9,13 +9,11 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.fields import dtype_name
 from mindlora.core.formats.mindrecord_files import column_shapes, mindrecord_files
 from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR
-from mindlora.core.run_modes import TRAINING_MODES
 from mindlora.core.text import listed, suggestion
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.models import names
 from mindlora.models.architectures import registry
-from mindlora.models.architectures.architecture import Architecture, ParameterSize
-from mindlora.models.architectures.attention import Attention
+from mindlora.models.architectures.architecture import Architecture, Attention, ParameterSize
 from mindlora.models.architectures.llama_classifiers import task_of
 from mindlora.models.description import Description
 from mindlora.models.lora_config import LoraConfig

@@ -17,8 +17,7 @@ import yaml
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.initializers import changes_base
-from mindlora.core.run_modes import TRAINING_MODES
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.run.checks.data_rows import data_of, row_lengths
 from mindlora.run.checks.key_ranges import setting
 from mindlora.run.checks.pynative import is_pynative

@@ -1,11 +1,22 @@
 """EvalReport: everything that was measured of a base and its adapters, and what it tells, in a sentence."""
 
 import dataclasses
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from mindlora.core.tables import columns, number, wrapped
+import numpy as np
+
+from mindlora.core.text import columns, number, wrapped
 from mindlora.serving.evaluation import forgetting
-from mindlora.serving.evaluation.statistics import BETTER, LEAST_EXAMPLES, NOT_TOLD_APART, WORSE, Estimate, Measure
+from mindlora.serving.evaluation.statistics import (
+    BASE,
+    BETTER,
+    LEAST_EXAMPLES,
+    NOT_TOLD_APART,
+    WORSE,
+    Estimate,
+    Measure,
+    measure,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,3 +97,103 @@ def _sentence(adapter: str, measures: Tuple[Measure, ...]) -> str:
 def _not_told_apart(found: Measure) -> str:
     few = "" if found.examples >= LEAST_EXAMPLES else f", which are fewer than {LEAST_EXAMPLES}"
     return f"{NOT_TOLD_APART} by {found.examples} examples in {found.name} of {found.source}{few}"
+
+
+# The picture of an evaluation: what each adapter changes, with its interval.
+
+_COLORS = {BETTER: "tab:green", WORSE: "tab:red"}
+
+
+def draw_evaluation(report: EvalReport, path: str) -> None:
+    """Draws the values of the base and its adapters, a panel for each measure, to a PNG file; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    count = len(report.measures)
+    height = 0.9 + 0.32 * len(report.measures[0].values)
+    figure, panels = pyplot.subplots(count, 1, figsize=(8, height * count), dpi=110, squeeze=False)
+    for axes, found in zip(panels[:, 0], report.measures):
+        _draw(axes, found)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _draw(axes: Any, found: Measure) -> None:
+    names = list(found.values)
+    for place, (name, value) in enumerate(found.values.items()):
+        color = _COLORS.get(found.verdicts.get(name, ""), "tab:gray")
+        axes.errorbar(value.value, place, xerr=_reach(value), fmt="o", color=color, capsize=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_title(title(found), fontsize="medium", loc="left")
+    axes.grid(alpha=0.3, axis="x")
+
+
+def _reach(value: Estimate) -> Sequence[Sequence[float]]:
+    """Returns how far an interval reaches to both sides, as errorbar takes it."""
+    if value.low is None or value.high is None:
+        return [[0.0], [0.0]]
+    return [[value.value - value.low], [value.high - value.value]]
+
+
+# Which of several adapters is best, by the losses of the same held-out rows, and which are not told apart from it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The held-out losses of several adapters, each at its best step, and how far they are above the best one's.
+
+    Attributes:
+        best (str): The adapter with the smallest loss.
+        measure (Measure): Its "base" is the best adapter; the others are the rest, the better ones first.
+        steps (dict): Name -> the step at which the adapter was measured so.
+    """
+
+    best: str
+    measure: Measure
+    steps: Dict[str, int]
+
+    def __str__(self) -> str:
+        titles, *rows = self.table()
+        return f"{columns(titles, rows)}\n\n{self.sentence()}"
+
+    def table(self) -> List[List[str]]:
+        """Returns rows of texts, the first of which names the columns."""
+        rows = [["adapter", "held-out loss", "95 % interval", "at step", "minus best", "95 % interval", ""]]
+        for name, value in self.measure.values.items():
+            adapter = self.best if name == BASE else name
+            row = [adapter, number(value.value), interval(value), f"{self.steps[adapter]:,}"]
+            difference = self.measure.differences.get(name)
+            row += ["", "", "best"] if difference is None else [number(difference.value), interval(difference)]
+            rows.append(row if difference is None else [*row, self.measure.verdicts[name]])
+        return rows
+
+    def sentence(self) -> str:
+        """Returns what the rows tell."""
+        near = [name for name, verdict in self.measure.verdicts.items() if verdict == NOT_TOLD_APART]
+        text = f"{self.best} has the smallest held-out loss, {number(self.measure.values[BASE].value)}"
+        if near:
+            return f"{text}; {self.measure.examples} rows do not tell {', '.join(near)} apart from it."
+        return f"{text}; all others are {WORSE}." if self.measure.verdicts else f"{text}."
+
+
+def compare(
+    losses: Mapping[str, np.ndarray], counts: np.ndarray, steps: Mapping[str, int], source: str
+) -> Optional[Comparison]:
+    """Returns which adapter is best; None if none has a finite loss.
+
+    Args:
+        losses (mapping): Name -> float64 [rows], the sum of the losses of each held-out row.
+        counts (array): float64 [rows], how many labels of each row count.
+        steps (mapping): Name -> the step at which the adapter was measured.
+        source (str): What the rows are called.
+    """
+    means = {name: float(rows.sum()) for name, rows in losses.items() if np.isfinite(rows).all()}
+    if not means:
+        return None
+    best, *rest = sorted(means, key=lambda name: means[name])
+    amounts = {None: losses[best], **{name: losses[name] for name in rest}}
+    return Comparison(best, measure("held-out loss", source, True, amounts, counts), dict(steps))

@@ -7,8 +7,8 @@ from typing import Any, Dict, Iterator, List, Sequence
 import numpy as np
 
 from mindlora.core.errors import DataError
+from mindlora.core.fields import IGNORE_TOKEN_ID
 from mindlora.core.formats.mindrecord_files import mindrecord_files
-from mindlora.core.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.files import bare_name, pieces, read_text
 from mindlora.data.sources import Layout, read_inputs

@@ -4,14 +4,37 @@ import gzip
 import json
 import logging
 import re
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Literal, Optional, Tuple
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from mindlora.serving.server import model_schemas, schemas
+from mindlora.serving.server import schemas
 from mindlora.serving.server.errors import ApiError
+
+# Answers of /v1/models, as pydantic models.
+
+
+class Model(BaseModel):
+    """The base, or an adapter, whose parent is the base."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: Optional[str]
+    max_model_len: int
+
+
+class ModelPage(BaseModel):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: List[Model]
+
 
 logger = logging.getLogger("mindlora")
 
@@ -46,7 +69,7 @@ class ModelList:
             registry.refresh()
             registry.path(adapter)
 
-    def entry(self, model: str) -> model_schemas.Model:
+    def entry(self, model: str) -> Model:
         """Returns what is said of a model; raises AdapterNotFoundError if there is none of that name."""
         self.check(model)
         return self._entry(model)
@@ -65,9 +88,9 @@ class ModelList:
             rendered = self._rendered = (names, plain, gzip.compress(plain))
         return rendered[2] if zipped else rendered[1]
 
-    def _entry(self, name: str) -> model_schemas.Model:
+    def _entry(self, name: str) -> Model:
         base = self._engine.model_name
-        return model_schemas.Model(
+        return Model(
             id=name,
             object="model",
             created=self._created,
@@ -81,14 +104,14 @@ class ModelList:
 def add_routes(router: APIRouter) -> None:
     """Adds all four; where the operator has not allowed loading at run time, the latter two only say so."""
 
-    @router.get("/v1/models", response_model=model_schemas.ModelPage)
+    @router.get("/v1/models", response_model=ModelPage)
     def list_models(request: Request) -> Response:
         zipped = _takes_gzip(request.headers.get("accept-encoding", ""))
         headers = {"Vary": "Accept-Encoding", **({"Content-Encoding": "gzip"} if zipped else {})}
         return Response(request.app.state.context.models.page(zipped), 200, headers, "application/json")
 
-    @router.get("/v1/models/{model:path}", response_model=model_schemas.Model)
-    def show_model(model: str, request: Request) -> model_schemas.Model:
+    @router.get("/v1/models/{model:path}", response_model=Model)
+    def show_model(model: str, request: Request) -> Model:
         return request.app.state.context.models.entry(model)
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)

@@ -6,14 +6,178 @@ import logging
 import signal
 import socket
 import threading
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, MutableMapping, Optional
 
+import h11
 import uvicorn
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mindlora.core.errors import ConfigError
-from mindlora.serving.server.app import answer_while_loading, create_app
-from mindlora.serving.server.connections import Connection
+from mindlora import __version__
+from mindlora.core.errors import ConfigError, LoraError
+from mindlora.serving.server import chat, completions, metrics, models, responses, schemas, texts
+from mindlora.serving.server.access import BodyLimit, FramingCheck, HostCheck, KeyCheck
+from mindlora.serving.server.context import Context, context_of
+from mindlora.serving.server.errors import ApiError, answer_error
+from mindlora.serving.server.generation import check_ready, still_starting
+from mindlora.serving.server.request_log import Recorder
 from mindlora.serving.server.settings import ServerSettings
+
+# Connection: one connection of a client, which is closed when it has waited too long for the head of a request.
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, with one time for all waits between requests: timeout_keep_alive of its configuration.
+
+    uvicorn's own timer runs behind an answer alone, and ends with the first byte. This one also runs from the beginning
+    of the connection, and until the head of the next request is whole.
+    """
+
+    _waiting: Optional[asyncio.TimerHandle] = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begins to wait for the first request."""
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes what may be the rest of a head."""
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """Begins to wait for the next request."""
+        super().on_response_complete()
+        # The connection is ready for it a moment later.
+        self.loop.call_soon(self._look)
+
+    def connection_lost(self, exc: Optional[Exception]) -> None:
+        """Ends the wait."""
+        super().connection_lost(exc)
+        self._stop()
+
+    def _look(self) -> None:
+        """Starts or ends the timer, by whether a head is still to come."""
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._stop()
+        elif self._waiting is None:
+            self._waiting = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
+# The app: routes and the parts around them; and what answers before there is one.
+
+# /tokenize and /detokenize: the tokens that the model gets for a prompt or a conversation, and back, as in vLLM.
+
+
+def _add_token_routes(router: APIRouter) -> None:
+    """Adds both. They compute nothing, so they answer while the engine is busy."""
+
+    @router.post("/tokenize", response_model=schemas.Tokens)
+    def tokenize(body: schemas.TokenizeRequest, request: Request) -> schemas.Tokens:
+        body.check_extra()
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(
+                "The body of /tokenize has both prompt and messages, or neither: give one of them.", param="prompt"
+            )
+        context = context_of(request)
+        _check_model(request, body.model)
+        if body.prompt is not None:
+            tokens = context.prompts.tokens(body.prompt, body.add_special_tokens is not False)
+        else:
+            tokens = context.prompts.chat(body.messages or [], body.tools, body.chat_template_kwargs)
+        texts = [context.texts.text(token) for token in tokens] if body.return_token_strs else None
+        length = context.engine.seq_length
+        return schemas.Tokens(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=texts)
+
+    @router.post("/detokenize", response_model=schemas.Detokenized)
+    def detokenize(body: schemas.DetokenizeRequest, request: Request) -> schemas.Detokenized:
+        body.check_extra()
+        _check_model(request, body.model)
+        return schemas.Detokenized(prompt=context_of(request).prompts.text(body.tokens))
+
+
+def _check_model(request: Request, model: Optional[str]) -> None:
+    if model is not None:
+        context_of(request).models.check(model)
+
+
+_ERRORS: Any = {status: {"model": schemas.ErrorAnswer} for status in (400, 401, 404, 413, 429, 503, 504)}
+
+
+def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
+    """Makes the ASGI app that serves an engine, which is started and stopped elsewhere.
+
+    Raises ConfigError if the file of keys cannot be used.
+    """
+    context = Context(engine, settings)
+    app = FastAPI(title="mindlora", version=__version__, docs_url=None, redoc_url=None)
+    app.state.context = context
+    for kind in (RequestValidationError, HTTPException, LoraError):
+        app.add_exception_handler(kind, answer_error)
+    router = APIRouter(responses=_ERRORS)
+    for part in (models, completions, chat, responses, texts, metrics):
+        part.add_routes(router)
+    _add_token_routes(router)
+    _add_health(router)
+    app.include_router(router)
+    # From the innermost to the outermost.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
+    app.add_middleware(KeyCheck, keys=context.keys)
+    if context.keys is None and not settings.no_auth:
+        app.add_middleware(HostCheck)
+    app.add_middleware(HeadAsGet)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            # Clients send headers of their own, such as openai's X-Stainless-Lang.
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Not-Enforced", "X-Request-Id"],
+        )
+    app.add_middleware(FramingCheck)
+    app.add_middleware(Recorder, log=context.log, count=context.metrics.count, told=context.told)
+    return app
+
+
+class HeadAsGet:
+    """The part of the app that answers HEAD as GET; the server sends no body with it."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+async def answer_while_loading(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+    """The app while the model is loaded: /health says that the process lives, all else that the server starts."""
+    answer: Response = PlainTextResponse("ok") if scope["path"] == "/health" else still_starting().response()
+    await answer(scope, receive, send)
+
+
+def _add_health(router: APIRouter) -> None:
+    @router.get("/health", response_class=PlainTextResponse)
+    async def health() -> Response:
+        return PlainTextResponse("ok")
+
+    @router.get("/ready", response_class=PlainTextResponse)
+    async def ready(request: Request) -> Response:
+        check_ready(context_of(request))
+        return PlainTextResponse("ok")
+
 
 logger = logging.getLogger("mindlora")
 

@@ -2,21 +2,266 @@
 
 import asyncio
 import base64
+import json
+import os
 import time
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Annotated, Any, Callable, ClassVar, List, Literal, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from fastapi import APIRouter
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 
-from mindlora.core.errors import ConfigError
-from mindlora.serving.pooling import Pooling, read_pooling
+from mindlora.core.errors import ConfigError, RequestError
+from mindlora.core.json_files import parse_object
+from mindlora.core.text import first_ten
 from mindlora.serving.request import Reading, Sampling
 from mindlora.serving.score_head import ScoreHead, misuse
-from mindlora.serving.server import schemas, text_schemas
+from mindlora.serving.server import schemas
 from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Asked, Call, note_asked
+from mindlora.serving.server.schemas import Text, TextsRequest, TokenId
+
+# Requests and answers of /v1/embeddings, /v1/score and /v1/classify, as pydantic models.
+
+Texts = Union[Text, Annotated[List[Text], Field(min_length=1)]]
+
+
+class EmbeddingRequest(TextsRequest):
+    """Body of /v1/embeddings."""
+
+    input: Union[
+        Texts,
+        Annotated[List[TokenId], Field(min_length=1)],
+        Annotated[List[Annotated[List[TokenId], Field(min_length=1)]], Field(min_length=1)],
+    ] = Field(description="a text, token ids, or a list of either")
+    encoding_format: Optional[Literal["float", "base64"]] = None
+    dimensions: Optional[int] = Field(None, ge=1, description="numbers of an embedding, where the model allows it")
+
+    def texts(self) -> List[Union[str, List[int]]]:
+        """The texts, each as text or token ids."""
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]  # type: ignore[list-item]
+        return self.input  # type: ignore[return-value]
+
+
+class _Activated(TextsRequest):
+    """A request for scores."""
+
+    use_activation: Optional[bool] = Field(None, description="as in vLLM: false for scores in place of probabilities")
+
+    @property
+    def is_activated(self) -> bool:
+        """Whether scores become probabilities."""
+        return self.use_activation is not False
+
+
+class ClassifyRequest(_Activated):
+    """Body of /v1/classify, as vLLM has it."""
+
+    input: Texts
+
+    def texts(self) -> List[str]:
+        """The texts."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+class ScoreRequest(_Activated):
+    """Body of /v1/score, as vLLM has it: one text and others, or pairs of texts."""
+
+    text_field: ClassVar[str] = "text_2"
+    text_1: Texts
+    text_2: Texts
+
+    def pairs(self) -> List[Tuple[str, str]]:
+        """The pairs that are to be scored; raises ApiError, 400, if the lists are not of one length."""
+        first, second = ([texts] if isinstance(texts, str) else texts for texts in (self.text_1, self.text_2))
+        if len(first) not in (1, len(second)):
+            raise ApiError(
+                f"text_1 has {len(first)} texts and text_2 {len(second)}: give one text_1, or one for each text_2.",
+                param="text_1",
+            )
+        return list(zip(first * (len(second) if len(first) == 1 else 1), second))
+
+
+class TextUsage(BaseModel):
+    """Tokens of the texts of a request."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    """The embedding of a text: numbers, or float32, little-endian, in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: Union[List[float], str]
+
+
+class Embeddings(BaseModel):
+    """Answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: List[Embedding]
+    model: str
+    usage: TextUsage
+
+
+class Score(BaseModel):
+    """The score of a pair."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(BaseModel):
+    """Answer of /v1/score."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: List[Score]
+    usage: TextUsage
+
+
+class Class(BaseModel):
+    """The likeliest label of a text, and the probabilities of all."""
+
+    index: int
+    label: str
+    probs: List[float]
+    num_classes: int
+
+
+class Classes(BaseModel):
+    """Answer of /v1/classify."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: List[Class]
+    usage: TextUsage
+
+
+# Pooling: from the hidden states of a text's tokens to its embedding, as the files of a model say it.
+#
+# They are those of sentence-transformers: modules.json, the config.json of its Pooling, and sentence_bert_config.json.
+
+# sentence-transformers' names of modes -> ours.
+_MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "first", "cls": "first"}
+_FLAG = "pooling_mode_"
+
+
+class Pooling(NamedTuple):
+    """How a model embeds a text.
+
+    Attributes:
+        mode (str): "last" or "first", the hidden state of that token; "mean", of all tokens.
+        normalizes (bool): Whether an embedding has norm 1.
+        dimensions (tuple of int): To which an embedding may be cut (Kusupati et al., Matryoshka Representation
+            Learning, 2022); () for none.
+        any_dimension (bool): Whether it may be cut to any.
+        max_tokens (int or None): Tokens of a text, at most.
+    """
+
+    mode: str
+    normalizes: bool = False
+    dimensions: Tuple[int, ...] = ()
+    any_dimension: bool = False
+    max_tokens: Optional[int] = None
+
+    def check_dimensions(self, asked: Optional[int], width: int) -> None:
+        """Raises RequestError if embeddings cannot be cut to ``asked``; None leaves them whole."""
+        if asked is None or (self.any_dimension and asked <= width) or asked in self.dimensions:
+            return
+        if self.any_dimension or self.dimensions:
+            accepted = first_ten([str(number) for number in self.dimensions]) if self.dimensions else f"1 to {width}"
+            raise RequestError(f"dimensions is {asked}, and this model gives {accepted}: ask for one of these.")
+        raise RequestError(
+            f"dimensions is {asked}, and the model's config.json does not say that its embeddings can be cut "
+            "(is_matryoshka, matryoshka_dimensions): leave it out."
+        )
+
+    def embed(self, hidden: np.ndarray, dimensions: Optional[int] = None) -> np.ndarray:
+        """Returns float32 [width], or [dimensions], of the hidden states of a text.
+
+        Args:
+            hidden (np.ndarray): float32 [tokens, width]; for "last", that of the last token is enough.
+            dimensions (int, optional): Numbers that are kept, before the norm is made 1. Default: None, all.
+        """
+        row = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0, dtype=np.float64)}[self.mode]
+        row = row[:dimensions].astype(np.float64)
+        if self.normalizes:
+            row = row / max(float(np.linalg.norm(row)), 1e-12)
+        return row.astype(np.float32)
+
+
+def read_pooling(folder: str) -> Optional[Pooling]:
+    """Returns the pooling that a model's folder names; None if it names none (there is no modules.json).
+
+    Raises ConfigError if it cannot be used here.
+    """
+    path = os.path.join(folder, "modules.json")
+    if not os.path.isfile(path):
+        return None
+    modules = _read_modules(path)
+    kinds = [kind for kind, _ in modules]
+    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        raise ConfigError(
+            f"{path} names the modules {first_ten(kinds)}; here they can be Transformer, Pooling and Normalize: use "
+            "sentence-transformers itself."
+        )
+    mode = _read_mode(os.path.join(folder, modules[1][1], "config.json"))
+    model = _read_object(os.path.join(folder, "config.json"))
+    dimensions = tuple(model.get("matryoshka_dimensions") or ())
+    any_dimension = bool(model.get("is_matryoshka")) and not dimensions
+    return Pooling(mode, "Normalize" in kinds, dimensions, any_dimension, _read_max_tokens(folder))
+
+
+def _read_modules(path: str) -> List[Tuple[str, str]]:
+    """Returns the kind and the subfolder of each module, in order."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = json.load(file)
+        return [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in entries]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a list of modules with type and path: copy it again.") from error
+
+
+def _read_mode(path: str) -> str:
+    config = _read_object(path)
+    named = config.get("pooling_mode")
+    if named is None:
+        modes = [key[len(_FLAG) :] for key, value in config.items() if key.startswith(_FLAG) and value]
+    else:
+        modes = [named] if isinstance(named, str) else list(named)
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise ConfigError(
+            f"{path} asks for the pooling {first_ten(modes)}; here it can be one of lasttoken, mean_tokens and "
+            "cls_token: use sentence-transformers itself."
+        )
+    return _MODES[modes[0]]
+
+
+def _read_max_tokens(folder: str) -> Optional[int]:
+    path = os.path.join(folder, "sentence_bert_config.json")
+    config = _read_object(path)
+    if config.get("do_lower_case"):
+        raise ConfigError(f"{path} has do_lower_case, which is not done here: use sentence-transformers itself.")
+    return config.get("max_seq_length")
+
+
+def _read_object(path: str) -> Any:
+    """Returns the content of a JSON file; an empty one where there is no such file."""
+    if not os.path.isfile(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return parse_object(file.read(), path, ConfigError)
 
 
 class _Texts(NamedTuple):
@@ -30,32 +275,32 @@ class _Texts(NamedTuple):
 def add_routes(router: APIRouter) -> None:
     """Adds all three; score and classify also where vLLM has them."""
 
-    @router.post("/v1/embeddings", response_model=text_schemas.Embeddings)
-    async def embed(body: text_schemas.EmbeddingRequest, request: Request) -> text_schemas.Embeddings:
+    @router.post("/v1/embeddings", response_model=Embeddings)
+    async def embed(body: EmbeddingRequest, request: Request) -> Embeddings:
         vectors, usage = await _read(request, body, body.texts(), lambda context: _embeddings(context, body))
         data = [
-            text_schemas.Embedding(object="embedding", index=index, embedding=_encoded(vector, body.encoding_format))
+            Embedding(object="embedding", index=index, embedding=_encoded(vector, body.encoding_format))
             for index, vector in enumerate(vectors)
         ]
-        return text_schemas.Embeddings(object="list", data=data, model=body.model, usage=usage)
+        return Embeddings(object="list", data=data, model=body.model, usage=usage)
 
-    @router.post("/score", response_model=text_schemas.Scores)
-    @router.post("/v1/score", response_model=text_schemas.Scores)
-    async def score(body: text_schemas.ScoreRequest, request: Request) -> text_schemas.Scores:
+    @router.post("/score", response_model=Scores)
+    @router.post("/v1/score", response_model=Scores)
+    async def score(body: ScoreRequest, request: Request) -> Scores:
         texts = [list(pair) for pair in body.pairs()]
         scores, usage = await _read(request, body, texts, lambda context: _scores(context, body))
-        data = [text_schemas.Score(index=index, object="score", score=value) for index, value in enumerate(scores)]
-        return text_schemas.Scores(**_head(request, body, "score"), data=data, usage=usage)
+        data = [Score(index=index, object="score", score=value) for index, value in enumerate(scores)]
+        return Scores(**_head(request, body, "score"), data=data, usage=usage)
 
-    @router.post("/classify", response_model=text_schemas.Classes)
-    @router.post("/v1/classify", response_model=text_schemas.Classes)
-    async def classify(body: text_schemas.ClassifyRequest, request: Request) -> text_schemas.Classes:
+    @router.post("/classify", response_model=Classes)
+    @router.post("/v1/classify", response_model=Classes)
+    async def classify(body: ClassifyRequest, request: Request) -> Classes:
         classes, usage = await _read(request, body, body.texts(), lambda context: _classes(context, body))
         data = [
-            text_schemas.Class(index=index, label=label, probs=numbers, num_classes=len(numbers))
+            Class(index=index, label=label, probs=numbers, num_classes=len(numbers))
             for index, (label, numbers) in enumerate(classes)
         ]
-        return text_schemas.Classes(**_head(request, body, "classify"), data=data, usage=usage)
+        return Classes(**_head(request, body, "classify"), data=data, usage=usage)
 
 
 def _head(request: Request, body: schemas.TextsRequest, prefix: str) -> dict:
@@ -65,7 +310,7 @@ def _head(request: Request, body: schemas.TextsRequest, prefix: str) -> dict:
 
 async def _read(
     request: Request, body: schemas.TextsRequest, texts: List[Any], prepare: Callable[[Context], _Texts]
-) -> Tuple[Any, text_schemas.TextUsage]:
+) -> Tuple[Any, TextUsage]:
     """Returns what is made of the texts of a request, which ``prepare`` takes apart in a thread."""
     context = note_asked(request, body.model, len(texts), texts)
     body.check_extra()
@@ -91,12 +336,12 @@ async def _read(
         async for choice, piece in call.pieces():
             vectors[choice] = piece.vectors
         tokens = call.usage().prompt_tokens
-        return made.finish(vectors), text_schemas.TextUsage(prompt_tokens=tokens, total_tokens=tokens)
+        return made.finish(vectors), TextUsage(prompt_tokens=tokens, total_tokens=tokens)
     finally:
         call.close()
 
 
-def _embeddings(context: Context, body: text_schemas.EmbeddingRequest) -> _Texts:
+def _embeddings(context: Context, body: EmbeddingRequest) -> _Texts:
     _refuse_misuse(context, body.model, wants_scores=False)
     pooling = _pooling(context, body.model)
     pooling.check_dimensions(body.dimensions, context.engine.runner.hidden_size)
@@ -108,7 +353,7 @@ def _embeddings(context: Context, body: text_schemas.EmbeddingRequest) -> _Texts
     return _Texts(tokens, Reading(scores=False, every=pooling.mode != "last"), finish)
 
 
-def _scores(context: Context, body: text_schemas.ScoreRequest) -> _Texts:
+def _scores(context: Context, body: ScoreRequest) -> _Texts:
     """A reward model reads both texts as one; of any other model, the score is the cosine of two embeddings."""
     head = _head_of(context, body.model)
     special = body.add_special_tokens is not False
@@ -136,7 +381,7 @@ def _rewards(vectors: Sequence[np.ndarray], is_activated: bool) -> List[float]:
     return [_activated(scores[0], is_activated)[0] for scores in vectors]
 
 
-def _classes(context: Context, body: text_schemas.ClassifyRequest) -> _Texts:
+def _classes(context: Context, body: ClassifyRequest) -> _Texts:
     head = _refuse_misuse(context, body.model, wants_scores=True)
     if head.of_tokens:
         raise ApiError(

@@ -2,8 +2,7 @@
 
 from typing import Any, Iterator, Mapping
 
-from mindlora.core.run_modes import TRAINING_MODES
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.models.variants.adalora import ADALORA
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.key_ranges import setting

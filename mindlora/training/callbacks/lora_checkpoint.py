@@ -18,7 +18,7 @@ from mindlora.training.exchange import state as exchange_state
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of, check_loaded_base
 from mindlora.training.resume import training_state
-from mindlora.training.resume.sharded_saves import ShardedSaves
+from mindlora.training.resume.sharded_adapter import ShardedSaves
 
 
 @register

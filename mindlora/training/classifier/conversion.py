@@ -11,8 +11,8 @@ import numpy as np
 
 from mindlora.core import atomic
 from mindlora.core.errors import DataError
+from mindlora.core.fields import IGNORE_TOKEN_ID
 from mindlora.core.json_files import write_json
-from mindlora.core.token_ids import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.conversion import DataReport, Examples, UnusableRow
 from mindlora.data.pipeline import Settings, convert_examples

@@ -1,11 +1,15 @@
 """What every exchange of gradients is, the flat vector that it sums, and the two plain kinds: dense and float16."""
 
-from typing import Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
+from mindspore.communication import create_group
 
+from mindlora.core.errors import ConfigError
 from mindlora.training.exchange.ranks import FLOAT16, Ranks
+from mindlora.training.exchange.settings import ExchangeSettings
 from mindlora.training.step.rate_factor import TRANSIENT
 
 # float32 holds every whole number below 2 ** 24 exactly; a sum of such numbers that stays below it is exact too.
@@ -134,3 +138,185 @@ class Float16Exchange(Exchange):
     @property
     def bytes_per_step(self) -> int:
         return self.ranks.bytes_to_sum(self.size, FLOAT16) + self.ranks.bytes_to_sum(1)
+
+
+# The exchange of gradients as whole numbers of few bits, several in one float32, with error feedback.
+
+# Elements that share a scale; a multiple of how many numbers a word carries, for 4, 6 and 8 bits.
+BLOCK = 240
+
+
+def levels(bits: int, ranks: int) -> float:
+    """Returns L: a sum over the ranks has the whole numbers up to L + ranks / 2, which is what ``bits`` can tell."""
+    return 2 ** (bits - 1) - 1 - ranks / 2
+
+
+class QuantizedExchange(Exchange):
+    """Sums the vector in whole numbers of ``bits`` bits: 4, 6 or 8.
+
+    With c = gradient + residual, in blocks of 240 elements, S = sum over the ranks of max |c| (a first AllReduce of
+    one number for each block), and u = S / L, where L must be at least 1:
+
+        q = round(c / u) on each rank,  sum = u AllReduce(q),  residual = c - u q
+
+    |q| is at most max |c| / u + 1/2 on each rank, so the sum of q is at most L + ranks / 2 = 2 ** (bits - 1) - 1, and
+    24 / bits such sums fit into one float32, which adds them up without losing a bit. All elements arrive in every
+    step, so that an optimizer such as Adam sees no gaps. What rounding took away is in the residual (error
+    feedback; Seide et al., 1-Bit Stochastic Gradient Descent, 2014), which only a comparison switches off. Where the
+    gradient of a rank is not finite, the sum is not finite on any rank.
+    """
+
+    def __init__(self, size: int, ranks: Ranks, bits: int = 6, feedback: bool = True):
+        super().__init__()
+        self.size = size
+        self.ranks = ranks
+        self.feedback = feedback
+        self.blocks = -(-size // BLOCK)
+        self.padding = Tensor(np.zeros(self.blocks * BLOCK - size), mstype.float32)
+        self.is_padded = self.blocks * BLOCK > size
+        self.in_word = WORD_BITS // bits
+        self.words = self.blocks * BLOCK // self.in_word
+        self.levels = levels(bits, ranks.count)
+        self.sum_largest = ranks.all_reduce()
+        self.sum_words = ranks.all_reduce()
+        self.base = float(2**bits)
+        powers = self.base ** np.arange(self.in_word)
+        self.powers = Tensor(powers, mstype.float32)
+        # Makes all digits of a sum positive, so that they can be told apart.
+        self.digit_offset = self.base / 2
+        self.word_offset = float(self.digit_offset * powers.sum())
+        self.residual = Parameter(Tensor(np.full(size, -0.0, np.float32)), name=RESIDUAL_NAME, requires_grad=False)
+
+    def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
+        corrected = flat + self.residual
+        blocks = (ops.cat((corrected, self.padding)) if self.is_padded else corrected).reshape(self.blocks, BLOCK)
+        largest = self.sum_largest(ops.amax(ops.abs(blocks), -1))
+        unit = (ops.select(largest == 0, ops.ones_like(largest), largest) / self.levels).expand_dims(-1)
+        whole = ops.round(blocks / unit)
+        sums = self.digits(self.sum_words((whole.reshape(self.words, self.in_word) * self.powers).sum(-1)))
+        total = sums.reshape(self.blocks, BLOCK) * unit
+        return total.reshape(-1)[: self.size], (blocks - whole * unit).reshape(-1)[: self.size]
+
+    def digits(self, words: Tensor) -> Tensor:
+        """Returns the whole numbers that words carry: float32 [words] -> [words, 24 / bits]."""
+        shifted = (words + self.word_offset).expand_dims(-1) / self.powers
+        return ops.floor(shifted) - self.base * ops.floor(shifted / self.base) - self.digit_offset
+
+    def keep(self, residual: Tensor) -> Tensor:
+        if not self.feedback:
+            return residual
+        return ops.assign(self.residual, residual)
+
+    @property
+    def bytes_per_step(self) -> int:
+        return self.ranks.bytes_to_sum(self.blocks) + self.ranks.bytes_to_sum(self.words)
+
+    def unsent(self) -> Parameter:
+        return self.residual
+
+
+def fits(bits: int, ranks: int) -> bool:
+    """Returns whether ``bits`` bits can hold the sum of the numbers of ``ranks`` ranks."""
+    return levels(bits, ranks) >= 1
+
+
+# The exchange over machines: dense inside of each, where links are fast, and any other exchange between them.
+
+
+class TwoLevelExchange(Exchange):
+    """Sums over the ranks of a machine, then over the machines.
+
+    Every rank of a machine sums one part of the vector, as many as the machine has ranks, with the ranks of the same
+    number on the other machines; then the machine's ranks put the parts together. ``between`` exchanges this rank's
+    part, of part_size(size, within) elements.
+    """
+
+    def __init__(self, size: int, within: Ranks, between: Exchange):
+        super().__init__()
+        self.size = size
+        self.within = within
+        self.between = between
+        self.part = part_size(size, within)
+        self.start = within.rank * self.part
+        self.padded = self.part * within.count
+        self.sum_machine = within.all_reduce()
+        self.put_together = within.all_reduce()
+
+    def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
+        machine = self.sum_machine(flat)
+        padded = ops.pad(machine, (0, self.padded - self.size))
+        total, residual = self.between.reduce(padded[self.start : self.start + self.part])
+        parts = self.put_together(ops.pad(total, (self.start, self.padded - self.start - self.part)))
+        return parts[: self.size], residual
+
+    def keep(self, residual: Tensor) -> Tensor:
+        return self.between.keep(residual)
+
+    @property
+    def bytes_per_step(self) -> int:
+        inside = self.within.bytes_to_sum(self.size) + self.within.bytes_to_sum(self.padded)
+        return inside + self.between.bytes_per_step
+
+    @property
+    def bytes_between_machines(self) -> int:
+        return self.between.bytes_per_step
+
+    def unsent(self) -> Optional[Parameter]:
+        return self.between.unsent()
+
+
+def part_size(size: int, within: Ranks) -> int:
+    """Returns how many elements of the vector each rank of a machine exchanges with other machines."""
+    return -(-size // within.count)
+
+
+def machine_groups(
+    ranks: Ranks, local_size: int, make_group: Optional[Callable[[str, List[int]], None]] = None
+) -> Tuple[Ranks, Ranks]:
+    """Returns the ranks of this rank's machine, and those with the same number on every machine.
+
+    The ranks of a machine follow each other. ``make_group`` gets (name, ranks) of both groups; None stands for
+    MindSpore's create_group.
+    """
+    machine, number = divmod(ranks.rank, local_size)
+    machines = ranks.count // local_size
+    names = f"exchange_machine_{machine}", f"exchange_number_{number}"
+    members = (
+        [machine * local_size + i for i in range(local_size)],
+        [number + i * local_size for i in range(machines)],
+    )
+    for name, group in zip(names, members):
+        (make_group or create_group)(name, group)
+    return Ranks(number, local_size, names[0]), Ranks(machine, machines, names[1])
+
+
+# The exchange that gradient_exchange of a YAML asks for.
+
+
+def make_exchange(settings: ExchangeSettings, layout: FlatLayout, ranks: Ranks, on_this_machine: int) -> Exchange:
+    """Returns the exchange of one of several ranks; every rank must call it, since it may make groups.
+
+    ``ranks`` are all of them. Raises ConfigError if local_size does not divide them into machines.
+    """
+    local_size = settings.local_size or (on_this_machine if on_this_machine < ranks.count else 1)
+    if ranks.count % local_size or local_size == ranks.count:
+        raise ConfigError(
+            f"gradient_exchange: local_size is {local_size}, and {ranks.count} ranks do not make two or more machines "
+            "of that size. Set it to the number of ranks on each machine, or to 1."
+        )
+    if local_size == 1:
+        return _one_level(settings, layout.size, ranks)
+    within, between = machine_groups(ranks, local_size)
+    part = part_size(layout.size, within)
+    return TwoLevelExchange(layout.size, within, _one_level(settings, part, between))
+
+
+def _one_level(settings, size, ranks):
+    if settings.type == "quantized":
+        if not fits(settings.bits, ranks.count):
+            raise ConfigError(
+                f"gradient_exchange: {ranks.count} ranks cannot add up numbers of {settings.bits} bits. Set bits to 6 "
+                "or 8, or local_size to the ranks of a machine, so that fewer exchange with each other."
+            )
+        return QuantizedExchange(size, ranks, settings.bits)
+    return {"dense": DenseExchange, "float16": Float16Exchange}[settings.type](size, ranks)

@@ -8,8 +8,14 @@ from mindspore.train import RunContext
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import FACTOR, Range, check_number, whole_numbers
-from mindlora.training.callbacks.common import controlled_step, register, report_event, reported_metrics
-from mindlora.training.callbacks.run_state import copy_state, put_back
+from mindlora.training.callbacks.common import (
+    controlled_step,
+    copy_state,
+    put_back,
+    register,
+    report_event,
+    reported_metrics,
+)
 
 _NAME = "ForgettingBudget"
 

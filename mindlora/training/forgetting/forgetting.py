@@ -8,8 +8,7 @@ from mindspore import Tensor, nn
 from mindspore.train import RunContext
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.fields import COUNT, check_number, whole_numbers
-from mindlora.core.token_ids import ignore_token_id, pad_token_id
+from mindlora.core.fields import COUNT, check_number, ignore_token_id, pad_token_id, whole_numbers
 from mindlora.network.tree import lora_cells
 from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
 from mindlora.training.callbacks.sample_answers import continuations

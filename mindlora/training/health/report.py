@@ -5,8 +5,7 @@ import math
 import statistics
 from typing import Any, Dict, List, Optional
 
-from mindlora.core.tables import columns, number
-from mindlora.core.text import examples
+from mindlora.core.text import columns, examples, number
 
 _TABLE_ROWS = 16
 

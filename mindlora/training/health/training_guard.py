@@ -10,8 +10,15 @@ from mindspore.train import RunContext
 
 from mindlora.core.errors import DivergenceError
 from mindlora.core.fields import COUNT, FACTOR, Range, check_number, numbers, whole_numbers
-from mindlora.training.callbacks.common import Rule, controlled_step, register, report_event, step_record
-from mindlora.training.callbacks.run_state import copy_state, put_back
+from mindlora.training.callbacks.common import (
+    Rule,
+    controlled_step,
+    copy_state,
+    put_back,
+    register,
+    report_event,
+    step_record,
+)
 from mindlora.training.resume.collectives import wait_for_all_ranks
 
 _NAME = "TrainingGuard"

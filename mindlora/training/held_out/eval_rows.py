@@ -6,9 +6,9 @@ import mindspore as ms
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
 from mindlora.core.formats.mindrecord_files import mindrecord_files
+from mindlora.data.mindrecord import first_rows
 from mindlora.run.checks.data_rows import data_of
 from mindlora.training.log import logger
-from mindlora.training.model.mindrecords import first_rows
 
 CUT_ROWS = "RowsForEvaluation"
 

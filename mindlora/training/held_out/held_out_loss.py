@@ -11,8 +11,7 @@ from mindspore.common import dtype as mstype
 from mindspore.train import RunContext
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.fields import COUNT, check_number
-from mindlora.core.token_ids import ignore_token_id
+from mindlora.core.fields import COUNT, check_number, ignore_token_id
 from mindlora.network.cells.score import score_of
 from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
 from mindlora.training.classifier.labels import label_measures

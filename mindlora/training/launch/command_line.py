@@ -6,7 +6,7 @@ from typing import List, NoReturn, Optional, Sequence, Tuple
 from mindlora import __version__
 from mindlora.core.errors import ConfigError
 from mindlora.core.overrides import FLAGS
-from mindlora.core.run_modes import RUN_MODES
+from mindlora.core.yaml_file import RUN_MODES
 
 # Those of FLAGS that most command lines have, for the beginning of --help.
 _FIRST = (

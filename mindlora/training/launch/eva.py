@@ -8,8 +8,9 @@ from mindformers.models.build_model import build_network
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.core.errors import ConfigError
+from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.core.formats.mindrecord_files import mindrecord_files
-from mindlora.core.token_ids import ignore_token_id, pad_token_id
+from mindlora.data.mindrecord import first_rows
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.eva import Batch, EvaResult, eva_adapter
 from mindlora.network.load_base import load_base
@@ -19,7 +20,6 @@ from mindlora.run.checks.mcore import is_mcore
 from mindlora.run.checks.pet_config import check_pet_config
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
-from mindlora.training.model.mindrecords import first_rows
 
 
 def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rho: float, tau: float) -> EvaResult:

@@ -6,7 +6,7 @@ import tempfile
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.run_modes import TRAINING_MODES
+from mindlora.core.yaml_file import TRAINING_MODES
 from mindlora.run.checks.files import base_of
 from mindlora.run.checks.key_ranges import named_items
 

@@ -20,8 +20,7 @@ import yaml
 from mindlora.core.errors import ConfigError, LoraError, RunStopped
 from mindlora.core.interrupts import Interrupts
 from mindlora.core.overrides import keys_and_texts, set_flags, set_keys
-from mindlora.core.run_modes import TRAINING_MODES
-from mindlora.core.yaml_file import read_merged
+from mindlora.core.yaml_file import TRAINING_MODES, read_merged
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.key_ranges import check_names, check_run_mode, check_shape
 from mindlora.training.launch.command_line import parse
@@ -60,7 +59,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         _say_how_to_go_on(config, began)
         return 130
     except Exception as error:
-        from mindlora.training.launch.failure import described
+        from mindlora.training.launch.screen import described
 
         print(f"mindlora-run: error: {described(error, config)}", file=sys.stderr)
         _say_how_to_go_on(config, began)
@@ -115,7 +114,7 @@ def start(config: "MindFormerConfig") -> None:
     from mindformers.core.context import build_context
     from mindformers.trainer import Trainer
 
-    from mindlora.training.launch.base_loading import take_base_over
+    from mindlora.training.launch.preflight import take_base_over
 
     build_context(config)
     without_values = take_base_over(config)

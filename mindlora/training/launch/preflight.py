@@ -1,13 +1,17 @@
 """What is wrong in a YAML, found before anything is built, and the few settings that mindlora-run fills in."""
 
-from typing import List
+import contextlib
+from typing import Any, Dict, List
 
 from mindformers.tools.register import MindFormerConfig
+from mindspore.nn.utils import no_init_parameters
 
+from mindlora.core.errors import ConfigError
 from mindlora.core.numerics import initializers
-from mindlora.core.run_modes import TRAINING_MODES
-from mindlora.core.yaml_file import value_at
-from mindlora.models.pet_keys import PRESETS, expand_pet_type
+from mindlora.core.yaml_file import TRAINING_MODES, value_at
+from mindlora.data.mindrecord import first_rows
+from mindlora.models.lora_config import PRESETS, expand_pet_type
+from mindlora.run.checks.base_weights import loads_by_tensor
 from mindlora.run.checks.batches import rows_left_out
 from mindlora.run.checks.data_rows import files_of_run
 from mindlora.run.checks.examine import check_contents, check_run
@@ -15,22 +19,112 @@ from mindlora.run.checks.files import check_files
 from mindlora.run.checks.finding import Finding, error, refuse
 from mindlora.run.checks.mcore import is_mcore
 from mindlora.run.checks.parallel import is_scattered
-from mindlora.run.checks.training import WRAPPER, accumulates_here, train_step
+from mindlora.run.checks.training import WRAPPER, accumulates_here, callbacks_of, train_step
 from mindlora.training.adalora.callback import prepare_budget
-from mindlora.training.callbacks.order import arrange_callbacks
+from mindlora.training.callbacks.registry import arrange_callbacks
 from mindlora.training.exchange.exchange_check import prepare_exchange
 from mindlora.training.health.adapter_health import record_gradient_norms
 from mindlora.training.held_out.eval_rows import cut_rows_for_eval
 from mindlora.training.launch.launch_checks import fill_base
 from mindlora.training.launch.registry_checks import check_classes
-from mindlora.training.launch.resuming import fill_resume
 from mindlora.training.log import logger
-from mindlora.training.model.mindrecords import first_rows
 from mindlora.training.preference import rules as preference
 from mindlora.training.preference.settings import preference_settings
+from mindlora.training.resume import training_state
 from mindlora.training.run_configuration import remember_configuration
+from mindlora.training.several import resuming as several_adapters
+from mindlora.training.several.data import DataOfAdapters
 from mindlora.training.several.preparation import prepare_adapters
-from mindlora.training.step import lora_plus, packing, train_step_settings
+from mindlora.training.step import lora_plus, packing
+
+# Gradient accumulation of a YAML, which becomes micro-batches of the train step.
+
+
+def set_micro_batches(config: MindFormerConfig) -> None:
+    """Turns K = gradient_accumulation_steps into batches of K batch_size rows and K micro-batches in the train step.
+
+    So one step of MindSpore is one step of the optimizer, of the learning rate and of every callback. The YAML, which
+    must have no mistakes, is changed in place.
+    """
+    steps = config.runner_config.gradient_accumulation_steps
+    if steps in (None, 1) or not accumulates_here(config):
+        return
+    rows = config.runner_config.batch_size
+    config.runner_wrapper.micro_batches = steps
+    config.runner_config.batch_size = rows * steps
+    config.runner_config.gradient_accumulation_steps = 1
+    logger.info("Each step has %d rows on each device: %d micro-batches of %d.", rows * steps, steps, rows)
+
+
+# Starts the data of a resumed run where the checkpoint stopped: MindFormers builds it before any callback runs.
+
+
+def fill_resume(config: MindFormerConfig) -> None:
+    """Fills in from which step folder a run goes on, and where its data starts, if LoraCheckpoint says resume.
+
+    Raises ConfigError if there is no such folder, or nothing is left to train.
+    """
+    for _, callback in callbacks_of(config, "LoraCheckpoint"):
+        if callback.get("resume"):
+            directory = training_state.checkpoint_directory(callback.get("directory"))
+            folder = training_state.resume_folder(directory, callback["resume"])
+            callback["resume"] = folder
+            _start_data_after(config, folder)
+    for _, callback in callbacks_of(config, "EachAdapter"):
+        _resume_adapters(config, callback["runs"], callback["directory"])
+
+
+def _resume_adapters(config: MindFormerConfig, runs: List[Dict[str, Any]], directory: str) -> None:
+    """Says in the runs of several adapters where each of them goes on, or stays as it had ended."""
+    resume = _saving(runs[0]).get("resume")
+    if not resume:
+        return
+    adapters = [{**run, "directory": _saving(run)["directory"]} for run in runs]
+    saved = several_adapters.find_saved(directory, resume, adapters)
+    for run in runs:
+        folder, ended = saved[run["name"]]
+        _saving(run)["resume"] = folder
+        if ended:
+            run.update(folder=folder, ended=ended)
+    _start_data_after(config, next(folder for folder, ended in saved.values() if not ended))
+    if config.train_dataset_task.type == DataOfAdapters.__name__:
+        config.train_dataset_task.first_step = config.data_skip_steps
+
+
+def _saving(run: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns the node of LoraCheckpoint in the run of one adapter; empty if there is none."""
+    return next((callback for _, callback in callbacks_of(run["configuration"], "LoraCheckpoint")), {})
+
+
+def _start_data_after(config: MindFormerConfig, folder: str) -> None:
+    metadata = training_state.read_metadata(folder)
+    epochs = config.runner_config.epochs
+    if not config.runner_config.sink_mode and metadata["step"] >= metadata["steps_per_epoch"] * epochs:
+        raise ConfigError(
+            f"{folder} was saved at the last step of {epochs} epochs, so nothing is left to train. "
+            "Raise runner_config.epochs to train longer."
+        )
+    config.data_skip_steps = metadata["step"]
+    logger.info("Resuming from %s: the data starts at step %d.", folder, config.data_skip_steps)
+
+
+# Lets BaseWeights load the base, tensor by tensor, where it can, and not MindFormers.
+
+
+def take_base_over(config: MindFormerConfig) -> contextlib.AbstractContextManager:
+    """Lets BaseWeights load the base, where it can; returns what the run has to be in.
+
+    Then load_checkpoint is empty for MindFormers, and what is built in the context has no values until they are loaded;
+    an mcore model, whose parameters hold more than weights, is built with values.
+    """
+    if not config.load_checkpoint or not loads_by_tensor(config):
+        return contextlib.nullcontext()
+    callbacks = config.callbacks or []
+    config.callbacks = [MindFormerConfig(type="BaseWeights", path=config.load_checkpoint), *callbacks]
+    config.load_checkpoint = ""
+    config.auto_trans_ckpt = False
+    return contextlib.nullcontext() if is_mcore(config) else no_init_parameters()
+
 
 # Callbacks that carry out a lora_init that changes the base.
 _INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization")
@@ -87,7 +181,7 @@ def fill(config: MindFormerConfig) -> None:
         for sentence in rows_left_out(config):
             logger.info(sentence)
         packing.set_boundary(config)
-        train_step_settings.set_micro_batches(config)
+        set_micro_batches(config)
         prepare_exchange(config)
         prepare_budget(config)
         arrange_callbacks(config)

@@ -50,7 +50,7 @@ def train(args: argparse.Namespace, rest: List[str]) -> None:
     from mindformers.pynative.trainer import Trainer
     from mindspore.mint.distributed import get_world_size
 
-    from mindlora.training.callbacks.order import ADDED
+    from mindlora.training.callbacks.registry import ADDED
     from mindlora.training.pynative import hooks  # noqa: F401  importing hooks replaces MindFormers' LoRA
 
     callbacks = config.get("callbacks") or []

@@ -7,9 +7,8 @@ from typing import Any, Iterator, List, Optional, Sequence, Set, Tuple
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
 from mindlora.core.errors import LoraError
-from mindlora.core.run_modes import TRAINING_MODES
 from mindlora.core.text import suggestion
-from mindlora.core.yaml_file import value_at
+from mindlora.core.yaml_file import TRAINING_MODES, value_at
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.key_ranges import named_items
 from mindlora.run.checks.mcore import is_mcore

@@ -9,12 +9,12 @@ from mindformers.tools.register import MindFormerConfig
 from mindlora.core.errors import ConfigError
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.models.architectures.llama_classifiers import CAUSAL_LM, task_of
-from mindlora.models.pet_keys import expand_pet_type
+from mindlora.models.lora_config import expand_pet_type
+from mindlora.run.checks.cpu import base_name, check_serving
 from mindlora.run.checks.files import check_quantized_base
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.mcore import is_mcore, model_config_of
 from mindlora.run.checks.pet_config import refuse_pet_config
-from mindlora.run.checks.serving import base_name, check_serving
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.engine import Engine

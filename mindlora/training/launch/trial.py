@@ -20,7 +20,7 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.run.plan.trial import STEPS
 from mindlora.training.callbacks.common import register
 from mindlora.training.launch import launcher
-from mindlora.training.launch.failure import sentence
+from mindlora.training.launch.screen import sentence
 
 # They load, compare or change the base's values, of which a trial has none, or slices that only a run has.
 _NEED_VALUES = ("BaseWeights", "BaseCheck", "ReferenceCheck", "LoraInitialization", "AdapterSlices")

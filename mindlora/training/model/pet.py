@@ -9,25 +9,63 @@ from mindformers.pet.models.lora import LoraModel
 from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
-from mindlora.core.errors import ConfigError
-from mindlora.core.token_ids import ignore_token_id, pad_token_id
+from mindlora.core.errors import BaseMismatchError, ConfigError
+from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.models.architectures.llama_classifiers import with_score
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.network.base_fingerprint import weight_shape
 from mindlora.network.cells.initial_values import initial_draws
 from mindlora.network.cells.noisy_embedding import add_embedding_noise
 from mindlora.network.cells.score import score_of
 from mindlora.network.repeated_layers import compile_layers_once
-from mindlora.network.save_load import load_lora
+from mindlora.network.save_load import check_base, load_lora
 from mindlora.network.tree import lora_cells, saved_module_parameters
 from mindlora.run.checks.parallel import is_scattered
 from mindlora.run.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
 from mindlora.training.log import logger
 from mindlora.training.model.cpu_cells import use_cpu_cells
-from mindlora.training.model.loaded_base import LoadedBase
 from mindlora.training.model.mcore_model import McoreRows
 from mindlora.training.run_configuration import run_configuration
 from mindlora.training.several.rules import trained_adapters
 from mindlora.training.several.stack import draw, stack_adapters
+
+# An adapter of adapter_path and its base: MindFormers loads load_checkpoint only after the adapter.
+
+
+class LoadedBase:
+    """Compares, once the base is loaded, the base that an adapter was trained on with it.
+
+    The base of ``network`` has no values yet; on_base_mismatch is "error", "warn" or "ignore".
+    """
+
+    def __init__(self, network: nn.Cell, path: str, on_base_mismatch: str):
+        self.network = network
+        self.path = path
+        self.on_base_mismatch = on_base_mismatch
+        self.shapes = self._shapes()
+
+    def check(self) -> None:
+        """Compares the two; raises BaseMismatchError if they differ, with on_base_mismatch "error"."""
+        if self._shapes() != self.shapes:
+            logger.info("%s: each device has a part of the base, which was not compared.", self.path)
+            return
+        try:
+            check_base(self.network, self.path, self.on_base_mismatch)
+        except BaseMismatchError as error:
+            stored = error.stored or {}
+            loaded = error.found or {}
+            checkpoint = run_configuration().get("load_checkpoint")
+            differing = "shapes" if stored.get("shapes") != loaded.get("shapes") else "values"
+            raise BaseMismatchError(
+                f"adapter_path: {error} Its fingerprint of the base is {stored.get(differing)}, and that of "
+                f"load_checkpoint: {checkpoint} is {loaded.get(differing)}. If this base is meant, "
+                "set pet_config.on_base_mismatch: warn.",
+                stored,
+                loaded,
+            ) from None
+
+    def _shapes(self):
+        return {path: weight_shape(cell) for path, cell in lora_cells(self.network)}
 
 
 class MindloraModel(LoraModel):

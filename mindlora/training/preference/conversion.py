@@ -10,7 +10,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from mindlora.core.errors import DataError
-from mindlora.core.token_ids import IGNORE_TOKEN_ID
+from mindlora.core.fields import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.chat import ChatExamples
 from mindlora.data.chat_template import read_template

@@ -8,8 +8,7 @@ from mindspore import Parameter, nn
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.noisy_embedding import NoisyEmbedding
-from mindlora.network.copies import copy_cells
-from mindlora.network.tree import lora_cells, replace_children
+from mindlora.network.tree import copy_cells, lora_cells, replace_children
 from mindlora.training.step.rate_factor import TRANSIENT
 
 

@@ -7,8 +7,8 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.core.errors import DataError
+from mindlora.data.mindrecord import first_rows
 from mindlora.training.callbacks.common import register
-from mindlora.training.model.mindrecords import first_rows
 from mindlora.training.model.network import base_of
 from mindlora.training.preference.precomputed import reference_fingerprint
 from mindlora.training.preference.settings import REFERENCE_FINGERPRINT

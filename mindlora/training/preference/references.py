@@ -11,8 +11,8 @@ from mindspore import Tensor, nn
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.yaml_file import value_at
-from mindlora.data.mindrecord import replace_mindrecord, write_rows
-from mindlora.models.pet_keys import expand_pet_type
+from mindlora.data.mindrecord import first_rows, replace_mindrecord, write_rows
+from mindlora.models.lora_config import expand_pet_type
 from mindlora.network.initialize import initialize_adapters
 from mindlora.network.load_base import load_base
 from mindlora.network.tree import lora_cells
@@ -22,7 +22,6 @@ from mindlora.run.checks.pet_config import check_pet_config
 from mindlora.training.launch import hooks  # noqa: F401  importing hooks registers mindlora
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
-from mindlora.training.model.mindrecords import first_rows
 from mindlora.training.model.network import base_of, check_loaded_base
 from mindlora.training.preference.precomputed import reference_fingerprint, to_column
 from mindlora.training.preference.rules import KEY, check_preference

@@ -4,8 +4,7 @@ from typing import Any, Iterator, Mapping, Optional
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.initializers import changes_base
-from mindlora.core.run_modes import TRAINING_MODES
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.run.checks.data_rows import FirstRows, files_of_run
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.mcore import is_mcore

@@ -20,7 +20,7 @@ _OWN = ("label_smoothing", "margin", "desirable_weight", "undesirable_weight")
 
 
 class LossKind(NamedTuple):
-    """What the losses of preferences differ in, beside their equation (mindlora.training.preference.losses).
+    """What the losses of preferences differ in, beside their equation (mindlora.training.preference.loss).
 
     Attributes:
         source (str): Its paper and year.

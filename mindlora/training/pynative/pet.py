@@ -8,32 +8,131 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import math
 import sys
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import mindspore as ms
-from mindspore import Parameter, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.mint.distributed import get_world_size
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from mindlora.core.errors import InstallationError, LoraError
-from mindlora.core.mindformers_version import release
+from mindlora.core.errors import ConfigError, InstallationError, LoraError
+from mindlora.core.mindformers_version import release, require_mindformers
 from mindlora.core.text import listed
+from mindlora.data.mindrecord import first_rows
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.batches import pynative_rows_left_out
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.training.log import logger
-from mindlora.training.model.mindrecords import first_rows
 from mindlora.training.pynative import configuration, steps
-from mindlora.training.pynative.callbacks import with_callbacks
-from mindlora.training.pynative.checkpoints import check_loaded
+from mindlora.training.pynative.callbacks import check_nodes, with_callbacks
+from mindlora.training.pynative.checkpoints import check_loaded, check_quantization, quantize_loaded
 from mindlora.training.pynative.initialization import configuration_of, remember
-from mindlora.training.pynative.lora_plus import with_lora_plus
-from mindlora.training.pynative.noise import add_embedding_noise
-from mindlora.training.pynative.packing import keep_examples_apart
-from mindlora.training.pynative.quantized_base import check_quantization, quantize_loaded
-from mindlora.training.pynative.support import check_nodes
+from mindlora.training.step.lora_plus_groups import fast_parameters
+from mindlora.training.step.packing import SegmentMask, boundary_of
+from mindlora.training.step.rate_factor import ScaledSchedule
+
+# Packed data under the PyNative Trainer: what keeps the examples of a row apart.
+
+require_mindformers("2.0")
+from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
+
+# Settings under which the model does not make its mask from its tokens.
+_WITHOUT_A_MASK = ("use_attn_mask_compression", "use_eod_attn_mask_compression")
+
+
+def keep_examples_apart(model: nn.Cell, settings: Any) -> None:
+    """Makes a model keep the examples of a row apart (see SegmentMask), in place, if the training data is packed.
+
+    Raises ConfigError if a setting keeps it from using a mask made from its tokens, or the run has several processes.
+    """
+    data = settings.train_dataset.dataloader.to_dict().get("dataset_files")
+    boundary = boundary_of(data) if data else None
+    if boundary is None:
+        return
+    gpt = next(cell for _, cell in model.cells_and_names() if isinstance(cell, GPTModel))
+    obstacles = [f"model.{key} is True" for key in _WITHOUT_A_MASK if getattr(gpt.config, key, False)]
+    if get_world_size() > 1:
+        obstacles.append(f"the run has {get_world_size()} processes")
+    if obstacles:
+        raise ConfigError(
+            f"train_dataset is packed, and {obstacles[0]}: mindlora then cannot keep the examples of a row apart under "
+            "MindFormers' PyNative Trainer. Change that, or convert the data without --pack."
+        )
+    gpt.casual_mask = SegmentMask(gpt.casual_mask, boundary)
+    logger.info("The training data is packed: token %d begins an example of a row.", boundary)
+
+
+# LoRA+ under the PyNative Trainer: groups of parameters by learning rate, and not by weight decay alone.
+
+UTILS = "mindformers.pynative.trainer.utils"
+
+
+def with_lora_plus(build_optimizer: Callable, ratio_of: Callable) -> Callable:
+    """Returns MindFormers' function that builds the optimizer, which then has ratio times the rate for B.
+
+    ``ratio_of`` takes nothing, and returns pet_config.loraplus_lr_ratio, or None.
+    """
+
+    @functools.wraps(build_optimizer)
+    def build(config: Any, model: Sequence[nn.Cell], learning_rate: LearningRateSchedule) -> nn.Optimizer:
+        ratio = ratio_of()
+        if ratio is None:
+            return build_optimizer(config, model, learning_rate)
+        if config.type != "AdamW":
+            raise ConfigError(
+                f"pet_config.loraplus_lr_ratio is {ratio} and optimizer.type is {config.type}: LoRA+ works with AdamW "
+                "under MindFormers' PyNative Trainer. Set optimizer.type: AdamW, or remove loraplus_lr_ratio."
+            )
+        utils = importlib.import_module(UTILS)
+        groups_of = utils.get_param_groups
+        utils.get_param_groups = lambda model, **rules: _by_rate(groups_of(model=model, **rules), model, rates)
+        rates = {False: learning_rate, True: ScaledSchedule(learning_rate, ratio)}
+        try:
+            optimizer = build_optimizer(config, model, learning_rate)
+        finally:
+            utils.get_param_groups = groups_of
+        logger.info("LoRA+: B learns at %g times the rate of lr_scheduler.", ratio)
+        return optimizer
+
+    return build
+
+
+def _by_rate(groups: List[Dict], model: nn.Cell, rates: Dict[bool, LearningRateSchedule]) -> List[Dict]:
+    """Splits the groups of an optimizer into those of the parameters that learn faster, and the others."""
+    faster = fast_parameters(model)
+    split = []
+    for group in groups:
+        for is_faster, rate in rates.items():
+            chosen = [parameter for parameter in group["params"] if (id(parameter) in faster) == is_faster]
+            if chosen:
+                split.append({**group, "params": chosen, "lr": rate})
+    return split
+
+
+# NEFTune under the PyNative Trainer: a hook, as MindFormers looks for its embedding's weight and its sharding.
+
+require_mindformers("2.0")
+from mindformers.pynative.base_models.common.embeddings.vocab_embedding import VocabEmbedding  # noqa: E402
+
+
+def add_embedding_noise(model: nn.Cell, alpha: float) -> None:
+    """Adds the noise of NoisyEmbedding, which has the equation, to the output of a model's embedding, in training."""
+    uniform = ops.UniformReal(ms.get_seed() or 0, 1)
+
+    def noisy(cell: nn.Cell, inputs: Any, output: Tensor) -> Tensor:
+        if not cell.training:
+            return output
+        bound = alpha / math.sqrt(inputs[0].shape[-1] * output.shape[-1])
+        return output + ((2 * uniform(output.shape) - 1) * bound).astype(output.dtype)
+
+    for _, cell in model.cells_and_names():
+        if isinstance(cell, VocabEmbedding):
+            cell.register_forward_hook(noisy)
+
 
 KNOWN_RELEASES = ((2, 0), (2, 1))
 

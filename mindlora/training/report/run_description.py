@@ -16,8 +16,8 @@ from mindformers.tools.utils import get_real_group_size
 from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora import __version__
+from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.core.formats.mindrecord_files import mindrecord_files
-from mindlora.core.token_ids import ignore_token_id, pad_token_id
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.model.network import base_of
 from mindlora.training.resume.training_state import total_steps

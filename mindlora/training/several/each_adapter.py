@@ -14,7 +14,7 @@ from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.core.errors import DivergenceError, LoraError
 from mindlora.core.json_files import write_json
-from mindlora.serving.evaluation.comparison import compare
+from mindlora.serving.evaluation.report import compare
 from mindlora.training.callbacks.common import register
 from mindlora.training.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.training.log import logger

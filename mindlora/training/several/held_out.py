@@ -6,11 +6,11 @@ from typing import Any, Dict, Tuple
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindlora.core.token_ids import ignore_token_id
+from mindlora.core.fields import ignore_token_id
 from mindlora.training.held_out.cells import HeldOutLossCell
 from mindlora.training.held_out.whole_batches import labeled_batches
 from mindlora.training.model.network import base_of
-from mindlora.training.several.losses import RowsOfAdapters
+from mindlora.training.several.train_step import RowsOfAdapters
 
 
 class HeldOutRows(nn.Cell):

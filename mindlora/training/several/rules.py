@@ -10,9 +10,8 @@ from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import NOT_NEGATIVE, check_number
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.numerics.initializers import changes_base
-from mindlora.core.run_modes import TRAINING_MODES
 from mindlora.core.text import suggestion
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.models.variants.registry import LORA
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.key_ranges import named_items, setting

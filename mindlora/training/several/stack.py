@@ -12,10 +12,9 @@ from mindlora.network.apply import apply_lora, freeze_base
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.initial_values import initial_draws
 from mindlora.network.cells.stacked_dense import StackedLoRADense
-from mindlora.network.copies import copy_cells
 from mindlora.network.quantize import quantize_base
-from mindlora.network.quantized.qlora import QLoRADense
-from mindlora.network.tree import lora_cells, replace_children
+from mindlora.network.quantized.nf4 import QLoRADense
+from mindlora.network.tree import copy_cells, lora_cells, replace_children
 
 # Cells whose adapters can be stacked.
 _STACKED = (LoRADense, QLoRADense)

@@ -15,8 +15,7 @@ from mindlora.core.fields import COUNT, check_number
 from mindlora.core.heap import give_back_freed_memory
 from mindlora.network.tree import allocates_ranks
 from mindlora.training.adalora.rank_budget import RankBudget
-from mindlora.training.exchange.exchange import Exchange, FlatLayout
-from mindlora.training.exchange.making import make_exchange
+from mindlora.training.exchange.exchange import Exchange, FlatLayout, make_exchange
 from mindlora.training.exchange.ranks import Ranks
 from mindlora.training.exchange.settings import exchange_settings
 from mindlora.training.log import logger

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from mindlora import cli
-from mindlora.core.tables import WIDTH
+from mindlora.core.text import WIDTH
 from mindlora.core.yaml_file import PET
 from tests.conftest import ROOT
 from tests.support.doctor_findings import DATA

@@ -16,7 +16,7 @@ from mindlora.core.formats.safetensors_file import TensorFile
 from mindlora.core.numerics.dtypes import dtype_name
 from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters.dialects import peft_config
-from mindlora.files.adapters.dialects.peft_selection import selects
+from mindlora.files.adapters.dialects.peft_config import selects
 from mindlora.models import names
 from tests.support import torch_zip
 from tests.support.adapter_samples import (

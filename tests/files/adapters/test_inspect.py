@@ -8,7 +8,7 @@ import pytest
 
 from mindlora.core.errors import AdapterFormatError, ScaleMismatchError
 from mindlora.core.numerics.dtypes import BFLOAT16, from_float32, to_float32
-from mindlora.core.tables import WIDTH, columns, number
+from mindlora.core.text import WIDTH, columns, number
 from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.adapters.compare import compare_adapters

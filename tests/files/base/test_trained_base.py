@@ -8,8 +8,7 @@ from mindlora.core.errors import BaseMismatchError, LoraError, MergeError
 from mindlora.core.numerics.dtypes import to_float32
 from mindlora.core.numerics.nf4 import dequantize, quantize
 from mindlora.files.adapters import files as adapter_files
-from mindlora.files.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
-from mindlora.files.adapters.joined_fingerprint import ROW_ORDERS
+from mindlora.files.adapters.fingerprint import ROW_ORDERS, fingerprint_from, sampled_elements, sampled_paths
 from mindlora.files.adapters.joined_pairs import joined_weight
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.files.base.quantize import quantize_checkpoint

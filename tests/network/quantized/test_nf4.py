@@ -14,9 +14,8 @@ from mindspore.nn.utils import no_init_parameters
 from mindlora import LoraConfig, LoRADense
 from mindlora.core.errors import QuantizationError, UnsupportedCellError
 from mindlora.core.numerics.nf4 import TENSOR_NAMES, dequantize, quantize
-from mindlora.network.quantized.nf4 import NF4Dense, nf4_array
-from mindlora.network.quantized.qlora import QLoRADense
-from mindlora.network.quantized.quantized import in_float, sample
+from mindlora.network.merge import in_float, sample
+from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense, nf4_array
 from tests.conftest import ROOT
 from tests.support.networks import (
     as_array,

@@ -5,10 +5,10 @@ import pytest
 from mindlora.cli.doctor.examination import check_yaml
 from mindlora.core.errors import ConfigError, ConfigMistakes
 from mindlora.core.yaml_file import merged
+from mindlora.data.mindrecord import first_rows
 from mindlora.run.checks.data_rows import check_rows
 from mindlora.run.checks.finding import errors
 from mindlora.training.launch import launcher, preflight
-from mindlora.training.model.mindrecords import first_rows
 from mindlora.training.run_configuration import plain
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES, VOCABULARY, read_yaml, write_rows, write_yaml
 

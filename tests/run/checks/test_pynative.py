@@ -8,8 +8,7 @@ import yaml
 
 from mindlora.cli.doctor import examination
 from mindlora.files.adapters.dialects.pynative import target_regex
-from mindlora.run.checks.pynative import check_pynative, check_weights, is_pynative
-from mindlora.run.checks.pynative_cells import adaptable_cells, network_of, select
+from mindlora.run.checks.pynative import adaptable_cells, check_pynative, check_weights, is_pynative, network_of, select
 from tests.support.step_folders import MANIFEST, write_step
 
 MODEL = {

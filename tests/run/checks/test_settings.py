@@ -8,7 +8,7 @@ from mindlora.cli.doctor.examination import check_yaml
 from mindlora.core.overrides import set_key
 from mindlora.core.yaml_file import PET
 from mindlora.models import target_modules
-from mindlora.run.checks.packing import check_packing
+from mindlora.run.checks.data_rows import check_packing
 from tests.support.doctor_findings import DATA, finding_at, severities_and_keys
 
 EXCHANGE = "runner_wrapper.gradient_exchange"

@@ -7,13 +7,12 @@ import pytest
 import yaml
 
 from mindlora.core.errors import ConfigError
-from mindlora.data.mindrecord import write_mindrecord
+from mindlora.data.mindrecord import first_rows, write_mindrecord
 from mindlora.files.base.turn_end import TurnEnd
-from mindlora.models.pet_keys import PRESETS
-from mindlora.run.configs.data import Rows, read_rows
+from mindlora.models.lora_config import PRESETS
 from mindlora.run.configs.folder import read_folder
+from mindlora.run.configs.request import Rows, read_rows
 from mindlora.run.configs.run import Request, draft_run
-from mindlora.training.model.mindrecords import first_rows
 from mindlora.training.preference.rules import check_preference
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base

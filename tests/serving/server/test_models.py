@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mindlora.core.errors import ConfigError
-from mindlora.serving.server import model_schemas
+from mindlora.serving.server import models as model_schemas
 from tests.support.scripted_engine import BASE, make_engine, started, write_adapter
 from tests.support.served_apps import ask, complete, error_of, make_app, until
 

@@ -236,7 +236,7 @@ def prepared(tmp_path, pet, callbacks, **changes):
 )
 def test_an_initialization_that_needs_the_base_gets_its_callback(tmp_path, pet, callbacks, added):
     config = prepared(tmp_path, pet, callbacks)
-    from mindlora.training.callbacks.order import ADDED
+    from mindlora.training.callbacks.registry import ADDED
 
     types_ = sorted(callback["type"] for callback in config.callbacks)
     in_every_run = ["MFLossMonitor", *ADDED, *(["BaseCheck"] if "adapter_path" in pet else [])]

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from mindlora.training.preference.loss import SUMS, PreferenceLoss, answer_tokens, preference_measures
-from mindlora.training.preference.losses import PAIR_LOSSES
+from mindlora.training.preference.loss import PAIR_LOSSES, SUMS, PreferenceLoss, answer_tokens, preference_measures
 from mindlora.training.preference.settings import LOSSES, preference_settings
 from tests.support import preference_oracle
 

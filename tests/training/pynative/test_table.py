@@ -3,8 +3,8 @@
 import os
 import re
 
-from mindlora.training.callbacks.order import ORDER
-from mindlora.training.pynative.support import CALLBACKS
+from mindlora.training.callbacks.registry import ORDER
+from mindlora.training.pynative.callbacks import CALLBACKS
 from tests.conftest import ROOT
 from tests.support import pynative_runs
 

@@ -14,8 +14,7 @@ from mindformers.utils import tensorboard
 from tensorboardX.proto import event_pb2
 
 from mindlora.training.callbacks.common import report_event
-from mindlora.training.callbacks.order import arrange_callbacks
-from mindlora.training.callbacks.registry import LoraCheckpoint, ProgressBar, RunReport
+from mindlora.training.callbacks.registry import LoraCheckpoint, ProgressBar, RunReport, arrange_callbacks
 from mindlora.training.launch import hooks  # noqa: F401
 from mindlora.training.report import run_report
 from mindlora.training.report.history import read_history

@@ -6,7 +6,7 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindlora.training.several.data import Batches
-from mindlora.training.several.losses import RowsOfAdapters
+from mindlora.training.several.train_step import RowsOfAdapters
 from tests.support import tiny_runs
 
 ROWS = {"long": 24, "short": 16}

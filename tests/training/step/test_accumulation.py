@@ -13,8 +13,8 @@ from mindlora.core.errors import ConfigError
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.key_ranges import check_keys
 from mindlora.run.checks.training import check_training
+from mindlora.training.launch.preflight import set_micro_batches
 from mindlora.training.step.train_step import LoraTrainOneStepCell
-from mindlora.training.step.train_step_settings import set_micro_batches
 from tests.conftest import in_mode
 from tests.support.cpu_llama import ON_CPU
 

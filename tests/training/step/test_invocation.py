@@ -9,12 +9,12 @@ from mindformers.modules.transformer import transformer
 from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base
+from mindlora.data.mindrecord import first_rows
 from mindlora.network.invocation import FIELD
 from mindlora.network.repeated_layers import compile_layers_once
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.examine import check_contents, check_settings
 from mindlora.run.checks.invocation import check_invocation
-from mindlora.training.model.mindrecords import first_rows
 from mindlora.training.step.packing import install_segment_mask
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.conftest import in_mode

@@ -21,7 +21,8 @@ from mindlora.core.numerics.pair_shapes import EMBEDDING
 from mindlora.core.text import listed
 from mindlora.files.adapters import metadata as adapter_metadata
 from mindlora.files.adapters.adapter import Adapter
-from mindlora.files.adapters.dialects import peft_experts, peft_selection, peft_tuners
+from mindlora.files.adapters.dialects import peft_config as peft_selection
+from mindlora.files.adapters.dialects import peft_experts, peft_tuners
 from mindlora.files.adapters.dialects.dialect import Dialect, File, Keys, unknown_tensors
 from mindlora.files.adapters.dialects.peft_config import PeftConfig
 from mindlora.files.adapters.expert_pairs import stacked_paths
