@@ -8,8 +8,8 @@ register_path/bridge.py under MindFormers' own launcher. No other module of mind
 from mindlora.training.callbacks import registry  # noqa: F401  importing registers their classes
 from mindlora.training.classifier import model as classifiers  # noqa: F401  importing registers their classes
 from mindlora.training.model import pet  # noqa: F401  importing registers their classes
-from mindlora.training.model.replaced_names import allow_data_parallel
+from mindlora.training.replaced_names import replace_in_graph_mode
 from mindlora.training.step import lora_plus, train_step  # noqa: F401  importing registers their classes
 
 pet.register()
-allow_data_parallel()
+replace_in_graph_mode()

@@ -4,44 +4,40 @@ They see what MindSpore's Model shows a callback, as in graph mode: the run is o
 """
 
 import functools
-from typing import Any, Callable, List, Optional, Sequence
+import os
+from typing import Any, Callable, List, Mapping, Optional, Sequence
 
 import mindspore as ms
 import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Callback, Tensor, nn
 from mindspore.mint.distributed import get_world_size
 from mindspore.train import RunContext
 from mindspore.train.callback._callback import InternalCallbackParam
 
+from mindlora.core import atomic
 from mindlora.core.errors import ConfigError
+from mindlora.core.fields import COUNT, check_number
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.text import listed
 from mindlora.core.yaml_file import value_at
+from mindlora.network.save_load import save_lora
 from mindlora.network.tree import lora_cells
 from mindlora.training.callbacks.common import report_event
 from mindlora.training.callbacks.registry import ORDER, AdapterHealth
+from mindlora.training.log import logger
 from mindlora.training.pynative import callback_states
 from mindlora.training.pynative.initialization import Initialization
 from mindlora.training.pynative.train_step import TrainStep
+from mindlora.training.resume import training_state
 from mindlora.training.resume.training_state import warn_about_draws
 from mindlora.training.run_configuration import plain
 
 from mindlora.training.held_out import pynative as held_out_loss  # noqa: F401  # isort: skip
-import os
-from typing import Mapping
-
-from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-
-from mindlora.core import atomic
-from mindlora.core.fields import COUNT, check_number
-from mindlora.network.save_load import save_lora
-from mindlora.training.log import logger
-from mindlora.training.resume import training_state
-
 # LoraCheckpoint under the PyNative Trainer: saves the adapter while training, as PEFT reads it.
 
 require_mindformers("2.0")
-from mindformers.pynative.callback import TrainerCallback  # noqa: E402
+from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  # noqa: E402
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -141,10 +137,6 @@ def check_nodes(config: Any) -> None:
 def _types(config):
     nodes = [node.to_dict() if hasattr(node, "to_dict") else node for node in config.callbacks or []]
     return [node.get("type") for node in nodes if isinstance(node, Mapping)]
-
-
-require_mindformers("2.0")
-from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  # noqa: E402
 
 
 class Callbacks(TrainerCallback):

@@ -3,6 +3,6 @@
 register_path/pynative_bridge.py imports it under MindFormers' own launcher, mindlora-run before it makes the Trainer.
 """
 
-from mindlora.training.pynative import pet
+from mindlora.training.replaced_names import replace_in_pynative
 
-pet.register()
+replace_in_pynative()

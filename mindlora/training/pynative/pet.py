@@ -1,23 +1,22 @@
 """Makes MindFormers' PyNative Trainer build, freeze, load and train mindlora's LoRA where a YAML has lora_config.
 
-The Trainer finds what does this by names in MindFormers' modules. ``register`` gives these names to what is here, which
-takes the same arguments.
+The Trainer finds what does this by names in MindFormers' modules, which training/replaced_names.py gives to what is here:
+it takes the same arguments.
 """
 
 import functools
 import importlib
 import importlib.metadata
-import inspect
 import math
 import sys
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.mint.distributed import get_world_size
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from mindlora.core.errors import ConfigError, InstallationError, LoraError
+from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.mindformers_version import release, require_mindformers
 from mindlora.core.text import listed
 from mindlora.data.mindrecord import first_rows
@@ -28,17 +27,18 @@ from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.training.log import logger
 from mindlora.training.pynative import configuration, steps
-from mindlora.training.pynative.callbacks import check_nodes, with_callbacks
+from mindlora.training.pynative.callbacks import check_nodes
 from mindlora.training.pynative.checkpoints import check_loaded, check_quantization, quantize_loaded
 from mindlora.training.pynative.initialization import configuration_of, remember
 from mindlora.training.step.lora_plus_groups import fast_parameters
 from mindlora.training.step.packing import SegmentMask, boundary_of
 from mindlora.training.step.rate_factor import ScaledSchedule
 
-# Packed data under the PyNative Trainer: what keeps the examples of a row apart.
-
 require_mindformers("2.0")
+from mindformers.pynative.base_models.common.embeddings.vocab_embedding import VocabEmbedding  # noqa: E402
 from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
+
+# Packed data under the PyNative Trainer: what keeps the examples of a row apart.
 
 # Settings under which the model does not make its mask from its tokens.
 _WITHOUT_A_MASK = ("use_attn_mask_compression", "use_eod_attn_mask_compression")
@@ -69,6 +69,7 @@ def keep_examples_apart(model: nn.Cell, settings: Any) -> None:
 # LoRA+ under the PyNative Trainer: groups of parameters by learning rate, and not by weight decay alone.
 
 UTILS = "mindformers.pynative.trainer.utils"
+TRAINER = "mindformers.pynative.trainer.trainer"
 
 
 def with_lora_plus(build_optimizer: Callable, ratio_of: Callable) -> Callable:
@@ -88,6 +89,7 @@ def with_lora_plus(build_optimizer: Callable, ratio_of: Callable) -> Callable:
                 "under MindFormers' PyNative Trainer. Set optimizer.type: AdamW, or remove loraplus_lr_ratio."
             )
         utils = importlib.import_module(UTILS)
+        # A name that is replaced while the optimizer is built.
         groups_of = utils.get_param_groups
         utils.get_param_groups = lambda model, **rules: _by_rate(groups_of(model=model, **rules), model, rates)
         rates = {False: learning_rate, True: ScaledSchedule(learning_rate, ratio)}
@@ -115,9 +117,6 @@ def _by_rate(groups: List[Dict], model: nn.Cell, rates: Dict[bool, LearningRateS
 
 # NEFTune under the PyNative Trainer: a hook, as MindFormers looks for its embedding's weight and its sharding.
 
-require_mindformers("2.0")
-from mindformers.pynative.base_models.common.embeddings.vocab_embedding import VocabEmbedding  # noqa: E402
-
 
 def add_embedding_noise(model: nn.Cell, alpha: float) -> None:
     """Adds the noise of NoisyEmbedding, which has the equation, to the output of a model's embedding, in training."""
@@ -132,9 +131,6 @@ def add_embedding_noise(model: nn.Cell, alpha: float) -> None:
     for _, cell in model.cells_and_names():
         if isinstance(cell, VocabEmbedding):
             cell.register_forward_hook(noisy)
-
-
-KNOWN_RELEASES = ((2, 0), (2, 1))
 
 
 def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cell:
@@ -184,6 +180,11 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     return model
 
 
+def with_adapters_of_mindlora(_: Callable) -> Callable:
+    """Returns build_lora_model, in place of MindFormers' function."""
+    return build_lora_model
+
+
 def on_current_device(to_empty: Callable) -> Callable:
     """Returns a cell's method that makes room for its parameters, on the current device where none is named.
 
@@ -208,6 +209,11 @@ def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
             parameter.requires_grad = False
     trains = [parameter.requires_grad for parameter in model.get_parameters()]
     return sum(trains), len(trains) - sum(trains)
+
+
+def with_freezing_of_mindlora(_: Callable) -> Callable:
+    """Returns freeze_base_params, in place of MindFormers' function."""
+    return freeze_base_params
 
 
 def with_all_gradients(gradient_norm: Callable) -> Callable:
@@ -253,77 +259,9 @@ def strictly(load_param_into_net: Callable) -> Callable:
     return load
 
 
-_TRAINER = "mindformers.pynative.trainer.trainer"
-_BUILDING = ("model", "config", "strict")
-
-
-class _Replaced(NamedTuple):
-    """A name in a module of MindFormers, or of a class there, and what gets it.
-
-    Attributes:
-        arguments (tuple of str): What MindFormers calls it with.
-        made (callable): Takes what has the name, and returns what gets it.
-    """
-
-    module: str
-    name: str
-    arguments: Tuple[str, ...]
-    made: Callable[[Callable], Callable]
-
-
-_REPLACED = (
-    _Replaced("mindformers.pynative.trainer.utils", "build_lora_model", _BUILDING, lambda _: build_lora_model),
-    _Replaced(
-        "mindformers.pynative.base_models.gpt.parallelize", "build_lora_model", _BUILDING, lambda _: build_lora_model
-    ),
-    _Replaced(_TRAINER, "freeze_base_params", ("model",), lambda _: freeze_base_params),
-    _Replaced(
-        _TRAINER, "_calculate_global_grad_norm", ("parameters", "enable_parallel", "max_norm"), with_all_gradients
-    ),
-    _Replaced(
-        _TRAINER,
-        "_build_optimizer",
-        ("config", "model", "learning_rate"),
-        lambda build: with_lora_plus(build, _lora_plus_ratio),
-    ),
-    _Replaced(_TRAINER, "CallbackHandler", ("callbacks", "model", "train_dataset", "optimizer"), with_callbacks),
-    _Replaced(_TRAINER, "Trainer.training_step", ("self", "step"), steps.with_begun_step),
-    _Replaced(_TRAINER, "Trainer.compute_loss", ("self", "model", "inputs"), steps.with_weights),
-    _Replaced(_TRAINER, "Trainer._optimizer_update", ("self",), steps.with_skipping),
-    _Replaced("mindformers.checkpoint.checkpoint", "load_param_into_net", ("net", "parameter_dict"), strictly),
-)
-
-
-@functools.lru_cache(maxsize=None)
-def register() -> None:
-    """Gives MindFormers' names to the functions above; what comes after the first call does nothing.
-
-    Raises:
-        InstallationError: mindlora does not know the PyNative Trainer of the MindFormers that is installed.
-    """
-    version = importlib.metadata.version("mindformers")
-    if release(version) not in KNOWN_RELEASES:
-        raise InstallationError(
-            f"MindFormers {version} is installed, and mindlora knows the PyNative Trainer of 2.0 and 2.1 alone. "
-            "Install one of these."
-        )
-    owners = [_owner_of(replaced) for replaced in _REPLACED]
-    for replaced, (owner, name) in zip(_REPLACED, owners):
-        before = getattr(owner, name, None)
-        arguments = tuple(inspect.signature(before).parameters) if before is not None else ()
-        if not set(replaced.arguments) <= set(arguments):
-            raise InstallationError(
-                f"{replaced.name} of {replaced.module} takes ({', '.join(arguments)}) in MindFormers {version}, and "
-                f"mindlora knows it with ({', '.join(replaced.arguments)}). Install MindFormers as it was published."
-            )
-    for replaced, (owner, name) in zip(_REPLACED, owners):
-        setattr(owner, name, replaced.made(getattr(owner, name)))
-
-
-def _owner_of(replaced: _Replaced) -> Tuple[Any, str]:
-    """Returns the module or the class that has a name, and the name there."""
-    *path, name = replaced.name.split(".")
-    return functools.reduce(getattr, path, importlib.import_module(replaced.module)), name
+def with_lora_plus_of_yaml(build_optimizer: Callable) -> Callable:
+    """Returns MindFormers' function that builds the optimizer, which then follows pet_config.loraplus_lr_ratio."""
+    return with_lora_plus(build_optimizer, _lora_plus_ratio)
 
 
 def _lora_plus_ratio() -> Optional[float]:
@@ -347,7 +285,7 @@ def _trainer_of_this_model() -> Any:
     MindFormers passes lora_config alone, and under its own launcher this module is imported only after the Trainer has
     read its YAML: the Trainer is to be found among the calls that are going on.
     """
-    kind = importlib.import_module(_TRAINER).Trainer
+    kind = importlib.import_module(TRAINER).Trainer
     frame = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
