@@ -1,7 +1,7 @@
 """Makes MindFormers' PyNative Trainer build, freeze, load and train mindlora's LoRA where a YAML has lora_config.
 
-The Trainer finds what does this by names in MindFormers' modules, which training/replaced_names.py gives to what is here:
-it takes the same arguments.
+The Trainer finds what does this by names in the modules of MindFormers; training/replaced_names.py gives them to what
+is here, which takes the same arguments.
 """
 
 import functools
