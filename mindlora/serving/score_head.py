@@ -121,3 +121,9 @@ def misuse(name: Optional[str], head: Optional[ScoreHead], wants_scores: bool) -
             "/v1/score, /v1/classify)."
         )
     return None
+
+
+def probabilities_of(scores: np.ndarray) -> np.ndarray:
+    """Returns softmax(scores) along the last axis, float64."""
+    shifted = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)

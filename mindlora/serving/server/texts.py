@@ -16,7 +16,7 @@ from mindlora.core.errors import ConfigError, RequestError
 from mindlora.core.json_files import parse_object
 from mindlora.core.text import first_ten
 from mindlora.serving.request import Reading, Sampling
-from mindlora.serving.score_head import ScoreHead, misuse
+from mindlora.serving.score_head import ScoreHead, misuse, probabilities_of
 from mindlora.serving.server import schemas
 from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
@@ -403,8 +403,7 @@ def _activated(scores: np.ndarray, is_activated: bool) -> List[float]:
         return scores.tolist()
     # The sigmoid is the softmax of the score and 0.
     logits = scores if len(scores) > 1 else np.append(scores, 0.0)
-    shifted = np.exp(logits - logits.max())
-    return (shifted / shifted.sum())[: len(scores)].tolist()
+    return probabilities_of(logits)[: len(scores)].tolist()
 
 
 def _tokens(context: Context, text: Union[str, List[int]], body: schemas.TextsRequest, pooling: Pooling) -> List[int]:

@@ -13,7 +13,7 @@ from mindlora.serving.engine import Engine
 from mindlora.serving.evaluation.scoring import ask
 from mindlora.serving.readings import vectors_of
 from mindlora.serving.request import Reading, Sampling
-from mindlora.serving.score_head import ScoreHead
+from mindlora.serving.score_head import ScoreHead, probabilities_of
 from mindlora.training.classifier.conversion import LAYOUT, Label, Record, encode_record, read_record
 from mindlora.training.classifier.labels import label_measures
 
@@ -192,12 +192,6 @@ def _labeled(head: ScoreHead, scores: np.ndarray) -> Tuple[str, Probabilities]:
     """Returns the likeliest label, and the probability of each."""
     probabilities = dict(zip(head.names, probabilities_of(scores).tolist()))
     return head.names[int(scores.argmax())], probabilities
-
-
-def probabilities_of(scores: np.ndarray) -> np.ndarray:
-    """Returns softmax(scores) along the last axis, float64."""
-    shifted = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
-    return shifted / shifted.sum(-1, keepdims=True)
 
 
 def _measures(confusions: Mapping[str, np.ndarray]) -> Iterator[LabelMeasures]:
