@@ -8,7 +8,7 @@ from tests.support.op_paths import ISAS, PATHS
 from tests.support.operator_process import EMULATOR
 
 # Tests with one of these run MindSpore, which is there for this machine alone.
-_MINDSPORE = {"path", "each_path", "mode", "graph_mode", "pynative_mode"}
+_MINDSPORE = {"path", "place", "each_path", "mode", "graph_mode", "pynative_mode"}
 
 
 def pytest_collection_modifyitems(config, items):

@@ -63,10 +63,17 @@ def tensors(dtype, k, n, *more):
     )
 
 
-@pytest.mark.parametrize(
-    "dtype, tokens, k, n, kind",
-    pairs_with([(0, 64, 9), (1, 7, 9), (3, 128, 33), (31, 70, 64)], [Nf4Linear, Nf4LinearWithBias]),
-)
+def each_case():
+    """Yields (mode, dtype, tokens, K, N, cell): float32 in both modes, the others in one each; no tokens at all."""
+    for number, (dtype, *size, kind) in enumerate(
+        pairs_with([(3, 128, 33), (31, 70, 64)], [Nf4Linear, Nf4LinearWithBias])
+    ):
+        for mode in (0, 1) if dtype == "float32" else (number % 2,):
+            yield mode, dtype, *size, kind
+    yield 0, "float32", 0, 64, 9, Nf4Linear
+
+
+@pytest.mark.parametrize("mode, dtype, tokens, k, n, kind", each_case(), indirect=["mode"])
 def test_values_and_gradients_are_those_of_the_reference(mode, reference, dtype, tokens, k, n, kind):
     x, dy, bias = normal(tokens, k, dtype=dtype), normal(tokens, n, seed=9, dtype=dtype), normal(n, seed=4, dtype=dtype)
     given = [bias] * (kind is Nf4LinearWithBias)
@@ -122,7 +129,7 @@ class Gradient(nn.Cell):
 
 @pytest.mark.parametrize("k", [64, 70])
 @pytest.mark.parametrize("known", [True, False])
-def test_shapes_that_are_not_known(mode, reference, k, known):
+def test_shapes_that_are_not_known(graph_mode, reference, k, known):
     net = Gradient()
     inputs, parts = tensors("float32", k, 33, normal(3, k))
     net.set_inputs(

@@ -1,0 +1,175 @@
+"""What is tested of every operator: a table, an Operator, for each form of it, in tests/ops/operators/<op>.py."""
+
+import dataclasses
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from tests.support.native import DTYPES, tensor
+from tests.support.op_paths import ISAS
+from tests.support.references import reference_of
+
+# The array and the dtype of each input, in the order of the inputs, by the name that messages have for it.
+Inputs = Dict[str, Tuple[np.ndarray, str]]
+Size = Tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operator:
+    """One form of an operator. tests/ops/test_contract.py tests what the fields say; whatever is left out is not.
+
+    A size is a tuple: what ``inputs`` takes after a dtype.
+
+    Attributes:
+        name (str): The name of the form, which begins the ids of its tests, such as lora_linear_with_bias.
+        op (str): The operator: a folder in ops/, and what messages begin with.
+        inputs (function): Returns the Inputs for a dtype and a size.
+        expected (function): Returns the result, given the operator's reference.py and the arrays of the inputs. It
+            writes to those to which the operator writes.
+        terms (function): Returns of how many products of numbers of size 1 a result is the sum, for a size.
+        result (str): The dtype of the result. Default: the one that ``inputs`` was given.
+        dtypes (tuple): What ``inputs`` is given. Default: all three.
+
+        function (str): The function in the CPU library. Default: "", none.
+        sizes (tuple): Sizes for the function itself: each of its branches, with odd ends, and nothing at all.
+        threaded (tuple): A size that several threads share.
+        in_place (int): To how many of the first inputs it may write. Default: 0.
+        isas (tuple): The instruction sets that it has.
+
+        cell (function): Returns the cell.
+        call (function): What a user calls in place of the cell. Default: None, for the cell itself.
+        cell_sizes (tuple): Sizes for the cell, in one graph, to which the dimensions in which they differ are unknown.
+        gradients (function): Returns the gradients by the names of the inputs, given the reference.py, the gradient of
+            the result, and the arrays. Of all other inputs the gradient is zero.
+        gradient_sizes (tuple): Sizes for them; the first is small, because finite differences take it too.
+        gradient_terms (float): As ``terms``, for the gradients.
+        rounds_between (tuple): Names of the gradients, and "result", of which parts are rounded to the dtype before the
+            last sum.
+
+        refused_size (tuple): The size that is right, where the next four are wrong.
+        refused_shapes (tuple): (the shapes that are wrong, by name, the kernel's message).
+        refused_values (tuple): (name, index, value, the kernel's message).
+        refused_dtypes (tuple): (name, dtype, the cell's message).
+        refused_by_kernel (tuple): (name, dtype, the kernel's message).
+    """
+
+    name: str
+    op: str
+    inputs: Callable[..., Inputs]
+    expected: Callable[..., np.ndarray]
+    terms: Callable[..., float]
+    result: str = ""
+    dtypes: Tuple[str, ...] = DTYPES
+    function: str = ""
+    sizes: Tuple[Size, ...] = ()
+    threaded: Size = ()
+    in_place: int = 0
+    isas: Tuple[str, ...] = tuple(ISAS[:3])
+    cell: Optional[Callable[[], nn.Cell]] = None
+    call: Optional[Callable[..., Tensor]] = None
+    cell_sizes: Tuple[Size, ...] = ()
+    gradients: Optional[Callable[..., Dict[str, np.ndarray]]] = None
+    gradient_sizes: Tuple[Size, ...] = ()
+    gradient_terms: float = 1
+    rounds_between: Tuple[str, ...] = ()
+    refused_size: Size = ()
+    refused_shapes: Tuple[Tuple[Dict[str, Size], str], ...] = ()
+    refused_values: Tuple[Tuple[str, Any, Any, str], ...] = ()
+    refused_dtypes: Tuple[Tuple[str, str, str], ...] = ()
+    refused_by_kernel: Tuple[Tuple[str, str, str], ...] = ()
+
+    @property
+    def reference(self):
+        """The module ops/<op>/reference.py."""
+        return reference_of(self.op)
+
+    def case(self, dtype: str, size: Size) -> "Case":
+        """Returns what goes into the operator, and what must come out."""
+        inputs = self.inputs(dtype, *size)
+        after = arrays_of(inputs)
+        expected = self.expected(self.reference, *after)
+        return Case(inputs, after[: self.in_place], expected, self.result or dtype, self.terms(*size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of an operator.
+
+    Attributes:
+        inputs (Inputs): The inputs.
+        written (list): The first of them after the call, of an operator that writes to them.
+        expected (array): The result.
+        dtype (str): The dtype of the result.
+        terms (float): Of how many products it is the sum.
+    """
+
+    inputs: Inputs
+    written: list
+    expected: np.ndarray
+    dtype: str
+    terms: float
+
+
+def arrays_of(inputs):
+    """Returns copies of the arrays of Inputs."""
+    return [array.copy() for array, _ in inputs.values()]
+
+
+def tensors_of(inputs):
+    """Returns the tensors of Inputs."""
+    return [tensor(array, dtype) for array, dtype in inputs.values()]
+
+
+def open_tensors(cases):
+    """Returns the tensors of the first of several Inputs, whose dimensions are unknown where the Inputs differ."""
+    opened = []
+    for together, given in zip(zip(*(inputs.values() for inputs in cases)), tensors_of(cases[0])):
+        shapes = np.array([array.shape for array, _ in together])
+        shape = [int(sizes[0]) if (sizes == sizes[0]).all() else None for sizes in shapes.T]
+        opened.append(Tensor(shape=shape, dtype=given.dtype) if None in shape else given)
+    return opened
+
+
+def named(inputs, dtypes):
+    """Returns Inputs of pairs (name, array) and the dtype of each, or one of all."""
+    dtypes = [dtypes] * len(inputs) if isinstance(dtypes, str) else dtypes
+    return {name: (array, dtype) for (name, array), dtype in zip(inputs.items(), dtypes)}
+
+
+def without_last(operator, **changes):
+    """Returns the form of an operator that has all inputs but the last, such as the one without bias.
+
+    The kernel, which is the same, refuses nothing else.
+    """
+    last = list(operator.inputs(operator.dtypes[0], *operator.refused_size))[-1]
+
+    def inputs(dtype, *size):
+        all_inputs = operator.inputs(dtype, *size)
+        return {name: given for name, given in all_inputs.items() if name != last}
+
+    dtypes = tuple(refused for refused in operator.refused_dtypes if refused[0] != last)
+    refused = {"refused_shapes": (), "refused_values": (), "refused_by_kernel": (), "refused_dtypes": dtypes}
+    return dataclasses.replace(operator, inputs=inputs, threaded=(), **refused, **changes)
+
+
+class Called(nn.Cell):
+    """A network that calls a function of an operator."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def construct(self, *inputs):
+        return self.function(*inputs)
+
+
+def network_of(operator):
+    """Returns a network in which an operator is called as users call it."""
+    return Called(operator.call) if operator.call else operator.cell()
+
+
+def of_dtype(name):
+    """Returns MindSpore's dtype by name."""
+    return getattr(ms, name)

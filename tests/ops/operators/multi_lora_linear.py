@@ -1,0 +1,69 @@
+"""multi_lora_linear: what is tested of it."""
+
+from mindlora.ops import MultiLoraLinear, MultiLoraLinearWithBias
+from tests.ops.contract import Operator, named, without_last
+from tests.ops.operators.multi_lora_delta import CELL_SIZES, RANKS, K, N, adapters
+from tests.support.native import normal
+from tests.support.pooled_adapters import KINDS, MAX_RANK, SLOTS, popularity
+
+
+def inputs(dtype, tokens, kind, k=K, n=N, rank=0):
+    arrays = {
+        "x": normal(tokens, k, seed=1, dtype=dtype),
+        "W": normal(n, k, seed=2, dtype=dtype),
+        **adapters(k, n, rank, dtype),
+        "indices": popularity(kind, tokens, 3 if rank else SLOTS),
+        "bias": normal(n, seed=4, dtype=dtype),
+    }
+    return named(arrays, [dtype] * 3 + ["int32", "float32", "int32", dtype])
+
+
+WITH_BIAS = Operator(
+    name="multi_lora_linear_with_bias",
+    op="multi_lora_linear",
+    inputs=inputs,
+    expected=lambda reference, *arrays: reference.multi_lora_linear(*arrays),
+    terms=lambda tokens, kind, k=K, n=N, rank=MAX_RANK: 1 + k + rank * k**0.5,
+    function="MultiLoraLinear",
+    sizes=(
+        *((31, kind) for kind in KINDS),
+        *((0, "uniform"), (1, "uniform"), (3, "zipf"), (8, "skipped"), (13, "uniform"), (200, "skewed"), *RANKS),
+        *((9, "distinct", 70, 1025, 13), (13, "uniform", 1061, 530)),
+    ),
+    threaded=(3, "uniform", 256, 260),
+    cell=MultiLoraLinearWithBias,
+    cell_sizes=CELL_SIZES,
+    refused_size=(4, "distinct"),
+    refused_shapes=(
+        ({"x": (4, K + 1)}, "K is 38 in one input and 37 in another."),
+        ({"W": (N, K, 1)}, "W has 3 dimensions: it must have 2."),
+        ({"pool": (SLOTS, MAX_RANK, K + N - 1)}, "K + N is 90 in one input and 89 in another."),
+        ({"pool": (SLOTS, 257, K + N)}, "rank is 257: it must be 1 to 256."),
+        ({"pool": (MAX_RANK, K + N)}, "pool has 2 dimensions: it must have 3."),
+        ({"ranks": (SLOTS - 1,)}, "the number of slots is 7 in one input and 6 in another."),
+        ({"scales": (SLOTS - 1,)}, "the number of slots is 7 in one input and 6 in another."),
+        ({"bias": (N + 1,)}, "N is 53 in one input and 54 in another."),
+        ({"bias": (N, 1)}, "bias has 2 dimensions: it must have 1."),
+    ),
+    refused_values=(
+        ("indices", 2, SLOTS, "row 2 asks for slot 7 of 7."),
+        ("ranks", 2, MAX_RANK + 1, "rank 65 of slot 2 is not 0 to 64."),
+        ("ranks", 2, -1, "rank -1 of slot 2 is not 0 to 64."),
+    ),
+    refused_dtypes=(
+        ("W", "int32", "W is Int32: it must be Float32, Float16 or BFloat16."),
+        ("pool", "int32", "pool is Int32: it must be Float32, Float16 or BFloat16."),
+        ("ranks", "int64", "ranks is Int64: it must be Int32."),
+        ("scales", "float16", "scales is Float16: it must be Float32."),
+        ("indices", "int64", "indices is Int64: it must be Int32."),
+        ("bias", "float16", "bias is Float16 and x is Float32: cast them to one dtype."),
+    ),
+)
+PLAIN = without_last(
+    WITH_BIAS,
+    name="multi_lora_linear",
+    cell=MultiLoraLinear,
+    # One token, several, and a layer without outputs.
+    sizes=((1, "uniform"), (13, "uniform"), (31, "skipped"), (3, "zipf", K, 0)),
+)
+FORMS = (PLAIN, WITH_BIAS)

@@ -1,0 +1,116 @@
+"""rounded_linear, of weights in bfloat16 and in NF4: what is tested of it."""
+
+import dataclasses
+
+import numpy as np
+from mindspore import nn
+
+from mindlora.ops import Nf4Array, dequantize
+from mindlora.ops.rounded_linear import RoundedLinear
+from tests.ops.contract import Operator, named, without_last
+from tests.ops.operators.multi_lora_delta import adapters
+from tests.support.native import normal
+from tests.support.op_paths import ISAS
+from tests.support.pooled_adapters import MAX_RANK, SLOTS, popularity
+
+K, N = 70, 53
+
+
+def nf4(n, k):
+    """The four tensors of a weight whose absmax are powers of two: in any order of operations it is decoded alike."""
+    rng = np.random.default_rng(5)
+    blocks = -(-k // 64)
+    codes = rng.integers(0, 256, (n, blocks * 32), np.uint8)
+    absmax = np.uint8(1) << rng.integers(0, 8, (n, blocks), np.uint8)
+    scales = np.full(-(-n * blocks // 256), 2.0**-6, np.float32)
+    return [codes, absmax, scales, np.zeros_like(scales)]
+
+
+def inputs_with(weight, pool_dtype, tokens, k, n, kind):
+    """Returns the inputs around the Inputs of a weight."""
+    others = {**adapters(k, n, dtype=pool_dtype), "indices": popularity(kind, tokens), "bias": normal(n, seed=4)}
+    return {
+        "x": (normal(tokens, k, seed=1), "float32"),
+        **weight,
+        **named(others, (pool_dtype, "int32", "float32", "int32", "float32")),
+    }
+
+
+def inputs(pool_dtype, tokens, k=K, n=N, kind="uniform"):
+    weight = {"W": (normal(n, k, seed=2, dtype="bfloat16"), "bfloat16")}
+    return inputs_with(weight, pool_dtype, tokens, k, n, kind)
+
+
+def inputs_in_nf4(pool_dtype, tokens, k=K, n=N, kind="uniform"):
+    # The adapters have scales too.
+    names = ("codes", "absmax", "scales of blocks", "offsets of blocks")
+    weight = named(dict(zip(names, nf4(n, k))), ("uint8", "uint8", "float32", "float32"))
+    return inputs_with(weight, pool_dtype, tokens, k, n, kind)
+
+
+def expected_in_nf4(reference, x, codes, absmax, scales, offsets, *others):
+    weight = dequantize(Nf4Array(codes, absmax, scales, offsets, (len(codes), x.shape[-1])))
+    return reference.rounded_linear(x, weight, *others)
+
+
+class Flat(nn.Cell):
+    """Takes the tensors of the weight one by one."""
+
+    def __init__(self, quantized, has_bias):
+        super().__init__()
+        self.linear, self.parts = RoundedLinear(quantized, has_bias), 4 if quantized else 1
+
+    def construct(self, x, *others):
+        return self.linear(x, others[: self.parts], *others[self.parts :])
+
+
+WITH_BIAS = Operator(
+    name="rounded_linear_with_bias",
+    op="rounded_linear",
+    inputs=inputs,
+    expected=lambda reference, *arrays: reference.rounded_linear(*arrays),
+    terms=lambda tokens, k=K, n=N, kind="": 1 + k + MAX_RANK * k**0.5,
+    result="float32",
+    function="RoundedLinear",
+    # One token has loops of its own, 8 are multiplied together, and the sums of 64 are kept. Odd ends of rows, of
+    # blocks and of vectors; the last are large enough for several threads and parts of K.
+    sizes=(
+        *((0, 37, 53), (1, 1, 1), (2, 37, 53), (5, 64, 130), (8, 129, 17), (9, 37, 53), (17, 64, 130), (64, 129, 17)),
+        *((67, 70, 53), (131, 37, 53), (1, 1061, 530), (9, 1061, 530)),
+    ),
+    threaded=(70, 256, 260),
+    isas=tuple(ISAS),
+    cell=lambda: Flat(False, True),
+    cell_sizes=((1, K, N, "skipped"), (3, K, N, "skipped"), (70, K, N, "skipped")),
+    refused_size=(4,),
+    refused_shapes=(
+        ({"pool": (SLOTS, MAX_RANK, K + N - 1)}, "K + N is 123 in one input and 122 in another."),
+        ({"bias": (N + 1,)}, "N is 53 in one input and 54 in another."),
+    ),
+    refused_dtypes=(
+        ("x", "bfloat16", "x is BFloat16: it must be Float32."),
+        ("W", "float32", "W is Float32: it must be BFloat16."),
+        ("pool", "int32", "pool is Int32: it must be Float32, Float16 or BFloat16."),
+        ("indices", "int64", "indices is Int64: it must be Int32."),
+        ("bias", "float16", "bias is Float16: it must be Float32."),
+    ),
+)
+IN_NF4 = dataclasses.replace(
+    WITH_BIAS,
+    name="rounded_nf4_linear_with_bias",
+    inputs=inputs_in_nf4,
+    expected=expected_in_nf4,
+    function="RoundedNf4Linear",
+    cell=lambda: Flat(True, True),
+    refused_dtypes=(
+        ("codes", "int32", "codes is Int32: it must be UInt8."),
+        ("bias", "float16", "bias is Float16: it must be Float32."),
+    ),
+)
+FEW = ((1, 37, 53), (9, 129, 17), (67, 70, 53))
+FORMS = (
+    WITH_BIAS,
+    IN_NF4,
+    without_last(WITH_BIAS, name="rounded_linear", cell=lambda: Flat(False, False), sizes=FEW),
+    without_last(IN_NF4, name="rounded_nf4_linear", cell=lambda: Flat(True, False), sizes=FEW),
+)
