@@ -1,19 +1,20 @@
 """What is tested of every operator: a table, an Operator, for each form of it, in tests/ops/operators/<op>.py."""
 
 import dataclasses
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from tests.support.native import DTYPES, tensor
+from tests.support.native import DTYPES, normal, tensor
 from tests.support.op_paths import ISAS
 from tests.support.references import reference_of
 
-# The array and the dtype of each input, in the order of the inputs, by the name that messages have for it.
+# The array and the dtype of each input, in the order of the inputs. The last word of a name is what messages call it.
 Inputs = Dict[str, Tuple[np.ndarray, str]]
 Size = Tuple[Any, ...]
+SCALE = (np.float32([0.5]), "float32")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,11 +25,11 @@ class Operator:
 
     Attributes:
         name (str): The name of the form, which begins the ids of its tests, such as lora_linear_with_bias.
-        op (str): The operator: a folder in ops/, and what messages begin with.
         inputs (function): Returns the Inputs for a dtype and a size.
-        expected (function): Returns the result, given the operator's reference.py and the arrays of the inputs. It
-            writes to those to which the operator writes.
         terms (function): Returns of how many products of numbers of size 1 a result is the sum, for a size.
+        op (str): The operator: a folder in ops/, and what messages begin with. Default: the name.
+        expected (function): Returns the result, given the operator's reference.py and the arrays of the inputs, and
+            writes to those to which the operator writes. Default: the function of reference.py that is called op.
         result (str): The dtype of the result. Default: the one that ``inputs`` was given.
         dtypes (tuple): What ``inputs`` is given. Default: all three.
 
@@ -41,25 +42,28 @@ class Operator:
         cell (function): Returns the cell.
         call (function): What a user calls in place of the cell. Default: None, for the cell itself.
         cell_sizes (tuple): Sizes for the cell, in one graph, to which the dimensions in which they differ are unknown.
-        gradients (function): Returns the gradients by the names of the inputs, given the reference.py, the gradient of
-            the result, and the arrays. Of all other inputs the gradient is zero.
-        gradient_sizes (tuple): Sizes for them; the first is small, because finite differences take it too.
+        gradients (tuple or function): The inputs whose gradients <op>_grad of reference.py returns, in order, given
+            the gradient of the result and the arrays; or a function that returns them by name, given the reference.py
+            too. Of all other inputs the gradient is zero.
+        gradient_sizes (tuple): Sizes for them, of which the first, a small one, is for finite differences alone.
         gradient_terms (float): As ``terms``, for the gradients.
         rounds_between (tuple): Names of the gradients, and "result", of which parts are rounded to the dtype before the
             last sum.
 
-        refused_size (tuple): The size that is right, where the next four are wrong.
+        refused_size (tuple): The size that is right, where all that follows is wrong.
+        alike (tuple): Names of inputs that must be of one dtype of the three. All other inputs have a dtype of their
+            own, which the cell checks too.
+        unchecked (tuple): Names of those whose dtype it does not check.
         refused_shapes (tuple): (the shapes that are wrong, by name, the kernel's message).
         refused_values (tuple): (name, index, value, the kernel's message).
-        refused_dtypes (tuple): (name, dtype, the cell's message).
         refused_by_kernel (tuple): (name, dtype, the kernel's message).
     """
 
     name: str
-    op: str
     inputs: Callable[..., Inputs]
-    expected: Callable[..., np.ndarray]
     terms: Callable[..., float]
+    op: str = ""
+    expected: Optional[Callable[..., np.ndarray]] = None
     result: str = ""
     dtypes: Tuple[str, ...] = DTYPES
     function: str = ""
@@ -70,27 +74,43 @@ class Operator:
     cell: Optional[Callable[[], nn.Cell]] = None
     call: Optional[Callable[..., Tensor]] = None
     cell_sizes: Tuple[Size, ...] = ()
-    gradients: Optional[Callable[..., Dict[str, np.ndarray]]] = None
+    gradients: Union[Tuple[str, ...], Callable[..., Dict[str, np.ndarray]]] = ()
     gradient_sizes: Tuple[Size, ...] = ()
     gradient_terms: float = 1
     rounds_between: Tuple[str, ...] = ()
     refused_size: Size = ()
+    alike: Tuple[Tuple[str, ...], ...] = ()
+    unchecked: Tuple[str, ...] = ()
     refused_shapes: Tuple[Tuple[Dict[str, Size], str], ...] = ()
     refused_values: Tuple[Tuple[str, Any, Any, str], ...] = ()
-    refused_dtypes: Tuple[Tuple[str, str, str], ...] = ()
     refused_by_kernel: Tuple[Tuple[str, str, str], ...] = ()
 
-    @property
-    def reference(self):
-        """The module ops/<op>/reference.py."""
-        return reference_of(self.op)
+    def __post_init__(self):
+        if not self.op:
+            object.__setattr__(self, "op", self.name)
 
-    def case(self, dtype: str, size: Size) -> "Case":
-        """Returns what goes into the operator, and what must come out."""
+    def result_of(self, arrays):
+        """Returns what the reference computes of arrays."""
+        reference = reference_of(self.op)
+        return self.expected(reference, *arrays) if self.expected else getattr(reference, self.op)(*arrays)
+
+    def gradients_of(self, dy, arrays):
+        """Returns the gradients of the reference by name."""
+        reference = reference_of(self.op)
+        if callable(self.gradients):
+            return self.gradients(reference, dy, *arrays)
+        return dict(zip(self.gradients, getattr(reference, f"{self.op}_grad")(dy, *arrays)))
+
+    def case(self, dtype, size):
+        """Returns the Case for a dtype and a size."""
         inputs = self.inputs(dtype, *size)
         after = arrays_of(inputs)
-        expected = self.expected(self.reference, *after)
+        expected = self.result_of(after)
         return Case(inputs, after[: self.in_place], expected, self.result or dtype, self.terms(*size))
+
+    def right(self):
+        """Returns the Inputs of which some are then made wrong."""
+        return self.inputs(self.dtypes[0], *self.refused_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +130,16 @@ class Case:
     expected: np.ndarray
     dtype: str
     terms: float
+
+
+def normals(dtype, **shapes):
+    """Returns Inputs of normal values, of each shape; each name has values of its own."""
+    return {name: (normal(*shape, seed=sum(name.encode()), dtype=dtype), dtype) for name, shape in shapes.items()}
+
+
+def named(names, arrays, dtypes):
+    """Returns Inputs of names, arrays and dtypes."""
+    return {name: (array, dtype) for name, array, dtype in zip(names, arrays, dtypes)}
 
 
 def arrays_of(inputs):
@@ -132,25 +162,18 @@ def open_tensors(cases):
     return opened
 
 
-def named(inputs, dtypes):
-    """Returns Inputs of pairs (name, array) and the dtype of each, or one of all."""
-    dtypes = [dtypes] * len(inputs) if isinstance(dtypes, str) else dtypes
-    return {name: (array, dtype) for (name, array), dtype in zip(inputs.items(), dtypes)}
-
-
 def without_last(operator, **changes):
     """Returns the form of an operator that has all inputs but the last, such as the one without bias.
 
     The kernel, which is the same, refuses nothing else.
     """
-    last = list(operator.inputs(operator.dtypes[0], *operator.refused_size))[-1]
+    last = list(operator.right())[-1]
 
-    def inputs(dtype, *size):
-        all_inputs = operator.inputs(dtype, *size)
-        return {name: given for name, given in all_inputs.items() if name != last}
+    def inputs(*size):
+        return {name: given for name, given in operator.inputs(*size).items() if name != last}
 
-    dtypes = tuple(refused for refused in operator.refused_dtypes if refused[0] != last)
-    refused = {"refused_shapes": (), "refused_values": (), "refused_by_kernel": (), "refused_dtypes": dtypes}
+    alike = tuple(tuple(name for name in names if name != last) for names in operator.alike)
+    refused = {"refused_shapes": (), "refused_values": (), "refused_by_kernel": (), "alike": alike}
     return dataclasses.replace(operator, inputs=inputs, threaded=(), **refused, **changes)
 
 

@@ -9,7 +9,6 @@ import itertools
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
 
 from mindlora.errors import BackendError
 from mindlora.ops import backend
@@ -23,35 +22,43 @@ from tests.support.op_paths import PATHS
 from tests.support.operator_process import OperatorProcess
 
 KERNELS = [operator for operator in OPERATORS if operator.function]
+WITH_GRADIENTS = [operator for operator in OPERATORS if operator.gradients]
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
+# Another dtype for an input of each.
+WRONG = {"float32": "float16", "int32": "int64", "uint8": "int32", "bfloat16": "float32"}
 
 
-def sized(size):
-    """Returns a size in an id: (3, 37) is 3x37."""
-    return "x".join(sized(part) if isinstance(part, tuple) else str(part) for part in size)
+def worded(part):
+    """Returns a part of an id: (3, 37) is 3x37, {"A": (3, 37)} is A=3x37."""
+    if isinstance(part, dict):
+        return "-".join(f"{name}={worded(shape)}" for name, shape in part.items())
+    return "x".join(map(worded, part)) if isinstance(part, tuple) else str(part)
 
 
-def cases(rows):
-    """Marks a test to run for each of the tuples, of which an operator is the first, with an id that names them all."""
+def each(names, rows, indirect=(), left_out=()):
+    """Runs a test for each row of values, whose first is an operator; the id says all but those ``left_out``."""
     params = []
     for operator, *others in rows:
-        words = [sized(other) if isinstance(other, tuple) else str(other) for other in others]
+        words = [worded(other) for name, other in zip(names.split(", ")[1:], others) if name not in left_out]
         params.append(pytest.param(operator, *others, id="-".join([operator.name, *words])))
-    return params
+    return pytest.mark.parametrize(names, params, indirect=list(indirect))
 
 
-def places(operator, dtype):
-    """Returns "path-mode" of each place where a cell is tested: all with float32, each path and mode with others."""
-    paths = PATHS if operator.op not in backend.CPU_ONLY else [path for path in PATHS if path == "cpu"]
-    if not paths:
-        return []
-    pairs = itertools.product(paths, MODES) if dtype == "float32" else each_once(paths, list(MODES))
-    return [f"{path}-{mode}" for path, mode in pairs]
+def paths_of(operator):
+    return PATHS if operator.op not in backend.CPU_ONLY else [path for path in PATHS if path == "cpu"]
 
 
 def each_place_once(operator):
-    """Returns places in which each path and each mode occurs."""
-    return places(operator, "float16")
+    """Returns "path-mode" of places in which each path and each mode occurs."""
+    paths = paths_of(operator)
+    return [f"{path}-{mode}" for path, mode in each_once(paths, list(MODES))] if paths else []
+
+
+def places(operator, dtype):
+    """Returns all places for float32; a dtype of 16 bits has each path and mode once."""
+    if dtype != "float32":
+        return each_place_once(operator)
+    return [f"{path}-{mode}" for path, mode in itertools.product(paths_of(operator), MODES)]
 
 
 @pytest.fixture
@@ -60,49 +67,7 @@ def place(request, monkeypatch, library):
     path, mode = request.param.split("-")
     monkeypatch.setenv("MINDLORA_BACKEND", path)
     with in_mode(MODES[mode]):
-        yield request.param
-
-
-@functools.lru_cache(maxsize=1)
-def case_of(operator, dtype, size):
-    """Returns a Case, the same for each instruction set in turn."""
-    return operator.case(dtype, size)
-
-
-def each_kernel():
-    for operator in KERNELS:
-        for size, dtype, isa in itertools.product(operator.sizes, operator.dtypes, operator.isas):
-            yield operator, size, dtype, isa
-
-
-@pytest.mark.parametrize("operator, size, dtype, isa", cases(each_kernel()), indirect=["isa"])
-def test_the_kernel_gives_what_the_reference_gives(operator, size, dtype, isa):
-    case = case_of(operator, dtype, size)
-    found = call(
-        operator.function, list(case.inputs.values()), case.expected.shape, case.dtype, in_place=operator.in_place
-    )
-    *written, result = found if operator.in_place else [found]
-    assert_near(result, case.expected, case.dtype, case.terms)
-    for actual, wanted in zip(written, case.written):
-        np.testing.assert_array_equal(actual, wanted)
-
-
-def each_cell():
-    for operator in OPERATORS:
-        for dtype in operator.dtypes if operator.cell_sizes else ():
-            for where in places(operator, dtype):
-                yield operator, dtype, where
-
-
-@pytest.mark.parametrize("operator, dtype, place", cases(each_cell()), indirect=["place"])
-def test_the_cell_gives_what_the_reference_gives(operator, dtype, place):
-    network, of_sizes = network_of(operator), [operator.case(dtype, size) for size in operator.cell_sizes]
-    network.set_inputs(*open_tensors([case.inputs for case in of_sizes]))
-    for size, case in zip(operator.cell_sizes, of_sizes):
-        result = network(*tensors_of(case.inputs))
-        assert result.dtype == of_dtype(case.dtype)
-        near = near_in(operator, "result")
-        near(values(result), case.expected, case.dtype, case.terms, sized(size))
+        yield
 
 
 def near_in(operator, name):
@@ -117,51 +82,84 @@ def assert_near_largest(actual, expected, dtype, terms, what):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=near, err_msg=what)
 
 
-def each_gradient():
-    """Yields the last size with each dtype in each place, and the others with float32, each path and mode once."""
-    for operator in (operator for operator in OPERATORS if operator.gradients):
-        *others, last = operator.gradient_sizes
-        for size, where in itertools.product(others, each_place_once(operator)):
-            yield operator, size, "float32", where
+@functools.lru_cache(maxsize=1)
+def case_of(operator, dtype, size):
+    """Returns a Case, the same for each instruction set in turn."""
+    return operator.case(dtype, size)
+
+
+def each_kernel():
+    for operator in KERNELS:
+        yield from itertools.product([operator], operator.sizes, operator.dtypes, operator.isas)
+
+
+@each("operator, size, dtype, isa", each_kernel(), indirect=["isa"])
+def test_the_kernel_gives_what_the_reference_gives(operator, size, dtype, isa):
+    case = case_of(operator, dtype, size)
+    inputs, written = list(case.inputs.values()), operator.in_place
+    found = call(operator.function, inputs, case.expected.shape, case.dtype, in_place=written)
+    *after, result = found if written else [found]
+    assert_near(result, case.expected, case.dtype, case.terms)
+    for actual, wanted in zip(after, case.written):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def each_cell():
+    for operator in (operator for operator in OPERATORS if operator.cell_sizes):
         for dtype in operator.dtypes:
-            for where in places(operator, dtype):
-                yield operator, last, dtype, where
+            yield from itertools.product([operator], [dtype], places(operator, dtype))
 
 
-@pytest.mark.parametrize("operator, size, dtype, place", cases(each_gradient()), indirect=["place"])
+@each("operator, dtype, place", each_cell(), indirect=["place"])
+def test_the_cell_gives_what_the_reference_gives(operator, dtype, place):
+    network, cases = network_of(operator), [operator.case(dtype, size) for size in operator.cell_sizes]
+    network.set_inputs(*open_tensors([case.inputs for case in cases]))
+    near = near_in(operator, "result")
+    for size, case in zip(operator.cell_sizes, cases):
+        result = network(*tensors_of(case.inputs))
+        assert result.dtype == of_dtype(case.dtype)
+        near(values(result), case.expected, case.dtype, case.terms, worded(size))
+
+
+def each_gradient():
+    """Yields the last size with float32 in all places and other dtypes in PyNative; others with each path and mode."""
+    for operator in WITH_GRADIENTS:
+        *others, last = operator.gradient_sizes[1:]
+        yield from itertools.product([operator], others, ["float32"], each_place_once(operator))
+        yield from itertools.product([operator], [last], ["float32"], places(operator, "float32"))
+        in_pynative = [f"{path}-pynative" for path in paths_of(operator)]
+        yield from itertools.product([operator], [last], operator.dtypes[1:], in_pynative)
+
+
+@each("operator, size, dtype, place", each_gradient(), indirect=["place"])
 def test_the_cell_gives_the_gradients_of_the_reference(operator, size, dtype, place):
-    inputs = operator.case(dtype, size).inputs
-    dy = normal(*operator.case(dtype, size).expected.shape, seed=9, dtype=dtype)
-    expected = operator.gradients(operator.reference, dy, *arrays_of(inputs))
+    case = operator.case(dtype, size)
+    dy = normal(*case.expected.shape, seed=9, dtype=dtype)
+    expected = operator.gradients_of(dy, arrays_of(case.inputs))
     # dy is the sensitivity, because a CPU has no bfloat16 product with dy.
     gradient = ms.ops.GradOperation(get_all=True, sens_param=True)(operator.cell())
-    found = gradient(*tensors_of(inputs), tensor(dy, dtype))
-    assert len(found) == len(inputs)
-    for (name, (array, its_dtype)), of_input in zip(inputs.items(), found):
+    found = gradient(*tensors_of(case.inputs), tensor(dy, dtype))
+    assert len(found) == len(case.inputs)
+    for (name, (array, its_dtype)), of_input in zip(case.inputs.items(), found):
         assert of_input.dtype == of_dtype(its_dtype) and of_input.shape == array.shape, name
-        if name not in expected:
+        if name in expected:
+            wanted = np.reshape(expected[name], array.shape)
+            rounded = dtype if name in operator.rounds_between else its_dtype
+            near_in(operator, name)(values(of_input), wanted, rounded, operator.gradient_terms, name)
+        else:
             assert not values(of_input).any(), name
-            continue
-        wanted = np.reshape(expected[name], array.shape)
-        near_in(operator, name)(values(of_input), wanted, its_dtype, operator.gradient_terms, name)
 
 
-WITH_GRADIENTS = [(operator,) for operator in OPERATORS if operator.gradients]
-
-
-@pytest.mark.parametrize("operator", cases(WITH_GRADIENTS))
+@each("operator", zip(WITH_GRADIENTS))
 def test_the_gradients_of_the_reference_are_those_of_finite_differences(operator):
     inputs = operator.inputs("float32", *operator.gradient_sizes[0])
     arrays = [array.astype(np.float64) if array.dtype.kind == "f" else array for array in arrays_of(inputs)]
-    dy = normal(*operator.expected(operator.reference, *arrays).shape, seed=9)
-    gradients = operator.gradients(operator.reference, dy, *arrays)
-
-    def loss():
-        return (operator.expected(operator.reference, *arrays) * dy).sum()
-
+    dy = normal(*operator.result_of(arrays).shape, seed=9)
+    gradients = operator.gradients_of(dy, arrays)
     for name, array in zip(inputs, arrays):
         if name in gradients:
-            wanted, found = finite_differences(loss, array), np.reshape(gradients[name], array.shape)
+            wanted = finite_differences(lambda: (operator.result_of(arrays) * dy).sum(), array)
+            found = np.reshape(gradients[name], array.shape)
             np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
@@ -174,128 +172,131 @@ def processes(library):
         process.close()
 
 
-def run(process, operator, inputs, result):
+def run(process, operator, inputs, shape, dtype):
     """Returns the answer of a process, and the tensors after the call: inputs, and a result of a shape and a dtype."""
-    empty = np.full(result[0], -1 if result[1] == "int32" else np.nan, np.float32)
-    stored = [(*guarded(array, dtype), dtype) for array, dtype in (*inputs.values(), (empty, result[1]))]
+    empty = np.full(shape, -1 if dtype == "int32" else np.nan, np.float32)
+    stored = [(*guarded(array, dtype), dtype) for array, dtype in (*inputs.values(), (empty, dtype))]
     return process.call(operator.function, stored), [inner for _, inner, _ in stored]
 
 
-def test_every_operator_has_a_table_and_a_kernel_in_it():
+def test_every_operator_has_a_table_with_its_kernel():
     assert {operator.op for operator in KERNELS} == set(backend.OPS)
     assert set(backend.OP_TYPES.values()) <= {operator.function for operator in KERNELS}
 
 
-@pytest.mark.parametrize("operator", cases((kernel,) for kernel in KERNELS if kernel.threaded))
+@each("operator", ([operator] for operator in KERNELS if operator.threaded))
 def test_results_do_not_depend_on_the_number_of_threads(processes, operator):
     case = operator.case(operator.dtypes[0], operator.threaded)
-    result = case.expected.shape, case.dtype
-    answers, after = zip(*(run(processes[threads], operator, case.inputs, result) for threads in (1, 2, 2)))
+    answers, after = zip(
+        *(run(processes[threads], operator, case.inputs, case.expected.shape, case.dtype) for threads in (1, 2, 2))
+    )
     assert answers[0] == answers[1] == answers[2] and answers[0].code == "code 0"
     assert answers[0].shape == " ".join(map(str, ("shape", *case.expected.shape)))
     dtypes = [dtype for _, dtype in case.inputs.values()]
     assert dtypes[int(answers[0].type.split()[1])] == case.dtype
-    for tensors in zip(*after):
-        assert tensors[0].tobytes() == tensors[1].tobytes() == tensors[2].tobytes()
+    for one, two, again in zip(*after):
+        assert one.tobytes() == two.tobytes() == again.tobytes()
     assert np.isfinite(after[0][-1]).all()
 
 
 def refused(process, operator, changes):
     """Calls an operator with other inputs, and returns the answer; nothing is written to any tensor."""
-    inputs = {**operator.inputs(operator.dtypes[0], *operator.refused_size), **changes}
-    result = (3, 5), operator.result or operator.dtypes[0]
-    answer, after = run(process, operator, inputs, result)
+    inputs = {**operator.right(), **changes}
+    answer, after = run(process, operator, inputs, (3, 5), operator.result or operator.dtypes[0])
     for (array, dtype), stored in zip(inputs.values(), after):
         assert stored.tobytes() == guarded(array, dtype)[1].tobytes()
     return answer
 
 
-def zeros(operator, shapes):
+def of_shapes(operator, shapes):
     """Returns Inputs of other shapes."""
-    inputs = operator.inputs(operator.dtypes[0], *operator.refused_size)
-    return {name: (np.zeros(shape, inputs[name][0].dtype), inputs[name][1]) for name, shape in shapes.items()}
+    right = operator.right()
+    return {name: (np.zeros(shape, right[name][0].dtype), right[name][1]) for name, shape in shapes.items()}
 
 
-def changed(operator, name, index, value):
+def with_value(operator, name, index, value):
     """Returns one of the Inputs with another value in it."""
-    array, dtype = operator.inputs(operator.dtypes[0], *operator.refused_size)[name]
+    array, dtype = operator.right()[name]
     array = array.copy()
     array[index] = value
     return {name: (array, dtype)}
 
 
-def each_refused_shape():
+def each_of(field):
+    """Yields an operator and what one of its fields holds, for each row of the field."""
     for operator in KERNELS:
-        for shapes, message in operator.refused_shapes:
-            words = "-".join(f"{name}={sized(shape)}" for name, shape in shapes.items())
-            yield pytest.param(operator, shapes, message, id=f"{operator.name}-{words}")
+        for row in getattr(operator, field):
+            yield operator, *row
 
 
-@pytest.mark.parametrize("operator, shapes, message", each_refused_shape())
+@each("operator, shapes, message", each_of("refused_shapes"), left_out=["message"])
 def test_a_wrong_shape_is_refused_when_a_network_is_compiled_and_when_it_runs(processes, operator, shapes, message):
-    answer = refused(processes[1], operator, zeros(operator, shapes))
+    answer = refused(processes[1], operator, of_shapes(operator, shapes))
     assert answer.code == f"refused mindlora {operator.op}: {message}"
-    # A network that is compiled does not say whether there is a bias.
+    # While a network is compiled, the library is not told whether there is a bias.
     assert answer.shape == answer.code or "bias" in shapes
 
 
-def each_refused(field):
-    for operator in OPERATORS:
-        for name, *others, message in getattr(operator, field):
-            words = "=".join(map(str, (name, *others)))
-            yield pytest.param(operator, name, *others, message, id=f"{operator.name}-{words}")
-
-
-@pytest.mark.parametrize("operator, name, index, value, message", each_refused("refused_values"))
+@each("operator, name, index, value, message", each_of("refused_values"), left_out=["message"])
 def test_a_wrong_value_is_refused(processes, operator, name, index, value, message):
-    answer = refused(processes[2], operator, changed(operator, name, index, value))
+    answer = refused(processes[2], operator, with_value(operator, name, index, value))
     assert answer.code == f"refused mindlora {operator.op}: {message}" and answer.shape.startswith("shape ")
 
 
-@pytest.mark.parametrize("operator, name, dtype, message", each_refused("refused_by_kernel"))
+@each("operator, name, dtype, message", each_of("refused_by_kernel"), left_out=["message"])
 def test_a_wrong_dtype_is_refused_by_the_kernel(processes, operator, name, dtype, message):
-    array, _ = operator.inputs(operator.dtypes[0], *operator.refused_size)[name]
-    answer = refused(processes[2], operator, {name: (array, dtype)})
+    answer = refused(processes[2], operator, {name: (operator.right()[name][0], dtype)})
     assert answer.code == f"refused mindlora {operator.op}: {message}" and answer.shape.startswith("shape ")
+
+
+def refused_dtypes(operator):
+    """Yields (name, dtype, message) for each input whose dtype the cell checks."""
+    firsts = {name: names[0] for names in operator.alike for name in names}
+    for name, (_, right) in operator.right().items():
+        called, first = name.split()[-1], firsts.get(name)
+        if name == first:
+            yield name, "int32", f"{called} is Int32: it must be Float32, Float16 or BFloat16."
+        elif first:
+            yield name, "float16", f"{called} is Float16 and {first} is Float32: cast them to one dtype."
+        elif name not in operator.unchecked:
+            wrong, needed = of_dtype(WRONG[right]), of_dtype(right)
+            yield name, WRONG[right], f"{called} is {wrong}: it must be {needed}."
 
 
 def each_refused_dtype():
-    for param in each_refused("refused_dtypes"):
-        for where in each_place_once(param.values[0]):
-            yield pytest.param(*param.values, where, id=f"{param.id}-{where}")
+    """Yields each on each path in PyNative, and one of each operator in graph mode."""
+    for operator in (operator for operator in OPERATORS if operator.cell and operator.refused_size):
+        for number, row in enumerate(refused_dtypes(operator)):
+            for path in paths_of(operator):
+                yield operator, *row, f"{path}-pynative"
+            if number == 0:
+                yield operator, *row, f"{path}-graph"
 
 
-@pytest.mark.parametrize("operator, name, dtype, message, place", each_refused_dtype(), indirect=["place"])
+@each("operator, name, dtype, message, place", each_refused_dtype(), indirect=["place"], left_out=["message"])
 def test_a_wrong_dtype_is_refused_by_the_cell(operator, name, dtype, message, place):
-    inputs = operator.inputs(operator.dtypes[0], *operator.refused_size)
+    inputs = operator.right()
     tensors = dict(zip(inputs, tensors_of(inputs)))
     tensors[name] = tensors[name].astype(of_dtype(dtype))
     with pytest.raises(BackendError) as error:
         operator.cell()(*tensors.values())
-    assert str(error.value) == f"{operator.op} ({place.split('-')[0]}): {message}"
+    assert str(error.value) == f"{operator.op} ({backend.choose(operator.op).path}): {message}"
 
 
-def each_refusal_of_a_cell():
-    """Of each cell one refusal of a shape, in graph mode, and one of a value where there is one."""
-    for operator in (operator for operator in KERNELS if operator.cell and places(operator, "float32")):
-        if operator.refused_shapes:
-            shapes, message = operator.refused_shapes[0]
-            yield operator, zeros(operator, shapes), message, "graph"
-        if operator.refused_values and PATHS[0] == "cpu":  # a kernel on an NPU cannot raise
-            *change, message = operator.refused_values[0]
-            yield operator, changed(operator, *change), message, "pynative"
+def each_refusal():
+    """Yields of each cell the first wrong shape, in graph mode, and the first wrong value."""
+    for operator in (operator for operator in KERNELS if operator.cell and paths_of(operator)):
+        # nf4_linear has another kernel on an NPU, others have none.
+        is_here = PATHS[0] == "cpu" or backend.ASCEND_OP_TYPES[operator.op] == operator.function
+        for shapes, message in operator.refused_shapes[:1] if is_here else ():
+            yield operator, of_shapes(operator, shapes), message, f"{PATHS[0]}-graph"
+        # A kernel on an NPU cannot raise.
+        for *change, message in operator.refused_values[:1] if PATHS[0] == "cpu" else ():
+            yield operator, with_value(operator, *change), message, "cpu-pynative"
 
 
-@pytest.mark.parametrize(
-    "operator, changes, message, place",
-    [
-        pytest.param(operator, changes, message, f"{PATHS[0]}-{mode}", id=f"{operator.name}-{mode}")
-        for operator, changes, message, mode in each_refusal_of_a_cell()
-    ],
-    indirect=["place"],
-)
+@each("operator, changes, message, place", each_refusal(), indirect=["place"], left_out=["changes", "message"])
 def test_what_the_kernel_refuses_is_an_error_of_the_cell(operator, changes, message, place):
-    inputs = {**operator.inputs(operator.dtypes[0], *operator.refused_size), **changes}
     with refused_by_kernel() as error:
-        Tensor(operator.cell()(*tensors_of(inputs))).asnumpy()
+        operator.cell()(*tensors_of({**operator.right(), **changes})).asnumpy()
     assert f"mindlora {operator.op}: {message}" in str(error.value)

@@ -49,6 +49,12 @@ def test_a_scale_in_a_tensor(each_path, reference):
         assert_near(values(y), reference.lora_delta(y0, x, a, b, 0.5), "float32", 50)
 
 
+def test_the_number_of_dimensions_may_be_unknown(each_path, reference):
+    net, inputs = Net(0.5), arrays(4, 7, 9, 3)
+    net.set_inputs(*[Tensor(shape=None, dtype=ms.float32)] * 4)
+    assert_near(values(net(*map(Tensor, inputs))), reference.lora_delta(*inputs, 0.5), "float32", 50)
+
+
 class Layer(nn.Cell):
     """A frozen weight, and A and B to train, as in LoRADense."""
 
@@ -63,28 +69,14 @@ class Layer(nn.Cell):
         return self.delta(ms.ops.MatMul(transpose_b=True)(x, self.w), x, self.a, self.b, scale)
 
 
-@pytest.mark.parametrize("vary", ["tokens", "rank of the tensor"])
-def test_parameters_train_and_shapes_may_vary(each_path, reference, vary):
-    net = Layer(7, 9, 3)
-    shape = {"tokens": [None, 7], "rank of the tensor": None}
-    net.set_inputs(Tensor(shape=shape[vary], dtype=ms.float32), Tensor(0.5, ms.float32))
-
-    def total_of(x, scale):
-        return net(x, scale).sum()
-
-    train = ms.value_and_grad(total_of, 0, net.trainable_params())
-    for tokens in (4, 1, 6):
-        x = normal(tokens, 7, seed=2)
-        w, a, b = (p.asnumpy() for p in net.get_parameters())
-        expected = reference.lora_delta(x @ w.T, x, a, b, 0.5)
-        assert_near(values(net(Tensor(x), Tensor(0.5, ms.float32))), expected, "float32", 50)
-        total, (of_x, of_parameters) = train(Tensor(x), Tensor(0.5, ms.float32))
-        _, dx, da, db, _ = reference.lora_delta_grad(np.ones((tokens, 9)), x, a, b, 0.5)
-        np.testing.assert_allclose(total.asnumpy(), expected.sum(), rtol=1e-4, atol=1e-3)
-        assert_near(values(of_x), dx + np.ones((tokens, 9)) @ w, "float32", 100)
-        assert [p.name for p in net.trainable_params()] == ["a", "b"]
-        assert_near(values(of_parameters[0]), da, "float32", 100)
-        assert_near(values(of_parameters[1]), db, "float32", 100)
+def test_parameters_train_and_a_cell_with_the_operator_can_be_copied(each_path, reference):
+    net, x, scale = copy.deepcopy(Layer(7, 9, 3)), normal(4, 7, seed=2), Tensor(0.5, ms.float32)
+    train = ms.value_and_grad(lambda *inputs: net(*inputs).sum(), 0, net.trainable_params())
+    w, a, b = (p.asnumpy() for p in net.get_parameters())
+    _, (of_x, (of_a, of_b)) = train(Tensor(x), scale)
+    _, dx, da, db, _ = reference.lora_delta_grad(np.ones((4, 9)), x, a, b, 0.5)
+    for gradient, wanted in ((of_x, dx + np.ones((4, 9)) @ w), (of_a, da), (of_b, db)):
+        assert_near(values(gradient), wanted, "float32", 100)
 
 
 def test_an_input_may_be_the_view_of_another(each_path, reference):
@@ -94,20 +86,13 @@ def test_an_input_may_be_the_view_of_another(each_path, reference):
     assert_near(values(y), reference.lora_delta(y0, x, a, b, 0.5), "float32", 50)
 
 
-def test_a_cell_with_the_operator_can_be_copied(each_path):
-    net = Layer(7, 9, 3)
-    x, scale = Tensor(normal(4, 7)), Tensor(0.5, ms.float32)
-    np.testing.assert_array_equal(copy.deepcopy(net)(x, scale).asnumpy(), net(x, scale).asnumpy())
-
-
 def test_non_finite_values_pass_through(isa):
     y0, x, a, b = arrays(5, 7, 9, 3)
     y0[0, 1], x[2, 3], x[3, 1] = np.nan, np.inf, np.nan
     y = native("float32", y0, x, a, b, 0.5)
-    assert (
-        np.isfinite(y)
-        == np.array([[row not in (2, 3) and (row, column) != (0, 1) for column in range(9)] for row in range(5)])
-    ).all()
+    finite = np.ones((5, 9), bool)
+    finite[2:4], finite[0, 1] = False, False
+    np.testing.assert_array_equal(np.isfinite(y), finite)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -129,15 +114,6 @@ def test_sixteen_bits_round_to_the_nearest_even_and_keep_nan_and_infinity(isa, d
     big, small = rounded(big, dtype), rounded(small, dtype)
     y = native(dtype, big, one, np.ones((1, 1), np.float32), np.ascontiguousarray(small.T), 1.0)
     np.testing.assert_array_equal(y, rounded(big + small, dtype))
-
-
-def test_float16_overflows_to_infinity_and_underflows_to_subnormals(isa):
-    y0 = np.float32([[65504, 65504, -65504, 0, 0, 0]])
-    b = np.float32([[15.99], [16], [-16], [3e-8], [2.0**-25], [6e-8]])
-    b = b.astype(np.float16).astype(np.float32)
-    y = native("float16", y0, np.ones((1, 1), np.float32), np.ones((1, 1), np.float32), b, 1.0)
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(y, (y0 + b.T).astype(np.float16).astype(np.float32))
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.25, 0.5, 0.75, -0.5])

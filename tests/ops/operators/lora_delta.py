@@ -1,32 +1,16 @@
 """lora_delta: what is tested of it."""
 
-import numpy as np
-
 from mindlora.ops import LoraDelta, lora_delta
-from tests.ops.contract import Operator, named
-from tests.support.native import normal
+from tests.ops.contract import SCALE, Operator, normals
 
 
 def inputs(dtype, tokens, k, n, rank):
-    arrays = {
-        "y0": normal(tokens, n, seed=1, dtype=dtype),
-        "x": normal(tokens, k, seed=2, dtype=dtype),
-        "A": normal(rank, k, seed=3, dtype=dtype),
-        "B": normal(n, rank, seed=4, dtype=dtype),
-        "scale": np.float32([0.5]),
-    }
-    return named(arrays, [dtype] * 4 + ["float32"])
-
-
-def gradients(reference, dy, y0, x, a, b, scale):
-    return dict(zip(("y0", "x", "A", "B", "scale"), reference.lora_delta_grad(dy, x, a, b, scale)))
+    return {**normals(dtype, y0=(tokens, n), x=(tokens, k), A=(rank, k), B=(n, rank)), "scale": SCALE}
 
 
 LORA_DELTA = Operator(
     name="lora_delta",
-    op="lora_delta",
     inputs=inputs,
-    expected=lambda reference, *arrays: reference.lora_delta(*arrays),
     # The size of the sums: K products, then r products of sums of size sqrt(K).
     terms=lambda tokens, k, n, rank: 1 + rank * k**0.5,
     function="LoraDelta",
@@ -40,20 +24,20 @@ LORA_DELTA = Operator(
     cell=LoraDelta,
     call=lora_delta,
     cell_sizes=((31, 37, 53, 13), (1, 37, 53, 1), (3, 1, 1, 8), (512, 37, 53, 256), (0, 37, 53, 64)),
-    gradients=gradients,
+    gradients=lambda reference, dy, y0, *arrays: dict(
+        zip(("y0", "x", "A", "B", "scale"), reference.lora_delta_grad(dy, *arrays))
+    ),
     gradient_sizes=((3, 4, 5, 2), (1, 7, 9, 1), (31, 7, 9, 13)),
     gradient_terms=160,
     refused_size=(5, 7, 9, 3),
+    alike=(("y0", "x", "A", "B"),),
+    unchecked=("scale",),
     refused_shapes=(
         ({"A": (257, 7), "B": (9, 257)}, "rank is 257: it must be 1 to 256."),
         ({"B": (9, 4)}, "the rank is 3 in one input and 4 in another."),
         ({"x": (5, 8)}, "K is 8 in one input and 7 in another."),
         ({"B": (8, 3)}, "N is 9 in one input and 8 in another."),
         ({"x": (4, 7)}, "the number of tokens is 5 in one input and 4 in another."),
-    ),
-    refused_dtypes=(
-        ("A", "float16", "A is Float16 and y0 is Float32: cast them to one dtype."),
-        ("y0", "float64", "y0 is Float64: it must be Float32, Float16 or BFloat16."),
     ),
     refused_by_kernel=(("A", "float16", "A is float16: it must be float32."),),
 )

@@ -3,23 +3,16 @@
 import numpy as np
 
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout, LoraDropout, lora_dropout
-from tests.ops.contract import Operator, named
+from tests.ops.contract import Operator, named, normals
 from tests.ops.operators import lora_delta
-from tests.support.native import normal
-
-SEED_AND_RATE = ("int32", "float32")
 
 
 def seed_and_rate(seed, rate):
-    return {"seed": np.int32([seed]), "rate": np.float32([rate])}
+    return named(("seed", "rate"), (np.int32([seed]), np.float32([rate])), ("int32", "float32"))
 
 
 def inputs(dtype, tokens, k, seed=7, rate=0.3):
-    return named({"x": normal(tokens, k, dtype=dtype), **seed_and_rate(seed, rate)}, (dtype, *SEED_AND_RATE))
-
-
-def inputs_with_delta(dtype, *size):
-    return {**lora_delta.inputs(dtype, *size), **named(seed_and_rate(99, 0.25), SEED_AND_RATE)}
+    return {**normals(dtype, x=(tokens, k)), **seed_and_rate(seed, rate)}
 
 
 def dropped(reference, x, seed, rate):
@@ -39,7 +32,6 @@ def gradients_with_delta(reference, dy, y0, x, a, b, scale, seed, rate):
 
 LORA_DROPOUT = Operator(
     name="lora_dropout",
-    op="lora_dropout",
     inputs=inputs,
     expected=dropped,
     terms=lambda *size: 4,
@@ -54,21 +46,17 @@ LORA_DROPOUT = Operator(
     call=lora_dropout,
     cell_sizes=((31, 130, -5, 0.3), (1, 130, 8, 0.1), (40, 130, 12345, 0.05)),
     gradients=lambda reference, dy, x, seed, rate: {"x": dropped(reference, dy, seed, rate)},
-    gradient_sizes=((9, 21, 11, 0.4),),
+    gradient_sizes=((3, 4, 11, 0.4), (9, 21, 11, 0.4)),
     gradient_terms=4,
     refused_size=(2, 3),
+    alike=(("x",),),
     refused_shapes=(({"x": (9, 13, 10)}, "x has 3 dimensions: it must have 2."),),
     refused_values=(("rate", 0, 1.0, "rate is 1.000000: it must be in [0, 1)."),),
-    refused_dtypes=(
-        ("x", "float64", "x is Float64: it must be Float32, Float16 or BFloat16."),
-        ("seed", "int64", "seed is Int64: it must be Int32."),
-        ("rate", "float16", "rate is Float16: it must be Float32."),
-    ),
 )
 WITH_DELTA = Operator(
     name="lora_delta_with_dropout",
     op="lora_dropout",
-    inputs=inputs_with_delta,
+    inputs=lambda *size: {**lora_delta.inputs(*size), **seed_and_rate(99, 0.25)},
     expected=delta_with_dropout,
     terms=lambda *size: 40,
     cell=LoraDeltaWithDropout,

@@ -3,20 +3,12 @@
 import numpy as np
 
 from mindlora.ops import LoraLinear, LoraLinearWithBias, lora_linear
-from tests.ops.contract import Operator, named, without_last
-from tests.support.native import normal
+from tests.ops.contract import SCALE, Operator, normals, without_last
 
 
 def inputs(dtype, tokens, k, n, rank):
-    arrays = {
-        "x": normal(tokens, k, seed=0, dtype=dtype),
-        "W": normal(n, k, seed=1, dtype=dtype),
-        "A": normal(rank, k, seed=2, dtype=dtype),
-        "B": normal(n, rank, seed=3, dtype=dtype),
-        "scale": np.float32([0.5]),
-        "bias": normal(n, seed=4, dtype=dtype),
-    }
-    return named(arrays, [dtype] * 4 + ["float32", dtype])
+    floats = normals(dtype, x=(tokens, k), W=(n, k), A=(rank, k), B=(n, rank))
+    return {**floats, "scale": SCALE, **normals(dtype, bias=(n,))}
 
 
 def gradients(reference, dy, x, w, a, b, scale, bias=None):
@@ -28,7 +20,6 @@ WITH_BIAS = Operator(
     name="lora_linear_with_bias",
     op="lora_linear",
     inputs=inputs,
-    expected=lambda reference, *arrays: reference.lora_linear(*arrays),
     terms=lambda tokens, k, n, rank: 1 + k + rank * k**0.5,
     function="LoraLinear",
     # Up to 4 tokens take one kernel, more take another, in panels of 8 or 16 and passes of 64. Several threads share
@@ -47,6 +38,8 @@ WITH_BIAS = Operator(
     gradient_terms=160,
     rounds_between=("x",),
     refused_size=(5, 7, 9, 3),
+    alike=(("x", "W", "A", "B", "bias"),),
+    unchecked=("scale",),
     refused_shapes=(
         ({"W": (9, 8)}, "K is 7 in one input and 8 in another."),
         ({"A": (257, 7)}, "the rank is 257 in one input and 3 in another."),
@@ -54,12 +47,6 @@ WITH_BIAS = Operator(
         ({"B": (9, 4)}, "the rank is 3 in one input and 4 in another."),
         ({"x": (7,)}, "x has 1 dimensions: it must have 2."),
         ({"bias": (8,)}, "N is 9 in one input and 8 in another."),
-    ),
-    refused_dtypes=(
-        ("W", "float16", "W is Float16 and x is Float32: cast them to one dtype."),
-        ("A", "float16", "A is Float16 and x is Float32: cast them to one dtype."),
-        ("B", "float16", "B is Float16 and x is Float32: cast them to one dtype."),
-        ("bias", "float16", "bias is Float16 and x is Float32: cast them to one dtype."),
     ),
     refused_by_kernel=(("bias", "bfloat16", "bias is bfloat16: it must be float32."),),
 )

@@ -3,28 +3,27 @@
 import numpy as np
 
 from mindlora.ops import MultiLoraDelta, multi_lora_delta
-from tests.ops.contract import Operator, named
-from tests.support.native import normal
+from tests.ops.contract import Operator, named, normals
 from tests.support.pooled_adapters import KINDS, MAX_RANK, SLOTS, TRUE_RANKS, pooled, popularity
 
 K, N = 37, 53
-POOL = ("pool", "ranks", "scales")
 
 
 def adapters(k, n, rank=0, dtype="float32"):
-    """Returns a pool's three arrays by name: of SLOTS adapters of mixed ranks, or of three, the first of a rank."""
+    """Returns a pool, its ranks and scales by name: SLOTS adapters of mixed ranks, or three, the first of a rank."""
     ranks = np.int32([rank, 0, max(1, rank - 1)]) if rank else TRUE_RANKS
-    return dict(zip(POOL, pooled(k + n, ranks, rank or MAX_RANK, dtype)))
+    arrays = pooled(k + n, ranks, rank or MAX_RANK, dtype)
+    return named(("pool", "ranks", "scales"), arrays, (dtype, "int32", "float32"))
+
+
+def indices(tokens, kind, rank=0):
+    """Returns the slot of each token by name."""
+    return {"indices": (popularity(kind, tokens, 3 if rank else SLOTS), "int32")}
 
 
 def inputs(dtype, tokens, kind, k=K, n=N, rank=0):
-    arrays = {
-        "y0": normal(tokens, n, seed=1, dtype=dtype),
-        "x": normal(tokens, k, seed=2, dtype=dtype),
-        **adapters(k, n, rank, dtype),
-        "indices": popularity(kind, tokens, 3 if rank else SLOTS),
-    }
-    return named(arrays, [dtype] * 3 + ["int32", "float32", "int32"])
+    floats = normals(dtype, y0=(tokens, n), x=(tokens, k))
+    return {**floats, **adapters(k, n, rank, dtype), **indices(tokens, kind, rank)}
 
 
 def gradients(reference, dy, y0, *arrays):
@@ -39,9 +38,7 @@ RANKS = (
 CELL_SIZES = (*((31, kind) for kind in ("distinct", "skewed", "skipped", "none")), (1, "skipped"), (3, "skipped"))
 MULTI_LORA_DELTA = Operator(
     name="multi_lora_delta",
-    op="multi_lora_delta",
     inputs=inputs,
-    expected=lambda reference, *arrays: reference.multi_lora_delta(*arrays),
     terms=lambda tokens, kind, k=K, n=N, rank=MAX_RANK: 1 + rank * k**0.5,
     function="MultiLoraDelta",
     sizes=(
@@ -56,6 +53,7 @@ MULTI_LORA_DELTA = Operator(
     gradient_sizes=((5, "skipped", 4, 3, 2), (11, "skipped")),
     gradient_terms=2800,
     refused_size=(4, "distinct"),
+    alike=(("y0", "x"), ("pool",)),
     refused_shapes=(
         ({"x": (5, K)}, "the number of tokens is 4 in one input and 5 in another."),
         ({"pool": (SLOTS, MAX_RANK, K + N - 1)}, "K + N is 90 in one input and 89 in another."),
@@ -66,13 +64,6 @@ MULTI_LORA_DELTA = Operator(
     refused_values=(
         ("indices", 2, SLOTS, "row 2 asks for slot 7 of 7."),
         ("ranks", 2, MAX_RANK + 1, "rank 65 of slot 2 is not 0 to 64."),
-    ),
-    refused_dtypes=(
-        ("x", "float16", "x is Float16 and y0 is Float32: cast them to one dtype."),
-        ("pool", "int32", "pool is Int32: it must be Float32, Float16 or BFloat16."),
-        ("ranks", "int64", "ranks is Int64: it must be Int32."),
-        ("scales", "float16", "scales is Float16: it must be Float32."),
-        ("indices", "int64", "indices is Int64: it must be Int32."),
     ),
 )
 FORMS = (MULTI_LORA_DELTA,)

@@ -3,22 +3,20 @@
 import numpy as np
 
 from mindlora.ops import MultiLoraSlotWrite
-from tests.ops.contract import Operator, named
-from tests.support.native import normal
+from tests.ops.contract import SCALE, Operator, normals
 
 SLOTS, MAX_RANK, K, N = 4, 16, 7, 9
 
 
 def inputs(dtype, rank):
-    arrays = {
-        "pool": normal(SLOTS, MAX_RANK, K + N, dtype=dtype),
-        "ranks": np.int32([1, 2, 0, 16]),
-        "scales": np.float32([1, 2, 3, 4]),
-        "slot": np.int32([2]),
-        "packed": normal(rank, K + N, seed=1, dtype=dtype),
-        "scale": np.float32([0.5]),
+    return {
+        **normals(dtype, pool=(SLOTS, MAX_RANK, K + N)),
+        "ranks": (np.int32([1, 2, 0, 16]), "int32"),
+        "scales": (np.float32([1, 2, 3, 4]), "float32"),
+        "slot": (np.int32([2]), "int32"),
+        **normals(dtype, packed=(rank, K + N)),
+        "scale": SCALE,
     }
-    return named(arrays, (dtype, "int32", "float32", "int32", dtype, "float32"))
 
 
 def expected(reference, pool, ranks, scales, slot, packed, scale):
@@ -28,7 +26,6 @@ def expected(reference, pool, ranks, scales, slot, packed, scale):
 
 SLOT_WRITE = Operator(
     name="multi_lora_slot_write",
-    op="multi_lora_slot_write",
     inputs=inputs,
     expected=expected,
     terms=lambda rank: 1,
@@ -40,11 +37,12 @@ SLOT_WRITE = Operator(
     isas=("plain",),
     cell=MultiLoraSlotWrite,
     refused_size=(3,),
+    alike=(("pool", "packed"),),
+    unchecked=("ranks", "scales", "slot", "scale"),
     refused_shapes=(
         ({"packed": (17, K + N)}, "rank is 17: the pool takes 1 to 16."),
         ({"packed": (3, K + N - 1)}, "K + N is 16 in one input and 15 in another."),
     ),
     refused_values=(("slot", 0, SLOTS, "slot is 4: the pool has 4."), ("slot", 0, -1, "slot is -1: the pool has 4.")),
-    refused_dtypes=(("packed", "float16", "packed is Float16 and pool is Float32: cast them to one dtype."),),
 )
 FORMS = (SLOT_WRITE,)

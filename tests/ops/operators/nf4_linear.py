@@ -3,26 +3,25 @@
 import numpy as np
 
 from mindlora.ops import Nf4Linear, Nf4LinearWithBias, nf4_linear, quantize
-from tests.ops.contract import Operator, named, without_last
+from tests.ops.contract import Operator, named, normals, without_last
 from tests.support.native import normal
 
 WEIGHT = ("codes", "absmax", "scales", "offsets")
+WEIGHT_DTYPES = ("uint8", "uint8", "float32", "float32")
 
 
 def weight(n, k, seed=1):
     """The four tensors of a quantized [N, K] weight, by name; absmax differs from block to block."""
     array = quantize(normal(n, k, seed=seed) * np.linspace(0.5, 1.5, n * k).reshape(n, k).astype(np.float32))
-    parts = (array.codes, array.absmax, array.scales, array.offsets)
-    return named(dict(zip(WEIGHT, parts)), ("uint8", "uint8", "float32", "float32"))
+    return named(WEIGHT, (array.codes, array.absmax, array.scales, array.offsets), WEIGHT_DTYPES)
 
 
 def inputs(dtype, tokens, k, n):
-    x, bias = normal(tokens, k, dtype=dtype), normal(n, seed=4, dtype=dtype)
-    return {"x": (x, dtype), **weight(n, k), "bias": (bias, dtype)}
+    return {**normals(dtype, x=(tokens, k)), **weight(n, k), **normals(dtype, bias=(n,))}
 
 
 def inputs_of_gradient(dtype, tokens, k, n):
-    return {"dy": (normal(tokens, n, seed=9, dtype=dtype), dtype), **weight(n, k)}
+    return {**normals(dtype, dy=(tokens, n)), **weight(n, k)}
 
 
 def inputs_of_gradient_like(dtype, tokens, k, n):
@@ -52,7 +51,6 @@ WITH_BIAS = Operator(
     name="nf4_linear_with_bias",
     op="nf4_linear",
     inputs=inputs,
-    expected=lambda reference, *arrays: reference.nf4_linear(*arrays),
     terms=lambda tokens, k, n: k + 1,
     function="Nf4Linear",
     sizes=SIZES,
@@ -65,6 +63,7 @@ WITH_BIAS = Operator(
     gradient_sizes=((3, 5, 4), (31, 70, 33), (3, 128, 64)),
     gradient_terms=64,
     refused_size=(5, 7, 9),
+    alike=(("x", "bias"),),
     refused_shapes=(
         ({"x": (5, 65)}, "the number of blocks of a row is 2 in one input and 1 in another."),
         ({"x": (7,)}, "x has 1 dimensions: it must have 2."),
@@ -73,14 +72,6 @@ WITH_BIAS = Operator(
         ({"scales": (4,)}, "the number of groups is 1 in one input and 4 in another."),
         ({"offsets": (2,)}, "the number of groups is 1 in one input and 2 in another."),
         ({"bias": (8,)}, "N is 9 in one input and 8 in another."),
-    ),
-    refused_dtypes=(
-        ("x", "int32", "x is Int32: it must be Float32, Float16 or BFloat16."),
-        ("codes", "int32", "codes is Int32: it must be UInt8."),
-        ("absmax", "float32", "absmax is Float32: it must be UInt8."),
-        ("scales", "float16", "scales is Float16: it must be Float32."),
-        ("offsets", "float16", "offsets is Float16: it must be Float32."),
-        ("bias", "float16", "bias is Float16 and x is Float32: cast them to one dtype."),
     ),
     refused_by_kernel=(("codes", "int32", "codes is int32: it must be uint8."),),
 )

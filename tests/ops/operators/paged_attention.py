@@ -19,14 +19,12 @@ PART = "they are part of the context."
 
 def inputs(dtype, kv_heads, group, size, block_size, lengths=LENGTHS, parts=MIXED):
     batch = Sequences(lengths, kv_heads, group, size, dtype).batch(parts, block_size, unused=0)
-    return named(dict(zip(NAMES, batch)), [dtype] * 7 + ["int32"] * 3)
+    return named(NAMES, batch, [dtype] * 7 + ["int32"] * 3)
 
 
 PAGED_ATTENTION = Operator(
     name="paged_attention",
-    op="paged_attention",
     inputs=inputs,
-    expected=lambda reference, *arrays: reference.paged_attention(*arrays),
     # The weights sum to 1, so the error does not grow with the context; it does with the scores, and so with D.
     terms=lambda *size: 8,
     function="PagedAttention",
@@ -39,6 +37,7 @@ PAGED_ATTENTION = Operator(
     in_place=7,
     cell=PagedAttention,
     refused_size=TWO,
+    alike=(("query", "key", "value", "key_cache", "value_cache"), ("cos", "sin")),
     refused_shapes=(
         ({"query": (64,)}, "query has 1 dimensions: it must have 2 or 3."),
         ({"query": (13, 72)}, "query has 72 numbers a token: it must be a multiple of kv_heads * D = 2 * 16."),
@@ -68,16 +67,6 @@ PAGED_ATTENTION = Operator(
         ("query_lengths", 1, 3, "query_lengths sum to 15: query has 13 tokens."),
         ("block_tables", (1, 2), 7, "block_tables has block 7 at 2 for sequence 1: the cache has 7."),
         ("block_tables", (0, 1), -1, "block_tables has block -1 at 1 for sequence 0: the cache has 7."),
-    ),
-    refused_dtypes=(
-        ("query", "int32", "query is Int32: it must be Float32, Float16 or BFloat16."),
-        ("key", "float16", "key is Float16 and query is Float32: cast them to one dtype."),
-        ("sin", "float16", "sin is Float16 and cos is Float32: cast them to one dtype."),
-        ("key_cache", "float16", "key_cache is Float16 and query is Float32: cast them to one dtype."),
-        ("value_cache", "bfloat16", "value_cache is BFloat16 and query is Float32: cast them to one dtype."),
-        ("block_tables", "int64", "block_tables is Int64: it must be Int32."),
-        ("context_lengths", "int64", "context_lengths is Int64: it must be Int32."),
-        ("query_lengths", "float32", "query_lengths is Float32: it must be Int32."),
     ),
 )
 FORMS = (PAGED_ATTENTION,)

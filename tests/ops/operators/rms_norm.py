@@ -3,46 +3,35 @@
 import numpy as np
 
 from mindlora.ops.rms_norm import RmsNorm
-from tests.ops.contract import Operator, named
-from tests.support.native import normal
+from tests.ops.contract import Operator, normals
 
 EPS = 1e-2  # large enough to show where it is left out
 
 
 def inputs(dtype, *shape):
-    arrays = {
-        "x": normal(*shape, seed=1, dtype=dtype),
-        "weight": normal(shape[-1], seed=2, dtype=dtype),
-        "eps": np.float32([EPS]),
-    }
-    return named(arrays, (dtype, dtype, "float32"))
+    return {**normals(dtype, x=shape, weight=shape[-1:]), "eps": (np.float32([EPS]), "float32")}
 
 
 def inputs_of_gradient(dtype, *shape):
-    return {"dy": (normal(*shape, seed=3, dtype=dtype), dtype), **inputs(dtype, *shape)}
+    return {**normals(dtype, dy=shape), **inputs(dtype, *shape)}
 
 
 SIZES = ((0, 16), (1, 1), (3, 40), (2, 3, 67), (300, 512))
 RMS_NORM = Operator(
     name="rms_norm",
-    op="rms_norm",
     inputs=inputs,
-    expected=lambda reference, *arrays: reference.rms_norm(*arrays),
     terms=lambda *shape: 8,
     function="RmsNorm",
     sizes=SIZES,
     threaded=(300, 512),
     cell=RmsNorm,
     cell_sizes=((1, 5, 48), (7, 1, 48), (1, 33, 48)),
-    gradients=lambda reference, *arrays: dict(zip(("x", "weight"), reference.rms_norm_grad(*arrays))),
+    gradients=("x", "weight"),
     gradient_sizes=((3, 7), (2, 5, 24)),
     gradient_terms=80,
     refused_size=(4, 16),
+    alike=(("x", "weight"),),
     refused_shapes=(({"weight": (15,)}, "H is 16 in one input and 15 in another."),),
-    refused_dtypes=(
-        ("weight", "float16", "weight is Float16 and x is Float32: cast them to one dtype."),
-        ("eps", "float16", "eps is Float16: it must be Float32."),
-    ),
     refused_by_kernel=(("x", "int32", "weight is float32: it must be int32."),),
 )
 GRADIENT = Operator(

@@ -4,14 +4,13 @@ import numpy as np
 
 from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 from mindlora.ops.routed_experts import Nf4RoutedExperts, RoutedExperts
-from tests.ops.contract import Operator, named
+from tests.ops.contract import Operator, named, normals
+from tests.ops.operators.nf4_linear import WEIGHT_DTYPES
 from tests.support.native import normal
 
 EXPERTS, SLOTS, MAX_RANK = 5, 3, 6
 # Rank of gate_up and of down in each slot: as much as there is room for, one of the two alone, none.
 RANKS = ((6, 1), (0, 3), (0, 0))
-POOL = ("float32", "int32", "float32")
-NF4 = ("uint8", "uint8", "float32", "float32")
 
 
 def adapters(of, wide, high, which):
@@ -22,8 +21,8 @@ def adapters(of, wide, high, which):
         pool[slot, :rank] = normal(rank, wide + high, seed=5 + slot)
     # Less than a row for each expert.
     ranks[ranks == 0] = EXPERTS - 1
-    arrays = {f"{of} pool": pool, f"{of} ranks": ranks, f"{of} scales": np.array([0.5, -1.5, 2], np.float32)}
-    return named(arrays, POOL)
+    names = (f"{of} pool", f"{of} ranks", f"{of} scales")
+    return named(names, (pool, ranks, np.array([0.5, -1.5, 2], np.float32)), ("float32", "int32", "float32"))
 
 
 def inputs(dtype, tokens, hidden, each=2, inner=9):
@@ -32,15 +31,11 @@ def inputs(dtype, tokens, hidden, each=2, inner=9):
     count = int(np.prod(shape))
     rng = np.random.default_rng(count)
     chosen = [rng.permutation(EXPERTS - 1)[:each] for _ in range(count)]
-    arrays = {
-        "x": normal(*shape, hidden, seed=1),
-        "experts": np.array(chosen, np.int32).reshape(count, each),
-        "weights": normal(count, each, seed=2),
-        "gate_up": normal(EXPERTS, 2 * inner, hidden, seed=3, dtype=dtype),
-        "down": normal(EXPERTS, hidden, inner, seed=4, dtype=dtype),
-    }
     return {
-        **named(arrays, ("float32", "int32", "float32", dtype, dtype)),
+        **normals("float32", x=(*shape, hidden)),
+        "experts": (np.array(chosen, np.int32).reshape(count, each), "int32"),
+        **normals("float32", weights=(count, each)),
+        **normals(dtype, gate_up=(EXPERTS, 2 * inner, hidden), down=(EXPERTS, hidden, inner)),
         **adapters("gate_up", hidden, 2 * inner, 0),
         **adapters("down", inner, hidden, 1),
         "slots": (rng.integers(-1, SLOTS, count + 2).astype(np.int32), "int32"),
@@ -53,10 +48,8 @@ def inputs_in_nf4(dtype, *size):
     for name, (array, its_dtype) in inputs(dtype, *size).items():
         if name in ("gate_up", "down"):
             weight = quantize(np.ascontiguousarray(array.swapaxes(1, 2)).reshape(-1, array.shape[1]))
-            parts = (weight.codes, weight.absmax, weight.scales, weight.offsets)
-            packed.update(
-                named(dict(zip((name, f"{name} absmax", f"{name} block scales", f"{name} offsets"), parts)), NF4)
-            )
+            names = [f"{name} {part}" for part in ("codes", "absmax", "block scales", "offsets")]
+            packed.update(named(names, (weight.codes, weight.absmax, weight.scales, weight.offsets), WEIGHT_DTYPES))
         else:
             packed[name] = array, its_dtype
     return packed
@@ -86,7 +79,6 @@ SIZES = ((0, 16), (1, 1, 1, 1), (3, 40, 2, 33), ((2, 3), 67, 4, 130))
 CELL_SIZES = (((1, 5), 24), ((7, 1), 24))
 DENSE = Operator(
     name="routed_experts",
-    op="routed_experts",
     inputs=inputs,
     expected=expected,
     terms=terms,
@@ -97,6 +89,7 @@ DENSE = Operator(
     cell=RoutedExperts,
     cell_sizes=CELL_SIZES,
     refused_size=(3, 8),
+    alike=(("gate_up", "down"),),
     refused_shapes=(
         ({"experts": (4, 2)}, "the number of tokens is 3 in one input and 4 in another."),
         ({"weights": (3, 3)}, "the number of experts of a token is 2 in one input and 3 in another."),
@@ -114,7 +107,6 @@ DENSE = Operator(
         ("gate_up ranks", 2, 7, "slot 2 has 7 rows of pairs for 5 experts, and room for 30."),
         ("down ranks", 0, 35, "slot 0 has 35 rows of pairs for 5 experts, and room for 30."),
     ),
-    refused_dtypes=(("down", "float16", "down is Float16 and gate_up is Float32: cast them to one dtype."),),
 )
 IN_NF4 = Operator(
     name="nf4_routed_experts",
@@ -131,10 +123,10 @@ IN_NF4 = Operator(
     cell_sizes=CELL_SIZES,
     refused_size=(3, 8),
     refused_shapes=(
-        ({"gate_up": (EXPERTS * 8, 64)}, "the number of blocks of a row is 1 in one input and 2 in another."),
+        ({"gate_up codes": (EXPERTS * 8, 64)}, "the number of blocks of a row is 1 in one input and 2 in another."),
         ({"gate_up absmax": (EXPERTS * 8 - 1, 1)}, "the number of rows is 40 in one input and 39 in another."),
         ({"gate_up block scales": (2,)}, "the number of groups is 1 in one input and 2 in another."),
-        ({"down": (EXPERTS * 9 + 1, 32)}, "the number of rows is 45 in one input and 46 in another."),
+        ({"down codes": (EXPERTS * 9 + 1, 32)}, "the number of rows is 45 in one input and 46 in another."),
         ({"gate_up pool": (SLOTS, 30, 25)}, "K + N is 26 in one input and 25 in another."),
     ),
 )
