@@ -49,3 +49,11 @@ def isa(request, library):
         pytest.skip(f"this processor has no {request.param}")
     yield request.param
     library.mindlora_set_isa(-1)
+
+
+@pytest.fixture
+def threads(library):
+    """Returns a function that sets how many threads a kernel has."""
+    before = library.omp_get_max_threads()
+    yield library.omp_set_num_threads
+    library.omp_set_num_threads(before)

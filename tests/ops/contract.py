@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from tests.support.native import DTYPES, normal, tensor
+from tests.support.native import DTYPES, ROUNDING, assert_near, normal, tensor, values
 from tests.support.op_paths import ISAS
 from tests.support.references import reference_of
 
@@ -36,6 +36,7 @@ class Operator:
         function (str): The function in the CPU library. Default: "", none.
         sizes (tuple): Sizes for the function itself: each of its branches, with odd ends, and nothing at all.
         threaded (tuple): A size that several threads share.
+        rows (tuple): Names of the inputs that have a row for each token, where a token has the same bits in any batch.
         in_place (int): To how many of the first inputs it may write. Default: 0.
         isas (tuple): The instruction sets that it has.
 
@@ -69,6 +70,7 @@ class Operator:
     function: str = ""
     sizes: Tuple[Size, ...] = ()
     threaded: Size = ()
+    rows: Tuple[str, ...] = ()
     in_place: int = 0
     isas: Tuple[str, ...] = tuple(ISAS[:3])
     cell: Optional[Callable[[], nn.Cell]] = None
@@ -174,7 +176,7 @@ def without_last(operator, **changes):
 
     alike = tuple(tuple(name for name in names if name != last) for names in operator.alike)
     refused = {"refused_shapes": (), "refused_values": (), "refused_by_kernel": (), "alike": alike}
-    return dataclasses.replace(operator, inputs=inputs, threaded=(), **refused, **changes)
+    return dataclasses.replace(operator, inputs=inputs, threaded=(), rows=(), **refused, **changes)
 
 
 class Called(nn.Cell):
@@ -196,3 +198,56 @@ def network_of(operator):
 def of_dtype(name):
     """Returns MindSpore's dtype by name."""
     return getattr(ms, name)
+
+
+class Loss(nn.Cell):
+    """sum(y * dy), given the inputs of a cell and dy."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def construct(self, *inputs):
+        return (self.cell(*inputs[:-1]) * inputs[-1]).sum()
+
+
+class GradientOfFirst(nn.Cell):
+    """The gradient of Loss for the first input, of any shape: a sensitivity must have a known one."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.loss, self.gradient = Loss(cell), ms.ops.GradOperation()
+
+    def construct(self, *inputs):
+        return self.gradient(self.loss)(*inputs)
+
+
+def near_in(operator, name):
+    """Returns the assertion for a gradient or the result of an operator."""
+    return assert_near_largest if name in operator.rounds_between else assert_near
+
+
+def assert_near_largest(actual, expected, dtype, terms, what):
+    """Asserts as assert_near does, where parts of sums as large as the largest of them were rounded to the dtype."""
+    assert actual.shape == expected.shape, what
+    near = 4e-7 * terms + 8 * ROUNDING[dtype] * max(1, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=near, err_msg=what)
+
+
+def assert_gradients(operator, size, dtype):
+    """Asserts that a cell gives the gradients of the reference, and of the other inputs zeros."""
+    case = operator.case(dtype, size)
+    dy = normal(*case.expected.shape, seed=9, dtype=dtype)
+    expected = operator.gradients_of(dy, arrays_of(case.inputs))
+    # dy is the sensitivity, because a CPU has no bfloat16 product with dy.
+    gradient = ms.ops.GradOperation(get_all=True, sens_param=True)(operator.cell())
+    found = gradient(*tensors_of(case.inputs), tensor(dy, dtype))
+    assert len(found) == len(case.inputs)
+    for (name, (array, its_dtype)), of_input in zip(case.inputs.items(), found):
+        assert of_input.dtype == of_dtype(its_dtype) and of_input.shape == array.shape, name
+        if name in expected:
+            wanted = np.reshape(expected[name], array.shape)
+            rounded = dtype if name in operator.rounds_between else its_dtype
+            near_in(operator, name)(values(of_input), wanted, rounded, operator.gradient_terms, name)
+        else:
+            assert not values(of_input).any(), name

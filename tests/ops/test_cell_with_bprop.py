@@ -26,6 +26,11 @@ def inputs_of(operator, *size):
     return [array for array, _ in operator.inputs("float32", *size).values()]
 
 
+def parameters(arrays):
+    """Returns a Parameter of each array."""
+    return [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(arrays)]
+
+
 def packed_linear():
     """Returns x and the four tensors of a weight in 4 bits."""
     return inputs_of(nf4_linear.PLAIN, TOKENS, K, N)
@@ -49,7 +54,7 @@ def _pynative(pynative_mode):
 def test_backward_gives_what_value_and_grad_gives_bit_by_bit(path, name):
     make, arrays = CELLS[name]
     cell = make()
-    inputs = [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(arrays())]
+    inputs = parameters(arrays())
     dout = Tensor(normal(*cell(*inputs).shape, seed=8))
 
     gradients = backward_gradients(cell, inputs, dout)
@@ -66,7 +71,7 @@ def test_backward_reaches_what_is_before_the_cell(path):
     delta = LoraDelta()
     *arrays, scale = inputs_of(lora_delta.LORA_DELTA, TOKENS, K, N, 3)
     scale = Tensor(scale)
-    inputs = [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(arrays)]
+    inputs = parameters(arrays)
 
     def loss(y0, x, a, b):
         return (ops.tanh(delta(ops.tanh(y0), ops.tanh(x), a, b, scale)) ** 2).sum()
@@ -78,7 +83,7 @@ def test_backward_reaches_what_is_before_the_cell(path):
 
 
 def test_a_frozen_input_gets_no_gradient(path):
-    inputs = [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(packed_linear())]
+    inputs = parameters(packed_linear())
     for parameter in inputs[1:]:
         parameter.requires_grad = False
 
@@ -88,8 +93,7 @@ def test_a_frozen_input_gets_no_gradient(path):
 
 
 def test_backward_is_refused_where_there_is_no_gradient(path):
-    arrays = inputs_of(multi_lora_linear.PLAIN, TOKENS, "uniform", K, N)
-    inputs = [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(arrays)]
+    inputs = parameters(inputs_of(multi_lora_linear.PLAIN, TOKENS, "uniform", K, N))
     with pytest.raises(BackendError, match="multi_lora_linear has no gradient"):
         backward_gradients(MultiLoraLinear(), inputs, Tensor(normal(TOKENS, N)))
 

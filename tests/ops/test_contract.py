@@ -13,11 +13,11 @@ import pytest
 from mindlora.errors import BackendError
 from mindlora.ops import backend
 from tests.conftest import in_mode
-from tests.ops.contract import arrays_of, network_of, of_dtype, open_tensors, tensors_of
+from tests.ops.contract import arrays_of, assert_gradients, near_in, network_of, of_dtype, open_tensors, tensors_of
 from tests.ops.operators import OPERATORS
 from tests.support.fewer_cases import each_once
 from tests.support.finite_differences import finite_differences
-from tests.support.native import ROUNDING, assert_near, call, guarded, normal, refused_by_kernel, tensor, values
+from tests.support.native import assert_near, call, guarded, normal, refused_by_kernel, values
 from tests.support.op_paths import PATHS
 from tests.support.operator_process import OperatorProcess
 
@@ -70,18 +70,6 @@ def place(request, monkeypatch, library):
         yield
 
 
-def near_in(operator, name):
-    """Returns the assertion for a gradient or the result of an operator."""
-    return assert_near_largest if name in operator.rounds_between else assert_near
-
-
-def assert_near_largest(actual, expected, dtype, terms, what):
-    """Asserts as assert_near does, where parts of sums as large as the largest of them were rounded to the dtype."""
-    assert actual.shape == expected.shape, what
-    near = 4e-7 * terms + 8 * ROUNDING[dtype] * max(1, np.abs(expected).max(initial=0))
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=near, err_msg=what)
-
-
 @functools.lru_cache(maxsize=1)
 def case_of(operator, dtype, size):
     """Returns a Case, the same for each instruction set in turn."""
@@ -102,6 +90,29 @@ def test_the_kernel_gives_what_the_reference_gives(operator, size, dtype, isa):
     assert_near(result, case.expected, case.dtype, case.terms)
     for actual, wanted in zip(after, case.written):
         np.testing.assert_array_equal(actual, wanted)
+
+
+def each_with_rows():
+    for operator in (operator for operator in KERNELS if operator.rows):
+        yield from itertools.product([operator], operator.dtypes, operator.isas)
+
+
+@each("operator, dtype, isa", each_with_rows(), indirect=["isa"])
+def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(operator, dtype, isa, threads):
+    case = case_of(operator, dtype, operator.threaded)
+
+    def result_of(rows):
+        batch = {name: (case.inputs[name][0][rows], case.inputs[name][1]) for name in operator.rows}
+        shape = len(batch[operator.rows[0]][0]), *case.expected.shape[1:]
+        return call(operator.function, list({**case.inputs, **batch}.values()), shape, case.dtype)
+
+    together = result_of(slice(None))
+    order = np.random.default_rng(0).permutation(len(together))
+    for rows in (order, slice(0, 1), slice(7, 8), slice(3, 11), slice(10, None)):
+        np.testing.assert_array_equal(result_of(rows), together[rows])
+    for count in (1, 3):
+        threads(count)
+        np.testing.assert_array_equal(result_of(slice(None)), together)
 
 
 def each_cell():
@@ -133,21 +144,7 @@ def each_gradient():
 
 @each("operator, size, dtype, place", each_gradient(), indirect=["place"])
 def test_the_cell_gives_the_gradients_of_the_reference(operator, size, dtype, place):
-    case = operator.case(dtype, size)
-    dy = normal(*case.expected.shape, seed=9, dtype=dtype)
-    expected = operator.gradients_of(dy, arrays_of(case.inputs))
-    # dy is the sensitivity, because a CPU has no bfloat16 product with dy.
-    gradient = ms.ops.GradOperation(get_all=True, sens_param=True)(operator.cell())
-    found = gradient(*tensors_of(case.inputs), tensor(dy, dtype))
-    assert len(found) == len(case.inputs)
-    for (name, (array, its_dtype)), of_input in zip(case.inputs.items(), found):
-        assert of_input.dtype == of_dtype(its_dtype) and of_input.shape == array.shape, name
-        if name in expected:
-            wanted = np.reshape(expected[name], array.shape)
-            rounded = dtype if name in operator.rounds_between else its_dtype
-            near_in(operator, name)(values(of_input), wanted, rounded, operator.gradient_terms, name)
-        else:
-            assert not values(of_input).any(), name
+    assert_gradients(operator, size, dtype)
 
 
 @each("operator", zip(WITH_GRADIENTS))

@@ -71,7 +71,11 @@ class Layer(nn.Cell):
 
 def test_parameters_train_and_a_cell_with_the_operator_can_be_copied(each_path, reference):
     net, x, scale = copy.deepcopy(Layer(7, 9, 3)), normal(4, 7, seed=2), Tensor(0.5, ms.float32)
-    train = ms.value_and_grad(lambda *inputs: net(*inputs).sum(), 0, net.trainable_params())
+
+    def total_of(x, scale):
+        return net(x, scale).sum()
+
+    train = ms.value_and_grad(total_of, 0, net.trainable_params())
     w, a, b = (p.asnumpy() for p in net.get_parameters())
     _, (of_x, (of_a, of_b)) = train(Tensor(x), scale)
     _, dx, da, db, _ = reference.lora_delta_grad(np.ones((4, 9)), x, a, b, 0.5)

@@ -24,7 +24,8 @@ class Pool(nn.Cell):
         return multi_lora_slot_write(self.pool, self.ranks, self.scales, slot, packed, scale)
 
     def state(self):
-        return [values(self.pool), self.ranks.asnumpy(), self.scales.asnumpy()]
+        # Copies: asnumpy() may be the memory of the Parameter itself.
+        return [values(self.pool).copy(), self.ranks.asnumpy().copy(), self.scales.asnumpy().copy()]
 
 
 class WriteBetween(nn.Cell):

@@ -3,10 +3,11 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
 from mindlora.numerics.nf4 import by_row
-from mindlora.ops import Nf4Linear, nf4_linear
+from mindlora.ops import Nf4Linear
+from tests.ops.contract import GradientOfFirst
 from tests.ops.operators import nf4_linear as table
 from tests.support.native import assert_near, call, normal, values
 from tests.support.op_paths import PATHS
@@ -49,38 +50,19 @@ def test_groups_that_do_not_cross_rows_give_the_same_bits(isa, path, n, k):
         np.testing.assert_allclose(y, whole[:, rows], rtol=1e-4, atol=1e-4)
 
 
-class Loss(nn.Cell):
-    """sum(nf4_linear * dy)."""
-
-    def construct(self, x, codes, absmax, scales, offsets, bias, dy):
-        return (nf4_linear(x, codes, absmax, scales, offsets, bias) * dy).sum()
-
-
-class Gradient(nn.Cell):
-    """dx of Loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.grad, self.loss = ms.ops.GradOperation(), Loss()
-
-    def construct(self, x, codes, absmax, scales, offsets, bias, dy):
-        return self.grad(self.loss)(x, codes, absmax, scales, offsets, bias, dy)
-
-
 @pytest.mark.parametrize("k", [64, 70])
 @pytest.mark.parametrize("known", [True, False])
 def test_gradients_with_a_number_of_tokens_that_is_not_known(library, graph_mode, monkeypatch, reference, k, known):
     monkeypatch.setenv("MINDLORA_BACKEND", PATHS[0])
-    net, parts, bias = Gradient(), weight(33, k), normal(33, seed=4)
+    net, parts = GradientOfFirst(Nf4Linear()), weight(33, k)
     net.set_inputs(
         Tensor(shape=[None, k if known else None], dtype=ms.float32),
         *map(Tensor, parts),
-        Tensor(bias),
         Tensor(shape=[None, 33], dtype=ms.float32),
     )
     for tokens in (3, 31, 0, 1):
         x, dy = normal(tokens, k), normal(tokens, 33, seed=9)
-        dx = net(*map(Tensor, (x, *parts, bias, dy)))
+        dx = net(*map(Tensor, (x, *parts, dy)))
         assert_near(values(dx), reference.nf4_linear_grad(dy, *parts, k)[0], "float32", 33)
 
 

@@ -24,6 +24,7 @@ RMS_NORM = Operator(
     function="RmsNorm",
     sizes=SIZES,
     threaded=(300, 512),
+    rows=("x",),
     cell=RmsNorm,
     cell_sizes=((1, 5, 48), (7, 1, 48), (1, 33, 48)),
     gradients=("x", "weight"),
