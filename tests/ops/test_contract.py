@@ -198,8 +198,9 @@ def test_results_do_not_depend_on_the_number_of_threads(processes, operator):
 
 def refused(process, operator, changes):
     """Calls an operator with other inputs, and returns the answer; nothing is written to any tensor."""
-    inputs = {**operator.right(), **changes}
-    answer, after = run(process, operator, inputs, (3, 5), operator.result or operator.dtypes[0])
+    case = case_of(operator, operator.dtypes[0], operator.refused_size)
+    inputs = {**case.inputs, **changes}
+    answer, after = run(process, operator, inputs, case.expected.shape, case.dtype)
     for (array, dtype), stored in zip(inputs.values(), after):
         assert stored.tobytes() == guarded(array, dtype)[1].tobytes()
     return answer

@@ -17,17 +17,7 @@ from tests.ops.operators import (
 )
 
 OPERATORS = (
-    *lora_delta.FORMS,
-    *lora_dropout.FORMS,
-    *lora_linear.FORMS,
-    *masked_attention.FORMS,
-    *multi_lora_delta.FORMS,
-    *multi_lora_linear.FORMS,
-    *multi_lora_slot_write.FORMS,
-    *nf4_linear.FORMS,
-    *paged_attention.FORMS,
-    *rms_norm.FORMS,
-    *rotary_embedding.FORMS,
-    *rounded_linear.FORMS,
-    *routed_experts.FORMS,
+    *(*lora_delta.FORMS, *lora_dropout.FORMS, *lora_linear.FORMS, *masked_attention.FORMS, *multi_lora_delta.FORMS),
+    *(*multi_lora_linear.FORMS, *multi_lora_slot_write.FORMS, *nf4_linear.FORMS, *paged_attention.FORMS),
+    *(*rms_norm.FORMS, *rotary_embedding.FORMS, *rounded_linear.FORMS, *routed_experts.FORMS),
 )
