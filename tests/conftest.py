@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import importlib.util
 import logging
 import os
 import sys
@@ -293,11 +292,9 @@ def saved_ckpt(tmp_path):
 @pytest.fixture
 def reference(request, library):
     """The reference.py of the operator that the test file is named after, or that it calls OPERATOR."""
-    op = getattr(request.module, "OPERATOR", request.module.__name__.rpartition("test_")[2])
-    spec = importlib.util.spec_from_file_location(f"reference_{op}", os.path.join(ROOT, "ops", op, "reference.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    from tests.support.references import reference_of
+
+    return reference_of(getattr(request.module, "OPERATOR", request.module.__name__.rpartition("test_")[2]))
 
 
 @pytest.fixture(scope="session")

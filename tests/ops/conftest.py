@@ -8,7 +8,7 @@ from tests.support.op_paths import ISAS, PATHS
 from tests.support.operator_process import EMULATOR
 
 # Tests with one of these run MindSpore, which is there for this machine alone.
-_MINDSPORE = {"path", "each_path", "mode", "graph_mode", "pynative_mode"}
+_MINDSPORE = {"path", "place", "each_path", "mode", "graph_mode", "pynative_mode"}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -49,3 +49,11 @@ def isa(request, library):
         pytest.skip(f"this processor has no {request.param}")
     yield request.param
     library.mindlora_set_isa(-1)
+
+
+@pytest.fixture
+def threads(library):
+    """Returns a function that sets how many threads a kernel has."""
+    before = library.omp_get_max_threads()
+    yield library.omp_set_num_threads
+    library.omp_set_num_threads(before)

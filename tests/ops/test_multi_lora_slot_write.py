@@ -1,4 +1,4 @@
-"""multi_lora_slot_write on every path against its reference, and together with the operator that reads the pool."""
+"""multi_lora_slot_write beyond tests/ops/test_contract.py: what a cell writes, and the operator that reads the pool."""
 
 import mindspore as ms
 import numpy as np
@@ -7,10 +7,8 @@ from mindspore import Parameter, Tensor, nn
 
 from mindlora.core.errors import BackendError
 from mindlora.ops import multi_lora_delta, multi_lora_slot_write, pack_adapter
-from tests.support.native import DTYPES, call, normal, refused_by_kernel, tensor, values
-from tests.support.op_paths import PATHS
-
-SLOTS, MAX_RANK, K, N = 4, 16, 7, 9
+from tests.ops.operators.multi_lora_slot_write import MAX_RANK, SLOTS, K, N
+from tests.support.native import DTYPES, normal, tensor, values
 
 
 class Pool(nn.Cell):
@@ -26,7 +24,8 @@ class Pool(nn.Cell):
         return multi_lora_slot_write(self.pool, self.ranks, self.scales, slot, packed, scale)
 
     def state(self):
-        return [values(self.pool), self.ranks.asnumpy(), self.scales.asnumpy()]
+        # Copies: asnumpy() may be the memory of the Parameter itself.
+        return [values(self.pool).copy(), self.ranks.asnumpy().copy(), self.scales.asnumpy().copy()]
 
 
 class WriteBetween(nn.Cell):
@@ -57,7 +56,7 @@ def assert_state(pool, expected):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", [1, 13, 16])
+@pytest.mark.parametrize("rank", [13, 16])
 def test_the_slot_and_nothing_else_is_written(mode, path, reference, dtype, rank):
     pool = Pool(dtype)
     if (path, dtype) == ("composed", "bfloat16"):
@@ -70,26 +69,6 @@ def test_the_slot_and_nothing_else_is_written(mode, path, reference, dtype, rank
         reference.multi_lora_slot_write(*expected, number, packed, scale)
         assert values(pool(slot(number), tensor(packed, dtype), Tensor(scale, ms.float32)))[0] == number
         assert_state(pool, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_writes_the_rows_of_the_adapter_and_no_more(reference, dtype):
-    pool = normal(SLOTS, MAX_RANK, K + N, dtype=dtype)
-    ranks, scales, packed = np.int32([1, 2, 0, 16]), np.float32([1, 2, 3, 4]), normal(13, K + N, seed=1, dtype=dtype)
-    expected = [pool.copy(), ranks.copy(), scales.copy()]
-    reference.multi_lora_slot_write(*expected, 2, packed, 0.5)
-    inputs = [
-        (pool, dtype),
-        (ranks, "int32"),
-        (scales, "float32"),
-        (np.int32([2]), "int32"),
-        (packed, dtype),
-        (np.float32(0.5), "float32"),
-    ]
-    *written, out = call("MultiLoraSlotWrite", inputs, (1,), "int32", in_place=3)
-    for actual, wanted in zip(written, expected):
-        np.testing.assert_array_equal(actual, wanted)
-    assert out[0] == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,20 +92,3 @@ def test_what_was_written_is_what_is_computed_with(each_path):
         before, after = values(before), values(after)
         assert ((before != after).any(axis=1) == (np.arange(4) == number)).all()
         np.testing.assert_allclose(after[number], y0[number] + 0.5 * (x[number] @ a.T) @ b.T, rtol=1e-4, atol=1e-4)
-
-
-def test_wrong_slots_ranks_and_dtypes_are_refused(library, monkeypatch, mode):
-    monkeypatch.setenv("MINDLORA_BACKEND", PATHS[0])
-    start = r"mindlora multi_lora_slot_write: "
-    half = Tensor(0.5, ms.float32)
-    # A kernel on an NPU cannot raise, and a graph takes 3 s to fail.
-    numbers = (SLOTS, -1) if mode == ms.PYNATIVE_MODE else (SLOTS,)
-    for number in numbers if PATHS[0] == "cpu" else ():
-        with refused_by_kernel(start + f"slot is {number}: the pool has 4[.]"):
-            Pool()(slot(number), Tensor(normal(3, K + N)), half).asnumpy()
-    with refused_by_kernel(start + "rank is 17: the pool takes 1 to 16[.]"):
-        Pool()(slot(0), Tensor(normal(17, K + N)), half).asnumpy()
-    with refused_by_kernel(start + "K [+] N is 16 in one input and 15 in another[.]"):
-        Pool()(slot(0), Tensor(normal(3, K + N - 1)), half).asnumpy()
-    with pytest.raises(BackendError, match="^multi_lora_slot_write .*: packed is Float16 and pool is Float32"):
-        Pool()(slot(0), Tensor(normal(3, K + N), ms.float16), half)

@@ -13,7 +13,9 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import constexpr
 
 from mindlora.network.quantized.nf4 import NF4Dense
-from mindlora.ops import Nf4Linear, Nf4LinearWithBias, backend, operator_cell, quantize
+from mindlora.ops import Nf4Linear, backend, operator_cell, quantize
+from tests.ops.contract import GradientOfFirst, assert_gradients, tensors_of
+from tests.ops.operators.nf4_linear import PLAIN, WITH_BIAS
 from tests.support.fewer_cases import pairs_with
 from tests.support.native import assert_near, normal, tensor, values
 
@@ -63,28 +65,22 @@ def tensors(dtype, k, n, *more):
     )
 
 
-@pytest.mark.parametrize(
-    "dtype, tokens, k, n, kind",
-    pairs_with([(0, 64, 9), (1, 7, 9), (3, 128, 33), (31, 70, 64)], [Nf4Linear, Nf4LinearWithBias]),
-)
-def test_values_and_gradients_are_those_of_the_reference(mode, reference, dtype, tokens, k, n, kind):
-    x, dy, bias = normal(tokens, k, dtype=dtype), normal(tokens, n, seed=9, dtype=dtype), normal(n, seed=4, dtype=dtype)
-    given = [bias] * (kind is Nf4LinearWithBias)
-    inputs, parts = tensors(dtype, k, n, x, *given)
-    cell = kind()
+def each_case():
+    """Yields (mode, dtype, table, size): float32 in both modes, the others in one each; no tokens at all."""
+    for number, (dtype, *size, form) in enumerate(pairs_with([(3, 128, 33), (31, 70, 64)], [PLAIN, WITH_BIAS])):
+        for mode in (0, 1) if dtype == "float32" else (number % 2,):
+            yield mode, dtype, form, tuple(size)
+    yield 0, "float32", PLAIN, (0, 64, 9)
+
+
+@pytest.mark.parametrize("mode, dtype, form, size", each_case(), indirect=["mode"])
+def test_values_and_gradients_are_those_of_the_reference(mode, dtype, form, size):
+    case, cell = form.case(dtype, size), form.cell()
     assert cell.choice.path == "ascend"
-    y = cell(*inputs)
-    assert y.dtype == inputs[0].dtype
-    assert_near(values(y), reference.nf4_linear(x, *parts, *given), dtype, k + 1)
-    grads = ms.ops.GradOperation(get_all=True, sens_param=True)(kind())(*inputs, tensor(dy, dtype))
-    dx, dbias = reference.nf4_linear_grad(dy, *parts, k)
-    assert all(grad.dtype == x.dtype and grad.shape == x.shape for grad, x in zip(grads, inputs))
-    assert_near(values(grads[0]), dx, dtype, n)
-    assert not any(values(grad).any() for grad in grads[1:5])
-    if given:
-        assert_near(values(grads[5]), dbias, dtype, tokens)
+    assert_near(values(cell(*tensors_of(case.inputs))), case.expected, dtype, case.terms)
+    assert_gradients(form, size, dtype)
     # The kernel gets x for its shape, so that x is kept for the backward, only if the blocks do not determine K.
-    assert set(ASKED) == {(1 if k % 64 == 0 else 2, ms.float32)}
+    assert set(ASKED) == {(1 if size[1] % 64 == 0 else 2, ms.float32)}
 
 
 @pytest.mark.parametrize("k", [64, 70])
@@ -98,32 +94,10 @@ def test_w_has_the_dtype_of_x_where_products_are_computed_in_it(k):
     assert [(1 if k % 64 == 0 else 2, ms.float16)] * 2 == ASKED
 
 
-class Loss(nn.Cell):
-    """sum(nf4_linear * dy)."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = Nf4Linear()
-
-    def construct(self, x, codes, absmax, scales, offsets, dy):
-        return (self.linear(x, codes, absmax, scales, offsets) * dy).sum()
-
-
-class Gradient(nn.Cell):
-    """dx of Loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.grad, self.loss = ops.GradOperation(), Loss()
-
-    def construct(self, x, codes, absmax, scales, offsets, dy):
-        return self.grad(self.loss)(x, codes, absmax, scales, offsets, dy)
-
-
 @pytest.mark.parametrize("k", [64, 70])
 @pytest.mark.parametrize("known", [True, False])
-def test_shapes_that_are_not_known(mode, reference, k, known):
-    net = Gradient()
+def test_shapes_that_are_not_known(graph_mode, reference, k, known):
+    net = GradientOfFirst(Nf4Linear())
     inputs, parts = tensors("float32", k, 33, normal(3, k))
     net.set_inputs(
         Tensor(shape=[None, k if known else None], dtype=ms.float32),

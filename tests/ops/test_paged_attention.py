@@ -1,4 +1,4 @@
-"""paged_attention against its reference: shapes, dtypes, instruction sets, angles, the cache, cells in both modes."""
+"""paged_attention beyond tests/ops/test_contract.py: long contexts, angles, the cache, cells in both modes."""
 
 import mindspore as ms
 import numpy as np
@@ -6,24 +6,9 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 from mindlora.ops.paged_attention import PagedAttention
+from tests.ops.operators.paged_attention import LENGTHS, MIXED
 from tests.support.attention_batches import Sequences, angles, run, run_and_write
 from tests.support.native import DTYPES, ROUNDING, assert_near, call, rounded, tensor, values
-
-# (kv_heads, group, D, block_size)
-SHAPES = [
-    (1, 1, 16, 1),
-    (2, 1, 40, 8),
-    (5, 1, 64, 16),
-    (2, 2, 64, 8),
-    (3, 2, 40, 16),
-    (1, 8, 128, 16),
-    (2, 8, 16, 8),
-    (1, 20, 40, 16),
-    (2, 7, 10, 3),
-]
-LENGTHS = [70, 33, 1, 64, 65, 17]
-# A prompt, a token after a context, a prompt of one token, a piece of a prompt, its end, few tokens.
-MIXED = [(0, 0, 70), (1, 32, 33), (2, 0, 1), (3, 16, 48), (4, 48, 65), (5, 12, 17)]
 
 
 def check(reference, inputs, dtype="float32"):
@@ -34,13 +19,6 @@ def check(reference, inputs, dtype="float32"):
     # The reference has written to its inputs.
     for cache, wanted in zip(caches, inputs[5:7]):
         np.testing.assert_array_equal(cache, wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_prompts_pieces_and_single_tokens_in_one_batch(isa, reference, shape, dtype):
-    *heads, block_size = shape
-    check(reference, Sequences(LENGTHS, *heads, dtype).batch(MIXED, block_size, unused=0), dtype)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 40, 16), (1, 4, 64, 16)], ids=str)

@@ -10,14 +10,6 @@ HEADS = [(4, 1, 64), (2, 2, 40), (1, 8, 128), (5, 1, 16), (1, 7, 24)]
 LENGTHS = [600, 70, 33]
 
 
-@pytest.fixture
-def threads(library):
-    """Returns a function that sets how many threads a kernel has."""
-    before = library.omp_get_max_threads()
-    yield library.omp_set_num_threads
-    library.omp_set_num_threads(before)
-
-
 @pytest.fixture(params=HEADS, ids=str)
 def sequences(request):
     return Sequences(LENGTHS, *request.param)

@@ -7,7 +7,8 @@ from mindspore import Tensor
 
 from mindlora.core.errors import BackendError
 from mindlora.ops.rounded_linear import RoundedLinear, RoundedLinears
-from tests.ops.test_rounded_linear import Case
+from tests.ops.contract import tensors_of
+from tests.ops.operators.rounded_linear import IN_NF4, WITH_BIAS
 from tests.support.native import values
 from tests.support.op_paths import PATHS
 
@@ -19,26 +20,35 @@ SIZES = [(70, (53, 5)), (130, (64, 1, 37)), (1061, (530, 24, 253))]
 
 def batch(kind, tokens, k, outs):
     """Returns x, weights, pools, indices and biases of products with one x."""
-    cases = [Case(kind, tokens, k, n, popular="skipped") for n in outs]
-    inputs = [case.tensors() for case in cases]
+    table = IN_NF4 if kind == "nf4" else WITH_BIAS
+    inputs = [tensors_of(table.inputs("float32", tokens, k, n, "skipped")) for n in outs]
+    weights, pools = ([tuple(each[part]) for each in inputs] for part in (slice(1, -5), slice(-5, -2)))
     # Each its own numbers, where sizes are alike.
-    weights, pools, biases = (tuple(each[part] for each in inputs) for part in (1, slice(2, 5), 6))
-    return inputs[0][0], weights, tuple(map(tuple, pools)), inputs[0][5], biases
+    return inputs[0][0], tuple(weights), tuple(pools), inputs[0][-2], tuple(each[-1] for each in inputs)
+
+
+def assert_each_as_alone(kind, has_bias, tokens, k, outs):
+    together, alone = RoundedLinears(kind == "nf4", has_bias, len(outs)), RoundedLinear(kind == "nf4", has_bias)
+    x, weights, pools, indices, biases = batch(kind, tokens, k, outs)
+    found = together(x, weights, pools, indices, biases if has_bias else ())
+    assert len(found) == len(outs)
+    for y, weight, pool, bias in zip(found, weights, pools, biases):
+        wanted = alone(x, weight, *pool, indices, *[bias] * has_bias)
+        assert y.dtype == ms.float32 and y.shape == wanted.shape
+        np.testing.assert_array_equal(values(y), values(wanted))
 
 
 @KINDS
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("k, outs", SIZES)
-def test_each_is_what_a_call_of_its_own_gives(mode, library, kind, has_bias, k, outs):
-    together, alone = RoundedLinears(kind == "nf4", has_bias, len(outs)), RoundedLinear(kind == "nf4", has_bias)
+def test_each_is_what_a_call_of_its_own_gives(pynative_mode, library, kind, has_bias, k, outs):
     for tokens in (1, 8, 67):
-        x, weights, pools, indices, biases = batch(kind, tokens, k, outs)
-        found = together(x, weights, pools, indices, biases if has_bias else ())
-        assert len(found) == len(outs)
-        for y, weight, pool, bias in zip(found, weights, pools, biases):
-            wanted = alone(x, weight, *pool, indices, *[bias] * has_bias)
-            assert y.dtype == ms.float32 and y.shape == wanted.shape
-            np.testing.assert_array_equal(values(y), values(wanted))
+        assert_each_as_alone(kind, has_bias, tokens, k, outs)
+
+
+@KINDS
+def test_each_is_what_a_call_of_its_own_gives_in_a_graph(graph_mode, library, kind):
+    assert_each_as_alone(kind, kind == "nf4", 8, 70, (53, 5))
 
 
 def test_x_of_any_number_of_axes_and_tokens(graph_mode, library):

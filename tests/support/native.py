@@ -14,7 +14,7 @@ from tests.support.operator_process import EMULATOR, LIBRARY, OperatorProcess
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Half a unit in the last place, relative: the largest error of rounding a float32 result to the dtype.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int32": 0}
 _GUARD = 64
 
 
@@ -121,7 +121,7 @@ def normal(*shape, seed=0, dtype="float32"):
     return rounded(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
 
 
-def assert_near(actual, expected, dtype, terms=1):
+def assert_near(actual, expected, dtype, terms=1, what=""):
     """Asserts that a result is the float64 oracle, rounded to its dtype, up to the error of float32 sums.
 
     Args:
@@ -129,11 +129,13 @@ def assert_near(actual, expected, dtype, terms=1):
         expected (ndarray): The oracle.
         dtype (str): dtype of the result.
         terms (int): How many products of numbers of size 1 are summed. Default: 1.
+        what (str): What the result is of, for the message. Default: "".
     """
-    assert actual.shape == expected.shape
+    assert actual.shape == expected.shape, what
     # An NPU's cube multiplies 16-bit numbers: the low-rank rows are rounded before they meet B.
     cube = ROUNDING[dtype] if PATHS[0] == "ascend" and dtype != "float32" else 0
-    np.testing.assert_allclose(actual, expected, rtol=1.01 * ROUNDING[dtype], atol=(4e-7 + cube) * max(1, terms))
+    near = (4e-7 + cube) * max(1, terms)
+    np.testing.assert_allclose(actual, expected, rtol=1.01 * ROUNDING[dtype], atol=near, err_msg=what)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.ops.test_multi_lora_delta import KINDS, popularity
 from tests.support.ascend_arrays import (
     DTYPES,
     STORED,
@@ -16,6 +15,7 @@ from tests.support.ascend_arrays import (
     widen,
 )
 from tests.support.ascendc_model import kernels
+from tests.support.pooled_adapters import KINDS, popularity
 
 NAMES = ("y0", "x", "pool", "ranks", "scales", "indices")
 TRUE_RANKS = (1, 8, 13, 16, 64, 0, 33)
