@@ -122,22 +122,17 @@ def test_the_rewards_come_into_the_right_order(plain):
     assert kl[0] == 0 and kl[-1] > 0.01 and len(held_out(plain, "kl")) == STEPS // 8
 
 
-def test_a_reference_kept_with_the_data_is_the_one_of_each_step(runs, plain, kept):
-    run = runs.start("precomputed", data=kept, precomputed_reference=True)
-    assert run.process.returncode == 0, run.process.stderr[-3000:]
-    np.testing.assert_allclose(list(run.losses.values()), list(plain.losses.values()), rtol=2e-5)
-    for name in ("loss", "reward_margin", "kl"):
-        np.testing.assert_allclose(held_out(run, name), held_out(plain, name), rtol=1e-4)
-
-
-def test_the_commands_of_the_page_train_on_a_kept_reference(kept):
+def test_with_the_commands_of_the_page_a_kept_reference_is_the_one_of_each_step(kept, plain):
     page = (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")
     block = re.search(r"^```\n(mindlora reference .*?)^```", page, re.M | re.S)[1]
     reference, training = (shlex.split(line) for line in block.replace("\\\n", " ").splitlines())
     # The first one is what made ``kept``, whose run.yaml does not say yet that the reference is there.
     assert reference == ["mindlora", "reference", "run.yaml"] and training.pop(0) == "mindlora-run"
     succeeded(python(["-m", "mindlora.plugin.launcher", *training], kept))
-    assert len(read_history(str(kept / "output")).steps) == STEPS
+    run = types.SimpleNamespace(losses=tiny_runs.losses(kept / "output"), history=read_history(str(kept / "output")))
+    np.testing.assert_allclose(list(run.losses.values()), list(plain.losses.values()), rtol=2e-5)
+    for name in ("loss", "reward_margin", "kl"):
+        np.testing.assert_allclose(held_out(run, name), held_out(plain, name), rtol=1e-4)
 
 
 def test_a_reference_of_another_base_is_refused(runs, kept, tmp_path):
@@ -175,20 +170,19 @@ def test_a_resumed_run_equals_the_uninterrupted_one(runs, plain):
 ADALORA = {"use_adalora": True, "lora_rank": None, "init_r": 6, "target_r": 3, "tinit": 2, "tfinal": 4, "deltaT": 2}
 
 
-@pytest.mark.parametrize("name, pet_config", [("neftune", {"neftune_alpha": 5.0}), ("adalora", ADALORA)])
-def test_it_goes_with(name, pet_config, runs):
-    run = runs.start(name, pet_config=pet_config)
+def test_it_goes_with_neftune(runs):
+    run = runs.start("neftune", pet_config={"neftune_alpha": 5.0})
     assert run.process.returncode == 0, run.process.stderr[-3000:]
     # The reference has no noise.
-    assert (abs(run.losses[1] - BEGIN) < 1e-5) == (name != "neftune")
+    assert abs(run.losses[1] - BEGIN) > 1e-5
     losses = held_out(run, "loss")
     assert losses[-1] < losses[0] and held_out(run, "reward_margin")[-1] > 0.03
 
 
-def test_a_base_in_4_bits(runs, base, tmp_path):
+def test_it_goes_with_adalora_on_a_base_in_4_bits(runs, base, tmp_path):
     quantized = tmp_path / "base.safetensors"
     succeeded(python(["-m", "mindlora.cli", "quantize-base", base, quantized], tmp_path))
-    run = runs.start("nf4", base=quantized, pet_config={"quantize_base": "nf4"})
+    run = runs.start("nf4", base=quantized, pet_config={"quantize_base": "nf4", **ADALORA})
     assert run.process.returncode == 0, run.process.stderr[-3000:]
     assert run.losses[1] == pytest.approx(BEGIN, rel=1e-5) and held_out(run, "reward_accuracy")[-1] > 0.8
 
