@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from mindlora.adapters import files
+from tests.e2e.conftest import TWO_STEPS
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, launch, python, succeeded
 
 
@@ -25,8 +26,8 @@ def test_a_run_trains_the_adapter_that_the_command_made(made, data, base):
         config = yaml.safe_load(file)
     config["model"]["model_config"]["pet_config"].update(report["keys"])
     (folder / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    flags = ("--train_dataset_dir", data.train, "--load_checkpoint", base, "--batch_size", "4", "--epochs", "1")
-    succeeded(launch(folder, *flags, config=str(folder / "run.yaml")))
+    flags = ("--train_dataset_dir", data.train, "--load_checkpoint", base)
+    succeeded(launch(folder, *flags, *TWO_STEPS, config=str(folder / "run.yaml")))
     first, trained = files.read(str(folder / "first")), files.read(str(folder / "output" / "lora_checkpoint" / "best"))
     with_rank = [path for path, rank in report["ranks"].items() if rank]
     assert sorted(first.paths) == sorted(trained.paths) == sorted(with_rank)
