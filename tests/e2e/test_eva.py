@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import yaml
 
@@ -34,3 +35,5 @@ def test_a_run_trains_the_adapter_that_the_command_made(made, data, base):
     for path in first.paths:
         assert trained.rank(path) == report["ranks"][path] and trained.scale(path) == first.scale(path)
         assert not first.tensors[path, "B"].any() and trained.tensors[path, "B"].any()
+        # In a step, Adam moves an element by about 0.01.
+        np.testing.assert_allclose(trained.tensors[path, "A"], first.tensors[path, "A"], atol=0.03)

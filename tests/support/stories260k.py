@@ -51,7 +51,7 @@ def write_folder(folder: pathlib.Path, kept: int = 99) -> pathlib.Path:
 
 
 def read_model(path: pathlib.Path, kept: int) -> Tuple[Dict[str, object], Dict[str, np.ndarray]]:
-    """Reads ``kept`` layers of llama2.c's file, version 0: seven numbers, float32 tensors; the head is the embedding."""
+    """Reads layers of llama2.c's file, version 0: seven numbers, and float32 tensors; the head is the embedding."""
     content = path.read_bytes()
     hidden, ffn, layers, heads, kv_heads, vocabulary, context = struct.unpack("<7i", content[:28])
     values = np.frombuffer(content, np.float32, offset=28)

@@ -1,4 +1,4 @@
-"""Runs in their own processes: one that was killed and resumed equals the uninterrupted one, bit for bit."""
+"""Runs in their own processes: what a kill leaves of one, once resumed, equals the uninterrupted one, bit for bit."""
 
 import json
 import pathlib
