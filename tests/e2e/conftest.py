@@ -8,6 +8,8 @@ import pytest
 from tests.support.runs import BASE_YAML, LORA_YAML, SEQUENCE, SIZES, launch, succeeded, write_rows
 
 TRAINING = ("--batch_size", "4", "--epochs", "2")
+# Two steps in PyNative, which compiles no graph for them: where a run's settings and files are looked at.
+TWO_STEPS = ("--batch_size", "16", "--epochs", "1", "--context.mode", "1")
 
 
 @pytest.fixture(scope="session")

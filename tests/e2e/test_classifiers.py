@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 import yaml
-from safetensors.numpy import load_file, save_file
 
 from mindlora.files.adapters import files
 from mindlora.training.report.history import read_history
@@ -26,8 +25,7 @@ def blocks(kind):
 def folder(library, tmp_path_factory):
     """A folder with the model."""
     folder = tmp_path_factory.mktemp("classifiers")
-    stories260k.write_folder(folder / "model")
-    keep_layers(folder / "model", 2)
+    stories260k.write_folder(folder / "model", kept=2)
     return folder
 
 
@@ -56,16 +54,6 @@ def carry_out(begin, folder):
         program, *words = shlex.split(command)
         printed += succeeded(python(["-m", PROGRAMS[program], *words], folder))
     return printed
-
-
-def keep_layers(model, count):
-    """Keeps the first layers of a model: enough to tell words, and compiled faster."""
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
-    tensors = load_file(model / "model.safetensors")
-    others = tuple(f"model.layers.{layer}." for layer in range(count, config["num_hidden_layers"]))
-    kept = {name: array for name, array in tensors.items() if not name.startswith(others)}
-    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_a_reward_model_learns_which_of_two_answers_is_better(folder, tmp_path):

@@ -30,7 +30,7 @@ def commands(program):
 def history(library, tmp_path_factory):
     """What the run of the page measured."""
     folder = tmp_path_factory.mktemp("preferences")
-    stories260k.write_folder(folder / "model")
+    stories260k.write_folder(folder / "model", kept=3)
     succeeded(python(["-c", blocks("python")[0]], folder))
     for command in commands("mindlora data"):
         program, *words = shlex.split(command)

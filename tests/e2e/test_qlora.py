@@ -44,31 +44,17 @@ def test_the_loss_falls_as_on_the_float_base(run, trained):
 TRAINING_STEPS, BATCH = 160, 16
 
 
-@pytest.fixture(scope="module")
-def in_both_ways(fresh_network):
-    """LoRA and QLoRA: the keys of pet_config, a network and its train step, both compiled once for all seeds."""
-
-    def build(**keys):
+def test_it_ends_at_the_loss_of_lora_on_the_float_base(data, fresh_network, tmp_path, graph_mode):
+    """Within 3 % on held-out rows, with the same initial A and the same order of rows."""
+    rows, ended = write_rows(tmp_path / "rows", rows=512, step=5, seed=7), {}
+    for name, keys in (("lora", {}), ("qlora", {"quantize_base": "nf4"})):
+        ms.set_seed(1)
         network = fresh_network(**keys)
         # At the YAML's learning rate of 1e-2, the outcome depends on the last bit of every number.
         rates = np.linspace(3e-3, 0, TRAINING_STEPS, endpoint=False).tolist()
-        step = nn.TrainOneStepCell(network, nn.AdamWeightDecay(network.trainable_params(), rates)).set_train()
-        return keys, network, step, {p: p.asnumpy().copy() for p in step.get_parameters()}
-
-    return {"lora": build(), "qlora": build(quantize_base="nf4")}
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_ends_at_the_loss_of_lora_on_the_float_base(seed, data, fresh_network, in_both_ways, tmp_path, graph_mode):
-    """Within 3 % on held-out rows, with the same initial A and the same order of rows."""
-    rows, ended = write_rows(tmp_path / "rows", rows=512, step=5, seed=7), {}
-    for name, (keys, network, step, initial) in in_both_ways.items():
-        ms.set_seed(seed)
-        for parameter, value in initial.items():  # the optimizer starts over
-            parameter.set_data(ms.Tensor(value.copy()))
-        assert not ms.load_param_into_net(network, fresh_network(**keys).parameters_dict())[0]
+        step = nn.TrainOneStepCell(network, nn.AdamWeightDecay(network.trainable_params(), rates))
         started = loss_of(network, data.eval_rows)
-        order = np.random.default_rng(seed)
+        order = np.random.default_rng(1)
         step.set_train()
         for _ in range(TRAINING_STEPS):
             step(ms.Tensor(order.permutation(rows)[:BATCH]))

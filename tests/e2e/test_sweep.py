@@ -17,7 +17,7 @@ ADAPTERS = ("lr1e-3_r2", "lr1e-3_r8", "lr1e-2_r2", "lr1e-2_r8")
 def folder(library, tmp_path_factory):
     """Where the commands of the page have run."""
     folder = tmp_path_factory.mktemp("sweep")
-    stories260k.write_folder(folder / "model")
+    stories260k.write_folder(folder / "model", kept=2)
     text = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
     succeeded(python(["-c", re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1]], folder))
     for command in re.search(r"^```\n(mindlora data .*?)^```", text, re.M | re.S)[1].splitlines():

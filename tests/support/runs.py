@@ -118,11 +118,11 @@ def loss_of(network, tokens):
     return (log_sum - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]).mean()
 
 
-def evaluated(folder, rows, base, adapter, *flags):
+def evaluated(folder, rows, base, adapter, *flags, mode=1):
     """Returns the loss that ``mindlora-run --run_mode eval`` prints of a base with an adapter."""
     given = ("--run_mode", "eval", "--batch_size", "4", "--eval_dataset_dir", rows, "--load_checkpoint", base)
     path = ("--model.model_config.pet_config.adapter_path", adapter)
-    stdout = succeeded(launch(folder, *given, *flags, *path))
+    stdout = succeeded(launch(folder, *given, "--context.mode", mode, *flags, *path))
     return float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
 
 

@@ -34,10 +34,13 @@ def stories() -> List[str]:
     return [story.strip() for story in text.split("<|endoftext|>") if story.strip()]
 
 
-def write_folder(folder: pathlib.Path) -> pathlib.Path:
-    """Writes config.json, model.safetensors and the tokenizer, as Hugging Face's Llama has them; returns the folder."""
+def write_folder(folder: pathlib.Path, kept: int = 99) -> pathlib.Path:
+    """Writes config.json, model.safetensors and the tokenizer, as Hugging Face's Llama has them; returns the folder.
+
+    A model of which the first layers alone are ``kept`` tells words apart, and compiles faster.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config, tensors = read_model(data_file("stories260K.bin"))
+    config, tensors = read_model(data_file("stories260K.bin"), kept)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer(data_file("tok512.bin")).save(str(folder / "tokenizer.json"))
@@ -47,8 +50,8 @@ def write_folder(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def read_model(path: pathlib.Path) -> Tuple[Dict[str, object], Dict[str, np.ndarray]]:
-    """Reads llama2.c's file, version 0: seven numbers, and float32 tensors; the head is the embedding."""
+def read_model(path: pathlib.Path, kept: int) -> Tuple[Dict[str, object], Dict[str, np.ndarray]]:
+    """Reads layers of llama2.c's file, version 0: seven numbers, and float32 tensors; the head is the embedding."""
     content = path.read_bytes()
     hidden, ffn, layers, heads, kv_heads, vocabulary, context = struct.unpack("<7i", content[:28])
     values = np.frombuffer(content, np.float32, offset=28)
@@ -75,7 +78,7 @@ def read_model(path: pathlib.Path) -> Tuple[Dict[str, object], Dict[str, np.ndar
         if name in ("embed_tokens", "norm"):
             tensors[f"model.{name}.weight"] = tensor.copy()
             continue
-        for layer in range(layers):
+        for layer in range(min(layers, kept)):
             rows = tensor[layer]
             if name in ("self_attn.q_proj", "self_attn.k_proj"):
                 rows = halves_from_pairs(rows, head)
@@ -85,7 +88,7 @@ def read_model(path: pathlib.Path) -> Tuple[Dict[str, object], Dict[str, np.ndar
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": ffn,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": min(layers, kept),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "vocab_size": vocabulary,

@@ -23,13 +23,14 @@ def base(mindformers, tmp_path_factory):
     save_base(folder / "hf", tensors, **CONFIG)
     for name in ("base.ckpt", "base.safetensors"):
         convert_base(str(folder / "hf"), str(folder / name), "hf", "mindformers")
-    tiny_runs.write_data(folder / "train.mindrecord", 8)
+    tiny_runs.write_data(folder / "train.mindrecord", tiny_runs.BATCH_SIZE)
     return folder
 
 
 def configuration(folder, path, format_):
-    """The YAML of a run of two steps on a base."""
+    """The YAML of a run of one step on a base, in PyNative, which compiles no graph for it."""
     config = tiny_runs.tiny_config(folder / "train.mindrecord", 1, [])
+    config["context"]["mode"] = 1
     config["model"]["model_config"]["num_layers"] = 2
     return {**config, "load_checkpoint": str(folder / path), "load_ckpt_format": format_}
 
