@@ -25,7 +25,7 @@ FEATURES = {
     "exchange in fewer bits": ("training/exchange/*.py",),
     "forgetting": ("training/forgetting/*.py", "**/forgetting.py"),
     "guard and health": ("training/health/*.py",),
-    "NF4, QLoRA, LoftQ": ("network/quantized/*.py", "**/*nf4*.py", "**/*quantize*.py", "**/loftq.py"),
+    "NF4, QLoRA, LoftQ": ("network/quantized/*.py", "**/*nf4*.py", "**/*quantize*.py"),
     "preference training": ("training/preference/*.py",),
     "PyNative Trainer": ("training/pynative/*.py", "network/pynative/*.py", "**/*pynative*.py"),
     "routed experts": ("**/*experts*.py",),

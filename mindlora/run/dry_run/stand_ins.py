@@ -192,7 +192,7 @@ def stand_ins(more: Sequence[pathlib.Path] = (), rest: Callable[[Iterable[str]],
     mindspore = mindspore_folder()
     sources = [*sorted((_HERE / "cann").glob("*.cc")), *more]
     plugin = next((mindspore / "lib/plugin").glob("libmindspore_ascend.so*")).stat()
-    code = [_HERE / "plugin_needs.py", _HERE / "stand_ins.py"]
+    code = [_HERE / "stand_ins.py"]
     code += [*(_HERE / "cann").glob("*.h"), *(_HERE / "host").glob("*.cc")]
     made_from = [
         f"{mindspore} {plugin.st_size} {plugin.st_mtime_ns} {inspect.getsource(rest)}".encode(),

@@ -345,7 +345,7 @@ def test_what_an_output_must_not_be(tmp_path):
 
 def test_nothing_in_base_imports_mindspore():
     code = (
-        "import sys; from mindlora.files.base import convert, joined, loftq, merge, quantize, reader, writer; "
+        "import sys; from mindlora.files.base import convert, joined, merge, quantize, reader, writer; "
         "from mindlora.cli import base; "
         "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))"
     )

@@ -8,16 +8,16 @@ import pytest
 
 from mindlora.core.errors import InstallationError
 from mindlora.run.dry_run import stand_ins
-from mindlora.run.dry_run import stand_ins as plugin_needs
+from mindlora.run.dry_run import stand_ins
 
 
 @pytest.fixture(scope="module")
 def needs():
     try:
-        folder = plugin_needs.mindspore_folder()
+        folder = stand_ins.mindspore_folder()
     except InstallationError as error:
         pytest.skip(str(error))
-    return plugin_needs.plugin_needs(folder)
+    return stand_ins.plugin_needs(folder)
 
 
 def test_undefined_names_and_names_that_are_looked_up_are_found(needs):
@@ -40,8 +40,8 @@ def test_a_name_is_asked_for_even_where_this_process_has_it(needs, tmp_path):
     stand_ins.compile_library(library, [source])
     code = (
         f"import ctypes; ctypes.CDLL({str(library)!r}, ctypes.RTLD_GLOBAL);"
-        "from mindlora.run.dry_run import plugin_needs;"
-        "print(sorted(plugin_needs.plugin_needs(plugin_needs.mindspore_folder()).functions))"
+        "from mindlora.run.dry_run import stand_ins;"
+        "print(sorted(stand_ins.plugin_needs(stand_ins.mindspore_folder()).functions))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.split() == str(sorted(needs.functions)).split()
@@ -50,15 +50,15 @@ def test_a_name_is_asked_for_even_where_this_process_has_it(needs, tmp_path):
 def test_without_mindspore_or_its_plugin_the_error_says_what_to_install(monkeypatch, tmp_path):
     spec = importlib.machinery.ModuleSpec("mindspore", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(plugin_needs.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(stand_ins.importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(InstallationError, match="lacks the Ascend plugin .* Install 2.7.2"):
-        plugin_needs.mindspore_folder()
-    monkeypatch.setattr(plugin_needs.importlib.util, "find_spec", lambda name: None)
+        stand_ins.mindspore_folder()
+    monkeypatch.setattr(stand_ins.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InstallationError, match="MindSpore is not installed"):
-        plugin_needs.mindspore_folder()
+        stand_ins.mindspore_folder()
 
 
 def test_without_binutils_the_error_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InstallationError, match="nm or objdump.* is missing: install binutils"):
-        plugin_needs.plugin_needs(tmp_path)
+        stand_ins.plugin_needs(tmp_path)
