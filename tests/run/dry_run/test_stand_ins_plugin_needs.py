@@ -8,7 +8,6 @@ import pytest
 
 from mindlora.core.errors import InstallationError
 from mindlora.run.dry_run import stand_ins
-from mindlora.run.dry_run import stand_ins
 
 
 @pytest.fixture(scope="module")
