@@ -224,7 +224,7 @@ def _knowing_most(knows: Callable[[Architecture, str], object], names: Iterable[
 
 
 def _by_layers(name: str) -> List[Architecture]:
-    """Returns the architectures, before all others those whose layers' names begin as ``name`` does."""
+    """Returns all architectures, first those whose layers have names that begin as ``name`` does."""
     return sorted(registry.ARCHITECTURES, key=lambda architecture: not name.startswith(architecture.layer_starts))
 
 

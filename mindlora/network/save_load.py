@@ -124,7 +124,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
     rslora = {cell.use_rslora for cell in cells.values()}
     if len(rslora) > 1:
         raise LoraError(
-            "Some cells of the network scale with use_rslora and some without, and an adapter has one of the two. "
+            "Some cells of the network scale with use_rslora and some without, and an adapter has one setting. "
             "Apply LoRA with one setting of use_rslora."
         )
     adapter = Adapter(

@@ -320,8 +320,8 @@ def _base_tables(adapters: List[Adapter]) -> Dict[str, np.ndarray]:
             table = tables.setdefault(name, adapter.saved_modules[name])
             if not tied_embeddings.is_copy(adapter.saved_modules[name], table):
                 raise AdapterError(
-                    f"Adapter {number} holds another {name} than one before it, the weight of the base under their "
-                    "pairs: they were trained on different bases. Combine adapters of one base."
+                    f"Adapter {number} and one before it hold different values of {name}, the weight of the base under "
+                    "their pairs: they were trained on different bases. Combine adapters of one base."
                 )
     return tables
 

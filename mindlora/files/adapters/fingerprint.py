@@ -178,7 +178,10 @@ def _fingerprints(
     kv_heads: Optional[int],
     orders: Sequence[Mapping[str, RowLayout]] = ({},),
 ) -> Iterator[dict]:
-    """Yields the fingerprint of trained cells, path -> the paths of their parts in the base, for each order of rows."""
+    """Yields the base's fingerprint for each order of rows that its joined cells may have.
+
+    ``cells`` is the path of each trained cell -> the paths of its parts in the base.
+    """
     if not all(part in shapes for parts in cells.values() for part in parts):
         return
     sizes = {}

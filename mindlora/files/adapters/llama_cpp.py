@@ -139,8 +139,8 @@ def _pair(adapter: Adapter, cell: str, alpha: float, model: LlamaCppModel, base:
         count = base.heads if path.endswith("q_proj") else base.kv_heads
         if not count or len(b) % (2 * count):
             raise AdapterError(
-                f"llama.cpp orders the rows of {path} by heads, and {count or 'nothing'} is said of their number, "
-                f"where it has {len(b)} rows. Name the base's folder or YAML (--base)."
+                f"llama.cpp orders the rows of {path} by heads. It has {len(b)} rows, and the number of heads is "
+                f"{count or 'not known'}. Name the base's folder or YAML (--base)."
             )
         b = llama_cpp.neighbors_from_halves(b, count)
     return {"a": a, "b": b}

@@ -1,6 +1,6 @@
 """Checks of MindFormers' options that save memory: whether they do anything in this run.
 
-What is said of MindFormers and MindSpore was read in their code (1.9.0 and 2.9.0).
+The statements about MindFormers and MindSpore were read in their code (1.9.0 and 2.9.0).
 """
 
 from typing import Any, Iterator, Mapping

@@ -102,7 +102,7 @@ def _about_steps(request: Request, batch: Batch) -> List[str]:
 
 
 def comments_of(folder: ModelFolder, request: Request) -> Dict[str, str]:
-    """Returns dotted key -> what is said of it."""
+    """Returns dotted key -> its comment."""
     comments = dict(_COMMENTS)
     rows = "rows at a time; more are faster while the memory suffices"
     comments["runner_config.batch_size"] = rows if request.device == CPU else "rows on each NPU at a time"

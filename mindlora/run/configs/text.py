@@ -14,7 +14,7 @@ def yaml_text(header: Sequence[str], content: Mapping[str, Any], comments: Mappi
     Args:
         header (list of str): Lines of the comment at its beginning.
         content (dict): Its nodes. One that is in it twice, as the same object, is written once and named again.
-        comments (dict): Dotted key -> what is said of it: beside a value, and above a node that has keys.
+        comments (dict): Dotted key -> its comment: beside a value, and above a node that has keys.
     """
     head = [f"# {line}".rstrip() for line in header]
     return "\n".join([*head, *_Writer(content, comments).lines]) + "\n"

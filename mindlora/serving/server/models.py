@@ -70,7 +70,7 @@ class ModelList:
             registry.path(adapter)
 
     def entry(self, model: str) -> Model:
-        """Returns what is said of a model; raises AdapterNotFoundError if there is none of that name."""
+        """Returns the description of a model; raises AdapterNotFoundError if there is none of that name."""
         self.check(model)
         return self._entry(model)
 

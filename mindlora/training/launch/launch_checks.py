@@ -54,7 +54,7 @@ def _check_device(config):
 
 
 def _check_output(config):
-    """Makes the folders that the run writes to, lest it ends at its first save, with all that it has learned."""
+    """Makes the folders that the run writes to, so that it does not fail at its first save."""
     folders = {"output_dir": config.output_dir or "output"}
     for name, callback in named_items(config.callbacks if config.run_mode in TRAINING_MODES else None):
         if callback.get("directory"):
