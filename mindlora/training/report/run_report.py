@@ -159,7 +159,7 @@ class RunReport(Callback):
 
 
 def _described(params):
-    """Returns the record "run"; without what cannot be found out, since no run should end because of its description."""
+    """Returns the record "run"; without what cannot be found out: no run should end because of its description."""
     try:
         return describe(params)
     except Exception as error:

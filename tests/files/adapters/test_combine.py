@@ -25,7 +25,7 @@ def test_the_base_s_own_table_beside_pairs_of_a_head_stays_beside_the_combined_p
     np.testing.assert_array_equal(combined.saved_modules[f"{WQ}.weight"], table)
     np.testing.assert_allclose(combined.delta(WQ), weighted_sum(adapters, WQ), atol=1e-5)
     adapters[1].saved_modules[f"{WQ}.weight"] *= 2
-    with pytest.raises(AdapterError, match="Adapter 2 holds another .*wq.weight than one before it"):
+    with pytest.raises(AdapterError, match="Adapter 2 and one before it hold different values of .*wq.weight"):
         combine_adapters(adapters, WEIGHTS, "cat")
 
 
