@@ -9,6 +9,7 @@ from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR
 from mindlora.models.architectures.architecture import ParameterSize
 from mindlora.models.description import AdaptableCell, Description
 from mindlora.models.lora_config import LoraConfig
+from mindlora.network.cells.cell import groups_of
 from mindlora.network.registry import adaptable_types, kind_of, nf4_type_of
 from mindlora.network.tree import adapter_path
 
@@ -41,7 +42,7 @@ def _described(cell: nn.Cell, prefix: str, config: LoraConfig) -> AdaptableCell:
         kind.layout,
         tuple(kind.weight_shape(cell)),
         prefix,
-        kind.groups_of(cell),
+        groups_of(cell),
         refusal=_refusal(kind.check, cell, own_config),
         quantization_refusal=quantization_refusal,
     )

@@ -68,7 +68,7 @@ class LoRAEmbedding(LoRACell):
         self.flattens = getattr(cell, "rmsnorm_compute_2d", False)
         self.gather = ops.Gather()
         self.cast = ops.Cast()
-        self.trained = TrainedRead()
+        self.trained = TrainedRead(self.dtype)
         self.reshape = ops.Reshape()
         self.transpose = ops.Transpose()
         self.lora_b_matmul = ops.MatMul(transpose_b=True)
@@ -91,7 +91,7 @@ class LoRAEmbedding(LoRACell):
         y = self.gather(self.weight, ids, 0)
         a = self.transpose(self.cast(self.mindpet_delta_lora_a, self.dtype), (1, 0))
         low_rank = self.gather(a, self.reshape(ids, (-1,)), 0) * self.cast(self.scale, self.dtype)
-        update = self.lora_b_matmul(low_rank, self.trained.of(self.mindpet_delta_lora_b, self.dtype))
+        update = self.lora_b_matmul(low_rank, self.trained.of(self.mindpet_delta_lora_b))
         return y + self.cast(self.reshape(update, y.shape), y.dtype)
 
     def extend_repr(self) -> str:

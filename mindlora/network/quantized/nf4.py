@@ -90,9 +90,6 @@ class NF4Dense(nn.Cell):
         del cell.weight
 
     def construct(self, x: Tensor) -> Tensor:
-        return self._forward(x)
-
-    def _forward(self, x):
         weight = self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
         y = self.base.linear(self.base.tokens(x), weight, self.bias)
         if self.activation_flag:
