@@ -33,11 +33,10 @@ from mindlora.network.adapter_matching import (
 )
 from mindlora.network.apply import put_lora
 from mindlora.network.base_fingerprint import base_fingerprint, fingerprint_of
-from mindlora.network.cells.routed_experts import cells_and_weights
 from mindlora.network.cells.score import score_of
 from mindlora.network.registry import adaptable_types
 from mindlora.network.tensors import to_array
-from mindlora.network.tree import adapter_path, lora_cells, mark_saved_module, saved_module_parameters
+from mindlora.network.tree import Tree, adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 
 logger = logging.getLogger("mindlora")
 
@@ -223,8 +222,9 @@ def _read(network, path, allow_pickle=False, part=None):
 
 def _cell_paths(network) -> Tuple[str, ...]:
     """Returns the paths of all cells that have an adapter or can take one."""
-    cells = {name: cell for name, cell in network.cells_and_names() if name and isinstance(cell, adaptable_types())}
-    return tuple(dict(lora_cells(network))) + tuple(adapter_path(cell, name) for name, cell in cells.items())
+    tree, types = Tree(network), adaptable_types()
+    cells = {name: cell for name, cell in tree.modules.items() if name and isinstance(cell, types)}
+    return tuple(tree.adapted()) + tuple(adapter_path(cell, name) for name, cell in cells.items())
 
 
 def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error", exact: bool = False) -> None:
@@ -259,15 +259,13 @@ def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
     adapter.check_finite(source)
     if not rearranged:
         matching.check_base(adapter, source, lambda: base_fingerprint(network), on_base_mismatch)
-    _set_values(network, adapter, saved_modules, initial_pairs)
+    _set_values(network, cells, adapter, saved_modules, initial_pairs)
 
 
 def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
     """Puts LoRADense cells on a network without any, as the adapter describes them, and loads it into them."""
-    modules = [
-        (name, cell) for name, cell in cells_and_weights(network) if name and isinstance(cell, adaptable_types())
-    ]
-    cells = {adapter_path(cell, name): cell for name, cell in modules}
+    tree, types = Tree(network), adaptable_types()
+    cells = {adapter_path(cell, name): cell for name, cell in tree.cells.items() if name and isinstance(cell, types)}
     weight_of = initialize.base_weights(adapter, cells, source)
     rearranged = matching.match(adapter, NetworkCells(network, cells), source, strict, weight_of)
     saved_modules = _saved_module_parameters(adapter, source, network, cells, strict)
@@ -275,13 +273,12 @@ def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
     adapted = {path: cell for path, cell in cells.items() if (path, "A") in adapter.tensors}
     if not rearranged:
         matching.check_base(adapter, source, lambda: fingerprint_of(adapted), on_base_mismatch)
-    put_lora(network, {path: adapted[path] for path in adapter.paths}, lambda path: _config(adapter, path))
-    _set_values(network, adapter, saved_modules, {})
+    cells = put_lora(tree, {path: adapted[path] for path in adapter.paths}, lambda path: _config(adapter, path))
+    _set_values(network, cells, adapter, saved_modules, {})
 
 
-def _set_values(network, adapter, saved_modules, initial_pairs):
-    """Sets the cells of a network, and the parameters of its saved modules, to the adapter's values."""
-    cells = dict(lora_cells(network))
+def _set_values(network, cells, adapter, saved_modules, initial_pairs):
+    """Sets the cells with an adapter, and the parameters of its saved modules, to the adapter's values."""
     for (path, part), array in adapter.tensors.items():
         cells[path].load_part(part, to_float32(array))
     initialize.subtract_initial_pairs(network, adapter, initial_pairs)

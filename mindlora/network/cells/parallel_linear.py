@@ -109,9 +109,7 @@ def _product(kind, in_channels, out_channels, cell):
 class ParallelBase(LinearBase):
     """The base of the linear cells of mcore models, which compute as other linear cells do where they are whole."""
 
-    @staticmethod
-    def types() -> Tuple[type, ...]:
-        return parallel_linear_types()
+    types = staticmethod(parallel_linear_types)
 
     @classmethod
     def check(cls, cell: nn.Cell) -> None:

@@ -77,9 +77,7 @@ def names_of(*parts: str) -> Mapping[str, str]:
 class PyNativeBase(LinearBase):
     """The base of MindFormers' Linear, which computes as other linear cells do where it is whole."""
 
-    @staticmethod
-    def types() -> Tuple[type, ...]:
-        return pynative_linear_types()
+    types = staticmethod(pynative_linear_types)
 
     @classmethod
     def check(cls, cell: nn.Cell) -> None:
