@@ -108,7 +108,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
     or its cells differ in use_rslora.
     """
     cells = dict(lora_cells(network))
-    _check_not_merged(network)
+    _check_not_merged(cells)
     for cell in cells.values():
         cell.prepare()
     tensors, left_out = _saved_tensors(cells)
@@ -126,6 +126,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
             "Some cells of the network scale with use_rslora and some without, and an adapter has one of the two. "
             "Apply LoRA with one setting of use_rslora."
         )
+    score = score_of(network)
     adapter = Adapter(
         tensors,
         {path: float(cell.lora_alpha) for path, cell in cells.items() if path not in left_out},
@@ -136,7 +137,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
         dialect="network",
         embeddings={path for path, cell in cells.items() if cell.layout is EMBEDDING},
         projection_key=max(cell.projection_key for cell in cells.values()),
-        peft_fields=_task_fields(network),
+        peft_fields={} if score is None else {"task_type": score.task.peft},
         invocation_tokens=next(iter(cells.values())).invocation_tokens,
     )
     if not all(cell.variant.in_files for cell in cells.values()):
@@ -146,12 +147,6 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
     adapter.complete_pairs("The network")
     initialize.append_initial_pairs(adapter, cells)
     return adapter
-
-
-def _task_fields(network):
-    """Returns the field of PEFT's configuration that says what a classifier is for; none of any other model."""
-    score = score_of(network)
-    return {} if score is None else {"task_type": score.task.peft}
 
 
 def _saved_tensors(cells):
@@ -203,26 +198,27 @@ def load_lora(
     """
     if on_base_mismatch not in ON_BASE_MISMATCH:
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
-    _check_not_merged(network)
-    has_lora = any(lora_cells(network))
+    tree = Tree(network)
+    cells = tree.adapted()
+    _check_not_merged(cells)
     parts.check_part(part)
-    adapter = _read(network, str(path), allow_pickle, part)
-    load = _load_into_lora_cells if has_lora else _load_with_new_cells
-    load(network, adapter, str(path), strict, on_base_mismatch)
+    adapter = _read(tree, str(path), allow_pickle, part)
+    load = _load_into_lora_cells if cells else _load_with_new_cells
+    load(tree, adapter, str(path), strict, on_base_mismatch)
 
 
-def _read(network, path, allow_pickle=False, part=None):
+def _read(tree, path, allow_pickle=False, part=None):
     """Reads an adapter under the paths of a network."""
-    cell_paths, extras = _cell_paths(network), Extras(initial_pairs=True, token_rows=True, invocation_tokens=True)
+    cell_paths, extras = _cell_paths(tree), Extras(initial_pairs=True, token_rows=True, invocation_tokens=True)
     adapter = adapter_files.read(path, allow_pickle, parts.Wanted(part, cell_paths), extras)
     parts.for_network(adapter, cell_paths, path)
     bare_models.for_network(adapter, cell_paths)
     return adapter
 
 
-def _cell_paths(network) -> Tuple[str, ...]:
+def _cell_paths(tree) -> Tuple[str, ...]:
     """Returns the paths of all cells that have an adapter or can take one."""
-    tree, types = Tree(network), adaptable_types()
+    types = adaptable_types()
     cells = {name: cell for name, cell in tree.modules.items() if name and isinstance(cell, types)}
     return tuple(tree.adapted()) + tuple(adapter_path(cell, name) for name, cell in cells.items())
 
@@ -235,16 +231,17 @@ def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error", exa
 
     Raises BaseMismatchError if the adapter was trained on another base, with on_base_mismatch "error".
     """
-    adapter = _read(network, str(path))
+    tree = Tree(network)
+    adapter = _read(tree, str(path))
     left_out = (adapter.allocation or {}).get("left_out", [])
-    if not matching.arrange(adapter, cell_shapes(network, dict(lora_cells(network)))):
+    if not matching.arrange(adapter, cell_shapes(network, tree.adapted())):
         fingerprint = functools.partial(base_fingerprint, network, left_out)
         matching.check_base(adapter, str(path), fingerprint, on_base_mismatch, exact)
 
 
-def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
+def _load_into_lora_cells(tree, adapter, source, strict, on_base_mismatch):
     """Loads an adapter into the LoRADense cells of a network, which must match it."""
-    cells = dict(lora_cells(network))
+    network, cells = tree.network, tree.adapted()
     if not all(cell.variant.in_files for cell in cells.values()):
         raise LoraError(
             f"The network was built with AdaLoRA, whose ranks are not those of a file, so {source} cannot be "
@@ -262,9 +259,9 @@ def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
     _set_values(network, cells, adapter, saved_modules, initial_pairs)
 
 
-def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
+def _load_with_new_cells(tree, adapter, source, strict, on_base_mismatch):
     """Puts LoRADense cells on a network without any, as the adapter describes them, and loads it into them."""
-    tree, types = Tree(network), adaptable_types()
+    network, types = tree.network, adaptable_types()
     cells = {adapter_path(cell, name): cell for name, cell in tree.cells.items() if name and isinstance(cell, types)}
     weight_of = initialize.base_weights(adapter, cells, source)
     rearranged = matching.match(adapter, NetworkCells(network, cells), source, strict, weight_of)
@@ -393,7 +390,7 @@ def _tied_tables(network) -> List[Tuple[str, str, Parameter]]:
     return tied
 
 
-def _check_not_merged(network):
-    merged = [path for path, cell in lora_cells(network) if cell.merged]
+def _check_not_merged(cells):
+    merged = [path for path, cell in cells.items() if cell.merged]
     if merged:
         raise LoraError(f"The adapter is merged into the base, at {listed(merged)}. Call unmerge_lora first.")

@@ -62,7 +62,7 @@ class LoRAEmbedding(LoRACell):
     def _adopt(self, cell, config):
         self.weight = weight_of(cell)
         # An output head that shares the table reads it under its own name.
-        setattr(self, _table_name(cell), self.weight)
+        setattr(self, "embedding_table" if isinstance(cell, nn.Embedding) else "embedding_weight", self.weight)
         self.in_channels, self.out_channels = self.weight.shape
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else self.weight.dtype
         self.flattens = getattr(cell, "rmsnorm_compute_2d", False)
@@ -120,7 +120,3 @@ def only_embedding(network: nn.Cell, field: str, purpose: str) -> nn.Cell:
             f"{', '.join(embeddings) or 'none'}. Remove {field}."
         )
     return next(iter(embeddings.values()))
-
-
-def _table_name(cell) -> str:
-    return "embedding_table" if isinstance(cell, nn.Embedding) else "embedding_weight"
