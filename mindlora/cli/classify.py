@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 from mindlora.cli.engine import Adapters, add_engine_options, loaded_engine, read_adapters, remove_log, start
 from mindlora.cli.verb import Verb, add_command
@@ -100,7 +100,8 @@ def _classify(arguments: argparse.Namespace) -> Optional[ClassifyReport]:
         judgments, measures = classification.classify(engine, questions, heads)
         report = ClassifyReport(engine.model_name, tuple(judgments), tuple(measures))
     if arguments.output:
-        _write(arguments.output, judgments)
+        with atomic.replace_file(arguments.output) as written, open(written, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(judgment.row, ensure_ascii=False) + "\n" for judgment in judgments)
         return dataclasses.replace(report, judgments=()) if measures else None
     return report
 
@@ -147,12 +148,6 @@ def _heads(engine: "Engine", adapters: Adapters, names: Optional[List[str]]) -> 
             raise problem
         heads[name] = head if names is None else head._replace(names=checked_names(names, len(head.weight), "--labels"))
     return heads
-
-
-def _write(path: str, judgments: Sequence["Judgment"]) -> None:
-    with atomic.replace_file(path) as written, open(written, "w", encoding="utf-8") as file:
-        for judgment in judgments:
-            file.write(json.dumps(judgment.row, ensure_ascii=False) + "\n")
 
 
 VERBS = (Verb("classify", "Label texts by classifiers, and score them by reward models.", _classify_options),)

@@ -113,7 +113,10 @@ def read_message(entry: Any) -> Dict[str, Any]:
     rest = {key: value for key, value in entry.items() if key not in names and value is not None}
     message = {**rest, "role": _ROLES[speaker.lower()], "content": _text(content, names[1])}
     if speaker.lower() == "function_call":
-        message.update(content=None, tool_calls=_called(message["content"]))
+        # ShareGPT's function_call is JSON: one call or a list of them.
+        parsed = from_json(message["content"])
+        calls = _calls(parsed if isinstance(parsed, list) else [parsed])
+        message.update(content=None, tool_calls=calls)
     elif "function_call" in rest:
         message["tool_calls"] = _calls([message.pop("function_call")])
     elif message.pop("tool_calls", None):
@@ -132,12 +135,6 @@ def _text(content, name):
     if not isinstance(content, (str, type(None))):
         raise UnusableRow(f'a message whose "{name}" is not text')
     return content
-
-
-def _called(text):
-    """Returns the calls in the text of ShareGPT's function_call: one object or a list of them, as JSON."""
-    parsed = from_json(text)
-    return _calls(parsed if isinstance(parsed, list) else [parsed])
 
 
 def _calls(entries):

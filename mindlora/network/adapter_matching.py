@@ -24,8 +24,8 @@ from mindlora.models.variants.registry import STORED
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.linear_base import channels_of
-from mindlora.network.cells.routed_experts import cells_and_weights
 from mindlora.network.registry import adaptable_linear_types, adaptable_types, kind_of
+from mindlora.network.tree import Tree
 
 
 class _Rows(NamedTuple):
@@ -169,11 +169,12 @@ def selection_of(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
     Each holds leaf names, or full paths if cells of the same leaf are not adapted. ``adapter`` has gone through
     split_joined; ``cells`` is adapter path -> cell with an adapter.
     """
+    types = adaptable_types()
     plain = {
         path.rpartition(".")[2]
-        for path, cell in cells_and_weights(network)
+        for path, cell in Tree(network).cells.items()
         # A cell with an adapter can be of the class that it replaced.
-        if isinstance(cell, adaptable_types()) and not isinstance(cell, LoRACell)
+        if isinstance(cell, types) and not isinstance(cell, LoRACell)
     }
     present = set(adapter.paths)
     # A pair of a joined cell need not have a share for each of its parts.

@@ -13,19 +13,21 @@ from mindlora.core.errors import LoraError, UnsupportedCellError
 from mindlora.core.text import listed
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.trainable import freeze, select
-from mindlora.network.cells.routed_experts import cells_and_weights, holders_with
+from mindlora.network.cells.cell import LoRACell
+from mindlora.network.cells.routed_experts import holders_with
 from mindlora.network.description import describe
 from mindlora.network.invocation import invocation_marker
 from mindlora.network.quantize import quantize_with_adapters
 from mindlora.network.quantized.nf4 import parameter_count
 from mindlora.network.registry import kind_of
 from mindlora.network.tree import (
-    lora_cells,
+    Tree,
+    is_saved_module,
     mark_saved_module,
+    refusal,
     refusals,
     renew_recomputed_parameters,
-    replace_children,
-    saved_module_parameters,
+    replace_in,
 )
 
 logger = logging.getLogger("mindlora")
@@ -66,23 +68,21 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
         UnsupportedCellError: Selected cells cannot carry LoRA; all of them are listed and nothing is replaced.
         QuantizationError: The base cannot be quantized.
     """
-    present = [path for path, _ in lora_cells(network)]
+    tree = Tree(network)
+    present = list(tree.adapted())
     if present:
         raise LoraError(
             f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
             "what was trained: build a new network."
         )
-    cells = dict(cells_and_weights(network))
-    selection = select(describe(network, cells, config), config)
+    selection = select(describe(tree, config), config)
     paths = {path: cell.prefix for path, cell in selection.cells.items()}
-    saved = [parameter for parameter in network.get_parameters() if parameter.name in selection.saved]
+    saved = [parameter for parameter in tree.parameters() if parameter.name in selection.saved]
     initial_parts: Dict[str, Dict[str, np.ndarray]] = {}
     if config.quantize_base:
-        quantized = {path: cells[path] for path in selection.quantized}
-        initial_parts = quantize_with_adapters(network, config, quantized, paths)
-        cells = dict(cells_and_weights(network))
-    put_lora(network, {prefix: cells[path] for path, prefix in paths.items()}, config.for_cell)
-    adapted = dict(lora_cells(network))
+        initial_parts = quantize_with_adapters(tree, config, selection.quantized, paths)
+        tree = Tree(network)
+    adapted = put_lora(tree, {prefix: tree.cells[path] for path, prefix in paths.items()}, config.for_cell)
     for prefix, parts in initial_parts.items():
         for part, array in parts.items():
             adapted[prefix].load_part(part, array)
@@ -91,30 +91,36 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     return LoraReport(tuple(paths), selection.trainable, parameter_count(network))
 
 
-def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> None:
-    """Replaces cells, by adapter path, by LoRADense with the configuration that ``config_of`` returns for the path.
+def put_lora(tree: Tree, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> Dict[str, LoRACell]:
+    """Replaces cells of a network by cells with an adapter, which it returns; both are by adapter path.
 
-    Raises UnsupportedCellError if cells cannot carry LoRA; all of them are listed and nothing is replaced.
+    ``config_of`` returns the configuration for a path. Raises UnsupportedCellError if cells cannot carry LoRA; all of
+    them are listed and nothing is replaced.
     """
-    _check_adaptable(cells, config_of)
-    replacements, shared = {}, {}
-    kinds = {path: kind_of(cell, config_of(path)) for path, cell in cells.items()}
+    configs = {path: config_of(path) for path in cells}
+    kinds = {path: kind_of(cell, configs[path]) for path, cell in cells.items()}
+    refused = refusals({path: refusal(kinds[path].check, cell, configs[path]) for path, cell in cells.items()})
+    if refused:
+        reasons = "; ".join(refused)
+        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")
+    adapted, shared = {}, {}
     for path, cell in cells.items():
-        kind, config = kinds[path], config_of(path)
+        kind, config = kinds[path], configs[path]
         if kind not in shared:
             shared[kind] = kind.shared_parameters([cells[other] for other in cells if kinds[other] is kind], config)
-        adapted = kind.from_cell(cell, config, shared[kind])
-        adapted.name_parts(path)
-        replacements[id(cell)] = adapted
-    replacements.update(invocation_marker(network, {path: replacements[id(cell)] for path, cell in cells.items()}))
-    replacements.update(holders_with(network, [(cell, replacements[id(cell)]) for cell in cells.values()]))
-    replace_children(network, replacements)
-    renew_recomputed_parameters(network)
+        adapted[path] = kind.from_cell(cell, config, shared[kind])
+        adapted[path].name_parts(path)
+    replacements: Dict[int, nn.Cell] = {id(cell): adapted[path] for path, cell in cells.items()}
+    replacements.update(invocation_marker(tree.network, adapted))
+    replacements.update(holders_with(tree.modules, [(cell, adapted[path]) for path, cell in cells.items()]))
+    replace_in(tree.modules.values(), replacements)
+    renew_recomputed_parameters(tree.modules.values())
     logger.info("LoRA put on %d cells: %s.", len(cells), listed(cells))
     # Some kinds of cells have one path only, and no choice.
-    choices = Counter(made.choice for made in replacements.values() if hasattr(made, "choice"))
+    choices = Counter(made.choice for made in adapted.values() if hasattr(made, "choice"))
     for choice, count in choices.items():
         logger.info("Path of lora_delta for %d cells: %s, %s.", count, choice.path, choice.reason)
+    return adapted
 
 
 def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
@@ -130,19 +136,20 @@ def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
         LoraError: The network holds no LoRADense cell.
         TargetError: A pattern matches no parameter, or freeze_exclude one of a part that stays as it is.
     """
-    adapters = {id(p) for _, cell in lora_cells(network) for p in cell.trained_parameters()}
+    tree = Tree(network)
+    adapters = {id(p) for cell in tree.adapted().values() for p in cell.trained_parameters()}
     if not adapters:
         raise LoraError(
             "The network holds no LoRADense cell: freezing the base would leave nothing to train. "
             "Call apply_lora first."
         )
-    adapters |= {id(p) for p in saved_module_parameters(network)}
-    parameters = list(network.get_parameters())
+    parameters = tree.parameters()
+    adapters |= {id(p) for p in parameters if is_saved_module(p)}
     quantized = [p.name for p in parameters if p.dtype == mstype.uint8]
     trains = freeze({p.name: id(p) in adapters for p in parameters}, quantized, config)
     for parameter in parameters:
         parameter.requires_grad = trains[parameter.name]
-    renew_recomputed_parameters(network)
+    renew_recomputed_parameters(tree.modules.values())
     extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
     if extra:
         logger.warning(
@@ -163,7 +170,8 @@ def trainable_summary(network: nn.Cell) -> str:
     Returns:
         str, the last line being "trainable params: N || all params: N || trainable%: P".
     """
-    cells = dict(lora_cells(network))
+    tree = Tree(network)
+    cells = tree.adapted()
     by_kind: Dict[tuple, List[str]] = {}
     for path, cell in cells.items():
         shape = (cell.in_channels, cell.out_channels, cell.lora_rank, cell.lora_alpha)
@@ -179,14 +187,7 @@ def trainable_summary(network: nn.Cell) -> str:
         for row in rows:
             lines.append("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]))
     total = parameter_count(network)
-    trainable = sum(p.size for p in network.trainable_params())
+    trainable = sum(p.size for p in tree.parameters() if p.requires_grad)
     share = 100 * trainable / total if total else 0
     lines.append(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")
     return "\n".join(lines)
-
-
-def _check_adaptable(cells, config_of):
-    refused = refusals(cells, lambda path, cell: kind_of(cell, config_of(path)).check(cell, config_of(path)))
-    if refused:
-        reasons = "; ".join(refused)
-        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")

@@ -1,33 +1,26 @@
 """The description of a built network, which mindlora.models.trainable works on."""
 
-from typing import Callable, Mapping
-
 from mindspore import nn
 
-from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR
 from mindlora.models.architectures.architecture import ParameterSize
 from mindlora.models.description import AdaptableCell, Description
 from mindlora.models.lora_config import LoraConfig
+from mindlora.network.cells.cell import groups_of
 from mindlora.network.registry import adaptable_types, kind_of, nf4_type_of
-from mindlora.network.tree import adapter_path
+from mindlora.network.tree import Tree, adapter_path, refusal
 
 
-def describe(network: nn.Cell, cells: Mapping[str, nn.Cell], config: LoraConfig) -> Description:
-    """Returns the description of a network without adapters, whose cells may refuse what ``config`` asks for.
-
-    ``cells`` is what cells_and_weights(network) returns.
-    """
-    adaptable = {}
+def describe(tree: Tree, config: LoraConfig) -> Description:
+    """Returns the description of a network without adapters, whose cells may refuse what ``config`` asks for."""
+    adaptable, types = {}, adaptable_types()
     # MindSpore lists a cell with two parents only once; put_lora finds its other occurrences by identity.
-    for path, cell in cells.items():
-        if path and isinstance(cell, adaptable_types()):
+    for path, cell in tree.cells.items():
+        if path and isinstance(cell, types):
             adaptable[path] = _described(cell, adapter_path(cell, path), config)
-    parameters = {}
-    for parameter in network.get_parameters():
-        parameters[parameter.name] = ParameterSize(tuple(parameter.shape), str(parameter.dtype).lower())
+    parameters = {p.name: ParameterSize(tuple(p.shape), str(p.dtype).lower()) for p in tree.parameters()}
     linear = [path for path, cell in adaptable.items() if cell.layout is LINEAR]
-    classes = {path: type(cell).__name__ for path, cell in cells.items() if path not in linear}
+    classes = {path: type(cell).__name__ for path, cell in tree.cells.items() if path not in linear}
     return Description(adaptable, parameters, classes)
 
 
@@ -36,21 +29,12 @@ def _described(cell: nn.Cell, prefix: str, config: LoraConfig) -> AdaptableCell:
     kind = kind_of(cell, own_config)
     quantization_refusal = ""
     if config.quantize_base and kind.layout in (LINEAR, EXPERTS):
-        quantization_refusal = _refusal(nf4_type_of(cell).check, cell)
+        quantization_refusal = refusal(nf4_type_of(cell).check, cell)
     return AdaptableCell(
         kind.layout,
         tuple(kind.weight_shape(cell)),
         prefix,
-        kind.groups_of(cell),
-        refusal=_refusal(kind.check, cell, own_config),
+        groups_of(cell),
+        refusal=refusal(kind.check, cell, own_config),
         quantization_refusal=quantization_refusal,
     )
-
-
-def _refusal(check: Callable[..., None], *arguments: object) -> str:
-    """Returns why a check refuses a cell, or "" if it does not."""
-    try:
-        check(*arguments)
-    except UnsupportedCellError as error:
-        return str(error)
-    return ""

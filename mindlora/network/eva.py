@@ -20,9 +20,9 @@ from mindlora.models.lora_config import LoraConfig
 from mindlora.models.path_patterns import patterns_of
 from mindlora.models.trainable import select
 from mindlora.network.base_fingerprint import fingerprint_of
-from mindlora.network.cells.routed_experts import cells_and_weights
 from mindlora.network.description import describe
 from mindlora.network.tensors import to_array
+from mindlora.network.tree import Tree
 
 # Tokens [B, S], and whether each of them counts.
 Batch = Tuple[np.ndarray, np.ndarray]
@@ -74,8 +74,9 @@ def eva_adapter(
     Source: Paischer et al., One Initialization to Rule them All: Fine-tuning via Explained Variance Adaptation, 2024.
     """
     _check(config, rho, tau)
-    cells = dict(cells_and_weights(network))
-    selected = select(describe(network, cells, config), config).cells
+    tree = Tree(network)
+    cells = tree.cells
+    selected = select(describe(tree, config), config).cells
     _check_linear(selected)
     ranks = {path: config.for_cell(cell.prefix).lora_rank for path, cell in selected.items()}
     inputs = _Inputs({path: cells[path] for path in selected})

@@ -282,8 +282,9 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
     b, a = (half.reshape(-1, *half.shape[-2:]) for half in factors(*cell.pair(), cell.layout is EMBEDDING))
     weight = original.reshape(len(b), b.shape[1], a.shape[2])
     folded = [fold_weight(*matrices, cell.scale, *magnitude) for matrices in zip(weight, b, a)]
+    merged = folded[0][0] if len(folded) == 1 else np.concatenate([block for block, _ in folded])
     # from_numpy takes over the array, whereas Tensor would briefly hold a second copy of the weight.
-    cell.weight.set_data(Tensor.from_numpy(_joined([merged for merged, _ in folded]).reshape(original.shape)))
+    cell.weight.set_data(Tensor.from_numpy(merged.reshape(original.shape)))
     cell.silence()
     stored = cell.weight.asnumpy().reshape(weight.shape)
     probes = [probe_weight(*matrices, cell.scale, gains) for *matrices, (_, gains) in zip(weight, stored, b, a, folded)]
@@ -300,10 +301,6 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
             "keep the adapter unmerged, or load the base in a dtype with more range."
         )
     return float(difference[worst]), float(bound[worst])
-
-
-def _joined(blocks: List[np.ndarray]) -> np.ndarray:
-    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
 def _restore(cells):

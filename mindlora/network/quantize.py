@@ -1,7 +1,7 @@
 """quantize_base: turns the linear cells and routed experts of a network into 4-bit NormalFloat, in place."""
 
 import logging
-from typing import Callable, Dict, Optional, Tuple
+from typing import Callable, Dict, Iterable, Optional, Tuple
 
 import numpy as np
 from mindspore import nn
@@ -16,12 +16,12 @@ from mindlora.models.target_modules import select_quantized
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.experts import ExpertWeight
 from mindlora.network.cells.linear_base import parallel_linear_types, plain_linear_types, pynative_linear_types
-from mindlora.network.cells.routed_experts import cells_and_weights, holders_with
+from mindlora.network.cells.routed_experts import holders_with
 from mindlora.network.pynative.nf4 import NF4PyNativeExpertWeight
 from mindlora.network.quantized.nf4 import NF4Dense, as_float32, has_values
 from mindlora.network.quantized.nf4_experts import NF4ExpertWeight
 from mindlora.network.registry import nf4_type_of
-from mindlora.network.tree import adapter_path, refusals, replace_children
+from mindlora.network.tree import Tree, adapter_path, refusal, refusals, replace_in
 
 logger = logging.getLogger("mindlora")
 
@@ -54,19 +54,20 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
     """
     linear = {}
     types = (*plain_linear_types(), *parallel_linear_types(), *pynative_linear_types(), *_OTHER_TYPES)
-    for path, cell in cells_and_weights(network):
+    tree = Tree(network)
+    for path, cell in tree.cells.items():
         if path and isinstance(cell, types):
             linear[path] = cell
     selected = select_quantized(list(linear), exclude)
     cells = {path: linear[path] for path in selected if not isinstance(linear[path], _NF4_TYPES)}
-    refused = refusals(cells, lambda _, cell: nf4_type_of(cell).check(cell))
+    refused = refusals({path: refusal(nf4_type_of(cell).check, cell) for path, cell in cells.items()})
     if refused:
         raise UnsupportedCellError(
             f"{len(refused)} of the linear cells cannot be quantized; leave them out with "
             f"quantize_exclude. {'; '.join(refused)}"
         )
     _check_finite(cells)
-    _replace(network, cells)
+    _replace(tree, cells)
     return tuple(cells)
 
 
@@ -80,7 +81,7 @@ def _check_finite(cells: Dict[str, nn.Cell]) -> None:
 
 
 def _replace(
-    network: nn.Cell, cells: Dict[str, nn.Cell], array_of: Optional[Callable[[str, nn.Cell], Optional[Nf4Array]]] = None
+    tree: Tree, cells: Dict[str, nn.Cell], array_of: Optional[Callable[[str, nn.Cell], Optional[Nf4Array]]] = None
 ) -> None:
     """Replaces cells by quantized ones; ``array_of`` returns a cell's weight, or None for what quantize makes of it."""
     quantized = {
@@ -88,24 +89,25 @@ def _replace(
         for path, cell in cells.items()
     }
     replacements = {id(cell): quantized[path] for path, cell in cells.items()}
-    replacements.update(holders_with(network, ((cell, quantized[path]) for path, cell in cells.items())))
-    replace_children(network, replacements)
+    replacements.update(holders_with(tree.modules, ((cell, quantized[path]) for path, cell in cells.items())))
+    replace_in(tree.modules.values(), replacements)
     logger.info("Quantized to NF4: %d cells, %s.", len(cells), listed(cells))
 
 
 def quantize_with_adapters(
-    network: nn.Cell, config: LoraConfig, cells: Dict[str, nn.Cell], adapted: Dict[str, str]
+    tree: Tree, config: LoraConfig, paths: Iterable[str], adapted: Dict[str, str]
 ) -> Dict[str, Dict[str, np.ndarray]]:
     """Quantizes the base before apply_lora puts adapters on it; returns LoftQ's prefix -> part -> initial value, or {}.
 
-    ``cells`` is path -> cell of what quantize_base of ``config`` quantizes, ``adapted`` path -> prefix of what gets
-    adapters. Raises QuantizationError if a weight holds NaN or infinity, and LoraError if LoftQ has no weights to start
-    from; after any error the network is unchanged.
+    ``paths`` are those of what quantize_base of ``config`` quantizes, ``adapted`` path -> prefix of what gets adapters.
+    Raises QuantizationError if a weight holds NaN or infinity, and LoraError if LoftQ has no weights to start from;
+    after any error the network is unchanged.
     """
     initial_parts: Dict[str, Dict[str, np.ndarray]] = {}
+    cells = {path: tree.cells[path] for path in paths}
     _check_finite(cells)
     if not initializers.is_loftq(config.lora_init):
-        _replace(network, cells)
+        _replace(tree, cells)
         return initial_parts
     empty = [path for path in adapted if path in cells and not has_values(cells[path].weight)]
     if empty:
@@ -121,7 +123,7 @@ def quantize_with_adapters(
         array, initial_parts[adapted[path]] = _loftq(cell, config.for_cell(adapted[path]))
         return array
 
-    _replace(network, cells, array_of)
+    _replace(tree, cells, array_of)
     return initial_parts
 
 

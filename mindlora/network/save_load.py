@@ -33,11 +33,10 @@ from mindlora.network.adapter_matching import (
 )
 from mindlora.network.apply import put_lora
 from mindlora.network.base_fingerprint import base_fingerprint, fingerprint_of
-from mindlora.network.cells.routed_experts import cells_and_weights
 from mindlora.network.cells.score import score_of
 from mindlora.network.registry import adaptable_types
 from mindlora.network.tensors import to_array
-from mindlora.network.tree import adapter_path, lora_cells, mark_saved_module, saved_module_parameters
+from mindlora.network.tree import Tree, adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 
 logger = logging.getLogger("mindlora")
 
@@ -109,7 +108,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
     or its cells differ in use_rslora.
     """
     cells = dict(lora_cells(network))
-    _check_not_merged(network)
+    _check_not_merged(cells)
     for cell in cells.values():
         cell.prepare()
     tensors, left_out = _saved_tensors(cells)
@@ -127,6 +126,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
             "Some cells of the network scale with use_rslora and some without, and an adapter has one setting. "
             "Apply LoRA with one setting of use_rslora."
         )
+    score = score_of(network)
     adapter = Adapter(
         tensors,
         {path: float(cell.lora_alpha) for path, cell in cells.items() if path not in left_out},
@@ -137,7 +137,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
         dialect="network",
         embeddings={path for path, cell in cells.items() if cell.layout is EMBEDDING},
         projection_key=max(cell.projection_key for cell in cells.values()),
-        peft_fields=_task_fields(network),
+        peft_fields={} if score is None else {"task_type": score.task.peft},
         invocation_tokens=next(iter(cells.values())).invocation_tokens,
     )
     if not all(cell.variant.in_files for cell in cells.values()):
@@ -147,12 +147,6 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
     adapter.complete_pairs("The network")
     initialize.append_initial_pairs(adapter, cells)
     return adapter
-
-
-def _task_fields(network):
-    """Returns the field of PEFT's configuration that says what a classifier is for; none of any other model."""
-    score = score_of(network)
-    return {} if score is None else {"task_type": score.task.peft}
 
 
 def _saved_tensors(cells):
@@ -204,27 +198,29 @@ def load_lora(
     """
     if on_base_mismatch not in ON_BASE_MISMATCH:
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
-    _check_not_merged(network)
-    has_lora = any(lora_cells(network))
+    tree = Tree(network)
+    cells = tree.adapted()
+    _check_not_merged(cells)
     parts.check_part(part)
-    adapter = _read(network, str(path), allow_pickle, part)
-    load = _load_into_lora_cells if has_lora else _load_with_new_cells
-    load(network, adapter, str(path), strict, on_base_mismatch)
+    adapter = _read(tree, str(path), allow_pickle, part)
+    load = _load_into_lora_cells if cells else _load_with_new_cells
+    load(tree, adapter, str(path), strict, on_base_mismatch)
 
 
-def _read(network, path, allow_pickle=False, part=None):
+def _read(tree, path, allow_pickle=False, part=None):
     """Reads an adapter under the paths of a network."""
-    cell_paths, extras = _cell_paths(network), Extras(initial_pairs=True, token_rows=True, invocation_tokens=True)
+    cell_paths, extras = _cell_paths(tree), Extras(initial_pairs=True, token_rows=True, invocation_tokens=True)
     adapter = adapter_files.read(path, allow_pickle, parts.Wanted(part, cell_paths), extras)
     parts.for_network(adapter, cell_paths, path)
     bare_models.for_network(adapter, cell_paths)
     return adapter
 
 
-def _cell_paths(network) -> Tuple[str, ...]:
+def _cell_paths(tree) -> Tuple[str, ...]:
     """Returns the paths of all cells that have an adapter or can take one."""
-    cells = {name: cell for name, cell in network.cells_and_names() if name and isinstance(cell, adaptable_types())}
-    return tuple(dict(lora_cells(network))) + tuple(adapter_path(cell, name) for name, cell in cells.items())
+    types = adaptable_types()
+    cells = {name: cell for name, cell in tree.modules.items() if name and isinstance(cell, types)}
+    return tuple(tree.adapted()) + tuple(adapter_path(cell, name) for name, cell in cells.items())
 
 
 def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error", exact: bool = False) -> None:
@@ -235,16 +231,17 @@ def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error", exa
 
     Raises BaseMismatchError if the adapter was trained on another base, with on_base_mismatch "error".
     """
-    adapter = _read(network, str(path))
+    tree = Tree(network)
+    adapter = _read(tree, str(path))
     left_out = (adapter.allocation or {}).get("left_out", [])
-    if not matching.arrange(adapter, cell_shapes(network, dict(lora_cells(network)))):
+    if not matching.arrange(adapter, cell_shapes(network, tree.adapted())):
         fingerprint = functools.partial(base_fingerprint, network, left_out)
         matching.check_base(adapter, str(path), fingerprint, on_base_mismatch, exact)
 
 
-def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
+def _load_into_lora_cells(tree, adapter, source, strict, on_base_mismatch):
     """Loads an adapter into the LoRADense cells of a network, which must match it."""
-    cells = dict(lora_cells(network))
+    network, cells = tree.network, tree.adapted()
     if not all(cell.variant.in_files for cell in cells.values()):
         raise LoraError(
             f"The network was built with AdaLoRA, whose ranks are not those of a file, so {source} cannot be "
@@ -259,15 +256,13 @@ def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
     adapter.check_finite(source)
     if not rearranged:
         matching.check_base(adapter, source, lambda: base_fingerprint(network), on_base_mismatch)
-    _set_values(network, adapter, saved_modules, initial_pairs)
+    _set_values(network, cells, adapter, saved_modules, initial_pairs)
 
 
-def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
+def _load_with_new_cells(tree, adapter, source, strict, on_base_mismatch):
     """Puts LoRADense cells on a network without any, as the adapter describes them, and loads it into them."""
-    modules = [
-        (name, cell) for name, cell in cells_and_weights(network) if name and isinstance(cell, adaptable_types())
-    ]
-    cells = {adapter_path(cell, name): cell for name, cell in modules}
+    network, types = tree.network, adaptable_types()
+    cells = {adapter_path(cell, name): cell for name, cell in tree.cells.items() if name and isinstance(cell, types)}
     weight_of = initialize.base_weights(adapter, cells, source)
     rearranged = matching.match(adapter, NetworkCells(network, cells), source, strict, weight_of)
     saved_modules = _saved_module_parameters(adapter, source, network, cells, strict)
@@ -275,13 +270,12 @@ def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
     adapted = {path: cell for path, cell in cells.items() if (path, "A") in adapter.tensors}
     if not rearranged:
         matching.check_base(adapter, source, lambda: fingerprint_of(adapted), on_base_mismatch)
-    put_lora(network, {path: adapted[path] for path in adapter.paths}, lambda path: _config(adapter, path))
-    _set_values(network, adapter, saved_modules, {})
+    cells = put_lora(tree, {path: adapted[path] for path in adapter.paths}, lambda path: _config(adapter, path))
+    _set_values(network, cells, adapter, saved_modules, {})
 
 
-def _set_values(network, adapter, saved_modules, initial_pairs):
-    """Sets the cells of a network, and the parameters of its saved modules, to the adapter's values."""
-    cells = dict(lora_cells(network))
+def _set_values(network, cells, adapter, saved_modules, initial_pairs):
+    """Sets the cells with an adapter, and the parameters of its saved modules, to the adapter's values."""
     for (path, part), array in adapter.tensors.items():
         cells[path].load_part(part, to_float32(array))
     initialize.subtract_initial_pairs(network, adapter, initial_pairs)
@@ -396,7 +390,7 @@ def _tied_tables(network) -> List[Tuple[str, str, Parameter]]:
     return tied
 
 
-def _check_not_merged(network):
-    merged = [path for path, cell in lora_cells(network) if cell.merged]
+def _check_not_merged(cells):
+    merged = [path for path, cell in cells.items() if cell.merged]
     if merged:
         raise LoraError(f"The adapter is merged into the base, at {listed(merged)}. Call unmerge_lora first.")

@@ -17,3 +17,9 @@ def to_array(tensor: ms.Tensor) -> np.ndarray:
     """Returns a MindSpore tensor as an array of the same dtype; bfloat16 as mindlora.core.numerics.dtypes.BFLOAT16."""
     array = tensor.asnumpy()
     return array.view(np.uint16).view(BFLOAT16) if tensor.dtype == ms.bfloat16 else array
+
+
+def fill(parameter: ms.Parameter, value: float) -> None:
+    """Sets every element of a parameter to the same value."""
+    # from_numpy shares the array, whereas Tensor would copy it.
+    parameter.set_data(ms.Tensor.from_numpy(np.full_like(parameter.asnumpy(), value)))

@@ -1,12 +1,40 @@
 """Cells in a network: the names of their parameters, and how one cell replaces another."""
 
 import copy
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from mindspore import Parameter, Tensor, nn
 
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.network.cells.cell import WEIGHTS, LoRACell
+from mindlora.network.cells.routed_experts import cells_and_weights
+
+
+class Tree:
+    """A network as one walk finds it, for what asks several things of it. After cells are replaced, it is another one.
+
+    Attributes:
+        network (nn.Cell): The network.
+        modules (dict): Path -> cell, as MindSpore lists them: a cell with two parents once.
+        cells (dict): The same, with the stacked weights of routed experts as cells of their own.
+    """
+
+    def __init__(self, network: nn.Cell):
+        self.network = network
+        self.modules: Dict[str, nn.Cell] = dict(network.cells_and_names())
+        self.cells = cells_and_weights(self.modules)
+
+    def parameters(self) -> List[Parameter]:
+        """Returns the parameters of all cells. They are not kept: quantizing frees them one by one."""
+        found: Dict[int, Parameter] = {}
+        for cell in self.modules.values():
+            found.update({id(p): p for _, p in cell.parameters_and_names(expand=False) if id(p) not in found})
+        return list(found.values())
+
+    def adapted(self) -> Dict[str, LoRACell]:
+        """Returns the cells with an adapter, by adapter path (see lora_cells)."""
+        return {cell.adapter_path: cell for cell in self.modules.values() if isinstance(cell, LoRACell)}
+
 
 # Copies of the cells of a network that share its parameters, so that what they hold is in memory once.
 
@@ -49,15 +77,18 @@ def adapter_path(cell: nn.Cell, path: str) -> str:
     return prefix if name in WEIGHTS and same else path
 
 
-def refusals(cells: Dict[str, nn.Cell], check: Callable[[str, nn.Cell], None]) -> List[str]:
-    """Returns "path: reason" for each cell, by path, for which ``check`` raises UnsupportedCellError."""
-    reasons = []
-    for path, cell in cells.items():
-        try:
-            check(path, cell)
-        except UnsupportedCellError as error:
-            reasons.append(f"{path}: {error}")
-    return reasons
+def refusal(check: Callable[..., None], *arguments: object) -> str:
+    """Returns why a check refuses a cell with an UnsupportedCellError, or "" if it does not."""
+    try:
+        check(*arguments)
+    except UnsupportedCellError as error:
+        return str(error)
+    return ""
+
+
+def refusals(reasons: Mapping[str, str]) -> List[str]:
+    """Returns "path: reason" for each cell that is refused, from path -> what ``refusal`` returned."""
+    return [f"{path}: {reason}" for path, reason in reasons.items() if reason]
 
 
 def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None:
@@ -65,8 +96,13 @@ def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None
 
     ``replacements`` is id of the cell to replace -> its replacement.
     """
+    replace_in([cell for _, cell in network.cells_and_names()], replacements)
+
+
+def replace_in(parents: Iterable[nn.Cell], replacements: Dict[int, nn.Cell]) -> None:
+    """Replaces cells wherever they are in these; as replace_children, of all cells of a network."""
     # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
-    for _, parent in list(network.cells_and_names()):
+    for parent in parents:
         # A graph compiled before would still run the replaced cells.
         parent.compile_cache.clear()
         hit = False
@@ -79,12 +115,12 @@ def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None
             parent.cell_list = list(parent._cells.values())
 
 
-def renew_recomputed_parameters(network: nn.Cell) -> None:
-    """Tells cells that are recomputed in PyNative mode which of their parameters train now.
+def renew_recomputed_parameters(cells: Iterable[nn.Cell]) -> None:
+    """Tells those of all cells of a network that are recomputed in PyNative mode which of their parameters train now.
 
     MindSpore lists them when ``recompute`` is called, and gives parameters that come later a gradient of zero.
     """
-    for _, cell in network.cells_and_names():
+    for cell in cells:
         recomputation = getattr(cell, "_recompute_cell", None)
         if hasattr(recomputation, "internal_params"):
             recomputation.internal_params = cell.trainable_params()
@@ -110,6 +146,11 @@ def mark_saved_module(parameter: Parameter) -> None:
     setattr(parameter, _SAVED_MODULE, True)
 
 
+def is_saved_module(parameter: Parameter) -> bool:
+    """Returns whether mark_saved_module marked a parameter."""
+    return getattr(parameter, _SAVED_MODULE, False)
+
+
 def saved_module_parameters(network: nn.Cell) -> List[Parameter]:
     """Returns the parameters of the base that mark_saved_module marked."""
-    return [p for p in network.get_parameters() if getattr(p, _SAVED_MODULE, False)]
+    return [p for p in network.get_parameters() if is_saved_module(p)]

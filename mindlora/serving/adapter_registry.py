@@ -166,7 +166,8 @@ class AdapterRegistry:
         if mtime == self._mtime:
             return
         with os.scandir(folder) as entries:
-            self._listed = {entry.name: entry.path for entry in entries if _is_name(entry.name) and entry.is_dir()}
+            shown_ones = (one for one in entries if one.name.isprintable() and not one.name.startswith("."))
+            self._listed = {entry.name: entry.path for entry in shown_ones if entry.is_dir()}
         # A change within the resolution of the file system's clock might not be seen: then it is listed once more.
         self._mtime = mtime if time.time_ns() - mtime > _PATIENCE * 1e9 else -1
         self._hidden.intersection_update(self._listed)
@@ -198,10 +199,6 @@ class AdapterRegistry:
 def _around(ordered: List[str], name: str) -> List[str]:
     place = bisect.bisect_left(ordered, name)
     return ordered[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS]
-
-
-def _is_name(name: str) -> bool:
-    return name.isprintable() and not name.startswith(".")
 
 
 def _checked_name(name: str) -> str:

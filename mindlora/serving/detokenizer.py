@@ -194,7 +194,9 @@ class StopMatcher:
             self._held = ""
             end, begin = min(complete)
             return text[: end if self._shows else begin], True
-        begin = next((at for at in self._open(text) if self._begins(text[at:])), len(text))
+        # Where a stop string could begin that is not complete.
+        places_left = range(max(0, len(text) - self._longest + 1), len(text))
+        begin = next((at for at in places_left if self._begins(text[at:])), len(text))
         self._held = text[begin:]
         return text[:begin], False
 
@@ -203,10 +205,6 @@ class StopMatcher:
         held = self._held
         self._held = ""
         return held
-
-    def _open(self, text):
-        """Returns the places at which a stop string could begin that is not complete."""
-        return range(max(0, len(text) - self._longest + 1), len(text))
 
     def _begins(self, text):
         return any(len(stop) > len(text) and stop.startswith(text) for stop in self._stops)

@@ -6,8 +6,6 @@ import threading
 import time
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
-import numpy as np
-
 from mindlora.core.errors import RequestError, ServingError
 from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
 from mindlora.serving.answer import Piece, Stream, joined
@@ -35,7 +33,8 @@ def score_prompts(runner: ModelRunner, parts: Sequence[Part]) -> Dict[Request, S
         logits = runner.logits_after([row for row, _, _ in chunk])
         for row_logits, (_, request, index) in zip(logits, chunk):
             try:
-                request.prompt_logprobs[index] = _score(request, index, row_logits)
+                count = request.sampling.prompt_logprobs
+                request.prompt_logprobs[index] = score_token(request.prompt[index], row_logits, count, request.adapter)
             except ServingError as error:
                 failed[request] = error
     return failed
@@ -56,10 +55,6 @@ def _wanted(parts: Sequence[Part]) -> List[Tuple[int, Request, int]]:
         wanted += [(first + index - 1 - part.start, part.request, index) for index in part.scores]
         first += len(part.tokens)
     return wanted
-
-
-def _score(request: Request, index: int, logits: np.ndarray):
-    return score_token(request.prompt[index], logits, request.sampling.prompt_logprobs, request.adapter)
 
 
 logger = logging.getLogger("mindlora")

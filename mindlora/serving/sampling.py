@@ -320,8 +320,9 @@ def _reported(token: int, logits: np.ndarray, likeliest: int, count: Optional[in
 
 
 def _not_finite(adapter: Optional[str], where: str) -> ServingError:
+    model = "the base model" if adapter is None else f"adapter {adapter!r}"
     return ServingError(
-        f"The logits of {_named(adapter)} are not finite {where}: set compute_dtype to bfloat16 or float32, or look "
+        f"The logits of {model} are not finite {where}: set compute_dtype to bfloat16 or float32, or look "
         "for NaN and infinity in the weights."
     )
 
@@ -373,7 +374,3 @@ def check_sampling(sampling: Sampling) -> None:
         )
     if sampling.grammar is not None and sampling.ignore_eos:
         raise RequestError("ignore_eos is set, and the end of a constrained answer is its end token: leave one out.")
-
-
-def _named(adapter):
-    return "the base model" if adapter is None else f"adapter {adapter!r}"

@@ -2,7 +2,7 @@
 
 import pickletools
 import zipfile
-from typing import Any, Dict, List, NoReturn, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NoReturn, Sequence, Tuple
 
 import numpy as np
 
@@ -17,8 +17,6 @@ _STORAGES = {
     "LongStorage": np.dtype("<i8"),
     "IntStorage": np.dtype("<i4"),
 }
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
 _MAX_AXES = 32  # NumPy's limit.
 
 
@@ -40,7 +38,9 @@ def read(path: str) -> Dict[str, np.ndarray]:
     except AdapterFormatError:
         raise
     except zipfile.BadZipFile as error:
-        if _begins_as_zip(path):
+        with open(path, "rb") as file:
+            begins_as_zip = file.read(2) == b"PK"
+        if begins_as_zip:
             raise TruncatedAdapterError(f"{path} is truncated or damaged: {error}. Copy or save it again.") from error
         raise AdapterFormatError(
             f"{path} is not what torch.save writes since PyTorch 1.6: {error}. Save the adapter "
@@ -79,50 +79,79 @@ class _Machine:
         self._storages: Dict[Tuple[str, np.dtype], np.ndarray] = {}
         self._budget = 4 * sum(entry.file_size for entry in archive.infolist())
         self._functions = (dict, self._tensor, self._parameter)
+        self.stack: List[Any] = []
+        self.marks: List[int] = []
+        self.memo: Dict[Any, Any] = {}
 
     def run(self) -> Any:
         """Returns what the program leaves on the stack."""
-        stack: List[Any] = []
-        marks: List[int] = []
-        memo: Dict[Any, Any] = {}
         for instruction, argument, _ in pickletools.genops(self._program):
-            name = instruction.name
-            if name in ("PROTO", "FRAME", "STOP"):
-                pass
-            elif name in _CONSTANTS:
-                stack.append(_CONSTANTS[name])
-            elif name in _LITERALS:
-                stack.append(argument)
-            elif name == "EMPTY_DICT":
-                stack.append({})
-            elif name == "MARK":
-                marks.append(len(stack))
-            elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
-                _group(stack, marks.pop() if name == "TUPLE" else len(stack) - int(name[-1]))
-            elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-                memo[len(memo) if argument is None else argument] = stack[-1]
-            elif name in ("BINGET", "LONG_BINGET"):
-                stack.append(memo[argument])
-            elif name in ("SETITEM", "SETITEMS"):
-                _group(stack, marks.pop() if name == "SETITEMS" else len(stack) - 2)
-                _set_items(stack.pop(), stack[-1])
-            elif name == "GLOBAL":
-                module, function = str(argument).split(" ")
-                stack.append(self._named(module, function))
-            elif name == "STACK_GLOBAL":
-                function = stack.pop()
-                stack.append(self._named(stack.pop(), function))
-            elif name == "BINPERSID":
-                kind, dtype, key, _, count = stack.pop()
-                stack.append(self._storage(kind, dtype, key, count))
-            elif name == "REDUCE":
-                arguments = stack.pop()
-                stack.append(self._call(stack.pop(), arguments))
-            elif name == "BUILD" and isinstance(stack[-2], dict):
-                stack.pop()  # The versions of its modules that a state_dict records.
-            else:
-                self._refuse(f"the instruction {name}")
-        return stack.pop()
+            carry_out = _INSTRUCTIONS.get(instruction.name)
+            if carry_out is None:
+                self._refuse(f"the instruction {instruction.name}")
+            carry_out(self, argument)
+        return self.stack.pop()
+
+    # What the instructions are made of
+
+    def push(self, value: Any) -> None:
+        """Puts a value on the stack."""
+        self.stack.append(value)
+
+    def remember(self, place: Any) -> None:
+        """Keeps the last value for instructions that take it again, at a place; by default at the next one."""
+        self.memo[len(self.memo) if place is None else place] = self.stack[-1]
+
+    def taken(self, count: int) -> Tuple[Any, ...]:
+        """Takes the last values from the stack."""
+        return self._taken_from(len(self.stack) - count)
+
+    def taken_to_mark(self) -> Tuple[Any, ...]:
+        """Takes all values since the last mark from the stack."""
+        return self._taken_from(self.marks.pop())
+
+    def _taken_from(self, begin: int) -> Tuple[Any, ...]:
+        if begin < 0:
+            raise ValueError("it takes more from the stack than is there")
+        items = tuple(self.stack[begin:])
+        del self.stack[begin:]
+        return items
+
+    def set_items(self, items: Tuple[Any, ...]) -> None:
+        """Sets keys and values in turn in the dict that is last on the stack."""
+        target = self.stack[-1]
+        # Keys must be strings: hashing a deeply nested tuple can take forever.
+        if not isinstance(target, dict) or not all(isinstance(key, str) for key in items[::2]):
+            raise ValueError("it sets items in something that is not a dict by name")
+        target.update(zip(items[::2], items[1::2]))
+
+    def name(self, text: Any) -> None:
+        """Puts what "module function" names on the stack."""
+        module, function = str(text).split(" ")
+        self.push(self._named(module, function))
+
+    def name_from_stack(self, _: Any) -> None:
+        """As ``name``, of two values on the stack."""
+        function = self.stack.pop()
+        self.push(self._named(self.stack.pop(), function))
+
+    def call(self, _: Any) -> None:
+        """Calls a function with a tuple of arguments, both on the stack."""
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if function not in self._functions or function is dict and arguments:
+            raise ValueError("it calls something that is not a function")
+        self.push(function(*arguments))
+
+    def find_storage(self, _: Any) -> None:
+        """Puts the storage on the stack that a tuple there describes."""
+        kind, dtype, key, _, count = self.stack.pop()
+        self.push(self._storage(kind, dtype, key, count))
+
+    def drop_versions(self, _: Any) -> None:
+        """Drops the versions of its modules that a state_dict records beside it."""
+        if not isinstance(self.stack[-2], dict):
+            self._refuse("the instruction BUILD")
+        self.stack.pop()
 
     def _named(self, module: Any, name: Any) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -136,11 +165,6 @@ class _Machine:
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("it names no function")
         return self._refuse(f"{module}.{name}")
-
-    def _call(self, function: Any, arguments: Any) -> Any:
-        if function not in self._functions or function is dict and arguments:
-            raise ValueError("it calls something that is not a function")
-        return function(*arguments)
 
     def _refuse(self, what: str) -> NoReturn:
         raise AdapterFormatError(
@@ -197,20 +221,27 @@ class _Machine:
         return tensor
 
 
-def _group(stack: List[Any], begin: int) -> None:
-    """Replaces the items of the stack from ``begin`` on with one tuple of them."""
-    if begin < 0:
-        raise ValueError("it takes more from the stack than is there")
-    stack[begin:] = [tuple(stack[begin:])]
-
-
-def _set_items(items: Tuple[Any, ...], target: Any) -> None:
-    # Keys must be strings: hashing a deeply nested tuple can take forever.
-    if not isinstance(target, dict) or not all(isinstance(key, str) for key in items[::2]):
-        raise ValueError("it sets items in something that is not a dict by name")
-    target.update(zip(items[::2], items[1::2]))
-
-
-def _begins_as_zip(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(2) == b"PK"
+# All that a dict of tensors needs, by pickletools' names: what each does to the machine with its argument.
+_INSTRUCTIONS: Dict[str, Callable[[_Machine, Any], Any]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, _: None),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"), _Machine.push),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
+    "TUPLE": lambda machine, _: machine.push(machine.taken_to_mark()),
+    "TUPLE1": lambda machine, _: machine.push(machine.taken(1)),
+    "TUPLE2": lambda machine, _: machine.push(machine.taken(2)),
+    "TUPLE3": lambda machine, _: machine.push(machine.taken(3)),
+    "SETITEM": lambda machine, _: machine.set_items(machine.taken(2)),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.taken_to_mark()),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, place: machine.push(machine.memo[place])),
+    "GLOBAL": _Machine.name,
+    "STACK_GLOBAL": _Machine.name_from_stack,
+    "BINPERSID": _Machine.find_storage,
+    "REDUCE": _Machine.call,
+    "BUILD": _Machine.drop_versions,
+}

@@ -129,50 +129,69 @@ def convert_adapter(
     """
     check_free(source, output, overwrite)
     is_gguf = to == llama_cpp.FORM
-    if is_gguf:
-        llama_cpp.check_output(output)
-    else:
-        adapter_files.check_adapter_output(output, to)
+    _check_output(output, to)
     parts.check_part(part)
-    wanted = parts.Wanted(part, parts.read_paths(target_paths))
-    adapter = adapter_files.read(source, allow_pickle, wanted, _extras(to))
     # A GGUF file has the cells of PEFT's folder.
     form = FORMS[peft.Peft.form if is_gguf else to]
-    if form.world:
-        parts.of_one_model(adapter, source)
+    # What PEFT's form alone has a place for.
+    extras = Extras(token_rows=to == peft.Peft.form, invocation_tokens=to == peft.Peft.form)
+    wanted = parts.Wanted(part, parts.read_paths(target_paths))
+    adapter = adapter_files.read(source, allow_pickle, wanted, extras)
     if lora_alpha is not None:
         adapter.set_alpha(lora_alpha)
-    if form.world in (HF, MCORE):
-        # A checkpoint of an mcore network has its own paths.
-        rename(adapter, names.canonical(adapter.paths))
-    base = known_base(adapter, architecture, base_config)
-    _check_form(base, form)
-    if base.architecture and not base.architecture.legacy:
-        rename_for(adapter, base.architecture)
+    base = _named_for(form, adapter, source, architecture, base_config)
     heads = _completed(heads, base.config)
     _arrange_experts(adapter, experts, form)
     if concatenate:
-        if form.world == HF:
-            raise AdapterError(f"PEFT has no joined modules: leave concatenate (--concat) out for format {to!r}.")
-        _join_all(adapter, heads, adapter.paths)
+        _concatenate(adapter, heads, form, to)
     else:
         adapter = with_cells_of(adapter, form.form, heads)
     left_out = _leave_base_tables(adapter) if is_gguf or not form.holds_modules else ()
     if is_gguf:
-        llama_cpp.write(adapter, output, _base_in_llama_cpp(architecture, base.config, heads))
+        tied = base.config.get("tie_word_embeddings") is True
+        kind = architecture or base.config.get("model_type")
+        llama_cpp.write(adapter, output, llama_cpp.Base(kind, heads.heads, heads.kv_heads, tied))
     else:
         adapter_files.write(adapter, output, to)
-    return ConvertAdapterReport(
-        source,
-        adapter.dialect,
-        output,
-        to,
-        len(adapter.paths),
-        len(adapter.saved_modules),
-        adapter.ranks,
-        tuple(sorted(set(adapter.alphas.values()))),
-        left_out,
-    )
+    counts = len(adapter.paths), len(adapter.saved_modules)
+    alphas = tuple(sorted(set(adapter.alphas.values())))
+    return ConvertAdapterReport(source, adapter.dialect, output, to, *counts, adapter.ranks, alphas, left_out)
+
+
+def _check_output(output: str, to: str) -> None:
+    if to == llama_cpp.FORM:
+        llama_cpp.check_output(output)
+    else:
+        adapter_files.check_adapter_output(output, to)
+
+
+def _named_for(
+    form: Dialect, adapter: Adapter, source: str, architecture: Optional[str], base_config: Optional[Mapping[str, Any]]
+) -> KnownBase:
+    """Gives the cells of an adapter the names that a form is written from, and returns what is known of its base."""
+    if form.world:
+        parts.of_one_model(adapter, source)
+    if form.world in (HF, MCORE):
+        # A checkpoint of an mcore network has its own paths.
+        rename(adapter, names.canonical(adapter.paths))
+    base = known_base(adapter, architecture, base_config)
+    kind = base.architecture
+    if kind and not kind.legacy:
+        if form.world == LEGACY:
+            raise AdapterError(
+                f"MindFormers has {kind.title} ({base.reason}) as an mcore model alone, and format {form.form!r} has "
+                "the names of its legacy models. Write format 'mcore', which MindFormers' own LoRA reads, or 'peft', "
+                "which mindlora loads."
+            )
+        rename_for(adapter, kind)
+    return base
+
+
+def _concatenate(adapter: Adapter, heads: Heads, form: Dialect, to: str) -> None:
+    """Joins all pairs that can be, for a model with qkv_concat."""
+    if form.world == HF:
+        raise AdapterError(f"PEFT has no joined modules: leave concatenate (--concat) out for format {to!r}.")
+    _join_all(adapter, heads, adapter.paths)
 
 
 def _leave_base_tables(adapter: Adapter) -> Tuple[str, ...]:
@@ -181,17 +200,6 @@ def _leave_base_tables(adapter: Adapter) -> Tuple[str, ...]:
     for name in tables:
         del adapter.saved_modules[name]
     return tables
-
-
-def _extras(to: str) -> Extras:
-    """Returns what PEFT's form alone has a place for."""
-    is_peft = to == peft.Peft.form
-    return Extras(token_rows=is_peft, invocation_tokens=is_peft)
-
-
-def _base_in_llama_cpp(architecture: Optional[str], config: Dict[str, Any], heads: Heads) -> llama_cpp.Base:
-    tied = config.get("tie_word_embeddings") is True
-    return llama_cpp.Base(architecture or config.get("model_type"), heads.heads, heads.kv_heads, tied)
 
 
 def _arrange_experts(adapter: Adapter, experts: Optional[str], form: Dialect) -> None:
@@ -211,16 +219,6 @@ def check_free(source: str, output: str, overwrite: bool) -> None:
         raise LoraError(f"{output} holds the input {source}, which would be replaced with it. Give another path.")
     if os.path.lexists(output) and not overwrite:
         raise LoraError(f"{output} exists already. Give another path, or replace it with overwrite (--overwrite).")
-
-
-def _check_form(base: KnownBase, form: Dialect) -> None:
-    """Raises AdapterError if MindFormers has no legacy model of the kind, whose names a form has."""
-    if form.world == LEGACY and base.architecture and not base.architecture.legacy:
-        raise AdapterError(
-            f"MindFormers has {base.architecture.title} ({base.reason}) as an mcore model alone, and format "
-            f"{form.form!r} has the names of its legacy models. Write format 'mcore', which MindFormers' own "
-            "LoRA reads, or 'peft', which mindlora loads."
-        )
 
 
 def _completed(heads: Heads, config: Dict[str, Any]) -> Heads:

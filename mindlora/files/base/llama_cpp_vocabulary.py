@@ -110,12 +110,8 @@ def _steps(content: Mapping, stage: str) -> Iterator[Mapping]:
 def _adds_space(content: Mapping) -> bool:
     """Returns whether a space is put before a text."""
     prepends = any(step.get("type") == "Prepend" for step in _steps(content, "normalizer"))
-    schemes = (step.get("prepend_scheme", "always") for step in _steps(content, "pre_tokenizer") if _is_metaspace(step))
-    return prepends or any(scheme != "never" for scheme in schemes)
-
-
-def _is_metaspace(step: Mapping) -> bool:
-    return step.get("type") == "Metaspace"
+    metaspaces = (step for step in _steps(content, "pre_tokenizer") if step.get("type") == "Metaspace")
+    return prepends or any(step.get("prepend_scheme", "always") != "never" for step in metaspaces)
 
 
 def _split(content: Mapping, path: str) -> str:

@@ -231,7 +231,7 @@ class _Merging:
         self._new_head: Optional[str] = None
         self._settle_head()
         self.notes = self._check_base(heads, on_base_mismatch)
-        arrange(adapter, self._cell_shapes(heads), self._base_weight)
+        arrange(adapter, self._cell_shapes(heads), lambda path: to_float32(self._whole(f"{path}.weight")))
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
         self._saved_modules = {self._own[name]: array for name, array in adapter.saved_modules.items()}
@@ -377,9 +377,6 @@ class _Merging:
         inside = (indices >= begin) & (indices < end)
         table[indices[inside] - begin] = from_float32(to_float32(rows[inside]), table.dtype)
         return table
-
-    def _base_weight(self, path):
-        return to_float32(self._whole(f"{path}.weight"))
 
     def _whole(self, name: str) -> np.ndarray:
         """Returns a tensor of the base, by its name under MindFormers' names."""

@@ -6,7 +6,7 @@ Safetensors are read row by row as requested. A .ckpt is read into memory as a w
 import contextlib
 import functools
 import os
-from typing import Container, Dict, Iterable, List, Optional, Union
+from typing import Dict, Iterable, List, Optional, Union
 
 import numpy as np
 
@@ -112,7 +112,9 @@ class BaseCheckpoint:
                 self._add(name)
             if weight_map is not None:
                 self._check_index(weight_map)
-            self.training_state = [name for name in self._file_of if _is_training_state(name, self._file_of)]
+            # An optimizer's tensors are called as its parameters, after a prefix.
+            of_parameters = {name for name in self._file_of if name.partition(".")[2] in self._file_of}
+            self.training_state = [name for name in self._file_of if name in _RUN_STATE or name in of_parameters]
             if self.is_step:
                 self.adapter_tensors = [name for name in self._file_of if name.endswith(_ADAPTER_ENDINGS)]
                 self._check_unchanged()
@@ -246,11 +248,6 @@ class CkptFile:
 
 
 OpenFile = Union[TensorFile, CkptFile, step_folder.StepFolder, mcore_view.McoreView]
-
-
-def _is_training_state(name: str, present: Container[str]) -> bool:
-    """Returns whether a tensor is an optimizer's, called as its parameter after a prefix, or a run's."""
-    return name in _RUN_STATE or name.partition(".")[2] in present
 
 
 def detect_world(path: str, tensor_names: Iterable[str], architecture: Architecture) -> str:

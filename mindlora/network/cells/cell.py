@@ -1,70 +1,53 @@
-"""LoRACell: what every cell with an adapter has in common."""
+"""LoRACell: how a cell with an adapter takes the place of a cell of the base model."""
 
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
-import numpy as np
 from mindspore import Parameter, Tensor, nn
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import initializer
 
-from mindlora.core.errors import MergeError, UnsupportedCellError
+from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics import initializers
 from mindlora.core.numerics.pair_shapes import LINEAR, PairLayout
 from mindlora.models.lora_config import LoraConfig
-from mindlora.models.variants.registry import LORA, PARAMETERS
-from mindlora.models.variants.variant import Variant
+from mindlora.network.cells.adapter_parts import AdapterParts
 from mindlora.network.cells.initial_values import initial_values
-from mindlora.network.tensors import to_array
 
 # The name of a cell's weight: in most cells, in MindFormers' embeddings, in MindSpore's embeddings.
 WEIGHTS = ("weight", "embedding_weight", "embedding_table")
 
 
-class LoRACell(nn.Cell):
+class LoRACell(AdapterParts):
     """Base of the cells that replace a cell of the base model and add an adapter to it.
 
-    A subclass says what it replaces (base_types, check, weight_shape) and which adapter it is (variant, layout), and
-    has three hooks, in the order in which they are called::
+    This is all that a new variant says, in the order in which it is asked; a variant on linear cells is a subclass of
+    LoRADense, which says the rest. What files, merges and training ask of a cell is in AdapterParts::
 
-        kind_of(cell, config)                 picks the class by base_types and variant
-          from_cell(cell, config)             check, then settings of the configuration
-            1  _adopt(cell, config)           takes over weight, bias and operators of the base
-            2  _add_adapter(config, shared)   adds A and B, or the parts of another variant, and the operators for them
-        construct(x)                          linear cells share one
-            3  _adapted(x)                    the equation, from a base (linear_base) and a low-rank path (low_rank)
+        variant, layout                       which adapter it is, and what A and B look like on it
+        kind_of(cell, config)                 picks the class:
+            base_types()                        by the cells that it replaces (linear cells: base_kind)
+            variant                             and by its variant
+        shared_parameters(cells, config)      what its cells share, if anything (VeRA)
+        from_cell(cell, config)               makes the cell:
+            check(cell, config)                 refuses what it cannot replace
+            _adopt(cell, config)                takes over weight, bias and operators of the base
+            weight_shape(cell)                  from which part_shapes follows
+            _add_adapter(config, shared)        adds the parts (_add_parts), and the operators for them
+        construct(x)                          computes; linear cells share one, in which a variant has
+            _adapted(x)                         the equation, from a base (linear_base) and a low-rank path (low_rank)
 
     Attributes:
         weight (Parameter): The base's weight.
         lora_rank, lora_alpha, use_rslora, scale, dropout_rate: As in LoraConfig.
-        variant (Variant): The variant of LoRA that it computes.
         layout (PairLayout): What A and B look like on it.
-        parameter_names (mapping): Part -> name of its parameter.
         invocation_tokens (tuple of int): The tokens from which on it acts (alora_invocation_tokens); empty if on all.
         lora_init (str or None): As in LoraConfig; None once a loaded adapter has replaced the initial one.
-        initial_pair (InitialPair or None): The initial A and B whose product was subtracted from the base (see
-            initialize_adapters); None if nothing was subtracted.
         projection_key (int): The key that VeRA's shared projection is drawn from.
         freeze_lora_a (bool): Whether only B trains.
-        before_merge (tuple or None): While the adapter is merged (see merge_lora), the values of merge_parameters()
-            before the merge, as arrays.
     """
 
-    variant: Variant = LORA
     layout: PairLayout = LINEAR
-    parameter_names: Mapping[str, str] = PARAMETERS
-    initial_pair = None
     projection_key = 0
-    before_merge = None
-
-    @property
-    def compile_phase(self) -> str:
-        """The compiled graph that the cell belongs to, as MindSpore names it."""
-        return self._compile_phase
-
-    @compile_phase.setter
-    def compile_phase(self, value: str) -> None:
-        # MindSpore sets it at every call of a network in graph mode, two microseconds for each cell, and there are
-        # several below this one. They need it only when it changes.
-        if value != self._compile_phase:
-            nn.Cell.compile_phase.fset(self, value)
 
     @classmethod
     def from_cell(cls, cell: nn.Cell, config: LoraConfig, shared: Optional[Tuple[Parameter, ...]] = None) -> "LoRACell":
@@ -117,17 +100,12 @@ class LoRACell(nn.Cell):
 
         The cell may have the adapter already.
         """
-        return cls.variant.tensor_shapes(cls.layout, cls.weight_shape(cell), rank, cls.groups_of(cell))
+        return cls.variant.tensor_shapes(cls.layout, cls.weight_shape(cell), rank, groups_of(cell))
 
     @classmethod
     def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
         """Returns the shape of a cell's weight as ``layout`` takes it; the cell is as for part_shapes."""
         raise NotImplementedError
-
-    @staticmethod
-    def groups_of(cell: nn.Cell) -> int:
-        """Returns the number of groups of a convolution, and 1 of any other cell."""
-        return getattr(cell, "group", getattr(cell, "groups", 1))
 
     @classmethod
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
@@ -142,7 +120,12 @@ class LoRACell(nn.Cell):
         a, b = initial_values(config, shapes["A"], shapes["B"])
         self._add_parts({"A": a, "B": b})
 
-    def _add_parts(self, values):
+    def _drawn(self, config: LoraConfig, initializers_of: Mapping[str, Any]) -> Dict[str, Tensor]:
+        """Returns part -> initial value, by the initializer of each part, in the dtype of param_init_type."""
+        shapes, dtype = self.part_shapes(self, self.lora_rank), getattr(mstype, config.param_init_type)
+        return {part: initializer(init, list(shapes[part]), dtype) for part, init in initializers_of.items()}
+
+    def _add_parts(self, values: Mapping[str, Tensor]) -> None:
         """Adds parameters of the adapter: part -> initial value."""
         trained = self.variant.trained_parts(self)
         for part, value in values.items():
@@ -160,70 +143,6 @@ class LoRACell(nn.Cell):
         """The cell that this one replaced."""
         return self._adopted[0]
 
-    def parts(self) -> Dict[str, Parameter]:
-        """Returns this cell's own parameters of the adapter, by part (see PARAMETERS)."""
-        return {part: getattr(self, name) for part, name in self.parameter_names.items() if hasattr(self, name)}
-
-    def name_parts(self, path: str) -> None:
-        """Gives the parts their names in a network, in which ``path`` is the prefix of the cell's parameters."""
-        for part, parameter in self.parts().items():
-            parameter.name = f"{path}.{self.parameter_names[part]}"
-
-    def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
-        """Returns the parts as a file holds them, in their stored dtypes; empty if the adapter has no rank left.
-
-        With ``keep_zeros``, what adds nothing is kept where a cell would leave it out.
-        """
-        return {part: to_array(parameter) for part, parameter in self.parts().items()}
-
-    def shared_parts(self) -> Dict[str, Parameter]:
-        """Returns the parameters of the adapter that all cells of the network share, by part."""
-        return {}
-
-    def lora_parameters(self) -> Tuple[Parameter, ...]:
-        """Returns the parameters of parts()."""
-        return tuple(self.parts().values())
-
-    def pair(self) -> Tuple[np.ndarray, np.ndarray]:
-        """Returns copies of A and B in NumPy. The adapter adds scale B A to W."""
-        return self.mindpet_delta_lora_a.asnumpy().copy(), self.mindpet_delta_lora_b.asnumpy().copy()
-
-    def trained_parameters(self) -> Tuple[Parameter, ...]:
-        """Returns the lora_parameters() that train."""
-        trained = self.variant.trained_parts(self)
-        return tuple(parameter for part, parameter in self.parts().items() if part in trained)
-
-    @property
-    def awaits_initialization(self) -> bool:
-        """Whether initialize_adapters has yet to make A and B from the base's weight."""
-        return initializers.changes_base(self.lora_init) and self.initial_pair is None
-
-    def load_part(self, part: str, array: np.ndarray) -> None:
-        """Sets one of PARAMETERS to values from a file, of the shape that part_shapes gives, cast to its dtype."""
-        parameter = self.parts()[part]
-        parameter.set_data(Tensor(np.ascontiguousarray(array), parameter.dtype))
-
-    def prepare(self) -> None:
-        """Called before the adapter is trained, saved or merged."""
-
-    def merge_parameters(self) -> Tuple[Parameter, ...]:
-        """Returns the parameters that merging changes: W, the zero_part, then any others that the variant has."""
-        return self.weight, self.parts()[self.variant.zero_part]
-
-    def silence(self) -> None:
-        """Switches the adapter off: from then on, the cell computes what the plain cell does."""
-        fill(self.parts()[self.variant.zero_part], 0)
-
-    @property
-    def merged(self) -> bool:
-        """Whether the adapter is merged into W (see merge_lora), and the zero_part is zero."""
-        return self.before_merge is not None
-
-    @property
-    def adapter_path(self) -> str:
-        """The prefix of the adapter's parameters, without the last dot; empty for a cell outside of a network."""
-        return self.parts()[self.variant.zero_part].name.rpartition(".")[0]
-
     def plain_cell(self) -> nn.Cell:
         """Returns the cell that this one replaced, with this one's weight, bias and settings."""
         cell = self.base_cell
@@ -232,25 +151,6 @@ class LoRACell(nn.Cell):
                 setattr(cell, name, self.bias if name == "bias" else self.weight)
         carry_settings(self, cell)
         return cell
-
-    def add_flags(self, **flags: Any) -> nn.Cell:
-        """Sets flags as nn.Cell does. A network's set_train calls this on its cells, instead of their set_train.
-
-        Raises:
-            MergeError: Training is switched on while the adapter is merged.
-        """
-        if flags.get("training") and self.merged:
-            raise MergeError(
-                f"{self.adapter_path or 'The cell'} is merged into its base and cannot train: call unmerge_lora first, "
-                "or set_train(False) to go on without training."
-            )
-        return super().add_flags(**flags)
-
-
-def fill(parameter: Parameter, value: float) -> None:
-    """Sets every element of a parameter to the same value."""
-    # from_numpy shares the array, whereas Tensor would copy it.
-    parameter.set_data(Tensor.from_numpy(np.full_like(parameter.asnumpy(), value)))
 
 
 def refuse_own_forward(cell: nn.Cell, types: Tuple[type, ...], replacement: str) -> None:
@@ -267,6 +167,11 @@ def refuse_unsupported(config: LoraConfig, *bases: str) -> None:
     refusal = config.variant.refusal(config, *bases)
     if refusal:
         raise UnsupportedCellError(refusal)
+
+
+def groups_of(cell: nn.Cell) -> int:
+    """Returns the number of groups of a convolution, and 1 of any other cell."""
+    return getattr(cell, "group", getattr(cell, "groups", 1))
 
 
 def carry_settings(source: nn.Cell, target: nn.Cell) -> None:

@@ -8,7 +8,7 @@ from mindspore.common import dtype as mstype
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.pair_shapes import CONVOLUTION
 from mindlora.models.lora_config import LoraConfig
-from mindlora.network.cells.cell import LoRACell, refuse_own_forward, refuse_unsupported
+from mindlora.network.cells.cell import LoRACell, groups_of, refuse_own_forward, refuse_unsupported
 
 
 class ConvBase(nn.Cell):
@@ -88,7 +88,7 @@ class LoRAConv2d(LoRACell):
         kind = type(cell).__name__
         refuse_own_forward(cell, cls.base_types(), "LoRAConv2d")
         cls.base_kind.check(cell)
-        group = cls.groups_of(cell)
+        group = groups_of(cell)
         if config.lora_rank % group:
             raise UnsupportedCellError(
                 f"{kind} has {group} groups, which do not divide lora_rank {config.lora_rank}. Choose a rank that they "
@@ -102,7 +102,7 @@ class LoRAConv2d(LoRACell):
 
     def _adopt(self, cell, config):
         self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
-        self.group = self.groups_of(cell)
+        self.group = groups_of(cell)
         self.kernel_size = cell.kernel_size
         self.weight = cell.weight
         self.bias = cell.bias

@@ -122,7 +122,7 @@ class LoRADense(LoRACell):
         adopt_linear(self, cell, self.base_kind.of(cell, config.compute_dtype))
         adopt_weight(self, cell)
         self.cast = ops.Cast()
-        self.trained = TrainedRead()
+        self.trained = TrainedRead(self.dtype)
         if config.alora_invocation_tokens:
             picks = activated_low_rank(self.dropout_rate)
         elif self.not_fused:
@@ -132,36 +132,24 @@ class LoRADense(LoRACell):
         self.choice, self.low_rank, self.decode = picks
 
     def construct(self, x: Tensor) -> Tensor:
-        return self._forward(x)
-
-    def _forward(self, x):
         y = self._adapted(self.base.tokens(x))
         if self.activation_flag:
             y = self.activation(y)
         return self.base.like(y, x)
 
     def _adapted(self, x):
-        """x W^T + bias + ((dropout(x) A^T) * scale) B^T."""
-        a, b = self._cast_pair()
+        """x W^T + bias + ((dropout(x) A^T) * scale) B^T of tokens [tokens, in_channels]; the equation of a variant."""
+        a, b = self.trained.of(self.mindpet_delta_lora_a), self.trained.of(self.mindpet_delta_lora_b)
         if self.decode is not None and self.decode.takes(x):
-            bias = self.cast(self.bias, self.dtype) if self.has_bias else None
-            return self.decode.linear(x, self.cast(self.weight, self.dtype), bias, a, b, self.scale)
-        return self.low_rank.add_to(self._base(x), x, a, b, self.scale)
+            return self.decode.linear(x, self.weight, self.bias, a, b, self.scale)
+        y = self.base.linear(x, self._operands(), self.bias)
+        return self.low_rank.add_to(y, x, a, b, self.scale)
 
-    def _base(self, x):
-        """x W^T + bias."""
-        return self.base.linear(x, self._weight(), self.bias)
-
-    def _weight(self):
+    def _operands(self):
         """What x is multiplied by: W in the dtype of the products, or the tensors of a quantized W."""
         if self.packed:
             return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
         return (self.cast(self.weight, self.dtype),)
-
-    def _cast_pair(self):
-        """A and B in the dtype of the products."""
-        a, b = self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
-        return self.trained.of(a, self.dtype), self.trained.of(b, self.dtype)
 
     def extend_repr(self) -> str:
         quantization = f", quantization={self.quantization}" if self.quantization else ""

@@ -62,13 +62,13 @@ class LoRAEmbedding(LoRACell):
     def _adopt(self, cell, config):
         self.weight = weight_of(cell)
         # An output head that shares the table reads it under its own name.
-        setattr(self, _table_name(cell), self.weight)
+        setattr(self, "embedding_table" if isinstance(cell, nn.Embedding) else "embedding_weight", self.weight)
         self.in_channels, self.out_channels = self.weight.shape
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else self.weight.dtype
         self.flattens = getattr(cell, "rmsnorm_compute_2d", False)
         self.gather = ops.Gather()
         self.cast = ops.Cast()
-        self.trained = TrainedRead()
+        self.trained = TrainedRead(self.dtype)
         self.reshape = ops.Reshape()
         self.transpose = ops.Transpose()
         self.lora_b_matmul = ops.MatMul(transpose_b=True)
@@ -91,7 +91,7 @@ class LoRAEmbedding(LoRACell):
         y = self.gather(self.weight, ids, 0)
         a = self.transpose(self.cast(self.mindpet_delta_lora_a, self.dtype), (1, 0))
         low_rank = self.gather(a, self.reshape(ids, (-1,)), 0) * self.cast(self.scale, self.dtype)
-        update = self.lora_b_matmul(low_rank, self.trained.of(self.mindpet_delta_lora_b, self.dtype))
+        update = self.lora_b_matmul(low_rank, self.trained.of(self.mindpet_delta_lora_b))
         return y + self.cast(self.reshape(update, y.shape), y.dtype)
 
     def extend_repr(self) -> str:
@@ -120,7 +120,3 @@ def only_embedding(network: nn.Cell, field: str, purpose: str) -> nn.Cell:
             f"{', '.join(embeddings) or 'none'}. Remove {field}."
         )
     return next(iter(embeddings.values()))
-
-
-def _table_name(cell) -> str:
-    return "embedding_table" if isinstance(cell, nn.Embedding) else "embedding_weight"

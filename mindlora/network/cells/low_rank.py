@@ -23,7 +23,7 @@ from mindlora.ops.measured import measured
 
 
 class TrainedRead(nn.Cell):
-    """A parameter that trains, in the dtype of the products: in a compiled step on a CPU, a copy of it.
+    """A parameter that trains, in ``dtype``, that of the products: in a compiled step on a CPU, a copy of it.
 
     MindSpore reads a parameter without a copy, and lets nothing write to it before all operators that read it are done.
     It does so by making their outputs inputs of the write. A train step writes in a branch, which it takes if no
@@ -33,16 +33,17 @@ class TrainedRead(nn.Cell):
     It holds no parameter. The cell calls ``of``, not construct, so that PyNative does not pay for another cell.
     """
 
-    def __init__(self):
+    def __init__(self, dtype: mstype.Type):
         super().__init__()
+        self.dtype = dtype
         self.copies = ms.get_context("device_target") == "CPU" and ms.get_context("mode") == ms.GRAPH_MODE
         self.cast = ops.Cast()
         self.copy = ops.Identity()
 
-    def of(self, parameter: Parameter, dtype: mstype.Type) -> Tensor:
-        """The value of a parameter in ``dtype``; a cast to another dtype is a copy already."""
-        value = self.cast(parameter, dtype)
-        return self.copy(value) if self.copies and self.training and parameter.dtype == dtype else value
+    def of(self, parameter: Parameter) -> Tensor:
+        """The value of a parameter in ``dtype``; a cast from another dtype is a copy already."""
+        value = self.cast(parameter, self.dtype)
+        return self.copy(value) if self.copies and self.training and parameter.dtype == self.dtype else value
 
 
 # Seeds for dropout, which a network draws while it runs.
@@ -204,11 +205,13 @@ class OnePass(nn.Cell):
         """Whether the cell is not training, and x is known at compile time to have few enough tokens."""
         return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= self.most_tokens
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], a: Tensor, b: Tensor, scale: Scale) -> Tensor:
-        """x W^T + bias + ((x A^T) * scale) B^T as [tokens, out], all of one dtype; ``bias`` may be None."""
-        scale = self.cast(scale, mstype.float32)
+    def linear(
+        self, x: Tensor, weight: Parameter, bias: Optional[Parameter], a: Tensor, b: Tensor, scale: Scale
+    ) -> Tensor:
+        """x W^T + bias + ((x A^T) * scale) B^T as [tokens, out]; x, A and B have one dtype, that of the result."""
+        weight, scale = self.cast(weight, x.dtype), self.cast(scale, mstype.float32)
         if self.has_bias:
-            return self.lora_linear(x, weight, a, b, scale, bias)
+            return self.lora_linear(x, weight, a, b, scale, self.cast(bias, x.dtype))
         return self.lora_linear(x, weight, a, b, scale)
 
 

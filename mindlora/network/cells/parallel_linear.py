@@ -109,9 +109,7 @@ def _product(kind, in_channels, out_channels, cell):
 class ParallelBase(LinearBase):
     """The base of the linear cells of mcore models, which compute as other linear cells do where they are whole."""
 
-    @staticmethod
-    def types() -> Tuple[type, ...]:
-        return parallel_linear_types()
+    types = staticmethod(parallel_linear_types)
 
     @classmethod
     def check(cls, cell: nn.Cell) -> None:
@@ -166,7 +164,7 @@ class ShardedBase(ParallelBase):
 
 def _construct(self, x, weight=None):
     # The network passes a weight only to a cell without one of its own, which check refuses.
-    return self._forward(x), None if self.has_bias else self.bias
+    return self.computed(x), None if self.has_bias else self.bias
 
 
 def on_parallel_linear(kind: Type[nn.Cell], base_kind: Type[LinearBase] = ParallelBase) -> Type[nn.Cell]:
@@ -176,8 +174,8 @@ def on_parallel_linear(kind: Type[nn.Cell], base_kind: Type[LinearBase] = Parall
     """
     name = kind.__name__.replace("Dense", "ParallelLinear")
     document = f"{kind.__name__} for the linear cells of mcore models."
-    members = {"__doc__": document, "__module__": __name__, "base_kind": base_kind, "construct": _construct}
-    return type(name, (kind,), members)
+    members = {"__doc__": document, "__module__": __name__, "base_kind": base_kind}
+    return type(name, (kind,), {**members, "construct": _construct, "computed": kind.construct})
 
 
 class LoRAParallelLinear(LoRADense):
@@ -202,6 +200,8 @@ class LoRAParallelLinear(LoRADense):
 
     base_kind = ParallelBase
     construct = _construct
+    # super() in a graph is that of the cell's own class, whichever class the method is of.
+    computed = LoRADense.construct
 
 
 NF4ParallelLinear = on_parallel_linear(NF4Dense)

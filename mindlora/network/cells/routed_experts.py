@@ -1,7 +1,7 @@
 """What MindFormers' FFNGroupedGEMM computes, with adapters on its experts' weights or with 4-bit ones."""
 
 import sys
-from typing import Dict, Iterable, Iterator, Mapping, Tuple
+from typing import Dict, Iterable, Mapping, Tuple
 
 from mindspore import Tensor, nn, ops
 from mindspore.ops.operations import Morph
@@ -103,14 +103,16 @@ def _of_tokens(*inputs: object) -> object:
     return inputs[0]
 
 
-def cells_and_weights(network: nn.Cell) -> Iterator[Tuple[str, nn.Cell]]:
-    """Yields (path, cell) for each cell of a network, and after experts (path, ExpertWeight) for their weights."""
-    for path, cell in network.cells_and_names():
+def cells_and_weights(modules: Mapping[str, nn.Cell]) -> Dict[str, nn.Cell]:
+    """Returns path -> cell of all ``modules`` of a network, and after experts path -> ExpertWeight of their weights."""
+    cells: Dict[str, nn.Cell] = {}
+    for path, cell in modules.items():
         if isinstance(cell, (PyNativeExpertWeight, LoRAPyNativeExpertWeight)):
             continue  # It comes after its experts, under the name of the parameter.
-        yield path, cell
+        cells[path] = cell
         for leaf, weight in _weights_of(cell).items():
-            yield f"{path}.{leaf}" if path else leaf, weight
+            cells[f"{path}.{leaf}" if path else leaf] = weight
+    return cells
 
 
 def _weights_of(cell: nn.Cell) -> Mapping[str, nn.Cell]:
@@ -125,12 +127,12 @@ def _weights_of(cell: nn.Cell) -> Mapping[str, nn.Cell]:
     return {}
 
 
-def holders_with(network: nn.Cell, replaced: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cell]:
+def holders_with(modules: Mapping[str, nn.Cell], replaced: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cell]:
     """Returns id of FFNGroupedGEMM or GroupedMLP -> what to put in its place, for pairs (base cell, its replacement).
 
-    Weights that are in a RoutedExperts already are cells of the network and need none.
+    Weights that are in a RoutedExperts already are ``modules`` of the network and need none.
     """
-    present = {id(cell) for _, cell in network.cells_and_names()}
+    present = set(map(id, modules.values()))
     holders: Dict[int, nn.Cell] = {}
     weights: Dict[int, Dict[str, nn.Cell]] = {}
     for base, cell in replaced:

@@ -71,7 +71,7 @@ class StackedLoRADense(nn.Cell):
         self.product = ops.BatchMatMul(transpose_b=True)
         self.scale = BroadcastMul()
         self.cast = ops.Cast()
-        self.trained = TrainedRead()
+        self.trained = TrainedRead(self.dtype)
         self.reshape = ops.Reshape()
         carry_settings(cell, self)
         return self
@@ -82,7 +82,7 @@ class StackedLoRADense(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         tokens = self.base.tokens(x)
-        y = self.base.linear(tokens, self._weight(), self.bias) + self._delta(tokens)
+        y = self.base.linear(tokens, self._operands(), self.bias) + self._delta(tokens)
         if self.activation_flag:
             y = self.activation(y)
         return self.base.like(y, x)
@@ -91,13 +91,13 @@ class StackedLoRADense(nn.Cell):
         """((dropout(x_k) A_k^T) scale_k) B_k^T of all tokens, [tokens, out]."""
         if self.dropout is not None and self.training:
             tokens = self.dropout(tokens)
-        a = self.trained.of(self.mindpet_delta_lora_a, self.dtype)
-        b = self.trained.of(self.mindpet_delta_lora_b, self.dtype)
+        a = self.trained.of(self.mindpet_delta_lora_a)
+        b = self.trained.of(self.mindpet_delta_lora_b)
         low = self.product(self.reshape(tokens, (self.adapters, -1, self.in_channels)), a)
         low = self.scale(low, self.cast(self.scales, self.dtype))
         return self.reshape(self.product(low, b), (-1, self.out_channels))
 
-    def _weight(self):
+    def _operands(self):
         """What x is multiplied by: W in the dtype of the products, or the tensors of a quantized W."""
         if self.packed:
             return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets

@@ -128,7 +128,8 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
             with ms.DeviceCtx("meta"):
                 return {part: mint.empty(shape, dtype=dtype) for part, shape in transposed.items()}
         values = initial_values(self.config, shapes["A"], shapes["B"])
-        return {part: ops.transpose(_allocated(value), (0, 2, 1)) for part, value in zip("AB", values)}
+        allocated = [value.init_data() if value.has_init else value for value in values]
+        return {part: ops.transpose(value, (0, 2, 1)) for part, value in zip("AB", allocated)}
 
     def reset_parameter(self) -> None:
         """Sets all parameters to their initial values, where MindFormers has made room for them."""
@@ -267,7 +268,3 @@ def _on(grouped_mlp: type) -> type:
 def _cell_name(leaf: str) -> str:
     # Not that of the parameter, which MindFormers would then set to a Parameter in vain.
     return f"{leaf}_cell"
-
-
-def _allocated(value: Tensor) -> Tensor:
-    return value.init_data() if value.has_init else value

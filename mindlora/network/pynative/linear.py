@@ -21,11 +21,11 @@ from mindlora.core.numerics.initializers import InitialPair
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.variants.registry import PARAMETERS, PYNATIVE_INITIAL, PYNATIVE_PARAMETERS
 from mindlora.models.variants.variant import SHARDED
-from mindlora.network.cells.cell import fill, refuse_unsupported
+from mindlora.network.cells.cell import refuse_unsupported
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
-from mindlora.network.tensors import to_array
+from mindlora.network.tensors import fill, to_array
 from mindlora.network.variants.dora import DoRADense
 from mindlora.network.variants.miss import MiSSDense
 from mindlora.network.variants.vera import VeRADense
@@ -77,9 +77,7 @@ def names_of(*parts: str) -> Mapping[str, str]:
 class PyNativeBase(LinearBase):
     """The base of MindFormers' Linear, which computes as other linear cells do where it is whole."""
 
-    @staticmethod
-    def types() -> Tuple[type, ...]:
-        return pynative_linear_types()
+    types = staticmethod(pynative_linear_types)
 
     @classmethod
     def check(cls, cell: nn.Cell) -> None:
@@ -193,7 +191,7 @@ class _OnPyNativeLinear(LoRADense):
         if is_sharded(self.weight):
             return self.linear_type.construct(self, input_, weight)
         # MindFormers multiplies by a transposed view of W, which a CPU copies at every step.
-        return self.base.like(self._base(self.base.tokens(input_)), input_)
+        return self.base.like(self.base.linear(self.base.tokens(input_), self._operands(), self.bias), input_)
 
     def reset_linear(self) -> None:
         """Sets W and bias to their initial values, by MindFormers' Linear."""

@@ -58,7 +58,7 @@ class NF4PyNativeLinear(NF4Dense):
         super()._adopt(cell, prefix, array)
 
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        return self._forward(input_)
+        return super().construct(input_)
 
     def reset_parameter(self) -> None:
         """Makes W NaN until it is loaded, and sets the bias to its initial value."""

@@ -90,9 +90,6 @@ class NF4Dense(nn.Cell):
         del cell.weight
 
     def construct(self, x: Tensor) -> Tensor:
-        return self._forward(x)
-
-    def _forward(self, x):
         weight = self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
         y = self.base.linear(self.base.tokens(x), weight, self.bias)
         if self.activation_flag:
@@ -190,11 +187,15 @@ def as_float32(parameter: Parameter) -> np.ndarray:
 
 def parameter_count(network: nn.Cell) -> int:
     """Returns the number of elements of all parameters, counting a quantized weight as W [out, in], as PEFT does."""
-    quantized = [cell for _, cell in network.cells_and_names() if getattr(cell, "quantization", None)]
+    sizes: Dict[int, int] = {}
+    quantized = []
+    for _, cell in network.cells_and_names():
+        sizes.update({id(p): p.size for _, p in cell.parameters_and_names(expand=False)})
+        if getattr(cell, "quantization", None):
+            quantized.append(cell)
     packed = {id(getattr(cell, name)) for cell in quantized for name in TENSOR_NAMES.values()}
-    return sum(p.size for p in network.get_parameters() if id(p) not in packed) + sum(
-        math.prod(matrix_shape(cell)) for cell in quantized
-    )
+    weights = sum(math.prod(matrix_shape(cell)) for cell in quantized)
+    return weights + sum(size for key, size in sizes.items() if key not in packed)
 
 
 # QLoRADense: LoRADense on a weight in 4-bit NormalFloat.

@@ -4,7 +4,7 @@ from typing import Dict, Tuple
 
 import numpy as np
 from mindspore.common import dtype as mstype
-from mindspore.common.initializer import Normal, initializer
+from mindspore.common.initializer import Normal
 
 from mindlora.core.numerics.dtypes import from_float32, to_float32
 from mindlora.models.variants.adalora import ADALORA
@@ -51,15 +51,15 @@ class AdaLoRADense(LoRADense):
     def _add_adapter(self, config, shared):
         self.scale = self.lora_alpha / (self.lora_rank + _EPSILON)
         self.budget_settings = config.budget_settings
-        dtype = getattr(mstype, config.param_init_type)
-        shapes = self.part_shapes(self, self.lora_rank)
         initial = {"A": Normal(_DEVIATION), "B": Normal(_DEVIATION), "lambda": "zeros"}
-        self._add_parts({part: initializer(init, list(shapes[part]), dtype) for part, init in initial.items()})
+        self._add_parts(self._drawn(config, initial))
 
     def _adapted(self, x):
-        a, b = self._cast_pair()
+        """x W^T + bias + ((dropout(x) A^T) * (scale Lambda)) B^T."""
+        a, b = self.trained.of(self.mindpet_delta_lora_a), self.trained.of(self.mindpet_delta_lora_b)
         scale = self.cast(self.mindpet_delta_lora_lambda, mstype.float32) * self.scale
-        return self.low_rank.add_to(self._base(x), x, a, b, scale)
+        y = self.base.linear(x, self._operands(), self.bias)
+        return self.low_rank.add_to(y, x, a, b, scale)
 
     def pair(self) -> Tuple[np.ndarray, np.ndarray]:
         a, b, weights = self._arrays()

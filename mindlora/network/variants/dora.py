@@ -1,15 +1,14 @@
 """DoRADense: LoRADense with a trained magnitude for each row of the weight."""
 
-from typing import Any, Tuple
+from typing import Any
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.common.initializer import Constant, initializer
+from mindspore.common.initializer import Constant
 
 from mindlora.core.errors import LoraError
 from mindlora.models.variants.dora import DORA
-from mindlora.network.cells.cell import fill
 from mindlora.network.cells.dense import LoRADense
 
 # How many rows of W, evenly spread, are compared to tell whether W has changed since the magnitude was initialized.
@@ -60,9 +59,7 @@ class DoRADense(LoRADense):
 
     def _add_adapter(self, config, shared):
         super()._add_adapter(config, shared)
-        dtype = getattr(mstype, config.param_init_type)
-        shape = self.part_shapes(self, self.lora_rank)["magnitude"]
-        self._add_parts({"magnitude": initializer(Constant(float("nan")), list(shape), dtype)})
+        self._add_parts(self._drawn(config, {"magnitude": Constant(float("nan"))}))
         self.add = ops.Add()
         self.mul = ops.Mul()
         self.div = ops.RealDiv()
@@ -76,8 +73,8 @@ class DoRADense(LoRADense):
 
     def _adapted(self, x):
         """g (x W^T + ((x A^T) * scale) B^T) + bias; with dropout in training, the equation that the class gives."""
-        a, b = self._cast_pair()
-        weight = self._weight()
+        a, b = self.trained.of(self.mindpet_delta_lora_a), self.trained.of(self.mindpet_delta_lora_b)
+        weight = self._operands()
         gain = self.cast(self._gain(weight[0], a, b), self.dtype)
         if self.dropout_rate > 0 and self.training:
             dropped = self.low_rank.drop(x)
@@ -142,13 +139,6 @@ class DoRADense(LoRADense):
         super().load_part(part, array)
         if part == "magnitude":
             self._initial = None
-
-    def merge_parameters(self) -> Tuple[Parameter, ...]:
-        return *super().merge_parameters(), self.mindpet_delta_lora_magnitude
-
-    def silence(self) -> None:
-        super().silence()
-        fill(self.mindpet_delta_lora_magnitude, np.nan)
 
     def add_flags(self, **flags: Any) -> nn.Cell:
         super().add_flags(**flags)

@@ -4,8 +4,6 @@ from typing import Tuple
 
 import numpy as np
 from mindspore import ops
-from mindspore.common import dtype as mstype
-from mindspore.common.initializer import initializer
 
 from mindlora.models.variants.miss import MISS
 from mindlora.network.cells.dense import LoRADense
@@ -37,8 +35,7 @@ class MiSSDense(LoRADense):
     not_fused = "MiSS adds up shards of x and multiplies them by no A"
 
     def _add_adapter(self, config, shared):
-        shape = self.part_shapes(self, self.lora_rank)["block"]
-        self._add_parts({"block": initializer("zeros", list(shape), getattr(mstype, config.param_init_type))})
+        self._add_parts(self._drawn(config, {"block": "zeros"}))
         missing = -self.in_channels % self.lora_rank
         self.is_filled = missing == 0
         self.shards = (self.in_channels + missing) // self.lora_rank
@@ -50,11 +47,11 @@ class MiSSDense(LoRADense):
 
     def _adapted(self, x):
         """x W^T + bias + (sum of the shards of dropout(x)) D^T."""
-        y = self._base(x)
+        y = self.base.linear(x, self._operands(), self.bias)
         x = self.low_rank.drop(x)
         x = x if self.is_filled else self.fill(x)
         low_rank = self.sum_shards(self.reshape(x, (-1, self.shards, self.lora_rank)), 1)
-        return self.add(y, self.expand(low_rank, self.trained.of(self.mindpet_delta_lora_miss_block, self.dtype)))
+        return self.add(y, self.expand(low_rank, self.trained.of(self.mindpet_delta_lora_miss_block)))
 
     def pair(self) -> Tuple[np.ndarray, np.ndarray]:
         block = self.mindpet_delta_lora_miss_block.asnumpy().astype(np.float32)

@@ -5,7 +5,7 @@ from typing import Dict, Sequence, Tuple
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.common.initializer import Constant, initializer
+from mindspore.common.initializer import Constant
 
 from mindlora.core.numerics.vera_projection import projection
 from mindlora.models.lora_config import LoraConfig
@@ -58,10 +58,7 @@ class VeRADense(LoRADense):
         self.slice = ops.Slice()
         self.mul = ops.Mul()
         self.reshape = ops.Reshape()
-        dtype = getattr(mstype, config.param_init_type)
-        shapes = self.part_shapes(self, self.lora_rank)
-        initial = {"lambda_d": Constant(config.d_initial), "lambda_b": "zeros"}
-        self._add_parts({part: initializer(init, list(shapes[part]), dtype) for part, init in initial.items()})
+        self._add_parts(self._drawn(config, {"lambda_d": Constant(config.d_initial), "lambda_b": "zeros"}))
 
     def shared_parts(self) -> Dict[str, Parameter]:
         return {"A": self.mindpet_delta_lora_vera_a, "B": self.mindpet_delta_lora_vera_b}
@@ -84,6 +81,7 @@ class VeRADense(LoRADense):
             shared.set_data(Tensor(values, shared.dtype))
 
     def _adapted(self, x):
+        """x W^T + bias + ((dropout(x) A^T) lambda_d) (diag(lambda_b) B)^T."""
         # Cast first: a CPU cannot slice every dtype that A and B can be stored in.
         a = self.cast(self.mindpet_delta_lora_vera_a, self.dtype)
         b = self.cast(self.mindpet_delta_lora_vera_b, self.dtype)
@@ -91,7 +89,8 @@ class VeRADense(LoRADense):
         lambda_b = self.reshape(self.cast(self.mindpet_delta_lora_lambda_b, self.dtype), (-1, 1))
         a = self._first(a, self.lora_rank, self.in_channels)
         b = self.mul(lambda_b, self._first(b, self.out_channels, self.lora_rank))
-        return self.low_rank.add_to(self._base(x), x, a, b, self.mindpet_delta_lora_lambda_d)
+        y = self.base.linear(x, self._operands(), self.bias)
+        return self.low_rank.add_to(y, x, a, b, self.mindpet_delta_lora_lambda_d)
 
     def _first(self, matrix, rows, columns):
         """The first rows and columns of a matrix, without a slice if those are all of it."""

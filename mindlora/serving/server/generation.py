@@ -89,7 +89,8 @@ class Call:
             watcher = self._loop.create_task(self._watch())
             self._on_close.callback(watcher.cancel)
             seconds = self._context.settings.request_seconds
-            timer = self._loop.call_later(seconds, self._finish_early, _out_of_time(seconds))
+            too_long = ApiError(f"The answer took longer than {seconds:g} seconds, the limit.", 504, "timeout")
+            timer = self._loop.call_later(seconds, self._finish_early, too_long)
             self._on_close.callback(timer.cancel)
             await self._submit(range(0, self.count, self.asked.n))
         except BaseException:
@@ -239,10 +240,6 @@ def check_ready(context: Context) -> None:
 def still_starting() -> ApiError:
     """Returns what a client is told before the engine takes requests."""
     return ApiError(f"The server is starting: ask again in {_SOON} seconds.", 503, "starting", retry_after=_SOON)
-
-
-def _out_of_time(seconds: float) -> ApiError:
-    return ApiError(f"The answer took longer than {seconds:g} seconds, the limit.", 504, "timeout")
 
 
 async def _stream_answer(call: Call, form: "Form", include_usage: bool, headers: Mapping[str, str]) -> Response:

@@ -62,7 +62,9 @@ class Diffusers(Dialect):
         parts.check_holds(wanted, parts.found_in(path for path, _ in part_keys.values()), file.path)
         if len(part_keys) < len(file.keys):
             raise unknown_tensors(set(file.keys) - set(part_keys), file)
-        return Keys({key: part_key for key, part_key in part_keys.items() if _is_of(part_key, wanted)})
+        if wanted is not None:
+            part_keys = {key: (path, half) for key, (path, half) in part_keys.items() if parts.split(path)[0] == wanted}
+        return Keys(part_keys)
 
     def complete(self, adapter: Adapter, file: File) -> None:
         take_settings(adapter, file.header, file.path)
@@ -154,11 +156,6 @@ def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
     if adapter.embeddings or adapter.variant not in (LORA, *([DORA] if dora else [])):
         what = "embeddings" if adapter.embeddings else adapter.variant.tensors
         raise AdapterError(f"Format {form!r} holds no {what}: {listed(adapter.paths)}. Write format 'peft'.")
-
-
-def _is_of(part_key: PartKey, part: Optional[str]) -> bool:
-    path, _ = part_key
-    return part is None or parts.split(path)[0] == part
 
 
 def _module(key: str) -> Tuple[str, str]:

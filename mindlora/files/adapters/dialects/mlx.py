@@ -148,7 +148,8 @@ def _is_transposed_slora(file: File) -> bool:
             return False
         path, part = part_key
         pairs.setdefault(path, {})[part] = file.fetch(key).shape
-    matrices = [(pair["A"], pair["B"]) for pair in pairs.values() if _are_matrices(pair)]
+    shapes = [(pair.get("A", ()), pair.get("B", ())) for pair in pairs.values()]
+    matrices = [(a, b) for a, b in shapes if len(a) == len(b) == 2]
     can_be_mlx = all(a[1] == b[0] for a, b in matrices)
     can_be_slora = all(a[0] == b[1] for a, b in matrices)
     if can_be_mlx == can_be_slora:
@@ -157,10 +158,6 @@ def _is_transposed_slora(file: File) -> bool:
             "Put the adapter_config.json that it was saved with beside it."
         )
     return can_be_mlx
-
-
-def _are_matrices(pair: Dict[str, Shape]) -> bool:
-    return len(pair.get("A", ())) == len(pair.get("B", ())) == 2
 
 
 def _parameters(content: Dict[str, Any], source: str) -> Tuple[int, float, float]:

@@ -193,7 +193,11 @@ def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
     for piece in pieces:
         twin = next((other for other in distinct if other.part == piece.part), None)
         if twin is not None:
-            _check_equal(name, twin, piece)
+            if twin.array.tobytes() != piece.array.tobytes():
+                raise AdapterFormatError(
+                    f"{name} differs between {twin.source} and {piece.source}, which hold copies of the same slice. "
+                    f"{_ONE_RUN}"
+                )
             continue
         if covered[piece.part.where].any():
             raise ShapeMismatchError(
@@ -209,13 +213,6 @@ def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
             "file. Copy the files of all ranks."
         )
     return whole
-
-
-def _check_equal(name: str, one: Piece, other: Piece) -> None:
-    if one.array.tobytes() != other.array.tobytes():
-        raise AdapterFormatError(
-            f"{name} differs between {one.source} and {other.source}, which hold copies of the same slice. {_ONE_RUN}"
-        )
 
 
 def _opt_index(layout: Layout, used: Sequence[int], place: List[int], name: str) -> int:
