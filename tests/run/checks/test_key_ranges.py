@@ -5,6 +5,7 @@ import pytest
 from mindlora.cli.doctor.examination import check_yaml
 from mindlora.core.errors import ConfigMistakes
 from mindlora.run.checks.key_ranges import check_keys, check_shape
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import launcher
 from tests.support.runs import LORA_YAML, read_yaml, write_yaml
 
@@ -22,7 +23,8 @@ def changed(key, value):
 
 def test_a_good_yaml_has_no_mistake():
     config = read_yaml(LORA_YAML)
-    assert [*check_shape(config), *check_keys(config)] == []
+    run = YamlRun(config)
+    assert [*check_shape(run), *check_keys(run)] == []
 
 
 SHAPES = {
@@ -41,7 +43,7 @@ SHAPES = {
 def test_a_node_of_the_wrong_kind_is_named(name, tmp_path):
     key, value, message = SHAPES[name]
     config = changed(key, value)
-    assert [message in str(finding) for finding in check_shape(config)] == [True]
+    assert [message in str(finding) for finding in check_shape(YamlRun(config))] == [True]
     path = str(write_yaml(tmp_path, config))
     assert [message in str(finding) for finding in check_yaml(path)] == [True]
     with pytest.raises(ConfigMistakes) as raised:
@@ -72,12 +74,13 @@ NUMBERS = {
 @pytest.mark.parametrize("key", NUMBERS)
 def test_a_number_that_is_none_or_out_of_range_is_named(key):
     value, message = NUMBERS[key]
-    assert [message in str(finding) for finding in check_keys(changed(key, value))] == [True]
+    assert [message in str(finding) for finding in check_keys(YamlRun(changed(key, value)))] == [True]
 
 
 def test_a_run_that_does_not_train_needs_no_numbers_of_training():
-    assert list(check_keys({**changed("runner_config.epochs", 0), "run_mode": "predict"})) == []
-    assert list(check_keys(changed("runner_wrapper.scale_sense", {"type": "DynamicLossScaleUpdateCell"}))) == []
+    assert list(check_keys(YamlRun({**changed("runner_config.epochs", 0), "run_mode": "predict"}))) == []
+    scaled = changed("runner_wrapper.scale_sense", {"type": "DynamicLossScaleUpdateCell"})
+    assert list(check_keys(YamlRun(scaled))) == []
 
 
 def test_all_wrong_nodes_are_named_at_once():
