@@ -45,7 +45,7 @@ def loads_by_tensor(run: YamlRun) -> bool:
         return False
     if not path or not os.path.exists(path):
         return run.at("load_ckpt_format") == _SAFETENSORS
-    if not _has_safetensors(path):
+    if not any(name.endswith(f".{_SAFETENSORS}") for name in (os.listdir(path) if os.path.isdir(path) else [path])):
         return False
     try:
         with BaseCheckpoint(path) as base:
@@ -80,12 +80,6 @@ def check_slicing(run: YamlRun) -> Iterator[Finding]:
             f"safetensors, as those in {path}, with True alone.",
             "Set auto_trans_ckpt: True and parallel_mode: 1, or name a .ckpt, which every device reads for itself.",
         )
-
-
-def _has_safetensors(path: str) -> bool:
-    if os.path.isdir(path):
-        return any(name.endswith(f".{_SAFETENSORS}") for name in os.listdir(path))
-    return path.endswith(f".{_SAFETENSORS}")
 
 
 _KEY = "load_checkpoint"

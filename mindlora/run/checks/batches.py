@@ -164,10 +164,11 @@ def _too_few(run: YamlRun, dataset: str, where: str, data: Optional[Data], batch
     share = min(share, samples // batch.shares) if samples else share
     if share >= batch.rows // batch.shares:
         return None
+    factors = [name.rpartition(".")[2] for name, number in batch.factors.items() if number > 1]
     return error(
         where,
         f"{where} has {available} rows, and a step needs {batch.rows} ({batch}).",
-        f"Lower {_lowered(batch)}, or give more data.",
+        f"Lower {' or '.join(factors) or 'batch_size'}, or give more data.",
     )
 
 
@@ -179,12 +180,6 @@ def _samples(run: YamlRun, dataset: str) -> Optional[int]:
 def _available(run: YamlRun, dataset: str, data: Data, enough: float) -> float:
     """Returns how many rows of the data a run reads, if there are not ``enough``."""
     return min(rows_up_to(enough, data), _samples(run, dataset) or math.inf)
-
-
-def _lowered(batch: Batch) -> str:
-    """Returns which of the numbers that make a step large can be lowered."""
-    names = [name.rpartition(".")[2] for name, number in batch.factors.items() if number > 1]
-    return " or ".join(names) or "batch_size"
 
 
 def rows_up_to(enough: float, data: Data) -> float:

@@ -302,9 +302,10 @@ def _find(
             if _counts(row, longest, ignored, pad):
                 return
     if files:
+        named = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
         yield error(
             where.split(" ")[0],
-            f"{where}: no label of {_named(files)} counts in the loss: all are {ignored}, or have nothing before them "
+            f"{where}: no label of {named} counts in the loss: all are {ignored}, or have nothing before them "
             "that they are predicted from.",
             _ADVICE,
         )
@@ -332,7 +333,3 @@ def _counts(row: Row, longest: int, ignored: int, pad: Optional[int]) -> bool:
         tokens, labels = tokens[..., :-1], labels[..., 1:]
     counted = labels != ignored
     return bool((counted if pad is None else counted & (tokens != pad)).any())
-
-
-def _named(files: Sequence[str]) -> str:
-    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"

@@ -169,13 +169,9 @@ def _any_trained(weights: Iterable[Weight]) -> bool:
 
 def _inner(run: Run) -> int:
     """Returns the width of the widest feed-forward network; of experts, all that a token goes to count together."""
+    expert = next((size[2] for path, size in run.experts.items() if role_of(path) == "weight2"), 0)
     widths = {"shared_experts" in path: size[1] for path, size in run.linear.items() if role_of(path) == "w2"}
-    return max(widths.get(False, 0), widths.get(True, 0) + run.chosen_experts * _expert_width(run))
-
-
-def _expert_width(run: Run) -> int:
-    """Returns the inner width of a routed expert; 0 if there is none."""
-    return next((size[2] for path, size in run.experts.items() if role_of(path) == "weight2"), 0)
+    return max(widths.get(False, 0), widths.get(True, 0) + run.chosen_experts * expert)
 
 
 class Activations:
@@ -370,10 +366,10 @@ class Activations:
                 needs_input = any(not weight.adapter and weight.part == "weight" for weight in weights)
             shared = shared or needs_input
             if adapter and not (drops and self.run.yaml.on_cpu):
-                yield Kept(
-                    f"{parent}.{leaf}.low_rank",
-                    self.compute * self.sizes.tokens * self._rank(adapter[0]) * self._copies(leaf),
-                )
+                rank = max(self.run.ranks(adapter[0].path), default=0)
+                # A token is among the inputs of each of its experts.
+                copies = self.run.chosen_experts if leaf in _EXPERTS else 1
+                yield Kept(f"{parent}.{leaf}.low_rank", self.compute * self.sizes.tokens * rank * copies)
             norms = [weight for weight in adapter if self.run.lora and weight.part == self.run.lora.variant.row_norms]
             if norms:
                 # The gradient of a row's norm is that of a factor of the cell's output.
@@ -390,13 +386,6 @@ class Activations:
 
     def _input_width(self, leaf: str) -> int:
         return {"wo": self.sizes.attended, "w2": self.sizes.inner, **self.widths}.get(leaf, self.sizes.hidden)
-
-    def _copies(self, leaf: str) -> int:
-        """Returns how often a token is among the inputs of a cell: once for each of its experts."""
-        return self.run.chosen_experts if leaf in _EXPERTS else 1
-
-    def _rank(self, weight: Weight) -> int:
-        return max(self.run.ranks(weight.path), default=0)
 
     def _casts(self, by_leaf: Dict[str, List[Weight]], needed: Dict[str, bool], gates_need: bool) -> Iterator[Kept]:
         """Yields the copies in the compute dtype of parameters that are stored in another one, and TrainedRead's."""

@@ -112,7 +112,8 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
             Line(f"KV cache of {run.cache_tokens:,} tokens", run.cache_tokens * kv_cache_per_token(run), exact)
         )
     if not run.yaml.trains:
-        lines += _inference_lines(run)
+        logits = run.yaml.rows * (run.seq_length if run.yaml.mode == "eval" else 1) * run.vocabulary
+        lines.append(Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC))
         return DeviceMemory(stage, tuple(lines), 0, 0)
     lines.append(Line("gradients", tensors.gradients, ARITHMETIC))
     if run.yaml.at("optimizer.swap"):
@@ -141,7 +142,8 @@ def _step_lines(run: Run, activations: Activations, recomputation: Recomputation
     """Returns what a step keeps for its backward, and what is held at its widest point beside that."""
     kept = _kept(run, activations, recomputation, stage)
     lines = [Line(f"activations, {_described(recomputation, run.layers)}", kept, basis_of(run))]
-    layer = _recomputed_layer(run, activations, recomputation, stage)
+    recomputed = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
+    layer = max((activations.whole_layer(layer) for layer in recomputed), default=0)
     is_last = stage == run.division.pipeline - 1
     loss = activations.loss.widest(*activations.logits) if is_last else 0
     name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
@@ -249,16 +251,6 @@ def _kept(run: Run, activations: Activations, recomputation: Recomputation, stag
     kept = sum(activations.kept_by(layer, recomputation) for layer in layers)
     kept += activations.head() if stage == run.division.pipeline - 1 else 0
     return run.division.in_flight(stage) * kept + activations.masks()
-
-
-def _recomputed_layer(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
-    recomputed = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
-    return max((activations.whole_layer(layer) for layer in recomputed), default=0)
-
-
-def _inference_lines(run: Run) -> List[Line]:
-    logits = run.yaml.rows * (run.seq_length if run.yaml.mode == "eval" else 1) * run.vocabulary
-    return [Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC)]
 
 
 def _reference(run: Run) -> Line:

@@ -31,10 +31,10 @@ SHAPES = {
     "a text where keys should be": ("optimizer", "AdamW", "optimizer is 'AdamW', but it must be a node with keys"),
     "a list where keys should be": ("model.model_config.pet_config", [1], "pet_config is [1], but it must be a node"),
     "keys where a list should be": ("callbacks", {"type": "A"}, "callbacks is {'type': 'A'}, but it must be a list"),
-    "a name where an item should be": ("callbacks.3", "LoraCheckpoint", "callbacks.3 is 'LoraCheckpoint', which has"),
+    "a name where an item should be": ("callbacks.2", "LoraCheckpoint", "callbacks.2 is 'LoraCheckpoint', which has"),
     "an empty item": ("callbacks.0", None, "callbacks.0 is None, which has no type"),
     "a number as a path": ("load_checkpoint", 5, "load_checkpoint is 5, but it must be a path"),
-    "a number as a path of a callback": ("callbacks.3.directory", 5, "callbacks.LoraCheckpoint: directory is 5"),
+    "a number as a path of a callback": ("callbacks.2.directory", 5, "callbacks.LoraCheckpoint: directory is 5"),
     "data that are a number": ("train_dataset.data_loader.dataset_dir", 5, "dataset_dir is 5, but it must be a path"),
 }
 
