@@ -91,9 +91,7 @@ def plugin_needs(mindspore: pathlib.Path) -> PluginNeeds:
     wheel = [*(mindspore / "lib").glob("*.so*"), *_libraries(mindspore)]
     functions -= _symbols([path for path in wheel if not _LEFT_OUT.search(str(path))], "TWVBDRui")
     libraries -= {path.name for path in wheel}
-    system = [ctypes.CDLL(name) for name in _SYSTEM]
-    others = (name for name in functions if not name.startswith(_PYTHON))
-    own = frozenset(name for name in others if not any(hasattr(library, name) for library in system))
+    own = frozenset(name for name in functions if not _is_of_the_system(name))
     # The system's libraries have a version behind the .so, CANN's have none.
     return PluginNeeds(own, frozenset(name for name in libraries if name.endswith(".so")))
 
@@ -117,6 +115,10 @@ def _looked_up(content: bytes) -> Iterator[str]:
     for beginning in _BEGINNINGS:
         for name in re.findall(rb"\0(" + beginning + rb"[a-z]*[A-Z][A-Za-z0-9_]*)(?=\0)", content):
             yield name.decode()
+
+
+def _is_of_the_system(function: str) -> bool:
+    return function.startswith(_PYTHON) or any(hasattr(ctypes.CDLL(name), function) for name in _SYSTEM)
 
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -241,13 +243,16 @@ def compile_library(target: pathlib.Path, sources: Sequence[pathlib.Path], *flag
                 f"CXX. It says:\n{done.stderr[-2000:]}"
             )
 
-    languages = [("-x", "c", "-O1", "-fPIC") if source.suffix == ".c" else _FLAGS for source in sources]
     objects = [target.with_name(f"{target.stem}.{number}.o") for number in range(len(sources))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda how, source, made: run(*how, "-c", source, "-o", made), languages, sources, objects))
+        list(pool.map(lambda source, made: run(*_language(source), "-c", source, "-o", made), sources, objects))
     run("-shared", "-o", target, *objects, *flags)
     for made in objects:
         made.unlink()
+
+
+def _language(source: pathlib.Path) -> Sequence[str]:
+    return ("-x", "c", "-O1", "-fPIC") if source.suffix == ".c" else _FLAGS
 
 
 def _build(
