@@ -321,11 +321,10 @@ def _run_settings(arguments: argparse.Namespace) -> "RunSettings":
     if not arguments.config:
         return RunSettings(lora_alpha=arguments.alpha, heads=heads)
     from mindlora.core.yaml_file import read_yaml
-    from mindlora.run.checks.mcore import model_config_of
-    from mindlora.run.checks.model import language_model
     from mindlora.run.checks.pet_config import PetLoraConfig
+    from mindlora.run.yaml_run import YamlRun
 
-    model_config = model_config_of(language_model(read_yaml(arguments.config))[0])
+    model_config = YamlRun(read_yaml(arguments.config)).language.model
     config = PetLoraConfig.from_pet_config(pet_config_of(model_config, arguments.config))
     return RunSettings(config, arguments.alpha, heads_of(model_config, heads), arguments.config)
 

@@ -104,18 +104,15 @@ def _config_of_folder(folder: str) -> Dict[str, Any]:
 def _config_of_yaml(path: str) -> Tuple[Dict[str, Any], bool]:
     """Returns the configuration of a YAML's model, with the model_type of its class, and whether it is a legacy one."""
     from mindlora.core.yaml_file import read_merged, read_yaml
-    from mindlora.run.checks.mcore import is_mcore, model_config_of
-    from mindlora.run.checks.model import architecture_of, language_model
-    from mindlora.run.checks.pynative import architecture_of as pynative_architecture_of
-    from mindlora.run.checks.pynative import is_pynative
+    from mindlora.run.checks.pynative import architecture_of, is_pynative
+    from mindlora.run.yaml_run import YamlRun
 
     content = read_merged(path)
     if is_pynative(content):
         model = dict(content.get("model") or {})
-        return {**model, "model_type": _model_type(pynative_architecture_of(model), model)}, False
-    content = language_model(read_yaml(path))[0]
-    model = model_config_of(content)
-    return {**model, "model_type": _model_type(architecture_of(content), model)}, not is_mcore(content)
+        return {**model, "model_type": _model_type(architecture_of(model), model)}, False
+    run = YamlRun(read_yaml(path)).language
+    return {**run.model, "model_type": _model_type(run.architecture, run.model)}, not run.is_mcore
 
 
 def _model_type(architecture: Any, model_config: Mapping[str, Any]) -> Optional[str]:

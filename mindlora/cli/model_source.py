@@ -9,7 +9,7 @@ from typing import Iterator
 from mindlora.core.errors import ConfigError
 from mindlora.core.overrides import keys_and_texts
 from mindlora.core.yaml_file import read_merged
-from mindlora.run.checks.cpu import base_name
+from mindlora.run.yaml_run import YamlRun
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def name_of_base(arguments: argparse.Namespace) -> str:
     asked = dict(keys_and_texts(arguments.overrides)).get("trainer.model_name")
     if asked:
         return asked
-    return base_name(read_merged(arguments.config)) if arguments.config else name_of_folder(arguments.model)
+    return YamlRun(read_merged(arguments.config)).base_name if arguments.config else name_of_folder(arguments.model)
 
 
 @contextlib.contextmanager

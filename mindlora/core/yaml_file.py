@@ -38,7 +38,7 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def merged(base: Dict[str, Any], config: Dict[str, Any]) -> Dict[str, Any]:
+def merged(base: Mapping[str, Any], config: Mapping[str, Any]) -> Dict[str, Any]:
     """Returns ``base`` with the values of ``config`` over its own, node by node."""
     return {
         **base,

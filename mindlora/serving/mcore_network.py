@@ -18,7 +18,8 @@ from mindlora.models.architectures.architecture import HF, Architecture
 from mindlora.models.architectures.decoder_sizes import DecoderSizes, decoder_sizes
 from mindlora.network.serving.multi_lora_dense import JoinsLinears
 from mindlora.run.checks.finding import refuse
-from mindlora.run.checks.mcore import check_served, family_of
+from mindlora.run.checks.mcore import check_served
+from mindlora.run.yaml_run import YamlRun
 from mindlora.serving.mcore_operators import (
     Dtypes,
     cached_attention,
@@ -40,9 +41,9 @@ def build_mcore(model_config: Mapping[str, Any], settings: EngineSettings) -> nn
     served.
     """
     context = {"device_target": ms.get_context("device_target")}
-    yaml = {"use_legacy": False, "context": context, "model": {"model_config": model_config}}
-    refuse(check_served(yaml))
-    architecture = cast(Architecture, registry.by_model_type(family_of(yaml)))
+    run = YamlRun({"use_legacy": False, "context": context, "model": {"model_config": model_config}})
+    refuse(check_served(run))
+    architecture = cast(Architecture, registry.by_model_type(run.family))
     sizes = decoder_sizes(architecture, dict(model_config))
     with no_init_parameters():
         network = McoreNetwork(sizes, settings, dtypes_of(dict(model_config)))

@@ -21,6 +21,7 @@ from mindlora.run.checks.mcore import check_mcore
 from mindlora.run.checks.targets import check_targets
 from mindlora.run.plan.memory import kv_cache_per_token
 from mindlora.run.plan.run import read_run
+from mindlora.run.yaml_run import YamlRun
 
 HIDDEN, INNER, VOCABULARY, LAYERS = 8, 12, 20, 2
 # End of a path in mcore -> (out, in) in each layer.
@@ -121,22 +122,22 @@ def test_names_are_converted_both_ways():
 
 
 def test_a_yaml_of_it_is_let_through_and_what_its_record_refuses_is_refused(write_yaml):
-    assert not list(check_mcore(content(write_yaml())))
-    assert not list(check_mcore(content(write_yaml(model_type="", architectures=["AcornForCausalLM"]))))
+    assert not list(check_mcore(YamlRun(content(write_yaml()))))
+    assert not list(check_mcore(YamlRun(content(write_yaml(model_type="", architectures=["AcornForCausalLM"])))))
     with pytest.raises(ConfigError, match="^rings is odd. Set rings: 2.$"):
-        refuse(check_mcore(content(write_yaml(rings=1))))
+        refuse(check_mcore(YamlRun(content(write_yaml(rings=1)))))
     with pytest.raises(ConfigError, match="^callbacks has TopkBiasBalanceCallback"):
-        refuse(check_mcore(content(write_yaml(callbacks=[{"type": "TopkBiasBalanceCallback"}]))))
+        refuse(check_mcore(YamlRun(content(write_yaml(callbacks=[{"type": "TopkBiasBalanceCallback"}])))))
     with pytest.raises(ConfigError, match="trains adapters on .*, AcornForCausalLM[.]"):
-        refuse(check_mcore(content(write_yaml(model_type="oak"))))
+        refuse(check_mcore(YamlRun(content(write_yaml(model_type="oak")))))
 
 
 def test_the_doctor_knows_its_cells(write_yaml):
     config = content(write_yaml())
     sizes = sum(rows + columns for rows, columns in CELLS.values())
-    (finding,) = check_targets(config, LoraConfig(target_modules="all-linear", lora_rank=2))
+    (finding,) = check_targets(YamlRun(config), LoraConfig(target_modules="all-linear", lora_rank=2))
     assert finding.found.startswith(f"LoRA on {len(MCORE_PATHS)} cells, {2 * LAYERS * sizes:,} parameters: decoder.")
-    (finding,) = check_targets(config, LoraConfig(target_modules=["mix.q"], lora_rank=2))
+    (finding,) = check_targets(YamlRun(config), LoraConfig(target_modules=["mix.q"], lora_rank=2))
     assert finding.severity == "error" and "mixer.pull holds q, k, v in one cell" in finding.found
 
 

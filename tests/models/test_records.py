@@ -10,6 +10,7 @@ from mindlora.models.architectures import registry
 from mindlora.network.description import describe
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.model import described_network
+from mindlora.run.yaml_run import YamlRun
 from tests.support.chatglm_networks import CHATGLM, chatglm
 from tests.support.mcore_networks import TINY, tiny_deepseek_v3, tiny_qwen3, tiny_qwen3_moe
 
@@ -112,7 +113,7 @@ def test_a_llama_with_experts_is_described_as_mindformers_builds_it(make_llama):
     built = describe(network, dict(network.cells_and_names()), LoraConfig(quantize_base="nf4"))
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "n_kv_heads": 2, "vocab_size": 64}
     model = {"type": "LlamaConfig", **sizes, "intermediate_size": 48, "param_init_type": "float32"}
-    described = described_network({"model": {"model_config": model}, "moe_config": {"expert_num": 4}})
+    described = described_network(YamlRun({"model": {"model_config": model}, "moe_config": {"expert_num": 4}}))
     assert described.parameters == built.parameters
     assert {path: cell.refusal for path, cell in described.cells.items()} == {
         path: cell.refusal for path, cell in built.cells.items()

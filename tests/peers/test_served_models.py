@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from mindlora.data.tokenizers import load_tokenizer
-from mindlora.run.checks.mcore import check_served, model_config_of
+from mindlora.run.checks.mcore import check_served
 from mindlora.run.configs.folder import read_folder
 from mindlora.run.configs.model import CPU, served_content
+from mindlora.run.yaml_run import YamlRun
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.request import Reading, Sampling
@@ -64,8 +65,8 @@ def node_of(name, folder):
         return served_content(read_folder(str(folder)), CPU)["model"]
     keys = {"add_qkv_bias": True, "rope_theta": 1e6, "params_dtype": "float32", "compute_dtype": "float32"}
     yaml = {"use_legacy": False, "pretrained_model_dir": str(folder), "model": {"model_config": keys}}
-    assert not list(check_served({**yaml, "context": {"device_target": "CPU"}}))
-    return {"model_config": model_config_of(yaml)}
+    assert not list(check_served(YamlRun({**yaml, "context": {"device_target": "CPU"}})))
+    return {"model_config": YamlRun(yaml).model}
 
 
 def adapters_for(config):

@@ -13,6 +13,7 @@ from mindspore import Tensor
 from mindlora.core.errors import ConfigError
 from mindlora.models.architectures.decoder_sizes import DecoderSizes
 from mindlora.run.checks.mcore import check_served
+from mindlora.run.yaml_run import YamlRun
 from mindlora.serving.grouped_experts import check_slots
 from mindlora.serving.mcore_operators import AscendPositions, CpuPositions, Dtypes, dtypes_of
 from tests.conftest import in_mode
@@ -103,7 +104,7 @@ def test_on_a_cpu_linear_weights_alone_have_16_bits():
 
 def served(target, **keys):
     yaml = {"use_legacy": False, "context": {"device_target": target}, "model": {"model_config": {**QWEN3, **keys}}}
-    return [(one.key, one.found, one.advice) for one in check_served(yaml)]
+    return [(one.key, one.found, one.advice) for one in check_served(YamlRun(yaml))]
 
 
 @pytest.mark.parametrize("keys", [{}, {"compute_dtype": "bf16"}, {"compute_dtype": "float16"}, {"head_dim": 80}])

@@ -22,6 +22,7 @@ from mindlora.run.checks.pynative import Version, check_pynative, is_pynative
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.trial import STEPS, Trial, try_rank, with_devices
 from mindlora.run.plan.units import gib
+from mindlora.run.yaml_run import YamlRun
 
 # Does a run compile for its devices? MindSpore's own Ascend backend tells, without an NPU.
 
@@ -45,7 +46,7 @@ def try_on_ascend(config: Dict[str, Any], devices: Optional[int] = None) -> Iter
     """
     try:
         tried = config if devices is None else with_devices(config, devices)
-        for rank in sorted({0, Division.of_yaml(tried).devices - 1}):
+        for rank in sorted({0, Division.of_yaml(YamlRun(tried)).devices - 1}):
             trial = try_rank(tried, rank)
             yield _finding(trial)
             if not trial.passed:
@@ -107,12 +108,13 @@ def check_yaml(path: str) -> List[Finding]:
         config = read_yaml(path)
     except ConfigError as refusal:
         return [error("", str(refusal))]
-    findings = check_run(config)
-    if not list(check_shape(config)):
+    run = YamlRun(config)
+    findings = check_run(run)
+    if not list(check_shape(run)):
         if not errors(findings):
-            findings += notes_on_serving(config)
-        findings += check_files(config)
-        findings += find_further(path, config, right=not errors(findings))
+            findings += notes_on_serving(run)
+        findings += check_files(run)
+        findings += find_further(path, run, right=not errors(findings))
     return worst_first(findings)
 
 
@@ -131,13 +133,13 @@ def _trainer_version() -> Version:
     return version if version >= (2, 0) else None
 
 
-def find_further(path: str, config: Dict[str, Any], right: bool) -> List[Finding]:
+def find_further(path: str, run: YamlRun, right: bool) -> List[Finding]:
     """Returns what MindFormers' registry and the content of base and data tell, as far as there is a MindFormers.
 
-    The nodes of ``config`` must be of the right kind; ``right``: no error was found in it yet.
+    The nodes of the YAML must be of the right kind; ``right``: no error was found in it yet.
     """
     if not all(importlib.util.find_spec(package) for package in ("mindspore", "mindformers")) or list(check_import()):
-        return [*check_names(config), *check_contents(config)]
+        return [*check_names(run), *check_contents(run)]
     findings: List[Finding] = []
     with _quietly():
         try:
@@ -146,7 +148,7 @@ def find_further(path: str, config: Dict[str, Any], right: bool) -> List[Finding
             from mindlora.training.launch import preflight
 
             read = MindFormerConfig(path)
-            findings = preflight.find_by_mindformers(read)
+            findings = preflight.find_by_mindformers(YamlRun(read))
             if right and not errors(findings):
                 preflight.fill(read)
             return findings
@@ -155,7 +157,7 @@ def find_further(path: str, config: Dict[str, Any], right: bool) -> List[Finding
         except Exception as failure:
             # MindFormers' readers raise exceptions of many kinds, and mindlora-run would fail with the same one.
             problem = f"mindlora-run would fail on this YAML: {type(failure).__name__}: {failure}"
-            return list(check_names(config)) or [error("", problem)]
+            return list(check_names(run)) or [error("", problem)]
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""Every rule about a MindFormers YAML: plain mappings in, findings out. No MindSpore, no MindFormers."""
+"""Every rule about a MindFormers YAML: a YamlRun in, findings out. No MindSpore, no MindFormers."""

@@ -2,31 +2,27 @@
 
 import os
 import re
-from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
+from typing import Dict, Iterator, Mapping, Optional, Tuple
 
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.formats import ckpt_file
 from mindlora.core.formats.safetensors_file import TensorFile
 from mindlora.core.git_lfs import refuse_pointer
 from mindlora.core.text import examples
-from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
 from mindlora.files.base import quantize
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models import bare
 from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
-from mindlora.run.checks.files import base_of
 from mindlora.run.checks.finding import Finding, error
-from mindlora.run.checks.mcore import is_mcore
-from mindlora.run.checks.model import architecture_of
-from mindlora.run.checks.parallel import is_scattered, is_sharded
-from mindlora.run.checks.pet_config import quantizes_base
+from mindlora.run.checks.parallel import is_scattered
+from mindlora.run.yaml_run import YamlRun
 
 # Which training runs have their base loaded tensor by tensor, by BaseWeights, and which leave it to MindFormers.
 
 _SAFETENSORS = "safetensors"
 
 
-def loads_by_tensor(config: Mapping[str, Any]) -> bool:
+def loads_by_tensor(run: YamlRun) -> bool:
     """Returns whether BaseWeights loads the base of a run: it trains an adapter on whole cells, from safetensors.
 
     On one device the model is a legacy Llama. In data parallel it may be an mcore model too: MindFormers reads
@@ -38,32 +34,35 @@ def loads_by_tensor(config: Mapping[str, Any]) -> bool:
     an error. A .ckpt cannot be read tensor by tensor, evaluation has no callback between building and drawing, and
     slices of ranks and the state of a resumed run are MindFormers' own.
     """
-    key, path = base_of(config)
+    key, path = run.base
     others = ("resume_training", "only_save_strategy", "pretrained_model_dir")
-    if config.get("run_mode") not in TRAINING_MODES or key != "load_checkpoint" or any(map(config.get, others)):
+    if not run.trains or key != "load_checkpoint" or any(map(run.at, others)):
         return False
-    if is_sharded(config) or not value_at(config, PET) or not _is_model_taken(config):
+    if run.is_sharded or not run.pet_config:
+        return False
+    is_llama = run.architecture is not None and "LlamaConfig" in run.architecture.model_types
+    if not (run.in_parallel if run.is_mcore else is_llama):
         return False
     if not path or not os.path.exists(path):
-        return config.get("load_ckpt_format") == _SAFETENSORS
-    if not _has_safetensors(path):
+        return run.at("load_ckpt_format") == _SAFETENSORS
+    if not any(name.endswith(f".{_SAFETENSORS}") for name in (os.listdir(path) if os.path.isdir(path) else [path])):
         return False
     try:
         with BaseCheckpoint(path) as base:
             # What MindFormers saved while it trained an adapter goes on with that adapter.
-            own = MCORE if is_mcore(config) else LEGACY
+            own = MCORE if run.is_mcore else LEGACY
             return base.world in (HF, own) and not any("lora" in name for name in base.tensors)
     except LoraError:
         # A damaged one is refused where it is read.
         return True
 
 
-def check_slicing(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_slicing(run: YamlRun) -> Iterator[Finding]:
     """Yields why MindFormers would not slice a base of safetensors for several devices, if it is a whole one."""
-    path = base_of(config)[1]
-    newer = config.get("checkpoint") or config.get("use_legacy_format") is False
-    reads_safetensors = quantizes_base(config) or config.get("load_ckpt_format") == _SAFETENSORS
-    if not path or newer or not reads_safetensors or not config.get("use_parallel") or loads_by_tensor(config):
+    path = run.base[1]
+    newer = run.at("checkpoint") or run.at("use_legacy_format") is False
+    reads_safetensors = run.quantizes_base or run.at("load_ckpt_format") == _SAFETENSORS
+    if not path or newer or not reads_safetensors or not run.in_parallel or loads_by_tensor(run):
         return
     if os.path.isfile(path) and not os.path.basename(os.path.dirname(path)).startswith("rank_"):
         yield error(
@@ -71,43 +70,30 @@ def check_slicing(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"load_checkpoint: {path} is a file, and where cells are divided among devices MindFormers reads "
             "safetensors from a folder.",
             "Set parallel.parallel_mode: 0: a quantized base is a file, and each device loads it whole."
-            if quantizes_base(config)
+            if run.quantizes_base
             else "Name the folder, with no other checkpoint in it.",
         )
-    elif os.path.isdir(path) and not is_scattered(path) and not config.get("auto_trans_ckpt"):
+    elif os.path.isdir(path) and not is_scattered(path) and not run.at("auto_trans_ckpt"):
         yield error(
             "auto_trans_ckpt",
-            f"auto_trans_ckpt is {config.get('auto_trans_ckpt')!r}, and on several devices MindFormers reads whole "
+            f"auto_trans_ckpt is {run.at('auto_trans_ckpt')!r}, and on several devices MindFormers reads whole "
             f"safetensors, as those in {path}, with True alone.",
             "Set auto_trans_ckpt: True and parallel_mode: 1, or name a .ckpt, which every device reads for itself.",
         )
 
 
-def _is_model_taken(config: Mapping[str, Any]) -> bool:
-    if is_mcore(config):
-        return bool(config.get("use_parallel"))
-    architecture = architecture_of(config)
-    return architecture is not None and "LlamaConfig" in architecture.model_types
-
-
-def _has_safetensors(path: str) -> bool:
-    if os.path.isdir(path):
-        return any(name.endswith(f".{_SAFETENSORS}") for name in os.listdir(path))
-    return path.endswith(f".{_SAFETENSORS}")
-
-
 _KEY = "load_checkpoint"
 
 
-def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_base_weights(run: YamlRun) -> Iterator[Finding]:
     """Yields how the weights of load_checkpoint differ from the model's: names and shapes.
 
     In a folder, only whose names it has is looked at. For a quantized base, a model whose cells are not known, or a run
     in parallel, whose checkpoint may be divided, only the names of a bare model are looked for.
     """
-    path = base_of(config)[1]
-    format_ = config.get("load_ckpt_format")
-    expected = {} if config.get("use_parallel") else _shapes_of_model(config)
+    path = run.base[1]
+    format_ = run.at("load_ckpt_format")
+    expected = {} if run.in_parallel else _shapes_of_model(run)
     file = _file_of(path, format_) if path else None
     # A .ckpt is read as a whole.
     if file is None or not expected and file.endswith(".ckpt"):
@@ -115,8 +101,8 @@ def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
     refuse_pointer(file, ConfigError)
     stored = _stored_shapes(file)
     prefix = bare.missing_prefix(stored)
-    if prefix and not loads_by_tensor(config):
-        form = "mcore" if is_mcore(config) else "mindformers"
+    if prefix and not loads_by_tensor(run):
+        form = "mcore" if run.is_mcore else "mindformers"
         yield error(
             _KEY,
             f"load_checkpoint: {path} has a bare model's names ({examples(stored)}), where MindFormers looks for those "
@@ -177,13 +163,13 @@ def _file_of(path: str, format_: Optional[str]) -> Optional[str]:
     return path if os.path.isfile(path) and path.endswith((".ckpt", ".safetensors")) else None
 
 
-def _shapes_of_model(config: Mapping[str, Any]) -> Dict[str, Tuple[int, ...]]:
+def _shapes_of_model(run: YamlRun) -> Dict[str, Tuple[int, ...]]:
     """Returns the shapes of the model's parameters by their names, but of its output head; none if not known."""
-    architecture = None if is_mcore(config) else architecture_of(config)
-    if architecture is None or quantizes_base(config):
+    architecture = run.architecture
+    if run.is_mcore or architecture is None or run.quantizes_base:
         return {}
     try:
-        sizes = architecture.parameter_sizes(value_at(config, "model.model_config"))
+        sizes = architecture.parameter_sizes(run.model)
     except (TypeError, ValueError, ZeroDivisionError):
         # check_keys names what is wrong.
         return {}

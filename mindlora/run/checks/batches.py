@@ -6,11 +6,9 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tup
 
 from mindlora.core.fields import COUNT
 from mindlora.core.formats.mindrecord_files import mindrecord_files, row_count
-from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
-from mindlora.run.checks.data_rows import Data, data_of
+from mindlora.core.yaml_file import value_at
 from mindlora.run.checks.finding import Finding, error, warning
-from mindlora.run.checks.key_ranges import setting
-from mindlora.run.checks.training import accumulates_here, callbacks_of
+from mindlora.run.yaml_run import Data, YamlRun
 
 _BATCH = "runner_config.batch_size"
 _MICRO_BATCH = "training.local_batch_size"
@@ -43,42 +41,39 @@ class Batch(NamedTuple):
         )
 
 
-def check_batches(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_batches(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each data of a run that has too few rows for a step, so that the run would have none.
 
     Data that is not there is passed over, and so is data whose rows cannot be counted without MindSpore.
     """
-    mode = config.get("run_mode")
-    training = mode in TRAINING_MODES
     devices = launched_devices()
-    if training and _drops_rest(config, "train_dataset"):
-        batch = _sunk(config, batch_of(config, devices or 1))
-        for where, data in _training_data(config):
-            finding = _too_few(config, "train_dataset", where, data, batch)
-            if finding is None and devices is None and _shares_by_devices(config):
-                finding = _too_few(config, "train_dataset", where, data, _sunk(config, batch_of(config, _SUPPOSED)))
+    if run.trains and _drops_rest(run, "train_dataset"):
+        batch = _sunk(run, batch_of(run, devices or 1))
+        for where, data in _training_data(run):
+            finding = _too_few(run, "train_dataset", where, data, batch)
+            if finding is None and devices is None and run.in_parallel and run.accumulates_here:
+                finding = _too_few(run, "train_dataset", where, data, _sunk(run, batch_of(run, _SUPPOSED)))
                 finding = finding and warning(finding.key, finding.found, finding.advice)
             if finding is not None:
                 yield finding
-    if (mode == "eval" or training and config.get("do_eval")) and _drops_rest(config, "eval_dataset"):
-        batch = batch_of(config, devices or 1, accumulates=False)
-        finding = _too_few(config, "eval_dataset", "eval_dataset", data_of(config.get("eval_dataset")), batch)
+    if run.evaluates and _drops_rest(run, "eval_dataset"):
+        batch = batch_of(run, devices or 1, accumulates=False)
+        finding = _too_few(run, "eval_dataset", "eval_dataset", run.eval_data, batch)
         if finding is not None:
             yield finding
-    for where, callback in callbacks_of(config, "HeldOutLoss") if training else ():
-        path = callback.get("dataset_dir")
-        if path and os.path.exists(path) and mindrecord_files(path) and rows_up_to(1, path) == 0:
+    for where, path in run.held_out_data if run.trains else ():
+        if mindrecord_files(path) and rows_up_to(1, path) == 0:
             yield error(where, f"{where}: {path} has no rows.", "Name data with rows.")
 
 
-def rows_left_out(config: Mapping[str, Any]) -> Iterator[str]:
+def rows_left_out(run: YamlRun) -> Iterator[str]:
     """Yields a sentence for each data of a training run of which an epoch leaves out rows, as they fill no step.
 
     The YAML must have no mistakes. Data whose rows cannot be counted without MindSpore is passed over.
     """
-    batch = batch_of(config, launched_devices() or 1)
-    for where, data in _training_data(config):
-        yield from _left_out(config, where, data, batch, "a step takes")
+    batch = batch_of(run, launched_devices() or 1)
+    for where, data in _training_data(run):
+        yield from _left_out(run, where, data, batch, "a step takes")
 
 
 def pynative_rows_left_out(config: Mapping[str, Any], micro_batches: int) -> Iterator[str]:
@@ -89,16 +84,16 @@ def pynative_rows_left_out(config: Mapping[str, Any], micro_batches: int) -> Ite
     shares = value_at(config, "parallelism.data_parallel")
     rows = value_at(config, _MICRO_BATCH)
     factors = {_MICRO_BATCH: rows, "micro-batches": micro_batches, "parallelism.data_parallel": shares}
-    dataset = {"data_loader": value_at(config, "train_dataset.dataloader")}
-    read = {"train_dataset": {**(config.get("train_dataset") or {}), **dataset}}
-    yield from _left_out(read, "train_dataset", data_of(dataset), Batch(factors, shares), "MindFormers reads")
+    dataset = {**(config.get("train_dataset") or {}), "data_loader": value_at(config, "train_dataset.dataloader")}
+    read = YamlRun({"train_dataset": dataset})
+    yield from _left_out(read, "train_dataset", read.train_data, Batch(factors, shares), "MindFormers reads")
 
 
-def _left_out(config: Mapping[str, Any], where: str, data: Optional[Data], batch: Batch, taken: str) -> Iterator[str]:
+def _left_out(run: YamlRun, where: str, data: Optional[Data], batch: Batch, taken: str) -> Iterator[str]:
     """Yields a sentence if an epoch leaves out rows of the data."""
-    if data is None or not _drops_rest(config, "train_dataset"):
+    if data is None or not _drops_rest(run, "train_dataset"):
         return
-    rows = _available(config, "train_dataset", data, math.inf)
+    rows = _available(run, "train_dataset", data, math.inf)
     if rows == math.inf:
         return
     batches = math.ceil(rows / batch.shares) // (batch.rows // batch.shares)
@@ -107,7 +102,7 @@ def _left_out(config: Mapping[str, Any], where: str, data: Optional[Data], batch
         yield f"{where}: each epoch leaves out {left} of {rows} rows (drop_remainder): {taken} {batch}."
 
 
-def batch_of(config: Mapping[str, Any], devices: int, accumulates: bool = True) -> Batch:
+def batch_of(run: YamlRun, devices: int, accumulates: bool = True) -> Batch:
     """Returns what a step of a run takes, as MindFormers computes it.
 
     Args:
@@ -115,32 +110,27 @@ def batch_of(config: Mapping[str, Any], devices: int, accumulates: bool = True) 
         devices (int): Devices of the run, which matter where it is data parallel.
         accumulates (bool): Whether the step is a training step, which may be made of several micro-batches.
     """
-    factors = {_BATCH: setting(config, _BATCH)}
-    if accumulates_here(config):
-        factors.update({_ACCUMULATION: setting(config, _ACCUMULATION)} if accumulates else {})
-        shares = devices if config.get("use_parallel") else 1
+    factors = {_BATCH: run.setting(_BATCH)}
+    if run.accumulates_here:
+        factors.update({_ACCUMULATION: run.accumulation} if accumulates else {})
+        shares = devices if run.in_parallel else 1
         return Batch({**factors, _DEVICES: shares}, shares)
     if accumulates:
-        stages = setting(config, "parallel_config.pipeline_stage")
+        stages = run.setting("parallel_config.pipeline_stage")
         micro_batches = "parallel_config.micro_batch_num" if stages != 1 else _ACCUMULATION
         for key in (micro_batches, "micro_batch_interleave_num"):
-            factors[key] = setting(config, key)
-    shares = setting(config, _DATA_PARALLEL)
+            factors[key] = run.setting(key)
+    shares = run.setting(_DATA_PARALLEL)
     factors[_DATA_PARALLEL] = shares
-    return Batch(factors, 1 if reads_all(config) else shares)
+    return Batch(factors, 1 if run.reads_all else shares)
 
 
-def _sunk(config: Mapping[str, Any], batch: Batch) -> Batch:
+def _sunk(run: YamlRun, batch: Batch) -> Batch:
     """Returns what MindFormers feeds to the device at once, at least once in the run: the rows of sink_size steps."""
-    steps, epochs = (setting(config, f"runner_config.{key}") for key in ("sink_size", "epochs"))
-    if not setting(config, "runner_config.sink_mode") or steps not in COUNT or epochs not in COUNT:
+    steps, epochs = (run.setting(f"runner_config.{key}") for key in ("sink_size", "epochs"))
+    if not run.setting("runner_config.sink_mode") or steps not in COUNT or epochs not in COUNT:
         return batch
     return batch._replace(factors={**batch.factors, "runner_config.sink_size": -(-steps // epochs)})
-
-
-def reads_all(config: Mapping[str, Any]) -> bool:
-    """Returns whether each device of a run in semi-auto parallel reads all rows (parallel.full_batch)."""
-    return value_at(config, "parallel.full_batch") is not False
 
 
 def launched_devices() -> Optional[int]:
@@ -151,60 +141,45 @@ def launched_devices() -> Optional[int]:
     return None
 
 
-def _shares_by_devices(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("use_parallel")) and accumulates_here(config)
-
-
-def _drops_rest(config: Mapping[str, Any], dataset: str) -> bool:
+def _drops_rest(run: YamlRun, dataset: str) -> bool:
     """Returns whether a last batch that is not full is left out; else a step may have fewer rows."""
-    return bool((config.get(dataset) or {}).get("drop_remainder", True))
+    return bool((run.at(dataset) or {}).get("drop_remainder", True))
 
 
-def _training_data(config: Mapping[str, Any]) -> Iterator[Tuple[str, Optional[Data]]]:
+def _training_data(run: YamlRun) -> Iterator[Tuple[str, Optional[Data]]]:
     """Yields (where the YAML names it, data) of what a run trains on."""
-    adapters = value_at(config, f"{PET}.adapters") or []
-    own = [adapter.get("data") if isinstance(adapter, Mapping) else None for adapter in adapters]
-    if not all(own) or not own:
-        yield "train_dataset", data_of(config.get("train_dataset"))
-    for number, path in enumerate(own):
-        if isinstance(path, str) and os.path.exists(path):
-            yield f"{PET}.adapters[{number}].data", path
+    if not run.adapters or not all(isinstance(node, Mapping) and node.get("data") for node in run.adapters):
+        yield "train_dataset", run.train_data
+    yield from run.data_of_adapters
 
 
-def _too_few(
-    config: Mapping[str, Any], dataset: str, where: str, data: Optional[Data], batch: Batch
-) -> Optional[Finding]:
+def _too_few(run: YamlRun, dataset: str, where: str, data: Optional[Data], batch: Batch) -> Optional[Finding]:
     """Returns an error if the data has too few rows for a step, else None."""
     if data is None or not all(number in COUNT for number in batch.factors.values()):
         return None
-    samples = _samples(config, dataset)
-    available = _available(config, dataset, data, batch.rows)
+    samples = _samples(run, dataset)
+    available = _available(run, dataset, data, batch.rows)
     # A device gets one row more where they cannot be shared equally, but MindFormers rounds num_samples down.
     share = math.inf if available == math.inf else math.ceil(available / batch.shares)
     share = min(share, samples // batch.shares) if samples else share
     if share >= batch.rows // batch.shares:
         return None
+    factors = [name.rpartition(".")[2] for name, number in batch.factors.items() if number > 1]
     return error(
         where,
         f"{where} has {available} rows, and a step needs {batch.rows} ({batch}).",
-        f"Lower {_lowered(batch)}, or give more data.",
+        f"Lower {' or '.join(factors) or 'batch_size'}, or give more data.",
     )
 
 
-def _samples(config: Mapping[str, Any], dataset: str) -> Optional[int]:
-    samples = value_at(config, f"{dataset}.data_loader.num_samples")
+def _samples(run: YamlRun, dataset: str) -> Optional[int]:
+    samples = run.at(f"{dataset}.data_loader.num_samples")
     return samples if samples in COUNT else None
 
 
-def _available(config: Mapping[str, Any], dataset: str, data: Data, enough: float) -> float:
+def _available(run: YamlRun, dataset: str, data: Data, enough: float) -> float:
     """Returns how many rows of the data a run reads, if there are not ``enough``."""
-    return min(rows_up_to(enough, data), _samples(config, dataset) or math.inf)
-
-
-def _lowered(batch: Batch) -> str:
-    """Returns which of the numbers that make a step large can be lowered."""
-    names = [name.rpartition(".")[2] for name, number in batch.factors.items() if number > 1]
-    return " or ".join(names) or "batch_size"
+    return min(rows_up_to(enough, data), _samples(run, dataset) or math.inf)
 
 
 def rows_up_to(enough: float, data: Data) -> float:

@@ -3,11 +3,10 @@
 from typing import Any, Dict, Iterator, Mapping, Sequence
 
 from mindlora.core.fields import COUNT, dtype_name
-from mindlora.core.yaml_file import TRAINING_MODES, value_at
 from mindlora.run.checks.base_weights import loads_by_tensor
 from mindlora.run.checks.finding import Finding, error, note
-from mindlora.run.checks.mcore import HEAD_MULTIPLE, check_served, is_mcore
-from mindlora.run.checks.training import train_step
+from mindlora.run.checks.mcore import HEAD_MULTIPLE, check_served
+from mindlora.run.yaml_run import YamlRun
 
 _KEY = "context.device_target"
 # What MindFormers' Llama needs on a CPU: key -> (value, reason).
@@ -38,12 +37,11 @@ def cpu_keys() -> Dict[str, Any]:
     return {**dict.fromkeys(_DTYPES, "float32"), **{key: needed for key, (needed, _) in _MODEL.items()}}
 
 
-def check_cpu(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_cpu(run: YamlRun) -> Iterator[Finding]:
     """Yields an error with everything that must be set differently, unless a YAML for a CPU can run there."""
-    if value_at(config, _KEY) != "CPU" or is_mcore(config):
+    if not run.on_cpu or run.is_mcore:
         return
-    model_config = value_at(config, "model.model_config")
-    changes = [*_model_changes(model_config), *_prediction_changes(config), *_run_changes(config)]
+    changes = [*_model_changes(run.model_config), *_prediction_changes(run), *_run_changes(run)]
     if changes:
         yield error(_KEY, f"{_KEY} is CPU, where this YAML cannot run.", f"Set: {'; '.join(changes)}.")
 
@@ -73,26 +71,26 @@ def _model_changes(
             yield f"model.model_config.{key}: float32 (found {dtype})"
 
 
-def _prediction_changes(config: Mapping[str, Any]) -> Iterator[str]:
-    if config.get("run_mode") != "predict":
+def _prediction_changes(run: YamlRun) -> Iterator[str]:
+    if run.mode != "predict":
         return
     # MindSpore chooses the next token with ArgMaxExt or TopkExt, which have no CPU kernel.
-    if not value_at(config, "model.model_config").get("do_sample", True):
+    if not run.model_config.get("do_sample", True):
         yield (
             "model.model_config.do_sample: True (greedy search has no CPU kernel; sampling with top_k: 1 chooses the "
             "same tokens)"
         )
-    if not config.get("postprocess_use_numpy"):
+    if not run.at("postprocess_use_numpy"):
         yield "postprocess_use_numpy: True (sampling without NumPy has no CPU kernel either)"
 
 
-def _run_changes(config: Mapping[str, Any]) -> Iterator[str]:
-    if config.get("use_parallel") and config.get("load_checkpoint") and not loads_by_tensor(config):
+def _run_changes(run: YamlRun) -> Iterator[str]:
+    if run.in_parallel and run.at("load_checkpoint") and not loads_by_tensor(run):
         yield (
             "use_parallel: False (with several devices and load_checkpoint, MindFormers waits at a Barrier, which has "
             "no CPU kernel)"
         )
-    if config.get("run_mode") in TRAINING_MODES and train_step(config) == "MFTrainOneStepCell":
+    if run.trains and run.train_step == "MFTrainOneStepCell":
         yield (
             "runner_wrapper.type: LoraTrainOneStepCell (MFTrainOneStepCell checks overflow with kernels that only "
             "Ascend has)"
@@ -106,34 +104,28 @@ _MODEL_CONFIG = "model.model_config"
 _DEFAULTS: Dict[str, Any] = {"compute_dtype": "float16", "hidden_size": 4096, "num_heads": 32}
 
 
-def base_name(config: Mapping[str, Any]) -> str:
-    """Returns what callers of a server name the base of a YAML, unless they are told otherwise."""
-    return value_at(config, "trainer.model_name") or "base"
-
-
-def check_serving(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_serving(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each reason why the model of a YAML cannot be served on its device; no file is read.
 
-    ``config`` must have model.model_config.
+    The YAML must have model.model_config.
     """
-    if is_mcore(config):
-        yield from check_served(config)
-    elif value_at(config, "context.device_target") == "CPU":
-        yield from check_cpu_serving(value_at(config, _MODEL_CONFIG))
+    if run.is_mcore:
+        yield from check_served(run)
+    elif run.on_cpu:
+        yield from check_cpu_serving(run.model_config)
     else:
-        yield from _check_paged_attention(value_at(config, _MODEL_CONFIG))
+        yield from _check_paged_attention(run.model_config)
 
 
-def notes_on_serving(config: Mapping[str, Any]) -> Iterator[Finding]:
+def notes_on_serving(run: YamlRun) -> Iterator[Finding]:
     """Yields a note for each reason why what a YAML for Ascend trains cannot be served there.
 
     Legacy models that are not of MindFormers' LlamaConfig, and mcore models, are not looked at: docs/serving.md has
     those that are served.
     """
-    model_config = value_at(config, _MODEL_CONFIG) or {}
-    if value_at(config, "context.device_target") == "CPU" or model_config.get("type") != "LlamaConfig":
+    if run.on_cpu or run.model_config.get("type") != "LlamaConfig":
         return
-    for finding in _check_paged_attention(model_config):
+    for finding in _check_paged_attention(run.model_config):
         yield note(finding.key, f"mindlora cannot serve this model on Ascend: {finding.found}", finding.advice)
 
 

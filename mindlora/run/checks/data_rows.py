@@ -1,19 +1,17 @@
 """Do the rows of the data suit the model: their length, their tokens, their padding."""
 
 import os
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from mindlora.core.fields import COUNT, IGNORE_TOKEN_ID, ignore_token_id, pad_token_id
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.text import shown
-from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
+from mindlora.core.yaml_file import value_at
 from mindlora.run.checks.finding import Finding, error, warning
 from mindlora.run.checks.invocation import check_invocation_in_rows
-from mindlora.run.checks.mcore import is_mcore, model_config_of
-from mindlora.run.checks.model import architecture_of
-from mindlora.run.checks.training import callbacks_of
+from mindlora.run.yaml_run import Data, YamlRun, data_of
 
 # Rows that MindFormers' own loaders pack as they read them: what the YAML must say so that examples stay apart.
 
@@ -23,43 +21,44 @@ _PACKER = "PackingHandler"
 _SHORTEST = 2048
 
 
-def check_packing(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_packing(run: YamlRun) -> Iterator[Finding]:
     """Yields what MindFormers refuses in a run whose loader packs rows, and a warning if examples see each other."""
-    yield from _check_length(config)
-    kind = value_at(config, f"{_LOADER}.type")
-    packs = kind in _PACKING_LOADERS and _PACKER in _handlers(config)
-    if config.get("run_mode") not in TRAINING_MODES or not (packs or kind == "BlendedMegatronDatasetDataLoader"):
+    yield from _check_length(run)
+    kind = run.at(f"{_LOADER}.type")
+    handlers = run.at(f"{_LOADER}.handler")
+    named = [one.get("type") for one in handlers if isinstance(one, Mapping)] if isinstance(handlers, list) else []
+    packs = kind in _PACKING_LOADERS and _PACKER in named
+    if not run.trains or not (packs or kind == "BlendedMegatronDatasetDataLoader"):
         return
-    sliced = value_at(config, "model.model_config.input_sliced_sig")
-    if not sliced and not is_mcore(config):
+    sliced = run.model_config.get("input_sliced_sig")
+    if not sliced and not run.is_mcore:
         yield error(
             "model.model_config.input_sliced_sig",
             f"{_LOADER}.type is {kind}, whose labels are shifted already, and model_config.input_sliced_sig is "
             f"{shown(sliced)}.",
             "Set it to True.",
         )
-    columns = value_at(config, "train_dataset.input_columns")
     # Without the key, MindFormers takes all columns.
-    if packs and columns and not {"attention_mask", "actual_seq_len"} & set(columns):
-        ends = bool(value_at(config, f"{_LOADER}.create_compressed_eod_mask"))
+    if packs and run.columns and not {"attention_mask", "actual_seq_len"} & set(run.columns):
+        ends = bool(run.at(f"{_LOADER}.create_compressed_eod_mask"))
         column = "actual_seq_len" if ends else "attention_mask"
         more = "" if ends else ", or set create_compressed_eod_mask: True and add actual_seq_len"
         yield warning(
             "train_dataset.input_columns",
             f"{_LOADER} packs examples ({_PACKER}), and train_dataset.input_columns lacks the column that keeps them "
-            f"apart, so the examples of a row see each other: {', '.join(map(str, columns))}.",
+            f"apart, so the examples of a row see each other: {', '.join(map(str, run.columns))}.",
             f"Add {column} to input_columns and construct_args_key, and its part to parallel.dataset_strategy{more}.",
         )
 
 
-def _check_length(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_length(run: YamlRun) -> Iterator[Finding]:
     """Yields an error if rows are too short for the compressed mask that flash attention is given."""
     keys = ["model.model_config.use_attn_mask_compression"]
-    if is_mcore(config):
+    if run.is_mcore:
         keys += ["model.model_config.use_eod_attn_mask_compression", f"{_LOADER}.create_compressed_eod_mask"]
-    compressing = [key for key in keys if value_at(config, key)]
-    length = value_at(config, "model.model_config.seq_length")
-    if compressing and isinstance(length, int) and length < _SHORTEST and config.get("run_mode") in TRAINING_MODES:
+    compressing = [key for key in keys if run.at(key)]
+    length = run.model_config.get("seq_length")
+    if compressing and isinstance(length, int) and length < _SHORTEST and run.trains:
         yield error(
             compressing[0],
             f"{compressing[0]} is True and model_config.seq_length is {length}: MindFormers compresses masks of at "
@@ -68,12 +67,6 @@ def _check_length(config: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _handlers(config: Mapping[str, Any]) -> List[Any]:
-    handlers = value_at(config, f"{_LOADER}.handler")
-    return [one.get("type") for one in handlers if isinstance(one, Mapping)] if isinstance(handlers, list) else []
-
-
-Data = Union[str, Sequence[str]]
 Row = Dict[str, np.ndarray]
 # Returns the first rows of a MindRecord, at most so many; with None all. Only MindSpore can read them.
 FirstRows = Callable[[str, Optional[int]], Iterator[Row]]
@@ -87,96 +80,70 @@ _ROWS = 200
 _PADDED = 4
 
 
-def data_of(dataset: Optional[Mapping[str, Any]]) -> Optional[Data]:
-    """Returns the MindRecords that a dataset node names, or None if they cannot be read yet."""
-    loader = (dataset or {}).get("data_loader") or {}
-    data = loader.get("dataset_dir") or loader.get("dataset_files")
-    if loader.get("type") != "MindDataset" or not data:
-        return None
-    return data if all(map(os.path.exists, [data] if isinstance(data, str) else data)) else None
-
-
-def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Finding]:
+def check_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     """Yields a finding for each way in which the rows of the run's data do not suit its model.
 
     Data that is not there is passed over (check_files names it), and so is data that is no MindRecord. ``first_rows``
     reads the first rows of a MindRecord.
     """
-    model = model_of(config)
+    model = model_of(run)
     if model.get("seq_length") not in COUNT:
         return
-    train = data_of(config.get("train_dataset"))
-    if config.get("run_mode") in TRAINING_MODES:
-        yield from _check_columns(config, train, first_rows)
-        yield from _check_labels(config, train, first_rows)
-        for where, callback in callbacks_of(config, "HeldOutLoss"):
-            folder = callback.get("dataset_dir")
-            if folder and os.path.isdir(folder) and not mindrecord_files(folder):
+    if run.trains:
+        yield from _check_columns(run, first_rows)
+        yield from _check_labels(run, first_rows)
+        for where, folder in run.held_out_data:
+            if os.path.isdir(folder) and not mindrecord_files(folder):
                 yield error(
                     where, f"{where}: dataset_dir is {folder}, a folder with no file in it that ends in .mindrecord."
                 )
-    for where, data, lengths in data_sets(config):
+    for where, data, lengths in data_sets(run):
         rows = _rows_of(data, first_rows)
         if rows:
             yield from _check_set(where, rows, lengths, model)
             yield from check_invocation_in_rows(where, rows, model, ignore_token_id(model))
 
 
-def data_sets(config: Mapping[str, Any]) -> Iterator[Tuple[str, Optional[Data], Sequence[int]]]:
+def data_sets(run: YamlRun) -> Iterator[Tuple[str, Optional[Data], Sequence[int]]]:
     """Yields where the YAML names data that the run reads, the data, and how many tokens a row may have.
 
     The data is None where it cannot be read yet. seq_length of the model must be in range.
     """
-    training = config.get("run_mode") in TRAINING_MODES
-    lengths = row_lengths(config)
-    if training:
-        yield "train_dataset", data_of(config.get("train_dataset")), lengths
-        for number, adapter in enumerate(value_at(config, f"{PET}.adapters") or ()):
-            own = adapter.get("data") if isinstance(adapter, Mapping) else None
-            if isinstance(own, str) and os.path.exists(own):
-                yield f"{PET}.adapters[{number}].data", own, lengths
-    if config.get("run_mode") == "eval" or (training and config.get("do_eval")):
-        length = model_of(config)["seq_length"]
-        evaluated = lengths if _takes_shifted_labels(config) else (length, length + 1)
-        yield "eval_dataset", data_of(config.get("eval_dataset")), evaluated
-    for where, callback in callbacks_of(config, "HeldOutLoss") if training else ():
-        held_out = callback.get("dataset_dir")
-        if held_out and os.path.exists(held_out):
-            yield where, held_out, lengths
+    lengths = row_lengths(run)
+    if run.trains:
+        yield "train_dataset", run.train_data, lengths
+        for where, own in run.data_of_adapters:
+            yield where, own, lengths
+    if run.evaluates:
+        length = model_of(run)["seq_length"]
+        evaluated = lengths if run.takes_shifted_labels else (length, length + 1)
+        yield "eval_dataset", run.eval_data, evaluated
+    for where, held_out in run.held_out_data if run.trains else ():
+        yield where, held_out, lengths
 
 
-def files_of_run(config: Mapping[str, Any]) -> Iterator[Tuple[str, List[str]]]:
+def files_of_run(run: YamlRun) -> Iterator[Tuple[str, List[str]]]:
     """Yields (where the YAML names them, MindRecords) of the data that a training run learns from or is judged by."""
-    named = [("train_dataset", data_of(config.get("train_dataset")))]
-    for where, callback in callbacks_of(config, "HeldOutLoss"):
-        folder = callback.get("dataset_dir")
-        named.append((where, folder if folder and os.path.exists(folder) else None))
-    for where, data in named:
+    for where, data in [("train_dataset", run.train_data), *run.held_out_data]:
         files = mindrecord_files(data) if data else []
         if files:
             yield where, files
 
 
-def model_of(config: Mapping[str, Any]) -> Dict[str, Any]:
+def model_of(run: YamlRun) -> Dict[str, Any]:
     """Returns the keys of the model: of an mcore model also those of the folder that describes it."""
-    return {"seq_length": _MCORE_LENGTH, **model_config_of(config)} if is_mcore(config) else model_config_of(config)
+    return {"seq_length": _MCORE_LENGTH, **run.model} if run.is_mcore else run.model
 
 
-def row_lengths(config: Mapping[str, Any]) -> Sequence[int]:
+def row_lengths(run: YamlRun) -> Sequence[int]:
     """Returns how many tokens the rows that the model trains on may have."""
-    model = model_of(config)
-    length = model["seq_length"]
-    if _takes_shifted_labels(config):
+    length = model_of(run)["seq_length"]
+    if run.takes_shifted_labels:
         # Those of MindFormers' glm4_preprocess.py lack one.
         return length - 1, length
     # The other legacy models predict each token of a row of N + 1 from those before it.
-    sliced = model.get("input_sliced_sig") or is_mcore(config)
+    sliced = run.model.get("input_sliced_sig") or run.is_mcore
     return (length, length + 1) if sliced else (length + 1,)
-
-
-def _takes_shifted_labels(config: Mapping[str, Any]) -> bool:
-    architecture = architecture_of(config)
-    return architecture is not None and architecture.takes_shifted_labels
 
 
 def _rows_of(data: Optional[Data], first_rows: FirstRows, *columns: str) -> List[Row]:
@@ -232,19 +199,18 @@ def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mappi
         )
 
 
-def _check_labels(config: Mapping[str, Any], data: Optional[Data], first_rows: FirstRows) -> Iterator[Finding]:
+def _check_labels(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     """Yields what is wrong with the labels of training data: they are not shifted where they must be, or not read."""
+    data = run.train_data
     rows = _rows_of(data, first_rows, "labels")
-    columns = value_at(config, "train_dataset.input_columns")
-    left_out = columns and "labels" not in ([columns] if isinstance(columns, str) else columns)
-    if data and left_out and any(IGNORE_TOKEN_ID in row["labels"] for row in rows):
+    if data and run.columns and "labels" not in run.columns and any(IGNORE_TOKEN_ID in row["labels"] for row in rows):
         yield warning(
             "train_dataset.input_columns",
             f"train_dataset.input_columns leaves out labels, by which {mindrecord_files(data)[0]} says which tokens "
             "count in the loss: now all do, prompts too.",
             "Write input_columns: ['input_ids', 'labels'].",
         )
-    if _takes_shifted_labels(config) and _are_unshifted(rows):
+    if run.takes_shifted_labels and _are_unshifted(rows):
         yield error(
             "train_dataset",
             "train_dataset: each label is the token at its own place, and a ChatGLM learns the labels as they are: it "
@@ -266,15 +232,13 @@ def _are_unshifted(rows: List[Row]) -> bool:
     return counted > 0
 
 
-def _check_columns(config: Mapping[str, Any], data: Optional[Data], first_rows: FirstRows) -> Iterator[Finding]:
+def _check_columns(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     """Yields an error if train_dataset names columns that the files do not have."""
-    dataset = config.get("train_dataset") or {}
-    files = mindrecord_files(data) if data else []
+    files = mindrecord_files(run.train_data) if run.train_data else []
     row = next(first_rows(files[0], 1), None) if files else None
     if row is None:
         return
-    columns = dataset.get("input_columns") or []
-    missing = [name for name in ([columns] if isinstance(columns, str) else columns) if name not in row]
+    missing = [name for name in run.columns or () if name not in row]
     if missing:
         yield error(
             "train_dataset.input_columns",
@@ -303,17 +267,16 @@ def _padding(rows: List[Row], ignored: int) -> Optional[int]:
 _ADVICE = "Convert the data again with mindlora data, which says how many tokens of it are learned."
 
 
-def check_labels(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Finding]:
+def check_labels(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     """Yields an error for each data of the run in which nothing counts: no label, and no example of preferences.
 
     Data that is not there is passed over. As far as the first label that counts, all rows are read.
     """
-    model = model_of(config)
+    model = model_of(run)
     if model.get("seq_length") not in COUNT:
         return
-    columns = value_at(config, "train_dataset.input_columns")
-    reads_labels = not columns or "labels" in ([columns] if isinstance(columns, str) else columns)
-    for where, data, lengths in data_sets(config):
+    reads_labels = not run.columns or "labels" in run.columns
+    for where, data, lengths in data_sets(run):
         # Where the run does not read the labels, all tokens count; HeldOutLoss always reads them.
         if data and (reads_labels or where.startswith("callbacks")):
             pad = pad_token_id(model)
@@ -325,11 +288,8 @@ def check_pynative_labels(config: Mapping[str, Any], first_rows: FirstRows) -> I
     model = config.get("model") or {}
     length = model.get("seq_length") or 0
     longest = length + 1 if length in COUNT else 0
-    sets = [("train_dataset", data_of({"data_loader": value_at(config, "train_dataset.dataloader")}))]
-    for where, callback in callbacks_of(config, "HeldOutLoss"):
-        held_out = {"type": "MindDataset", "dataset_dir": callback.get("dataset_dir")}
-        sets.append((where, data_of({"data_loader": held_out})))
-    for where, data in sets:
+    train_data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
+    for where, data in [("train_dataset", train_data), *YamlRun(config).held_out_data]:
         if data:
             yield from _find(where, mindrecord_files(data), first_rows, longest, ignore_token_id(model), None)
 
@@ -342,9 +302,10 @@ def _find(
             if _counts(row, longest, ignored, pad):
                 return
     if files:
+        named = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
         yield error(
             where.split(" ")[0],
-            f"{where}: no label of {_named(files)} counts in the loss: all are {ignored}, or have nothing before them "
+            f"{where}: no label of {named} counts in the loss: all are {ignored}, or have nothing before them "
             "that they are predicted from.",
             _ADVICE,
         )
@@ -372,7 +333,3 @@ def _counts(row: Row, longest: int, ignored: int, pad: Optional[int]) -> bool:
         tokens, labels = tokens[..., :-1], labels[..., 1:]
     counted = labels != ignored
     return bool((counted if pad is None else counted & (tokens != pad)).any())
-
-
-def _named(files: Sequence[str]) -> str:
-    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"

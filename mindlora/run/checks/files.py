@@ -2,16 +2,16 @@
 
 import dataclasses
 import os
-from typing import Any, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Iterator, List
 
 from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.formats.safetensors_file import TensorFile
 from mindlora.core.git_lfs import refuse_pointer
-from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
+from mindlora.core.yaml_file import PET
 from mindlora.files.base import quantize
 from mindlora.run.checks.finding import Finding, error, note
-from mindlora.run.checks.pet_config import quantizes_base
+from mindlora.run.yaml_run import YamlRun
 
 _TOKENIZER_FILES = ("vocab_file", "tokenizer_file", "merges_file")
 # Keys that name a file or a folder which MindFormers reads, wherever a run trains, evaluates or predicts.
@@ -29,61 +29,45 @@ _READ_BY_LOADERS = (
 _DATA_ENDINGS = (".json", ".jsonl", ".txt", ".csv", ".tsv", ".parquet", ".arrow")
 
 
-def base_of(config: Mapping[str, Any]) -> Tuple[str, Optional[str]]:
-    """Returns the key that names the base, and its path: the one from which MindFormers' Trainer takes the weights.
-
-    MindFormers 1.9 prefers checkpoint.load_path, and takes pretrained_model_dir where nothing else is named and that
-    folder has weights.
-    """
-    folder = config.get("pretrained_model_dir")
-    if value_at(config, "checkpoint.load_path"):
-        return "checkpoint.load_path", value_at(config, "checkpoint.load_path")
-    if config.get("load_checkpoint") or not folder:
-        return "load_checkpoint", config.get("load_checkpoint")
-    has_weights = os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder))
-    return ("pretrained_model_dir", folder) if has_weights or not os.path.isdir(folder) else ("load_checkpoint", None)
-
-
-def check_files(config: Mapping[str, Any], complete: bool = False) -> Iterator[Finding]:
+def check_files(run: YamlRun, complete: bool = False) -> Iterator[Finding]:
     """Yields a finding for each file that the run will read and that is missing, not named or of the wrong form.
 
-    ``complete`` says that the command line is in ``config``, so that a file which nothing names is missing.
+    ``complete`` says that the command line is in the YAML, so that a file which nothing names is missing.
     """
-    yield from _check_base(config, complete)
-    training = config.get("run_mode") in TRAINING_MODES
-    evaluating = config.get("run_mode") == "eval" or bool(config.get("do_eval"))
-    if training:
-        yield from _check_data(config, "train", complete)
+    yield from _check_base(run, complete)
+    evaluating = run.mode == "eval" or bool(run.at("do_eval"))
+    if run.trains:
+        yield from _check_data(run, "train", complete)
     if evaluating:
-        yield from _check_data(config, "eval", complete)
-    for key in (*_READ, *(("pretrained_model_dir",) if base_of(config)[0] != "pretrained_model_dir" else ())):
-        yield from check_path(config, key)
-    if isinstance(value_at(config, "context.affinity_config"), str):
-        yield from check_path(config, "context.affinity_config")
+        yield from _check_data(run, "eval", complete)
+    for key in (*_READ, *(("pretrained_model_dir",) if run.base[0] != "pretrained_model_dir" else ())):
+        yield from check_path(run, key)
+    if isinstance(run.at("context.affinity_config"), str):
+        yield from check_path(run, "context.affinity_config")
     for name in _TOKENIZER_FILES:
-        for finding in check_path(config, f"processor.tokenizer.{name}"):
+        for finding in check_path(run, f"processor.tokenizer.{name}"):
             # Training alone does not read it, but what comes after it will.
-            yield finding if evaluating or not training else dataclasses.replace(finding, severity="warning")
+            yield finding if evaluating or not run.trains else dataclasses.replace(finding, severity="warning")
 
 
-def _check_base(config: Mapping[str, Any], complete: bool) -> Iterator[Finding]:
-    key, path = base_of(config)
+def _check_base(run: YamlRun, complete: bool) -> Iterator[Finding]:
+    key, path = run.base
     if not path:
-        if complete and config.get("auto_trans_ckpt"):
+        if complete and run.at("auto_trans_ckpt"):
             yield error(
                 "auto_trans_ckpt",
                 "auto_trans_ckpt is True, and there is no checkpoint to transform: load_checkpoint is empty.",
                 "Pass --load_checkpoint, or --auto_trans_ckpt False.",
             )
-        if value_at(config, PET) and not config.get("pretrained_model_dir"):
+        if run.pet_config and not run.at("pretrained_model_dir"):
             fault = "No path is set: the base under the adapter has random weights."
             yield Finding("warning" if complete else "note", key, fault, f"Set it, or pass --{key}.")
         return
-    missing = list(check_path(config, key, f"--{key}"))
-    yield from missing or _check_form(config, path)
+    missing = list(check_path(run, key, f"--{key}"))
+    yield from missing or _check_form(run, path)
 
 
-def _check_form(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
+def _check_form(run: YamlRun, path: str) -> Iterator[Finding]:
     """Yields what is wrong with a base that exists: it is not a checkpoint, or not in the form that the run reads."""
     try:
         refuse_pointer(path, ConfigError)
@@ -103,10 +87,9 @@ def _check_form(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
         )
         return
     # MindFormers reads its newer format from .safetensors files alone; a quantized base has no other.
-    newer = config.get("checkpoint") or config.get("use_legacy_format") is False
-    quantized = quantizes_base(config)
-    read = "safetensors" if newer or quantized else config.get("load_ckpt_format") or "ckpt"
-    if read not in formats and not quantized:
+    newer = run.at("checkpoint") or run.at("use_legacy_format") is False
+    read = "safetensors" if newer or run.quantizes_base else run.at("load_ckpt_format") or "ckpt"
+    if read not in formats and not run.quantizes_base:
         yield error(
             "load_checkpoint",
             f"load_checkpoint: {path} is {' and '.join(formats)}, and load_ckpt_format is {read!r}.",
@@ -114,21 +97,21 @@ def _check_form(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
         )
 
 
-def check_quantized_base(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_quantized_base(run: YamlRun) -> Iterator[Finding]:
     """Yields an error unless load_checkpoint is quantized if and only if quantize_base is set."""
-    path = base_of(config)[1]
+    path = run.base[1]
     if not path or not os.path.exists(path):
         return
     is_safetensors = path.endswith(".safetensors") and os.path.isfile(path)
-    if quantizes_base(config) and not is_safetensors:
+    if run.quantizes_base and not is_safetensors:
         yield error(
             "load_checkpoint",
             f"load_checkpoint: {path} is not a .safetensors file, but pet_config has quantize_base.",
             f"Write a quantized base once: mindlora base quantize {path} base-nf4.safetensors",
         )
-    elif quantizes_base(config):
+    elif run.quantizes_base:
         try:
-            quantize.check_quantized_base(path, value_at(config, f"{PET}.quantize_exclude"))
+            quantize.check_quantized_base(path, run.pet_config.get("quantize_exclude"))
         except CheckpointError as refusal:
             yield error("load_checkpoint", str(refusal))
     elif is_safetensors:
@@ -142,21 +125,21 @@ def check_quantized_base(config: Mapping[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _check_data(config: Mapping[str, Any], kind: str, complete: bool) -> Iterator[Finding]:
+def _check_data(run: YamlRun, kind: str, complete: bool) -> Iterator[Finding]:
     key = f"{kind}_dataset.data_loader"
-    loader = value_at(config, key)
+    loader = run.at(key)
     if not loader:
         yield error(key, "The node is missing, so the run has no data.", "Name the data in it.")
         return
     for name in _READ_BY_LOADERS:
         unread = name.startswith("tokenizer.") and loader.get("type") == "MindDataset"
-        if not unread and _names_files(value_at(config, f"{kind}_dataset.{name}")):
-            yield from check_path(config, f"{kind}_dataset.{name}")
+        if not unread and _names_files(run.at(f"{kind}_dataset.{name}")):
+            yield from check_path(run, f"{kind}_dataset.{name}")
     if loader.get("type") == "BlendedMegatronDatasetDataLoader":
-        yield from _check_prefixes(config, f"{key}.config.data_path")
+        yield from _check_prefixes(run, f"{key}.config.data_path")
     if loader.get("type") != "MindDataset":
         if _names_files(loader.get("dataset_dir")):
-            yield from check_path(config, f"{key}.dataset_dir", f"--{kind}_dataset_dir")
+            yield from check_path(run, f"{key}.dataset_dir", f"--{kind}_dataset_dir")
         return
     if loader.get("dataset_files"):
         return
@@ -166,7 +149,7 @@ def _check_data(config: Mapping[str, Any], kind: str, complete: bool) -> Iterato
     if not path and complete:
         yield error(key, f"{key} is empty.", f"Name a MindRecord, or a folder of them, with {flag}.")
         return
-    missing = list(check_path(config, key, flag, "the run has no data"))
+    missing = list(check_path(run, key, flag, "the run has no data"))
     yield from missing
     if not missing and not mindrecord_files(path):
         yield error(
@@ -174,9 +157,9 @@ def _check_data(config: Mapping[str, Any], kind: str, complete: bool) -> Iterato
         )
 
 
-def _check_prefixes(config: Mapping[str, Any], key: str) -> Iterator[Finding]:
+def _check_prefixes(run: YamlRun, key: str) -> Iterator[Finding]:
     """Yields an error for each prefix of Megatron's files, without .bin and .idx, that names none."""
-    paths = value_at(config, key)
+    paths = run.at(key)
     # A list has weights between the prefixes.
     for prefix in paths if isinstance(paths, list) else [paths]:
         if isinstance(prefix, str) and not _is_number(prefix) and not os.path.isfile(f"{prefix}.idx"):
@@ -206,9 +189,9 @@ def _names_files(value: Any) -> bool:
     return True
 
 
-def check_path(config: Mapping[str, Any], key: str, flag: str = "", effect: str = "") -> List[Finding]:
+def check_path(run: YamlRun, key: str, flag: str = "", effect: str = "") -> List[Finding]:
     """Returns a finding if the path at ``key`` does not exist, or if it is empty and that has an ``effect``."""
-    path = value_at(config, key)
+    path = run.at(key)
     if not path:
         return [note(key, f"No path is set: {effect}.", f"Set it, or pass {flag}.")] if effect else []
     paths = path if isinstance(path, list) else [path]

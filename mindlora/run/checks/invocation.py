@@ -6,35 +6,32 @@ import numpy as np
 
 from mindlora.core.text import shown
 from mindlora.core.yaml_file import PET, value_at
-from mindlora.models.architectures.llama_classifiers import task_of
 from mindlora.run.checks.finding import Finding, error, warning
-from mindlora.run.checks.mcore import is_mcore
+from mindlora.run.yaml_run import YamlRun
 
 KEY = f"{PET}.alora_invocation_tokens"
-_CLASS = "model.arch.type"
 # So many tokens before answers are looked at: more would be the end of a prompt that all rows share.
 _MOST = 8
 Row = Mapping[str, np.ndarray]
 
 
-def check_invocation(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_invocation(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each setting with which adapters cannot act from their invocation tokens on."""
-    if not value_at(config, KEY):
+    if not run.at(KEY):
         return
-    if is_mcore(config):
+    if run.is_mcore:
         yield error(
             KEY,
             "alora_invocation_tokens is set and use_legacy is False: adapters on mcore models act on all tokens.",
             "Remove it, or use a legacy model.",
         )
-    if task_of(value_at(config, _CLASS)) is not None:
+    if run.is_classifier:
         yield error(
             KEY,
-            f"alora_invocation_tokens is set and model.arch.type is {value_at(config, _CLASS)}, whose head is of all "
-            "tokens.",
+            f"alora_invocation_tokens is set and model.arch.type is {run.model_class}, whose head is of all tokens.",
             "Remove it.",
         )
-    if config.get("run_mode") == "predict" and value_at(config, "model.model_config.use_past"):
+    if run.mode == "predict" and run.model_config.get("use_past"):
         yield error(
             "model.model_config.use_past",
             "alora_invocation_tokens is set and use_past is True: MindFormers then gives the network each new token "

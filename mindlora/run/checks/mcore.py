@@ -1,20 +1,17 @@
 """MindFormers' mcore models (use_legacy: False) in a YAML: which of them train with mindlora's adapters, and how."""
 
 import os
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Dict, Iterator, Optional
 
-from mindlora.core.errors import ConfigError
 from mindlora.core.fields import dtype_name
-from mindlora.core.json_files import parse_object
 from mindlora.core.text import listed
-from mindlora.core.yaml_file import PET, RUN_MODES, TRAINING_MODES, value_at
+from mindlora.core.yaml_file import RUN_MODES
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
 from mindlora.models.architectures.decoder_sizes import decoder_sizes
-from mindlora.run.checks.files import base_of
 from mindlora.run.checks.finding import Finding, error
-from mindlora.run.checks.key_ranges import setting
+from mindlora.run.yaml_run import YamlRun
 
 _ROUTER = "decoder.layers.0.mlp.router.weight"
 # What the network that serves mcore models computes: key of model_config -> the value that it must have, if any.
@@ -32,20 +29,14 @@ HEAD_MULTIPLE = 16
 _HELP = "docs/mcore.md says which mcore models train with adapters."
 
 
-def is_mcore(config: Mapping) -> bool:
-    """Returns whether a YAML builds one of MindFormers' mcore models."""
-    return config.get("use_legacy", True) is False
-
-
-def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_mcore(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each reason why a YAML of an mcore model with pet_config cannot run."""
-    if not is_mcore(config) or not value_at(config, PET):
+    if not run.is_mcore or not run.pet_config:
         return
-    family = family_of(config)
-    mode = config.get("run_mode")
+    family = run.family
     trained = registry.trained_mcore_classes().values()
     architecture = registry.by_model_type(family)
-    folder = config.get("pretrained_model_dir")
+    folder = run.at("pretrained_model_dir")
     if family is None and folder and not os.path.isfile(os.path.join(folder, "config.json")):
         yield error(
             "pretrained_model_dir",
@@ -63,25 +54,25 @@ def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"Remove pet_config, or name one of these in model.model_config.architectures. {_HELP}",
         )
         return
-    if mode in RUN_MODES and mode not in TRAINING_MODES:
+    if run.mode in RUN_MODES and not run.trains:
         yield error(
             "run_mode",
-            f"run_mode is {mode!r} and use_legacy is False: MindFormers builds another network to predict and to "
+            f"run_mode is {run.mode!r} and use_legacy is False: MindFormers builds another network to predict and to "
             "evaluate, without cells that take adapters.",
             "Merge the adapter into the base (mindlora base merge) and run that without pet_config, or measure "
             "HeldOutLoss in training.",
         )
-    if setting(config, "context.mode") not in (0, "GRAPH_MODE"):
+    if not run.in_graph_mode:
         yield error(
             "context.mode",
-            f"context.mode is {value_at(config, 'context.mode')!r} and use_legacy is False: the linear cells of mcore "
+            f"context.mode is {run.at('context.mode')!r} and use_legacy is False: the linear cells of mcore "
             "models run in graph mode alone (Morph).",
             "Set context.mode: 0.",
         )
-    yield from check_device(value_at(config, "context.device_target"))
-    yield from _check_base(config)
-    yield from _check_balance(config, architecture)
-    reason = architecture.unsupported(model_config_of(config))
+    yield from check_device(run.at("context.device_target"))
+    yield from _check_base(run)
+    yield from _check_balance(run, architecture)
+    reason = architecture.unsupported(run.model)
     if reason:
         yield error(f"model.model_config.{reason.split(' ')[0]}", reason)
 
@@ -97,11 +88,11 @@ def check_device(target: Optional[str]) -> Iterator[Finding]:
         )
 
 
-def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_served(run: YamlRun) -> Iterator[Finding]:
     """Yields an error if the model of a YAML is an mcore model that mindlora does not serve, or not so."""
-    if not is_mcore(config):
+    if not run.is_mcore:
         return
-    family = family_of(config)
+    family = run.family
     architecture = registry.by_model_type(family)
     if architecture is None or not architecture.served:
         served = [one.model_types[0] for one in registry.ARCHITECTURES if one.served]
@@ -112,7 +103,7 @@ def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
             "Merge the adapter into the base (mindlora base merge), and serve that with vLLM or MindFormers.",
         )
         return
-    target = value_at(config, "context.device_target") or "Ascend"
+    target = run.at("context.device_target") or "Ascend"
     if target not in _SERVED_DTYPES:
         yield error(
             "context.device_target",
@@ -120,10 +111,10 @@ def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
             "Set --device_target Ascend or --device_target CPU.",
         )
         return
-    changes = list(_served_changes(config, architecture, target))
+    changes = list(_served_changes(run, architecture, target))
     if changes:
         yield error("model.model_config", f"This model cannot be served on {target}.", f"Set: {'; '.join(changes)}.")
-    head_dim = decoder_sizes(architecture, model_config_of(config)).head_dim
+    head_dim = decoder_sizes(architecture, run.model).head_dim
     if target == "Ascend" and head_dim % HEAD_MULTIPLE:
         yield error(
             "model.model_config.head_dim",
@@ -133,8 +124,8 @@ def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _served_changes(config: Mapping[str, Any], architecture: Architecture, target: str) -> Iterator[str]:
-    model_config = model_config_of(config)
+def _served_changes(run: YamlRun, architecture: Architecture, target: str) -> Iterator[str]:
+    model_config = run.model
     rotary = architecture.rotary
     needs = {"position_embedding_type": "rope", "partial_rotary_factor": 1.0, **_SERVED_KEYS}
     if rotary.factor < 1:
@@ -153,9 +144,9 @@ def _served_changes(config: Mapping[str, Any], architecture: Architecture, targe
         yield f"model.model_config.compute_dtype: {dtypes[0]} (found {computed})"
 
 
-def _check_base(config: Mapping[str, Any]) -> Iterator[Finding]:
-    path = base_of(config)[1]
-    if path and os.path.isfile(os.path.join(path, "config.json")) and not config.get("use_parallel"):
+def _check_base(run: YamlRun) -> Iterator[Finding]:
+    path = run.base[1]
+    if path and os.path.isfile(os.path.join(path, "config.json")) and not run.in_parallel:
         yield error(
             "load_checkpoint",
             f"load_checkpoint: {path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
@@ -164,55 +155,15 @@ def _check_base(config: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _check_balance(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Finding]:
-    callbacks = [one.get("type") for one in config.get("callbacks") or () if isinstance(one, Mapping)]
-    model_config = model_config_of(config)
-    asked = [model_config.get(key) for key in ("moe_router_enable_expert_bias", "balance_via_topk_bias")]
+def _check_balance(run: YamlRun, architecture: Architecture) -> Iterator[Finding]:
+    asked = [run.model.get(key) for key in ("moe_router_enable_expert_bias", "balance_via_topk_bias")]
     if not next((value for value in asked if value is not None), architecture.expert_bias):
         return
-    pet_config = model_config.get("pet_config") or {}
-    saved = any(names.belongs_to(_ROUTER, str(module)) for module in pet_config.get("modules_to_save") or ())
-    if "TopkBiasBalanceCallback" in callbacks and not saved:
+    saved = any(names.belongs_to(_ROUTER, str(module)) for module in run.pet_config.get("modules_to_save") or ())
+    if run.callbacks_of("TopkBiasBalanceCallback") and not saved:
         yield error(
             "callbacks",
             "callbacks has TopkBiasBalanceCallback, which changes expert_bias of the base in every step, and no "
             "adapter holds it: the result would be for a base that is gone.",
             "Leave the callback out, or add router to pet_config.modules_to_save.",
         )
-
-
-def family_of(config: Mapping) -> Optional[str]:
-    """Returns the class of the model that an mcore YAML builds, or None if the YAML does not say.
-
-    The folder pretrained_model_dir is read if model_config does not name the model.
-    """
-    model = (config.get("model") or {}).get("model_config") or {}
-    folder = config.get("pretrained_model_dir")
-    sources = [model, _read(os.path.join(folder, "config.json"))] if folder else [model]
-    classes = registry.trained_mcore_classes()
-    for source in sources:
-        named = first_class(source) or classes.get(str(source.get("model_type")))
-        if named:
-            return named
-    return model.get("model_type")
-
-
-def model_config_of(config: Mapping) -> dict:
-    """Returns model.model_config, over the config.json in pretrained_model_dir if the YAML names a folder."""
-    model = (config.get("model") or {}).get("model_config") or {}
-    folder = config.get("pretrained_model_dir") if is_mcore(config) else None
-    return {**_read(os.path.join(folder, "config.json")), **model} if folder else dict(model)
-
-
-def _read(path: str) -> dict:
-    if not os.path.isfile(path):
-        return {}
-    with open(path, "rb") as file:
-        return parse_object(file.read(), path, ConfigError)
-
-
-def first_class(model_config: Mapping[str, Any]) -> Optional[str]:
-    """Returns the first of ``architectures``, or None."""
-    names = model_config.get("architectures")
-    listed: List[str] = [names] if isinstance(names, str) else list(names or ())
-    return listed[0] if listed else None

@@ -3,10 +3,10 @@
 The statements about MindFormers and MindSpore were read in their code (1.9.0 and 2.9.0).
 """
 
-from typing import Any, Iterator, Mapping
+from typing import Iterator
 
-from mindlora.core.yaml_file import SHARDING_MODES, TRAINING_MODES, value_at
 from mindlora.run.checks.finding import Finding, note, warning
+from mindlora.run.yaml_run import YamlRun
 
 _RECOMPUTE = "recompute_config"
 _SWAP = "swap_config"
@@ -14,21 +14,21 @@ _SWAP = "swap_config"
 _HOW = {"parallel_optimizer_comm_recompute": False, "recompute_slice_activation": False, "mp_comm_recompute": True}
 
 
-def check_memory_options(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_memory_options(run: YamlRun) -> Iterator[Finding]:
     """Yields a finding for each option of recomputation, swapping or offloading that does not do what it says.
 
     There are none for a run that does not train.
     """
-    if config.get("run_mode") in TRAINING_MODES:
-        yield from _check_recomputation(config)
-        yield from _check_swapping(config)
-        yield from _check_optimizer(config)
+    if run.trains:
+        yield from _check_recomputation(run)
+        yield from _check_swapping(run)
+        yield from _check_optimizer(run)
 
 
-def _check_recomputation(config) -> Iterator[Finding]:
-    recomputes = bool(value_at(config, f"{_RECOMPUTE}.recompute"))
+def _check_recomputation(run: YamlRun) -> Iterator[Finding]:
+    recomputes = bool(run.at(f"{_RECOMPUTE}.recompute"))
     for key, off in _HOW.items():
-        value = value_at(config, f"{_RECOMPUTE}.{key}")
+        value = run.at(f"{_RECOMPUTE}.{key}")
         if value is None or value == off:
             continue
         if not recomputes:
@@ -37,25 +37,25 @@ def _check_recomputation(config) -> Iterator[Finding]:
                 f"{key} has no effect without recompute.",
                 f"Set recompute: True, or remove {key}.",
             )
-        elif not _shards(config):
+        elif not run.is_sharded:
             yield note(
                 f"{_RECOMPUTE}.{key}",
                 f"{key} has an effect only with use_parallel: True and parallel.parallel_mode 1 or 2.",
             )
 
 
-def _check_swapping(config) -> Iterator[Finding]:
+def _check_swapping(run: YamlRun) -> Iterator[Finding]:
     key = f"{_SWAP}.swap"
-    node = value_at(config, _SWAP) or {}
+    node = run.at(_SWAP) or {}
     named = [name for name in ("layer_swap", "op_swap") if node.get(name)]
     if not node.get("swap"):
         if named:
             yield warning(key, f"swap is off, so {' and '.join(named)} have no effect.", "Set swap: True.")
     elif not named:
         yield warning(key, "swap is on, and neither layer_swap nor op_swap says what to swap.")
-    elif value_at(config, "context.device_target") == "CPU":
+    elif run.on_cpu:
         yield warning(key, "swap moves activations from an NPU to the host: it has no effect on a CPU.")
-    elif value_at(config, f"{_RECOMPUTE}.recompute") is True:
+    elif run.at(f"{_RECOMPUTE}.recompute") is True:
         yield warning(
             key,
             "swap has no effect on layers that are recomputed, and recompute is True for all of them.",
@@ -63,10 +63,10 @@ def _check_swapping(config) -> Iterator[Finding]:
         )
 
 
-def _check_optimizer(config) -> Iterator[Finding]:
-    if not value_at(config, "optimizer.swap"):
+def _check_optimizer(run: YamlRun) -> Iterator[Finding]:
+    if not run.at("optimizer.swap"):
         return
-    if value_at(config, "context.device_target") == "CPU":
+    if run.on_cpu:
         fault = "optimizer.swap keeps the optimizer's state on the host: it has no effect on a CPU."
     else:
         fault = (
@@ -74,7 +74,3 @@ def _check_optimizer(config) -> Iterator[Finding]:
             "A and B, so it saves little and slows each step."
         )
     yield note("optimizer.swap", fault)
-
-
-def _shards(config) -> bool:
-    return bool(config.get("use_parallel")) and value_at(config, "parallel.parallel_mode") in SHARDING_MODES

@@ -6,22 +6,16 @@ from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 from mindlora.core.fields import COUNT
 from mindlora.core.numerics import initializers
 from mindlora.core.text import shown
-from mindlora.core.yaml_file import PET, SHARDING_MODES, TRAINING_MODES, value_at
+from mindlora.core.yaml_file import PET
 from mindlora.models.variants.registry import VARIANTS
 from mindlora.models.variants.variant import SHARDED
 from mindlora.run.checks.finding import Finding, error
-from mindlora.run.checks.key_ranges import setting
-from mindlora.run.checks.training import callbacks_of
+from mindlora.run.yaml_run import YamlRun
 
 PARALLEL = ("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage")
 # Loaders of MindFormers' from whose columns it makes the strategy of the data.
 STRATEGIC_LOADERS = ("HFDataLoader", "CommonDataLoader", "BlendedMegatronDatasetDataLoader")
 _ADVICE = "Correct one of the two."
-
-
-def is_sharded(config: Mapping[str, Any]) -> bool:
-    """Returns whether MindSpore can divide the cells of a run among devices."""
-    return bool(config.get("use_parallel")) and setting(config, "parallel.parallel_mode") in SHARDING_MODES
 
 
 def is_scattered(path: Optional[str]) -> bool:
@@ -31,13 +25,12 @@ def is_scattered(path: Optional[str]) -> bool:
     return any(name.startswith("rank_") and name[5:].isdigit() for name in os.listdir(path))
 
 
-def check_sizes(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_sizes(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each size of the model that the number of its heads, or of devices, does not divide."""
-    model = value_at(config, "model.model_config")
-    problems = undivided_heads(model)
-    if is_sharded(config):
-        parallel = {name: setting(config, f"parallel_config.{name}") for name in PARALLEL}
-        problems += undivided_by_devices(model, parallel, stage_offset(config))
+    problems = undivided_heads(run.model_config)
+    if run.is_sharded:
+        parallel = {name: run.setting(f"parallel_config.{name}") for name in PARALLEL}
+        problems += undivided_by_devices(run.model_config, parallel, run.stage_offset)
     for problem in problems:
         yield error("model.model_config", f"The sizes in model_config cannot be divided: {problem}.", _ADVICE)
 
@@ -53,18 +46,10 @@ def undivided_heads(model: Mapping[str, Any]) -> List[str]:
     )
 
 
-def stage_offset(config: Mapping[str, Any]) -> Tuple[int, ...]:
-    """Returns how many layers more than the others each stage of a pipeline has; empty for none."""
-    if setting(config, "parallel_config.pipeline_stage") == 1:
-        return ()
-    offset = value_at(config, "model.model_config.offset")
-    return tuple(offset) if isinstance(offset, list) and all(isinstance(part, int) for part in offset) else ()
-
-
 def undivided_by_devices(model: Mapping[str, Any], parallel: Mapping[str, int], offset: Sequence[int]) -> List[str]:
     """Returns in words which sizes of a model cannot be divided among devices.
 
-    ``parallel`` holds the numbers of parallel_config that PARALLEL names, ``offset`` is what stage_offset returns.
+    ``parallel`` holds the numbers of parallel_config that PARALLEL names, ``offset`` is YamlRun.stage_offset.
     """
     heads = _first(model, "num_heads", "num_attention_heads")
     devices, experts, stages = (parallel[name] for name in ("model_parallel", "expert_parallel", "pipeline_stage"))
@@ -97,22 +82,21 @@ def _first(model: Mapping[str, Any], *keys: str) -> Any:
     return next((model[key] for key in keys if model.get(key) is not None), None)
 
 
-def check_sharded(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_sharded(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each thing that a sharded training run cannot have: an adapter that needs whole weights, and
     LoraCheckpoint's resume.
     """
-    pet_config = value_at(config, PET) or {}
-    if is_scattered(pet_config.get("adapter_path")) and not config.get("use_parallel"):
+    pet_config = run.pet_config
+    if is_scattered(pet_config.get("adapter_path")) and not run.in_parallel:
         yield error(
             f"{PET}.adapter_path",
             f"adapter_path: {pet_config['adapter_path']} holds slices of an adapter for the ranks of a sharded run, "
             "and use_parallel is False.",
             "Name the adapter itself.",
         )
-    cut = cut_by(config)
-    if cut is None or config.get("run_mode") not in TRAINING_MODES:
+    if run.cut_by is None or not run.trains:
         return
-    key, value, whole = cut
+    key, value, whole = run.cut_by
     way_out = f"{key.rpartition('.')[2]}: {whole}"
     for field, reason in _needing_wholes(pet_config):
         yield error(
@@ -121,7 +105,7 @@ def check_sharded(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"{reason}.",
             f"Set {way_out}, or train plain LoRA.",
         )
-    for where, callback in callbacks_of(config, "LoraCheckpoint"):
+    for where, callback in run.callbacks_of("LoraCheckpoint"):
         if callback.get("resume"):
             yield error(
                 where,
@@ -132,19 +116,17 @@ def check_sharded(config: Mapping[str, Any]) -> Iterator[Finding]:
             )
 
 
-def check_dataset_strategy(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_dataset_strategy(run: YamlRun) -> Iterator[Finding]:
     """Yields what MindFormers refuses in how a run divides its data among devices, or MindSpore when it compiles."""
-    strategy = value_at(config, "parallel.dataset_strategy")
-    reads_all = value_at(config, "parallel.full_batch") is not False
+    strategy = run.at("parallel.dataset_strategy")
     # These loaders take a strategy whatever full_batch says, and make one of their own where there is none.
-    by_loader = value_at(config, "train_dataset.data_loader.type") in STRATEGIC_LOADERS
-    if not is_sharded(config) or config.get("run_mode") not in TRAINING_MODES:
+    by_loader = run.at("train_dataset.data_loader.type") in STRATEGIC_LOADERS
+    if not run.is_sharded or not run.trains:
         return
-    if reads_all and not (by_loader and isinstance(strategy, list)) or by_loader and strategy is None:
+    if run.reads_all and not (by_loader and isinstance(strategy, list)) or by_loader and strategy is None:
         return
-    data = setting(config, "parallel_config.data_parallel")
-    columns = value_at(config, "train_dataset.input_columns")
-    count = len(columns) if isinstance(columns, list) else 0
+    data = run.setting("parallel_config.data_parallel")
+    columns = run.columns or []
     # A mask of MindFormers' loaders is [batch, 1, N, N]; the other columns are [batch, N].
     needed = [[data, 1, 1, 1] if column == "attention_mask" else [data, 1] for column in columns or ("", "")]
     remedy = f"Set it to {needed} (--parallel.dataset_strategy '{needed}'), or parallel.full_batch: True."
@@ -162,26 +144,13 @@ def check_dataset_strategy(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"{strategy[0][0]}: {shown(strategy)}.",
             remedy,
         )
-    elif count and len(strategy) != count:
+    elif columns and len(strategy) != len(columns):
         yield error(
             "parallel.dataset_strategy",
             f"parallel.dataset_strategy divides {len(strategy)} input columns, and train_dataset.input_columns has "
-            f"{count}: {', '.join(map(str, columns))}.",
+            f"{len(columns)}: {', '.join(map(str, columns))}.",
             remedy,
         )
-
-
-def cut_by(config: Mapping[str, Any]) -> Optional[Tuple[str, Any, Any]]:
-    """Returns (key, its value, the value that cuts nothing) of the first key that cuts weights; None if none does."""
-    if not config.get("use_parallel"):
-        return None
-    for name in ("model_parallel", "pipeline_stage", "expert_parallel"):
-        parts = setting(config, f"parallel_config.{name}")
-        if parts > 1:
-            return f"parallel_config.{name}", parts, 1
-    if is_sharded(config) and value_at(config, "parallel.enable_parallel_optimizer"):
-        return "parallel.enable_parallel_optimizer", True, False
-    return None
 
 
 def _needing_wholes(pet_config: Mapping[str, Any]) -> List[Tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, List, Mapping, Optional, Tuple, cast
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import INDEX, POSITIVE, check_number, numbers
 from mindlora.core.text import suggestion
-from mindlora.core.yaml_file import PET, value_at
+from mindlora.core.yaml_file import PET
 from mindlora.files.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.models.architectures.llama_classifiers import task_of, with_score
 from mindlora.models.lora_config import PET_TYPES, LoraConfig
@@ -80,36 +80,32 @@ class PetLoraConfig(LoraConfig):
         return self.as_saved() if self.adapter_path else self
 
 
-def check_pet_config(config: Mapping[str, Any]) -> Tuple[Optional[PetLoraConfig], List[Finding]]:
-    """Returns the configuration that pet_config describes, or None if it is not a valid one, and the findings."""
-    pet_config = value_at(config, PET)
+def read_pet_config(
+    pet_config: Optional[Mapping[str, Any]], model_class: Optional[str] = None
+) -> Tuple[Optional[PetLoraConfig], List[Finding]]:
+    """Returns the configuration that a pet_config node describes, or None if it is not a valid one, and the findings.
+
+    ``model_class`` is model.arch.type.
+    """
     if not pet_config:
         return None, [note(PET, "There is no pet_config: the whole network is trained, without LoRA.")]
-    finding = _check_pet_type(pet_config.get("pet_type"))
-    if finding is not None:
-        return None, [finding]
+    pet_type = pet_config.get("pet_type")
+    if pet_type in MINDFORMERS_PET_TYPES:
+        return None, [note(f"{PET}.pet_type", f"pet_type {pet_type} is MindFormers' own and was not checked.")]
+    if pet_type not in PET_TYPES:
+        hint = suggestion(str(pet_type), [*PET_TYPES, *MINDFORMERS_PET_TYPES])
+        unknown = f"pet_type is {pet_type!r}, which is not known: MindFormers would train the whole network.{hint}"
+        return None, [error(f"{PET}.pet_type", unknown)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             lora = cast(PetLoraConfig, PetLoraConfig.from_pet_config(pet_config))
         except LoraError as refusal:
             return None, [error(_key_of(str(refusal), pet_config), str(refusal))]
-    if task_of(value_at(config, "model.arch.type")) is not None:
+    if task_of(model_class) is not None:
         lora.modules_to_save = with_score(lora.modules_to_save)
     messages = [str(each.message) for each in caught]
     return lora, [warning(_key_of(message, pet_config), message) for message in messages]
-
-
-def _check_pet_type(pet_type: object) -> Optional[Finding]:
-    if pet_type in PET_TYPES:
-        return None
-    if pet_type in MINDFORMERS_PET_TYPES:
-        return note(f"{PET}.pet_type", f"pet_type {pet_type} is MindFormers' own and was not checked.")
-    hint = suggestion(str(pet_type), [*PET_TYPES, *MINDFORMERS_PET_TYPES])
-    return error(
-        f"{PET}.pet_type",
-        f"pet_type is {pet_type!r}, which is not known: MindFormers would train the whole network.{hint}",
-    )
 
 
 def _key_of(message: str, pet_config: Mapping[str, Any]) -> str:
@@ -119,16 +115,11 @@ def _key_of(message: str, pet_config: Mapping[str, Any]) -> str:
     return f"{PET}.{named[1]}" if named and named[1] in keys else PET
 
 
-def quantizes_base(config: Mapping[str, Any]) -> bool:
-    """Returns whether pet_config asks for a base in 4 bits."""
-    return bool(value_at(config, f"{PET}.quantize_base")) or value_at(config, f"{PET}.pet_type") == "qlora"
-
-
 def refuse_pet_config(pet_config: Mapping[str, Any]) -> None:
     """Raises ConfigError unless MindFormers, under its own launcher, can build ``pet_config``."""
     if pet_config.get("pet_type") == "qlora":
         refuse_qlora()
-    refuse(check_pet_config({"model": {"model_config": {"pet_config": pet_config}}})[1])
+    refuse(read_pet_config(pet_config)[1])
 
 
 def refuse_qlora(**_: object) -> None:

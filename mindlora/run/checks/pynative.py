@@ -17,11 +17,12 @@ from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
 from mindlora.models.description import Description
 from mindlora.run.checks.batches import rows_up_to
-from mindlora.run.checks.data_rows import FirstRows, check_pynative_labels, data_of
+from mindlora.run.checks.data_rows import FirstRows, check_pynative_labels
 from mindlora.run.checks.files import check_path
 from mindlora.run.checks.finding import Finding, error, errors, note, warning
 from mindlora.run.checks.model import network_of as described
 from mindlora.run.checks.pynative_checkpoint import check_checkpoint
+from mindlora.run.yaml_run import YamlRun, data_of
 
 # Which cells the PyNative trainer puts LoRA on: its search for target_modules, and what MindFormers 2.0 adds to it.
 
@@ -188,7 +189,7 @@ def check_pynative(
         selected = cells or None
     findings += _check_decay(config)
     findings += _check_adapter_alone(config)
-    findings += check_path(config, "pet_config.adapter_path")
+    findings += check_path(YamlRun(config), "pet_config.adapter_path")
     return [*findings, *check_checkpoint(config, network, selected, version)]
 
 

@@ -48,7 +48,10 @@ def check_checkpoint(
         unset = ", and MindFormers 2.0 leaves the weights under LoRA as the memory was" if version == (2, 0) else ""
         yield warning(_LOAD, f"No checkpoint is loaded: the base under LoRA is random{unset}.", f"Set {_LOAD}.")
         return
-    absent = [key for key, path in paths.items() if path and not (os.path.exists(path) and _is_filled(path))]
+    named = {key: path for key, path in paths.items() if path}
+    absent = [
+        key for key, path in named.items() if not (os.listdir(path) if os.path.isdir(path) else os.path.exists(path))
+    ]
     for key in absent:
         found = f"{paths[key]} is empty or not there, and the run would go on with random weights."
         yield error(key, found, "Correct the path.")
@@ -73,10 +76,6 @@ def check_checkpoint(
             yield from _check_base(network, stored, quantizes)
     except LoraError as refusal:
         yield error(_LOAD, str(refusal))
-
-
-def _is_filled(path: str) -> bool:
-    return not os.path.isdir(path) or bool(os.listdir(path))
 
 
 def _check_form(key: str, path: str) -> Iterator[Finding]:
@@ -126,23 +125,15 @@ def _check_adapter(
         return
     yield from _check_beginning(config, any(name.endswith(_INITIAL) for name in stored), folder)
     rank = lora.get("lora_rank", 8)
-    others = sorted({_rank(shape) for name, shape in parts.items() if name.endswith(_A_ENDINGS)} - {rank})
+    # A is [r, in], or of experts [experts, in, r].
+    ranks = {shape[0 if len(shape) == 2 else -1] for name, shape in parts.items() if name.endswith(_A_ENDINGS)}
+    others = sorted(ranks - {rank})
     if others and not (config.get("pet_config") or {}).get("rank_pattern"):
         found = f"{folder} holds an adapter of rank {', '.join(map(str, others))}, and lora_rank is {rank}."
         yield error("lora_config.lora_rank", found, f"Set lora_rank: {others[0]}.")
     yield from _check_same_scale(config, folder)
     if selected is not None:
-        yield from _check_same_cells(set(map(_cell_of, parts)), set(selected), folder)
-
-
-def _rank(shape: Tuple[int, ...]) -> int:
-    """Returns the rank of A, [r, in], or of experts [experts, in, r]."""
-    return shape[0 if len(shape) == 2 else -1]
-
-
-def _cell_of(name: str) -> str:
-    """Returns the path of the cell that a part of an adapter belongs to."""
-    return name.rpartition(".")[0]
+        yield from _check_same_cells({name.rpartition(".")[0] for name in parts}, set(selected), folder)
 
 
 def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -> Iterator[Finding]:

@@ -2,24 +2,23 @@
 
 import contextlib
 import logging
-from typing import Any, Collection, Iterator, List, Mapping
+from typing import Collection, Iterator, List
 
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.numerics.pair_shapes import LINEAR
 from mindlora.core.text import listed
-from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
+from mindlora.core.yaml_file import PET
 from mindlora.models import target_modules
 from mindlora.models.description import AdaptableCell
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.target_modules import pattern_value
-from mindlora.models.trainable import Selection, select
+from mindlora.models.trainable import select
 from mindlora.models.variants.registry import VARIANTS
 from mindlora.models.variants.variant import SHARDED
 from mindlora.models.weights import weights_of
 from mindlora.run.checks.finding import Finding, error, note, warning
-from mindlora.run.checks.key_ranges import setting
-from mindlora.run.checks.model import described_network, legacy_experts, model_name
-from mindlora.run.checks.parallel import cut_by, is_sharded
+from mindlora.run.checks.model import described_network
+from mindlora.run.yaml_run import YamlRun
 
 # What published experience advises, where the settings of a run differ from it: notes of the doctor and of the plan.
 #
@@ -37,15 +36,15 @@ _OTHER_SCALES = ("use_rslora", *(variant.field for variant in VARIANTS if varian
 _FEED_FORWARD = (".feed_forward.", ".mlp.")
 
 
-def advise(config: Mapping[str, Any], adapted: Collection[str], linear: Collection[str]) -> Iterator[Finding]:
+def advise(run: YamlRun, adapted: Collection[str], linear: Collection[str]) -> Iterator[Finding]:
     """Yields a note for each setting of a training run from which published experience advises otherwise.
 
     Args:
-        config (dict): The YAML's content.
+        run (YamlRun): The run.
         adapted (collection of str): Paths of the cells that get an adapter; without one, nothing is advised.
         linear (collection of str): Paths of all linear cells.
     """
-    if not adapted or config.get("run_mode") not in TRAINING_MODES:
+    if not adapted or not run.trains:
         return
     if any(map(_is_feed_forward, linear)) and not any(map(_is_feed_forward, adapted)):
         yield note(
@@ -54,8 +53,8 @@ def advise(config: Mapping[str, Any], adapted: Collection[str], linear: Collecti
             "With as many parameters, all linear cells reach a lower loss (Schulman et al., LoRA Without Regret, "
             "2025): set target_modules: all-linear, with a smaller lora_rank.",
         )
-    yield from _advise_scale(config)
-    rate = setting(config, _RATE)
+    yield from _advise_scale(run)
+    rate = run.setting(_RATE)
     if isinstance(rate, float) and 0 < rate < _LOW_RATE:
         yield note(
             _RATE,
@@ -65,10 +64,10 @@ def advise(config: Mapping[str, Any], adapted: Collection[str], linear: Collecti
         )
 
 
-def _advise_scale(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _advise_scale(run: YamlRun) -> Iterator[Finding]:
     """Yields a note if the rank is large and lora_alpha does not keep up with it."""
-    rank, alpha = (value_at(config, f"{PET}.{field}") for field in ("lora_rank", "lora_alpha"))
-    if any(value_at(config, f"{PET}.{field}") for field in _OTHER_SCALES):
+    rank, alpha = (run.pet_config.get(field) for field in ("lora_rank", "lora_alpha"))
+    if any(run.pet_config.get(field) for field in _OTHER_SCALES):
         return
     if isinstance(rank, int) and isinstance(alpha, (int, float)) and rank > _LARGE_RANK and 0 < alpha < rank:
         yield note(
@@ -83,18 +82,23 @@ def _is_feed_forward(path: str) -> bool:
     return any(part in path for part in _FEED_FORWARD)
 
 
-def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
+def check_targets(run: YamlRun, lora: LoraConfig) -> List[Finding]:
     """Returns which cells get an adapter and what is wrong with the selection, if mindlora.models knows the cells.
 
     ``lora`` is what apply_lora gets.
     """
     try:
-        network = described_network(config)
+        network = described_network(run)
     except ConfigError as refusal:
         return [error("model.model_config", str(refusal))]
     if network is None:
-        return [_unknown_model(config)]
-    if is_sharded(config) and cut_by(config) is None:
+        experts = " with experts" if run.legacy_experts > 1 else ""
+        text = (
+            f"The model is {run.model_name}{experts}: the doctor does not know its cells, so targets and ranks were "
+            "not checked."
+        )
+        return [note(f"{PET}.target_modules", text)]
+    if run.is_sharded and run.cut_by is None:
         network = network.sharded(SHARDED)
     with _warnings_of(target_modules.logger) as messages:
         try:
@@ -104,30 +108,17 @@ def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
         except LoraError as refusal:
             field = str(refusal).split(" ")[0]
             return [error(f"{PET}.{field if hasattr(lora, field) else 'target_modules'}", str(refusal))]
-    return [
-        *(warning(f"{PET}.target_modules", message) for message in messages),
-        _count_parameters(selection),
-        *_check_ranks(list(selection.cells.values()), lora),
-        *_check_patterns(list(selection.parts), lora),
-        *advise(config, selection.parts, [cell.prefix for cell in network.of_kind(LINEAR).values()]),
-    ]
-
-
-def _unknown_model(config: Mapping[str, Any]) -> Finding:
-    experts = " with experts" if legacy_experts(config) > 1 else ""
-    text = (
-        f"The model is {model_name(config)}{experts}: the doctor does not know its cells, so targets and ranks were "
-        "not checked."
-    )
-    return note(f"{PET}.target_modules", text)
-
-
-def _count_parameters(selection: Selection) -> Finding:
     saved = ", those of modules_to_save included" if selection.saved else ""
     text = (
         f"LoRA on {len(selection.parts)} cells, {selection.trainable:,} parameters{saved}: {listed(selection.parts)}."
     )
-    return note(f"{PET}.target_modules", text)
+    return [
+        *(warning(f"{PET}.target_modules", message) for message in messages),
+        note(f"{PET}.target_modules", text),
+        *_check_ranks(list(selection.cells.values()), lora),
+        *_check_patterns(list(selection.parts), lora),
+        *advise(run, selection.parts, [cell.prefix for cell in network.of_kind(LINEAR).values()]),
+    ]
 
 
 def _check_ranks(cells: List[AdaptableCell], lora: LoraConfig) -> Iterator[Finding]:

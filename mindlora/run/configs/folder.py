@@ -91,12 +91,8 @@ def _read_config(folder: str) -> HuggingFaceConfig:
     if not os.path.isfile(path):
         problem = f"{folder} has no {CONFIG}" if os.path.isdir(folder) else f"{folder} is not a folder"
         raise ConfigError(f"{problem}: name the folder of a model from Hugging Face.")
-    return HuggingFaceConfig(path, _read(path))
-
-
-def _read(path: str) -> Dict[str, Any]:
     with open(path, "rb") as file:
-        return parse_object(file.read(), path, ConfigError)
+        return HuggingFaceConfig(path, parse_object(file.read(), path, ConfigError))
 
 
 def _is_taken(architecture: Architecture, to_train: bool) -> bool:

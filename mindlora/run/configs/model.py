@@ -76,17 +76,13 @@ def seq_length_of(folder: ModelFolder, asked: Optional[int]) -> int:
     """
     window = folder.config.window()
     if asked is None:
-        return min(_SEQ_LENGTH, window or _SEQ_LENGTH, _positions(folder))
+        return min(_SEQ_LENGTH, window or _SEQ_LENGTH, folder.config.count("max_position_embeddings", _SEQ_LENGTH))
     if window is not None and asked > window:
         raise ConfigError(
             f"{folder.config.path}: sliding_window is {window}, MindFormers' {folder.architecture.title} has no such "
             f"window, and rows of {asked} tokens are longer. Use rows of at most {window} tokens."
         )
     return asked
-
-
-def _positions(folder: ModelFolder) -> int:
-    return folder.config.count("max_position_embeddings", _SEQ_LENGTH)
 
 
 def served_content(folder: ModelFolder, device: str) -> Dict[str, Any]:

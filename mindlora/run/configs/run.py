@@ -165,6 +165,7 @@ def draft_run(folder: ModelFolder, request: Request) -> Draft:
 def _content(folder: ModelFolder, request: Request, batch: Batch) -> Dict[str, Any]:
     length = row_length(folder, request.rows) if request.rows else request.seq_length
     nodes = model_nodes(folder, request.device, seq_length_of(folder, length))
+    preference = {"preference": {"loss": request.rows.loss}} if request.rows and request.rows.loss else {}
     fields, rate = _recipe(request.recipe)
     nodes["model"]["model_config"]["pet_config"] = {
         "pet_type": "lora",
@@ -186,7 +187,7 @@ def _content(folder: ModelFolder, request: Request, batch: Batch) -> Dict[str, A
         **_parallel(request),
         "callbacks": _callbacks(request, batch),
         **nodes,
-        "runner_wrapper": _train_step(request),
+        "runner_wrapper": {**_TRAIN_STEP, **preference},
     }
 
 
@@ -212,11 +213,6 @@ def _optimization(request: Request, batch: Batch, rate: float) -> Dict[str, Any]
         nodes["runner_config"]["sink_size"] = 1
         nodes["recompute_config"] = {"recompute": True}
     return nodes
-
-
-def _train_step(request: Request) -> Dict[str, Any]:
-    loss = request.rows.loss if request.rows else None
-    return {**_TRAIN_STEP, **({"preference": {"loss": loss}} if loss else {})}
 
 
 def _data(request: Request) -> Dict[str, Any]:

@@ -39,7 +39,7 @@ class _Writer:
             elif isinstance(value, Mapping) and value:
                 self._begin(key, value, indent, comment)
                 self._write(value, f"{path}{key}.", f"{indent}  ")
-            elif _holds_nodes(value):
+            elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
                 self.lines.append(f"{indent}{key}:")
                 for item in value:
                     self._write_item(item, f"{path}{key}.", f"{indent}  ")
@@ -59,10 +59,6 @@ class _Writer:
         first = len(self.lines)
         self._write(item, f"{path}{item.get('type')}.", f"{indent}  ")
         self.lines[first] = f"{indent}- {self.lines[first].lstrip()}"
-
-
-def _holds_nodes(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def _scalar(value: Any) -> str:

@@ -10,13 +10,13 @@ import re
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.yaml_file import value_at
 from mindlora.models.names import role_of
 from mindlora.models.weights import Weight
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.fragments import LayerTensors, LossTensors, loss_tensors
 from mindlora.run.plan.run import Run, layer_of
 from mindlora.run.plan.units import bytes_of
+from mindlora.run.yaml_run import YamlRun
 
 _QUERIES = ("wq", "wk", "wv", "w_qkv", "wq_down", "wkv_down")
 _LATENTS = ("wq_up", "wkv_up")
@@ -45,15 +45,15 @@ class Recomputation(NamedTuple):
 NOTHING_RECOMPUTED = Recomputation(frozenset(), {})
 
 
-def read_recomputation(config: Dict[str, Any], division: Division, count: int) -> Recomputation:
+def read_recomputation(yaml: YamlRun, division: Division, count: int) -> Recomputation:
     """Returns what a YAML's recompute_config asks for a model of ``count`` layers.
 
     Raises ConfigError if a value is neither True, False nor a list that suits the stages of the pipeline.
     """
-    by_index = bool(value_at(config, "swap_config.swap"))
-    layers = _layers(value_at(config, "recompute_config.recompute"), "recompute", division, count, by_index)
+    by_index = bool(yaml.at("swap_config.swap"))
+    layers = _layers(yaml.at("recompute_config.recompute"), "recompute", division, count, by_index)
     key = "select_recompute"
-    value = value_at(config, f"recompute_config.{key}")
+    value = yaml.at(f"recompute_config.{key}")
     chosen: Dict[str, Set[int]] = {}
     if isinstance(value, dict):
         for pattern, asked in value.items():
@@ -169,13 +169,9 @@ def _any_trained(weights: Iterable[Weight]) -> bool:
 
 def _inner(run: Run) -> int:
     """Returns the width of the widest feed-forward network; of experts, all that a token goes to count together."""
+    expert = next((size[2] for path, size in run.experts.items() if role_of(path) == "weight2"), 0)
     widths = {"shared_experts" in path: size[1] for path, size in run.linear.items() if role_of(path) == "w2"}
-    return max(widths.get(False, 0), widths.get(True, 0) + run.chosen_experts * _expert_width(run))
-
-
-def _expert_width(run: Run) -> int:
-    """Returns the inner width of a routed expert; 0 if there is none."""
-    return next((size[2] for path, size in run.experts.items() if role_of(path) == "weight2"), 0)
+    return max(widths.get(False, 0), widths.get(True, 0) + run.chosen_experts * expert)
 
 
 class Activations:
@@ -189,8 +185,8 @@ class Activations:
         self.norm = bytes_of(run.dtype(f"layernorm_compute_{'type' if self.is_legacy else 'dtype'}", "float32"))
         self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
         # mindlora's operators for training on a CPU: mindlora/training/model/cpu_cells.py.
-        self.has_cpu_operators = run.on_cpu and run.model.get("type") == "LlamaConfig"
-        self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.on_cpu
+        self.has_cpu_operators = run.yaml.on_cpu and run.model.get("type") == "LlamaConfig"
+        self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.yaml.on_cpu
         self.fuses_attention = not self.is_legacy or bool(run.model.get("use_flash_attention"))
         self.recomputes_scores = self.has_cpu_operators and not self.fuses_attention and self.computes_in_float32()
         chosen = run.chosen_experts
@@ -243,7 +239,7 @@ class Activations:
         mask = 0
         if self.fuses_attention or self.recomputes_scores:
             element = 4 if self.recomputes_scores else 1
-            mask = self.run.rows * self.run.rows_of_model * length * length * element
+            mask = self.run.yaml.rows * self.run.rows_of_model * length * length * element
         if self.run.model.get("use_attn_mask_compression") or self.run.model.get("use_eod_attn_mask_compression"):
             mask = 2048 * 2048
         head_size = self.run.attention.queries // self.run.attention.heads
@@ -261,7 +257,7 @@ class Activations:
     @property
     def loss(self) -> LossTensors:
         """The tensors of the logits' shape that the loss makes."""
-        fuses = not self.run.on_cpu and value_at(self.run.config, "context.jit_config.jit_level") == "O1"
+        fuses = not self.run.yaml.on_cpu and self.run.yaml.at("context.jit_config.jit_level") == "O1"
         return loss_tensors(self.is_legacy, fuses)
 
     def layer_tensors(self, layer: int, recomputation: Recomputation) -> LayerTensors:
@@ -363,17 +359,17 @@ class Activations:
             adapter = [weight for weight in weights if weight.adapter]
             width = self._input_width(leaf)
             needs_input = any(self._reads_input(weight) for weight in weights)
-            if adapter and drops and not self.run.on_cpu:
+            if adapter and drops and not self.run.yaml.on_cpu:
                 # MindSpore's Dropout keeps its mask, one bit for each element, and what it lets through.
                 yield Kept(f"{parent}.{leaf}.dropout", self.sizes.tokens * width * self.compute)
                 yield Kept(f"{parent}.{leaf}.dropout", self.sizes.tokens * width // 8)
                 needs_input = any(not weight.adapter and weight.part == "weight" for weight in weights)
             shared = shared or needs_input
-            if adapter and not (drops and self.run.on_cpu):
-                yield Kept(
-                    f"{parent}.{leaf}.low_rank",
-                    self.compute * self.sizes.tokens * self._rank(adapter[0]) * self._copies(leaf),
-                )
+            if adapter and not (drops and self.run.yaml.on_cpu):
+                rank = max(self.run.ranks(adapter[0].path), default=0)
+                # A token is among the inputs of each of its experts.
+                copies = self.run.chosen_experts if leaf in _EXPERTS else 1
+                yield Kept(f"{parent}.{leaf}.low_rank", self.compute * self.sizes.tokens * rank * copies)
             norms = [weight for weight in adapter if self.run.lora and weight.part == self.run.lora.variant.row_norms]
             if norms:
                 # The gradient of a row's norm is that of a factor of the cell's output.
@@ -391,19 +387,12 @@ class Activations:
     def _input_width(self, leaf: str) -> int:
         return {"wo": self.sizes.attended, "w2": self.sizes.inner, **self.widths}.get(leaf, self.sizes.hidden)
 
-    def _copies(self, leaf: str) -> int:
-        """Returns how often a token is among the inputs of a cell: once for each of its experts."""
-        return self.run.chosen_experts if leaf in _EXPERTS else 1
-
-    def _rank(self, weight: Weight) -> int:
-        return max(self.run.ranks(weight.path), default=0)
-
     def _casts(self, by_leaf: Dict[str, List[Weight]], needed: Dict[str, bool], gates_need: bool) -> Iterator[Kept]:
         """Yields the copies in the compute dtype of parameters that are stored in another one, and TrainedRead's."""
         for leaf, weights in by_leaf.items():
             for weight in weights:
                 factor = weight.adapter and self.run.lora is not None and weight.part in self.run.lora.variant.factors
-                reads_a_copy = self.run.on_cpu and factor
+                reads_a_copy = self.run.yaml.on_cpu and factor
                 is_computed_in = weight.dtype == self.run.compute_dtype and not reads_a_copy
                 if len(weight.shape) < 2 or weight.dtype == "uint8" or is_computed_in:
                     continue

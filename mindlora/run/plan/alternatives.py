@@ -7,13 +7,13 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 import yaml
 
 from mindlora.core.errors import LoraError
-from mindlora.core.yaml_file import merged, value_at
-from mindlora.run.checks.training import WRAPPER, train_step
+from mindlora.core.yaml_file import merged
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.loading import needed_by
 from mindlora.run.plan.memory import memory_of
 from mindlora.run.plan.run import Run, read_run
 from mindlora.run.plan.units import GIB
+from mindlora.run.yaml_run import WRAPPER
 
 # What is left for what is not counted: on a CPU for the frameworks, the compiled graph and buffers that live longer; of
 # an NPU, the sixteenth that MindSpore leaves to communication and the runtime where the YAML does not say otherwise.
@@ -148,9 +148,9 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
 
 def _usable(run: Run, memory: int) -> Tuple[int, str]:
     """Returns the bytes of a device that a run can fill, and why no more."""
-    if run.on_cpu:
+    if run.yaml.on_cpu:
         return int(memory * (1 - _LEFT_ON_CPU)), "a tenth is left for the frameworks and the compiled graph"
-    asked = value_at(run.config, _LIMIT)
+    asked = run.yaml.at(_LIMIT)
     # MindSpore's GB are 1024^3 bytes.
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*GB\s*", str(asked))
     limit = int(float(match[1]) * GIB) if match else memory
@@ -180,25 +180,25 @@ def _ladder(run: Run, devices: Sequence[int]) -> Iterator[List[_Change]]:
 
 
 def _recomputation(run: Run) -> List[_Change]:
-    if not run.trains or value_at(run.config, "recompute_config.recompute") is True:
+    if not run.yaml.trains or run.yaml.at("recompute_config.recompute") is True:
         return []
     return [_Change("recompute all layers", {"recompute_config": {"recompute": True}})]
 
 
 def _batches(run: Run) -> List[_Change]:
     """Returns smaller batches with as many more micro-batches, so that a step has as many rows as before."""
-    size = value_at(run.config, "runner_config.batch_size") or 1
+    size = run.yaml.setting("runner_config.batch_size")
     changes = []
     factor = 2
-    while run.trains and isinstance(size, int) and size % factor == 0:
-        steps = run.accumulation * factor
+    while run.yaml.trains and isinstance(size, int) and size % factor == 0:
+        steps = run.yaml.accumulation * factor
         words = f"batch_size {size // factor}, gradient_accumulation_steps {steps}"
         keys: Keys = {"runner_config": {"batch_size": size // factor, "gradient_accumulation_steps": steps}}
         if not run.division.sharded:
             # What accumulates alone and in data parallel is mindlora's train step.
-            if train_step(run.config) != WRAPPER:
+            if run.yaml.train_step != WRAPPER:
                 keys["runner_wrapper"] = {"type": WRAPPER}
-            if value_at(run.config, "train_dataset.drop_remainder") is not True:
+            if run.yaml.at("train_dataset.drop_remainder") is not True:
                 keys["train_dataset"] = {"drop_remainder": True}
         changes.append(_Change(words, keys))
         factor *= 2
@@ -249,6 +249,6 @@ def _joined(first: List[_Change], second: List[_Change]) -> List[_Change]:
 def _needed_with(run: Run, keys: Dict[str, Any]) -> Optional[int]:
     """Returns the bytes that a run needs with a change, or None if it cannot be made."""
     try:
-        return needed_by(read_run(merged(run.config, keys)))
+        return needed_by(read_run(merged(run.yaml.config, keys)))
     except LoraError:
         return None

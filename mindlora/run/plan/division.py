@@ -1,11 +1,10 @@
 """Division: how parameters, layers and rows are divided among devices."""
 
 import dataclasses
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Mapping, Optional, Tuple
 
-from mindlora.core.yaml_file import value_at
-from mindlora.run.checks.key_ranges import setting
-from mindlora.run.checks.parallel import PARALLEL, is_sharded, stage_offset, undivided_by_devices
+from mindlora.run.checks.parallel import PARALLEL, undivided_by_devices
+from mindlora.run.yaml_run import YamlRun
 
 # MindSpore's optimizer parallelism leaves smaller parameters as they are (parallel_optimizer_threshold).
 _SMALLEST_SHARD = 64 * 1024
@@ -46,29 +45,29 @@ class Division:
     offset: Tuple[int, ...] = ()
 
     @classmethod
-    def of_yaml(cls, config: Dict[str, Any]) -> "Division":
+    def of_yaml(cls, yaml: YamlRun) -> "Division":
         """Returns the division that a YAML describes, the keys of which are as mindlora.run.checks wants them."""
-        if not config.get("use_parallel"):
+        if not yaml.in_parallel:
             return cls()
-        data = setting(config, "parallel_config.data_parallel")
-        if not is_sharded(config):
+        data = yaml.setting("parallel_config.data_parallel")
+        if not yaml.is_sharded:
             return cls(data)
-        whole = value_at(config, "parallel_config.vocab_emb_dp")
-        recompute = value_at(config, "recompute_config") or {}
+        whole = yaml.at("parallel_config.vocab_emb_dp")
+        recompute = yaml.at("recompute_config") or {}
         return cls(
             data,
-            model=setting(config, "parallel_config.model_parallel"),
-            pipeline=setting(config, "parallel_config.pipeline_stage"),
-            context=setting(config, "parallel_config.context_parallel"),
-            micro_batches=setting(config, "parallel_config.micro_batch_num"),
+            model=yaml.setting("parallel_config.model_parallel"),
+            pipeline=yaml.setting("parallel_config.pipeline_stage"),
+            context=yaml.setting("parallel_config.context_parallel"),
+            micro_batches=yaml.setting("parallel_config.micro_batch_num"),
             sharded=True,
-            optimizer=bool(value_at(config, "parallel.enable_parallel_optimizer")),
+            optimizer=bool(yaml.at("parallel.enable_parallel_optimizer")),
             gathers_again=bool(recompute.get("recompute") and recompute.get("parallel_optimizer_comm_recompute")),
-            sequence=bool(value_at(config, "parallel_config.use_seq_parallel")),
+            sequence=bool(yaml.at("parallel_config.use_seq_parallel")),
             # MindFormers' mcore models do not know it.
-            whole_vocabulary=config.get("use_legacy") is not False and (whole is None or bool(whole)),
-            experts=setting(config, "parallel_config.expert_parallel"),
-            offset=stage_offset(config),
+            whole_vocabulary=not yaml.is_mcore and (whole is None or bool(whole)),
+            experts=yaml.setting("parallel_config.expert_parallel"),
+            offset=yaml.stage_offset,
         )
 
     @property
@@ -81,7 +80,7 @@ class Division:
         """How many devices there are in all."""
         return self.data * self.model * self.pipeline * self.context
 
-    def problem(self, model: Dict[str, Any]) -> Optional[str]:
+    def problem(self, model: Mapping[str, Any]) -> Optional[str]:
         """Returns in words why a model, as model_config describes it, cannot be divided in this way, or None."""
         numbers = (self.data, self.model, self.context, self.experts, self.pipeline)
         problems = undivided_by_devices(model, dict(zip(PARALLEL, numbers)), self.offset)

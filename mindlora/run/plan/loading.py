@@ -5,7 +5,6 @@ from typing import List
 
 from mindlora.models.weights import Weight
 from mindlora.run.checks.base_weights import loads_by_tensor
-from mindlora.run.checks.files import base_of
 from mindlora.run.plan.memory import ARITHMETIC, Line, memory_of
 from mindlora.run.plan.run import Run
 from mindlora.run.plan.units import bytes_of
@@ -20,7 +19,7 @@ def loading_of(run: Run) -> Line:
     Beside them are the largest tensor if BaseWeights loads it, the whole checkpoint if MindFormers does.
     """
     base = [weight for weight in run.weights if not weight.adapter]
-    if loads_by_tensor(run.config):
+    if loads_by_tensor(run.yaml):
         size = sum(weight.size for weight in base) + max(map(_converted, base))
         return Line("as the base is loaded by tensor", size, ARITHMETIC)
     device = memory_of(run)
@@ -31,7 +30,7 @@ def loading_of(run: Run) -> Line:
 def needed_by(run: Run) -> int:
     """Returns the most that a run takes of a device at a time: in a step, or on a CPU while the base is loaded."""
     needed = memory_of(run).total
-    return max(needed, loading_of(run).size) if run.on_cpu else needed
+    return max(needed, loading_of(run).size) if run.yaml.on_cpu else needed
 
 
 def _converted(weight: Weight) -> int:
@@ -43,7 +42,7 @@ def _converted(weight: Weight) -> int:
 
 def _stored(run: Run, base: List[Weight]) -> int:
     """Returns the bytes of the checkpoint's tensors."""
-    path = base_of(run.config)[1]
+    path = run.yaml.base[1]
     if not path or not os.path.exists(path):
         return sum(weight.size if weight.dtype == "uint8" else _STORED * weight.elements for weight in base)
     if os.path.isfile(path):

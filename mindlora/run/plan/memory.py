@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, Dict, List, Tuple
 
-from mindlora.core.yaml_file import PET, value_at
 from mindlora.models.weights import Weight
 from mindlora.run.plan.activations import NOTHING_RECOMPUTED, Activations, Recomputation, read_recomputation
 from mindlora.run.plan.fragments import StepTensors, fragments_of
@@ -85,7 +84,7 @@ def memory_of(run: Run) -> DeviceMemory:
 
 def optimizer_of(run: Run) -> Tuple[str, int, bool]:
     """Returns the optimizer's name, its states for each trained parameter, and whether those are float32."""
-    kind = str(value_at(run.config, "optimizer.type") or "AdamW")
+    kind = str(run.yaml.optimizer or "AdamW")
     return (kind, *OPTIMIZERS.get(kind, (2, True)))
 
 
@@ -112,22 +111,23 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
         lines.append(
             Line(f"KV cache of {run.cache_tokens:,} tokens", run.cache_tokens * kv_cache_per_token(run), exact)
         )
-    if not run.trains:
-        lines += _inference_lines(run)
+    if not run.yaml.trains:
+        logits = run.yaml.rows * (run.seq_length if run.yaml.mode == "eval" else 1) * run.vocabulary
+        lines.append(Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC))
         return DeviceMemory(stage, tuple(lines), 0, 0)
     lines.append(Line("gradients", tensors.gradients, ARITHMETIC))
-    if value_at(run.config, "optimizer.swap"):
+    if run.yaml.at("optimizer.swap"):
         lines.append(Line(f"optimizer: {moments}, on the host (swap)", 0, EXACT))
     else:
         lines.append(Line(f"optimizer: {moments}", tensors.states, exact))
-    if run.adapters and run.on_cpu:
+    if run.adapters and run.yaml.on_cpu:
         lines.append(Line("copies of each adapter and its moments, which are saved", _copies(run), exact))
     activations = Activations(run, weights)
-    recomputation = read_recomputation(run.config, run.division, run.layers)
+    recomputation = read_recomputation(run.yaml, run.division, run.layers)
     lines += _step_lines(run, activations, recomputation, stage)
     if run.computes_reference:
         lines.append(_reference(run))
-    if not run.on_cpu:
+    if not run.yaml.on_cpu:
         holes = fragments_of(_sizes_on_device(run, of_stage), _step_tensors(run, activations, recomputation, stage))
         lines.append(Line("fragments of MindSpore's memory pool", holes, SIMULATED))
     return DeviceMemory(
@@ -142,7 +142,8 @@ def _step_lines(run: Run, activations: Activations, recomputation: Recomputation
     """Returns what a step keeps for its backward, and what is held at its widest point beside that."""
     kept = _kept(run, activations, recomputation, stage)
     lines = [Line(f"activations, {_described(recomputation, run.layers)}", kept, basis_of(run))]
-    layer = _recomputed_layer(run, activations, recomputation, stage)
+    recomputed = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
+    layer = max((activations.whole_layer(layer) for layer in recomputed), default=0)
     is_last = stage == run.division.pipeline - 1
     loss = activations.loss.widest(*activations.logits) if is_last else 0
     name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
@@ -156,7 +157,7 @@ def basis_of(run: Run) -> str:
     plain = division.model * division.pipeline * division.context == 1 and not division.optimizer
     plain = plain and not (run.lora and run.lora.variant.allocates_ranks)
     counted = "LlamaConfig" in run.architecture.model_types
-    counted = counted or "Qwen3Config" in run.architecture.model_types and not run.experts and not run.on_cpu
+    counted = counted or "Qwen3Config" in run.architecture.model_types and not run.experts and not run.yaml.on_cpu
     return MODEL if plain and counted else ARITHMETIC
 
 
@@ -184,7 +185,7 @@ def _tensors(run: Run, weights: List[Weight]) -> Tensors:
         if shards > 1:
             layer = weight.path.rpartition(".")[0].rpartition(".")[0]
             layers[layer] = layers.get(layer, 0) + whole
-        if weight.trained and run.trains:
+        if weight.trained and run.yaml.trains:
             elements = whole // shards // bytes_of(weight.dtype)
             sizes["gradients"] += elements * _gradient_bytes(run, bytes_of(weight.dtype))
             sizes["states"] += sum(_states(run, weight))
@@ -218,7 +219,7 @@ def _sizes_on_device(run: Run, weights: List[Weight]) -> List[int]:
     for weight in weights:
         whole, shards = _on_device(run, weight)
         sizes.append(whole // shards)
-    if not value_at(run.config, "optimizer.swap"):
+    if not run.yaml.at("optimizer.swap"):
         for weight in weights:
             sizes += _states(run, weight) if weight.trained else []
     return sizes
@@ -241,8 +242,8 @@ def _step_tensors(run: Run, activations: Activations, recomputation: Recomputati
 def _gradient_bytes(run: Run, element: int) -> int:
     """Returns the bytes of the gradient of one element: mindlora's step scales it to float32; sums need another one."""
     if run.steps_by_mindlora:
-        return 4 + (element if run.accumulation > 1 else 0)
-    return element * (2 if run.accumulation > 1 or run.division.pipeline > 1 else 1)
+        return 4 + (element if run.yaml.accumulation > 1 else 0)
+    return element * (2 if run.yaml.accumulation > 1 or run.division.pipeline > 1 else 1)
 
 
 def _kept(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
@@ -252,22 +253,12 @@ def _kept(run: Run, activations: Activations, recomputation: Recomputation, stag
     return run.division.in_flight(stage) * kept + activations.masks()
 
 
-def _recomputed_layer(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
-    recomputed = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
-    return max((activations.whole_layer(layer) for layer in recomputed), default=0)
-
-
-def _inference_lines(run: Run) -> List[Line]:
-    logits = run.rows * (run.seq_length if run.mode == "eval" else 1) * run.vocabulary
-    return [Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC)]
-
-
 def _reference(run: Run) -> Line:
     """Returns what the reference of preference training adds to the widest point of a step."""
     # A new adapter adds nothing, so the reference does without it.
-    is_new = not value_at(run.config, f"{PET}.adapter_path")
+    is_new = not run.yaml.pet_config.get("adapter_path")
     copies = sum(weight.size for weight in run.weights if weight.trained and not (weight.adapter and is_new))
-    if run.on_cpu:
+    if run.yaml.on_cpu:
         logits = 4 * run.tokens * run.vocabulary
         return Line("reference: its logits, and copies of what was loaded to train", copies + logits, ARITHMETIC)
     # On Ascend its logits are given back before those of the network that trains are computed, and it holds less than

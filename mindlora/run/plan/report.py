@@ -10,9 +10,8 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.formats.mindrecord_files import mindrecord_files, row_count
 from mindlora.core.overrides import apply_overrides
 from mindlora.core.text import listed, wrapped
-from mindlora.core.yaml_file import read_yaml, value_at
+from mindlora.core.yaml_file import read_yaml
 from mindlora.models.weights import Weight
-from mindlora.run.checks.key_ranges import setting
 from mindlora.run.checks.targets import advise
 from mindlora.run.plan.adapter_file import adapter_file_size
 from mindlora.run.plan.alternatives import Fit, Layout, fit, layouts_of
@@ -31,6 +30,7 @@ from mindlora.run.plan.memory import (
 from mindlora.run.plan.run import Run, read_run
 from mindlora.run.plan.trial import STEPS, Trial, try_rank
 from mindlora.run.plan.units import gib, size_text
+from mindlora.run.yaml_run import YamlRun
 
 # Steps and tokens of a run, from its batch and the number of rows in its data.
 
@@ -60,14 +60,15 @@ def schedule_of(run: Run) -> Schedule:
     """Returns the schedule of a run that trains."""
     division = run.division
     micro_batches = division.micro_batches if division.pipeline > 1 else 1
-    rows_per_step = run.rows * run.accumulation * micro_batches * division.data
+    rows_per_step = run.yaml.rows * run.yaml.accumulation * micro_batches * division.data
     rows, data = count_rows(run)
+    epochs = run.yaml.setting("runner_config.epochs")
     steps = None
     if rows is not None:
-        drops = value_at(run.config, "train_dataset.drop_remainder") is not False
-        steps = run.epochs * (rows // rows_per_step if drops else -(-rows // rows_per_step))
+        drops = run.yaml.at("train_dataset.drop_remainder") is not False
+        steps = epochs * (rows // rows_per_step if drops else -(-rows // rows_per_step))
     per_step = rows_per_step * run.rows_of_model * run.seq_length
-    return Schedule(rows_per_step, per_step, run.epochs, rows, steps, steps and steps * per_step, data)
+    return Schedule(rows_per_step, per_step, epochs, rows, steps, steps and steps * per_step, data)
 
 
 def count_rows(run: Run) -> Tuple[Optional[int], str]:
@@ -76,7 +77,7 @@ def count_rows(run: Run) -> Tuple[Optional[int], str]:
     Where adapters have data of their own, it is the longest of all data.
     """
     keys = ("dataset_files", "dataset_dir")
-    source = next(filter(None, (value_at(run.config, f"train_dataset.data_loader.{key}") for key in keys)), None)
+    source = next(filter(None, (run.yaml.at(f"train_dataset.data_loader.{key}") for key in keys)), None)
     if not source:
         return None, "the YAML names no data: pass --train_dataset_dir"
     counted = [_count(adapter.data or source) for adapter in run.adapters] or [_count(source)]
@@ -200,7 +201,7 @@ def make_plan(
     if not verify:
         return report
     # The first rank of the stage of the pipeline that the table is of.
-    stages = setting(config, "parallel_config.pipeline_stage") if report.devices > 1 else 1
+    stages = YamlRun(config).setting("parallel_config.pipeline_stage") if report.devices > 1 else 1
     return dataclasses.replace(report, trial=try_rank(config, report.device.stage * report.devices // stages))
 
 
@@ -215,7 +216,7 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
     return PlanReport(
         name,
         run.architecture.title,
-        run.mode,
+        run.yaml.mode,
         sum(weight.count for weight in weights),
         sum(weight.count for weight in weights if weight.trained),
         run.adapted,
@@ -225,14 +226,14 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         _dtype(weights),
         division.devices,
         _division(division),
-        _batch(run) if run.trains else "",
+        _batch(run) if run.yaml.trains else "",
         needed_by(run),
         device,
         loading_of(run),
         kv_cache_per_token(run),
         EXACT if run.architecture.legacy and run.architecture.trains else ARITHMETIC,
         run.seq_length,
-        schedule_of(run) if run.trains else None,
+        schedule_of(run) if run.yaml.trains else None,
         # Several adapters train on one device.
         () if run.adapters else tuple(layouts_of(run, devices)),
         None if memory is None else fit(run, memory, devices),
@@ -276,8 +277,8 @@ def _division(division: Division) -> str:
 def _batch(run: Run) -> str:
     schedule = schedule_of(run)
     each = f"{run.rows_of_model} x " * (run.rows_of_model > 1)
-    parts = [f"{run.rows} row{'s' * (run.rows > 1)} of {each}{run.seq_length:,} tokens"]
-    parts += [f"{run.accumulation} micro-batches"] if run.accumulation > 1 else []
+    parts = [f"{run.yaml.rows} row{'s' * (run.yaml.rows > 1)} of {each}{run.seq_length:,} tokens"]
+    parts += [f"{run.yaml.accumulation} micro-batches"] if run.yaml.accumulation > 1 else []
     parts += [f"{run.division.micro_batches} micro-batches in the pipeline"] if run.division.pipeline > 1 else []
     parts += [f"{run.division.data} devices with rows of their own"] if run.division.data > 1 else []
     rows = f"{schedule.rows_per_step:,} row{'s' * (schedule.rows_per_step > 1)}"
@@ -287,7 +288,7 @@ def _batch(run: Run) -> str:
 def _notes(run: Run) -> List[str]:
     notes = []
     kind = optimizer_of(run)[0]
-    if run.trains and kind not in OPTIMIZERS:
+    if run.yaml.trains and kind not in OPTIMIZERS:
         notes.append(f"Note: the optimizer {kind} is not known; it is counted as AdamW, with two float32 states.")
     if run.lora is not None and not run.lora.variant.in_files:
         name = run.lora.variant.name
@@ -307,9 +308,9 @@ def _notes(run: Run) -> List[str]:
             f"Note: the table is that of stage {memory_of(run).stage} of the pipeline, which needs most, with "
             f"{run.division.in_flight(memory_of(run).stage)} micro-batches in flight."
         )
-    if value_at(run.config, "swap_config.swap"):
+    if run.yaml.at("swap_config.swap"):
         notes.append("Note: swap_config moves activations to the host; the plan counts them on the device.")
-    return notes + [f"Note: {advice}" for advice in advise(run.config, run.adapted, run.linear)]
+    return notes + [f"Note: {advice}" for advice in advise(run.yaml, run.adapted, run.linear)]
 
 
 def _facts(report: PlanReport) -> str:

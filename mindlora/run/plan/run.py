@@ -10,7 +10,7 @@ from mindlora.core.fields import dtype_name
 from mindlora.core.formats.mindrecord_files import column_shapes, mindrecord_files
 from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR
 from mindlora.core.text import listed, suggestion
-from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
+from mindlora.core.yaml_file import value_at
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture, Attention, ParameterSize
@@ -21,15 +21,12 @@ from mindlora.models.trainable import Selection, select
 from mindlora.models.variants.variant import CUT, SHARDED
 from mindlora.models.weights import Weight, weights_of
 from mindlora.run.checks.batches import check_batches
-from mindlora.run.checks.data_rows import data_of
 from mindlora.run.checks.examine import check_settings
 from mindlora.run.checks.finding import refuse
-from mindlora.run.checks.key_ranges import check_names, check_shape, setting
-from mindlora.run.checks.model import architecture_of, legacy_experts, model_name, network_of
-from mindlora.run.checks.pet_config import check_pet_config
-from mindlora.run.checks.training import WRAPPER, train_step
+from mindlora.run.checks.key_ranges import check_names, check_shape
+from mindlora.run.checks.model import network_of
 from mindlora.run.plan.division import Division
-from mindlora.training.preference.rules import KEY as PREFERENCE
+from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.several.rules import TrainedAdapter, trained_adapters
 
@@ -39,23 +36,17 @@ class Run:
     """A run as its YAML describes it.
 
     Attributes:
-        lora (LoraConfig): The adapter, or None if the whole network is trained.
-        mode (str): "train", "finetune", "eval" or "predict".
-        rows (int): Rows in a batch on each device; with gradient accumulation, in a micro-batch.
-        accumulation (int): Micro-batches in a step.
+        yaml (YamlRun): What the YAML says of it.
+        lora (LoraConfig): The adapter as apply_lora gets it, or None if the whole network is trained.
         rows_of_model (int): Rows of the model that a row of the data is: 2 for a preference that is not packed, and
             one for each adapter of a run with several.
         adapters (tuple of TrainedAdapter): Those of a run with several, of which ``lora`` is the first.
     """
 
-    config: Dict[str, Any]
+    yaml: YamlRun
     architecture: Architecture
     network: Description
     lora: Optional[LoraConfig]
-    mode: str
-    rows: int
-    accumulation: int
-    epochs: int
     division: Division
     rows_of_model: int = 1
     adapters: Tuple[TrainedAdapter, ...] = ()
@@ -69,14 +60,9 @@ class Run:
         return [dataclasses.replace(self, lora=config, adapters=(), rows_of_model=1) for config in configs]
 
     @property
-    def model(self) -> Dict[str, Any]:
+    def model(self) -> Mapping[str, Any]:
         """The node model_config."""
-        return self.config["model"]["model_config"]
-
-    @property
-    def trains(self) -> bool:
-        """Whether the run trains."""
-        return self.mode in TRAINING_MODES
+        return self.yaml.model_config
 
     @property
     def seq_length(self) -> int:
@@ -96,10 +82,9 @@ class Run:
     @property
     def computes_reference(self) -> bool:
         """Whether each step of preference training computes the reference too."""
-        node = value_at(self.config, PREFERENCE)
-        if node is None or not self.trains:
+        if self.yaml.preference is None or not self.yaml.trains:
             return False
-        settings = preference_settings(node)
+        settings = preference_settings(self.yaml.preference)
         return settings.kind.uses_reference and not settings.precomputed_reference
 
     @functools.cached_property
@@ -120,7 +105,7 @@ class Run:
         if self.adapters:
             return [*(weight for weight in self.alone[0].weights if not weight.adapter), *self._stacked_weights()]
         weights = weights_of(self.network, self.lora, self.selection)
-        return weights if self.trains else [dataclasses.replace(weight, trained=False) for weight in weights]
+        return weights if self.yaml.trains else [dataclasses.replace(weight, trained=False) for weight in weights]
 
     @property
     def adapted(self) -> Tuple[str, ...]:
@@ -148,7 +133,7 @@ class Run:
             ranks = self.ranks(path)
             for part, shape in (("A", (max(ranks), columns)), ("B", (rows, max(ranks)))):
                 own = math.prod(shape) // max(ranks) * sum(ranks)
-                yield Weight(path, part, (count, *shape), dtype, own, self.trains, True)
+                yield Weight(path, part, (count, *shape), dtype, own, self.yaml.trains, True)
 
     @functools.cached_property
     def linear(self) -> Dict[str, Tuple[int, int]]:
@@ -169,7 +154,7 @@ class Run:
     @property
     def outputs(self) -> int:
         """Scores that the model gives a position: of tokens, or of a classifier's labels."""
-        return self.vocabulary if task_of(model_name(self.config)) is None else self.number("num_labels", 1)
+        return self.vocabulary if task_of(self.yaml.model_name) is None else self.number("num_labels", 1)
 
     @property
     def hidden(self) -> int:
@@ -197,24 +182,19 @@ class Run:
     @property
     def cache_tokens(self) -> int:
         """Tokens of the KV cache that the network holds."""
-        if not self.architecture.caches_in_training and (self.trains or not self.model.get("use_past")):
+        if not self.architecture.caches_in_training and (self.yaml.trains or not self.model.get("use_past")):
             return 0
         return self.number("num_blocks", self.architecture.cache_blocks) * self.number("block_size", 16)
 
     @property
     def tokens(self) -> int:
         """Tokens that one device computes at a time."""
-        return self.rows * self.rows_of_model * self.seq_length // self.division.context
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the YAML names a CPU."""
-        return value_at(self.config, "context.device_target") == "CPU"
+        return self.yaml.rows * self.rows_of_model * self.seq_length // self.division.context
 
     @property
     def steps_by_mindlora(self) -> bool:
         """Whether mindlora's train step makes the gradients, and not MindFormers'."""
-        return train_step(self.config) == WRAPPER and not self.division.sharded
+        return self.yaml.train_step == WRAPPER and not self.division.sharded
 
     def number(self, key: str, default: int) -> int:
         """Returns a whole number above 0 of model_config."""
@@ -245,63 +225,50 @@ def read_run(config: Dict[str, Any]) -> Run:
             "The YAML, with the values of the command line, has no keys below model.model_config: give a complete "
             "MindFormers YAML."
         )
-    refuse(check_shape(config))
-    refuse([*check_names(config), *check_settings(config)])
-    refuse(check_batches(config))
-    mode = config["run_mode"]
-    architecture = _architecture(config)
-    if mode in TRAINING_MODES and not architecture.trains:
+    yaml = YamlRun(config)
+    refuse(check_shape(yaml))
+    refuse([*check_names(yaml), *check_settings(yaml)])
+    refuse(check_batches(yaml))
+    architecture = _architecture(yaml)
+    if yaml.trains and not architecture.trains:
         raise ConfigError(
-            f"run_mode is {mode!r}, and MindFormers has {architecture.title} for prediction alone. Plan it with "
+            f"run_mode is {yaml.mode!r}, and MindFormers has {architecture.title} for prediction alone. Plan it with "
             "run_mode: predict."
         )
-    lora, adapters = _adapters(config)
-    run = Run(
-        config,
-        architecture,
-        network_of(architecture, config["model"]["model_config"]),
-        lora,
-        mode,
-        setting(config, "runner_config.batch_size") * setting(config, "micro_batch_interleave_num"),
-        setting(config, "runner_config.gradient_accumulation_steps"),
-        setting(config, "runner_config.epochs"),
-        Division.of_yaml(config),
-        len(adapters) or (_rows_of_model(config) if mode in TRAINING_MODES else 1),
-        adapters,
-    )
-    return run
+    lora, adapters = _adapters(yaml)
+    rows_of_model = len(adapters) or (_rows_of_model(yaml) if yaml.trains else 1)
+    network = network_of(architecture, dict(yaml.model_config))
+    return Run(yaml, architecture, network, lora, Division.of_yaml(yaml), rows_of_model, adapters)
 
 
-def _rows_of_model(config: Dict[str, Any]) -> int:
+def _rows_of_model(yaml: YamlRun) -> int:
     """Returns how many rows the model gets of a row of the training data; without data, preferences are not packed."""
-    if value_at(config, PREFERENCE) is None:
+    if yaml.preference is None:
         return 1
-    data = data_of(config.get("train_dataset"))
+    data = yaml.train_data
     shapes = column_shapes(next(iter(mindrecord_files(data)), "")) if data else None
     shape = (shapes or {}).get("input_ids", (2, 0))
     return shape[0] if len(shape) > 1 else 1
 
 
-def _architecture(config: Dict[str, Any]) -> Architecture:
-    architecture = architecture_of(config)
-    if architecture is not None:
-        return architecture
-    name = model_name(config)
-    experts = legacy_experts(config)
-    if experts > 1:
+def _architecture(yaml: YamlRun) -> Architecture:
+    if yaml.architecture is not None:
+        return yaml.architecture
+    name = yaml.model_name
+    if yaml.legacy_experts > 1:
         raise ConfigError(
-            f"moe_config.expert_num is {experts}: the sizes of the experts of {name} are not known, so its run cannot "
-            "be planned. Use a model without experts, or an mcore model with them."
+            f"moe_config.expert_num is {yaml.legacy_experts}: the sizes of the experts of {name} are not known, so its "
+            "run cannot be planned. Use a model without experts, or an mcore model with them."
         )
     types = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
     raise ConfigError(f"The model is {name!r}, whose sizes are not known.{suggestion(str(name), types)}")
 
 
-def _adapters(config: Dict[str, Any]) -> Tuple[Optional[LoraConfig], Tuple[TrainedAdapter, ...]]:
+def _adapters(yaml: YamlRun) -> Tuple[Optional[LoraConfig], Tuple[TrainedAdapter, ...]]:
     """Returns the adapter of a run, and, if it has several, all of them."""
-    lora = check_pet_config(config)[0]
-    if lora is None and value_at(config, PET):
-        pet_type = value_at(config, f"{PET}.pet_type")
+    lora = yaml.lora
+    if lora is None and yaml.pet_config:
+        pet_type = yaml.pet_config.get("pet_type")
         raise ConfigError(f"pet_type is {pet_type!r}, which is MindFormers' own: set pet_type: lora to plan the run.")
     if lora is not None and lora.adapters:
         adapters = tuple(trained_adapters(lora))

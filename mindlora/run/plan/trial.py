@@ -17,14 +17,12 @@ import yaml
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.initializers import changes_base
-from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
-from mindlora.run.checks.data_rows import data_of, row_lengths
-from mindlora.run.checks.key_ranges import setting
+from mindlora.core.yaml_file import PET, value_at
+from mindlora.run.checks.data_rows import row_lengths
 from mindlora.run.checks.pynative import is_pynative
-from mindlora.run.checks.training import callbacks_of
 from mindlora.run.dry_run import process
 from mindlora.run.plan.division import Division
-from mindlora.training.preference.rules import KEY as PREFERENCE
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.preference.settings import preference_settings
 
 STEPS = 2
@@ -77,8 +75,9 @@ def try_rank(config: Dict[str, Any], rank: int = 0) -> Trial:
             made up.
         InstallationError: MindSpore's Ascend plugin, or a compiler for the stand-ins, is missing.
     """
-    _check_can_be_tried(config)
-    devices = Division.of_yaml(config).devices
+    run = YamlRun(config)
+    _check_can_be_tried(run)
+    devices = Division.of_yaml(run).devices
     with tempfile.TemporaryDirectory(prefix="mindlora-trial-") as folder:
         tried, rows = trial_yaml(config, folder)
         paths = {name: os.path.join(folder, name) for name in ("run.yaml", "rows.json", "outcome.json")}
@@ -105,7 +104,7 @@ def with_devices(config: Dict[str, Any], count: int) -> Dict[str, Any]:
 
     Raises ConfigError if what divides layers, stages or tokens does not divide ``count``.
     """
-    current = Division.of_yaml(config)
+    current = Division.of_yaml(YamlRun(config))
     others = current.model * current.pipeline * current.context
     if count < 1 or count % others:
         raise ConfigError(
@@ -117,23 +116,21 @@ def with_devices(config: Dict[str, Any], count: int) -> Dict[str, Any]:
     return changed
 
 
-def _check_can_be_tried(config: Dict[str, Any]) -> None:
+def _check_can_be_tried(run: YamlRun) -> None:
     """Raises ConfigError unless the YAML is one whose training is compiled for Ascend."""
-    target = setting(config, "context.device_target")
+    target = run.setting("context.device_target")
     if target != "Ascend":
         raise ConfigError(
             f"context.device_target is {target}, and MindSpore's Ascend backend compiles runs on Ascend. Set it to "
             "Ascend."
         )
-    if is_pynative(config) or setting(config, "context.mode") in (1, "PYNATIVE_MODE"):
+    if is_pynative(run.config) or not run.in_graph_mode:
         raise ConfigError(
             "The run is in PyNative mode, in which nothing is compiled before it runs. Try a run in graph mode "
             "(context.mode: 0)."
         )
-    if config.get("run_mode") not in TRAINING_MODES:
-        raise ConfigError(
-            f"run_mode is {config.get('run_mode')!r}, and only training is tried. Set run_mode: finetune."
-        )
+    if not run.trains:
+        raise ConfigError(f"run_mode is {run.mode!r}, and only training is tried. Set run_mode: finetune.")
 
 
 def trial_yaml(config: Dict[str, Any], folder: str) -> Tuple[Dict[str, Any], Dict[str, Any]]:
@@ -193,33 +190,30 @@ def _without_weights(path: str, folder: str) -> str:
 def _fill_data(config: Dict[str, Any], path: str) -> Dict[str, Any]:
     """Names made-up rows wherever a MindRecord is not there, in place; returns what has to be written."""
     missing = False
-    dataset = config.get("train_dataset") or {}
-    loader = dataset.get("data_loader") or {}
-    if loader.get("type") == "MindDataset" and data_of(dataset) is None:
+    run = YamlRun(config)
+    loader = run.at("train_dataset.data_loader") or {}
+    if loader.get("type") == "MindDataset" and run.train_data is None:
         loader.pop("dataset_files", None)
         loader["dataset_dir"] = path
         missing = True
-    held_out = [(callback, "dataset_dir") for _, callback in callbacks_of(config, "HeldOutLoss")]
-    adapters = value_at(config, f"{PET}.adapters") or ()
-    for node, key in [*held_out, *((adapter, "data") for adapter in adapters)]:
+    held_out = [(callback, "dataset_dir") for _, callback in run.callbacks_of("HeldOutLoss")]
+    for node, key in [*held_out, *((adapter, "data") for adapter in run.adapters)]:
         if node.get(key) and not os.path.exists(node[key]):
             node[key] = path
             missing = True
-    return {path: _rows(config)} if missing else {}
+    return {path: _rows(YamlRun(config))} if missing else {}
 
 
-def _rows(config: Dict[str, Any]) -> Dict[str, Any]:
+def _rows(run: YamlRun) -> Dict[str, Any]:
     """Returns the columns, and how many rows two steps need on all devices; raises ConfigError for another column."""
-    width = row_lengths(config)[-1]
+    width = row_lengths(run)[-1]
     shape = [width]
-    node = value_at(config, PREFERENCE)
     known = ["input_ids", "labels"]
-    if node is not None:
+    if run.preference is not None:
         # A preference that is not packed: both answers with their prompt, and the mark of one pair or judgment.
         shape = [2, width]
-        known = list(preference_settings(node).columns)
-    columns = value_at(config, "train_dataset.input_columns") or known
-    columns = [columns] if isinstance(columns, str) else columns
+        known = list(preference_settings(run.preference).columns)
+    columns = run.columns or known
     other = [column for column in columns if column not in known]
     if other:
         raise ConfigError(
@@ -227,15 +221,14 @@ def _rows(config: Dict[str, Any]) -> Dict[str, Any]:
             f"rows with {', '.join(known)} can. Name the data: --train_dataset_dir PATH."
         )
     marks = {"pairs": [1], "judgments": [1]}
-    division = Division.of_yaml(config)
-    count = STEPS * setting(config, "runner_config.batch_size") * setting(config, "micro_batch_interleave_num")
-    count *= setting(config, "runner_config.gradient_accumulation_steps") * division.data * division.micro_batches
+    division = Division.of_yaml(run)
+    count = STEPS * run.rows * run.accumulation * division.data * division.micro_batches
     return {
         "columns": {column: marks.get(column, shape) for column in columns},
         "count": count,
-        "tokens": value_at(config, "model.model_config.vocab_size") or width,
-        "labels": value_at(config, "model.model_config.num_labels"),
-        "begin": value_at(config, f"{PET}.alora_invocation_tokens") or [],
+        "tokens": run.model_config.get("vocab_size") or width,
+        "labels": run.model_config.get("num_labels"),
+        "begin": run.pet_config.get("alora_invocation_tokens") or [],
     }
 
 

@@ -3,10 +3,10 @@
 from typing import Any, Iterator, Mapping, Optional
 
 from mindlora.core.fields import COUNT
-from mindlora.core.yaml_file import PET, value_at
-from mindlora.models.architectures.llama_classifiers import TASKS, task_of
+from mindlora.core.yaml_file import PET
+from mindlora.models.architectures.llama_classifiers import TASKS
 from mindlora.run.checks.finding import Finding, error
-from mindlora.run.checks.mcore import is_mcore
+from mindlora.run.yaml_run import YamlRun
 
 CLASS, LABELS = "model.arch.type", "model.model_config.num_labels"
 _PREFERENCE, _REWARD = "runner_wrapper.preference", "reward"
@@ -16,15 +16,15 @@ _REWARDED = "LlamaForSequenceClassification"
 _OF_TOKENS = ("SampleAnswers", "Forgetting", "ForgettingBudget")
 
 
-def check_classifier(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_classifier(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each setting that does not go with a classifier, or that needs one."""
-    labels = value_at(config, LABELS)
-    yield from _check_preference(config, labels)
-    if task_of(value_at(config, CLASS)) is None:
+    labels = run.at(LABELS)
+    yield from _check_preference(run, labels)
+    if not run.is_classifier:
         if labels is not None:
             yield error(
                 LABELS,
-                f"num_labels is {labels}, and model.arch.type is {value_at(config, CLASS)}, which has no labels.",
+                f"num_labels is {labels}, and model.arch.type is {run.model_class}, which has no labels.",
                 f"Set model.arch.type: {' or '.join(TASKS)}, or remove num_labels.",
             )
         return
@@ -34,17 +34,17 @@ def check_classifier(config: Mapping[str, Any]) -> Iterator[Finding]:
             f"num_labels is {labels!r}: a classifier needs the number of its labels.",
             "Set it as mindlora data labels says.",
         )
-    if is_mcore(config):
+    if run.is_mcore:
         yield error(CLASS, "use_legacy is False: classifiers are legacy models.", "Remove use_legacy.")
-    if config.get("run_mode") == "predict":
+    if run.mode == "predict":
         yield error("run_mode", "run_mode is predict: a classifier writes no text.", "Evaluate it with HeldOutLoss.")
-    if value_at(config, f"{PET}.adapters") is not None:
+    if run.pet_config.get("adapters") is not None:
         yield error(
             f"{PET}.adapters",
             "pet_config.adapters trains several adapters in one run, and a classifier has one head.",
             "Train one adapter in a run.",
         )
-    for callback in config.get("callbacks") or []:
+    for _, callback in run.callbacks:
         if callback.get("type") in _OF_TOKENS:
             yield error(
                 f"callbacks.{callback['type']}",
@@ -53,19 +53,18 @@ def check_classifier(config: Mapping[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _check_preference(config: Mapping[str, Any], labels: Any) -> Iterator[Finding]:
+def _check_preference(run: YamlRun, labels: Any) -> Iterator[Finding]:
     """Yields why a loss of preferences does not go with the model: rewards are of classifiers with one label alone."""
-    node = value_at(config, _PREFERENCE)
+    node = run.preference
     loss: Optional[str] = node.get("loss", "dpo") if isinstance(node, Mapping) else None
-    model_class = value_at(config, CLASS)
-    if loss == _REWARD and (model_class, labels) != (_REWARDED, 1):
+    if loss == _REWARD and (run.model_class, labels) != (_REWARDED, 1):
         yield error(
             _PREFERENCE,
-            f"{_PREFERENCE}: the loss {_REWARD} needs one score of a text, and the model is {model_class} with "
+            f"{_PREFERENCE}: the loss {_REWARD} needs one score of a text, and the model is {run.model_class} with "
             f"num_labels {labels}.",
             f"Set model.arch.type: {_REWARDED} and model_config.num_labels: 1.",
         )
-    elif loss not in (None, _REWARD) and task_of(model_class) is not None:
+    elif loss not in (None, _REWARD) and run.is_classifier:
         yield error(
             _PREFERENCE,
             f"{_PREFERENCE}: the loss {loss} compares answers that a model writes, and the model is a classifier.",

@@ -3,8 +3,8 @@
 from mindformers.tools.register import MindFormerConfig
 from mindspore.train import RunContext
 
-from mindlora.core.yaml_file import value_at
-from mindlora.run.checks.training import EXCHANGE, WRAPPER, split_by, train_step
+from mindlora.run.checks.training import EXCHANGE
+from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.callbacks.common import PeriodicCallback, register
 from mindlora.training.exchange.ranks import check_agreement
 from mindlora.training.exchange.settings import exchange_settings
@@ -41,8 +41,9 @@ class ExchangeCheck(PeriodicCallback):
 
 def prepare_exchange(config: MindFormerConfig) -> None:
     """Makes data-parallel ranks compare their adapters: adds ExchangeCheck to the YAML, which must have no mistakes."""
-    settings = exchange_settings(value_at(config, EXCHANGE) or "dense")
-    whole = config.get("use_parallel") and not split_by(config)
-    if whole and settings.check_every and train_step(config) == WRAPPER:
+    run = YamlRun(config)
+    settings = exchange_settings(run.at(EXCHANGE) or "dense")
+    whole = run.in_parallel and not run.split_by
+    if whole and settings.check_every and run.train_step == WRAPPER:
         check = MindFormerConfig(type="ExchangeCheck", check_every=settings.check_every)
         config.callbacks = [*(config.callbacks or []), check]

@@ -13,7 +13,7 @@ from mindspore.train.callback._callback import InternalCallbackParam
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.tree import lora_cells
-from mindlora.run.checks.training import WRAPPER, accumulates_here, callbacks_of, train_step
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.callbacks.common import PeriodicCallback, RuleCallback, register, report_event, step_record
 from mindlora.training.health.findings import HealthRules
 from mindlora.training.health.measures import cell_values, float_parts, measure, weight_norm
@@ -113,6 +113,6 @@ def _recording_step(params: InternalCallbackParam) -> Optional[nn.Cell]:
 
 def record_gradient_norms(config: MindFormerConfig) -> None:
     """Makes the train step record the norms of gradients that AdapterHealth reports; the YAML is changed in place."""
-    reports = any(callbacks_of(config, "AdapterHealth"))
-    if reports and train_step(config) == WRAPPER and accumulates_here(config):
+    run = YamlRun(config)
+    if run.callbacks_of("AdapterHealth") and run.steps_by_mindlora:
         config.runner_wrapper.setdefault("record_gradient_norms", True)

@@ -7,7 +7,7 @@ from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, M
 
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.data.mindrecord import first_rows
-from mindlora.run.checks.data_rows import data_of
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
 
 CUT_ROWS = "RowsForEvaluation"
@@ -19,7 +19,7 @@ def cut_rows_for_eval(config: MindFormerConfig) -> None:
     The ``type`` of eval_dataset's data_loader in the YAML is changed where needed.
     """
     length = config.model.model_config.get("seq_length")
-    data = data_of(config.eval_dataset)
+    data = YamlRun(config).eval_data
     if not data or (config.run_mode != "eval" and not config.do_eval):
         return
     files = mindrecord_files(data)

@@ -14,10 +14,9 @@ from mindlora.data.mindrecord import first_rows
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.eva import Batch, EvaResult, eva_adapter
 from mindlora.network.load_base import load_base
-from mindlora.run.checks.data_rows import BOUNDARY, data_of
+from mindlora.run.checks.data_rows import BOUNDARY
 from mindlora.run.checks.finding import refuse
-from mindlora.run.checks.mcore import is_mcore
-from mindlora.run.checks.pet_config import check_pet_config
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
 
@@ -28,7 +27,7 @@ def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rh
     Raises LoraError if a setting is wrong, or a file cannot be read.
     """
     yaml = build_config(["--config", config, *overrides])
-    if is_mcore(yaml):
+    if YamlRun(yaml).is_mcore:
         raise ConfigError(
             "use_legacy is False: MindFormers' mcore models run as a graph alone, in which the inputs of their cells "
             "cannot be read. Use another lora_init, such as pissa."
@@ -47,15 +46,15 @@ def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rh
 
 
 def _lora_config(yaml: MindFormerConfig) -> LoraConfig:
-    config, findings = check_pet_config(yaml)
-    refuse(findings)
-    if config is None:
+    run = YamlRun(yaml)
+    refuse(run.pet_findings)
+    if run.lora is None:
         raise ConfigError("The YAML has no pet_config of mindlora: add one, whose ranks and cells the adapter gets.")
-    return config
+    return run.lora
 
 
 def _batches(yaml: MindFormerConfig, rows: int, batch_size: int) -> List[Batch]:
-    files = mindrecord_files(data_of(yaml.train_dataset) or [])
+    files = mindrecord_files(YamlRun(yaml).train_data or [])
     if not files:
         raise ConfigError(
             "train_dataset.data_loader names no MindRecord that is there. Name the training data with "

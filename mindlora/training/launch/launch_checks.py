@@ -7,8 +7,7 @@ from mindformers.tools.register import MindFormerConfig
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.yaml_file import TRAINING_MODES
-from mindlora.run.checks.files import base_of
-from mindlora.run.checks.key_ranges import named_items
+from mindlora.run.yaml_run import YamlRun
 
 # msrun, a rank table and mpirun each set one of these.
 _LAUNCHERS = ("MS_ROLE", "RANK_TABLE_FILE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -38,7 +37,7 @@ def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
 
 def fill_base(config: MindFormerConfig) -> None:
     """Sets load_checkpoint to the base that MindFormers' Trainer will take if another key names it."""
-    path = base_of(config)[1]
+    path = YamlRun(config).base[1]
     if path and os.path.exists(path):
         config.load_checkpoint = path
 
@@ -56,9 +55,10 @@ def _check_device(config):
 def _check_output(config):
     """Makes the folders that the run writes to, so that it does not fail at its first save."""
     folders = {"output_dir": config.output_dir or "output"}
-    for name, callback in named_items(config.callbacks if config.run_mode in TRAINING_MODES else None):
+    run = YamlRun(config)
+    for where, callback in run.callbacks if run.trains else ():
         if callback.get("directory"):
-            folders[f"callbacks.{name}: directory"] = callback["directory"]
+            folders[f"{where}: directory"] = callback["directory"]
     for key, folder in folders.items():
         try:
             os.makedirs(os.path.expanduser(folder), exist_ok=True)

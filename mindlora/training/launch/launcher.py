@@ -23,6 +23,7 @@ from mindlora.core.overrides import keys_and_texts, set_flags, set_keys
 from mindlora.core.yaml_file import TRAINING_MODES, read_merged
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.key_ranges import check_names, check_run_mode, check_shape
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch.command_line import parse
 from mindlora.training.launch.imports import import_mindformers
 
@@ -150,7 +151,8 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
     import_mindformers()
     config = _read_yaml(args.config, args.run_mode)
     _override(config, args, rest)
-    refuse([*check_shape(config), *check_run_mode(config)])
+    run = YamlRun(config)
+    refuse([*check_shape(run), *check_run_mode(run)])
     if config.run_mode == "predict":
         config.input_data = _predict_input(args.predict_data, args.modal_type)
         config.adapter_id = args.adapter_id
@@ -276,8 +278,8 @@ def _reason(path, run_mode, error):
         config = {**read_merged(path), **({"run_mode": run_mode} if run_mode else {})}
     except ConfigError:
         config = {}
-    refuse(check_shape(config))
-    named = " ".join(map(str, check_names(config)))
+    refuse(check_shape(YamlRun(config)))
+    named = " ".join(map(str, check_names(YamlRun(config))))
     return named or " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
 
 

@@ -8,7 +8,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics import initializers
-from mindlora.core.yaml_file import TRAINING_MODES, value_at
+from mindlora.core.yaml_file import TRAINING_MODES
 from mindlora.data.mindrecord import first_rows
 from mindlora.models.lora_config import PRESETS, expand_pet_type
 from mindlora.run.checks.base_weights import loads_by_tensor
@@ -17,9 +17,8 @@ from mindlora.run.checks.data_rows import files_of_run
 from mindlora.run.checks.examine import check_contents, check_run
 from mindlora.run.checks.files import check_files
 from mindlora.run.checks.finding import Finding, error, refuse
-from mindlora.run.checks.mcore import is_mcore
 from mindlora.run.checks.parallel import is_scattered
-from mindlora.run.checks.training import WRAPPER, accumulates_here, callbacks_of, train_step
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.adalora.callback import prepare_budget
 from mindlora.training.callbacks.registry import arrange_callbacks
 from mindlora.training.exchange.exchange_check import prepare_exchange
@@ -28,7 +27,6 @@ from mindlora.training.held_out.eval_rows import cut_rows_for_eval
 from mindlora.training.launch.launch_checks import fill_base
 from mindlora.training.launch.registry_checks import check_classes
 from mindlora.training.log import logger
-from mindlora.training.preference import rules as preference
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.resume import training_state
 from mindlora.training.run_configuration import remember_configuration
@@ -47,7 +45,7 @@ def set_micro_batches(config: MindFormerConfig) -> None:
     must have no mistakes, is changed in place.
     """
     steps = config.runner_config.gradient_accumulation_steps
-    if steps in (None, 1) or not accumulates_here(config):
+    if steps in (None, 1) or not YamlRun(config).accumulates_here:
         return
     rows = config.runner_config.batch_size
     config.runner_wrapper.micro_batches = steps
@@ -64,13 +62,13 @@ def fill_resume(config: MindFormerConfig) -> None:
 
     Raises ConfigError if there is no such folder, or nothing is left to train.
     """
-    for _, callback in callbacks_of(config, "LoraCheckpoint"):
+    for _, callback in YamlRun(config).callbacks_of("LoraCheckpoint"):
         if callback.get("resume"):
             directory = training_state.checkpoint_directory(callback.get("directory"))
             folder = training_state.resume_folder(directory, callback["resume"])
             callback["resume"] = folder
             _start_data_after(config, folder)
-    for _, callback in callbacks_of(config, "EachAdapter"):
+    for _, callback in YamlRun(config).callbacks_of("EachAdapter"):
         _resume_adapters(config, callback["runs"], callback["directory"])
 
 
@@ -93,7 +91,7 @@ def _resume_adapters(config: MindFormerConfig, runs: List[Dict[str, Any]], direc
 
 def _saving(run: Dict[str, Any]) -> Dict[str, Any]:
     """Returns the node of LoraCheckpoint in the run of one adapter; empty if there is none."""
-    return next((callback for _, callback in callbacks_of(run["configuration"], "LoraCheckpoint")), {})
+    return next((callback for _, callback in YamlRun(run["configuration"]).callbacks_of("LoraCheckpoint")), {})
 
 
 def _start_data_after(config: MindFormerConfig, folder: str) -> None:
@@ -117,13 +115,14 @@ def take_base_over(config: MindFormerConfig) -> contextlib.AbstractContextManage
     Then load_checkpoint is empty for MindFormers, and what is built in the context has no values until they are loaded;
     an mcore model, whose parameters hold more than weights, is built with values.
     """
-    if not config.load_checkpoint or not loads_by_tensor(config):
+    run = YamlRun(config)
+    if not config.load_checkpoint or not loads_by_tensor(run):
         return contextlib.nullcontext()
     callbacks = config.callbacks or []
     config.callbacks = [MindFormerConfig(type="BaseWeights", path=config.load_checkpoint), *callbacks]
     config.load_checkpoint = ""
     config.auto_trans_ckpt = False
-    return contextlib.nullcontext() if is_mcore(config) else no_init_parameters()
+    return contextlib.nullcontext() if run.is_mcore else no_init_parameters()
 
 
 # Callbacks that carry out a lora_init that changes the base.
@@ -138,7 +137,8 @@ def prepare(config: MindFormerConfig) -> None:
     """
     if not config.model or not config.model.model_config:
         refuse([error("model.model_config", "The YAML has no model.model_config: write a complete MindFormers YAML.")])
-    refuse_and_log([*check_run(config), *find_by_mindformers(config)])
+    run = YamlRun(config)
+    refuse_and_log([*check_run(run), *find_by_mindformers(run)])
     fill(config)
 
 
@@ -150,14 +150,14 @@ def refuse_and_log(findings: List[Finding]) -> None:
     refuse(findings)
 
 
-def find_by_mindformers(config: MindFormerConfig) -> List[Finding]:
+def find_by_mindformers(run: YamlRun) -> List[Finding]:
     """Returns what is wrong in a YAML, whose nodes are of the right kind, as MindFormers' registry or files tell."""
-    return [*check_classes(config), *check_contents(config, first_rows)]
+    return [*check_classes(run), *check_contents(run, first_rows)]
 
 
 def refuse_missing_files(config: MindFormerConfig) -> None:
     """Raises ConfigMistakes if files that the run needs are not there or not named, with the flags that set them."""
-    refuse_and_log(list(check_files(config, complete=True)))
+    refuse_and_log(list(check_files(YamlRun(config), complete=True)))
 
 
 def fill(config: MindFormerConfig) -> None:
@@ -169,7 +169,8 @@ def fill(config: MindFormerConfig) -> None:
     pet_config = config.model.model_config.pet_config or {}
     if pet_config:
         expand_pet_type(pet_config)
-    if is_mcore(config) and train_step(config) == WRAPPER and accumulates_here(config):
+    run = YamlRun(config)
+    if run.is_mcore and run.steps_by_mindlora:
         # The step is mindlora's then, which adds the losses up; MindFormers' monitor would print zeros for them.
         config.print_separate_loss = False
     _add_base_check(config)
@@ -178,7 +179,7 @@ def fill(config: MindFormerConfig) -> None:
         _fill_preset_learning_rate(config)
         _add_initialization(config)
         _add_reference_check(config)
-        for sentence in rows_left_out(config):
+        for sentence in rows_left_out(run):
             logger.info(sentence)
         packing.set_boundary(config)
         set_micro_batches(config)
@@ -237,9 +238,9 @@ def _add_initialization(config):
 
 def _add_reference_check(config):
     """Adds ReferenceCheck if the reference of preference training was computed before, and is in the data."""
-    node = value_at(config, preference.KEY)
-    if node is not None and preference_settings(node).precomputed_reference:
-        files = [path for _, paths in files_of_run(config) for path in paths]
+    run = YamlRun(config)
+    if run.preference is not None and preference_settings(run.preference).precomputed_reference:
+        files = [path for _, paths in files_of_run(run) for path in paths]
         config.callbacks = [*(config.callbacks or []), MindFormerConfig(type="ReferenceCheck", files=files)]
 
 

@@ -4,14 +4,12 @@ import difflib
 import inspect
 from typing import Any, Iterator, List, Optional, Sequence, Set, Tuple
 
-from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
 from mindlora.core.errors import LoraError
 from mindlora.core.text import suggestion
-from mindlora.core.yaml_file import TRAINING_MODES, value_at
 from mindlora.run.checks.finding import Finding, error
-from mindlora.run.checks.key_ranges import named_items
-from mindlora.run.checks.mcore import is_mcore
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import hooks  # noqa: F401  registers mindlora's classes
 
 # Key of the YAML -> the kind of class that its ``type`` names: of any run, and of one that trains. MindFormers builds
@@ -35,26 +33,24 @@ _READ_BY_TRAINER = {"lr_schedule": ("warmup_epochs",)}
 _NEAR = 0.85
 
 
-def check_classes(config: MindFormerConfig) -> Iterator[Finding]:
+def check_classes(run: YamlRun) -> Iterator[Finding]:
     """Yields a finding for each class that the YAML names and that does not exist, or lacks an argument it is given.
 
     Keys of the model that nothing reads are warnings: YAMLs of MindFormers' own have ``num_block`` and
     ``max_position_embeddings``.
     """
-    training = config.run_mode in TRAINING_MODES
-    data = "train" if training else config.run_mode
+    data = "train" if run.trains else run.mode
     data_kinds = {key.format(data): kind for key, kind in _DATA_KINDS.items()} if data in ("train", "eval") else {}
-    needed = {**({} if is_mcore(config) else _LEGACY_KINDS), **data_kinds}
-    for key, kind in {**_KINDS, **(_TRAINING_KINDS if training else {}), **needed}.items():
-        nodes = _nodes(value_at(config, key))
+    needed = {**({} if run.is_mcore else _LEGACY_KINDS), **data_kinds}
+    for key, kind in {**_KINDS, **(_TRAINING_KINDS if run.trains else {}), **needed}.items():
+        nodes = _nodes(run.at(key))
         if not any(node.get("type") for node in nodes) and (nodes or key in needed):
             yield error(key, f"{key} has no type, so MindFormers does not know what to build.")
         for node in nodes:
             yield from _unknown(key, kind, node)
             yield from _misspelt(key, kind, node)
-    yield from _missing_rate(config)
-    for name, callback in named_items(config.callbacks if training else None):
-        where = f"callbacks.{name}"
+    yield from _missing_rate(run)
+    for where, callback in run.callbacks if run.trains else ():
         yield from _unknown(where, MindFormerModuleType.CALLBACK, callback)
         yield from _wrong_arguments(where, callback) or _wrong_values(where, callback)
 
@@ -83,11 +79,10 @@ def _names(kind: str) -> List[str]:
     return [name for name in MindFormerRegister.registry.get(kind, {}) if not name.startswith("_")]
 
 
-def _missing_rate(config: MindFormerConfig) -> Iterator[Finding]:
-    node = config.lr_schedule or {}
-    preset = (config.model.model_config.pet_config or {}).get("preset")
+def _missing_rate(run: YamlRun) -> Iterator[Finding]:
+    node = run.at("lr_schedule") or {}
     schedule = _class_of(MindFormerModuleType.LR, node)
-    if schedule is None or node.get("learning_rate") is not None or preset or config.run_mode not in TRAINING_MODES:
+    if schedule is None or node.get("learning_rate") is not None or run.pet_config.get("preset") or not run.trains:
         return
     if "learning_rate" in _required(schedule):
         fault = f"lr_schedule has no learning_rate, which {node['type']} needs."

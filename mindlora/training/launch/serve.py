@@ -10,11 +10,11 @@ from mindlora.core.errors import ConfigError
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.models.architectures.llama_classifiers import CAUSAL_LM, task_of
 from mindlora.models.lora_config import expand_pet_type
-from mindlora.run.checks.cpu import base_name, check_serving
+from mindlora.run.checks.cpu import check_serving
 from mindlora.run.checks.files import check_quantized_base
 from mindlora.run.checks.finding import refuse
-from mindlora.run.checks.mcore import is_mcore, model_config_of
 from mindlora.run.checks.pet_config import refuse_pet_config
+from mindlora.run.yaml_run import YamlRun
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.engine import Engine
@@ -63,9 +63,10 @@ def build_engine(
     if model.arch and task_of(model.arch.type) is not None:
         # Its adapters bring their heads along, on the language model that a classifier is made of.
         model.arch.type = CAUSAL_LM
-    refuse(check_serving(yaml))
-    if is_mcore(yaml):
-        model = {"model_config": model_config_of(yaml)}
+    run = YamlRun(yaml)
+    refuse(check_serving(run))
+    if run.is_mcore:
+        model = {"model_config": run.model}
     if yaml.use_parallel:
         raise ConfigError(
             "use_parallel is True: mindlora serves on one device. Set use_parallel: False (--use_parallel False)."
@@ -76,14 +77,14 @@ def build_engine(
         ranks = [rank_needed(registry.path(name), joins_cells) for name in chosen]
         sizes["max_rank"] = max(EngineSettings.max_rank, min(MAX_RANK, max(ranks)))
     settings = EngineSettings(**sizes)
-    refuse(check_quantized_base(yaml))
+    refuse(check_quantized_base(run))
     # The graphs are what is fast. MindFormers refuses to predict with O1, with which its YAMLs train.
     yaml.context.mode = 0
     if (yaml.context.jit_config or {}).get("jit_level") == "O1":
         yaml.context.jit_config["jit_level"] = "O0"
     # The network that is built has a cache, whatever the YAML trains with. On Ascend MindFormers' context then prepares
     # the environment of its inference kernels; on a CPU, where they do not run, it would bind the process to cores.
-    if not is_mcore(yaml):
+    if not run.is_mcore:
         yaml.model.model_config.use_past = None if yaml.context.device_target == "CPU" else True
     loaded = load_tokenizer(tokenizer or _tokenizer_of(yaml))
     set_up_context(yaml)
@@ -95,7 +96,7 @@ def build_engine(
         settings,
         quantize=bool(pet_config.get("quantize_base")),
         quantize_exclude=pet_config.get("quantize_exclude"),
-        model_name=model_name or base_name(yaml),
+        model_name=model_name or run.base_name,
     )
 
 

@@ -10,7 +10,6 @@ from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.yaml_file import value_at
 from mindlora.data.mindrecord import first_rows, replace_mindrecord, write_rows
 from mindlora.models.lora_config import expand_pet_type
 from mindlora.network.initialize import initialize_adapters
@@ -18,7 +17,7 @@ from mindlora.network.load_base import load_base
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.data_rows import Row, check_rows, files_of_run
 from mindlora.run.checks.finding import refuse
-from mindlora.run.checks.pet_config import check_pet_config
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import hooks  # noqa: F401  importing hooks registers mindlora
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
@@ -50,7 +49,7 @@ def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[i
     """
     yaml = build_config(["--config", config, *overrides])
     settings = _settings(yaml)
-    paths = list(itertools.chain.from_iterable(files for _, files in files_of_run(yaml)))
+    paths = list(itertools.chain.from_iterable(files for _, files in files_of_run(YamlRun(yaml))))
     if not paths:
         raise ConfigError(
             "train_dataset.data_loader names no MindRecord that is there. Name the training data with "
@@ -74,7 +73,7 @@ def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[i
 
 
 def _settings(yaml: MindFormerConfig) -> PreferenceSettings:
-    node = value_at(yaml, KEY)
+    node = YamlRun(yaml).preference
     if node is None:
         raise ConfigError(
             f"The YAML has no {KEY}: only preference training has a reference. Add it, such as {{loss: dpo}}."
@@ -83,7 +82,8 @@ def _settings(yaml: MindFormerConfig) -> PreferenceSettings:
     # Where the YAML does not say so yet, it names other columns.
     yaml.runner_wrapper.preference = MindFormerConfig(**{**node, "precomputed_reference": True})
     columns = (yaml.train_dataset or {}).pop("input_columns", None)
-    refuse([*check_preference(yaml), *check_rows(yaml, first_rows)])
+    run = YamlRun(yaml)
+    refuse([*check_preference(run), *check_rows(run, first_rows)])
     if columns is not None:
         yaml.train_dataset.input_columns = columns
     return settings
@@ -95,7 +95,7 @@ def _network(yaml: MindFormerConfig, batch_size: int) -> nn.Cell:
     if pet_config:
         expand_pet_type(pet_config)
         pet_config.pop(lora_plus.KEY, None)
-    refuse(check_pet_config(yaml)[1])
+    refuse(YamlRun(yaml).pet_findings)
     yaml.use_parallel = False
     set_up_context(yaml)
     node = MindFormerConfig(**yaml.model)

@@ -1,14 +1,13 @@
 """Preference training: what runner_wrapper.preference needs from the rest of a YAML, and from the data."""
 
-from typing import Any, Iterator, Mapping, Optional
+from typing import Iterator, Optional
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.initializers import changes_base
-from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
+from mindlora.core.yaml_file import PET
 from mindlora.run.checks.data_rows import FirstRows, files_of_run
 from mindlora.run.checks.finding import Finding, error
-from mindlora.run.checks.mcore import is_mcore
-from mindlora.run.checks.training import WRAPPER, accumulates_here, train_step
+from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.preference.settings import REFERENCE, PreferenceSettings, preference_settings
 
 KEY = "runner_wrapper.preference"
@@ -18,50 +17,48 @@ ANSWERS = "answers"
 _WRITERS = ("the columns that mindlora data preference writes", "the last of which mindlora reference adds")
 
 
-def check_preference(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_preference(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each setting that keeps a training run from learning from preferences as the YAML asks."""
-    node = value_at(config, KEY)
-    if node is None or config.get("run_mode") not in TRAINING_MODES:
+    if run.preference is None or not run.trains:
         return
     try:
-        settings = preference_settings(node)
+        settings = preference_settings(run.preference)
     except ConfigError as refusal:
         yield error(KEY, str(refusal))
         return
-    if train_step(config) != WRAPPER or not accumulates_here(config):
+    if not run.steps_by_mindlora:
         yield error(
             KEY,
             f"preference is an argument of {WRAPPER}, which learns from preferences alone and in data parallel, and "
-            f"runner_wrapper.type is {train_step(config)}.",
+            f"runner_wrapper.type is {run.train_step}.",
             f"Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0.",
         )
-    yield from _check_model(config, settings)
-    columns = value_at(config, "train_dataset.input_columns")
-    if columns is not None and list(columns) != list(settings.columns):
+    yield from _check_model(run, settings)
+    if run.columns is not None and list(run.columns) != list(settings.columns):
         yield error(
             "train_dataset.input_columns",
-            f"train_dataset.input_columns is {columns}, and the loss {settings.loss} compares answers.",
+            f"train_dataset.input_columns is {run.columns}, and the loss {settings.loss} compares answers.",
             f"Write input_columns: {list(settings.columns)}, {_WRITERS[settings.precomputed_reference]}.",
         )
 
 
-def _check_model(config, settings: PreferenceSettings) -> Iterator[Finding]:
-    if is_mcore(config):
+def _check_model(run: YamlRun, settings: PreferenceSettings) -> Iterator[Finding]:
+    if run.is_mcore:
         yield error(
             KEY,
             "use_legacy is False: preference needs the logits of every token, which an mcore model does not give to "
             "its train step.",
             "Train a legacy model, such as LlamaForCausalLM.",
         )
-    if value_at(config, "model.model_config.input_sliced_sig"):
+    if run.model_config.get("input_sliced_sig"):
         yield error(
             "model.model_config.input_sliced_sig",
             "model_config.input_sliced_sig is True, and rows of preferences have one token more than seq_length.",
             "Set it to False.",
         )
-    init = value_at(config, f"{PET}.lora_init")
+    init = run.pet_config.get("lora_init")
     each_step = settings.kind.uses_reference and not settings.precomputed_reference
-    if each_step and changes_base(init) and not value_at(config, f"{PET}.adapter_path"):
+    if each_step and changes_base(init) and not run.pet_config.get("adapter_path"):
         yield error(
             f"{PET}.lora_init",
             f"lora_init is {init}, which takes the adapter's part out of the base, and the loss {settings.loss} "
@@ -71,15 +68,14 @@ def _check_model(config, settings: PreferenceSettings) -> Iterator[Finding]:
         )
 
 
-def check_preference_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Finding]:
+def check_preference_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     """Yields an error for each file of a training run that holds preferences where labels are learned, or labels where
     preferences are, or preferences of another kind. The settings must have no mistakes.
     """
-    if config.get("run_mode") not in TRAINING_MODES:
+    if not run.trains:
         return
-    node = value_at(config, KEY)
-    settings = None if node is None else preference_settings(node)
-    for where, (path, *_) in files_of_run(config):
+    settings = None if run.preference is None else preference_settings(run.preference)
+    for where, (path, *_) in files_of_run(run):
         row = next(first_rows(path, 1), None)
         problem = _problem(row, settings) if row is not None else None
         if problem:

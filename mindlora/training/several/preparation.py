@@ -11,8 +11,8 @@ from mindspore import Tensor, nn, ops
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from mindlora.core.formats.mindrecord_files import mindrecord_files
-from mindlora.run.checks.data_rows import data_of
 from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.adamw import StackedAdamW
 from mindlora.training.several.data import DataOfAdapters, name_data, steps_in_epoch
@@ -102,7 +102,7 @@ def _prepare_data(config, adapters):
     data = [adapter.data for adapter in adapters]
     if not any(data):
         return
-    shared = data_of(config.train_dataset)
+    shared = YamlRun(config).train_data
     # All rows go through one network, which keeps the examples of a row apart or does not.
     boundary_of([file for path in data for file in mindrecord_files(path or shared)])
     config.train_dataset_task.task = config.train_dataset_task.type

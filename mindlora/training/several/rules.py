@@ -11,15 +11,12 @@ from mindlora.core.fields import NOT_NEGATIVE, check_number
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.numerics.initializers import changes_base
 from mindlora.core.text import suggestion
-from mindlora.core.yaml_file import PET, TRAINING_MODES, value_at
+from mindlora.core.yaml_file import PET
 from mindlora.models.variants.registry import LORA
 from mindlora.run.checks.finding import Finding, error
-from mindlora.run.checks.key_ranges import named_items, setting
-from mindlora.run.checks.mcore import is_mcore
-from mindlora.run.checks.model import model_name
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.checks.targets import check_targets
-from mindlora.run.checks.training import WRAPPER, train_step
+from mindlora.run.yaml_run import WRAPPER, YamlRun
 
 KEY = f"{PET}.adapters"
 OPTIMIZER = "AdamW"
@@ -143,13 +140,13 @@ def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> Tr
         raise ConfigError(f"{where}: {refusal}") from refusal
 
 
-def check_cells(config: Mapping[str, Any], pet_config: PetLoraConfig) -> List[Finding]:
+def check_cells(run: YamlRun, pet_config: PetLoraConfig) -> List[Finding]:
     """Returns what check_targets says of pet_config, or of each of its adapters.
 
     What it says of all of them is there once; anything else begins with the names of the adapters that it is of.
     """
     if not pet_config.adapters:
-        return check_targets(config, pet_config.for_network())
+        return check_targets(run, pet_config.for_network())
     # The warnings about values that they share have been given for pet_config.
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
@@ -160,7 +157,7 @@ def check_cells(config: Mapping[str, Any], pet_config: PetLoraConfig) -> List[Fi
             return []
     names_by_finding: Dict[Finding, List[str]] = {}
     for adapter in adapters:
-        for finding in check_targets(config, adapter.config.for_network()):
+        for finding in check_targets(run, adapter.config.for_network()):
             names_by_finding.setdefault(finding, []).append(adapter.name)
     findings = []
     for finding, names in names_by_finding.items():
@@ -171,39 +168,39 @@ def check_cells(config: Mapping[str, Any], pet_config: PetLoraConfig) -> List[Fi
     return findings
 
 
-def check_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_adapters(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each setting that keeps several adapters from training in one run."""
-    if value_at(config, KEY) is None:
+    if run.at(KEY) is None:
         return
-    if config.get("run_mode") not in TRAINING_MODES:
+    if not run.trains:
         yield error(
             KEY,
-            f"run_mode is {config.get('run_mode')}, and pet_config.adapters names adapters to train.",
+            f"run_mode is {run.mode}, and pet_config.adapters names adapters to train.",
             "Name one that is trained in adapter_path, and leave adapters out.",
         )
         return
     try:
-        pet_config = PetLoraConfig.from_pet_config(value_at(config, PET))
+        pet_config = PetLoraConfig.from_pet_config(run.pet_config)
         adapters = trained_adapters(pet_config)
     except LoraError as refusal:
         yield error(KEY, str(refusal))
         return
     yield from _check_kind(pet_config, adapters)
-    yield from _check_data(config, adapters)
-    yield from _check_run(config)
-    yield from _check_keys(config)
-    for name, callback in named_items(config.get("callbacks")):
+    yield from _check_data(run, adapters)
+    yield from _check_run(run)
+    yield from _check_keys(run)
+    for where, callback in run.callbacks:
         if callback.get("keep_last") == 1:
             yield error(
-                f"callbacks.{name}.keep_last",
-                f"callbacks.{name}.keep_last is 1, and pet_config has adapters, which are saved one after another: "
+                f"{where}.keep_last",
+                f"{where}.keep_last is 1, and pet_config has adapters, which are saved one after another: "
                 "killed between two of them, the run would have no step that all have saved.",
                 "Set it to 2 or more.",
             )
         if callback.get("type") not in (*OF_RUN, *OF_ADAPTER):
             yield error(
-                f"callbacks.{name}",
-                f"callbacks.{name} is for a run with one adapter, and pet_config has adapters.",
+                where,
+                f"{where} is for a run with one adapter, and pet_config has adapters.",
                 f"Remove it; there are {', '.join((*OF_RUN, *_OF_ADAPTER))}.",
             )
 
@@ -228,7 +225,7 @@ def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter]) -> It
             )
 
 
-def _check_data(config: Mapping[str, Any], adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+def _check_data(run: YamlRun, adapters: List[TrainedAdapter]) -> Iterator[Finding]:
     own = [adapter for adapter in adapters if adapter.data]
     for adapter in own:
         path = adapter.data or ""
@@ -239,7 +236,7 @@ def _check_data(config: Mapping[str, Any], adapters: List[TrainedAdapter]) -> It
                 f"folder is {os.getcwd()}).",
                 "Correct the path.",
             )
-    if own and value_at(config, "lr_schedule.warmup_epochs"):
+    if own and run.at("lr_schedule.warmup_epochs"):
         yield error(
             "lr_schedule.warmup_epochs",
             f"lr_schedule.warmup_epochs is set, and {own[0].name} has data of its own, with epochs of another length.",
@@ -247,53 +244,48 @@ def _check_data(config: Mapping[str, Any], adapters: List[TrainedAdapter]) -> It
         )
     needed = (("train_dataset.data_loader.type", "MindDataset"), ("train_dataset.drop_remainder", True))
     for key, value in needed if own else ():
-        if value_at(config, key) != value:
+        if run.at(key) != value:
             yield error(
                 key,
-                f"{key} is {value_at(config, key)!r}, and {own[0].name} has data of its own, which is read as a "
+                f"{key} is {run.at(key)!r}, and {own[0].name} has data of its own, which is read as a "
                 "MindRecord and in batches of equal size.",
                 f"Set it to {value}.",
             )
 
 
-def _check_run(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_run(run: YamlRun) -> Iterator[Finding]:
     requirements = (
-        ("runner_wrapper.type", train_step(config), WRAPPER, "the train step keeps the adapters apart"),
-        ("optimizer.type", value_at(config, "optimizer.type"), OPTIMIZER, "it is the optimizer that keeps them apart"),
-        ("use_parallel", config.get("use_parallel") or False, False, "it was made for one device"),
-        (
-            "do_eval",
-            config.get("do_eval") or False,
-            False,
-            "MindFormers' evaluation knows one adapter; use HeldOutLoss",
-        ),
-        ("runner_config.sink_mode", setting(config, "runner_config.sink_mode"), False, "each step is judged by itself"),
+        ("runner_wrapper.type", run.train_step, WRAPPER, "the train step keeps the adapters apart"),
+        ("optimizer.type", run.optimizer, OPTIMIZER, "it is the optimizer that keeps them apart"),
+        ("use_parallel", run.at("use_parallel") or False, False, "it was made for one device"),
+        ("do_eval", run.at("do_eval") or False, False, "MindFormers' evaluation knows one adapter; use HeldOutLoss"),
+        ("runner_config.sink_mode", run.setting("runner_config.sink_mode"), False, "each step is judged by itself"),
     )
     for key, value, needed, reason in requirements:
         if value != needed:
             yield error(key, f"{key} is {value!r}, and pet_config has adapters: {reason}.", f"Set it to {needed}.")
-    if setting(config, "context.mode") not in (0, "GRAPH_MODE"):
+    if not run.in_graph_mode:
         yield error("context.mode", "context.mode is PyNative, and adapters train beside each other in graph mode.")
-    if is_mcore(config) or "Llama" not in str(model_name(config)):
+    if run.is_mcore or "Llama" not in str(run.model_name):
         yield error(
             "model",
-            f"The model is {model_name(config)}, and several adapters train on MindFormers' legacy Llama alone.",
+            f"The model is {run.model_name}, and several adapters train on MindFormers' legacy Llama alone.",
             "Train one adapter at a time.",
         )
-    if config.get("grouped_lr_schedule"):
+    if run.at("grouped_lr_schedule"):
         yield error("grouped_lr_schedule", "grouped_lr_schedule is set, and each adapter has one learning rate.")
 
 
-def _check_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_keys(run: YamlRun) -> Iterator[Finding]:
     for node, known in _KNOWN_KEYS.items():
-        for key, value in (config.get(node) or {}).items():
+        for key, value in (run.at(node) or {}).items():
             if key not in known and value not in (None, False):
                 yield error(
                     f"{node}.{key}",
                     f"{node}.{key} is {value!r}, which a run with several adapters does not carry out.",
                     f"Remove it; there are {', '.join(known)}.",
                 )
-    scale = value_at(config, "runner_wrapper.scale_sense")
+    scale = run.at("runner_wrapper.scale_sense")
     if isinstance(scale, Mapping):
         yield error(
             "runner_wrapper.scale_sense",

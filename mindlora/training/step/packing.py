@@ -12,8 +12,8 @@ from mindlora.core.fields import pad_token_id
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.data.mindrecord import first_rows
 from mindlora.network.invocation import FIELD, pack_invocations, segment_numbers
-from mindlora.run.checks.data_rows import BOUNDARY, Data, data_of
-from mindlora.run.checks.training import WRAPPER
+from mindlora.run.checks.data_rows import BOUNDARY
+from mindlora.run.yaml_run import WRAPPER, Data, YamlRun
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of, innermost, wrapped_in
 
@@ -116,7 +116,7 @@ def set_boundary(config: MindFormerConfig) -> None:
 
     Raises ConfigError if it is, and the train step is not mindlora's, or a setting does not go with the data.
     """
-    data = data_of(config.train_dataset)
+    data = YamlRun(config).train_data
     wrapper = config.runner_wrapper
     boundary = boundary_of(data) if data else None
     if boundary is None:
@@ -150,7 +150,7 @@ def check_eval_data(config: MindFormerConfig) -> None:
     """
     if config.run_mode != "eval" and not config.do_eval:
         return
-    data = data_of(config.eval_dataset)
+    data = YamlRun(config).eval_data
     boundary = boundary_of(data) if data else None
     trained = (config.runner_wrapper or {}).get("packed_boundary") if config.run_mode != "eval" else None
     if boundary not in (None, trained):

@@ -18,6 +18,7 @@ from mindlora.models.architectures.llama import LLAMA
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.target_modules import select_quantized, select_targets
 from mindlora.run.checks.targets import check_targets
+from mindlora.run.yaml_run import YamlRun
 
 
 def toy_sizes(model_config):
@@ -85,7 +86,7 @@ def test_targets_and_sizes():
     assert registry.by_model_type("ToyForCausalLM").linear_sizes({"width": 4})["net.out"] == (7, 4)
     assert registry.by_model_type("Unknown") is None
     config = {"model": {"arch": {"type": "ToyForCausalLM"}, "model_config": {"width": 4}}}
-    found = check_targets(config, LoraConfig(target_modules=["l_proj"], lora_rank=2))
+    found = check_targets(YamlRun(config), LoraConfig(target_modules=["l_proj"], lora_rank=2))
     assert "LoRA on 1 cells, 16 parameters" in str(found[0])
 
 

@@ -7,6 +7,7 @@ from safetensors.numpy import save_file
 from mindlora.core.formats import ckpt_file
 from mindlora.models.architectures.llama import parameter_sizes
 from mindlora.run.checks.base_weights import check_base_weights
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import launcher
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES
 
@@ -29,7 +30,7 @@ def base(tmp_path_factory):
 def mistakes(path, *words):
     two_layers = (*SIZE_FLAGS, f"{MODEL}num_layers", "2")
     config = launcher.build_config(["--config", LORA_YAML, *two_layers, "--load_checkpoint", path, *words])
-    return [str(finding) for finding in check_base_weights(config)]
+    return [str(finding) for finding in check_base_weights(YamlRun(config))]
 
 
 @pytest.mark.parametrize("name", ["base.ckpt", "base.safetensors"])

@@ -11,6 +11,7 @@ from mindlora.run.checks.batches import check_batches, pynative_rows_left_out, r
 from mindlora.run.checks.finding import errors
 from mindlora.run.checks.pynative import check_pynative
 from mindlora.run.plan.report import plan_of
+from mindlora.run.yaml_run import YamlRun
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def found(path, config=None, num_samples=None):
         "train_dataset": {"data_loader": loader},
         "model": {"model_config": {}},
     }
-    return list(check_batches(merged(run, config or {})))
+    return list(check_batches(YamlRun(merged(run, config or {}))))
 
 
 def parallel(**parallel_config):
@@ -131,7 +132,7 @@ def left_out(path, **changes):
         "train_dataset": {"data_loader": loader},
         "model": {"model_config": {}},
     }
-    return list(rows_left_out(merged(run, changes)))
+    return list(rows_left_out(YamlRun(merged(run, changes))))
 
 
 def test_rows_that_an_epoch_leaves_out_are_named_with_what_a_step_takes(data):

@@ -4,6 +4,7 @@ import pytest
 
 from mindlora.cli.doctor.examination import check_yaml
 from mindlora.run.checks.cpu import check_serving
+from mindlora.run.yaml_run import YamlRun
 
 MODEL = "model.model_config"
 SERVED = {"type": "LlamaConfig", "hidden_size": 4096, "num_heads": 32, "compute_dtype": "bfloat16"}
@@ -12,7 +13,7 @@ SERVED = {"type": "LlamaConfig", "hidden_size": 4096, "num_heads": 32, "compute_
 def found(device, **changes):
     """The findings on a Llama for a device, as a message has them."""
     config = {"context": {"device_target": device}, "model": {"model_config": {**SERVED, **changes}}}
-    return [str(finding) for finding in check_serving(config)]
+    return [str(finding) for finding in check_serving(YamlRun(config))]
 
 
 def test_sixteen_bits_and_heads_in_sixteens_are_served_on_ascend():

@@ -7,6 +7,7 @@ from mindlora.core.yaml_file import PET, merged
 from mindlora.run.checks.data_rows import check_labels
 from mindlora.run.checks.finding import errors
 from mindlora.run.checks.pynative import check_pynative
+from mindlora.run.yaml_run import YamlRun
 
 LENGTH, IGNORED, PAD = 4, -100, 0
 
@@ -44,7 +45,7 @@ def found(tmp_path):
             "model": {"model_config": {"type": "LlamaConfig", "seq_length": LENGTH, "pad_token_id": PAD}},
         }
         rows = {path(name): given for name, given in files.items()}
-        findings = check_labels(merged(config, changes or {}), lambda file, count: iter(rows[file][:count]))
+        findings = check_labels(YamlRun(merged(config, changes or {})), lambda file, count: iter(rows[file][:count]))
         return [str(finding) for finding in errors(findings)]
 
     return check

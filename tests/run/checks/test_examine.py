@@ -8,6 +8,7 @@ from mindlora.core.yaml_file import merged
 from mindlora.data.mindrecord import first_rows
 from mindlora.run.checks.data_rows import check_rows
 from mindlora.run.checks.finding import errors
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import launcher, preflight
 from mindlora.training.run_configuration import plain
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES, VOCABULARY, read_yaml, write_rows, write_yaml
@@ -168,15 +169,15 @@ def test_a_chatglm_takes_rows_as_long_as_its_sequence(data):
     config.train_dataset.data_loader.dataset_dir = str(data / "shifted.mindrecord")
     for length in (17, 18):
         config.model.model_config.seq_length = length
-        assert list(check_rows(config, first_rows)) == []
+        assert list(check_rows(YamlRun(config), first_rows)) == []
     config.model.model_config.seq_length = 16
-    (found,) = check_rows(config, first_rows)
+    (found,) = check_rows(YamlRun(config), first_rows)
     assert str(found).endswith(
         "the rows have 17 tokens, and model_config.seq_length 16 needs 15 or 16. Set seq_length: 17."
     )
     config.model.model_config.seq_length = 17
     config.train_dataset.data_loader.dataset_dir = str(data / "train.mindrecord")
-    (found,) = check_rows(config, first_rows)
+    (found,) = check_rows(YamlRun(config), first_rows)
     assert "each label is the token at its own place, and a ChatGLM learns the labels as they are" in str(found)
 
 

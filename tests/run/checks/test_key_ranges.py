@@ -5,6 +5,7 @@ import pytest
 from mindlora.cli.doctor.examination import check_yaml
 from mindlora.core.errors import ConfigMistakes
 from mindlora.run.checks.key_ranges import check_keys, check_shape
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import launcher
 from tests.support.runs import LORA_YAML, read_yaml, write_yaml
 
@@ -22,17 +23,18 @@ def changed(key, value):
 
 def test_a_good_yaml_has_no_mistake():
     config = read_yaml(LORA_YAML)
-    assert [*check_shape(config), *check_keys(config)] == []
+    run = YamlRun(config)
+    assert [*check_shape(run), *check_keys(run)] == []
 
 
 SHAPES = {
     "a text where keys should be": ("optimizer", "AdamW", "optimizer is 'AdamW', but it must be a node with keys"),
     "a list where keys should be": ("model.model_config.pet_config", [1], "pet_config is [1], but it must be a node"),
     "keys where a list should be": ("callbacks", {"type": "A"}, "callbacks is {'type': 'A'}, but it must be a list"),
-    "a name where an item should be": ("callbacks.3", "LoraCheckpoint", "callbacks.3 is 'LoraCheckpoint', which has"),
+    "a name where an item should be": ("callbacks.2", "LoraCheckpoint", "callbacks.2 is 'LoraCheckpoint', which has"),
     "an empty item": ("callbacks.0", None, "callbacks.0 is None, which has no type"),
     "a number as a path": ("load_checkpoint", 5, "load_checkpoint is 5, but it must be a path"),
-    "a number as a path of a callback": ("callbacks.3.directory", 5, "callbacks.LoraCheckpoint: directory is 5"),
+    "a number as a path of a callback": ("callbacks.2.directory", 5, "callbacks.LoraCheckpoint: directory is 5"),
     "data that are a number": ("train_dataset.data_loader.dataset_dir", 5, "dataset_dir is 5, but it must be a path"),
 }
 
@@ -41,7 +43,7 @@ SHAPES = {
 def test_a_node_of_the_wrong_kind_is_named(name, tmp_path):
     key, value, message = SHAPES[name]
     config = changed(key, value)
-    assert [message in str(finding) for finding in check_shape(config)] == [True]
+    assert [message in str(finding) for finding in check_shape(YamlRun(config))] == [True]
     path = str(write_yaml(tmp_path, config))
     assert [message in str(finding) for finding in check_yaml(path)] == [True]
     with pytest.raises(ConfigMistakes) as raised:
@@ -72,12 +74,13 @@ NUMBERS = {
 @pytest.mark.parametrize("key", NUMBERS)
 def test_a_number_that_is_none_or_out_of_range_is_named(key):
     value, message = NUMBERS[key]
-    assert [message in str(finding) for finding in check_keys(changed(key, value))] == [True]
+    assert [message in str(finding) for finding in check_keys(YamlRun(changed(key, value)))] == [True]
 
 
 def test_a_run_that_does_not_train_needs_no_numbers_of_training():
-    assert list(check_keys({**changed("runner_config.epochs", 0), "run_mode": "predict"})) == []
-    assert list(check_keys(changed("runner_wrapper.scale_sense", {"type": "DynamicLossScaleUpdateCell"}))) == []
+    assert list(check_keys(YamlRun({**changed("runner_config.epochs", 0), "run_mode": "predict"}))) == []
+    scaled = changed("runner_wrapper.scale_sense", {"type": "DynamicLossScaleUpdateCell"})
+    assert list(check_keys(YamlRun(scaled))) == []
 
 
 def test_all_wrong_nodes_are_named_at_once():

@@ -9,6 +9,7 @@ from mindlora.cli.doctor.examination import check_yaml
 from mindlora.core.yaml_file import PET
 from mindlora.run.checks.data_rows import check_rows
 from mindlora.run.checks.mcore import check_mcore
+from mindlora.run.yaml_run import YamlRun
 
 SIZES = {
     "hidden_size": 64,
@@ -177,7 +178,7 @@ def test_rows_are_compared_with_the_folder_that_describes_the_model(tmp_path):
 
     def found(length, largest):
         row = {"input_ids": np.full(length, largest, np.int32)}
-        return [finding.found for finding in check_rows(config, lambda path, count: iter([row]))]
+        return [finding.found for finding in check_rows(YamlRun(config), lambda path, count: iter([row]))]
 
     assert found(4096, 7) == [] and found(4097, 7) == []
     (finding,) = found(100, 7)
@@ -195,6 +196,6 @@ def test_a_folder_that_is_to_describe_the_model_must_be_there(tmp_path):
         "pretrained_model_dir": str(tmp_path / "nowhere"),
         "model": {"model_config": {"pet_config": {"pet_type": "lora"}}},
     }
-    (finding,) = check_mcore(config)
+    (finding,) = check_mcore(YamlRun(config))
     assert finding.key == "pretrained_model_dir" and "nowhere, where there is no config.json" in finding.found
     assert "--pretrained_model_dir" in finding.advice

@@ -9,6 +9,7 @@ from mindlora.core.overrides import set_key
 from mindlora.core.yaml_file import PET
 from mindlora.models import target_modules
 from mindlora.run.checks.data_rows import check_packing
+from mindlora.run.yaml_run import YamlRun
 from tests.support.doctor_findings import DATA, finding_at, severities_and_keys
 
 EXCHANGE = "runner_wrapper.gradient_exchange"
@@ -501,7 +502,7 @@ def test_a_compressed_mask_is_for_rows_of_2048_tokens_at_least(key, use_legacy):
         config = {"run_mode": "finetune", "use_legacy": use_legacy, "train_dataset": {"data_loader": {}}}
         config["model"] = {"model_config": {"seq_length": length}}
         set_key(config, key, True, "--x")
-        return list(check_packing(config))
+        return list(check_packing(YamlRun(config)))
 
     (finding,) = found(1024)
     assert finding.severity == "error" and finding.key == key

@@ -3,6 +3,7 @@
 import pytest
 
 from mindlora.run.checks.targets import advise
+from mindlora.run.yaml_run import YamlRun
 
 ATTENTION, FEED_FORWARD = "model.layers.0.attention.wq", "model.layers.0.feed_forward.w1"
 LINEAR = [ATTENTION, FEED_FORWARD, "lm_head"]
@@ -10,7 +11,7 @@ LINEAR = [ATTENTION, FEED_FORWARD, "lm_head"]
 
 def advice(adapted=(ATTENTION, FEED_FORWARD), linear=LINEAR, rate=1e-4, run_mode="finetune"):
     config = {"run_mode": run_mode, "lr_schedule": {"learning_rate": rate}}
-    found = list(advise(config, adapted, linear))
+    found = list(advise(YamlRun(config), adapted, linear))
     assert all(finding.severity == "note" for finding in found)
     return [(finding.key.rpartition(".")[2], finding.advice) for finding in found]
 
@@ -46,7 +47,7 @@ def test_a_rate_of_full_fine_tuning_is_too_low(rate, told):
 )
 def test_a_large_rank_whose_scale_does_not_keep_up_is_for_rslora(keys, told):
     config = {"run_mode": "finetune", "model": {"model_config": {"pet_config": keys}}}
-    found = list(advise(config, [FEED_FORWARD], LINEAR))
+    found = list(advise(YamlRun(config), [FEED_FORWARD], LINEAR))
     assert [finding.key.rpartition(".")[2] for finding in found] == ["lora_rank"] * told
     assert all("the scale, is 0.5" in finding.found and "Kalajdzievski" in finding.advice for finding in found)
 

@@ -13,6 +13,7 @@ from mindlora.models.lora_config import PRESETS
 from mindlora.run.configs.folder import read_folder
 from mindlora.run.configs.request import Rows, read_rows
 from mindlora.run.configs.run import Request, draft_run
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.preference.rules import check_preference
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
@@ -55,7 +56,7 @@ def test_preferences_get_their_loss_and_columns(folder, loss, marks):
     made = draft(folder, rows=replace(ROWS, loss=loss))
     assert made.content["runner_wrapper"]["preference"] == {"loss": loss}
     assert made.content["train_dataset"]["input_columns"] == ["input_ids", "labels", "answers", marks]
-    assert list(check_preference(made.content)) == []
+    assert list(check_preference(YamlRun(made.content))) == []
     (note,) = made.notes
     assert note.startswith(f"rows.mindrecord holds preferences, which the run learns with the loss {loss}")
 

@@ -8,9 +8,9 @@ from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.core.errors import LoraError
 from mindlora.network.quantized.nf4 import parameter_count
 from mindlora.network.tree import lora_cells
-from mindlora.run.checks.pet_config import check_pet_config
 from mindlora.run.checks.targets import check_targets
 from mindlora.run.plan.run import read_run
+from mindlora.run.yaml_run import YamlRun
 from tests.run.plan.test_models import parameters_of
 from tests.support import mcore_networks, moe_cpu, moe_networks
 from tests.support.chatglm_networks import CHATGLM, chatglm
@@ -77,8 +77,8 @@ def plan(kind, keys, pet):
 def examine(kind, keys, pet):
     """Returns what mindlora doctor knows of a run: the error's text, or how many parameters train."""
     config = {"model": {"arch": {"type": kind}, "model_config": {**keys, "pet_config": pet}}}
-    lora, findings = check_pet_config(config)
-    findings += check_targets(config, lora) if lora else []
+    run = YamlRun(config)
+    findings = [*run.pet_findings, *(check_targets(run, run.lora) if run.lora else [])]
     errors = [finding.found for finding in findings if finding.severity == "error"]
     if errors:
         return words_of(errors[0])

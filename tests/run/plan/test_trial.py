@@ -9,6 +9,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.yaml_file import PET, merged, value_at
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.trial import trial_yaml, try_rank, with_devices
+from mindlora.run.yaml_run import YamlRun
 from tests.support.planned_runs import LORA, TINY, yaml_of
 
 ON_ASCEND = {"context": {"device_target": "Ascend"}}
@@ -114,9 +115,9 @@ def test_what_is_not_trained_on_ascend_in_graph_mode_is_not_tried(change, messag
 
 def test_other_devices_have_rows_of_their_own():
     divided = {"use_parallel": True, "parallel": {"parallel_mode": 1}, "parallel_config": {"model_parallel": 2}}
-    eight = Division.of_yaml(with_devices(run_yaml(divided), 8))
+    eight = Division.of_yaml(YamlRun(with_devices(run_yaml(divided), 8)))
     assert (eight.data, eight.model, eight.devices) == (4, 2, 8)
-    assert Division.of_yaml(with_devices(run_yaml(), 8)).data == 8
+    assert Division.of_yaml(YamlRun(with_devices(run_yaml(), 8))).data == 8
     assert with_devices(run_yaml(), 1)["use_parallel"] is False
     with pytest.raises(ConfigError, match="--devices is 3.*give a multiple of 2"):
         with_devices(run_yaml(divided), 3)

@@ -14,7 +14,7 @@ import yaml
 from mindlora import LoraConfig
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.files.base.quantize import quantize_checkpoint
-from mindlora.run.checks.parallel import is_sharded
+from mindlora.run.yaml_run import YamlRun
 from tests.conftest import ROOT
 from tests.support.ascend_backend.runner import Run, run_yaml
 from tests.support.chat_templates import CHATML, chat_tokenizer
@@ -134,7 +134,7 @@ def _start_from(config: Dict[str, Any], base: str, keys: Mapping[str, Any]) -> N
     """Changes a YAML so that its run starts from a base, and from the adapter that ``keys`` of pet_config describe."""
     pet = config["model"]["model_config"]["pet_config"]
     pet.update(keys)
-    if is_sharded(config):
+    if YamlRun(config).is_sharded:
         # MindFormers slices a base by files that all ranks write, and a dry run has one rank.
         pet["on_base_mismatch"] = "ignore"
     else:

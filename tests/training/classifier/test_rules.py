@@ -3,12 +3,13 @@
 import pytest
 
 from mindlora.core.yaml_file import PET
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.classifier.rules import CLASS, LABELS, check_classifier
 
 
 def found(model_class="LlamaForSequenceClassification", num_labels=2, pet_config=None, **nodes):
     model = {"arch": {"type": model_class}, "model_config": {"num_labels": num_labels, "pet_config": pet_config or {}}}
-    return list(check_classifier({"run_mode": "finetune", "model": model, **nodes}))
+    return list(check_classifier(YamlRun({"run_mode": "finetune", "model": model, **nodes})))
 
 
 REWARD = {"preference": {"loss": "reward"}}

@@ -5,6 +5,7 @@ import pytest
 from mindlora.core.errors import ConfigError
 from mindlora.run.checks.examine import check_settings
 from mindlora.run.checks.finding import refuse
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import launcher
 from mindlora.training.launch.launch_checks import check_launch
 from mindlora.training.launch.preflight import refuse_missing_files
@@ -16,7 +17,7 @@ TOKENIZER = "--processor.tokenizer.tokenizer_file"
 def check(*words):
     config = launcher.build_config(["--config", LORA_YAML, *words])
     check_launch(config, config.pop("random_base", False))
-    refuse(check_settings(config))
+    refuse(check_settings(YamlRun(config)))
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from safetensors.numpy import load_file
 from mindlora.core.errors import ConfigError
 from mindlora.models.architectures import registry
 from mindlora.run.checks.finding import refuse
-from mindlora.run.checks.mcore import check_mcore, family_of
+from mindlora.run.checks.mcore import check_mcore
+from mindlora.run.yaml_run import YamlRun
 from tests.support import tiny_runs
 from tests.support.mcore_networks import tiny_config
 
@@ -76,13 +77,13 @@ def yaml_of(**changes):
 
 def message(config):
     with pytest.raises(ConfigError) as error:
-        refuse(check_mcore(config))
+        refuse(check_mcore(YamlRun(config)))
     return str(error.value)
 
 
 @pytest.mark.parametrize("family", registry.trained_mcore_classes().values())
 def test_the_families_that_train_pass(family):
-    assert not list(check_mcore(yaml_of(model={"architectures": [family]})))
+    assert not list(check_mcore(YamlRun(yaml_of(model={"architectures": [family]}))))
 
 
 def test_another_family_is_refused_in_one_sentence_that_names_those_that_train():
@@ -107,13 +108,13 @@ def test_a_folder_of_hugging_faces_is_no_base_on_one_device(tmp_path):
         f"load_checkpoint: {tmp_path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
         f"on one device. Convert it once: mindlora base convert {tmp_path} base.safetensors --to mcore"
     )
-    assert not list(check_mcore(yaml_of(load_checkpoint=str(tmp_path), use_parallel=True)))
+    assert not list(check_mcore(YamlRun(yaml_of(load_checkpoint=str(tmp_path), use_parallel=True))))
 
 
 def test_the_model_is_found_in_a_folder_of_hugging_faces(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]}))
     config = yaml_of(model={"architectures": None, "model_type": None}, pretrained_model_dir=str(tmp_path))
-    assert family_of(config) == "Qwen3MoeForCausalLM"
+    assert YamlRun(config).family == "Qwen3MoeForCausalLM"
     (tmp_path / "config.json").write_text("[]")
     assert "config.json holds a list" in message(config)
 

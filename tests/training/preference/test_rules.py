@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mindlora.core.yaml_file import PET
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.preference.rules import KEY, check_preference, check_preference_rows
 
 PAIRS = ["input_ids", "labels", "answers", "pairs"]
@@ -25,7 +26,7 @@ def config(preference, **changes):
 
 
 def found(yaml):
-    return [(finding.severity, finding.key, str(finding)) for finding in check_preference(yaml)]
+    return [(finding.severity, finding.key, str(finding)) for finding in check_preference(YamlRun(yaml))]
 
 
 def test_a_yaml_without_faults():
@@ -97,6 +98,6 @@ def test_the_kind_of_the_data(tmp_path, preference, columns, message):
     yaml["train_dataset"]["data_loader"] = {"type": "MindDataset", "dataset_dir": str(path)}
     yaml["callbacks"] = [{"type": "HeldOutLoss", "dataset_dir": str(path)}]
     row = {name: np.zeros(4, np.int32) for name in columns}
-    findings = list(check_preference_rows(yaml, lambda file, count: iter([row])))
+    findings = list(check_preference_rows(YamlRun(yaml), lambda file, count: iter([row])))
     assert [finding.key for finding in findings] == (["train_dataset", "callbacks.HeldOutLoss"] if message else [])
     assert all(message in str(finding) for finding in findings)

@@ -26,6 +26,7 @@ from mindlora.files.adapters.sharding.scatter import scatter_adapter
 from mindlora.files.adapters.sharding.strategy import cut
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.parallel import check_sharded, is_scattered
+from mindlora.run.yaml_run import YamlRun
 from tests.support.refusals import part, refused
 
 RANK, IN, OUT, ALPHA = 4, 8, 6, 12.0
@@ -89,18 +90,20 @@ def config_of(cut, checkpoint=None, **pet_config):
 def test_adapters_that_need_whole_weights_are_refused_by_name(found, field, value):
     name = field if value is True else f"{field} {value}"
     config = config_of(CUTS[found], **{field: value})
-    refused(ConfigMistakes, part(f"pet_config has {name} and {found}: each device"), refuse, check_sharded(config))
-    assert not list(check_sharded({**config, "use_parallel": False}))
+    refused(
+        ConfigMistakes, part(f"pet_config has {name} and {found}: each device"), refuse, check_sharded(YamlRun(config))
+    )
+    assert not list(check_sharded(YamlRun({**config, "use_parallel": False})))
     data_parallel = {"parallel": {"enable_parallel_optimizer": True, "parallel_mode": 0}}
-    assert not list(check_sharded(config_of(data_parallel, **{field: value})))
+    assert not list(check_sharded(YamlRun(config_of(data_parallel, **{field: value}))))
 
 
 @pytest.mark.parametrize("found", CUTS)
 def test_lora_checkpoint_saves_in_a_sharded_run_but_does_not_resume_one(found):
-    assert not list(check_sharded(config_of(CUTS[found], lora_init="kaiming")))
-    assert not list(check_sharded(config_of(CUTS[found], lora_init="pissa", adapter_path="adapter")))
+    assert not list(check_sharded(YamlRun(config_of(CUTS[found], lora_init="kaiming"))))
+    assert not list(check_sharded(YamlRun(config_of(CUTS[found], lora_init="pissa", adapter_path="adapter"))))
     message = f"LoraCheckpoint has resume: True and {found}: LoraCheckpoint joins"
-    refused(ConfigMistakes, part(message), refuse, check_sharded(config_of(CUTS[found], {"resume": True})))
+    refused(ConfigMistakes, part(message), refuse, check_sharded(YamlRun(config_of(CUTS[found], {"resume": True}))))
 
 
 def test_a_folder_of_slices_in_adapter_path_brings_the_callback_that_loads_them(mindformers, scattered, adapter):
@@ -118,7 +121,7 @@ def test_a_folder_of_slices_in_adapter_path_brings_the_callback_that_loads_them(
     assert prepared(scattered, True) == ["AdapterSlices", "LoraCheckpoint"]
     assert prepared(adapter, False) == ["LoraCheckpoint"]
     alone = {**config_of({}, adapter_path=scattered), "use_parallel": False}
-    refused(ConfigMistakes, part(f"adapter_path: {scattered} holds slices"), refuse, check_sharded(alone))
+    refused(ConfigMistakes, part(f"adapter_path: {scattered} holds slices"), refuse, check_sharded(YamlRun(alone)))
 
 
 # Starting from an adapter

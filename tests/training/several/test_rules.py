@@ -8,6 +8,7 @@ import pytest
 from mindlora.core.errors import ConfigError
 from mindlora.core.yaml_file import PET
 from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.several.rules import KEY, check_adapters, check_cells, trained_adapters
 
 ADAPTERS = [{"name": "small", "lora_rank": 2}, {"learning_rate": 1.0e-3, "target_modules": ".*wk", "seed": 5}]
@@ -36,7 +37,7 @@ def config(pet=None, **changes):
 
 
 def found(yaml):
-    return [(finding.severity, finding.key, str(finding)) for finding in check_adapters(yaml)]
+    return [(finding.severity, finding.key, str(finding)) for finding in check_adapters(YamlRun(yaml))]
 
 
 def test_what_an_adapter_does_not_say_is_that_of_pet_config():
@@ -86,7 +87,7 @@ def cells_found(*adapters, **pet):
     yaml = config({"adapters": list(adapters), **pet})
     yaml["model"]["model_config"].update(SIZES)
     lora = PetLoraConfig.from_pet_config(yaml["model"]["model_config"]["pet_config"])
-    return [(finding.severity, finding.found) for finding in check_cells(yaml, lora)]
+    return [(finding.severity, finding.found) for finding in check_cells(YamlRun(yaml), lora)]
 
 
 def test_the_cells_of_each_adapter_are_checked():

@@ -13,6 +13,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.key_ranges import check_keys
 from mindlora.run.checks.training import check_training
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch.preflight import set_micro_batches
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.conftest import in_mode
@@ -137,5 +138,6 @@ def test_a_yaml_is_left_alone_where_there_is_nothing_to_do(changes):
 )
 def test_what_cannot_accumulate_is_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
-        refuse([*check_keys(config(**changes)), *check_training(config(**changes))])
+        run = YamlRun(config(**changes))
+        refuse([*check_keys(run), *check_training(run)])
     assert message in str(caught.value)

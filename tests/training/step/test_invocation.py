@@ -15,6 +15,7 @@ from mindlora.network.repeated_layers import compile_layers_once
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.examine import check_contents, check_settings
 from mindlora.run.checks.invocation import check_invocation
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.step.packing import install_segment_mask
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.conftest import in_mode
@@ -131,7 +132,7 @@ def found_in_rows(tmp_path, rows, tokens):
     write_tokens(tmp_path / "rows.mindrecord", rows, labels)
     config = tiny_runs.tiny_config(tmp_path / "rows.mindrecord", 1, [], run_mode="finetune")
     config["model"]["model_config"]["pet_config"][FIELD] = tokens
-    return [finding for finding in check_contents(config, first_rows) if FIELD in finding.key]
+    return [finding for finding in check_contents(YamlRun(config), first_rows) if FIELD in finding.key]
 
 
 def test_rows_that_the_adapter_learns_nothing_from_are_found(tmp_path):
@@ -166,7 +167,7 @@ def test_runs_in_which_a_network_does_not_get_all_tokens_are_refused(keys, messa
     config["model"]["model_config"]["pet_config"][FIELD] = [7]
     config["model"]["model_config"]["use_past"] = True
     config["model"]["arch"]["type"] = keys.get("arch", "LlamaForCausalLM")
-    (finding,) = check_invocation(config)
+    (finding,) = check_invocation(YamlRun(config))
     assert message in str(finding)
 
 
@@ -174,4 +175,5 @@ def test_the_checks_of_a_yaml_have_them(tmp_path):
     config = tiny_runs.tiny_config(tmp_path / "rows.mindrecord", 1, [], run_mode="predict")
     config["model"]["model_config"]["pet_config"][FIELD] = [7]
     config["model"]["model_config"]["use_past"] = True
-    assert set(map(str, check_invocation(config))) <= set(map(str, check_settings(config)))
+    run = YamlRun(config)
+    assert set(map(str, check_invocation(run))) <= set(map(str, check_settings(run)))
