@@ -174,7 +174,7 @@ def test_without_head_counts_the_message_names_them(tmp_path):
     target.attention.n_kv_head = None
     with pytest.raises(AdapterError) as error:
         load_lora(target, path)
-    assert "Give the model's n_kv_heads" in str(error.value) and not lora_on(target)
+    assert "a network says it by n_kv_heads" in str(error.value) and not lora_on(target)
     with pytest.raises(AdapterError, match="which do not match an unknown number of key-value heads"):
         joined_pairs.split_pairs(Adapter({("w_qkv", "A"): np.ones((1, 6)), ("w_qkv", "B"): np.ones((16, 1))}), "w_qkv")
 

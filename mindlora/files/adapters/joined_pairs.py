@@ -101,7 +101,7 @@ def split_pairs(
             f"{path} joins {', '.join(members)} in {len(b)} rows, which do not match "
             f"{f'{heads} heads and ' if heads else ''}{kv_heads or 'an unknown number of'} key-value heads of "
             f"{f'size {head_dim}' if head_dim else 'unknown size'}. Name the model's folder or YAML (--base, or "
-            "--config of base merge)."
+            "--config of base merge); a network says it by n_kv_heads."
         )
     blocks = dict(zip(members, split_rows(b, group)))
     by_row = {
@@ -178,7 +178,7 @@ def _groups(path: str, layout: RowLayout, rows: Sequence[int], kv_heads: Optiona
         raise AdapterError(
             f"{path} orders its rows by key-value head, but {kv_heads or 'an unknown number of'} "
             f"heads do not divide the {', '.join(map(str, rows))} rows of q, k, v evenly. Name the model's folder or "
-            "YAML (--base, or --config of base merge)."
+            "YAML (--base, or --config of base merge); a network says it by n_kv_heads."
         )
     return groups
 

@@ -22,12 +22,11 @@ from mindlora.core.interrupts import Interrupts
 from mindlora.core.overrides import keys_and_texts, set_flags, set_keys
 from mindlora.core.yaml_file import TRAINING_MODES, read_merged
 from mindlora.run.checks.finding import refuse
-from mindlora.run.checks.key_ranges import check_names, check_run_mode, check_shape
-from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch.command_line import parse
 from mindlora.training.launch.imports import import_mindformers
 
-# MindFormers takes seconds to import, and --help does not need it: the functions below import it.
+# MindFormers takes seconds to import, and --help does not need it: the functions below import it. So they do what imports
+# NumPy, which starts threads: Ctrl-C is blocked in those alone that start after Interrupts is entered.
 if TYPE_CHECKING:
     from mindformers.tools.register import MindFormerConfig
 
@@ -151,6 +150,9 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
     import_mindformers()
     config = _read_yaml(args.config, args.run_mode)
     _override(config, args, rest)
+    from mindlora.run.checks.key_ranges import check_run_mode, check_shape
+    from mindlora.run.yaml_run import YamlRun
+
     run = YamlRun(config)
     refuse([*check_shape(run), *check_run_mode(run)])
     if config.run_mode == "predict":
@@ -278,6 +280,9 @@ def _reason(path, run_mode, error):
         config = {**read_merged(path), **({"run_mode": run_mode} if run_mode else {})}
     except ConfigError:
         config = {}
+    from mindlora.run.checks.key_ranges import check_names, check_shape
+    from mindlora.run.yaml_run import YamlRun
+
     refuse(check_shape(YamlRun(config)))
     named = " ".join(map(str, check_names(YamlRun(config))))
     return named or " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())

@@ -6,7 +6,6 @@ files are JSON.
 """
 
 import json
-import os
 import re
 import sys
 from typing import Any, Dict, Iterator
@@ -24,6 +23,8 @@ from mindlora.training.launch.screen import sentence
 
 # They load, compare or change the base's values, of which a trial has none, or slices that only a run has.
 _NEED_VALUES = ("BaseWeights", "BaseCheck", "ReferenceCheck", "LoraInitialization", "AdapterSlices")
+# What stands before the package in the path of a module.
+_IN_PACKAGE = re.compile(r".*/(?=(mindlora|mindformers)/)")
 # MindSpore's message lists the calls that led to an operator, the innermost one last.
 _CALL = re.compile(r"In file (\S+?):(\d+)")
 
@@ -97,7 +98,7 @@ def described(error: Exception) -> str:
     where = ""
     if calls:
         path, line = calls[-1]
-        where = f" ({os.sep.join(path.split(os.sep)[-3:])}, line {line})"
+        where = f" ({_IN_PACKAGE.sub('', path)}, line {line})"
     return f"{type(error).__name__}: {sentence(error)}{where}"
 
 

@@ -277,7 +277,8 @@ def test_heads_that_do_not_divide_the_rows_to_join(kv_heads):
         joined_pairs.join_pairs(own, QKV, TOTAL, kv_heads)
     assert str(error.value) == (
         f"{QKV} orders its rows by key-value head, but {kv_heads or 'an unknown number of'} heads do not divide the "
-        "12, 6, 6 rows of q, k, v evenly. Name the model's folder or YAML (--base, or --config of base merge)."
+        "12, 6, 6 rows of q, k, v evenly. Name the model's folder or YAML (--base, or --config of base merge); a "
+        "network says it by n_kv_heads."
     )
     assert own.paths == PARTS
 
@@ -291,7 +292,8 @@ def test_heads_that_do_not_divide_the_rows_to_split(kv_heads, head_dim):
     assert str(error.value) == (
         f"{QKV} joins {', '.join(PARTS)} in {TOTAL} rows, which do not match "
         f"{kv_heads or 'an unknown number of'} key-value heads of {f'size {head_dim}' if head_dim else 'unknown size'}."
-        " Name the model's folder or YAML (--base, or --config of base merge)."
+        " Name the model's folder or YAML (--base, or --config of base merge); a "
+        "network says it by n_kv_heads."
     )
     assert own.paths == [QKV]
 

@@ -186,7 +186,7 @@ def test_a_run_that_fails_after_a_save_ends_in_one_line_and_says_how_to_go_on(
 
 def test_ctrl_c_before_the_training_ends_the_process_with_one_line(tmp_path):
     program = (
-        "import time; from mindlora.training import launcher; "
+        "import time; from mindlora.training.launch import launcher; "
         "launcher.build_config = lambda argv: (print('reading', flush=True), time.sleep(60)); launcher.main([])"
     )
     process = subprocess.Popen(
