@@ -25,8 +25,8 @@ from mindlora.run.checks.finding import refuse
 from mindlora.training.launch.command_line import parse
 from mindlora.training.launch.imports import import_mindformers
 
-# MindFormers takes seconds to import, and --help does not need it: the functions below import it. So they do what imports
-# NumPy, which starts threads: Ctrl-C is blocked in those alone that start after Interrupts is entered.
+# MindFormers takes seconds to import, and --help does not need it: the functions below import it. They also import what
+# needs NumPy, which starts threads: Ctrl-C is blocked in those alone that start after Interrupts is entered.
 if TYPE_CHECKING:
     from mindformers.tools.register import MindFormerConfig
 
