@@ -100,7 +100,6 @@ class MoveTo(StandIn):
 
 
 _PLACES = (
-    ("mindlora.network.cells.experts", "GroupedMatmul", GroupedMatmul),
     (f"{_MOE}.ffn", "GroupedMatmul", GroupedMatmul),
     (f"{_MOE}.ffn", "Swiglu", Swiglu),
     (f"{_MOE}.router", "TopkExt", TopkExt),

@@ -3,18 +3,23 @@
 from typing import Any, Optional, Tuple
 
 import mindspore as ms
-from mindformers.parallel_core.training_graph.activation import SwiGlu
+from mindformers.parallel_core.training_graph.activation import FusedSwiGlu, SwiGlu
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding as RotaryTable,
 )
 from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention, SelfAttentionContiguous
 from mindformers.parallel_core.training_graph.transformer.flash_attention import FlashAttention
 from mindformers.parallel_core.training_graph.transformer.mlp import MLP
+from mindformers.parallel_core.training_graph.transformer.moe.ffn import FFNGroupedGEMM
+from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
+from mindformers.parallel_core.training_graph.transformer.multi_latent_attention import MultiLatentAttention
 from mindformers.parallel_core.training_graph.transformer.norm import FusedRMSNorm
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.network.cells.broadcasting import SwapHeads
+from mindlora.network.cells.grouped_matmul import grouped_matmul
+from mindlora.network.cells.routed_experts import RoutedExperts
 from mindlora.ops.masked_attention import MaskedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
@@ -134,6 +139,82 @@ class Pieces(nn.Cell):
         return pieces
 
 
+class CpuFFNGroupedGEMM(FFNGroupedGEMM):
+    """MindFormers' routed experts, whose matrix products are mindlora's."""
+
+    def experts_forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, w1: Tensor, w2: Tensor
+    ) -> Tensor:
+        x = permuted_local_hidden_states.reshape((-1, self.hidden_size))
+        x = self.grouped_matmul([x], [w1], None, None, None, None, None, tokens_per_expert)[0]
+        x = self.swiglu(x, -1).reshape((-1, self.moe_ffn_hidden_size))
+        return self.grouped_matmul([x], [w2], None, None, None, None, None, tokens_per_expert)[0]
+
+
+class Dispatcher(nn.Cell):
+    """What MindFormers' dispatcher of tokens to experts does on one device: it sorts them by expert, and back.
+
+    Args:
+        experts (int): Number of experts.
+    """
+
+    def __init__(self, experts: int):
+        super().__init__()
+        self.experts = experts
+        self.sort = ops.Sort()
+
+    def token_permutation(
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, num_tokens_per_expert: Optional[Tensor] = None
+    ) -> Tuple[Tensor, Tensor, Tuple[Tensor, Tensor]]:
+        """Sends each token to its experts.
+
+        Args:
+            tokens (Tensor): Shape [1, tokens, hidden].
+            probs (Tensor): Shape [1, tokens, experts of a token].
+            routing_map (Tensor): int32, of the same shape: the experts of each token.
+            num_tokens_per_expert (Tensor): Not used.
+
+        Returns:
+            (rows [tokens * experts of a token, hidden], sorted by expert, int64 [experts] with the row after each
+            expert's last, what token_unpermutation needs).
+        """
+        count, hidden = tokens.shape[1:]
+        chosen = ops.cast(routing_map, mstype.int32).reshape((-1,))
+        rows = chosen.shape[0]
+        # Rows of one expert stay in their order, whatever kernel sorts.
+        _, order = self.sort(ops.cast(chosen * rows + ops.arange(rows), mstype.float32))
+        _, place = self.sort(ops.cast(order, mstype.float32))
+        ends = chosen.expand_dims(0) <= ops.arange(self.experts).expand_dims(1)
+        groups = ops.cast(ops.cast(ends, mstype.float32).sum(1), mstype.int64)
+        x = ops.gather(tokens.reshape((count, hidden)), order // (rows // count), 0)
+        return x, groups, (place, probs)
+
+    def token_unpermutation(self, tokens: Tensor, context: Tuple[Tensor, Tensor]) -> Tensor:
+        """Returns the sum of what the experts made of each token, [1, tokens, hidden], weighted by probs."""
+        place, probs = context
+        y = ops.gather(tokens.reshape((place.shape[0], -1)), place, 0).reshape(probs.shape + (-1,))
+        return (y * ops.cast(probs, y.dtype).expand_dims(3)).sum(2)
+
+
+class Swiglu(nn.Cell):
+    """silu(gate) up of the halves [gate, up] of x along an axis, as MindSpore's Swiglu."""
+
+    def construct(self, x: Tensor, dim: int = -1) -> Tensor:
+        half = x.shape[dim] // 2
+        return ops.silu(ops.narrow(x, dim, 0, half)) * ops.narrow(x, dim, half, half)
+
+
+class TopK(nn.Cell):
+    """The k largest elements along the last axis, and where they are, as MindSpore's TopkExt."""
+
+    def __init__(self):
+        super().__init__()
+        self.topk = ops.TopK()
+
+    def construct(self, x: Tensor, k: int) -> Tuple[Tensor, Tensor]:
+        return self.topk(x, k)
+
+
 def use_mcore_cpu_cells(network: nn.Cell) -> None:
     """Replaces cells and operators of an mcore model, in place, where it trains on a CPU.
 
@@ -168,6 +249,18 @@ def _replace(cell):
         cell.outer, cell.outer_for_eod = Outer(), Outer()
     elif isinstance(cell, (MLP, SwiGlu)):
         cell.split = Pieces()
+    elif isinstance(cell, FusedSwiGlu):
+        cell.swiglu = Swiglu()
+    elif isinstance(cell, MultiLatentAttention):
+        cell.split, cell.split_3d = Pieces(), Pieces()
+    elif isinstance(cell, TopKRouter):
+        cell.topk, cell.afb_topk, cell.tc_topk = TopK(), TopK(), TopK()
+    elif type(cell) is FFNGroupedGEMM:
+        cell.token_dispatcher, cell.swiglu = Dispatcher(cell.num_local_experts), Swiglu()
+        cell.grouped_matmul = grouped_matmul()
+        cell.__class__ = CpuFFNGroupedGEMM
+    elif isinstance(cell, RoutedExperts):
+        cell.token_dispatcher, cell.swiglu = Dispatcher(cell.weight1.experts), Swiglu()
 
 
 _ATTENTION = {SelfAttention: CpuSelfAttention, SelfAttentionContiguous: CpuSelfAttentionContiguous}
