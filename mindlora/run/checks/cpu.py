@@ -6,7 +6,7 @@ from mindlora.core.fields import COUNT, dtype_name
 from mindlora.core.yaml_file import TRAINING_MODES, value_at
 from mindlora.run.checks.base_weights import loads_by_tensor
 from mindlora.run.checks.finding import Finding, error, note
-from mindlora.run.checks.mcore import HEAD_MULTIPLE, check_served, is_mcore
+from mindlora.run.checks.mcore import HEAD_MULTIPLE, check_served, is_mcore, model_config_of
 from mindlora.run.checks.training import train_step
 
 _KEY = "context.device_target"
@@ -31,6 +31,22 @@ _LLAMA_DEFAULTS = {
     "rotary_dtype": "float32",
     "param_init_type": "float16",
 }
+# What MindFormers' mcore models need there, besides dtypes: key -> (value, which is the default, and reason).
+_MCORE = {
+    "attention_dropout": (0.0, "dropout of attention weights has no CPU kernel"),
+    "apply_rope_fusion": (False, "the fused rotary embedding has no CPU kernel"),
+    "use_attn_mask_compression": (False, "a compressed mask has no CPU kernel"),
+    "use_eod_attn_mask_compression": (False, "a compressed mask has no CPU kernel"),
+    "moe_permute_fusion": (False, "the fused permutation has no CPU kernel"),
+    "print_expert_load": (False, "on a CPU the tokens of an expert are not counted"),
+    "experimental_attention_variant": (None, "sparse attention has no CPU kernel"),
+    "window_size": (None, "a sliding window has no CPU kernel"),
+}
+# What mcore models compute in where a YAML says nothing.
+_MCORE_DTYPES = {
+    **dict.fromkeys(("layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype", "params_dtype"), "float32"),
+    "compute_dtype": "bfloat16",
+}
 
 
 def cpu_keys() -> Dict[str, Any]:
@@ -40,10 +56,13 @@ def cpu_keys() -> Dict[str, Any]:
 
 def check_cpu(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error with everything that must be set differently, unless a YAML for a CPU can run there."""
-    if value_at(config, _KEY) != "CPU" or is_mcore(config):
+    if value_at(config, _KEY) != "CPU":
         return
-    model_config = value_at(config, "model.model_config")
-    changes = [*_model_changes(model_config), *_prediction_changes(config), *_run_changes(config)]
+    if is_mcore(config):
+        changes = [*_mcore_changes(config), *_run_changes(config)]
+    else:
+        model_config = value_at(config, "model.model_config")
+        changes = [*_model_changes(model_config), *_prediction_changes(config), *_run_changes(config)]
     if changes:
         yield error(_KEY, f"{_KEY} is CPU, where this YAML cannot run.", f"Set: {'; '.join(changes)}.")
 
@@ -71,6 +90,22 @@ def _model_changes(
         dtype = model_config.get(key, _LLAMA_DEFAULTS[key])
         if dtype not in _FLOAT32:
             yield f"model.model_config.{key}: float32 (found {dtype})"
+
+
+def _mcore_changes(config: Mapping[str, Any]) -> Iterator[str]:
+    model_config = model_config_of(config)
+    if config.get("run_mode") in TRAINING_MODES and not model_config.get("pet_config"):
+        yield "model.model_config.pet_config (mcore models get cells for a CPU together with adapters)"
+    for key, (needed, reason) in _MCORE.items():
+        found = model_config.get(key)
+        if (found or needed) != needed:
+            yield f"model.model_config.{key}: {'null' if needed is None else needed} ({reason})"
+    for key, default in _MCORE_DTYPES.items():
+        dtype = model_config.get(key) or default
+        if dtype not in _FLOAT32:
+            yield f"model.model_config.{key}: float32 (found {dtype})"
+    if config.get("use_parallel") and value_at(config, "parallel.parallel_mode") not in (0, "data_parallel"):
+        yield "parallel.parallel_mode: 0 (CPU processes divide data alone)"
 
 
 def _prediction_changes(config: Mapping[str, Any]) -> Iterator[str]:

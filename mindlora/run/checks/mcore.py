@@ -78,23 +78,11 @@ def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
             "models run in graph mode alone (Morph).",
             "Set context.mode: 0.",
         )
-    yield from check_device(value_at(config, "context.device_target"))
     yield from _check_base(config)
     yield from _check_balance(config, architecture)
     reason = architecture.unsupported(model_config_of(config))
     if reason:
         yield error(f"model.model_config.{reason.split(' ')[0]}", reason)
-
-
-def check_device(target: Optional[str]) -> Iterator[Finding]:
-    """Yields an error if mcore models cannot run on ``target``, a device_target."""
-    if target == "CPU":
-        yield error(
-            "context.device_target",
-            "context.device_target is CPU and use_legacy is False: mcore models need operators that a CPU lacks "
-            "(RmsNorm, FlashAttentionScore and others).",
-            "Run on Ascend, or try configs/tiny/lora_llama_tiny_cpu.yaml.",
-        )
 
 
 def check_served(config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -7,6 +7,9 @@ from mindformers.parallel_core.training_graph.activation import FusedSwiGlu, Swi
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding as RotaryTable,
 )
+from mindformers.parallel_core.training_graph.base_models.common.embeddings.yarn_rotary_pos_embedding import (
+    YarnRotaryEmbedding as YarnTable,
+)
 from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention, SelfAttentionContiguous
 from mindformers.parallel_core.training_graph.transformer.flash_attention import FlashAttention
 from mindformers.parallel_core.training_graph.transformer.mlp import MLP
@@ -245,7 +248,7 @@ def _replace(cell):
     elif type(cell) in _ATTENTION:
         cell.split_qkv, cell.apply_rotary_pos_emb = Pieces(), CpuRotary(cell.apply_rotary_pos_emb)
         cell.__class__ = _ATTENTION[type(cell)]
-    elif isinstance(cell, RotaryTable):
+    elif isinstance(cell, (RotaryTable, YarnTable)):
         cell.outer, cell.outer_for_eod = Outer(), Outer()
     elif isinstance(cell, (MLP, SwiGlu)):
         cell.split = Pieces()
