@@ -23,7 +23,8 @@ from mindlora.core.numerics.nf4 import TENSOR_NAMES, dequantize, quantize, tenso
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.quantized.nf4 import nf4_array, parameter_count
 from mindlora.network.quantized.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
-from tests.support import moe_cpu, moe_networks
+from tests.support import moe_networks
+from tests.support.mcore_networks import in_training
 from tests.support.moe_cells import WeightedOutput
 from tests.support.moe_networks import HIDDEN, changed_weight, routed
 from tests.support.networks import adapters, as_array, assert_close, normal, randomize, snapshot
@@ -37,7 +38,7 @@ QLORA = LoraConfig(**EXPERT_LORA, quantize_base="nf4")
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_cpu(mindformers):
-    with moe_cpu.installed():
+    with in_training():
         yield
 
 
