@@ -1,6 +1,6 @@
 """Cells in place of those of MindFormers' mcore models whose operators have no kernel for a CPU."""
 
-from typing import Any, Optional, Tuple
+from typing import Optional, Tuple
 
 import mindspore as ms
 from mindformers.parallel_core.training_graph.activation import FusedSwiGlu, SwiGlu
@@ -51,9 +51,7 @@ class CpuFlashAttention(FlashAttention):
         Tensor of shape [tokens, batch, heads * size of a head of value].
     """
 
-    def construct(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor
-    ) -> Tensor:
+    def construct(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor) -> Tensor:
         tokens, batch, heads, size = query.shape
         value_size = value.shape[3]
         if value_size < size:
