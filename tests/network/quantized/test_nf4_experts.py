@@ -170,7 +170,7 @@ def test_merging_into_4_bits_is_refused_and_merge_and_unload_gives_float_back():
         merge_lora(network)
     merge_and_unload(network)
     experts = experts_of(network)
-    assert type(experts).__name__ == "FFNGroupedGEMM"
+    assert type(experts).__name__ == "CpuFFNGroupedGEMM"
     for leaf, value in values.items():
         assert getattr(experts, leaf).name == f"{PATH}.{leaf}"
         assert_close(getattr(experts, leaf), value.reshape(-1, value.shape[2]))

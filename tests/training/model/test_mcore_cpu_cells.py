@@ -23,9 +23,12 @@ TOKENS, BATCH, HEADS, SIZE = 5, 2, 4, 6
 
 @pytest.fixture
 def config(mindformers):
+    from mindformers.parallel_core.training_graph.device_matrix import layout
     from mindformers.parallel_core.transformer_config import TransformerConfig
 
-    return TransformerConfig(**SIZES)
+    found = TransformerConfig(**SIZES)
+    layout.init_layout(found)
+    return found
 
 
 def for_a_cpu(cell):
@@ -49,7 +52,8 @@ class Weighted(nn.Cell):
 
 def gradients(cell, weights, *inputs):
     """Returns the gradients of sum(cell(...) * weights) with respect to the inputs."""
-    return ms.grad(Weighted(cell, weights), tuple(range(len(inputs))))(*map(Tensor, inputs))
+    found = ms.grad(Weighted(cell, weights), tuple(range(len(inputs))))(*map(Tensor, inputs))
+    return found if isinstance(found, tuple) else (found,)
 
 
 def slopes(function, weights, *inputs, step=1e-5):
@@ -71,7 +75,10 @@ def slopes(function, weights, *inputs, step=1e-5):
 
 
 def assert_gradients(cell, function, weights, *inputs):
-    for found, expected in zip(gradients(cell, weights, *inputs), slopes(function, weights, *inputs)):
+    computed = gradients(cell, weights, *inputs)
+    assert len(computed) == len(inputs)
+    for found, expected in zip(computed, slopes(function, weights, *inputs)):
+        assert found.shape == expected.shape
         np.testing.assert_allclose(found.asnumpy(), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
