@@ -11,7 +11,6 @@ os.chdir(ROOT)
 
 from tests.support import mcore_networks, pynative_runs, tiny_runs  # noqa: E402
 
-GRAPH = "from tests.support.mcore_launcher import main; raise SystemExit(main())"
 PYNATIVE = "tests.support.pynative_mindlora_run"
 ROWS, EPOCHS = 64, 4
 
@@ -34,7 +33,7 @@ def in_graph_mode(folder: pathlib.Path) -> None:
     callbacks = [{"type": "LoraCheckpoint"}]
     config = mcore_networks.tiny_config(data, EPOCHS, callbacks, {"target_modules": "all-linear", "lora_rank": 4})
     output = folder / "graph"
-    run = tiny_runs.launch(config, output, GRAPH)
+    run = tiny_runs.launch(config, output)
     losses = tiny_runs.losses(output) if run.returncode == 0 else {}
     show("graph mode", run, list(losses.values()), folder / "graph.yaml", output / "lora_checkpoint")
 

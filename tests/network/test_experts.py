@@ -30,7 +30,7 @@ from mindlora.core.errors import (
 from mindlora.files.adapters import expert_pairs
 from mindlora.files.adapters import files as adapter_files
 from mindlora.network.tree import lora_cells
-from tests.support import moe_cpu
+from tests.support.mcore_networks import in_training
 from tests.support.moe_networks import EXPERTS, HIDDEN, INNER, changed_weight, experts_alone
 from tests.support.networks import adapters, as_array, randomize, snapshot
 
@@ -40,7 +40,7 @@ HOLDER = "decoder.layers.0.mlp.experts"
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_cpu(mindformers):
-    with moe_cpu.installed():
+    with in_training():
         yield
 
 

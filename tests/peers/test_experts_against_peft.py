@@ -14,8 +14,7 @@ from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.base.convert import convert_base
 from mindlora.network.tree import lora_cells
-from tests.support import moe_cpu
-from tests.support.mcore_networks import arrays, tokens
+from tests.support.mcore_networks import arrays, in_training, tokens
 from tests.support.moe_networks import QWEN3_MOE, changed_weight, tiny_moe
 from tests.support.networks import randomize
 from tests.support.peers import cases
@@ -36,7 +35,7 @@ def network(mindformers):
     """A Qwen3-MoE with an adapter on its experts, which does nothing yet, in evaluation mode."""
     before = ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
-    with moe_cpu.installed():
+    with in_training():
         found = tiny_moe("qwen3_moe")
         apply_lora(found, LoraConfig(target_parameters=["mlp.experts"], lora_rank=RANK, lora_alpha=ALPHA))
         yield found.set_train(False)

@@ -5,15 +5,14 @@ import types
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor
 
 from mindlora import cli
 from mindlora.cli.doctor.examination import check_yaml
 from mindlora.data.tokenizers import fit_tokenizer
 from mindlora.files.base.convert import convert_base
 from mindlora.network.load_base import load_base
-from tests.support import moe_cpu
-from tests.support.mcore_networks import mcore_context
+from tests.support.mcore_networks import for_a_cpu, in_training, mcore_context
 
 # The parts of a model that a YAML must carry: sizes that differ from each other, few heads of keys.
 SIZES = {
@@ -128,17 +127,10 @@ def test_a_legacy_model_is_transformers_model(name, drafted, pynative_mode):
     assert not found_by_doctor(case.yaml)
 
 
-class WithoutRounding(nn.Cell):
-    """Casts, but not to float16, in which MindFormers' mcore models compute attention whatever compute_dtype is."""
-
-    def construct(self, x, dtype):
-        return x if dtype == ms.float16 else ops.cast(x, dtype)
-
-
 @pytest.fixture
 def on_a_cpu():
     """Lets MindFormers build and run mcore models, in training and on a CPU."""
-    with moe_cpu.installed(), mcore_context():
+    with in_training(), mcore_context():
         yield
 
 
@@ -153,7 +145,5 @@ def test_an_mcore_model_is_transformers_model(name, drafted, on_a_cpu, graph_mod
     weights = ms.load_checkpoint(str(tmp_path / "base.safetensors"), format="safetensors")
     missing, unexpected = ms.load_param_into_net(network, weights)
     assert not unexpected and not [name for name in missing if name.endswith((".weight", ".bias"))]
-    for _, cell in network.cells_and_names():
-        if hasattr(cell, "core_attention"):
-            cell.cast = WithoutRounding()
+    for_a_cpu(network)
     assert_same(network.set_train(False)(Tensor(IDS)).asnumpy(), case.logits)

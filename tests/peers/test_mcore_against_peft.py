@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
 from mindlora.files.base.convert import convert_base
 from mindlora.network.tree import lora_cells
-from tests.support import mcore_cpu
 from tests.support.mcore_networks import TINY, arrays, tiny_qwen3, tokens
 from tests.support.networks import randomize
 
@@ -24,9 +23,7 @@ def network(mindformers):
     """A Qwen3 of two layers on which an adapter can be put, in evaluation mode."""
     before = ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
-    with pytest.MonkeyPatch.context() as patch:
-        mcore_cpu.install(patch.setattr)
-        yield tiny_qwen3(num_hidden_layers=LAYERS).set_train(False)
+    yield tiny_qwen3(num_hidden_layers=LAYERS).set_train(False)
     ms.set_context(mode=before)
 
 

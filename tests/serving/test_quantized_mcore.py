@@ -22,7 +22,7 @@ from mindlora.serving.network import build_network, stacked_experts
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode
-from tests.support import mcore_networks, mcore_serving, moe_cpu, tiny_serving
+from tests.support import mcore_networks, mcore_serving, tiny_serving
 from tests.support.llama_checkpoints import load, save_base
 from tests.support.mcore_serving import COMMON, ROUTED, checkpoint, node
 from tests.support.networks import randomize
@@ -186,7 +186,7 @@ def test_an_adapter_says_what_it_says_on_the_quantized_network_that_it_was_train
     keys = {**COMMON, **ROUTED, "num_hidden_layers": 1, "max_position_embeddings": 96}
     plain, packed = str(tmp_path / "plain.safetensors"), str(tmp_path / "nf4.safetensors")
     tokens = list(PROMPTS[1][: mcore_networks.TINY["seq_length"]])
-    with in_mode(0), moe_cpu.installed():
+    with in_mode(0), mcore_networks.in_training():
         network = mcore_networks.tiny_qwen3_moe(**keys).set_train(False)
         write_arrays(plain, mcore_networks.arrays(network), {"format": "ms"})
         config = {"target_modules": "all-linear", "target_parameters": ["mlp.experts"], "lora_rank": 2, "lora_alpha": 1}

@@ -1,4 +1,4 @@
-"""Small networks of MindFormers' mcore models, for a CPU with the stand-ins of mcore_cpu."""
+"""Small networks of MindFormers' mcore models, with mindlora's cells for a CPU."""
 
 import contextlib
 import importlib
@@ -6,6 +6,7 @@ import types
 from unittest import mock
 
 import numpy as np
+import pytest
 from mindspore import Tensor, nn
 
 from tests.support import tiny_runs
@@ -56,7 +57,7 @@ def tiny_qwen3(seed=0, **keys):
     from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
 
     with mcore_context():
-        return filled(TrainingQwen3ForCausalLM(Qwen3Config(**{**TINY, **keys})), seed)
+        return filled(for_a_cpu(TrainingQwen3ForCausalLM(Qwen3Config(**{**TINY, **keys}))), seed)
 
 
 def tiny_qwen3_moe(seed=0, **keys):
@@ -67,7 +68,7 @@ def tiny_qwen3_moe(seed=0, **keys):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "moe_grouped_gemm": True}
     with mcore_context():
         config = Qwen3MoeConfig(**{**TINY, **experts, "routed_scaling_factor": 1.0, **keys})
-        return filled(TrainingQwen3MoeForCausalLM(config), seed)
+        return filled(for_a_cpu(TrainingQwen3MoeForCausalLM(config)), seed)
 
 
 def tiny_deepseek_v3(seed=0, **keys):
@@ -95,7 +96,23 @@ def tiny_deepseek_v3(seed=0, **keys):
     }
     config = {**{key: value for key, value in TINY.items() if key != "head_dim"}, **own, **keys}
     with mcore_context():
-        return filled(TrainingDeepseekV3ForCausalLM(DeepseekV3Config(**config)), seed)
+        return filled(for_a_cpu(TrainingDeepseekV3ForCausalLM(DeepseekV3Config(**config))), seed)
+
+
+def for_a_cpu(network):
+    """Puts mindlora's cells for a CPU into an mcore model, in place; returns the network."""
+    from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
+
+    use_mcore_cpu_cells(network)
+    return network
+
+
+@contextlib.contextmanager
+def in_training():
+    """Lets MindFormers build the networks that it trains, while it lasts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RUN_MODE", "train")
+        yield
 
 
 def filled(network, seed):

@@ -4,7 +4,7 @@ import importlib
 
 import numpy as np
 
-from tests.support.mcore_networks import TINY, filled, mcore_context
+from tests.support.mcore_networks import TINY, filled, for_a_cpu, mcore_context
 from tests.support.moe_cells import Decoder
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 8, 6, 4, 2
@@ -69,7 +69,7 @@ def tiny_moe(name, seed=0, **keys):
     config = getattr(importlib.import_module(f"{package}.configuration_{module}"), config)
     network = getattr(importlib.import_module(f"{package}.modeling_{module}_train"), network)
     with mcore_context():
-        return filled(network(config(**{**sizes, **keys})), seed)
+        return filled(for_a_cpu(network(config(**{**sizes, **keys}))), seed)
 
 
 def experts_alone(seed=0, **keys):
@@ -77,7 +77,7 @@ def experts_alone(seed=0, **keys):
     from mindformers.parallel_core.training_graph.transformer.moe.ffn import FFNGroupedGEMM
     from mindformers.parallel_core.transformer_config import TransformerConfig
 
-    return filled(Decoder(FFNGroupedGEMM(TransformerConfig(**{**_ALONE, **keys}))), seed)
+    return filled(for_a_cpu(Decoder(FFNGroupedGEMM(TransformerConfig(**{**_ALONE, **keys})))), seed)
 
 
 def routed(tokens=5, seed=0):

@@ -11,12 +11,12 @@ from typing import Optional, Tuple
 
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.ops.auto_generate import GroupedMatmul
 
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.pair_shapes import EXPERTS
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import LoRACell, refuse_own_forward, refuse_unsupported
+from mindlora.network.cells.grouped_matmul import grouped_matmul
 from mindlora.network.cells.linear_base import adopt_weight
 
 FFN_MODULE = "mindformers.parallel_core.training_graph.transformer.moe.ffn"
@@ -82,7 +82,7 @@ class GroupedProduct(nn.Cell):
         super().__init__()
         self.shape = (-1, in_channels, out_channels)
         self.reshape = ops.Reshape()
-        self.grouped_matmul = GroupedMatmul(split_item=3, group_type=0)
+        self.grouped_matmul = grouped_matmul()
         self.cast = ops.Cast()
 
     def construct(self, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor:

@@ -30,6 +30,22 @@ _LLAMA_DEFAULTS = {
     "rotary_dtype": "float32",
     "param_init_type": "float16",
 }
+# What MindFormers' mcore models need there, besides dtypes: key -> (value, which is the default, and reason).
+_MCORE = {
+    "attention_dropout": (0.0, "dropout of attention weights has no CPU kernel"),
+    "apply_rope_fusion": (False, "the fused rotary embedding has no CPU kernel"),
+    "use_attn_mask_compression": (False, "a compressed mask has no CPU kernel"),
+    "use_eod_attn_mask_compression": (False, "a compressed mask has no CPU kernel"),
+    "moe_permute_fusion": (False, "the fused permutation has no CPU kernel"),
+    "print_expert_load": (False, "on a CPU the tokens of an expert are not counted"),
+    "experimental_attention_variant": (None, "sparse attention has no CPU kernel"),
+    "window_size": (None, "a sliding window has no CPU kernel"),
+}
+# What mcore models compute in where a YAML says nothing.
+_MCORE_DTYPES = {
+    **dict.fromkeys(("layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype", "params_dtype"), "float32"),
+    "compute_dtype": "bfloat16",
+}
 
 
 def cpu_keys() -> Dict[str, Any]:
@@ -39,9 +55,12 @@ def cpu_keys() -> Dict[str, Any]:
 
 def check_cpu(run: YamlRun) -> Iterator[Finding]:
     """Yields an error with everything that must be set differently, unless a YAML for a CPU can run there."""
-    if not run.on_cpu or run.is_mcore:
+    if not run.on_cpu:
         return
-    changes = [*_model_changes(run.model_config), *_prediction_changes(run), *_run_changes(run)]
+    if run.is_mcore:
+        changes = [*_mcore_changes(run), *_run_changes(run)]
+    else:
+        changes = [*_model_changes(run.model_config), *_prediction_changes(run), *_run_changes(run)]
     if changes:
         yield error(_KEY, f"{_KEY} is CPU, where this YAML cannot run.", f"Set: {'; '.join(changes)}.")
 
@@ -69,6 +88,21 @@ def _model_changes(
         dtype = model_config.get(key, _LLAMA_DEFAULTS[key])
         if dtype not in _FLOAT32:
             yield f"model.model_config.{key}: float32 (found {dtype})"
+
+
+def _mcore_changes(run: YamlRun) -> Iterator[str]:
+    if run.trains and not run.model.get("pet_config"):
+        yield "model.model_config.pet_config (mcore models get cells for a CPU together with adapters)"
+    for key, (needed, reason) in _MCORE.items():
+        found = run.model.get(key)
+        if (found or needed) != needed:
+            yield f"model.model_config.{key}: {'null' if needed is None else needed} ({reason})"
+    for key, default in _MCORE_DTYPES.items():
+        dtype = run.model.get(key) or default
+        if dtype not in _FLOAT32:
+            yield f"model.model_config.{key}: float32 (found {dtype})"
+    if run.at("use_parallel") and run.at("parallel.parallel_mode") not in (0, "data_parallel"):
+        yield "parallel.parallel_mode: 0 (CPU processes divide data alone)"
 
 
 def _prediction_changes(run: YamlRun) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """MindFormers' mcore models (use_legacy: False) in a YAML: which of them train with mindlora's adapters, and how."""
 
 import os
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator
 
 from mindlora.core.fields import dtype_name
 from mindlora.core.text import listed
@@ -69,23 +69,11 @@ def check_mcore(run: YamlRun) -> Iterator[Finding]:
             "models run in graph mode alone (Morph).",
             "Set context.mode: 0.",
         )
-    yield from check_device(run.at("context.device_target"))
     yield from _check_base(run)
     yield from _check_balance(run, architecture)
     reason = architecture.unsupported(run.model)
     if reason:
         yield error(f"model.model_config.{reason.split(' ')[0]}", reason)
-
-
-def check_device(target: Optional[str]) -> Iterator[Finding]:
-    """Yields an error if mcore models cannot run on ``target``, a device_target."""
-    if target == "CPU":
-        yield error(
-            "context.device_target",
-            "context.device_target is CPU and use_legacy is False: mcore models need operators that a CPU lacks "
-            "(RmsNorm, FlashAttentionScore and others).",
-            "Run on Ascend, or try configs/tiny/lora_llama_tiny_cpu.yaml.",
-        )
 
 
 def check_served(run: YamlRun) -> Iterator[Finding]:

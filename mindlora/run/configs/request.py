@@ -139,11 +139,6 @@ def check_request(folder: ModelFolder, request: Request) -> None:
             f"--seq-length is {request.seq_length}, and the rows of {request.rows.path} have {request.rows.tokens} "
             f"tokens, which are of seq_length {row_length(folder, request.rows)}. Leave it out."
         )
-    if request.device == CPU and not folder.architecture.legacy:
-        raise ConfigError(
-            f"--device is cpu, and {folder.architecture.title} trains on NPUs alone: it is one of MindFormers' mcore "
-            "models, which need operators that a CPU lacks. Give --device npu."
-        )
     if request.device == CPU and request.devices > 1:
         raise ConfigError(
             f"--devices is {request.devices}, and MindSpore divides nothing among CPU processes. Use one."

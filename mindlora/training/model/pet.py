@@ -24,6 +24,7 @@ from mindlora.run.checks.parallel import is_scattered
 from mindlora.run.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
 from mindlora.training.log import logger
 from mindlora.training.model.cpu_cells import use_cpu_cells
+from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
 from mindlora.training.model.mcore_model import McoreRows
 from mindlora.training.run_configuration import run_configuration
 from mindlora.training.several.rules import trained_adapters
@@ -177,7 +178,9 @@ class MindloraMcoreModel(MindloraModel):
         self.ignored = ignore_token_id(base_model.config)
 
     def _make_lean(self, base_model):
-        """Does nothing: an mcore model has no kernels for a CPU."""
+        """Gives the model cells that a CPU has kernels for, and compiles layers that are alike once, on a CPU."""
+        use_mcore_cpu_cells(base_model)
+        compile_layers_once(base_model)
 
     def _leave_frozen(self, config):
         # MindFormers refuses two empty lists, and what matches both of them stays as freeze_base has left it.

@@ -9,8 +9,8 @@ from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.core.errors import ConfigError, UnsupportedCellError
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.routed_experts import RoutedExperts
-from tests.support import moe_cpu, moe_networks
-from tests.support.mcore_networks import tokens
+from tests.support import moe_networks
+from tests.support.mcore_networks import in_training, tokens
 from tests.support.moe_cells import Grouped, LanguageModelLoss, WeightedOutput
 from tests.support.moe_networks import EXPERTS, HIDDEN, INNER, changed_weight, dense_experts, routed
 from tests.support.networks import as_array, assert_close, gradients, normal, randomize, snapshot
@@ -23,7 +23,7 @@ ENDS = (2, 2, 5, 6)
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_cpu(mindformers):
-    with moe_cpu.installed():
+    with in_training():
         yield
 
 

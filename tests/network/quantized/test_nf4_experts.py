@@ -23,7 +23,8 @@ from mindlora.core.numerics.nf4 import TENSOR_NAMES, dequantize, quantize, tenso
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.quantized.nf4 import nf4_array, parameter_count
 from mindlora.network.quantized.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
-from tests.support import moe_cpu, moe_networks
+from tests.support import moe_networks
+from tests.support.mcore_networks import in_training
 from tests.support.moe_cells import WeightedOutput
 from tests.support.moe_networks import HIDDEN, changed_weight, routed
 from tests.support.networks import adapters, as_array, assert_close, normal, randomize, snapshot
@@ -37,7 +38,7 @@ QLORA = LoraConfig(**EXPERT_LORA, quantize_base="nf4")
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_cpu(mindformers):
-    with moe_cpu.installed():
+    with in_training():
         yield
 
 
@@ -169,7 +170,7 @@ def test_merging_into_4_bits_is_refused_and_merge_and_unload_gives_float_back():
         merge_lora(network)
     merge_and_unload(network)
     experts = experts_of(network)
-    assert type(experts).__name__ == "FFNGroupedGEMM"
+    assert type(experts).__name__ == "CpuFFNGroupedGEMM"
     for leaf, value in values.items():
         assert getattr(experts, leaf).name == f"{PATH}.{leaf}"
         assert_close(getattr(experts, leaf), value.reshape(-1, value.shape[2]))

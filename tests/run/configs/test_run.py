@@ -11,6 +11,7 @@ from mindlora.data.mindrecord import first_rows, write_mindrecord
 from mindlora.files.base.turn_end import TurnEnd
 from mindlora.models.lora_config import PRESETS
 from mindlora.run.configs.folder import read_folder
+from mindlora.run.configs.model import CPU, model_nodes
 from mindlora.run.configs.request import Rows, read_rows
 from mindlora.run.configs.run import Request, draft_run
 from mindlora.run.yaml_run import YamlRun
@@ -129,9 +130,10 @@ def test_what_cannot_be_is_refused(asked, said, folder):
         draft(folder, **asked)
 
 
-def test_an_mcore_model_is_not_for_a_cpu(folder):
+def test_an_mcore_model_computes_in_float32_on_a_cpu_and_learns_no_preferences(folder):
     architecture = replace(folder.architecture, title="Qwen3", legacy=False)
-    with pytest.raises(ConfigError, match="--device is cpu, and Qwen3 trains on NPUs alone"):
-        draft(replace(folder, architecture=architecture))
+    nodes = model_nodes(replace(folder, architecture=architecture), CPU, 32)
+    assert nodes["use_legacy"] is False and nodes["context"] == {"mode": 0, "device_target": "CPU"}
+    assert nodes["model"]["model_config"]["compute_dtype"] == "float32"
     with pytest.raises(ConfigError, match="rows.mindrecord holds preferences, which MindFormers' legacy models alone"):
         draft(replace(folder, architecture=architecture), device="npu", rows=replace(ROWS, loss="dpo"))

@@ -12,7 +12,7 @@ from mindlora.run.checks.targets import check_targets
 from mindlora.run.plan.run import read_run
 from mindlora.run.yaml_run import YamlRun
 from tests.run.plan.test_models import parameters_of
-from tests.support import mcore_networks, moe_cpu, moe_networks
+from tests.support import mcore_networks, moe_networks
 from tests.support.chatglm_networks import CHATGLM, chatglm
 from tests.support.generated_yamls import pet_configs
 from tests.support.planned_runs import TINY
@@ -36,7 +36,8 @@ MODELS = {
 @pytest.fixture
 def build(make_llama, monkeypatch):
     """Returns a function from the name and the model_config of a model to the network that MindFormers builds."""
-    moe_cpu.install(monkeypatch.setattr)
+    monkeypatch.setattr(mcore_networks, "for_a_cpu", lambda network: network)
+    monkeypatch.setattr(moe_networks, "for_a_cpu", lambda network: network)
     monkeypatch.setattr(mcore_networks, "filled", lambda network, _: network)
     monkeypatch.setattr(moe_networks, "filled", lambda network, _: network)
     builders = {

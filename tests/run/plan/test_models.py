@@ -10,7 +10,7 @@ from mindlora.run.plan.adapter_file import adapter_file_size
 from mindlora.run.plan.memory import kv_cache_per_token, memory_of
 from mindlora.run.plan.report import plan_of
 from mindlora.run.plan.run import read_run
-from tests.support import mcore_networks, moe_cpu, moe_networks
+from tests.support import mcore_networks, moe_networks
 from tests.support.chatglm_networks import CHATGLM, chatglm
 from tests.support.planned_runs import adapted
 from tests.support.predicting_networks import GLM4, QWEN2, tiny_predicting
@@ -86,7 +86,8 @@ def yaml_of(kind, model, pet, mode="finetune"):
 @pytest.fixture
 def mcore(mindformers, monkeypatch):
     """Returns a function from a case of TRAINED to the network with its adapter, and the YAML of the same."""
-    moe_cpu.install(monkeypatch.setattr)
+    monkeypatch.setattr(mcore_networks, "for_a_cpu", lambda network: network)
+    monkeypatch.setattr(moe_networks, "for_a_cpu", lambda network: network)
     monkeypatch.setattr(mcore_networks, "filled", lambda network, _: network)
     monkeypatch.setattr(moe_networks, "filled", lambda network, _: network)
 

@@ -17,7 +17,6 @@ from mindlora import (
 from mindlora.core.errors import TargetError, UnsupportedCellError
 from mindlora.files.adapters import files
 from mindlora.network.tree import lora_cells
-from tests.support import mcore_cpu
 from tests.support.mcore_networks import arrays, filled, tiny_qwen3, train
 
 STEPS = 50
@@ -27,14 +26,12 @@ CONFIG = {"target_modules": "all-linear", "lora_rank": 3, "lora_alpha": 6, "lora
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _stand_ins(mindformers):
+def _in_graph_mode(mindformers):
     import mindspore as ms
 
     before = ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
-    with pytest.MonkeyPatch.context() as patch:
-        mcore_cpu.install(patch.setattr)
-        yield
+    yield
     ms.set_context(mode=before)
 
 

@@ -6,7 +6,6 @@ from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.network.tree import lora_cells
-from tests.support import moe_cpu
 from tests.support.mcore_networks import tiny_deepseek_v3, tiny_qwen3_moe, train
 
 WEIGHTS = "adapter_model.safetensors"
@@ -14,14 +13,12 @@ LATENTS = ("linear_qkv", "linear_qb", "linear_kvb", "linear_proj")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _stand_ins(mindformers):
+def _in_graph_mode(mindformers):
     import mindspore as ms
 
     before = ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
-    with pytest.MonkeyPatch.context() as patch:
-        moe_cpu.install(patch.setattr)
-        yield
+    yield
     ms.set_context(mode=before)
 
 

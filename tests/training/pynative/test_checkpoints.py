@@ -14,7 +14,7 @@ from mindlora.core.mindformers_version import cannot_be_imported, mindformers_ve
 from mindlora.files.adapters.convert import Heads, convert_adapter
 from mindlora.files.base.convert import convert_base
 from mindlora.files.base.merge import merge_checkpoint
-from tests.support import mcore_cpu, mcore_networks, pynative_runs
+from tests.support import mcore_networks, pynative_runs
 from tests.support.pynative_runs import BASE_FILE, BRIDGE, LORA, only_with_pynative_trainer
 
 pytestmark = only_with_pynative_trainer
@@ -55,9 +55,8 @@ def test_a_resumed_run_is_the_rest_of_the_whole_one(runs):
 
 
 @only_with_graph_mode
-def test_the_base_means_what_it_means_in_graph_mode(runs, graph_mode, mindformers, monkeypatch):
+def test_the_base_means_what_it_means_in_graph_mode(runs, graph_mode, mindformers):
     """Both models order the rows of joined cells alike: with B zero, the first loss is the base's."""
-    mcore_cpu.install(monkeypatch.setattr)
     data = MindDataset(str(runs / "rows.mindrecord"), shuffle=False).batch(4)
     batch = next(data.create_dict_iterator())
     network = mcore_networks.tiny_qwen3(
@@ -75,8 +74,7 @@ def test_the_base_means_what_it_means_in_graph_mode(runs, graph_mode, mindformer
 
 
 @only_with_graph_mode
-def test_an_adapter_goes_to_peft_to_graph_mode_and_back_bit_for_bit(runs, graph_mode, mindformers, monkeypatch):
-    mcore_cpu.install(monkeypatch.setattr)
+def test_an_adapter_goes_to_peft_to_graph_mode_and_back_bit_for_bit(runs, graph_mode, mindformers):
     step, base = runs / "saved" / f"iteration_{STEPS:08d}", ["--base", str(runs / "whole.yaml")]
     assert cli.main(["adapter", "convert", str(step), str(runs / "peft"), "--to", "peft", *base]) == 0
     network = mcore_networks.tiny_qwen3(num_hidden_layers=pynative_runs.QWEN3["num_hidden_layers"])
