@@ -3,6 +3,7 @@
 import pytest
 
 from mindlora.run.checks.cpu import check_cpu
+from mindlora.run.yaml_run import YamlRun
 
 MODEL = {
     **dict.fromkeys(("params_dtype", "compute_dtype", "layernorm_compute_dtype"), "float32"),
@@ -21,7 +22,7 @@ def changes(run=None, **model):
         "model": {"model_config": {**MODEL, **model}},
         **(run or {}),
     }
-    findings = list(check_cpu(config))
+    findings = list(check_cpu(YamlRun(config)))
     return findings[0].advice.removeprefix("Set: ") if findings else ""
 
 
