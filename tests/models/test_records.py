@@ -8,7 +8,7 @@ from mindlora import LoraConfig, apply_lora, load_lora, save_lora
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.network.description import describe
-from mindlora.network.tree import lora_cells
+from mindlora.network.tree import Tree, lora_cells
 from mindlora.run.checks.model import described_network
 from mindlora.run.yaml_run import YamlRun
 from tests.support.chatglm_networks import CHATGLM, chatglm
@@ -110,7 +110,7 @@ def test_a_chatglm_s_adapter_is_a_peft_folder_under_hugging_face_s_names(mindfor
 
 def test_a_llama_with_experts_is_described_as_mindformers_builds_it(make_llama):
     network = make_llama(moe_config={"expert_num": 4, "num_experts_chosen": 2, "routing_policy": "TopkRouterV2"})
-    built = describe(network, dict(network.cells_and_names()), LoraConfig(quantize_base="nf4"))
+    built = describe(Tree(network), LoraConfig(quantize_base="nf4"))
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "n_kv_heads": 2, "vocab_size": 64}
     model = {"type": "LlamaConfig", **sizes, "intermediate_size": 48, "param_init_type": "float32"}
     described = described_network(YamlRun({"model": {"model_config": model}, "moe_config": {"expert_num": 4}}))
