@@ -6,7 +6,7 @@ import pytest
 from mindlora.core.errors import RequestError
 from mindlora.serving.request import Reading, Sampling
 from tests.conftest import in_mode
-from tests.serving.test_prompt_scores import text
+from tests.serving.test_engine_prompt_scores import text
 from tests.support import tiny_serving
 from tests.support.tiny_serving import SEQ_LENGTH, adapter, base_weights, merged, save_adapter, save_base, with_score
 

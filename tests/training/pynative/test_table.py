@@ -3,27 +3,39 @@
 import os
 import re
 
-from mindlora.training.callbacks.registry import ORDER
-from mindlora.training.pynative.callbacks import CALLBACKS
 from tests.conftest import ROOT
 from tests.support import pynative_runs
 
 
-def test_every_callback_is_in_the_table_as_it_is():
+def printed(program, folder):
+    """Returns the words that a program prints last, in a process with mindlora's part of the PyNative Trainer."""
+    run = pynative_runs.python(
+        ["-c", f"from tests.support import pynative_cpu; pynative_cpu.install(); {program}"], folder
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.splitlines()[-1].split()
+
+
+def rows_of_the_table():
     with open(os.path.join(ROOT, "docs", "pynative.md"), encoding="utf-8") as file:
-        rows = [line.strip("|\n ").split(" | ") for line in file if line.startswith("| `")]
+        return [line.strip("|\n ").split(" | ") for line in file if line.startswith("| `")]
+
+
+@pynative_runs.only_with_pynative_trainer
+def test_every_callback_is_in_the_table_as_it_is(tmp_path):
+    program = "from mindlora.training.callbacks.registry import ORDER; "
+    program += "from mindlora.training.pynative.callbacks import CALLBACKS; "
+    program += "print(*(f'{name}:{name in CALLBACKS}' for name in ORDER if name != 'LossCurve'))"
+    works = dict(word.split(":") for word in printed(program, tmp_path))
+    rows = rows_of_the_table()
     said = {name: row[2].split(",")[0] for row in rows for name in re.findall(r"`([A-Z]\w+)`", row[0])}
-    assert said == {name: "works" if name in CALLBACKS else "refused" for name in ORDER if name != "LossCurve"}
+    assert said == {name: {"True": "works", "False": "refused"}[known] for name, known in works.items()}
 
 
 @pynative_runs.only_with_pynative_trainer
 def test_every_refused_key_of_pet_config_is_in_the_table(tmp_path):
     """The variants stand there with the names of their pages."""
-    code = "from tests.support import pynative_cpu; pynative_cpu.install(); "
-    code += "from mindlora.training.pynative import configuration; print(*configuration._NOT_YET)"
-    run = pynative_runs.python(["-c", code], tmp_path)
-    assert run.returncode == 0, run.stderr[-3000:]
-    refused = {name for name in run.stdout.splitlines()[-1].split() if not name.startswith("use_")}
-    with open(os.path.join(ROOT, "docs", "pynative.md"), encoding="utf-8") as file:
-        rows = [line.strip("|\n ").split(" | ") for line in file if line.startswith("| `")]
+    program = "from mindlora.training.pynative import configuration; print(*configuration._NOT_YET)"
+    refused = {name for name in printed(program, tmp_path) if not name.startswith("use_")}
+    rows = rows_of_the_table()
     assert refused <= {name for row in rows if row[2] == "refused" for name in re.findall(r"`(\w+)`", row[0])}
