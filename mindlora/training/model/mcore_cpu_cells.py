@@ -55,7 +55,9 @@ class CpuFlashAttention(FlashAttention):
         tokens, batch, heads, size = query.shape
         value_size = value.shape[3]
         if value_size < size:
-            value = ops.pad(value, (0, size - value_size))
+            # Not ops.pad: on a CPU its gradient in a graph (MindSpore 2.9) differs from call to call.
+            zeros = ops.zeros(value.shape[:3] + (size - value_size,), value.dtype)
+            value = ops.concat((value, zeros), -1)
         mask = ops.cast(attention_mask, mstype.float32) * _UNSEEN
         context = self.fused(self._rows_first(query), self._rows_first(key), self._rows_first(value), mask, self.scale)
         context = self.swap(context.reshape((1, batch, tokens, heads * size)), (0, 2, 1, 3))
@@ -182,9 +184,9 @@ class Dispatcher(nn.Cell):
         count, hidden = tokens.shape[1:]
         chosen = ops.cast(routing_map, mstype.int32).reshape((-1,))
         rows = chosen.shape[0]
-        # Rows of one expert stay in their order, whatever kernel sorts.
-        _, order = self.sort(ops.cast(chosen * rows + ops.arange(rows), mstype.float32))
-        _, place = self.sort(ops.cast(order, mstype.float32))
+        # Rows of one expert stay in their order, whatever kernel sorts. Whole numbers: float32 holds them up to 2^24.
+        _, order = self.sort(chosen * rows + ops.cast(ops.arange(rows), mstype.int32))
+        _, place = self.sort(order)
         ends = chosen.expand_dims(0) <= ops.arange(self.experts).expand_dims(1)
         groups = ops.cast(ops.cast(ends, mstype.float32).sum(1), mstype.int64)
         x = ops.gather(tokens.reshape((count, hidden)), order // (rows // count), 0)

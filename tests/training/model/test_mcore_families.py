@@ -1,12 +1,15 @@
 """Which cells of Qwen3-MoE and DeepSeek-V3 get adapters, and that DeepSeek-V3 trains, is saved and loaded with them."""
 
+import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import Tensor, nn, ops
 from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.network.tree import lora_cells
-from tests.support.mcore_networks import tiny_deepseek_v3, tiny_qwen3_moe, train
+from tests.support.mcore_networks import Loss, tiny_deepseek_v3, tiny_qwen3_moe, tokens, train
+from tests.support.networks import normal
 
 WEIGHTS = "adapter_model.safetensors"
 LATENTS = ("linear_qkv", "linear_qb", "linear_kvb", "linear_proj")
@@ -14,8 +17,6 @@ LATENTS = ("linear_qkv", "linear_qb", "linear_kvb", "linear_proj")
 
 @pytest.fixture(scope="module", autouse=True)
 def _in_graph_mode(mindformers):
-    import mindspore as ms
-
     before = ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
     yield
@@ -32,6 +33,40 @@ def test_all_linear_takes_what_is_no_expert_in_a_mixture_of_experts_and_leaves_t
     assert replaced(tiny_qwen3_moe()) == {"0.self_attention.linear_qkv", "0.self_attention.linear_proj"}
     shared = {"0.mlp.shared_experts.linear_fc1", "0.mlp.shared_experts.linear_fc2"}
     assert replaced(tiny_deepseek_v3()) == shared | {f"0.self_attention.{cell}" for cell in LATENTS}
+
+
+class Gradients(nn.Cell):
+    """The gradients of a network's loss with respect to its parameters that train."""
+
+    def __init__(self, loss):
+        super().__init__(auto_prefix=False)
+        self.loss, self.weights = loss, ms.ParameterTuple(loss.trainable_params())
+        self.gradients = ops.GradOperation(get_by_list=True)
+
+    def construct(self, input_ids, labels):
+        return self.gradients(self.loss, self.weights)(input_ids, labels)
+
+
+@pytest.mark.parametrize("make", [tiny_deepseek_v3, tiny_qwen3_moe])
+def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make):
+    network = make()
+    apply_lora(network, LoraConfig(target_modules="all-linear", lora_rank=2, lora_alpha=4))
+    freeze_base(network)
+    for number, parameter in enumerate(network.trainable_params()):
+        parameter.set_data(Tensor(0.2 * normal(*parameter.shape, seed=number)))
+    loss = Loss(network).set_train()
+    gradients, batch = Gradients(loss), tuple(map(Tensor, (tokens(), np.roll(tokens(), -1, 1))))
+    first, *later = ([gradient.asnumpy() for gradient in gradients(*batch)] for _ in range(3))
+    for again in later:
+        assert all(np.array_equal(*pair) for pair in zip(first, again))
+    for number, (parameter, gradient) in enumerate(zip(network.trainable_params(), first)):
+        before, direction, sides = parameter.asnumpy().copy(), normal(*parameter.shape, seed=100 + number), []
+        for step in (2e-4, -2e-4):
+            parameter.set_data(Tensor(before + np.float32(step) * direction))
+            sides.append(float(loss(*batch).asnumpy().sum()))
+        parameter.set_data(Tensor(before))
+        slope = (sides[0] - sides[1]) / 4e-4
+        assert slope == pytest.approx(float((gradient * direction).sum()), rel=2e-2, abs=8e-3), parameter.name
 
 
 @pytest.fixture(scope="module")
