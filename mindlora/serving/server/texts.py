@@ -202,7 +202,7 @@ class Pooling(NamedTuple):
 
 
 def read_pooling(folder: str) -> Optional[Pooling]:
-    """Returns the pooling that a model's folder names; None if it names none (there is no modules.json).
+    """Returns the pooling that the modules.json of a model's folder names, or None without that file.
 
     Raises ConfigError if it cannot be used here.
     """
@@ -257,7 +257,7 @@ def _read_max_tokens(folder: str) -> Optional[int]:
 
 
 def _read_object(path: str) -> Any:
-    """Returns the content of a JSON file; an empty one where there is no such file."""
+    """Returns the content of a JSON file, or an empty object if the file does not exist."""
     if not os.path.isfile(path):
         return {}
     with open(path, encoding="utf-8") as file:

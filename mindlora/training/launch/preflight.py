@@ -60,7 +60,7 @@ def set_micro_batches(config: MindFormerConfig) -> None:
 def fill_resume(config: MindFormerConfig) -> None:
     """Fills in from which step folder a run goes on, and where its data starts, if LoraCheckpoint says resume.
 
-    Raises ConfigError if there is no such folder, or nothing is left to train.
+    Raises ConfigError if that folder does not exist, or no step is left.
     """
     for _, callback in YamlRun(config).callbacks_of("LoraCheckpoint"):
         if callback.get("resume"):

@@ -108,7 +108,7 @@ _GRAPH_MODE_ALONE = (
 CALLBACKS = tuple(name for name in ORDER if name not in _GRAPH_MODE_ALONE)
 # Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
 NODES = {
-    "runner_wrapper": "there is no train step to choose",
+    "runner_wrapper": "the Trainer builds its own train step",
     "runner_config": "use training, with steps, local_batch_size and global_batch_size",
     "lr_schedule": "use lr_scheduler",
     "load_checkpoint": "use checkpoint.load_path",

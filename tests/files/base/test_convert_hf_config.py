@@ -42,7 +42,7 @@ def test_that_of_the_source_is_copied(tmp_path):
 
 def test_without_a_yaml_the_report_says_what_is_missing(tmp_path):
     config, report = converted(tmp_path)
-    assert config is None and "There is no config.json, which transformers and vLLM need" in str(report)
+    assert config is None and "The checkpoint lacks a config.json, which transformers and vLLM need" in str(report)
 
 
 @pytest.mark.parametrize(
