@@ -101,8 +101,8 @@ def _check_heads(config: Mapping, shapes: Mapping) -> None:
 
 TARGETS = (*WORLDS, PYNATIVE)
 _NO_CONFIG = (
-    "The checkpoint lacks a config.json, which transformers and vLLM need: name the model's folder or a Llama's YAML (--config), "
-    "or copy it from the original model."
+    "The checkpoint lacks a config.json, which transformers and vLLM need: name the model's folder or a Llama's YAML "
+    "(--config), or copy it from the original model."
 )
 
 
