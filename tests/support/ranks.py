@@ -28,7 +28,8 @@ def run_ranks(count, folder, script, *arguments, code=0, trainer="graph"):
     ranks = os.path.join(os.path.dirname(__file__), "forked_ranks.py")
     done = forked.run([ranks, count, _free_port(), own_network(), script, *arguments], folder, environment, trainer)
     texts = [(folder / "log" / f"worker_{rank}.log").read_text() for rank in range(count)]
-    assert done.returncode == code, done.stderr[-2000:] + texts[0][-3000:]
+    logs = "".join(f"\n-- rank {rank}\n{text[-1500:]}" for rank, text in enumerate(texts))
+    assert done.returncode == code, f"exit code {done.returncode}, not {code}: {done.stderr[-2000:]}{logs}"
     return texts
 
 
