@@ -1,10 +1,10 @@
 """A train step with LoRA against MindFormers' own LoRA and full fine-tuning; and the time of the import.
 
 All sides run in one process and take turns step by step, on the same data, from the same values, with the same train
-step, optimizer and threads, in float32 and graph mode on a CPU; with them a Qwen3 of the same sizes. Beside the time on the clock is the time that the
-process computed, which other work on the machine disturbs less. MindFormers' LoRA takes part twice: no ratio can be
-trusted further than the ratio of these two is from 1. Then mindlora's train step with AdapterHealth takes turns with
-the same step without it, ten steps at a time.
+step, optimizer and threads, in float32 and graph mode on a CPU. A Qwen3 of the same sizes takes turns with them. Beside
+the time on the clock is the time that the process computed, which other work on the machine disturbs less. MindFormers'
+LoRA takes part twice: no ratio can be trusted further than the ratio of these two is from 1. Then mindlora's train step
+with AdapterHealth takes turns with the same step without it, ten steps at a time.
 """
 
 import argparse
