@@ -25,9 +25,9 @@ _SAFETENSORS = "safetensors"
 def loads_by_tensor(run: YamlRun) -> bool:
     """Returns whether BaseWeights loads the base of a run: it trains an adapter on whole cells, from safetensors.
 
-    On one device the model is a legacy Llama. In data parallel it may be an mcore model too: MindFormers reads
-    safetensors there only to slice them, and never a quantized base. Where the base is not named, or not there,
-    load_ckpt_format says whether it will be safetensors.
+    The model is a legacy Llama or an mcore model; MindFormers loads the latter from Hugging Face's folder only to slice
+    it, and from no quantized base. Where the base is not named, or not there, load_ckpt_format says whether it will be
+    safetensors.
 
     What is left to MindFormers draws no weight that is replaced either: where load_checkpoint is set, it builds the
     network without values, for training and evaluation, and draws after loading what the checkpoint lacks, but without
@@ -41,7 +41,7 @@ def loads_by_tensor(run: YamlRun) -> bool:
     if run.is_sharded or not run.pet_config:
         return False
     is_llama = run.architecture is not None and "LlamaConfig" in run.architecture.model_types
-    if not (run.in_parallel if run.is_mcore else is_llama):
+    if not (run.is_mcore or is_llama):
         return False
     if not path or not os.path.exists(path):
         return run.at("load_ckpt_format") == _SAFETENSORS

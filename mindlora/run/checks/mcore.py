@@ -10,6 +10,7 @@ from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
 from mindlora.models.architectures.decoder_sizes import decoder_sizes
+from mindlora.run.checks.base_weights import loads_by_tensor
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.yaml_run import YamlRun
 
@@ -134,7 +135,8 @@ def _served_changes(run: YamlRun, architecture: Architecture, target: str) -> It
 
 def _check_base(run: YamlRun) -> Iterator[Finding]:
     path = run.base[1]
-    if path and os.path.isfile(os.path.join(path, "config.json")) and not run.in_parallel:
+    whole = path and os.path.isfile(os.path.join(path, "config.json"))
+    if whole and not run.in_parallel and not loads_by_tensor(run):
         yield error(
             "load_checkpoint",
             f"load_checkpoint: {path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "

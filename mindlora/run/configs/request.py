@@ -167,8 +167,3 @@ def _check_preferences(folder: ModelFolder, request: Request, rows: Rows) -> Non
 def row_length(folder: ModelFolder, rows: Rows) -> int:
     """Returns the seq_length that the rows are of."""
     return rows.tokens if folder.architecture.takes_shifted_labels else rows.tokens - 1
-
-
-def loads_folder(folder: ModelFolder, request: Request) -> bool:
-    """Returns whether MindFormers loads the model from its folder; an mcore model on one device it does not."""
-    return folder.architecture.legacy or request.devices > 1

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from mindlora.models.lora_config import PRESETS, preset_fields
 from mindlora.run.configs.folder import ModelFolder
 from mindlora.run.configs.model import CPU, NPU, model_nodes, seq_length_of
-from mindlora.run.configs.request import EPOCHS, Batch, Request, check_request, loads_folder, row_length
+from mindlora.run.configs.request import EPOCHS, Batch, Request, check_request, row_length
 from mindlora.run.configs.text import yaml_text
 from mindlora.run.plan.run import read_run
 from mindlora.training.preference.settings import LOSSES
@@ -77,11 +77,8 @@ def commands_of(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
         rows = "--input rows.jsonl --output rows.mindrecord"
         commands.append(f"mindlora data alpaca {rows} --tokenizer {model} --seq-length {length}")
         run += " --train_dataset_dir rows.mindrecord"
-    if not loads_folder(folder, request):
-        commands.append(f"mindlora base convert {model} base.safetensors --to mcore")
-        run += " --load_checkpoint base.safetensors"
     commands.append(run)
-    if folder.architecture.legacy:
+    if folder.architecture.legacy or folder.architecture.served:
         commands.append(f"mindlora generate --model {model} --adapter output/lora_checkpoint/best --prompt 'Hello'")
     return tuple(commands)
 
@@ -110,8 +107,6 @@ def comments_of(folder: ModelFolder, request: Request) -> Dict[str, str]:
         comments["runner_config.gradient_accumulation_steps"] = "so many batches make a step"
     if folder.ids.pad == folder.ids.eos:
         comments["model.model_config.pad_token_id"] = "the token that ends a text, with which mindlora data pads"
-    if not loads_folder(folder, request):
-        comments["load_checkpoint"] = "written by mindlora base convert: on one device MindFormers cannot load a folder"
     if request.recipe:
         of_recipe = f"with alpha, dropout and rate, of the recipe {request.recipe}"
         comments["model.model_config.pet_config.lora_rank"] = of_recipe
@@ -178,7 +173,7 @@ def _content(folder: ModelFolder, request: Request, batch: Batch) -> Dict[str, A
         "seed": 42,
         "output_dir": "./output",
         "run_mode": "finetune",
-        "load_checkpoint": folder.path if loads_folder(folder, request) else "",
+        "load_checkpoint": folder.path,
         "load_ckpt_format": "safetensors",
         "auto_trans_ckpt": request.devices > 1,
         "trainer": {"type": "CausalLanguageModelingTrainer", "model_name": folder.name},
