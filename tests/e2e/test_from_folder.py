@@ -1,4 +1,4 @@
-"""The way of the README from a model's folder and rows to an adapter and its answers, on a tiny Llama in bfloat16."""
+"""The way of the README from a model's folder and rows to an adapter and its answers, on tiny models in bfloat16."""
 
 import json
 import re
@@ -10,10 +10,12 @@ from safetensors.numpy import load_file
 
 from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
 from tests.support.chat_templates import CHATML, chat_tokenizer
-from tests.support.llama_checkpoints import HIDDEN, HUGGING_FACE, llama, save_base
+from tests.support.llama_checkpoints import HEAD_DIM, HIDDEN, HUGGING_FACE, llama, save_base
 from tests.support.runs import ROOT, python, succeeded
 
 VOCABULARY = 384
+# The README's, and one of MindFormers' legacy models in its place.
+NAMED, OTHER = "Qwen3-0.6B", "Llama-3.2-1B"
 PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
 
 
@@ -30,23 +32,39 @@ def run(command, folder):
     return succeeded(python(["-m", PROGRAMS[program], *words], folder))
 
 
+def write_model(folder, qwen3):
+    """Writes a model as Hugging Face has it: a Qwen3, whose two tables are one, or a Llama."""
+    tensors = llama(BFLOAT16, tied=qwen3)
+    config = {**HUGGING_FACE, "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+    shapes = {name: (VOCABULARY, HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight") if name in tensors}
+    if qwen3:
+        own = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": HEAD_DIM}
+        config.update(own, tie_word_embeddings=True)
+        norms = [f"model.layers.{layer}.self_attn.{norm}.weight" for layer in range(2) for norm in ("q_norm", "k_norm")]
+        shapes.update(dict.fromkeys(norms, (HEAD_DIM,)))
+    for name, shape in shapes.items():
+        tensors[name] = from_float32(np.random.default_rng(0).normal(size=shape).astype(np.float32), BFLOAT16)
+    save_base(folder, tensors, **config)
+    chat_tokenizer(CHATML).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=[NAMED, OTHER])
+def model(request):
+    """The folder of the model."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def trained(library, tmp_path_factory):
+def trained(model, library, tmp_path_factory):
     """The folder in which the README's three commands ran."""
     folder = tmp_path_factory.mktemp("readme")
-    tensors = llama(BFLOAT16)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        values = np.random.default_rng(0).normal(size=(VOCABULARY, HIDDEN)).astype(np.float32)
-        tensors[name] = from_float32(values, BFLOAT16)
-    config = {**HUGGING_FACE, "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
-    save_base(folder / "Llama-3.2-1B", tensors, **config)
-    chat_tokenizer(CHATML).save_pretrained(folder / "Llama-3.2-1B")
+    write_model(folder / model, qwen3=model == NAMED)
     rows = [{"instruction": f"How many cats, {number}?", "output": "There are 2 cats."} for number in range(8)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     way = commands("mindlora data", "mindlora-run")
     assert len(way) == 3
     for command in way:
-        run(command, folder)
+        run(command.replace(NAMED, model), folder)
     return folder
 
 
@@ -58,9 +76,9 @@ def test_three_commands_make_an_adapter(trained):
     assert len(adapter) == 2 * 7 * 2 and all(array.any() for array in adapter.values())
 
 
-def test_the_folder_answers_with_the_adapter(trained):
+def test_the_folder_answers_with_the_adapter(trained, model):
     """Serving compares the adapter's fingerprint of the base with the folder's: it was trained on these weights."""
-    asked = commands("mindlora generate", "mindlora serve")[0]
+    asked = commands("mindlora generate", "mindlora serve")[0].replace(NAMED, model)
     report = json.loads(run(f"{asked} --max-tokens 4 --json", trained).splitlines()[-1])
     assert [answer["adapter"] for answer in report["answers"]] == [None, "best"]
     assert not any(answer["error"] for answer in report["answers"])

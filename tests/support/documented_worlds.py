@@ -34,9 +34,9 @@ from tests.test_documents import text_of
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 # Tokens that the models take: as many as the longest rows of a page on which one trains.
 LENGTH = 512
-# What pages call a Llama's folder, and a tokenizer.
+# What pages call the folder of a model, which is a Llama here, and a tokenizer.
 LLAMAS = (
-    *("Llama-3.2-1B", "Llama-2-7b-hf", "llama2-7b-hf", "Qwen2.5-0.5B", "model", "stories260K", "FOLDER"),
+    *("Qwen3-0.6B", "Llama-3.2-1B", "Llama-2-7b-hf", "llama2-7b-hf", "Qwen2.5-0.5B", "model", "stories260K", "FOLDER"),
     "tokenizer",
 )
 # What pages call an adapter of it.

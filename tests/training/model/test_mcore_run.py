@@ -10,7 +10,8 @@ from mindlora.models.architectures import registry
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.mcore import check_mcore
 from mindlora.run.yaml_run import YamlRun
-from tests.support import tiny_runs
+from tests.support import mcore_checkpoints, tiny_runs
+from tests.support.llama_checkpoints import save_base
 from tests.support.mcore_networks import tiny_config
 
 PET = {
@@ -100,13 +101,17 @@ def test_pynative_and_another_run_mode_are_refused():
     assert message(yaml_of(run_mode="predict")).startswith("run_mode is 'predict' and use_legacy is False")
 
 
-def test_a_folder_of_hugging_faces_is_no_base_on_one_device(tmp_path):
+def test_mindformers_loads_no_folder_of_hugging_faces_on_one_device(tmp_path):
+    """What mindlora loads itself passes: safetensors that are the base of a training run."""
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
     assert message(yaml_of(load_checkpoint=str(tmp_path))) == (
         f"load_checkpoint: {tmp_path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
         f"on one device. Convert it once: mindlora base convert {tmp_path} base.safetensors --to mcore"
     )
     assert not list(check_mcore(YamlRun(yaml_of(load_checkpoint=str(tmp_path), use_parallel=True))))
+    save_base(tmp_path / "base", mcore_checkpoints.qwen3(), **mcore_checkpoints.CONFIG)
+    assert not list(check_mcore(YamlRun(yaml_of(load_checkpoint=str(tmp_path / "base")))))
 
 
 def test_the_model_is_found_in_a_folder_of_hugging_faces(tmp_path):
