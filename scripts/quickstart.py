@@ -4,23 +4,26 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
 import subprocess
 import sys
 import time
-from typing import List, Tuple
+from typing import List, Sequence
 
 # Before transformers is imported: it would warn that there is no PyTorch, which nothing here needs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# MindSpore warns of parts of MindFormers' models that it leaves out, as they are not used.
+os.environ.setdefault("GLOG_v", "3")
 
 import yaml
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEXTS = os.path.join(ROOT, "scripts", "quickstart_data")
-BASE_YAML = os.path.join(ROOT, "configs", "tiny", "pretrain_llama_tiny_cpu.yaml")
-LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
+# What --model takes -> what the model is called.
+MODELS = {"qwen3": "Qwen3", "llama": "Llama"}
 TEMPLATE = "{instruction}\n"
 VOCABULARY, SEQUENCE, HELD_OUT, COPIES = 1000, 64, 0.1, 8
 
@@ -28,37 +31,31 @@ VOCABULARY, SEQUENCE, HELD_OUT, COPIES = 1000, 64, 0.1, 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="a few steps only, to check an installation")
+    parser.add_argument("--model", choices=MODELS, default="qwen3", help="what to train (default: qwen3)")
     parser.add_argument("--output", default=os.path.join(ROOT, "output", "quickstart"), help="where to write")
-    parser.add_argument("--evaluate", metavar="ADAPTER", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    paths = Paths(os.path.abspath(args.output), args.short)
+    paths = Paths(os.path.abspath(args.output), args.short, args.model)
+    title = MODELS[args.model]
     os.makedirs(paths.output, exist_ok=True)
     os.chdir(paths.output)
-    if args.evaluate:
-        evaluate(paths, args.evaluate)
-        return
     started = time.time()
     say("1/4  Data: a tokenizer of 1,000 tokens, the base text, 432 dialogues to train on and 48 held out")
     prepare_data(paths)
     if os.path.exists(paths.base):
-        say(f"2/4  Base: a Llama of 1 M parameters, trained before ({os.path.relpath(paths.base, ROOT)})")
+        say(f"2/4  Base: a {title} of 1 M parameters, trained before ({os.path.relpath(paths.base, ROOT)})")
     else:
-        say("2/4  Base: trains a Llama of 1 M parameters on the bundled text, once")
+        say(f"2/4  Base: trains a {title} of 1 M parameters on the bundled text, once")
         train_base(paths, args.short)
-    say("3/4  LoRA: fine-tunes it on the dialogues through configs/tiny/lora_llama_tiny_cpu.yaml")
+    say(f"3/4  LoRA: fine-tunes it on the dialogues through {os.path.relpath(paths.lora_yaml, ROOT)}")
     train_lora(paths, args.short)
     adapter = os.path.join(paths.lora_run, "lora_checkpoint", "best")
-    say("4/4  Result: base and adapter, loaded by a fresh process")
-    run(
-        [sys.executable, os.path.abspath(__file__), "--output", paths.output, "--evaluate", adapter]
-        + (["--short"] if args.short else []),
-        "evaluate.log",
-        keep_stdout=True,
-    )
+    say("4/4  Result: base and adapter, asked by mindlora generate and measured by mindlora eval")
+    evaluate(paths, adapter)
     if args.short:
         print("\n     (--short trains for seconds: it shows that everything works, not what LoRA can do.)")
     print(
-        f"\nadapter     {adapter}\nreport      {os.path.join(paths.lora_run, 'report.html')} (open it in a browser)"
+        f"\nbase        {paths.base}\nadapter     {adapter}"
+        f"\nreport      {os.path.join(paths.lora_run, 'report.html')} (open it in a browser)"
         f"\nlogs        {paths.output}/*.log\ndone in {time.time() - started:.0f} s"
     )
 
@@ -66,10 +63,13 @@ def main() -> None:
 class Paths:
     """Where the quickstart reads and writes. The base is cached under a hash of all that it depends on."""
 
-    def __init__(self, output, short):
+    def __init__(self, output, short, model="qwen3"):
         self.output = output
+        self.base_yaml, self.lora_yaml = (
+            os.path.join(ROOT, "configs", "tiny", f"{kind}_{model}_tiny_cpu.yaml") for kind in ("pretrain", "lora")
+        )
         key = hashlib.sha256(str((VOCABULARY, SEQUENCE, HELD_OUT, COPIES, TEMPLATE, short)).encode())
-        for name in (BASE_YAML, os.path.join(TEXTS, "base.txt"), os.path.join(TEXTS, "dialogues.json")):
+        for name in (self.base_yaml, os.path.join(TEXTS, "base.txt"), os.path.join(TEXTS, "dialogues.json")):
             with open(name, "rb") as file:
                 key.update(file.read())
         self.cache = os.path.join(output, f"cache_{key.hexdigest()[:12]}")
@@ -77,7 +77,7 @@ class Paths:
         self.base_text = os.path.join(self.cache, "base.mindrecord")
         self.dialogues = os.path.join(self.cache, "dialogues.mindrecord")
         self.held_out = os.path.join(self.cache, "dialogues-heldout.mindrecord")
-        self.base = os.path.join(self.cache, "base.ckpt")
+        self.base = os.path.join(self.cache, f"{MODELS[model]}-tiny")
         self.base_run = os.path.join(output, "base")
         self.lora_run = os.path.join(output, "lora")
         self.yaml = os.path.join(output, "lora.yaml")
@@ -118,23 +118,27 @@ def prepare_data(paths: Paths) -> None:
 def train_base(paths: Paths, short: bool) -> None:
     shutil.rmtree(paths.base_run, ignore_errors=True)
     launch(
-        BASE_YAML,
+        paths.base_yaml,
         paths.base_run,
         "base.log",
         "--train_dataset_dir",
         paths.base_text,
         *(["--runner_config.epochs", "1"] if short else []),
     )
-    checkpoints = os.path.join(paths.base_run, "checkpoint", "rank_0")
-    newest = max(
-        (entry.path for entry in os.scandir(checkpoints) if entry.name.endswith(".ckpt")), key=os.path.getmtime
-    )
-    os.replace(newest, paths.base)
+    saved = os.path.join(paths.base_run, "checkpoint", "rank_0")
+    weights = (entry.path for entry in os.scandir(saved) if entry.name.endswith((".ckpt", ".safetensors")))
+    newest = max(weights, key=os.path.getmtime)
+    # The folder that a model from Hugging Face is: config.json, weights, and the tokenizer, which comes last.
+    made = f"{paths.base}.new"
+    shutil.rmtree(made, ignore_errors=True)
+    mindlora("base", "convert", newest, made, "--to", "hf", "--config", paths.base_yaml, log="convert.log")
+    shutil.copytree(paths.tokenizer, made, dirs_exist_ok=True)
+    os.replace(made, paths.base)
 
 
 def train_lora(paths: Paths, short: bool) -> None:
     shutil.rmtree(paths.lora_run, ignore_errors=True)
-    with open(LORA_YAML, encoding="utf-8") as file:
+    with open(paths.lora_yaml, encoding="utf-8") as file:
         config = yaml.safe_load(file)
     # Before LoraCheckpoint, for the report: how well it does on what it does not learn, and how each adapter fares.
     watching = [
@@ -152,6 +156,8 @@ def train_lora(paths: Paths, short: bool) -> None:
         paths.dialogues,
         "--load_checkpoint",
         paths.base,
+        "--load_ckpt_format",
+        "safetensors",
         *(["--runner_config.epochs", "1"] if short else []),
     )
 
@@ -164,39 +170,60 @@ def launch(config: str, output: str, log: str, *flags: str) -> None:
     )
 
 
-def run(command: List[str], log: str, keep_stdout: bool = False) -> None:
+def run(command: List[str], log: str) -> None:
     with open(log, "w", encoding="utf-8") as file:
-        code = subprocess.run(command, stdout=None if keep_stdout else file, check=False).returncode
+        code = subprocess.run(command, stdout=file, check=False).returncode
     if code != 0:
         sys.exit(f"quickstart: {' '.join(command[:5])} ... failed with exit code {code}; see {os.path.abspath(log)}")
 
 
+def mindlora(*words: str, log: str) -> str:
+    """Does what a user types, mindlora VERB ..., and returns what it prints; what it says meanwhile goes to a file."""
+    return answer_of(start(*words, log=log), words)
+
+
+def start(*words: str, log: str) -> "subprocess.Popen[str]":
+    """Starts mindlora VERB ..., which reports on a pipe and says the rest to a file."""
+    with open(log, "w", encoding="utf-8") as file:
+        command = [sys.executable, "-m", "mindlora.cli", *words]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+
+
+def answer_of(process: "subprocess.Popen[str]", words: Sequence[str]) -> str:
+    """Waits for a process of start and returns what it printed, or ends with the file in which the reason is."""
+    printed, _ = process.communicate()
+    if process.returncode != 0:
+        sys.exit(f"quickstart: mindlora {' '.join(words[:2])} ... failed; see the newest file in {os.getcwd()}/*.log")
+    return printed
+
+
 def evaluate(paths: Paths, adapter: str) -> None:
     """Prints held-out loss and three answers, of the base alone and with the adapter, and adds them to the report."""
-    log = open("evaluate.log", "w", encoding="utf-8")  # noqa: SIM115  MindFormers logs to it until the process ends
-    screen, sys.stdout = sys.stdout, log
-    # In a process of its own, meanwhile.
-    asked = ask(paths, adapter)
-    import mindspore as ms
-    from mindformers.models.build_model import build_network
-    from mindformers.tools.register import MindFormerConfig
+    of_both = ("--model", paths.base, "--adapter", adapter, "--json")
+    measured = ("eval", *of_both, "--rows", paths.held_out)
+    asked = ("generate", *of_both, "--base", "--template", TEMPLATE)
+    asked += ("--prompts-file", os.path.join(TEXTS, "prompts.json"))
+    # Side by side.
+    processes = start(*measured, log="eval.log"), start(*asked, log="generate.log")
+    found = json.loads(answer_of(processes[0], measured))["measures"][0]["values"]
+    losses = [math.log(found[name]["value"]) for name in ("base", "best")]
+    # Base and adapter answer each prompt in turn.
+    answers = json.loads(answer_of(processes[1], asked))["answers"]
+    texts = [answer["text"].split("\n")[0].strip() for answer in answers]
+    prompts, of_base, of_adapter = [answer["prompt"] for answer in answers[::2]], texts[::2], texts[1::2]
+    add_to_report(paths, adapter, losses, prompts, (of_base, of_adapter))
+    print(f"     held-out loss  before {losses[0]:.3f}   after {losses[1]:.3f}   (nats per token, 48 dialogues)")
+    for prompt, old, new in zip(prompts, of_base, of_adapter):
+        print(f"\n     {prompt}\n       before: {old}\n       after:  {new}")
 
-    from mindlora import load_lora, trainable_summary
-    from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
-    from mindlora.training.launch import hooks  # noqa: F401
+
+def add_to_report(
+    paths: Paths, adapter: str, losses: Sequence[float], prompts: Sequence[str], answers: Sequence[Sequence[str]]
+) -> None:
+    """Adds what base and adapter reached to the run's history, before the first step and at the adapter's."""
     from mindlora.training.report import write_report
     from mindlora.training.report.history import HistoryWriter
 
-    config = MindFormerConfig(LORA_YAML)
-    ms.set_context(mode=config.context.mode, device_target=config.context.device_target)
-    network = build_network(config.model)
-    missing, _ = ms.load_param_into_net(network, ms.load_checkpoint(paths.base))
-    assert all("mindpet_delta_lora" in name for name in missing), missing
-    loss_cell = HeldOutLossCell(network, network.config.ignore_token_id)
-    losses = [held_out_loss(loss_cell, paths.held_out, 16)]
-    load_lora(network, adapter, on_base_mismatch="error")
-    losses.append(held_out_loss(loss_cell, paths.held_out, 16))
-    prompts, *answers = answered(asked)
     with open(os.path.join(adapter, "best.json"), encoding="utf-8") as file:
         step = json.load(file)["step"]
     with contextlib.closing(HistoryWriter(paths.lora_run, None)) as history:
@@ -204,31 +231,6 @@ def evaluate(paths: Paths, adapter: str) -> None:
             history.append(at, held_out_loss=loss)
             history.append(at, answers=[{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts)])
     write_report([paths.lora_run], os.path.join(paths.lora_run, "report.html"))
-    sys.stdout = screen
-    print("     " + trainable_summary(network).splitlines()[-1])
-    print(f"     held-out loss  before {losses[0]:.3f}   after {losses[1]:.3f}   (nats per token, 48 dialogues)")
-    for prompt, old, new in zip(prompts, *answers):
-        print(f"\n     {prompt}\n       before: {old}\n       after:  {new}")
-
-
-def ask(paths: Paths, adapter: str) -> "subprocess.Popen[str]":
-    """Asks base and adapter with what a user types: mindlora generate, the likeliest token each time."""
-    command = [sys.executable, "-m", "mindlora.cli", "generate", "--config", LORA_YAML, "--load_checkpoint", paths.base]
-    command += ["--tokenizer", paths.tokenizer, "--adapter", adapter, "--base", "--template", TEMPLATE, "--json"]
-    command += ["--prompts-file", os.path.join(TEXTS, "prompts.json")]
-    with open("generate.log", "w", encoding="utf-8") as log:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-
-
-def answered(asked: "subprocess.Popen[str]") -> Tuple[List[str], List[str], List[str]]:
-    """Waits for the answers; returns the prompts and the first lines that base and adapter said to each."""
-    report, _ = asked.communicate()
-    if asked.returncode != 0:
-        sys.exit(f"quickstart: mindlora generate failed; see {os.path.abspath('generate.log')}")
-    # Base and adapter answer each prompt in turn.
-    answers = json.loads(report)["answers"]
-    lines = [answer["text"].split("\n")[0].strip() for answer in answers]
-    return [answer["prompt"] for answer in answers[::2]], lines[::2], lines[1::2]
 
 
 def say(text: str) -> None:

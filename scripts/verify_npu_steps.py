@@ -273,7 +273,8 @@ def operators(place: Place) -> Iterator[Outcome]:
 def fine_tune(place: Place) -> Iterator[Outcome]:
     """The quickstart's LoRA on a CPU, then the same run on the device: their losses must agree."""
     name, folder = "fine-tune", os.path.join(place.work, "quickstart")
-    prepared = place.run("fine-tune on a CPU", place.python("quickstart.py", "--short", "--output", folder))
+    quickstart = place.python("quickstart.py", "--short", "--model", "llama", "--output", folder)
+    prepared = place.run("fine-tune on a CPU", quickstart)
     if prepared.state == HELD:
         prepared.line, place.tuned = "the quickstart ran", folder
     yield prepared
@@ -291,10 +292,11 @@ def fine_tune(place: Place) -> Iterator[Outcome]:
 def training(place: Place, output: str) -> List[str]:
     """Returns script and arguments of the quickstart's LoRA run, on the device."""
     (data,) = glob.glob(os.path.join(place.tuned or "", "cache_*", "dialogues.mindrecord"))
-    (base,) = glob.glob(os.path.join(place.tuned or "", "cache_*", "base.ckpt"))
+    (base,) = glob.glob(os.path.join(place.tuned or "", "cache_*", "Llama-tiny"))
     return [
         *(os.path.join("scripts", "run_mindformer.py"), "--config", LORA_YAML, "--output_dir", output),
-        *("--train_dataset_dir", data, "--load_checkpoint", base, "--runner_config.epochs", "1"),
+        *("--train_dataset_dir", data, "--load_checkpoint", base, "--load_ckpt_format", "safetensors"),
+        *("--runner_config.epochs", "1"),
         *("--context.device_target", place.given.device),
     ]
 

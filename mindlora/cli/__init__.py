@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import sys
-from typing import Optional, Sequence
+from typing import Iterator, Optional, Sequence, TextIO
 
 from mindlora import __version__
 from mindlora.cli import (
@@ -48,10 +48,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         argv (sequence of str): The arguments. Default: None, those of this process.
     """
     arguments = _parse(argv)
-    arguments.stdout = sys.stdout
     try:
         # MindFormers logs to stdout, but only the report may go there.
-        with contextlib.redirect_stdout(sys.stderr):
+        with _stdout_for_the_report() as arguments.stdout, contextlib.redirect_stdout(sys.stderr):
             report = arguments.run(arguments)
     except LoraError as error:
         print(f"mindlora: error: {error}", file=sys.stderr)
@@ -71,6 +70,27 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         # A reader such as head has seen enough. Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return getattr(report, "exit_code", 0)
+
+
+@contextlib.contextmanager
+def _stdout_for_the_report() -> Iterator[TextIO]:
+    """Gives a stream to stdout, and sends to stderr what MindSpore's libraries write to the descriptor meanwhile.
+
+    A program that reads the report would take that for a part of it. A terminal stays as it is, for a chat's sake.
+    """
+    stdout = sys.stdout
+    if stdout is not sys.__stdout__ or stdout.isatty():
+        yield stdout
+        return
+    stdout.flush()
+    kept = os.dup(stdout.fileno())
+    os.dup2(2, stdout.fileno())
+    try:
+        with open(kept, "w", encoding=stdout.encoding, errors=stdout.errors, closefd=False) as stream:
+            yield stream
+    finally:
+        os.dup2(kept, stdout.fileno())
+        os.close(kept)
 
 
 def _parse(argv):

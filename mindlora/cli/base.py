@@ -59,7 +59,7 @@ def _convert_base(arguments: argparse.Namespace) -> Any:
             heads=model.heads.heads,
             kv_heads=model.heads.kv_heads,
             overwrite=arguments.overwrite,
-            model_config=model.config if model.is_legacy_yaml else None,
+            model_config=model.config if model.is_graph_yaml else None,
             config=model.config if is_folder else None,
             progress=bar,
         )

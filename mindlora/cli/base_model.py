@@ -24,12 +24,12 @@ class BaseModel:
         heads (Heads): The sizes of its attention, and how it orders the rows of joined cells.
         config (mapping): Its config.json, or what a YAML says of the model, with the model_type of a config.json; empty
             if nothing names the model.
-        is_legacy_yaml (bool): Whether ``config`` is the model_config of one of MindFormers' legacy models.
+        is_graph_yaml (bool): Whether ``config`` is the model_config of a YAML for graph mode.
     """
 
     heads: "Heads"
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    is_legacy_yaml: bool = False
+    is_graph_yaml: bool = False
 
 
 def add_base_model(parser: argparse.ArgumentParser, option: str, purpose: str, earlier: Sequence[str] = SIZES) -> None:
@@ -76,7 +76,7 @@ def read_base_model(path: str) -> BaseModel:
     from mindlora.files.adapters.sharding.run_settings import heads_of
 
     is_folder = os.path.isdir(path)
-    content, is_legacy = (_config_of_folder(path), False) if is_folder else _config_of_yaml(path)
+    content, is_graph_yaml = (_config_of_folder(path), False) if is_folder else _config_of_yaml(path)
     heads = heads_of(content, Heads())
     if heads.heads is None:
         key = "num_attention_heads" if is_folder else "num_heads or num_attention_heads in its model"
@@ -84,7 +84,7 @@ def read_base_model(path: str) -> BaseModel:
             f"{path} does not say how many heads the attention of the model has: it lacks {key}. Name the folder with "
             "the model's whole config.json, or its complete YAML."
         )
-    return BaseModel(heads, content, is_legacy)
+    return BaseModel(heads, content, is_graph_yaml)
 
 
 def _config_of_folder(folder: str) -> Dict[str, Any]:
@@ -102,7 +102,7 @@ def _config_of_folder(folder: str) -> Dict[str, Any]:
 
 
 def _config_of_yaml(path: str) -> Tuple[Dict[str, Any], bool]:
-    """Returns the configuration of a YAML's model, with the model_type of its class, and whether it is a legacy one."""
+    """Returns the configuration of a YAML's model, with the model_type of its class, and whether it is for graph mode."""
     from mindlora.core.yaml_file import read_merged, read_yaml
     from mindlora.run.checks.pynative import architecture_of, is_pynative
     from mindlora.run.yaml_run import YamlRun
@@ -112,7 +112,7 @@ def _config_of_yaml(path: str) -> Tuple[Dict[str, Any], bool]:
         model = dict(content.get("model") or {})
         return {**model, "model_type": _model_type(architecture_of(model), model)}, False
     run = YamlRun(read_yaml(path)).language
-    return {**run.model, "model_type": _model_type(run.architecture, run.model)}, not run.is_mcore
+    return {**run.model, "model_type": _model_type(run.architecture, run.model)}, True
 
 
 def _model_type(architecture: Any, model_config: Mapping[str, Any]) -> Optional[str]:

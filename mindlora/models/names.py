@@ -188,6 +188,10 @@ def output_heads() -> List[str]:
     return list(dict.fromkeys(architecture.output_head.mindformers for architecture in registry.ARCHITECTURES))
 
 
+# In the names of parameters that describe a train step or are set anew when a run is resumed: no state of the run.
+TRANSIENT = "transient_"
+
+
 def is_computed(name: str) -> bool:
     """Returns whether a tensor of a checkpoint is one that every model computes for itself."""
     return any(name.endswith(architecture.computed) for architecture in registry.ARCHITECTURES)

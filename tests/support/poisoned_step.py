@@ -7,8 +7,8 @@ import mindspore as ms
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Parameter, Tensor, nn, ops
 
+from mindlora.models.names import TRANSIENT
 from mindlora.training.model.network import train_step_of
-from mindlora.training.step.rate_factor import TRANSIENT
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 
 

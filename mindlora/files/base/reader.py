@@ -114,7 +114,11 @@ class BaseCheckpoint:
                 self._check_index(weight_map)
             # An optimizer's tensors are called as its parameters, after a prefix.
             of_parameters = {name for name in self._file_of if name.partition(".")[2] in self._file_of}
-            self.training_state = [name for name in self._file_of if name in _RUN_STATE or name in of_parameters]
+            self.training_state = [
+                name
+                for name in self._file_of
+                if name in _RUN_STATE or name in of_parameters or name.startswith(names.TRANSIENT)
+            ]
             if self.is_step:
                 self.adapter_tensors = [name for name in self._file_of if name.endswith(_ADAPTER_ENDINGS)]
                 self._check_unchanged()

@@ -13,10 +13,10 @@ from mindspore.common import dtype as mstype
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.rank_schedule import BudgetSchedule
 from mindlora.core.text import listed
+from mindlora.models.names import TRANSIENT
 from mindlora.models.variants.adalora import ADALORA
 from mindlora.network.tree import lora_cells
 from mindlora.network.variants.adalora import AdaLoRADense
-from mindlora.training.step.rate_factor import TRANSIENT
 
 # What a parameter that trains is: of the base (modules_to_save), or a part of an AdaLoRADense.
 _OTHER, _A, _B, _LAMBDA = range(4)

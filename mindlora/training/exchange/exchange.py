@@ -8,9 +8,9 @@ from mindspore.common import dtype as mstype
 from mindspore.communication import create_group
 
 from mindlora.core.errors import ConfigError
+from mindlora.models.names import TRANSIENT
 from mindlora.training.exchange.ranks import FLOAT16, Ranks
 from mindlora.training.exchange.settings import ExchangeSettings
-from mindlora.training.step.rate_factor import TRANSIENT
 
 # float32 holds every whole number below 2 ** 24 exactly; a sum of such numbers that stays below it is exact too.
 WORD_BITS = 24

@@ -10,6 +10,7 @@ from mindformers.parallel_core.training_graph.base_models.common.embeddings.rota
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.yarn_rotary_pos_embedding import (
     YarnRotaryEmbedding as YarnTable,
 )
+from mindformers.parallel_core.training_graph.tensor_parallel.layers import VocabParallelEmbedding
 from mindformers.parallel_core.training_graph.transformer.attention import SelfAttention, SelfAttentionContiguous
 from mindformers.parallel_core.training_graph.transformer.flash_attention import FlashAttention
 from mindformers.parallel_core.training_graph.transformer.mlp import MLP
@@ -29,6 +30,13 @@ from mindlora.ops.rotary_embedding import RotaryEmbedding
 
 # A score of a key that a query does not see, which masked_attention gives no weight.
 _UNSEEN = -10000.0
+
+
+class CpuEmbedding(VocabParallelEmbedding):
+    """MindFormers' embedding by a lookup whose gradient a CPU can compute."""
+
+    def construct(self, input_: Tensor) -> Tensor:
+        return ops.gather(self.weight, input_, 0)
 
 
 class CpuFusedRMSNorm(FusedRMSNorm):
@@ -238,7 +246,9 @@ def use_mcore_cpu_cells(network: nn.Cell) -> None:
 
 def _replace(cell):
     # A cell's parameters and settings stay, and whether it is recomputed, when its class changes.
-    if type(cell) is FusedRMSNorm:
+    if type(cell) is VocabParallelEmbedding:
+        cell.__class__ = CpuEmbedding
+    elif type(cell) is FusedRMSNorm:
         cell.fused, cell.fused_eps = RmsNorm(), Tensor([cell.eps], mstype.float32)
         cell.__class__ = CpuFusedRMSNorm
     elif type(cell) is FlashAttention:

@@ -42,6 +42,11 @@ class McoreRows(nn.Cell):
         )
 
 
+def rows_of(model: nn.Cell) -> McoreRows:
+    """Returns McoreRows for one of MindFormers' mcore models."""
+    return McoreRows(model.config.seq_length, model.get_gpt_transformer_config().data_parallel_size or 1)
+
+
 class McoreLoss(nn.Cell):
     """One loss of the several that an mcore model returns: their sum, which is what MindFormers trains.
 
@@ -49,14 +54,22 @@ class McoreLoss(nn.Cell):
     in 1.9. Where the model counts tokens (calculate_per_token_loss), each of the first two is a sum and a number of
     tokens, and the auxiliary ones have been multiplied by the first of these numbers; then the result is (sum, number
     of tokens), else the loss, float32 [1].
+
+    Args:
+        network (nn.Cell): The model, or a cell around it.
+        counts_tokens (bool): Whether it counts tokens.
+        rows (McoreRows, optional): Makes the rows those of the model, of a network that does not. Default: None.
     """
 
-    def __init__(self, network: nn.Cell, counts_tokens: bool):
+    def __init__(self, network: nn.Cell, counts_tokens: bool, rows: Optional[McoreRows] = None):
         super().__init__(auto_prefix=False)
         self.network = network
         self.counts_tokens = counts_tokens
+        self.rows = rows
 
     def construct(self, *inputs: Tensor) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+        if self.rows is not None:
+            inputs = (*self.rows(inputs[0], inputs[1]), *inputs[2:])
         losses = self.network(*inputs)
         if not self.counts_tokens:
             return _sum_of(losses)

@@ -25,7 +25,7 @@ from mindlora.run.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
 from mindlora.training.log import logger
 from mindlora.training.model.cpu_cells import use_cpu_cells
 from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
-from mindlora.training.model.mcore_model import McoreRows
+from mindlora.training.model.mcore_model import rows_of
 from mindlora.training.run_configuration import run_configuration
 from mindlora.training.several.rules import trained_adapters
 from mindlora.training.several.stack import draw, stack_adapters
@@ -171,9 +171,7 @@ class MindloraMcoreModel(MindloraModel):
 
     def __init__(self, config: PetLoraConfig, base_model: PreTrainedModel):
         super().__init__(config, base_model)
-        self.rows = McoreRows(
-            base_model.config.seq_length, base_model.get_gpt_transformer_config().data_parallel_size or 1
-        )
+        self.rows = rows_of(base_model)
         self.pad = pad_token_id(base_model.config)
         self.ignored = ignore_token_id(base_model.config)
 

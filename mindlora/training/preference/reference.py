@@ -6,10 +6,10 @@ import numpy as np
 from mindspore import Parameter, nn
 
 from mindlora.core.errors import ConfigError
+from mindlora.models.names import TRANSIENT
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.noisy_embedding import NoisyEmbedding
 from mindlora.network.tree import copy_cells, lora_cells, replace_children
-from mindlora.training.step.rate_factor import TRANSIENT
 
 
 def reference_network(network: nn.Cell) -> nn.Cell:

@@ -15,11 +15,11 @@ from mindlora.core import atomic
 from mindlora.core.errors import ConfigError
 from mindlora.core.json_files import write_json
 from mindlora.core.text import listed
+from mindlora.models.names import TRANSIENT
 from mindlora.network.save_load import check_base, load_lora, save_lora
 from mindlora.network.tree import allocates_ranks, lora_cells
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of, collect_state, distribute_state
-from mindlora.training.step.rate_factor import TRANSIENT
 
 STEP_PREFIX = "step_"
 # Where the slices of a sharded run are that could not be joined: in it step_N, in that rank_R.

@@ -8,10 +8,10 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.models.names import TRANSIENT
 from mindlora.training.model.network import base_of, with_cross_entropy
 from mindlora.training.several.adamw import StackedAdamW
 from mindlora.training.step.packing import install_segment_mask
-from mindlora.training.step.rate_factor import TRANSIENT
 from mindlora.training.step.token_gradients import TokenGradients
 from mindlora.training.step.train_step import StepRecord
 

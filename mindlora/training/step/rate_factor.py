@@ -6,8 +6,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-# In the names of parameters that describe a step or are set anew when a run is resumed: no state of the run.
-TRANSIENT = "transient_"
+from mindlora.models.names import TRANSIENT
 
 _NAME = f"{TRANSIENT}learning_rate_factor"
 

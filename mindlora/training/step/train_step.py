@@ -13,20 +13,22 @@ from mindspore.communication import get_group_size, get_local_rank_size, get_ran
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
 from mindlora.core.heap import give_back_freed_memory
-from mindlora.network.tree import allocates_ranks
+from mindlora.models.names import TRANSIENT
+from mindlora.network.tree import allocates_ranks, lora_cells
 from mindlora.training.adalora.rank_budget import RankBudget
 from mindlora.training.exchange.exchange import Exchange, FlatLayout, make_exchange
 from mindlora.training.exchange.ranks import Ranks
 from mindlora.training.exchange.settings import exchange_settings
 from mindlora.training.log import logger
-from mindlora.training.model.mcore_model import McoreLoss
+from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
+from mindlora.training.model.mcore_model import McoreLoss, gpt_model_of, rows_of
 from mindlora.training.model.network import base_of, count_tokens_in_loss
 from mindlora.training.preference.loss import SUMS, answer_tokens, preference_measures
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.preference.step import preference_loss
 from mindlora.training.step.cpu_adamw import use_cpu_adamw
 from mindlora.training.step.packing import install_segment_mask
-from mindlora.training.step.rate_factor import TRANSIENT, RateFactor
+from mindlora.training.step.rate_factor import RateFactor
 from mindlora.training.step.token_gradients import TokenGradients
 
 _not_finite = ops.MultitypeFuncGraph("not_finite")
@@ -132,6 +134,9 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
     ):
         rate = RateFactor(optimizer)
         use_cpu_adamw(optimizer)
+        if gpt_model_of(network) is not None:
+            # A model without adapters, which pet_config has not given them, trains on a CPU too.
+            use_mcore_cpu_cells(network)
         super().__init__(network, optimizer, **kwargs)
         # MFTrainOneStepCell has copied the schedules, and a copy would not see the factor change.
         self.learning_rate = optimizer.learning_rate
@@ -190,7 +195,11 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.learns_preferences:
             return preference_loss(self.network, self.preference)
         self.counts_tokens = not self.is_mindformers_step and count_tokens_in_loss(network)
-        return self.network if self.use_legacy else McoreLoss(self.network, self.counts_tokens)
+        if self.use_legacy:
+            return self.network
+        # A model without adapters has no wrapper of mindlora's, which takes the rows that mindlora data writes.
+        adapted = next(lora_cells(network), None)
+        return McoreLoss(self.network, self.counts_tokens, None if adapted else rows_of(base_of(network)))
 
     def construct(self, *inputs: Tensor) -> Tuple:
         if self.is_mindformers_step:

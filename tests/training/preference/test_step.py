@@ -7,11 +7,11 @@ from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.core.errors import ConfigError
+from mindlora.models.names import TRANSIENT
 from mindlora.network.repeated_layers import compile_layers_once, mark_reference
 from mindlora.training.preference.reference import reference_network
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.preference.step import preference_loss
-from mindlora.training.step.rate_factor import TRANSIENT
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 
 WIDTH = 17

@@ -9,7 +9,7 @@ from mindformers.wrapper import MFTrainOneStepCell
 from mindspore import Tensor, nn
 
 from mindlora.core.errors import ConfigError
-from mindlora.training.step.rate_factor import TRANSIENT
+from mindlora.models.names import TRANSIENT
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 
 RATE = 0.5
