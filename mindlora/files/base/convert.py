@@ -20,8 +20,8 @@ from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
 
 TARGETS = (*WORLDS, PYNATIVE)
 _NO_CONFIG = (
-    "The checkpoint lacks a config.json, which transformers and vLLM need: name the model's folder or its YAML (--config), "
-    "or copy it from the original model."
+    "The checkpoint lacks a config.json, which transformers and vLLM need: name the model's folder or its YAML "
+    "(--config), or copy it from the original model."
 )
 
 

@@ -8,6 +8,9 @@ import pytest
 from mindlora import cli
 from mindlora.core.errors import CheckpointError
 from mindlora.files.base.convert import convert_base
+from mindlora.models.architectures import qwen3, qwen3_moe
+from mindlora.models.architectures.hugging_face import HuggingFaceConfig
+from tests.support import mcore_checkpoints
 from tests.support.llama_checkpoints import FFN, HEADS, HIDDEN, KV_HEADS, VOCAB, llama, save_base
 
 YAML = {"type": "LlamaConfig", "num_heads": HEADS, "n_kv_heads": KV_HEADS, "hidden_size": HIDDEN, "seq_length": 64}
@@ -29,6 +32,59 @@ def test_sizes_are_those_of_the_tensors_and_the_rest_is_the_yamls(tmp_path, bias
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (HEADS, KV_HEADS)
     assert (config["rope_theta"], config["eos_token_id"], config["max_position_embeddings"]) == (5e5, 7, 64)
     assert config["tie_word_embeddings"] is False
+
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": mcore_checkpoints.VOCAB,
+    "hidden_size": mcore_checkpoints.HIDDEN,
+    "intermediate_size": mcore_checkpoints.INNER,
+    "num_hidden_layers": 2,
+    **mcore_checkpoints.CONFIG,
+    "rope_theta": 1e6,
+    "pad_token_id": 3,
+    "seq_length": 64,
+}
+
+
+def of_qwen3(tmp_path, model_config, **tensors):
+    """Returns the config.json of a Qwen3, which MindFormers' names do not describe."""
+    save_base(tmp_path / "hf", mcore_checkpoints.qwen3(**tensors), **mcore_checkpoints.CONFIG)
+    heads = {"heads": mcore_checkpoints.HEADS, "kv_heads": mcore_checkpoints.KV_HEADS}
+    convert_base(str(tmp_path / "hf"), str(tmp_path / "mcore.safetensors"), "hf", "mcore", **heads)
+    convert_base(
+        str(tmp_path / "mcore.safetensors"), str(tmp_path / "out"), None, "hf", **heads, model_config=model_config
+    )
+    return json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_that_of_a_qwen3_is_read_back_as_the_yaml_that_it_was_made_from(tmp_path, tied):
+    config = of_qwen3(tmp_path, {**QWEN3, "tie_word_embeddings": tied}, tied=tied)
+    assert (config["architectures"], config["model_type"]) == (["Qwen3ForCausalLM"], "qwen3")
+    read = qwen3.from_hugging_face(HuggingFaceConfig("config.json", config))
+    assert {**read, **QWEN3, "max_position_embeddings": 64} == {**QWEN3, **read}
+    assert (read["tie_word_embeddings"], config["pad_token_id"], config["torch_dtype"]) == (tied, 3, "bfloat16")
+
+
+def test_that_of_a_qwen3_moe_has_its_experts(tmp_path):
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": mcore_checkpoints.EXPERT_INNER}
+    config = of_qwen3(tmp_path, {**QWEN3, **sizes, "model_type": "qwen3_moe", "norm_topk_prob": True}, experts=3)
+    read = qwen3_moe.from_hugging_face(HuggingFaceConfig("config.json", config))
+    assert {key: read[key] for key in sizes} == sizes and read["norm_topk_prob"] is True
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": 40}, "The YAML has hidden_size 40, and the checkpoint 20"),
+        ({"num_hidden_layers": 3}, "The YAML has num_hidden_layers 3, and the checkpoint 2"),
+        ({"head_dim": 10}, "The YAML has num_attention_heads 4 and num_key_value_heads 2, and the checkpoint 48 rows"),
+    ],
+)
+def test_a_yaml_of_another_qwen3_is_refused(tmp_path, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        of_qwen3(tmp_path, {**QWEN3, **change})
 
 
 def test_that_of_the_source_is_copied(tmp_path):

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.network.tree import lora_cells
-from tests.support.mcore_networks import Loss, tiny_deepseek_v3, tiny_qwen3_moe, tokens, train
+from tests.support.mcore_networks import Loss, tiny_deepseek_v3, tiny_qwen3, tiny_qwen3_moe, tokens, train
 from tests.support.networks import normal
 
 WEIGHTS = "adapter_model.safetensors"
@@ -47,13 +47,17 @@ class Gradients(nn.Cell):
         return self.gradients(self.loss, self.weights)(input_ids, labels)
 
 
-@pytest.mark.parametrize("make", [tiny_deepseek_v3, tiny_qwen3_moe])
-def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make):
+@pytest.mark.parametrize(
+    ("make", "adapted"),
+    [(tiny_qwen3, False), (tiny_qwen3_moe, False), (tiny_deepseek_v3, False), (tiny_deepseek_v3, True)],
+)
+def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make, adapted):
     network = make()
-    apply_lora(network, LoraConfig(target_modules="all-linear", lora_rank=2, lora_alpha=4))
-    freeze_base(network)
-    for number, parameter in enumerate(network.trainable_params()):
-        parameter.set_data(Tensor(0.2 * normal(*parameter.shape, seed=number)))
+    if adapted:
+        apply_lora(network, LoraConfig(target_modules="all-linear", lora_rank=2, lora_alpha=4))
+        freeze_base(network)
+        for number, parameter in enumerate(network.trainable_params()):
+            parameter.set_data(Tensor(0.2 * normal(*parameter.shape, seed=number)))
     loss = Loss(network).set_train()
     gradients, batch = Gradients(loss), tuple(map(Tensor, (tokens(), np.roll(tokens(), -1, 1))))
     first, *later = ([gradient.asnumpy() for gradient in gradients(*batch)] for _ in range(3))

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from mindlora.core.errors import ConfigError
+from mindlora.files.base.convert import convert_base
 from mindlora.models.architectures import registry
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.mcore import check_mcore
@@ -61,6 +63,26 @@ def test_the_held_out_loss_and_the_health_of_the_adapters_are_measured(output):
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     found = json.dumps(records)
     assert "held_out_loss" in found and "decoder.layers.0.mlp.linear_fc1" in found
+
+
+def test_a_whole_model_trains_and_becomes_a_folder_of_hugging_faces(tmp_path):
+    tiny_runs.write_data(tmp_path / "data.mindrecord", 32)
+    save = {"type": "CheckpointMonitor", "prefix": "whole", "save_checkpoint_steps": 100, "save_optimizer": False}
+    config = tiny_config(tmp_path / "data.mindrecord", 2, [save], {})
+    model = config["model"]["model_config"]
+    del model["pet_config"]
+    result = tiny_runs.launch(config, tmp_path / "output")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    losses = tiny_runs.losses(tmp_path / "output")
+    assert losses[max(losses)] < losses[1] - 0.02
+    (saved,) = (tmp_path / "output" / "checkpoint" / "rank_0").glob("whole*.safetensors")
+    report = convert_base(str(saved), str(tmp_path / "hf"), None, "hf", heads=4, kv_heads=2, model_config=model)
+    # The state of the step and of the optimizer is left out.
+    assert "transient_learning_rate_factor" in load_file(saved) and "Left out, as training's" in str(report)
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert len(tensors) == 3 + 11 and not any("transient" in name for name in tensors)
+    # Whatever began as ones has been trained too.
+    assert not any(np.all(array == 1) for array in tensors.values())
 
 
 # What is refused before anything is built ------------------------------------------------------------------------
