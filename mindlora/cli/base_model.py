@@ -102,7 +102,7 @@ def _config_of_folder(folder: str) -> Dict[str, Any]:
 
 
 def _config_of_yaml(path: str) -> Tuple[Dict[str, Any], bool]:
-    """Returns the configuration of a YAML's model, with the model_type of its class, and whether it is for graph mode."""
+    """Returns what a YAML says of its model, with the model_type of its class, and whether it is for graph mode."""
     from mindlora.core.yaml_file import read_merged, read_yaml
     from mindlora.run.checks.pynative import architecture_of, is_pynative
     from mindlora.run.yaml_run import YamlRun

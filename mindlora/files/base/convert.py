@@ -5,7 +5,7 @@ Elements are copied as they are: MindFormers rotates pairs of positions as Huggi
 
 import dataclasses
 import time
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, List, Mapping, Optional, Tuple
 
 from mindlora.core.errors import CheckpointError
 from mindlora.core.text import examples
