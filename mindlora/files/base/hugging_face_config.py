@@ -48,7 +48,7 @@ def hugging_face_config(tensors: Sequence[Tuple[str, Any, Tuple[int, ...]]], mod
     Raises CheckpointError if they disagree, or the model is another or its rotary embedding extended.
     """
     shapes = {name: shape for name, _, shape in tensors}
-    kind = by_hugging_face_type(model_config.get("model_type"))
+    kind = by_hugging_face_type(str(model_config.get("model_type")))
     is_mcore = kind in (QWEN3, QWEN3_MOE)
     if not is_mcore and (
         model_config.get("type", "LlamaConfig") not in LLAMA.model_types or not {_EMBEDDING, _GATE} <= shapes.keys()
