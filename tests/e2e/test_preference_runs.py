@@ -13,8 +13,11 @@ import yaml
 
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.training.report.history import read_history
+from tests.conftest import in_mode
 from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
+from tests.support.mcore_networks import scaled, tiny_qwen3
+from tests.support.mcore_networks import tiny_config as mcore_config
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, SEQUENCE, SIZES, VOCABULARY, python, succeeded
 
@@ -56,14 +59,19 @@ class Runs:
             {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 9},
         ]
         base = self.base if base is None else base
-        config = tiny_runs.tiny_config(train, EPOCHS, [*common, *callbacks], load_checkpoint=str(base))
-        config["model"]["model_config"].update(SIZES)
+        config = self.model_config(train, [*common, *callbacks], str(base))
         config["model"]["model_config"]["pet_config"].update(pet_config or {})
         config["lr_schedule"]["learning_rate"] = rate
         columns = [*COLUMNS, "reference"] if preference.get("precomputed_reference") else COLUMNS
         config["train_dataset"]["input_columns"] = columns
         config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
         config["runner_wrapper"]["preference"] = {"loss": "dpo", "beta": 0.5, **preference}
+        return config
+
+    def model_config(self, train, callbacks, base):
+        """The YAML of the model, which learns labels."""
+        config = tiny_runs.tiny_config(train, EPOCHS, callbacks, load_checkpoint=base)
+        config["model"]["model_config"].update(SIZES)
         return config
 
     def start(self, name, *callbacks, resume=None, **changes):
@@ -92,9 +100,28 @@ class Runs:
         return folder
 
 
-@pytest.fixture(scope="module")
-def runs(base, tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("preferences"), base)
+class McoreRuns(Runs):
+    """The same, of one of MindFormers' mcore models: a Qwen3 with random weights."""
+
+    def __init__(self, folder):
+        base = folder / "base.ckpt"
+        with in_mode(ms.GRAPH_MODE):
+            ms.save_checkpoint(scaled(tiny_qwen3(), 0.4), str(base))
+        super().__init__(folder, base)
+
+    def model_config(self, train, callbacks, base):
+        """The YAML of the model, which learns labels."""
+        pet = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+        return mcore_config(train, EPOCHS, callbacks, pet, load_checkpoint=base)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def runs(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preferences")
+    if request.param == "llama":
+        return Runs(folder, request.getfixturevalue("base"))
+    request.getfixturevalue("mindformers")
+    return McoreRuns(folder)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.training.model.network import base_of, with_cross_entropy
+from mindlora.training.model.network import base_of, with_loss
 from mindlora.training.several.adamw import StackedAdamW
 from mindlora.training.step.packing import install_segment_mask
 from mindlora.training.step.rate_factor import TRANSIENT
@@ -70,7 +70,7 @@ class RowsOfAdapters(nn.Cell):
 
 def losses_of_adapters(network: nn.Cell, adapters: int) -> RowsOfAdapters:
     """Returns what computes the losses of K adapters on a batch; the loss of the model is replaced in place."""
-    model = with_cross_entropy(network)
+    model = with_loss(network)
     model.loss = AdapterLosses(model.loss, adapters)
     return RowsOfAdapters(network, adapters)
 

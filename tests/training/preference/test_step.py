@@ -13,6 +13,7 @@ from mindlora.training.preference.settings import preference_settings
 from mindlora.training.preference.step import preference_loss
 from mindlora.training.step.rate_factor import TRANSIENT
 from mindlora.training.step.train_step import LoraTrainOneStepCell
+from tests.support.mcore_networks import tiny_qwen3_moe, with_adapters
 
 WIDTH = 17
 
@@ -69,6 +70,30 @@ def test_an_adapter_that_is_made_from_the_base_has_no_reference_yet(make_llama, 
     network = adapted(make_llama, lora_init="pissa")
     with pytest.raises(ConfigError, match="takes its part out of the base when training begins"):
         reference_network(network)
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["new", "loaded"])
+def test_the_reference_of_adapters_on_experts_computes_what_the_model_did(random, mindformers, graph_mode):
+    """A Morph would run the cell that was copied."""
+    base = tiny_qwen3_moe(seq_length=WIDTH - 1)
+    targets = {"target_modules": ["linear_proj"], "target_parameters": ["mlp.experts"]}
+    network = with_adapters(base, lora_rank=2, lora_alpha=4, **targets)
+    if random:
+        set_random(network)
+    before = logits(network)
+    reference = reference_network(network)
+    for parameter in network.trainable_params():
+        parameter.set_data(Tensor(np.full(parameter.shape, 0.3, np.float32)))
+    np.testing.assert_allclose(logits(reference), before, rtol=0, atol=1e-5)
+    assert np.abs(logits(network) - before).max() > 0.01
+
+
+def test_an_mcore_model_that_predicts_several_tokens_is_refused():
+    class Several(nn.Cell):
+        mtp_process, calculate_per_token_loss, loss = True, False, None
+
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers: 0"):
+        preference_loss(Several(), preference_settings({"loss": "reward"}))
 
 
 def test_a_model_without_a_loss_over_tokens_is_refused():
