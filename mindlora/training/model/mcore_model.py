@@ -75,8 +75,11 @@ def gpt_model_of(network: nn.Cell) -> Optional[nn.Cell]:
     return next((cell for _, cell in network.cells_and_names() if is_gpt_model(cell)), None)
 
 
-def replace_loss(model: nn.Cell, loss: nn.Cell) -> None:
-    """Makes ``loss`` the loss of a GPTModel on the labels, in place: the first of the losses that it returns.
+def replace_loss(model: nn.Cell, loss: nn.Cell, counts_tokens: bool = False) -> None:
+    """Makes ``loss`` the loss of a GPTModel on the labels, in place.
+
+    What it gives is the first of what the model returns; with ``counts_tokens`` it gives sums of losses and numbers of
+    tokens, which are the first two.
 
     Raises ConfigError if the model predicts several tokens, which it would learn by a loss of its own beside this one.
     """
@@ -86,8 +89,7 @@ def replace_loss(model: nn.Cell, loss: nn.Cell) -> None:
             "Set model.model_config.num_nextn_predict_layers: 0."
         )
     model.loss = loss
-    # Else it would take the loss apart, as a sum and a number of tokens.
-    model.calculate_per_token_loss = False
+    model.calculate_per_token_loss = counts_tokens
 
 
 def count_tokens(model: nn.Cell) -> bool:
