@@ -3,11 +3,11 @@
 import copy
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
-from mindspore import Parameter, Tensor, nn
+from mindspore import Generator, Parameter, Tensor, nn
 
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.network.cells.cell import WEIGHTS, LoRACell
-from mindlora.network.cells.routed_experts import cells_and_weights
+from mindlora.network.cells.routed_experts import RoutedExperts, cells_and_weights
 
 
 class Tree:
@@ -52,10 +52,16 @@ def copy_cells(network: nn.Cell, own: Optional[Mapping[int, Parameter]] = None) 
         if recomputation is not None:
             copies[id(recomputation)] = None
         for value in vars(cell).values():
-            # Parameters among them are those that MindSpore is not told of (mindlora.network.invocation).
-            if isinstance(value, Tensor):
+            # Parameters among them are those that MindSpore is not told of (mindlora.network.invocation). The random
+            # numbers of a dropout come from one source, which cannot be copied.
+            if isinstance(value, (Tensor, Generator)):
                 copies.setdefault(id(value), value)
-    return copy.deepcopy(network, copies), copies
+    copied = copy.deepcopy(network, copies)
+    for _, cell in copied.cells_and_names():
+        if isinstance(cell, RoutedExperts):
+            # MindSpore makes an operator's copy anew, of the method of the cell that was copied.
+            cell.make_morph()
+    return copied, copies
 
 
 def weight_of(cell: nn.Cell) -> Parameter:

@@ -13,8 +13,11 @@ import yaml
 
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.training.report.history import read_history
+from tests.conftest import in_mode
 from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
+from tests.support.mcore_networks import scaled, tiny_qwen3
+from tests.support.mcore_networks import tiny_config as mcore_config
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, SEQUENCE, SIZES, VOCABULARY, python, succeeded
 
@@ -56,14 +59,19 @@ class Runs:
             {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 9},
         ]
         base = self.base if base is None else base
-        config = tiny_runs.tiny_config(train, EPOCHS, [*common, *callbacks], load_checkpoint=str(base))
-        config["model"]["model_config"].update(SIZES)
+        config = self.model_config(train, [*common, *callbacks], str(base))
         config["model"]["model_config"]["pet_config"].update(pet_config or {})
         config["lr_schedule"]["learning_rate"] = rate
         columns = [*COLUMNS, "reference"] if preference.get("precomputed_reference") else COLUMNS
         config["train_dataset"]["input_columns"] = columns
         config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
         config["runner_wrapper"]["preference"] = {"loss": "dpo", "beta": 0.5, **preference}
+        return config
+
+    def model_config(self, train, callbacks, base):
+        """The YAML of the model, which learns labels."""
+        config = tiny_runs.tiny_config(train, EPOCHS, callbacks, load_checkpoint=base)
+        config["model"]["model_config"].update(SIZES)
         return config
 
     def start(self, name, *callbacks, resume=None, **changes):
@@ -92,9 +100,28 @@ class Runs:
         return folder
 
 
-@pytest.fixture(scope="module")
-def runs(base, tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("preferences"), base)
+class McoreRuns(Runs):
+    """The same, of one of MindFormers' mcore models: a Qwen3 with random weights."""
+
+    def __init__(self, folder):
+        base = folder / "base.ckpt"
+        with in_mode(ms.GRAPH_MODE):
+            ms.save_checkpoint(scaled(tiny_qwen3(), 0.4), str(base))
+        super().__init__(folder, base)
+
+    def model_config(self, train, callbacks, base):
+        """The YAML of the model, which learns labels."""
+        pet = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+        return mcore_config(train, EPOCHS, callbacks, pet, load_checkpoint=base)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def runs(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preferences")
+    if request.param == "llama":
+        return Runs(folder, request.getfixturevalue("base"))
+    request.getfixturevalue("mindformers")
+    return McoreRuns(folder)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +201,8 @@ ADALORA = {"use_adalora": True, "lora_rank": None, "init_r": 6, "target_r": 3, "
 
 @pytest.mark.parametrize("name, pet_config", [("neftune", {"neftune_alpha": 5.0}), ("adalora", ADALORA)])
 def test_it_goes_with(name, pet_config, runs):
+    if name == "neftune" and isinstance(runs, McoreRuns):
+        pytest.skip("an mcore model takes no neftune_alpha")
     run = runs.start(name, pet_config=pet_config)
     assert run.process.returncode == 0, run.process.stderr[-3000:]
     # The reference has no noise.
@@ -182,9 +211,9 @@ def test_it_goes_with(name, pet_config, runs):
     assert losses[-1] < losses[0] and held_out(run, "reward_margin")[-1] > 0.03
 
 
-def test_a_base_in_4_bits(runs, base, tmp_path):
+def test_a_base_in_4_bits(runs, tmp_path):
     quantized = tmp_path / "base.safetensors"
-    succeeded(python(["-m", "mindlora.cli", "base", "quantize", base, quantized], tmp_path))
+    succeeded(python(["-m", "mindlora.cli", "base", "quantize", runs.base, quantized], tmp_path))
     run = runs.start("nf4", base=quantized, pet_config={"quantize_base": "nf4"})
     assert run.process.returncode == 0, run.process.stderr[-3000:]
     assert run.losses[1] == pytest.approx(BEGIN, rel=1e-5) and held_out(run, "reward_accuracy")[-1] > 0.8

@@ -1,20 +1,15 @@
 """An adapter of a MindFormers mcore model, in PEFT on the Qwen3 of transformers: the same logits."""
 
-import json
-
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
-from safetensors.numpy import save_file
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
-from mindlora.files.base.convert import convert_base
 from mindlora.network.tree import lora_cells
-from tests.support.mcore_networks import TINY, arrays, tiny_qwen3, tokens
+from tests.support.mcore_networks import TINY, save_for_transformers, tiny_qwen3, tokens
 from tests.support.networks import randomize
 
-KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 LAYERS, IDS = 2, tokens(rows=1)
 
 
@@ -30,23 +25,7 @@ def network(mindformers):
 @pytest.fixture(scope="module")
 def base(network, tmp_path_factory):
     """The same model as a folder of transformers, converted by mindlora."""
-    folder = tmp_path_factory.mktemp("qwen3")
-    config = {
-        **{key: TINY[key] for key in KEYS},
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_hidden_layers": LAYERS,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "hidden_act": "silu",
-    }
-    save_file(arrays(network), str(folder / "mcore.safetensors"))
-    convert_base(str(folder / "mcore.safetensors"), str(folder / "hf"), "mcore", "hf", heads=4, kv_heads=2)
-    (folder / "hf" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder / "hf"
+    return save_for_transformers(network, tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 
 import mindspore as ms
@@ -10,17 +11,22 @@ import pytest
 from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora
-from mindlora.models import names
 from mindlora.training.preference.conversion import convert_preference
 from mindlora.training.step.token_gradients import TokenGradients
 from tests.conftest import in_mode
 from tests.peers.conftest import llama_keys
 from tests.support.instruction_rows import as_jsonl
+from tests.support.mcore_networks import save_for_transformers, scaled, tiny_qwen3, with_adapters
 from tests.support.peers import cases
 
 MODEL, LENGTH, STEPS = "grouped", 32, 5
 SIDE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "support", "peers", "trl_side.py")
-LORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.0}
+LORA = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0}
+# PEFT's names, and names here. A Qwen3's q, k and v are one cell, and so are gate and up, so these would train apart.
+TARGETS = {
+    "llama": {"q_proj": "wq", "v_proj": "wv", "down_proj": "w2"},
+    "qwen3": {"o_proj": "linear_proj", "down_proj": "linear_fc2"},
+}
 # Name -> what TRL is told, and what the YAML says.
 CASES = {
     "dpo": ("dpo", {"beta": 0.3}, {"loss": "dpo", "beta": 0.3}),
@@ -84,19 +90,39 @@ def save_tokenizer(folder):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def family(request):
+    """The architecture of the model: MindFormers' legacy Llama in PyNative, or its mcore Qwen3 in graph mode."""
+    with in_mode(ms.PYNATIVE_MODE if request.param == "llama" else ms.GRAPH_MODE):
+        yield request.param
+
+
+def make_qwen3():
+    """Returns a Qwen3 whose weights are as large as those of PEFT's models here."""
+    return scaled(tiny_qwen3(seq_length=LENGTH), 0.4)
+
+
 @pytest.fixture(scope="module")
-def trl(made, tmp_path_factory):
+def model(family, request, mindformers, tmp_path_factory):
+    """The folder of the model as transformers has it."""
+    if family == "llama":
+        return request.getfixturevalue("made").models[MODEL]
+    return save_for_transformers(make_qwen3(), tmp_path_factory.mktemp("qwen3"), bos_token_id=1, eos_token_id=2)
+
+
+@pytest.fixture(scope="module")
+def trl(family, model, tmp_path_factory):
     """The folder with what TRL computed, and the MindRecords of the same rows: name -> path."""
     folder = tmp_path_factory.mktemp("trl")
     save_tokenizer(folder / "tokenizer")
     pairs, judged = rows()
     request = {
-        "model": str(made.models[MODEL]),
+        "model": str(model),
         "tokenizer": str(folder / "tokenizer"),
         "folder": str(folder),
         "pairs": pairs,
         "judged": judged,
-        "lora": LORA,
+        "lora": {**LORA, "target_modules": list(TARGETS[family])},
         "steps": STEPS,
         "cases": {name: {"trainer": kind, "arguments": told} for name, (kind, told, _) in CASES.items()},
     }
@@ -120,14 +146,17 @@ def trl(made, tmp_path_factory):
 
 
 @pytest.fixture
-def make_adapted(made, checkpoints, make_llama):
+def make_adapted(family, model, checkpoints, make_llama):
     """Returns a function that builds the network with a new adapter of LORA's shape."""
+    targets = list(TARGETS[family].values())
 
     def make():
-        network = make_llama(**{**llama_keys(made.models[MODEL]), "seq_length": LENGTH})
+        if family == "qwen3":
+            return with_adapters(make_qwen3(), lora_rank=4, lora_alpha=6, target_modules=targets)
+        network = make_llama(**{**llama_keys(model), "seq_length": LENGTH})
         weights = ms.load_checkpoint(str(checkpoints(MODEL)), format="safetensors")
         ms.load_param_into_net(network, weights)
-        apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"]))
+        apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=6, target_modules=targets))
         freeze_base(network)
         return network
 
@@ -140,11 +169,18 @@ def columns_of(path, settings):
     return batch
 
 
-def name_here(name):
-    """The name here of one of PEFT's parameters."""
-    path, _, part = name.removeprefix("base_model.model.").partition(".lora_")
-    cell = names.parameter_to_mindformers(f"{path}.weight").rpartition(".")[0]
-    return f"{cell}.mindpet_delta_lora_{part[0].lower()}"
+def adapted(name):
+    """Returns (layer, PEFT's name of the cell, "a" or "b") of one of PEFT's parameters."""
+    path, _, part = name.partition(".lora_")
+    layer, leaf = re.search(r"layers\.(\d+)\..*\.(\w+)$", path).groups()
+    return layer, leaf, part[0].lower()
+
+
+def adapted_here(name):
+    """What ``adapted`` returns, of one of the parameters here."""
+    layer, cell, half = re.search(r"layers\.(\d+)\..*\.(\w+)\.mindpet_delta_lora_([ab])$", name).groups()
+    (leaf,) = (theirs for targets in TARGETS.values() for theirs, ours in targets.items() if ours == cell)
+    return layer, leaf, half
 
 
 def loss_and_gradients(network, node, trl):
@@ -160,12 +196,12 @@ def loss_and_gradients(network, node, trl):
     batch = columns_of(files["pairs" if settings.kind.pairs else "judged"], settings)
     total, sums, found = gradients(Tensor(1, ms.float32), *batch)
     count = float(sums.asnumpy()[0])
-    gradient = {p.name: g.asnumpy() / count for p, g in zip(network.trainable_params(), found)}
+    gradient = {adapted_here(p.name): g.asnumpy() / count for p, g in zip(network.trainable_params(), found)}
     return float(total.asnumpy()) / count, gradient
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_gradients(case, trl, make_adapted, pynative_mode):
+def test_losses_and_gradients(case, trl, make_adapted):
     loss, gradients = loss_and_gradients(make_adapted(), CASES[case][2], trl)
     results = trl[2]
     assert loss == pytest.approx(float(results[f"{case}.loss"]), rel=1e-6)
@@ -176,10 +212,10 @@ def test_losses_and_gradients(case, trl, make_adapted, pynative_mode):
 
 
 def gradients_of(results, prefix):
-    """Name here -> array of what TRL wrote under a prefix."""
+    """(layer, PEFT's name of the cell, "a" or "b") -> array of what TRL wrote under a prefix."""
     found = {key.partition(".")[2]: value for key, value in results.items() if key.startswith(f"{prefix}.")}
     found.pop("loss", None)
-    return {name_here(name): value for name, value in found.items()}
+    return {adapted(name): value for name, value in found.items()}
 
 
 def distance(found, expected):
@@ -206,5 +242,5 @@ def test_steps_of_training(trl, make_adapted):
         losses = [float(step(*batch)[0].asnumpy()) for _ in range(STEPS)]
     np.testing.assert_allclose(losses, results["losses"], rtol=1e-5)
     expected = gradients_of(results, "trained")
-    worst = max(np.abs(p.asnumpy() - expected[p.name]).max() for p in network.trainable_params())
+    worst = max(np.abs(p.asnumpy() - expected[adapted_here(p.name)]).max() for p in network.trainable_params())
     assert worst < 1e-5

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import types
 from unittest import mock
 
@@ -99,6 +100,44 @@ def tiny_deepseek_v3(seed=0, **keys):
         return filled(for_a_cpu(TrainingDeepseekV3ForCausalLM(DeepseekV3Config(**config))), seed)
 
 
+def with_adapters(network, **pet):
+    """Returns mindlora's wrapper around an mcore model, as MindFormers makes it of these keys of a pet_config."""
+    from mindlora.run.checks.pet_config import PetLoraConfig
+    from mindlora.training.model.pet import lora_model
+
+    config = PetLoraConfig.from_pet_config({"pet_type": "lora", **pet})
+    network.config.pet_config = config
+    return lora_model(config, network)
+
+
+def save_for_transformers(network, folder, **keys):
+    """Saves a tiny_qwen3 as a folder of transformers; ``keys`` are more of its config.json. Returns the folder."""
+    from safetensors.numpy import save_file
+
+    from mindlora.files.base.convert import convert_base
+
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = {
+        **{key: TINY[key] for key in sizes},
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": len(network.model.decoder.layers),
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "pad_token_id": 0,
+        **keys,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(arrays(network), str(folder / "mcore.safetensors"))
+    convert_base(str(folder / "mcore.safetensors"), str(folder / "hf"), "mcore", "hf", heads=4, kv_heads=2)
+    (folder / "hf" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder / "hf"
+
+
 def for_a_cpu(network):
     """Puts mindlora's cells for a CPU into an mcore model, in place; returns the network."""
     from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
@@ -123,6 +162,14 @@ def filled(network, seed):
         rng = np.random.default_rng([seed, *parameter.name.encode()])
         values = rng.normal(size=parameter.shape, scale=0.3 if len(parameter.shape) > 1 else 0.1)
         parameter.set_data(Tensor((values + (len(parameter.shape) == 1)).astype(np.float32)))
+    return network
+
+
+def scaled(network, factor):
+    """Multiplies a network's matrices, in place; returns the network."""
+    for parameter in network.get_parameters():
+        if len(parameter.shape) > 1:
+            parameter.set_data(parameter * factor)
     return network
 
 

@@ -162,7 +162,8 @@ class ShardedBase(ParallelBase):
         return self.cast(y, x.dtype)
 
 
-def _construct(self, x, weight=None):
+def construct_parallel(self: nn.Cell, x: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
+    """The construct of cells in the place of mcore's: what their ``computed`` gives, and the bias that is not added."""
     # The network passes a weight only to a cell without one of its own, which check refuses.
     return self.computed(x), None if self.has_bias else self.bias
 
@@ -175,7 +176,7 @@ def on_parallel_linear(kind: Type[nn.Cell], base_kind: Type[LinearBase] = Parall
     name = kind.__name__.replace("Dense", "ParallelLinear")
     document = f"{kind.__name__} for the linear cells of mcore models."
     members = {"__doc__": document, "__module__": __name__, "base_kind": base_kind}
-    return type(name, (kind,), {**members, "construct": _construct, "computed": kind.construct})
+    return type(name, (kind,), {**members, "construct": construct_parallel, "computed": kind.construct})
 
 
 class LoRAParallelLinear(LoRADense):
@@ -199,7 +200,7 @@ class LoRAParallelLinear(LoRADense):
     """
 
     base_kind = ParallelBase
-    construct = _construct
+    construct = construct_parallel
     # super() in a graph is that of the cell's own class, whichever class the method is of.
     computed = LoRADense.construct
 

@@ -48,11 +48,16 @@ class RoutedExperts(nn.Cell):
             self.stride_slice = cell.stride_slice
         self.cast = ops.Cast()
         self.reshape = ops.Reshape()
+        self.is_sharded = is_sharded(cell)
+        self.make_morph()
+        carry_settings(cell, self)
+
+    def make_morph(self) -> None:
+        """Makes the Morph that runs this cell's experts."""
         self.morphed_forward = Morph(self._forward, _of_tokens, _of_tokens)
         self.morphed_forward.add_prim_attr("self_define_shard", True)
-        if is_sharded(cell):
+        if self.is_sharded:
             self._shard()
-        carry_settings(cell, self)
 
     def _shard(self):
         layout = sys.modules[FFN_MODULE].layout

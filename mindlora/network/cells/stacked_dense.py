@@ -6,11 +6,12 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 
-from mindlora.network.cells.broadcasting import BroadcastMul
+from mindlora.network.cells.broadcasting import BroadcastMul, SwapHeads
 from mindlora.network.cells.cell import carry_settings
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.linear_base import adopt_linear, adopt_weight
 from mindlora.network.cells.low_rank import TrainedRead
+from mindlora.network.cells.parallel_linear import construct_parallel
 
 
 class StackedLoRADense(nn.Cell):
@@ -70,6 +71,7 @@ class StackedLoRADense(nn.Cell):
         self.dropout = nn.Dropout(p=first.dropout_rate) if first.dropout_rate > 0 else None
         self.product = ops.BatchMatMul(transpose_b=True)
         self.scale = BroadcastMul()
+        self.swap = SwapHeads()
         self.cast = ops.Cast()
         self.trained = TrainedRead(self.dtype)
         self.reshape = ops.Reshape()
@@ -82,20 +84,28 @@ class StackedLoRADense(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         tokens = self.base.tokens(x)
-        y = self.base.linear(tokens, self._operands(), self.bias) + self._delta(tokens)
+        y = self.base.linear(tokens, self._operands(), self.bias) + self._delta(tokens, x.shape)
         if self.activation_flag:
             y = self.activation(y)
         return self.base.like(y, x)
 
-    def _delta(self, tokens):
+    def _delta(self, tokens, shape):
         """((dropout(x_k) A_k^T) scale_k) B_k^T of all tokens, [tokens, out]."""
         if self.dropout is not None and self.training:
             tokens = self.dropout(tokens)
         a = self.trained.of(self.mindpet_delta_lora_a)
         b = self.trained.of(self.mindpet_delta_lora_b)
-        low = self.product(self.reshape(tokens, (self.adapters, -1, self.in_channels)), a)
+        low = self.product(self._by_adapter(tokens, shape), a)
         low = self.scale(low, self.cast(self.scales, self.dtype))
-        return self.reshape(self.product(low, b), (-1, self.out_channels))
+        return self._together(self.product(low, b), shape)
+
+    def _by_adapter(self, tokens, shape):
+        """[K, tokens of an adapter, in] of [tokens, in]; ``shape`` is that of the cell's x."""
+        return self.reshape(tokens, (self.adapters, -1, self.in_channels))
+
+    def _together(self, y, shape):
+        """[tokens, out] of [K, tokens of an adapter, out]."""
+        return self.reshape(y, (-1, self.out_channels))
 
     def _operands(self):
         """What x is multiplied by: W in the dtype of the products, or the tensors of a quantized W."""
@@ -108,3 +118,28 @@ class StackedLoRADense(nn.Cell):
             f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
             f"adapters={self.adapters}, largest_rank={self.rank}, compute_dtype={self.dtype}"
         )
+
+
+class StackedLoRAParallelLinear(StackedLoRADense):
+    """StackedLoRADense in the place of a linear cell of an mcore model, whose rows are side by side.
+
+    Inputs:
+        - **x** (Tensor) - Shape [sequence, batch, in_channels]; the second axis holds equal numbers of rows for the K
+          adapters, those of the first one first.
+
+    Outputs:
+        (y, bias), as of LoRAParallelLinear.
+    """
+
+    construct = construct_parallel
+    computed = StackedLoRADense.construct
+
+    def _by_adapter(self, tokens, shape):
+        rows = shape[1] // self.adapters
+        tokens = self.reshape(tokens, (1, shape[0], self.adapters, rows * self.in_channels))
+        return self.reshape(self.swap(tokens, (0, 2, 1, 3)), (self.adapters, -1, self.in_channels))
+
+    def _together(self, y, shape):
+        rows = shape[1] // self.adapters
+        y = self.reshape(y, (1, self.adapters, shape[0], rows * self.out_channels))
+        return self.reshape(self.swap(y, (0, 2, 1, 3)), (-1, self.out_channels))

@@ -141,9 +141,9 @@ def row_lengths(run: YamlRun) -> Sequence[int]:
     if run.takes_shifted_labels:
         # Those of MindFormers' glm4_preprocess.py lack one.
         return length - 1, length
-    # The other legacy models predict each token of a row of N + 1 from those before it.
+    # The other legacy models, and losses of preferences, predict each token of a row of N + 1 from those before it.
     sliced = run.model.get("input_sliced_sig") or run.is_mcore
-    return (length, length + 1) if sliced else (length + 1,)
+    return (length, length + 1) if sliced and run.preference is None else (length + 1,)
 
 
 def _rows_of(data: Optional[Data], first_rows: FirstRows, *columns: str) -> List[Row]:

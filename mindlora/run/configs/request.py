@@ -144,19 +144,14 @@ def check_request(folder: ModelFolder, request: Request) -> None:
             f"--devices is {request.devices}, and MindSpore divides nothing among CPU processes. Use one."
         )
     if request.rows and request.rows.loss:
-        _check_preferences(folder, request, request.rows)
+        _check_preferences(request)
     if request.rows and request.rows.count < request.devices:
         raise ConfigError(
             f"{request.rows.path} has {request.rows.count} rows, too few for {request.devices} devices. Give more data."
         )
 
 
-def _check_preferences(folder: ModelFolder, request: Request, rows: Rows) -> None:
-    if not folder.architecture.legacy:
-        raise ConfigError(
-            f"{rows.path} holds preferences, which MindFormers' legacy models alone learn, and {folder.path} is "
-            f"{folder.architecture.title}. Give rows with labels, or another model."
-        )
+def _check_preferences(request: Request) -> None:
     if request.devices > 1:
         raise ConfigError(
             f"--devices is {request.devices}, and preferences are learned on one device or in data parallel, for which "

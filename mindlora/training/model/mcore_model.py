@@ -85,7 +85,24 @@ def _sum_of(losses):
 
 def gpt_model_of(network: nn.Cell) -> Optional[nn.Cell]:
     """Returns the GPTModel inside a network that MindFormers trains as an mcore model, or None in any other."""
-    return next((cell for _, cell in network.cells_and_names() if _is_gpt_model(cell)), None)
+    return next((cell for _, cell in network.cells_and_names() if is_gpt_model(cell)), None)
+
+
+def replace_loss(model: nn.Cell, loss: nn.Cell, counts_tokens: bool = False) -> None:
+    """Makes ``loss`` the loss of a GPTModel on the labels, in place.
+
+    What it gives is the first of what the model returns; with ``counts_tokens`` it gives sums of losses and numbers of
+    tokens, which are the first two.
+
+    Raises ConfigError if the model predicts several tokens, which it would learn by a loss of its own beside this one.
+    """
+    if model.mtp_process:
+        raise ConfigError(
+            "The model predicts several tokens (num_nextn_predict_layers), which it learns by a loss of labels alone. "
+            "Set model.model_config.num_nextn_predict_layers: 0."
+        )
+    model.loss = loss
+    model.calculate_per_token_loss = counts_tokens
 
 
 def count_tokens(model: nn.Cell) -> bool:
@@ -98,5 +115,6 @@ def count_tokens(model: nn.Cell) -> bool:
     return bool(model.calculate_per_token_loss)
 
 
-def _is_gpt_model(cell) -> bool:
+def is_gpt_model(cell: nn.Cell) -> bool:
+    """Returns whether a cell is MindFormers' GPTModel, which every mcore model has inside."""
     return hasattr(cell, "mtp_process") and hasattr(cell, "calculate_per_token_loss")

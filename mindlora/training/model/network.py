@@ -5,7 +5,7 @@ from typing import Callable, Optional
 from mindformers.core.loss.loss import CrossEntropyLoss
 from mindspore import nn
 
-from mindlora.training.model.mcore_model import count_tokens, gpt_model_of
+from mindlora.training.model.mcore_model import count_tokens, gpt_model_of, is_gpt_model
 
 # Where a cell keeps the network that it is around. _VirtualDatasetCell, which MindFormers puts around the model in the
 # semi-automatic parallel modes, has the second.
@@ -74,18 +74,24 @@ def count_tokens_in_loss(train_network: nn.Cell) -> bool:
 
     The loss of the model is changed in place. Returns False if there is no model inside whose loss counts tokens.
     """
-    mcore = gpt_model_of(train_network)
-    if mcore is not None:
-        return count_tokens(mcore)
-    model = with_cross_entropy(train_network)
+    model = with_loss(train_network)
     if model is None:
         return False
+    if is_gpt_model(model):
+        return count_tokens(model)
     model.loss.calculate_per_token_loss = True
     return True
 
 
-def with_cross_entropy(network: nn.Cell) -> Optional[nn.Cell]:
-    """Returns the legacy model inside a network whose ``loss`` is MindFormers' CrossEntropyLoss, or None."""
+def with_loss(network: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the cell inside a network whose ``loss`` gets the logits of all tokens in training, or None.
+
+    It is a legacy model whose loss is MindFormers' CrossEntropyLoss, or the GPTModel of an mcore model. The loss is
+    called with logits float32 [n, vocabulary], labels int32 [n] and a mask float32 of n elements.
+    """
+    mcore = gpt_model_of(network)
+    if mcore is not None:
+        return mcore
     return innermost(network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
 
 

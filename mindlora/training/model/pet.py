@@ -211,7 +211,7 @@ class MindloraMcoreModel(MindloraModel):
         return outputs.reshape(input_ids.shape + (-1,)), input_ids, mask
 
 
-class MindloraStackModel(MindloraModel):
+class _WithAdapters(MindloraModel):
     """MindloraModel with several adapters, which mindlora-run trains beside each other.
 
     Attributes:
@@ -233,17 +233,27 @@ class MindloraStackModel(MindloraModel):
         self.unchecked = None
         configs = [adapter.config for adapter in adapters]
         self.stack = stack_adapters(base_model, configs, [config.seed for config in configs])
+        self._leave_frozen(self.config.pet_config)
         self._make_lean(base_model)
         for adapter, network in zip(adapters, self.stack.networks):
             logger.info("LoRA by mindlora, adapter %s:\n%s", adapter.name, trainable_summary(network))
         return base_model
 
 
+class MindloraStackModel(_WithAdapters):
+    """MindloraModel with several adapters."""
+
+
+class MindloraMcoreStackModel(_WithAdapters, MindloraMcoreModel):
+    """MindloraMcoreModel with several adapters."""
+
+
 def lora_model(config: PetLoraConfig, base_model: PreTrainedModel) -> MindloraModel:
     """Returns mindlora's wrapper around a model that MindFormers has built."""
+    is_mcore = isinstance(base_model, TrainModelMixin)
     if config.adapters:
-        return MindloraStackModel(config, base_model)
-    return (MindloraMcoreModel if isinstance(base_model, TrainModelMixin) else MindloraModel)(config, base_model)
+        return (MindloraMcoreStackModel if is_mcore else MindloraStackModel)(config, base_model)
+    return (MindloraMcoreModel if is_mcore else MindloraModel)(config, base_model)
 
 
 def register() -> None:

@@ -44,12 +44,7 @@ def check_preference(run: YamlRun) -> Iterator[Finding]:
 
 def _check_model(run: YamlRun, settings: PreferenceSettings) -> Iterator[Finding]:
     if run.is_mcore:
-        yield error(
-            KEY,
-            "use_legacy is False: preference needs the logits of every token, which an mcore model does not give to "
-            "its train step.",
-            "Train a legacy model, such as LlamaForCausalLM.",
-        )
+        yield from _check_mcore(run, settings)
     if run.model_config.get("input_sliced_sig"):
         yield error(
             "model.model_config.input_sliced_sig",
@@ -66,6 +61,25 @@ def _check_model(run: YamlRun, settings: PreferenceSettings) -> Iterator[Finding
             "Compute the reference before training (mindlora reference, precomputed_reference: True), use another "
             "lora_init, or a loss without a reference: simpo, orpo or cpo.",
         )
+
+
+def _check_mcore(run: YamlRun, settings: PreferenceSettings) -> Iterator[Finding]:
+    predicted = run.model.get("num_nextn_predict_layers") or run.model.get("mtp_num_layers")
+    if predicted:
+        yield error(
+            KEY,
+            f"the model has {predicted} layers that predict further tokens, and they learn labels alone.",
+            "Set model.model_config.num_nextn_predict_layers: 0.",
+        )
+    for key in ("hidden_dropout", "attention_dropout"):
+        if run.model.get(key) and settings.kind.uses_reference and not settings.precomputed_reference:
+            yield error(
+                f"model.model_config.{key}",
+                f"model_config.{key} is {run.model[key]}, and the reference, which is computed in the same step, would "
+                "be dropped out too.",
+                "Set it to 0.0, or compute the reference before training (mindlora reference, precomputed_reference: "
+                "True).",
+            )
 
 
 def check_preference_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ from mindspore import Tensor, nn
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.repeated_layers import mark_reference
-from mindlora.training.model.network import base_of, with_cross_entropy
+from mindlora.training.model.mcore_model import is_gpt_model, replace_loss
+from mindlora.training.model.network import base_of, with_loss
 from mindlora.training.preference.loss import PreferenceLoss
 from mindlora.training.preference.reference import reference_network
 from mindlora.training.preference.settings import PreferenceSettings
@@ -43,7 +44,8 @@ class Rewards(nn.Cell):
 class RowLogProbabilities(nn.Cell):
     """The log-probability of each label but the first of rows, which a MindFormers model computes.
 
-    In training the model's own loss is LabelLogProbabilities. In evaluation the model returns logits.
+    In training the model's own loss is LabelLogProbabilities, beside which an mcore model returns other losses: the
+    balance of a frozen router is none of the answers'. In evaluation the model returns logits.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
@@ -56,10 +58,12 @@ class RowLogProbabilities(nn.Cell):
         super().__init__(auto_prefix=False)
         self.network = network
         self.of_labels = of_labels
+        self.returns_others = is_gpt_model(with_loss(network))
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         if self.training:
-            return self.network(input_ids, labels)
+            outputs = self.network(input_ids, labels)
+            return outputs[0] if self.returns_others else outputs
         labels = labels[:, 1:]
         logits, _, mask = self.network(input_ids[:, :-1], labels)
         return self.of_labels(logits.reshape((-1, logits.shape[-1])), labels.reshape((-1,)), mask)
@@ -68,16 +72,19 @@ class RowLogProbabilities(nn.Cell):
 def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> PreferenceLoss:
     """Returns the loss of a MindFormers model on preferences. The loss of the model is replaced in place.
 
-    Raises ConfigError if the model is not a legacy one, whose loss gets the logits of all tokens, or there is no
-    reference.
+    Raises ConfigError if no loss of the model gets the logits of all tokens, or there is no reference.
     """
-    model = with_cross_entropy(network)
+    model = with_loss(network)
     if model is None:
         raise ConfigError(
             f"preference needs the logits of every token, and {type(base_of(network)).__name__} does not give them to "
-            "a CrossEntropyLoss of MindFormers' legacy models. Use a legacy model, such as LlamaForCausalLM."
+            "a CrossEntropyLoss of MindFormers'. Use a model such as LlamaForCausalLM or Qwen3ForCausalLM."
         )
-    model.loss = Rewards() if settings.kind.scores else LabelLogProbabilities(model.loss)
+    loss = Rewards() if settings.kind.scores else LabelLogProbabilities(model.loss)
+    if is_gpt_model(model):
+        replace_loss(model, loss)
+    else:
+        model.loss = loss
     reference = None
     if settings.kind.uses_reference and not settings.precomputed_reference:
         reference = reference_network(network)

@@ -11,13 +11,19 @@ from mindlora.models.lora_config import LoraConfig
 from mindlora.network.apply import apply_lora, freeze_base
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.initial_values import initial_draws
-from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.cells.parallel_linear import LoRAParallelLinear, QLoRAParallelLinear
+from mindlora.network.cells.stacked_dense import StackedLoRADense, StackedLoRAParallelLinear
 from mindlora.network.quantize import quantize_base
 from mindlora.network.quantized.nf4 import QLoRADense
 from mindlora.network.tree import copy_cells, lora_cells, replace_children
 
-# Cells whose adapters can be stacked.
-_STACKED = (LoRADense, QLoRADense)
+# Cells whose adapters can be stacked, and those of which all adapters are.
+_STACKED = {
+    LoRADense: StackedLoRADense,
+    QLoRADense: StackedLoRADense,
+    LoRAParallelLinear: StackedLoRAParallelLinear,
+    QLoRAParallelLinear: StackedLoRAParallelLinear,
+}
 
 
 class Slice(NamedTuple):
@@ -159,9 +165,9 @@ def _stack(network, networks, compute_dtype):
     for name, base in bases.items():
         present = [each.get(name) for each in adapted]
         if any(present):
-            stacked = StackedLoRADense.from_cells(base, present, compute_dtype)
-            path = next(cell.adapter_path for cell in present if cell is not None)
-            cells[path] = replacements[id(base)] = stacked
+            first = next(cell for cell in present if cell is not None)
+            stacked = _STACKED[type(first)].from_cells(base, present, compute_dtype)
+            cells[first.adapter_path] = replacements[id(base)] = stacked
     replace_children(network, replacements)
     return cells
 

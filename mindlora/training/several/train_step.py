@@ -9,7 +9,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.models.names import TRANSIENT
-from mindlora.training.model.network import base_of, with_cross_entropy
+from mindlora.training.model.mcore_model import is_gpt_model, replace_loss
+from mindlora.training.model.network import base_of, with_loss
 from mindlora.training.several.adamw import StackedAdamW
 from mindlora.training.step.packing import install_segment_mask
 from mindlora.training.step.token_gradients import TokenGradients
@@ -52,7 +53,7 @@ class RowsOfAdapters(nn.Cell):
         - **\\*inputs** (Tensor) - [rows, N] each, or [rows, K, N] where each adapter has its own rows.
 
     Outputs:
-        What the network returns for tensors of K rows, those of the first adapter first.
+        The first two tensors that the network returns for K times the rows, those of the first adapter first.
     """
 
     def __init__(self, network: nn.Cell, adapters: int):
@@ -65,13 +66,19 @@ class RowsOfAdapters(nn.Cell):
         for x in inputs:
             rows = ops.tile(x, (self.adapters, 1)) if x.ndim == 2 else ops.swapaxes(x, 0, 1)
             batch += (rows.reshape((-1, x.shape[-1])),)
-        return self.network(*batch)
+        # An mcore model returns other losses beside these, which a dense one has not.
+        outputs = self.network(*batch)
+        return outputs[0], outputs[1]
 
 
 def losses_of_adapters(network: nn.Cell, adapters: int) -> RowsOfAdapters:
     """Returns what computes the losses of K adapters on a batch; the loss of the model is replaced in place."""
-    model = with_cross_entropy(network)
-    model.loss = AdapterLosses(model.loss, adapters)
+    model = with_loss(network)
+    losses = AdapterLosses(model.loss, adapters)
+    if is_gpt_model(model):
+        replace_loss(model, losses, counts_tokens=True)
+    else:
+        model.loss = losses
     return RowsOfAdapters(network, adapters)
 
 

@@ -15,6 +15,7 @@ from mindlora.network.invocation import FIELD, pack_invocations, segment_numbers
 from mindlora.run.checks.data_rows import BOUNDARY
 from mindlora.run.yaml_run import WRAPPER, Data, YamlRun
 from mindlora.training.log import logger
+from mindlora.training.model.mcore_model import gpt_model_of
 from mindlora.training.model.network import base_of, innermost, wrapped_in
 
 # The attention mask of packed rows: no example of a row sees another one.
@@ -30,9 +31,10 @@ class SegmentMask(nn.Cell):
     if the causal mask lets it and ``segment[i] == segment[j]``: a block-diagonal mask (Krell et al., 2021). Positions
     need not be counted anew in each example where only their difference matters, as with rotary embeddings.
 
-    ``causal_mask`` is MindFormers' LowerTriangularMaskWithDynamic, or any cell that makes a mask [batch, 1, N, N] from
-    tokens, int32 [batch, N]. In uint8, 1 masks and 0 does not (flash attention); in any other dtype the mask is added
-    to the scores, and -10000 masks. The result has its shape and dtype.
+    ``causal_mask`` is MindFormers' LowerTriangularMaskWithDynamic, CausalMaskGenerate of an mcore model with flash
+    attention, or any cell that makes a mask [batch, 1, N, N] from tokens, int32 [batch, N]. In uint8, 1 masks and 0
+    does not (flash attention); in any other dtype the mask is added to the scores, and -10000 masks. The result has
+    its shape and dtype.
     """
 
     def __init__(self, causal_mask: nn.Cell, boundary: int):
@@ -74,25 +76,26 @@ def boundary_of(data: Data) -> Optional[int]:
 
 
 def install_segment_mask(network: nn.Cell, boundary: int) -> None:
-    """Makes a Llama keep the examples of packed rows apart (see SegmentMask), in place; each begins with ``boundary``.
+    """Makes a model keep the examples of packed rows apart (see SegmentMask), in place; each begins with ``boundary``.
 
-    Raises ConfigError if the model is not a legacy Llama, or a setting keeps it from using a mask made from its tokens.
+    Raises ConfigError if the model is neither a legacy Llama nor an mcore model, or a setting keeps it from using a
+    mask made from its tokens.
     """
-    model = _llama(network)
-    if model is None:
+    masks = _maker_of_masks(network)
+    if masks is None:
         raise ConfigError(
-            f"The data is packed, and the model is a {_name(network)}: only MindFormers' LlamaForCausalLM can keep the "
-            "examples of a row apart. Convert the data without --pack."
+            f"The data is packed, and the model is a {_name(network)}: only MindFormers' LlamaForCausalLM and "
+            "its mcore models can keep the examples of a row apart. Convert the data without --pack."
         )
     settings = [key for key in _WITHOUT_A_MASK if getattr(network.config, key, False)]
-    if model.seq_split_num > 1:
+    if getattr(masks, "seq_split_num", 1) > 1:
         settings.append("parallel_config.seq_split_num")
     if settings:
         raise ConfigError(
             f"The data is packed, and the model sets {', '.join(settings)}: then no mask can keep the examples of a "
             "row apart. Switch it off, or convert the data without --pack."
         )
-    model.casual_mask = SegmentMask(model.casual_mask, boundary)
+    masks.casual_mask = SegmentMask(masks.casual_mask, boundary)
     pack_invocations(network, boundary)
 
 
@@ -121,6 +124,7 @@ def set_boundary(config: MindFormerConfig) -> None:
     boundary = boundary_of(data) if data else None
     if boundary is None:
         return
+    _check_mcore(YamlRun(config))
     if config.model.model_config.use_eod_attn_mask_compression:
         _check_ends(config)
         return
@@ -160,6 +164,27 @@ def check_eval_data(config: MindFormerConfig) -> None:
         )
 
 
+def _check_mcore(run: YamlRun) -> None:
+    """Refuses packed data of ``mindlora data`` where an mcore model gets no mask of its tokens, or a sharded one."""
+    if not run.is_mcore:
+        return
+    settings = [key for key in _WITHOUT_A_MASK if run.model.get(key)]
+    if run.model.get("use_flash_attention") is False:
+        settings.append("use_flash_attention: False")
+    if settings:
+        raise ConfigError(
+            f"The data is packed, and the model sets {', '.join(settings)}: an mcore model keeps the examples of a row "
+            "apart by a mask that it makes of its tokens for flash attention. Remove this, or convert the data without "
+            "--pack."
+        )
+    if not run.accumulates_here:
+        raise ConfigError(
+            f"The data is packed, and parallel.parallel_mode is {run.parallel_mode}: the mask of packed rows is made "
+            "for mcore models alone or in data parallel. Set parallel.parallel_mode: 0, or convert the data without "
+            "--pack."
+        )
+
+
 def _check_ends(config):
     """Checks packed data whose rows say in actual_seq_len where their examples end, for flash attention."""
     if (config.model.model_config.pet_config or {}).get(FIELD):
@@ -181,8 +206,11 @@ def _check_ends(config):
         )
 
 
-def _llama(network):
-    """Returns the LlamaModel inside a network, or None."""
+def _maker_of_masks(network):
+    """Returns the cell in a network that has the causal mask: a LlamaModel, or a part of a GPTModel; or None."""
+    mcore = gpt_model_of(network)
+    if mcore is not None:
+        return mcore.preprocess_labels_and_masks
     return next((cell for _, cell in network.cells_and_names() if isinstance(cell, LlamaModel)), None)
 
 

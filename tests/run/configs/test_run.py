@@ -130,10 +130,13 @@ def test_what_cannot_be_is_refused(asked, said, folder):
         draft(folder, **asked)
 
 
-def test_an_mcore_model_computes_in_float32_on_a_cpu_and_learns_no_preferences(folder):
+def test_an_mcore_model_computes_in_float32_on_a_cpu_and_learns_preferences(folder):
     architecture = replace(folder.architecture, title="Qwen3", legacy=False)
     nodes = model_nodes(replace(folder, architecture=architecture), CPU, 32)
     assert nodes["use_legacy"] is False and nodes["context"] == {"mode": 0, "device_target": "CPU"}
     assert nodes["model"]["model_config"]["compute_dtype"] == "float32"
-    with pytest.raises(ConfigError, match="rows.mindrecord holds preferences, which MindFormers' legacy models alone"):
-        draft(replace(folder, architecture=architecture), device="npu", rows=replace(ROWS, loss="dpo"))
+    model_config = {**folder.model_config, "architectures": ["Qwen3ForCausalLM"]}
+    qwen3 = replace(folder, architecture=architecture, model_config=model_config)
+    made = draft(qwen3, device="npu", rows=replace(ROWS, loss="dpo"))
+    assert made.content["runner_wrapper"]["preference"] == {"loss": "dpo"}
+    assert list(check_preference(YamlRun(made.content))) == []

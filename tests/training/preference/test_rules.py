@@ -25,6 +25,11 @@ def config(preference, **changes):
     }
 
 
+def mcore(**keys):
+    """Changes that make the model an mcore one."""
+    return {"use_legacy": False, "model": {"model_config": {"model_type": "qwen3", "pet_config": {}, **keys}}}
+
+
 def found(yaml):
     return [(finding.severity, finding.key, str(finding)) for finding in check_preference(YamlRun(yaml))]
 
@@ -34,6 +39,8 @@ def test_a_yaml_without_faults():
     assert found(config({"loss": "kto"}, train_dataset={"input_columns": JUDGED})) == []
     assert found({"run_mode": "finetune", "runner_wrapper": {}}) == []
     assert found(config({"loss": "nothing"}, run_mode="predict")) == []
+    assert found(config({}, **mcore())) == []
+    assert found(config({"loss": "simpo"}, **mcore(hidden_dropout=0.1))) == []
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,9 @@ def test_a_yaml_without_faults():
         ({"preference": {"loss": "dpoo"}}, KEY, "loss is 'dpoo'"),
         ({"runner_wrapper": {"type": "MFTrainOneStepCell", "preference": {}}}, KEY, "type is MFTrainOneStepCell"),
         ({"use_parallel": True, "parallel": {"parallel_mode": 1}}, KEY, "parallel.parallel_mode: 0"),
-        ({"use_legacy": False}, KEY, "use_legacy is False"),
+        (mcore(num_nextn_predict_layers=1), KEY, "has 1 layers that predict further tokens"),
+        (mcore(hidden_dropout=0.1), "model.model_config.hidden_dropout", "the reference, .* would be dropped out too"),
+        (mcore(attention_dropout=0.1), "model.model_config.attention_dropout", "precomputed_reference: True"),
         (
             {"train_dataset": {"input_columns": ["input_ids", "labels"]}},
             "train_dataset.input_columns",

@@ -13,6 +13,7 @@ from mindlora.training.preference.reference import reference_network
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.preference.step import preference_loss
 from mindlora.training.step.train_step import LoraTrainOneStepCell
+from tests.support.mcore_networks import scaled, tiny_qwen3, tiny_qwen3_moe, with_adapters
 
 WIDTH = 17
 
@@ -69,6 +70,60 @@ def test_an_adapter_that_is_made_from_the_base_has_no_reference_yet(make_llama, 
     network = adapted(make_llama, lora_init="pissa")
     with pytest.raises(ConfigError, match="takes its part out of the base when training begins"):
         reference_network(network)
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["new", "loaded"])
+def test_the_reference_of_adapters_on_experts_computes_what_the_model_did(random, mindformers, graph_mode):
+    """A Morph would run the cell that was copied."""
+    base = tiny_qwen3_moe(seq_length=WIDTH - 1)
+    targets = {"target_modules": ["linear_proj"], "target_parameters": ["mlp.experts"]}
+    network = with_adapters(base, lora_rank=2, lora_alpha=4, **targets)
+    if random:
+        set_random(network)
+    before = logits(network)
+    reference = reference_network(network)
+    for parameter in network.trainable_params():
+        parameter.set_data(Tensor(np.full(parameter.shape, 0.3, np.float32)))
+    np.testing.assert_allclose(logits(reference), before, rtol=0, atol=1e-5)
+    assert np.abs(logits(network) - before).max() > 0.01
+
+
+def test_a_packed_pair_has_the_loss_that_it_has_in_two_rows_of_an_mcore_model(mindformers, graph_mode):
+    begin, length = 1, 12
+    answers = np.random.default_rng(0).integers(4, 64, (2, length)).astype(np.int32)
+    answers[:, :4] = answers[0, :4]
+    answers[:, 0] = begin
+    single = np.zeros((2, WIDTH + 16), np.int32)
+    single[:, :length] = answers
+    packed = np.zeros((1, WIDTH + 16), np.int32)
+    packed[0, : 2 * length] = answers.reshape(-1)
+    numbers = np.where(np.arange(length) < 4, -1, np.arange(2)[:, None]).astype(np.int32)
+    losses = []
+    for ids in (single, packed):
+        rows = np.full_like(ids, -1)
+        rows[ids > 0] = numbers.reshape(-1)
+        labels = np.where(rows >= 0, ids, -100).astype(np.int32)
+        base = scaled(tiny_qwen3(seq_length=WIDTH + 15), 0.4)
+        network = with_adapters(base, lora_rank=2, lora_alpha=4, target_modules=["linear_proj"])
+        step = LoraTrainOneStepCell(
+            network,
+            nn.Adam(network.trainable_params(), 1e-2),
+            preference={"loss": "dpo"},
+            packed_boundary=begin if len(ids) == 1 else None,
+        )
+        set_random(network)
+        step.set_train()
+        batch = [Tensor(array[None] if len(ids) == 2 else array) for array in (ids, labels, rows)]
+        losses.append(float(step(*batch, Tensor(np.ones((1, 1), np.int32)))[0].asnumpy()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and abs(losses[0] - np.log(2)) > 1e-3
+
+
+def test_an_mcore_model_that_predicts_several_tokens_is_refused():
+    class Several(nn.Cell):
+        mtp_process, calculate_per_token_loss, loss = True, False, None
+
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers: 0"):
+        preference_loss(Several(), preference_settings({"loss": "reward"}))
 
 
 def test_a_model_without_a_loss_over_tokens_is_refused():

@@ -77,6 +77,8 @@ def test_wrong_adapters(adapters, message):
 def test_a_yaml_without_faults():
     assert found(config()) == []
     assert found({"run_mode": "finetune", "optimizer": {"type": "Adam"}}) == []
+    qwen3 = {"model_config": {"model_type": "qwen3", "pet_config": pet_config()}}
+    assert found(config(use_legacy=False, model=qwen3)) == []
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
@@ -137,7 +139,12 @@ def test_data_of_an_adapter(tmp_path):
         ({}, {"use_parallel": True}, "use_parallel", "made for one device"),
         ({}, {"runner_config": {}}, "runner_config.sink_mode", "Set it to False"),
         ({}, {"context": {"mode": 1}}, "context.mode", "in graph mode"),
-        ({}, {"use_legacy": False}, "model", "legacy Llama alone"),
+        (
+            {},
+            {"use_legacy": False, "model": {"model_config": {"model_type": "qwen3_moe", "pet_config": pet_config()}}},
+            "model",
+            "The model is Qwen3MoeForCausalLM, and .* its Qwen3 alone: the loss that balances routed experts",
+        ),
         ({}, {"grouped_lr_schedule": {"default": {}}}, "grouped_lr_schedule", "one learning rate"),
         ({}, {"callbacks": [{"type": "SampleAnswers"}]}, "callbacks.SampleAnswers", "for a run with one adapter"),
         (

@@ -13,6 +13,7 @@ from mindlora.network.cells.initial_values import initial_draws
 from mindlora.network.cells.stacked_dense import StackedLoRADense
 from mindlora.network.tree import lora_cells
 from mindlora.training.several.stack import pull, push, stack_adapters
+from tests.support.mcore_networks import tiny_qwen3
 from tests.support.networks import TinyModel, as_array, randomize
 
 CONFIGS = (
@@ -80,6 +81,26 @@ def test_on_a_base_in_4_bits_each_adapter_computes_what_it_computes_alone():
             expected = as_array(cell(Tensor(rows[4 * number :][:4])))
             found = as_array(both(Tensor(rows)))[4 * number :][:4]
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", [None, "nf4"], ids=["float", "nf4"])
+def test_cells_of_an_mcore_model_take_rows_that_are_side_by_side(base, mindformers, graph_mode):
+    configs = [
+        LoraConfig(lora_rank=rank, target_modules=["linear_proj", "linear_fc2"], quantize_base=base) for rank in (4, 2)
+    ]
+    stack = stack_adapters(tiny_qwen3(), configs)
+    for number, (config, own) in enumerate(zip(configs, stack.networks)):
+        randomize(own.trainable_params(), seed=number)
+        push(stack.slices(number))
+        alone = tiny_qwen3()
+        apply_lora(alone, config)
+        randomize([p for _, cell in lora_cells(alone) for p in cell.lora_parameters()], seed=number)
+        for path, cell in lora_cells(alone):
+            # Two rows of five tokens for each adapter.
+            x = np.random.default_rng(0).normal(size=(5, 4, cell.in_channels)).astype(np.float32)
+            mine = np.ascontiguousarray(x[:, 2 * number :][:, :2])
+            found, expected = as_array(stack.cells[path](Tensor(x))[0]), as_array(cell(Tensor(mine))[0])
+            np.testing.assert_allclose(found[:, 2 * number :][:, :2], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_adapter_is_saved_as_one_that_was_trained_alone(stack, tmp_path):

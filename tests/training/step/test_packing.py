@@ -13,6 +13,7 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.data.packing import Boundary, pack, packed_columns
 from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
+from tests.support.mcore_networks import scaled, tiny_config, tiny_qwen3, with_adapters
 
 BOS, EOS, PAD = 1, 2, 3
 LENGTH, SEQUENCE = 32, tiny_runs.SEQUENCE
@@ -55,13 +56,27 @@ def logits_of(network, rows, boundary, count):
 
 @pytest.mark.parametrize("kind", BOUNDARIES)
 def test_an_example_has_the_logits_that_it_has_alone(mode, make_llama, kind):
+    check_logits(make_llama(seq_length=LENGTH, pad_token_id=PAD), kind)
+
+
+@pytest.mark.parametrize("kind", BOUNDARIES)
+def test_an_example_has_the_logits_that_it_has_alone_in_an_mcore_model(mindformers, graph_mode, kind):
+    check_logits(small_qwen3(LENGTH), kind)
+
+
+def small_qwen3(seq_length):
+    """A Qwen3 with adapters that add nothing yet."""
+    base = scaled(tiny_qwen3(seq_length=seq_length, pad_token_id=PAD), 0.4)
+    return with_adapters(base, lora_rank=2, lora_alpha=4, target_modules=["linear_proj"])
+
+
+def check_logits(network, kind):
     from mindlora.training.step.packing import install_segment_mask, installed_boundary
 
     boundary = BOUNDARIES[kind]
     examples = examples_of(boundary)
     alone, packed = single_rows(examples), packed_rows(examples, boundary)
     assert len(packed) < len(alone) / 2
-    network = make_llama(seq_length=LENGTH, pad_token_id=PAD)
     network.set_train(False)
     expected, leaked = (logits_of(network, rows, boundary, len(alone)) for rows in (alone, packed))
     assert installed_boundary(network) is None
@@ -96,10 +111,24 @@ def mean_loss(network, rows):
 
 
 def test_the_loss_of_a_run_is_that_of_the_examples_unpacked(tmp_path, make_llama, pynative_mode):
-    boundary = BOUNDARIES["padding"]
     network = make_llama(seq_length=SEQUENCE, num_layers=1, pad_token_id=PAD, rms_norm_eps=1e-5)
+    check_losses(network, network, tiny_runs.tiny_config, tmp_path)
+
+
+def test_the_loss_of_an_mcore_run_is_that_of_the_examples_unpacked(tmp_path, mindformers, graph_mode):
+    def config(data, epochs, callbacks, **changes):
+        pet = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["linear_proj"]}
+        return tiny_config(data, epochs, callbacks, pet, **changes)
+
+    network = small_qwen3(SEQUENCE)
+    check_losses(network, scaled(tiny_qwen3(), 0.4), config, tmp_path)
+
+
+def check_losses(network, base, tiny_config, tmp_path):
+    """Checks the losses of a run on packed rows against those of a network with this base on the examples alone."""
+    boundary = BOUNDARIES["padding"]
     network.set_train(False)
-    ms.save_checkpoint(network, str(tmp_path / "base.ckpt"))
+    ms.save_checkpoint(base, str(tmp_path / "base.ckpt"))
     files, expected, counts = {}, {}, {}
     for seed, name in enumerate(("train", "held_out")):
         examples = examples_of(boundary, count=30, longest=SEQUENCE + 1, seed=seed)
@@ -107,7 +136,7 @@ def test_the_loss_of_a_run_is_that_of_the_examples_unpacked(tmp_path, make_llama
         write_mindrecord(rows, files[name])
         expected[name], counts[name] = mean_loss(network, single_rows(examples, SEQUENCE)), len(rows)
     assert counts["train"] % 3 == 0
-    config = tiny_runs.tiny_config(
+    config = tiny_config(
         files["train"],
         1,
         [{"type": "HeldOutLoss", "dataset_dir": files["held_out"], "batch_size": 3}],
@@ -213,6 +242,28 @@ def test_preflight_checks_what_flash_attention_is_told(files, tmp_path):
     assert config.runner_wrapper.get("packed_boundary") is None
 
 
+@pytest.mark.parametrize(
+    "model, changes, message",
+    [
+        ({"use_eod_attn_mask_compression": True}, {}, "sets use_eod_attn_mask_compression: an mcore model keeps"),
+        ({"use_flash_attention": False}, {}, "sets use_flash_attention: False: an mcore model keeps"),
+        (
+            {},
+            {"use_parallel": True, "parallel": {"parallel_mode": 1}},
+            "parallel.parallel_mode is 1: the mask of packed rows is made for mcore models alone or in data parallel",
+        ),
+    ],
+)
+def test_mcore_models_that_would_get_no_mask_of_their_tokens(model, changes, message, files):
+    from mindlora.run.yaml_run import YamlRun
+    from mindlora.training.step import packing
+
+    config = tiny_config(files["bos"], 1, [], {"target_modules": "all-linear"}, **changes)
+    config["model"]["model_config"].update(model)
+    with pytest.raises(ConfigError, match=message):
+        packing._check_mcore(YamlRun(config))
+
+
 def test_models_that_make_no_mask_of_their_tokens(make_llama):
     from mindlora.training.step.packing import install_segment_mask
 
@@ -226,7 +277,7 @@ def test_models_that_make_no_mask_of_their_tokens(make_llama):
         install_segment_mask(network, BOS)
     other = Other()
     other.network = Other()
-    with pytest.raises(ConfigError, match="the model is a Other: only MindFormers' LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="the model is a Other: only MindFormers' LlamaForCausalLM and its mcore"):
         install_segment_mask(other, BOS)
 
 

@@ -1,0 +1,65 @@
+"""Several adapters in one run of mindlora-run on one of MindFormers' mcore models: each learns what it learns alone."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mindlora.training.report.history import read_history
+from tests.support import tiny_runs
+from tests.support.mcore_networks import tiny_config
+
+STEPS = 8
+ADAPTERS = {
+    "large": {"lora_rank": 6, "lora_alpha": 9, "seed": 1, "learning_rate": 3.0e-2},
+    "attention": {"target_modules": ["linear_qkv", "linear_proj"], "seed": 2},
+}
+PET = {"lora_rank": 3, "lora_alpha": 6, "target_modules": "all-linear", "lora_dropout": 0.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Output folders: "both" of a run with both adapters, and for each adapter that of a run with it alone."""
+    folder = tmp_path_factory.mktemp("several")
+    tiny_runs.write_data(folder / "data.mindrecord", 16)
+    tiny_runs.write_data(folder / "held_out.mindrecord", 6, seed=1)
+    start(folder, "both", {**PET, "adapters": [{"name": name, **own} for name, own in ADAPTERS.items()]})
+    for name, own in ADAPTERS.items():
+        own = dict(own)
+        rate = own.pop("learning_rate", None)
+        start(folder, name, {**PET, **own}, rate)
+    return folder
+
+
+def start(folder, name, pet, rate=None):
+    callbacks = [
+        {"type": "HeldOutLoss", "dataset_dir": str(folder / "held_out.mindrecord"), "every_steps": 4, "batch_size": 2},
+        {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 2},
+    ]
+    config = tiny_config(str(folder / "data.mindrecord"), 4, callbacks, pet)
+    config["runner_config"]["gradient_accumulation_steps"] = 2
+    config["lr_schedule"]["learning_rate"] = rate or 1e-2
+    result = tiny_runs.launch(config, folder / name)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def test_the_adapters_are_compared_on_one_page(folder):
+    comparison = json.loads((folder / "both" / "comparison.json").read_text(encoding="utf-8"))
+    assert all(name in json.dumps(comparison) for name in ADAPTERS) and (folder / "both" / "comparison.html").exists()
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_learns_what_it_learns_alone(folder, name):
+    together, alone = read_history(str(folder / "both" / name)), read_history(str(folder / name))
+    for series in ("loss", "held_out_loss"):
+        found, expected = (history.series(series)[1] for history in (together, alone))
+        assert len(expected) == (STEPS if series == "loss" else 2) and expected[-1] < expected[0] - 1e-3
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    states = [
+        load_file(output / "lora_checkpoint" / f"step_{STEPS}" / "adapter_model.safetensors")
+        for output in (folder / "both" / name, folder / name)
+    ]
+    assert states[0].keys() == states[1].keys() and states[0]
+    for key, array in states[1].items():
+        np.testing.assert_allclose(states[0][key], array, rtol=0, atol=2e-5 * np.abs(array).max(), err_msg=key)
