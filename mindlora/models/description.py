@@ -4,6 +4,7 @@ import dataclasses
 from typing import Dict, Mapping, NamedTuple, Tuple
 
 from mindlora.core.numerics.pair_shapes import EMBEDDING, EXPERTS, LINEAR, PairLayout
+from mindlora.models import names
 from mindlora.models.architectures.architecture import LEGACY, MCORE, Architecture, ParameterSize
 
 # The dtype in which 4-bit values are stored, two of them in one.
@@ -13,10 +14,6 @@ NOT_QUANTIZED_SHARDED = (
 )
 SHARDED_EMBEDDING = (
     "The embedding is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules."
-)
-TIED_HEAD = (
-    "The output layer has no weight of its own: it multiplies by the embedding's (tie_word_embeddings: True). "
-    "Add it to exclude_modules."
 )
 
 
@@ -55,7 +52,7 @@ class AdaptableCell(NamedTuple):
 
     def sharded(self, *bases: str) -> "AdaptableCell":
         """Returns the cell as MindSpore divides it: ``bases`` are SHARDED and, if its weight is divided too, CUT."""
-        if self.layout is EMBEDDING:
+        if self.layout is EMBEDDING and not names.is_mcore(self.prefix):
             return self._replace(refusal=SHARDED_EMBEDDING)
         return self._replace(bases=bases, quantization_refusal=NOT_QUANTIZED_SHARDED)
 
@@ -92,20 +89,16 @@ def describe_model(architecture: Architecture, model_config: dict) -> Descriptio
         ConfigError, TypeError, ValueError, ZeroDivisionError, AttributeError: The sizes cannot be worked out.
     """
     parameters = architecture.parameter_sizes(model_config)
-    mcore = architecture.embedding_table(MCORE) in parameters
-    legacy_table = architecture.embedding_table(LEGACY)
+    world = MCORE if architecture.embedding_table(MCORE) in parameters else LEGACY
     # The names of mcore's parameters leave out the first part of their cells' paths.
-    holder = "model." if mcore else ""
+    holder = "model." if world == MCORE else ""
     cells = {}
-    # Embeddings of mcore models take no adapter.
-    if legacy_table in parameters:
-        embedding = architecture.embedding.mindformers
-        cells[embedding] = AdaptableCell(EMBEDDING, parameters[legacy_table].shape, embedding)
+    table = architecture.embedding_table(world)
+    if table in parameters:
+        embedding = architecture.embedding.under(world)
+        cells[holder + embedding] = AdaptableCell(EMBEDDING, parameters[table].shape, embedding)
     for path, shape in architecture.linear_sizes(model_config).items():
-        cell = AdaptableCell(LINEAR, shape, path)
-        if mcore and cell.weight not in parameters:
-            cell = cell._replace(refusal=TIED_HEAD)
-        cells[holder + path] = cell
+        cells[holder + path] = AdaptableCell(LINEAR, shape, path)
     for name, size in parameters.items():
         for stack in architecture.experts:
             if name.endswith("." + stack.names.mcore):

@@ -8,7 +8,7 @@ from mindlora.models.description import AdaptableCell, Description
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import groups_of
 from mindlora.network.registry import adaptable_types, kind_of, nf4_type_of
-from mindlora.network.tree import Tree, adapter_path, refusal
+from mindlora.network.tree import Tree, adapter_path, refusal, weight_of
 
 
 def describe(tree: Tree, config: LoraConfig) -> Description:
@@ -16,7 +16,8 @@ def describe(tree: Tree, config: LoraConfig) -> Description:
     adaptable, types = {}, adaptable_types()
     # MindSpore lists a cell with two parents only once; put_lora finds its other occurrences by identity.
     for path, cell in tree.cells.items():
-        if path and isinstance(cell, types):
+        # Multi-token prediction has embeddings and heads that are handed the model's weights at each call.
+        if path and isinstance(cell, types) and weight_of(cell) is not None:
             adaptable[path] = _described(cell, adapter_path(cell, path), config)
     parameters = {p.name: ParameterSize(tuple(p.shape), str(p.dtype).lower()) for p in tree.parameters()}
     linear = [path for path, cell in adaptable.items() if cell.layout is LINEAR]

@@ -11,6 +11,7 @@ from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.embedding import LoRAEmbedding
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.linear_base import parallel_linear_types, pynative_linear_types
+from mindlora.network.cells.parallel_embedding import LoRAParallelEmbedding
 from mindlora.network.cells.parallel_linear import (
     LoRAParallelLinear,
     NF4ParallelLinear,
@@ -47,6 +48,7 @@ KINDS = (
     *LINEAR_VARIANTS,
     LoRADense,  # nn.Dense and MindFormers' Linear
     QLoRADense,  # NF4Dense
+    LoRAParallelEmbedding,  # VocabParallelEmbedding of MindFormers' mcore models
     LoRAEmbedding,  # nn.Embedding and MindFormers' LlamaEmbedding
     LoRAConv2d,  # nn.Conv2d
     LoRAMintConv2d,  # mint.nn.Conv2d

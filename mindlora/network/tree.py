@@ -6,7 +6,9 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 from mindspore import Generator, Parameter, Tensor, nn
 
 from mindlora.core.errors import UnsupportedCellError
+from mindlora.models.architectures.architecture import within_mcore
 from mindlora.network.cells.cell import WEIGHTS, LoRACell
+from mindlora.network.cells.linear_base import parallel_linear_types
 from mindlora.network.cells.routed_experts import RoutedExperts, cells_and_weights
 
 
@@ -14,7 +16,8 @@ class Tree:
     """A network as one walk finds it, for what asks several things of it. After cells are replaced, it is another one.
 
     Attributes:
-        network (nn.Cell): The network.
+        network (nn.Cell): The network. An output layer of an mcore model that has no weight, and is handed the table of
+            the embedding at each call (tie_word_embeddings: True), is given it as its weight.
         modules (dict): Path -> cell, as MindSpore lists them: a cell with two parents once.
         cells (dict): The same, with the stacked weights of routed experts as cells of their own.
     """
@@ -22,6 +25,7 @@ class Tree:
     def __init__(self, network: nn.Cell):
         self.network = network
         self.modules: Dict[str, nn.Cell] = dict(network.cells_and_names())
+        _give_heads_their_tables(self.modules.values())
         self.cells = cells_and_weights(self.modules)
 
     def parameters(self) -> List[Parameter]:
@@ -34,6 +38,15 @@ class Tree:
     def adapted(self) -> Dict[str, LoRACell]:
         """Returns the cells with an adapter, by adapter path (see lora_cells)."""
         return {cell.adapter_path: cell for cell in self.modules.values() if isinstance(cell, LoRACell)}
+
+
+def _give_heads_their_tables(modules):
+    for model in modules:
+        if not getattr(model, "share_embeddings_and_output_weights", False):
+            continue
+        head = model.output_layer
+        if isinstance(head, parallel_linear_types()) and head.weight is None:
+            head.weight = model.embedding.word_embeddings.weight
 
 
 # Copies of the cells of a network that share its parameters, so that what they hold is in memory once.
@@ -64,15 +77,13 @@ def copy_cells(network: nn.Cell, own: Optional[Mapping[int, Parameter]] = None) 
     return copied, copies
 
 
-def weight_of(cell: nn.Cell) -> Parameter:
-    """Returns the base's weight of a cell that carries an adapter or can carry one."""
-    return next(getattr(cell, name) for name in WEIGHTS if hasattr(cell, name))
+def weight_of(cell: nn.Cell) -> Optional[Parameter]:
+    """Returns the base's weight of a cell that carries an adapter or can carry one; None if it has none of its own."""
+    return next((getattr(cell, name) for name in WEIGHTS if hasattr(cell, name)), None)
 
 
 def adapter_path(cell: nn.Cell, path: str) -> str:
     """Returns the prefix of a cell's parameters: its path, or a longer or a shorter one."""
-    if weight_of(cell) is None:
-        return path  # mcore's output layer with tied embeddings
     weight = weight_of(cell).name
     prefix, _, name = weight.rpartition(".")
     if name == path.rpartition(".")[2]:
@@ -80,7 +91,8 @@ def adapter_path(cell: nn.Cell, path: str) -> str:
         prefix, name = weight, WEIGHTS[0]
     # MindFormers' mcore models leave the first part of the path, "model.", out of the names of their parameters.
     same = prefix == path or prefix.endswith("." + path) or ("." + path).endswith(".model." + prefix)
-    return prefix if name in WEIGHTS and same else path
+    # A head's weight may be the embedding's.
+    return prefix if name in WEIGHTS and same else within_mcore(path)
 
 
 def refusal(check: Callable[..., None], *arguments: object) -> str:

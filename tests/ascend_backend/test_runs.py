@@ -49,6 +49,16 @@ ANSWERING = callbacks(
 QLORA = "configs/llama2/qlora_llama2_7b.yaml"
 ONE_STAGE_PER_HALF = {"model.model_config.num_layers": 2, **parallel(1, 4, 2)}
 
+# The README of MindFormers' Qwen3.
+DOCUMENTED_BY_MINDFORMERS = {
+    f"{PET}.target_modules": ".*word_embeddings|.*linear_qkv|.*linear_proj|.*linear_fc1|.*linear_fc2",
+    f"{PET}.lora_a_init": "normal",
+    f"{PET}.lora_b_init": "zeros",
+    f"{PET}.lora_dropout": 0.1,
+    f"{PET}.freeze_include": ["*"],
+    f"{PET}.freeze_exclude": ["*lora*"],
+}
+
 CLASSIFIER = {"model.arch.type": "LlamaForSequenceClassification", "model.model_config.num_labels": 2}
 PREFERENCE = {
     "runner_wrapper.preference": {"loss": "dpo"},
@@ -103,6 +113,38 @@ TRAINED = {
     ),
     "qwen3, context and sequence parallel": Row(
         QWEN3, ranks=8, rows=4, keys=parallel(2, 2, context_parallel=2, use_seq_parallel=True), always=True
+    ),
+    "qwen3, its embedding": Row(
+        QWEN3,
+        ranks=8,
+        rows=4,
+        keys={**DOCUMENTED_BY_MINDFORMERS, **parallel(2, 2, context_parallel=2, use_seq_parallel=True)},
+        always=True,
+    ),
+    "qwen3, its embedding without sequence parallel": Row(
+        QWEN3, ranks=8, rows=8, keys={**DOCUMENTED_BY_MINDFORMERS, **parallel(4, 2)}
+    ),
+    "qwen3, its embedding and its tied head": Row(
+        QWEN3,
+        ranks=8,
+        rows=8,
+        keys={
+            "model.model_config.tie_word_embeddings": True,
+            f"{PET}.target_modules": ["embed_tokens", "lm_head"],
+            **parallel(4, 2),
+        },
+    ),
+    "qwen3, its embedding and its tied head in a pipeline": Row(
+        QWEN3,
+        ranks=8,
+        rank=7,
+        rows=8,
+        keys={
+            "model.model_config.tie_word_embeddings": True,
+            "model.model_config.num_hidden_layers": 2,
+            f"{PET}.target_modules": ["embed_tokens", "lm_head"],
+            **parallel(2, 2, 2),
+        },
     ),
     "qwen3, a pipeline": Row(
         QWEN3, ranks=8, rank=7, rows=8, keys={"model.model_config.num_hidden_layers": 2, **parallel(2, 2, 2)}

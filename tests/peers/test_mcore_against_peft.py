@@ -6,51 +6,67 @@ import pytest
 from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
+from mindlora.files.base.merge import merge_checkpoint
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import TINY, save_for_transformers, tiny_qwen3, tokens
 from tests.support.networks import randomize
 
-LAYERS, IDS = 2, tokens(rows=1)
+LAYERS, IDS, TOLERANCE = 2, tokens(rows=1), 2e-5
 
 
-@pytest.fixture(scope="module")
-def network(mindformers):
-    """A Qwen3 of two layers on which an adapter can be put, in evaluation mode."""
+# Name -> whether the model has one table for embedding and output layer, and what gets an adapter.
+ADAPTERS = {
+    "linear cells": (False, {"target_modules": "all-linear", "modules_to_save": ["norm"]}),
+    "embedding": (False, {"target_modules": ".*word_embeddings|.*linear_qkv"}),
+    "embedding and head": (False, {"target_modules": ["embed_tokens", "lm_head"]}),
+    "tied head": (True, {"target_modules": ["lm_head", "linear_fc1"]}),
+    "tied embedding": (True, {"target_modules": ["embed_tokens"]}),
+    "tied embedding and head": (True, {"target_modules": ["embed_tokens", "lm_head", "linear_proj"]}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_graph_mode(mindformers):
     before = ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
-    yield tiny_qwen3(num_hidden_layers=LAYERS).set_train(False)
+    yield
     ms.set_context(mode=before)
 
 
-@pytest.fixture(scope="module")
-def base(network, tmp_path_factory):
-    """The same model as a folder of transformers, converted by mindlora."""
-    return save_for_transformers(network, tmp_path_factory.mktemp("qwen3"))
+def qwen3(tied):
+    """Returns a Qwen3 of two layers on which an adapter can be put, in evaluation mode."""
+    return tiny_qwen3(num_hidden_layers=LAYERS, tie_word_embeddings=tied).set_train(False)
 
 
 @pytest.fixture(scope="module")
-def judged(peer, base, tmp_path_factory):
-    """Returns a function that returns PEFT's logits of IDS [tokens, vocabulary], with an adapter or without one."""
-    folder = tmp_path_factory.mktemp("logits")
-
-    def logits(adapter=None):
-        peer.logits(model=base, ids=IDS.tolist(), path=folder / "logits.npy", adapter=adapter)
-        return np.load(folder / "logits.npy").reshape(-1, TINY["vocab_size"])
-
-    return logits
+def bases(mindformers, tmp_path_factory):
+    """The same model as folders of transformers, converted by mindlora: whether it is tied -> folder."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    return {
+        tied: save_for_transformers(qwen3(tied), folder / str(tied), tie_word_embeddings=tied) for tied in (False, True)
+    }
 
 
-def test_peft_gives_the_same_logits(network, judged, tmp_path):
-    config = LoraConfig(target_modules="all-linear", lora_rank=4, lora_alpha=8, modules_to_save=["norm"])
-    apply_lora(network, config)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_peft_gives_the_same_logits(name, bases, peer, tmp_path):
+    tied, targets = ADAPTERS[name]
+    network = qwen3(tied)
+    # A small scale: logits of some 10, of which float32 has five digits after the point.
+    apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=0.8, **targets))
     randomize([p for _, cell in lora_cells(network) for p in cell.lora_parameters()], seed=1)
     ours = network(Tensor(IDS)).asnumpy()
     save_lora(network, tmp_path / "adapter")
-    theirs = judged(tmp_path / "adapter")
-    assert np.abs(theirs - judged()).max() > 1
-    # MindFormers computes attention in float16, whatever compute_dtype is.
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-3 * np.abs(theirs).max())
-    other = tiny_qwen3(num_hidden_layers=LAYERS)
+    merge_checkpoint(str(bases[tied]), str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    judged = {}
+    for model, adapter in ((bases[tied], tmp_path / "adapter"), (tmp_path / "merged", None), (bases[tied], None)):
+        path = tmp_path / f"{len(judged)}.npy"
+        peer.logits(model=model, ids=IDS.tolist(), path=path, adapter=adapter)
+        judged[len(judged)] = np.load(path).reshape(-1, TINY["vocab_size"])
+    theirs, merged, plain = judged.values()
+    assert np.abs(theirs - plain).max() > 0.1
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(merged, theirs, rtol=0, atol=TOLERANCE)
+    other = qwen3(tied)
     load_lora(other, tmp_path / "adapter")
     pairs = {path: cell.pair() for path, cell in lora_cells(network)}
     assert all(np.array_equal(a, b) for path, cell in lora_cells(other) for a, b in zip(cell.pair(), pairs[path]))

@@ -116,25 +116,18 @@ def save_for_transformers(network, folder, **keys):
 
     from mindlora.files.base.convert import convert_base
 
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    config = {
-        **{key: TINY[key] for key in sizes},
-        "architectures": ["Qwen3ForCausalLM"],
+    model_config = {
+        **TINY,
         "model_type": "qwen3",
         "num_hidden_layers": len(network.model.decoder.layers),
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "pad_token_id": 0,
-        **keys,
+        "tie_word_embeddings": keys.get("tie_word_embeddings", False),
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(arrays(network), str(folder / "mcore.safetensors"))
-    convert_base(str(folder / "mcore.safetensors"), str(folder / "hf"), "mcore", "hf", heads=4, kv_heads=2)
-    (folder / "hf" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    parts = {"heads": 4, "kv_heads": 2, "model_config": model_config}
+    convert_base(str(folder / "mcore.safetensors"), str(folder / "hf"), "mcore", "hf", **parts)
+    path = folder / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **keys}), encoding="utf-8")
     return folder / "hf"
 
 

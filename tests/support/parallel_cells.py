@@ -1,5 +1,8 @@
-"""Linear cells of MindFormers' mcore models by themselves, for the tests of what carries an adapter there."""
+"""Cells of MindFormers' mcore models by themselves, for the tests of what carries an adapter there."""
 
+import contextlib
+
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
@@ -64,3 +67,47 @@ def linear(x, cell):
     """Returns x W^T + bias in NumPy."""
     y = x.astype(np.float64) @ cell.weight.asnumpy().T
     return y if cell.bias is None else y + cell.bias.asnumpy()
+
+
+# Sharding -------------------------------------------------------------------------------------------------------
+
+
+def layouts(operator):
+    """Returns how an operator's inputs are sharded: for each, the number of parts along each axis."""
+    found = []
+    for layout in operator.attrs["in_layout"]:
+        sizes = layout["device_matrix"]
+        axes = [axis if isinstance(axis, tuple) else (axis,) for axis in layout["tensor_map"]]
+        found.append(tuple(int(np.prod([1 if a == -1 else sizes[len(sizes) - 1 - a] for a in axis])) for axis in axes))
+    return found
+
+
+@contextlib.contextmanager
+def eight_devices(monkeypatch, data=2, context=2, model=2):
+    """Two data-parallel groups, two parts of the sequence, two of each weight, or as said, in name; yields a config."""
+    from mindformers.parallel_core.training_graph import device_matrix
+
+    config = transformer_config(
+        data_parallel_size=data, context_parallel_size=context, tensor_model_parallel_size=model, num_attention_heads=2
+    )
+    for name in ("_layout", "_layout_type", "_config"):
+        monkeypatch.setattr(device_matrix.layout, name, None)
+    device_matrix.layout.init_layout(config)
+    monkeypatch.setattr(layers(), "ModelCommProcessGroups", FakeGroups)
+    monkeypatch.setattr(layers(), "get_rank", lambda: 0)
+    monkeypatch.setattr(layers(), "get_tp_group_name", lambda rank, parts: "hccl_world_group")
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=8, global_rank=0)
+    try:
+        yield config
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+class FakeGroups:
+    """Stands for the process groups that MindFormers makes in a run."""
+
+    @classmethod
+    def use_parallel_state_groups(cls, required_groups):
+        groups = cls()
+        groups.tp = type("Group", (), {"group": "hccl_world_group"})
+        return groups

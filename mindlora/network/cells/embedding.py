@@ -11,8 +11,9 @@ from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.pair_shapes import EMBEDDING
 from mindlora.models.description import SHARDED_EMBEDDING
 from mindlora.models.lora_config import LoraConfig
-from mindlora.network.cells.cell import LoRACell, refuse_own_forward, refuse_unsupported
+from mindlora.network.cells.cell import WEIGHTS, LoRACell, refuse_own_forward, refuse_unsupported
 from mindlora.network.cells.initial_values import initial_value
+from mindlora.network.cells.linear_base import parallel_layers
 from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.tree import weight_of
 
@@ -46,7 +47,7 @@ class LoRAEmbedding(LoRACell):
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         kind = type(cell).__name__
-        refuse_own_forward(cell, embedding_types(), "LoRAEmbedding")
+        refuse_own_forward(cell, embedding_types(), cls.__name__)
         if getattr(cell, "use_one_hot", False):
             raise UnsupportedCellError(
                 f"{kind} multiplies one-hot vectors, which LoRAEmbedding does not. Set use_one_hot: False."
@@ -62,7 +63,7 @@ class LoRAEmbedding(LoRACell):
     def _adopt(self, cell, config):
         self.weight = weight_of(cell)
         # An output head that shares the table reads it under its own name.
-        setattr(self, "embedding_table" if isinstance(cell, nn.Embedding) else "embedding_weight", self.weight)
+        setattr(self, next(name for name in WEIGHTS if hasattr(cell, name)), self.weight)
         self.in_channels, self.out_channels = self.weight.shape
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else self.weight.dtype
         self.flattens = getattr(cell, "rmsnorm_compute_2d", False)
@@ -107,13 +108,23 @@ def embedding_types() -> Tuple[type, ...]:
     return (nn.Embedding, layers.LlamaEmbedding) if layers else (nn.Embedding,)
 
 
+def parallel_embedding_types() -> Tuple[type, ...]:
+    """Returns the class of embeddings of MindFormers' mcore models, if it is imported."""
+    layers = parallel_layers()
+    return (layers.VocabParallelEmbedding,) if layers else ()
+
+
 def only_embedding(network: nn.Cell, field: str, purpose: str) -> nn.Cell:
     """Returns the one input embedding of a network, with or without an adapter.
 
     Raises UnsupportedCellError, which says what ``field`` of LoraConfig does at the embedding, if there is not one.
     """
-    kinds = (LoRAEmbedding, *embedding_types())
-    embeddings: Dict[str, nn.Cell] = {path: cell for path, cell in network.cells_and_names() if isinstance(cell, kinds)}
+    kinds = (LoRAEmbedding, *embedding_types(), *parallel_embedding_types())
+    embeddings: Dict[str, nn.Cell] = {
+        path: cell
+        for path, cell in network.cells_and_names()
+        if isinstance(cell, kinds) and weight_of(cell) is not None
+    }
     if len(embeddings) != 1:
         raise UnsupportedCellError(
             f"{field} {purpose} the one embedding of a network, but {type(network).__name__} has {len(embeddings)}: "

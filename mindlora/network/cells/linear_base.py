@@ -16,7 +16,7 @@ from mindspore.common import dtype as mstype
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.nf4 import TENSOR_NAMES
 from mindlora.core.yaml_file import SHARDING_MODES
-from mindlora.models.description import TIED_HEAD, expert_refusal
+from mindlora.models.description import expert_refusal
 from mindlora.models.variants.variant import CUT, SHARDED
 from mindlora.network.cells.cell import LoRACell, refuse_own_forward
 from mindlora.network.cells.low_rank import LowRankPicks, pick_low_rank
@@ -141,7 +141,10 @@ def check_mindformers_linear(cell: nn.Cell, types: Tuple[type, ...]) -> None:
         )
     refuse_own_forward(cell, types, "the adapter's cell")
     if cell.weight is None:
-        raise UnsupportedCellError(TIED_HEAD)
+        raise UnsupportedCellError(
+            f"{type(cell).__name__} has no weight of its own. Put the adapter on the whole network (apply_lora), in "
+            "which an output layer gets the embedding's table (tie_word_embeddings: True)."
+        )
 
 
 def adopt_linear(target: nn.Cell, cell: nn.Cell, base: LinearBase) -> None:

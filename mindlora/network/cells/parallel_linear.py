@@ -164,7 +164,7 @@ class ShardedBase(ParallelBase):
 
 def construct_parallel(self: nn.Cell, x: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
     """The construct of cells in the place of mcore's: what their ``computed`` gives, and the bias that is not added."""
-    # The network passes a weight only to a cell without one of its own, which check refuses.
+    # The weight that a tied output layer is handed is its own (mindlora.network.tree).
     return self.computed(x), None if self.has_bias else self.bias
 
 
@@ -191,6 +191,7 @@ class LoRAParallelLinear(LoRADense):
 
     Inputs:
         - **x** (Tensor) - Shape [sequence, batch, in_channels].
+        - **weight** (Tensor) - The embedding's table, which a tied output layer is handed. Default: None.
 
     Outputs:
         (y, bias): y of shape [sequence, batch, out_channels] and of the dtype of x; the bias if the caller is to add
@@ -200,9 +201,23 @@ class LoRAParallelLinear(LoRADense):
     """
 
     base_kind = ParallelBase
-    construct = construct_parallel
     # super() in a graph is that of the cell's own class, whichever class the method is of.
     computed = LoRADense.construct
+
+    def _adopt(self, cell, config):
+        super()._adopt(cell, config)
+        # MindSpore sends a table to the stage of a pipeline with the output layer only where the layer is handed it.
+        self.takes_table = is_sharded(cell) and getattr(cell, "skip_weight_param_allocation", False)
+
+    def construct(self, x: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Parameter]]:
+        y = self._with_table(x, weight) if self.takes_table else self.computed(x)
+        return y, None if self.has_bias else self.bias
+
+    def _with_table(self, x, table):
+        tokens = self.base.tokens(x)
+        a, b = self.trained.of(self.mindpet_delta_lora_a), self.trained.of(self.mindpet_delta_lora_b)
+        y = self.base.linear(tokens, (self.cast(table, self.dtype),), self.bias)
+        return self.base.like(self.low_rank.add_to(y, tokens, a, b, self.scale), x)
 
 
 NF4ParallelLinear = on_parallel_linear(NF4Dense)

@@ -102,6 +102,9 @@ class Division:
         ``leaf`` ends the path of its cell, under the legacy model's names; ``part`` is "weight", "bias", "A" or
         "B", or of routed experts "weight1" or "weight2".
         """
+        if leaf == "tok_embeddings" and part == "A":
+            # Only mcore models take an adapter on an embedding that is divided; it is divided as its table is.
+            return 1 if self.whole_vocabulary or shape[1] % self.model else self.model
         if leaf in ("lm_head", "tok_embeddings"):
             return 1 if self.whole_vocabulary or shape[0] % self.model or part in "AB" else self.model
         if leaf in _EXPERTS:

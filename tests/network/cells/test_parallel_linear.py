@@ -23,8 +23,9 @@ from tests.support.parallel_cells import (
     RANK,
     SCALE,
     Outputs,
+    eight_devices,
     inputs,
-    layers,
+    layouts,
     linear,
     parallel_cell,
     transformer_config,
@@ -188,41 +189,10 @@ def test_a_quantized_base_takes_an_adapter_and_is_merged_in_float():
 # Sharding -------------------------------------------------------------------------------------------------------
 
 
-def layouts(operator):
-    """Returns how an operator's inputs are sharded: for each, the number of parts along each axis."""
-    found = []
-    for layout in operator.attrs["in_layout"]:
-        sizes = layout["device_matrix"]
-        axes = [axis if isinstance(axis, tuple) else (axis,) for axis in layout["tensor_map"]]
-        found.append(tuple(int(np.prod([1 if a == -1 else sizes[len(sizes) - 1 - a] for a in axis])) for axis in axes))
-    return found
-
-
 @pytest.fixture
 def on_eight_devices(monkeypatch):
-    """Two data-parallel groups, two parts of the sequence, two of each weight, in name."""
-    from mindformers.parallel_core.training_graph import device_matrix
-
-    config = transformer_config(
-        data_parallel_size=2, context_parallel_size=2, tensor_model_parallel_size=2, num_attention_heads=2
-    )
-    for name in ("_layout", "_layout_type", "_config"):
-        monkeypatch.setattr(device_matrix.layout, name, None)
-    device_matrix.layout.init_layout(config)
-    monkeypatch.setattr(layers(), "ModelCommProcessGroups", FakeGroups)
-    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=8, global_rank=0)
-    yield config
-    ms.reset_auto_parallel_context()
-
-
-class FakeGroups:
-    """Stands for the process groups that MindFormers makes in a run."""
-
-    @classmethod
-    def use_parallel_state_groups(cls, required_groups):
-        groups = cls()
-        groups.tp = type("Group", (), {"group": "hccl_world_group"})
-        return groups
+    with eight_devices(monkeypatch) as config:
+        yield config
 
 
 # Kind -> (layouts of x and A, layouts of the product and B), and of the sum's operands: [sequence, batch, channels].
@@ -277,10 +247,9 @@ def refused(cell, **keys):
 
 
 def test_cells_that_cannot_carry_an_adapter_are_refused():
-    tied = parallel_cell(skip_weight_param_allocation=True)
-    assert refused(tied) == (
-        "The output layer has no weight of its own: it multiplies by the embedding's (tie_word_embeddings: True). "
-        "Add it to exclude_modules."
+    assert refused(parallel_cell(skip_weight_param_allocation=True)) == (
+        "ColumnParallelLinear has no weight of its own. Put the adapter on the whole network (apply_lora), in which an "
+        "output layer gets the embedding's table (tie_word_embeddings: True)."
     )
     assert refused(parallel_cell(transpose_b=False)) == (
         "ColumnParallelLinear keeps its weight as [in_channels, out_channels] (transpose_b False), and the adapter "

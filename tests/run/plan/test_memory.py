@@ -6,7 +6,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.run.plan.alternatives import layouts_of
 from mindlora.run.plan.memory import kv_cache_per_token, memory_of
 from mindlora.run.plan.run import read_run
-from tests.support import moe_networks
+from tests.support import mcore_networks, moe_networks
 from tests.support.planned_runs import LORA, SEVERAL, TINY, adapted, run_of, yaml_of
 
 SHARDED = {"use_parallel": True, "parallel": {"parallel_mode": 1}}
@@ -231,6 +231,18 @@ def test_experts_are_divided_among_devices():
     assert lines(alone)["base"] - lines(shared)["base"] == experts // 2
     with pytest.raises(ConfigError, match="data_parallel x model_parallel 2 by expert_parallel 4"):
         read_run({**yaml, **nodes, "parallel_config": {"data_parallel": 2, "expert_parallel": 4}})
+
+
+def test_the_adapter_of_an_embedding_is_divided_as_its_table_is():
+    pet = {"pet_type": "lora", "lora_rank": 4, "target_modules": ["word_embeddings"]}
+    named = {"model_type": "qwen3", "architectures": "Qwen3ForCausalLM"}
+    model = {**mcore_networks.TINY, **named, "pet_config": pet}
+    step = {"type": "LoraTrainOneStepCell"}
+    yaml = {"run_mode": "finetune", "use_legacy": False, "model": {"model_config": model}, "runner_wrapper": step}
+    nodes = {**SHARDED, "parallel_config": {"model_parallel": 2}}
+    alone, shared = lines(read_run(yaml))["adapter"], lines(read_run({**yaml, **nodes}))["adapter"]
+    vocabulary, hidden = model["vocab_size"], model["hidden_size"]
+    assert (alone, shared) == (4 * 4 * (vocabulary + hidden), 4 * 4 * (vocabulary // 2 + hidden))
 
 
 def test_the_table_of_devices_says_what_cannot_be_divided():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
+from safetensors.numpy import load_file
 
 from mindlora import (
     LoraConfig,
@@ -14,10 +15,10 @@ from mindlora import (
     trainable_summary,
     unmerge_lora,
 )
-from mindlora.core.errors import TargetError, UnsupportedCellError
+from mindlora.core.errors import MergeError, TargetError
 from mindlora.files.adapters import files
 from mindlora.network.tree import lora_cells
-from tests.support.mcore_networks import arrays, filled, tiny_qwen3, train
+from tests.support.mcore_networks import arrays, filled, tiny_deepseek_v3, tiny_qwen3, tokens, train
 
 STEPS = 50
 LAYER = "decoder.layers.0"
@@ -129,20 +130,60 @@ def test_target_modules_take_the_names_of_either_world(names):
     assert set(report.replaced) == {f"model.decoder.layers.0.{end}" for end in ends}
 
 
-def test_some_members_of_a_joined_cell_and_the_embedding_are_refused_by_name():
+def test_some_members_of_a_joined_cell_are_refused_by_name():
     with pytest.raises(
         TargetError, match=r"names q_proj, but here model\.decoder\.layers\.0\.self_attention\.linear_qkv"
     ):
         apply_lora(tiny_qwen3(), LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(TargetError, match="is a VocabParallelEmbedding and not a linear cell"):
-        apply_lora(tiny_qwen3(), LoraConfig(target_modules=["word_embeddings"]))
 
 
-def test_an_output_layer_takes_an_adapter_unless_it_has_the_embeddings_weight():
-    config = LoraConfig(target_modules=["lm_head"])
-    assert apply_lora(tiny_qwen3(), config).replaced == ("model.output_layer",)
-    with pytest.raises(UnsupportedCellError, match="output_layer: The output layer has no weight of its own"):
-        apply_lora(tiny_qwen3(tie_word_embeddings=True), config)
+def test_the_pet_config_of_mindformers_documentation_trains_the_embedding_too():
+    regex = ".*word_embeddings|.*linear_qkv|.*linear_proj|.*linear_fc1|.*linear_fc2"
+    network = tiny_qwen3()
+    config = LoraConfig(
+        target_modules=regex, lora_a_init="normal", lora_b_init="zeros", freeze_include=["*"], freeze_exclude=["*lora*"]
+    )
+    replaced = apply_lora(network, config).replaced
+    assert set(replaced) == {"model.embedding.word_embeddings", *(f"model.{LAYER}.{cell}" for cell in CELLS)}
+    freeze_base(network, config)
+    assert sum("embedding.word_embeddings.mindpet_delta" in p.name for p in network.trainable_params()) == 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_output_layer_train_are_saved_and_come_back(tied, tmp_path):
+    network = tiny_qwen3(tie_word_embeddings=tied)
+    config = LoraConfig(target_modules=["embed_tokens", "lm_head"], lora_rank=3, lora_alpha=6)
+    assert apply_lora(network, config).replaced == ("model.embedding.word_embeddings", "model.output_layer")
+    freeze_base(network)
+    cells = ("embedding.word_embeddings", "output_layer")
+    parts = [f"{cell}.mindpet_delta_lora_{half}" for cell in cells for half in "ab"]
+    assert [p.name for p in network.trainable_params()] == parts
+    before = arrays(network)
+    losses = train(network, 60)
+    assert losses[-5:].mean() < losses[:5].mean() - 0.1
+    for name, array in arrays(network).items():
+        assert np.array_equal(array, before[name]) == (name not in parts), name
+    save_lora(network, tmp_path / "adapter")
+    names = set(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    expected = {f"base_model.model.model.embed_tokens.lora_embedding_{half}" for half in "AB"}
+    assert expected | {f"base_model.model.lm_head.lora_{half}.weight" for half in "AB"} <= names
+    other = tiny_qwen3(tie_word_embeddings=tied)
+    load_lora(other, tmp_path / "adapter")
+    ids = Tensor(tokens())
+    y = network.set_train(False)(ids).asnumpy()
+    assert np.array_equal(other.set_train(False)(ids).asnumpy(), y)
+    if tied:
+        with pytest.raises(MergeError, match="shares its weight with"):
+            merge_lora(network)
+    else:
+        merge_lora(network)
+        np.testing.assert_allclose(network(ids).asnumpy(), y, rtol=0, atol=1e-4)
+
+
+def test_multi_token_prediction_keeps_its_embedding_which_has_no_table_of_its_own():
+    network = tiny_deepseek_v3(num_nextn_predict_layers=1, first_k_dense_replace=1)
+    report = apply_lora(network, LoraConfig(target_modules=".*word_embeddings"))
+    assert report.replaced == ("model.embedding.word_embeddings",)
 
 
 # Saving and loading ---------------------------------------------------------------------------------------------
