@@ -23,6 +23,7 @@ from mindlora.models.variants.registry import PARAMETERS, PYNATIVE_INITIAL, PYNA
 from mindlora.models.variants.variant import SHARDED
 from mindlora.network.cells.cell import refuse_unsupported
 from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
 from mindlora.network.tensors import fill, to_array
@@ -110,6 +111,8 @@ class _OnPyNativeLinear(LoRADense):
     linear_type: Type[nn.Cell]
     # The fingerprint of the base before the change, which is beside a checkpoint and not in it.
     _fingerprint: Optional[dict] = None
+    # Shared by the cells of a model with pet_config.seed.
+    draws = InitialDraws(None)
 
     @classmethod
     def from_cell(
@@ -181,7 +184,8 @@ class _OnPyNativeLinear(LoRADense):
     def reset_parameter(self) -> None:
         """Sets all parameters to their initial values, where MindFormers has made room for them."""
         self.reset_linear()
-        super()._add_adapter(self.config, tuple(self.shared_parts().values()))
+        with self.draws:
+            super()._add_adapter(self.config, tuple(self.shared_parts().values()))
         for name in PYNATIVE_INITIAL.values():
             if hasattr(self, name):
                 fill(getattr(self, name), 0)

@@ -102,7 +102,7 @@ class LoraCheckpoint(TrainerCallback):
 
 # Callbacks that need what graph mode alone has.
 _GRAPH_MODE_ALONE = (
-    *("BaseCheck", "BaseWeights", "LoraInitialization", "AdapterSlices", "ExchangeCheck", "RankBudget"),
+    *("BaseWeights", "AdapterSlices", "ExchangeCheck", "RankBudget"),
     *("Forgetting", "ForgettingBudget", "SampleAnswers", "EachAdapter", "ReferenceCheck"),
 )
 CALLBACKS = tuple(name for name in ORDER if name not in _GRAPH_MODE_ALONE)
@@ -287,8 +287,8 @@ def _how_to_go_on(checkpoint):
     if not checkpoint.enable_save:
         return "MindFormers saved nothing: checkpoint.enable_save is False."
     return (
-        f"MindFormers has saved it in {checkpoint.save_path}. To go on, set checkpoint.load_path to that, and "
-        "no_load_optim: False."
+        f"MindFormers has saved it in {checkpoint.save_path}. To go on, repeat the command of mindlora-run with "
+        "--resume, or set checkpoint.load_path to that, and no_load_optim: False."
     )
 
 

@@ -28,7 +28,6 @@ _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 # Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
 _NOT_YET = (
     "adapters",
-    "seed",
     "alora_invocation_tokens",
     *(variant.field for variant in VARIANTS if not variant.in_pynative),
 )

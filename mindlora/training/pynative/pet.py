@@ -21,6 +21,7 @@ from mindlora.core.mindformers_version import release, require_mindformers
 from mindlora.core.text import listed
 from mindlora.data.mindrecord import first_rows
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.batches import pynative_rows_left_out
 from mindlora.run.checks.finding import refuse
@@ -171,6 +172,9 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         check_quantization(adapters.quantize_base, settings.checkpoint, trainer.world_size)
         report = apply_lora(model, adapters)
         remember(model, adapters)
+        draws = InitialDraws(adapters.seed)
+        for _, cell in lora_cells(model):
+            cell.draws = draws
         configuration.check_same_cells(report.replaced, theirs)
         adapters.variant.check_paths([path for path, _ in lora_cells(model)])
         if adapters.neftune_alpha is not None:
