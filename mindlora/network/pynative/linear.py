@@ -227,6 +227,8 @@ class LoRAPyNativeLinear(_OnPyNativeLinear):
     lora_b: Parameter
 
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        if self.invocation_tokens:
+            return super().construct(input_)
         # Both are slices where the cell is sharded, as MindFormers' forward takes its weight.
         a, b = (self.cast(local(parameter), self.dtype) for parameter in (self.lora_a, self.lora_b))
         x = self.low_rank.drop(self.cast(input_, self.dtype))

@@ -137,6 +137,7 @@ _OTHER_SCALE = "states the scale of the adapter as lora_alpha / lora_rank"
 _NOT_ALONE = {
     **dict.fromkeys(("use_rslora", "rank_pattern", "alpha_pattern"), _OTHER_SCALE),
     "lora_init": "leaves out the base, which lora_init changes",
+    "alora_invocation_tokens": "does not say from which tokens on the adapter acts",
     "modules_to_save": "saves A and B alone",
     "freeze_exclude": "saves A and B alone",
 }

@@ -171,8 +171,8 @@ def _check_beginning(config: Mapping[str, Any], changed: bool, folder: str) -> I
 
 
 def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Finding]:
-    """Yields which settings of the adapter's scale are others than those with which it was trained."""
-    here = _scale(config)
+    """Yields which settings of the adapter's updates are others than those with which it was trained."""
+    here = _updates(config)
     # A manifest is of an adapter whose scale is lora_alpha / lora_rank.
     records = [os.path.join(folder, name) for name in (step_folder.RUN, MANIFEST)]
     record = next(filter(os.path.isfile, records), None)
@@ -180,7 +180,7 @@ def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Findin
         found = f"{folder} does not say with which lora_alpha its adapter was trained; this run takes "
         yield warning("lora_config.lora_alpha", f"{found}{here['lora_alpha']}.", "Check that it is the same.")
         return
-    for key, value in _scale(peft_config.json_object(record)).items():
+    for key, value in _updates(peft_config.json_object(record)).items():
         if value != here[key]:
             yield warning(
                 f"{'lora' if key == 'lora_alpha' else 'pet'}_config.{key}",
@@ -190,8 +190,8 @@ def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Findin
             )
 
 
-def _scale(config: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns the settings by which a YAML, or what was saved of it, scales the adapter; None where it says none."""
+def _updates(config: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns what a YAML, or what was saved of it, says of the adapter's scale and where it acts; None where nothing."""
     lora = config.get("lora_config")
     pet_config = config.get("pet_config") or {}
     return {
@@ -199,6 +199,7 @@ def _scale(config: Mapping[str, Any]) -> Dict[str, Any]:
         "use_rslora": bool(pet_config.get("use_rslora")),
         "rank_pattern": pet_config.get("rank_pattern") or {},
         "alpha_pattern": pet_config.get("alpha_pattern") or {},
+        "alora_invocation_tokens": list(pet_config.get("alora_invocation_tokens") or ()),
     }
 
 

@@ -28,11 +28,13 @@ _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 # Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
 _NOT_YET = (
     "adapters",
-    "alora_invocation_tokens",
     *(variant.field for variant in VARIANTS if not variant.in_pynative),
 )
-# Keys that need whole weights, or all of the model.
-_IN_ONE_PROCESS = ("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude")
+# Keys that need whole weights, all of the model, or all tokens of a row.
+_IN_ONE_PROCESS = (
+    *("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude"),
+    "alora_invocation_tokens",
+)
 
 
 def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pet_config: Mapping) -> PetLoraConfig:

@@ -22,6 +22,7 @@ from mindlora.core.text import listed
 from mindlora.data.mindrecord import first_rows
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.network.cells.initial_values import InitialDraws
+from mindlora.network.invocation import pack_invocations
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.batches import pynative_rows_left_out
 from mindlora.run.checks.finding import refuse
@@ -64,6 +65,7 @@ def keep_examples_apart(model: nn.Cell, settings: Any) -> None:
             "MindFormers' PyNative Trainer. Change that, or convert the data without --pack."
         )
     gpt.casual_mask = SegmentMask(gpt.casual_mask, boundary)
+    pack_invocations(model, boundary)
     logger.info("The training data is packed: token %d begins an example of a row.", boundary)
 
 

@@ -97,6 +97,7 @@ ONE_PROCESS = {
     "adapter_path": "/",
     "lora_init": "pissa",
     "quantize_base": "nf4",
+    "alora_invocation_tokens": [5],
 }
 
 
