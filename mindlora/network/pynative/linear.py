@@ -27,6 +27,7 @@ from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
 from mindlora.network.tensors import fill, to_array
+from mindlora.network.variants.adalora import AdaLoRADense
 from mindlora.network.variants.dora import DoRADense
 from mindlora.network.variants.miss import MiSSDense
 from mindlora.network.variants.vera import VeRADense
@@ -126,8 +127,8 @@ class _OnPyNativeLinear(LoRADense):
         cls.base_kind.check(cell)
         if config and config.variant is not cls.variant:
             raise UnsupportedCellError(
-                f"{config.variant.field} is True, and MindFormers' PyNative models take plain LoRA, DoRA, VeRA and "
-                "MiSS alone. Remove it, or train in graph mode."
+                f"{config.variant.field} is True, and a cell in 4 bits of MindFormers' PyNative models takes plain "
+                "LoRA alone. Remove it, or quantize_base."
             )
 
     def _adopt(self, cell, config):
@@ -267,6 +268,21 @@ class DoRAPyNativeLinear(WholePyNativeLinear, DoRADense):
     """
 
     parameter_names = names_of("A", "B", "magnitude")
+
+
+class AdaLoRAPyNativeLinear(WholePyNativeLinear, AdaLoRADense):
+    """AdaLoRADense for MindFormers' Linear.
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], lora_a [r, in_channels], lora_b [out_channels, r],
+        lambda_lora_b [r].
+
+    Inputs and outputs are those of LoRAPyNativeLinear.
+
+    Source: Zhang et al., AdaLoRA: Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning, 2023.
+    """
+
+    parameter_names = names_of("A", "B", "lambda")
 
 
 class MiSSPyNativeLinear(WholePyNativeLinear, MiSSDense):

@@ -138,6 +138,7 @@ _NOT_ALONE = {
     **dict.fromkeys(("use_rslora", "rank_pattern", "alpha_pattern"), _OTHER_SCALE),
     "lora_init": "leaves out the base, which lora_init changes",
     "alora_invocation_tokens": "does not say from which tokens on the adapter acts",
+    "use_adalora": "leaves out the importance of ranks",
     "modules_to_save": "saves A and B alone",
     "freeze_exclude": "saves A and B alone",
 }

@@ -12,7 +12,7 @@ from mindlora.files.adapters.dialects import peft_config
 from mindlora.files.adapters.dialects.pynative import MANIFEST
 from mindlora.files.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.models.description import Description
-from mindlora.models.variants.registry import LORA, PARTS, PYNATIVE_INITIAL, VARIANTS, of_parts
+from mindlora.models.variants.registry import LORA, PYNATIVE_INITIAL, VARIANTS
 from mindlora.run.checks.finding import Finding, error, warning
 
 _LOAD = "checkpoint.load_path"
@@ -141,7 +141,8 @@ def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -
     pet_config = config.get("pet_config") or {}
     here = next((variant for variant in VARIANTS if pet_config.get(variant.field)), LORA)
     names = {name.rpartition(".")[2] for name in parts}
-    there = of_parts(part.name for part in PARTS.values() if part.pynative in names)
+    # A checkpoint holds the parts of AdaLoRA too, which no file of an adapter does.
+    there = next((variant for variant in VARIANTS if names & {part.pynative for part in variant.parts}), LORA)
     if there is not here:
         variant, advice = (here, "Remove it") if there is LORA else (there, f"Set {there.field}: True")
         found = f"{folder} holds an adapter of {there.name}, and this run trains {here.name}: it would be left out."

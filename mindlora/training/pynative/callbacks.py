@@ -24,7 +24,7 @@ from mindlora.core.yaml_file import value_at
 from mindlora.network.save_load import save_lora
 from mindlora.network.tree import lora_cells
 from mindlora.training.callbacks.common import report_event
-from mindlora.training.callbacks.registry import ORDER, AdapterHealth
+from mindlora.training.callbacks.registry import ORDER, AdapterHealth, RankBudget
 from mindlora.training.log import logger
 from mindlora.training.pynative import callback_states
 from mindlora.training.pynative.initialization import Initialization
@@ -102,7 +102,7 @@ class LoraCheckpoint(TrainerCallback):
 
 # Callbacks that need what graph mode alone has.
 _GRAPH_MODE_ALONE = (
-    *("BaseWeights", "AdapterSlices", "ExchangeCheck", "RankBudget"),
+    *("BaseWeights", "AdapterSlices", "ExchangeCheck"),
     *("Forgetting", "ForgettingBudget", "SampleAnswers", "EachAdapter", "ReferenceCheck"),
 )
 CALLBACKS = tuple(name for name in ORDER if name not in _GRAPH_MODE_ALONE)
@@ -155,7 +155,7 @@ class Callbacks(TrainerCallback):
         self.callbacks = sorted(callbacks, key=lambda callback: ORDER.index(type(callback).__name__))
         self.step = step
         if saver is not None:
-            self.callbacks.append(callback_states.SavedWithStates(saver, self.callbacks[:]))
+            self.callbacks.append(callback_states.SavedWithStates(saver, self.callbacks[:], step))
         self.params = InternalCallbackParam()
         self.context = RunContext(self.params)
 
@@ -208,7 +208,7 @@ class Callbacks(TrainerCallback):
         """Lets the callbacks go on where they were; reports what does not go on so."""
         noise = getattr(getattr(args, "pet_config", None), "neftune_alpha", None)
         warn_about_draws(self.step.network, noise is not None)
-        anew = callback_states.restore(args.checkpoint.load_path, self.callbacks)
+        anew = callback_states.restore(args.checkpoint.load_path, self.callbacks, self.step)
         if anew:
             report_event(
                 self.params,
@@ -238,9 +238,12 @@ def with_callbacks(handler: Callable) -> Callable:
         theirs = [callback for callback in callbacks if callback not in ours]
         if get_world_size() == 1 and (ours or any(lora_cells(model[0]))):
             norms = any(isinstance(callback, AdapterHealth) for callback in ours)
+            step = TrainStep(model[0], optimizer, norms)
+            if step.rank_budget is not None and not any(isinstance(callback, RankBudget) for callback in ours):
+                ours.append(RankBudget())
             saver = next((callback for callback in theirs if isinstance(callback, CheckpointCallback)), None)
             theirs = [callback for callback in theirs if callback is not saver]
-            theirs.append(Callbacks(ours, TrainStep(model[0], optimizer, norms), saver))
+            theirs.append(Callbacks(ours, step, saver))
         # Before all others, which see how the adapters begin.
         return handler(callbacks=[Initialization(), *theirs], model=model, optimizer=optimizer, **others)
 

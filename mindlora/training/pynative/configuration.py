@@ -26,10 +26,7 @@ _INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
 _HERE = "under MindFormers' PyNative Trainer"
 _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 # Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
-_NOT_YET = (
-    "adapters",
-    *(variant.field for variant in VARIANTS if not variant.in_pynative),
-)
+_NOT_YET = ("adapters",)
 # Keys that need whole weights, all of the model, or all tokens of a row.
 _IN_ONE_PROCESS = (
     *("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude"),
@@ -52,12 +49,13 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
     """
     given = {key: value for key, value in pet_config.items() if value is not None}
     variant = next((variant for variant in VARIANTS if given.get(variant.field)), LORA)
-    if variant.field in _NOT_YET:
-        _refuse(variant.field, True)
-    shared = [name for name in _SHARED if not (name == "lora_alpha" and variant.no_scale)]
+    # Field of pet_config -> the same in lora_config.
+    shared = {name: name for name in _SHARED if not (name == "lora_alpha" and variant.no_scale)}
+    if variant.allocates_ranks:
+        shared["init_r"] = shared.pop("lora_rank")
     if "preset" not in given:
-        for name in shared:
-            given.setdefault(name, getattr(lora_config, name))
+        for name, theirs in shared.items():
+            given.setdefault(name, getattr(lora_config, theirs))
     if "preset" not in given:
         _fill_targets(given, selected_paths(model, lora_config))
     if "lora_a_init" not in variant.excludes:
@@ -65,11 +63,11 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
     given.setdefault("param_init_type", variant.pynative_dtype or _dtype_of_parameters(model))
     config = PetLoraConfig.from_pet_config(given)
     _check_supported(config)
-    for name in shared:
-        if getattr(config, name) != getattr(lora_config, name):
+    for name, theirs in shared.items():
+        if getattr(config, name) != getattr(lora_config, theirs):
             raise ConfigError(
-                f"pet_config.{name} is {getattr(config, name)!r} and lora_config.{name} is "
-                f"{getattr(lora_config, name)!r}: MindFormers saves lora_config with the adapter. Write the same into "
+                f"pet_config.{name} is {getattr(config, name)!r} and lora_config.{theirs} is "
+                f"{getattr(lora_config, theirs)!r}: MindFormers saves lora_config with the adapter. Write the same into "
                 "both, or remove it from pet_config."
             )
     return config
@@ -181,12 +179,18 @@ def _check_supported(config: PetLoraConfig) -> None:
             "both say how A and B begin. Remove lora_init, and set lora_rank and lora_alpha of lora_config to those of "
             "the adapter."
         )
+    if config.variant.allocates_ranks and config.adapter_path:
+        raise ConfigError(
+            f"pet_config.{config.variant.field} is True and pet_config.adapter_path is {config.adapter_path!r}: the "
+            f"ranks of a saved adapter are fixed. Remove {config.variant.field}, and set lora_rank and rank_pattern to "
+            "those of the adapter."
+        )
     if get_world_size() > 1:
         _check_several_processes(config)
 
 
 def _check_several_processes(config: PetLoraConfig) -> None:
-    for name in _IN_ONE_PROCESS:
+    for name in (*_IN_ONE_PROCESS, *(variant.field for variant in VARIANTS if variant.allocates_ranks)):
         value = getattr(config, name)
         refused = initializers.changes_base(config.lora_init) if name == "lora_init" else value
         if refused:

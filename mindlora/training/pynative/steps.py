@@ -81,8 +81,14 @@ def with_skipping(optimizer_update: Callable) -> Callable:
         parameters = trainer.optimizer.parameters
         norm = None if step is None else step.before_update(parameters)
         if norm is None:
+            # MindFormers clips them in place, and then lets go of them.
+            gradients = [parameter.grad for parameter in parameters]
+            skipped = getattr(trainer.state, "skipped_steps", 0)
             try:
-                return optimizer_update(trainer)
+                norm = optimizer_update(trainer)
+                if step is not None and getattr(trainer.state, "skipped_steps", 0) == skipped:
+                    step.after_update(gradients)
+                return norm
             except NoGradient:
                 norm = 0.0
                 _count_empty(trainer)

@@ -7,8 +7,11 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.graph.api import _no_grad
 
 from mindlora.core.mindformers_version import require_mindformers
+from mindlora.network.tree import lora_cells
+from mindlora.training.adalora.rank_budget import RankBudget
 from mindlora.training.step.rate_factor import RateFactor
 from mindlora.training.step.train_step import StepRecord
 
@@ -35,6 +38,9 @@ class TrainStep(nn.Cell):
         self.network = model
         self.optimizer = optimizer
         self.records_norms = records_norms
+        self.rank_budget = None
+        if any(cell.variant.allocates_ranks for _, cell in lora_cells(model)):
+            self.rank_budget = RankBudget(model, optimizer.parameters)
         self.rate = None
         self.limits: Optional[Tuple[float, float]] = None
         self.copies_gradients = False
@@ -90,6 +96,8 @@ class TrainStep(nn.Cell):
         self.skipped = not self.tokens
         if self.skipped:
             return 0.0
+        if self.rank_budget is not None:
+            self._regularize(parameters)
         if self.limits is None and not self.records_norms:
             return None
         gradients = {p.name: p.grad.astype("float32") for p in parameters if p.grad is not None}
@@ -102,11 +110,32 @@ class TrainStep(nn.Cell):
         self.skipped = not (within and math.isfinite(loss) and math.isfinite(norm))
         return norm if self.skipped else None
 
+    def _regularize(self, parameters):
+        """Adds the gradient of AdaLoRA's orthogonality term; that of one that is missing is an error later."""
+        if any(parameter.grad is None for parameter in parameters):
+            return
+        with _no_grad():
+            gradients = self.rank_budget.regularized(tuple(p.grad.astype(ms.float32) for p in parameters))
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+
+    def after_update(self, gradients: Sequence[Tensor]) -> None:
+        """Does what follows from the optimizer's update with these gradients: AdaLoRA's importance and masks."""
+        if self.rank_budget is not None:
+            with _no_grad():
+                self.rank_budget(tuple(gradients))
+
     def end(self, loss: float, norm: float, skipped: bool) -> None:
         """Records the step, with the loss and the norm that the Trainer reports; the loss is NaN if no token counts."""
         loss = loss if self.tokens else math.nan
         self.skipped = self.skipped or skipped
         self.record = StepRecord(loss, norm, self.tokens, self.skipped, False, self.learning_rate)
+
+    def state_parameters(self) -> List[Parameter]:
+        """Returns what it has that a run goes on with, besides the model and the optimizer."""
+        if self.rank_budget is None:
+            return []
+        return [*self.rank_budget.sensitivities, *self.rank_budget.uncertainties]
 
     def current_rate(self) -> float:
         """Returns the learning rate of this step, of several groups the first one's."""

@@ -23,7 +23,7 @@ CASES = {
         {"pet_config": {"lora_init": "gaussian"}, "lora_config": {**LORA, "lora_b_std": 0.1}},
         "pet_config.lora_init is 'gaussian' and lora_config.lora_b_std is 0.1: both set the initial values",
     ),
-    "adalora": ({"pet_config": {"use_adalora": True}}, "pet_config.use_adalora is True"),
+    "adapters": ({"pet_config": {"adapters": [{"name": "one"}]}}, "pet_config.adapters is"),
     "vera_on_joined_cells": (
         {"pet_config": {"use_vera": True}},
         "a VeRA adapter of such a cell cannot be saved. Leave them out of target_modules",
@@ -65,8 +65,8 @@ CASES = {
         "The YAML has runner_wrapper, which MindFormers' PyNative Trainer does not read. Remove it",
     ),
     "callbacks": (
-        {"callbacks": [{"type": "SampleAnswers"}, {"type": "RankBudget"}]},
-        "callbacks has SampleAnswers, RankBudget, which mindlora does not carry out",
+        {"callbacks": [{"type": "SampleAnswers"}, {"type": "EachAdapter"}]},
+        "callbacks has SampleAnswers, EachAdapter, which mindlora does not carry out",
     ),
     "unused": (
         {"callbacks": [{"type": "LeaveOut", "cell": "model.decoder.layers.1.self_attention.linear_proj"}]},
@@ -98,6 +98,7 @@ ONE_PROCESS = {
     "lora_init": "pissa",
     "quantize_base": "nf4",
     "alora_invocation_tokens": [5],
+    "use_adalora": True,
 }
 
 
