@@ -101,10 +101,7 @@ class LoraCheckpoint(TrainerCallback):
 # What of a YAML is carried out under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
 
 # Callbacks that need what graph mode alone has.
-_GRAPH_MODE_ALONE = (
-    *("BaseWeights", "AdapterSlices", "ExchangeCheck"),
-    *("Forgetting", "ForgettingBudget", "SampleAnswers", "EachAdapter", "ReferenceCheck"),
-)
+_GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "EachAdapter", "ReferenceCheck")
 CALLBACKS = tuple(name for name in ORDER if name not in _GRAPH_MODE_ALONE)
 # Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
 NODES = {

@@ -12,6 +12,7 @@ from mindspore.graph.api import _no_grad
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.network.tree import lora_cells
 from mindlora.training.adalora.rank_budget import RankBudget
+from mindlora.training.pynative.evaluation import EvaluatedModel
 from mindlora.training.step.rate_factor import RateFactor
 from mindlora.training.step.train_step import StepRecord
 
@@ -50,6 +51,12 @@ class TrainStep(nn.Cell):
     def gpt(self) -> GPTModel:
         """The part of the model that computes the loss."""
         return next(cell for _, cell in self.network.cells_and_names() if isinstance(cell, GPTModel))
+
+    @functools.cached_property
+    def evaluated(self) -> EvaluatedModel:
+        """The model as callbacks call it in evaluation."""
+        # Not a child of this cell, whose parameters it has.
+        return EvaluatedModel(self.network, self.gpt)
 
     def begin(self) -> None:
         """Begins a step."""
