@@ -148,6 +148,10 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
         y = self.base_cell(x, groups)
         return y + self.cast(self.b_product(self.a_product(x, a, groups) * self.scale, b, groups), y.dtype)
 
+    def without_adapter(self, x: Tensor, groups: Tensor) -> Tensor:
+        """Returns what the cell that this one replaced computes."""
+        return self.base_cell(x, groups)
+
     @property
     def holder(self) -> nn.Cell:
         """The cell whose parameters the weight, A and B are."""

@@ -198,6 +198,10 @@ class _OnPyNativeLinear(LoRADense):
         # MindFormers multiplies by a transposed view of W, which a CPU copies at every step.
         return self.base.like(self.base.linear(self.base.tokens(input_), self._operands(), self.bias), input_)
 
+    def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        """Returns what the cell that this one replaced computes."""
+        return self.linear(input_, weight)
+
     def reset_linear(self) -> None:
         """Sets W and bias to their initial values, by MindFormers' Linear."""
         self.linear_type.reset_parameter(self)

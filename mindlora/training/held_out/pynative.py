@@ -7,7 +7,7 @@ from mindspore import Tensor, nn
 from mindlora.training.callbacks.common import register
 from mindlora.training.held_out import held_out_loss
 from mindlora.training.held_out.cells import HeldOutLossCell
-from mindlora.training.model.network import evaluated_model
+from mindlora.training.model.network import evaluated_model, train_step_of
 from mindlora.training.pynative.rows import shifted
 
 
@@ -17,6 +17,9 @@ class HeldOutLoss(held_out_loss.HeldOutLoss):
 
     def make_cell(self, train_network: nn.Cell) -> nn.Cell:
         """Returns what computes the loss of a batch."""
+        step = train_step_of(train_network)
+        if step.preference is not None:
+            return step.preference
         network = evaluated_model(train_network)
         return _Loss(network, network.config.ignore_token_id)
 

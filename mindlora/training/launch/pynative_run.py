@@ -15,7 +15,7 @@ _READ = ("config", "mode", "register_path", "verbose", "resume")
 # Nodes that the Trainer, or mindlora, fills in where a YAML lacks them.
 _NODES = (
     *("checkpoint", "training", "parallelism", "optimizer", "lr_scheduler", "train_dataset", "model", "monitor"),
-    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config"),
+    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config", "preference"),
 )
 
 

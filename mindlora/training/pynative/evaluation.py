@@ -37,6 +37,7 @@ class EvaluatedModel(nn.Cell):
     def __init__(self, network: nn.Cell, gpt: GPTModel):
         super().__init__(auto_prefix=False)
         self.network = network
+        self.gpt = gpt
         self.config = types.SimpleNamespace(
             seq_length=gpt.seq_length,
             pad_token_id=gpt.pad_token_id,

@@ -28,6 +28,7 @@ from mindlora.run.checks.batches import pynative_rows_left_out
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.training.log import logger
+from mindlora.training.preference.settings import PreferenceSettings, preference_settings
 from mindlora.training.pynative import configuration, steps
 from mindlora.training.pynative.callbacks import check_nodes
 from mindlora.training.pynative.checkpoints import check_loaded, check_quantization, quantize_loaded
@@ -173,7 +174,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         adapters = configuration.adapter_configuration(model, config, given)
         check_quantization(adapters.quantize_base, settings.checkpoint, trainer.world_size)
         report = apply_lora(model, adapters)
-        remember(model, adapters)
+        remember(model, adapters, _preference(settings, trainer.world_size))
         draws = InitialDraws(adapters.seed)
         for _, cell in lora_cells(model):
             cell.draws = draws
@@ -184,6 +185,19 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         keep_examples_apart(model, settings)
     model.to_empty = on_current_device(model.to_empty)
     return model
+
+
+def _preference(settings: Any, processes: int) -> Optional[PreferenceSettings]:
+    """Returns what the run learns from preferences; raises ConfigError if it does in several processes."""
+    node = getattr(settings, "preference", None)
+    if node is None:
+        return None
+    if processes > 1:
+        raise ConfigError(
+            f"The YAML has preference, which mindlora carries out in one process under MindFormers' PyNative Trainer, "
+            f"and this run has {processes}. Start one process."
+        )
+    return preference_settings(node.to_dict() if hasattr(node, "to_dict") else node)
 
 
 def with_adapters_of_mindlora(_: Callable) -> Callable:
