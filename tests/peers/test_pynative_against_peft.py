@@ -17,7 +17,9 @@ ADALORA = {"use_adalora": True, "target_r": 2, "tinit": 1, "tfinal": 1}
 
 
 @only_with_pynative_trainer
-@pytest.mark.parametrize("pet_config", [{"use_rslora": True}, {"alora_invocation_tokens": INVOCATION}, ADALORA], ids=str)
+@pytest.mark.parametrize(
+    "pet_config", [{"use_rslora": True}, {"alora_invocation_tokens": INVOCATION}, ADALORA], ids=str
+)
 def test_peft_gives_the_same_logits(peer, tmp_path, pet_config):
     pynative_runs.write_data(tmp_path / "rows.mindrecord", rows=16)
     pynative_runs.write_base(tmp_path / "base", tmp_path / "hf")

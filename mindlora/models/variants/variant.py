@@ -96,7 +96,7 @@ class Variant:
         no_scale (str): Why the scale is 1, and lora_alpha is not for the user to set; empty for a variant with a scale.
         bounded_rank (bool): Whether a rank above the sides of a weight is of no use.
         allocates_ranks (bool): Whether training decides which cells keep how much of their ranks.
-        pynative_dtype (str): The dtype of its parameters under MindFormers' PyNative Trainer; empty for that of the base.
+        pynative_dtype (str): The dtype of its parameters under MindFormers' PyNative Trainer; empty for the base's.
         parts (tuple of Part): What each cell has besides A and B.
         own_pair (bool): Whether each cell has an A and a B of its own, which train. Otherwise they are shared, or
             follow from its parts.

@@ -296,7 +296,9 @@ def check_pynative_labels(config: Mapping[str, Any], first_rows: FirstRows) -> I
             if longest:
                 rows = [_unshifted(row, length, ignored) for row in _rows_of(data, first_rows)]
                 of_model = {**model, "pet_config": config.get("pet_config")}
-                yield from check_invocation_in_rows(where, rows, of_model, ignored, "pet_config.alora_invocation_tokens")
+                yield from check_invocation_in_rows(
+                    where, rows, of_model, ignored, "pet_config.alora_invocation_tokens"
+                )
 
 
 def _unshifted(row: Row, length: int, ignored: int) -> Row:

@@ -144,6 +144,11 @@ _NOT_ALONE = {
     "freeze_exclude": "saves A and B alone",
 }
 _NEW_KEYS = ("save_trainable_only", "base_load_path", "reshard_worker_num")
+# Nodes that the Trainer, or mindlora, fills in where a YAML lacks them.
+NODES = (
+    *("checkpoint", "training", "parallelism", "optimizer", "lr_scheduler", "train_dataset", "model", "monitor"),
+    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config", "preference"),
+)
 # What auto_register names to load mindlora.
 BRIDGE = "pynative_bridge.Adapters"
 # lora_config.lora_rank and lora_alpha where a YAML says nothing.

@@ -192,7 +192,7 @@ def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Findin
 
 
 def _updates(config: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns what a YAML, or what was saved of it, says of the adapter's scale and where it acts; None where nothing."""
+    """Returns what a YAML, or what was saved of it, says of an adapter's scale and of where it acts."""
     lora = config.get("lora_config")
     pet_config = config.get("pet_config") or {}
     return {

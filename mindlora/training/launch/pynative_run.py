@@ -9,14 +9,9 @@ from mindlora.core.formats import step_folder
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.overrides import keys_and_texts, read_value, set_key
 from mindlora.core.yaml_file import read_merged
-from mindlora.run.checks.pynative import is_pynative
+from mindlora.run.checks.pynative import NODES, is_pynative
 
 _READ = ("config", "mode", "register_path", "verbose", "resume")
-# Nodes that the Trainer, or mindlora, fills in where a YAML lacks them.
-_NODES = (
-    *("checkpoint", "training", "parallelism", "optimizer", "lr_scheduler", "train_dataset", "model", "monitor"),
-    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config", "preference"),
-)
 
 
 def is_for_pynative(path: str) -> bool:
@@ -41,7 +36,7 @@ def build_config(args: argparse.Namespace, rest: List[str]) -> Dict[str, Any]:
     _check_flags(args)
     config = read_merged(args.config)
     for key, text in keys_and_texts(rest):
-        set_key(config, key, read_value(text), f"--{key}", create=True, nodes=_NODES)
+        set_key(config, key, read_value(text), f"--{key}", create=True, nodes=NODES)
     check_content(config)
     if args.resume is not None:
         folder = _last_step(config) if args.resume is True else args.resume

@@ -11,17 +11,16 @@ from mindlora.core.errors import ConfigError, UnsupportedCellError
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.numerics import initializers
 from mindlora.core.text import listed
-from mindlora.models.variants.registry import LORA, VARIANTS
+from mindlora.models.variants.registry import VARIANTS
 from mindlora.network.pynative.experts import LEAVES
 from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.run.checks.pynative_adapter import check_agreement, merged, variant_of
 
 require_mindformers("2.0")
 from mindformers.pynative.config.config import LoraConfig as MindFormersLoraConfig  # noqa: E402
 from mindformers.pynative.layers.linear import Linear  # noqa: E402
 from mindformers.pynative.transformers.moe.experts import GroupedMLP  # noqa: E402
 
-# What both nodes say. MindFormers reads lora_config alone, and writes it beside the checkpoints of adapters.
-_SHARED = ("lora_rank", "lora_alpha", "lora_dropout")
 _INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
 _HERE = "under MindFormers' PyNative Trainer"
 _IN_GRAPH_MODE = "Remove it, or train in graph mode."
@@ -47,29 +46,13 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
     Raises:
         ConfigError: A key is wrong, the nodes contradict each other, or a key is for graph mode alone.
     """
-    given = {key: value for key, value in pet_config.items() if value is not None}
-    variant = next((variant for variant in VARIANTS if given.get(variant.field)), LORA)
-    # Field of pet_config -> the same in lora_config.
-    shared = {name: name for name in _SHARED if not (name == "lora_alpha" and variant.no_scale)}
-    if variant.allocates_ranks:
-        shared["init_r"] = shared.pop("lora_rank")
-    if "preset" not in given:
-        for name, theirs in shared.items():
-            given.setdefault(name, getattr(lora_config, theirs))
-    if "preset" not in given:
-        _fill_targets(given, selected_paths(model, lora_config))
-    if "lora_a_init" not in variant.excludes:
+    lora = lora_config.to_dict()
+    given = merged(pet_config, lora, selected_paths(model, lora_config), _dtype_of_parameters(model))
+    if "lora_a_init" not in variant_of(given).excludes:
         _fill_initial_values(given, lora_config)
-    given.setdefault("param_init_type", variant.pynative_dtype or _dtype_of_parameters(model))
     config = PetLoraConfig.from_pet_config(given)
     _check_supported(config)
-    for name, theirs in shared.items():
-        if getattr(config, name) != getattr(lora_config, theirs):
-            raise ConfigError(
-                f"pet_config.{name} is {getattr(config, name)!r} and lora_config.{theirs} is "
-                f"{getattr(lora_config, theirs)!r}: MindFormers saves lora_config with the adapter. Write the same into "
-                "both, or remove it from pet_config."
-            )
+    check_agreement(config, lora)
     return config
 
 
@@ -117,14 +100,6 @@ def check_experts_are_whole(paths: Sequence[str], release: Tuple[int, int], proc
             f"does not shard, and this run has {processes} processes. Add them to lora_config.exclude_layers, or use "
             "MindFormers 2.1."
         )
-
-
-def _fill_targets(given: Dict[str, Any], paths: Sequence[str]) -> None:
-    """Takes the cells of lora_config, without the weights of experts if target_parameters says which of them it is."""
-    if "target_parameters" in given:
-        paths = [path for path in paths if _cell_of(path) == path]
-    if paths:
-        given.setdefault("target_modules", list(paths))
 
 
 def _cell_of(path: str) -> str:

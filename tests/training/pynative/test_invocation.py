@@ -114,4 +114,3 @@ def test_rows_without_its_tokens_and_other_variants_are_refused(messages):
     found = "rows without the tokens [5, 5, 5] of pet_config.alora_invocation_tokens"
     assert found in messages["nowhere"] and "The adapter would learn nothing" in messages["nowhere"]
     assert "alora_invocation_tokens" in messages["dora"] and "use_dora" in messages["dora"]
-

@@ -89,11 +89,7 @@ def messages(folder):
         "packed": ("packed", dpo, {"lora_config": LAST}),
         "nf4": ("pairs", dpo, {"pet_config": {"quantize_base": "nf4"}}),
         "noisy": ("pairs", dpo, {"pet_config": {"neftune_alpha": 5.0}}),
-        "experts": (
-            "pairs",
-            dpo,
-            {"model": pynative_runs.DEEPSEEK_V3, "lora_config": LORA_WITH_EXPERTS, "loaded": {}},
-        ),
+        "experts": ("pairs", dpo, {"model": pynative_runs.DEEPSEEK_V3, "lora_config": LORA_WITH_EXPERTS, "loaded": {}}),
         "unknown_loss": ("pairs", {"loss": "dop"}, {}),
         "reward": ("pairs", {"loss": "reward"}, {}),
         "precomputed": ("pairs", {"precomputed_reference": True}, {}),

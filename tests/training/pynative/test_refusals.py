@@ -97,7 +97,8 @@ ONE_PROCESS = {
     "adapter_path": "/",
     "lora_init": "pissa",
     "quantize_base": "nf4",
-    "alora_invocation_tokens": [5],
+    # A token of the first row.
+    "alora_invocation_tokens": [int(pynative_runs.counting_rows(4)[0][0, 3])],
     "use_adalora": True,
 }
 
@@ -148,7 +149,9 @@ def test_what_needs_one_process_is_refused_in_two(folder, messages):
     given, found = folder / "given.json", folder / "two.json"
     config = pynative_runs.tiny_config("qwen3", folder / "rows.mindrecord", 1)
     config["training"] = {**config["training"], "local_batch_size": 2}
-    given.write_text(json.dumps([{**config, "pet_config": {field: value}} for field, value in ONE_PROCESS.items()]))
+    nodes = [{field: value} for field, value in ONE_PROCESS.items()]
+    nodes[-1]["target_r"] = 2
+    given.write_text(json.dumps([{**config, "pet_config": node} for node in nodes]))
     run_ranks(2, folder, pynative_series.__file__, given, found, trainer="pynative")
     for field, message in zip(ONE_PROCESS, json.loads(found.read_text())):
         assert f"pet_config.{field} is" in message and "in one process" in message and "Remove it" in message
