@@ -5,12 +5,13 @@ import dataclasses
 import os
 import pathlib
 import warnings
-from typing import TYPE_CHECKING, Any, Tuple
+from typing import TYPE_CHECKING, Any, Tuple, Union
 
 from mindlora.cli.verb import Verb, add_command
 
 if TYPE_CHECKING:
     from mindlora.cli.doctor import DoctorReport
+    from mindlora.run.plan.pynative import PynativePlan
     from mindlora.run.plan.report import PlanReport
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
@@ -79,7 +80,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     add_command(parser, _plan)
 
 
-def _plan(arguments: argparse.Namespace) -> "PlanReport":
+def _plan(arguments: argparse.Namespace) -> "Union[PlanReport, PynativePlan]":
     from mindlora.core.errors import ConfigError
     from mindlora.run.plan.report import make_plan
     from mindlora.run.plan.units import parse_memory

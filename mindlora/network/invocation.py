@@ -129,6 +129,26 @@ class InvocationMarker(nn.Cell):
         return ops.depend(self.embedding(ids), written)
 
 
+class InvocationHook:
+    """What InvocationMarker does, as a hook before a PyNative model's embedding, which MindFormers finds by its class.
+
+    The linear cells of such a model get its tokens in the order [N, rows].
+
+    Args:
+        invocation (sequence of int): The invocation tokens.
+        active (Parameter): As in InvocationMarker.
+    """
+
+    def __init__(self, invocation: Sequence[int], active: Parameter):
+        self.mask = InvocationMask(invocation)
+        self.active = active
+
+    def __call__(self, _: nn.Cell, inputs: Sequence[Tensor]) -> None:
+        active = ops.transpose(self.mask(inputs[0]), (1, 0)).reshape((-1,))
+        rest = ops.zeros((_tokens_left(active.shape[0]),), mstype.float32)
+        ops.assign(self.active, ops.concat((active, rest)))
+
+
 def invocation_marker(network: nn.Cell, cells: Mapping[str, LoRACell]) -> Dict[int, nn.Cell]:
     """Lets the new ``cells`` with adapters, by path, act from their invocation tokens on, if they have any.
 
@@ -139,23 +159,27 @@ def invocation_marker(network: nn.Cell, cells: Mapping[str, LoRACell]) -> Dict[i
     invocations = {cell.invocation_tokens for cell in cells.values()} - {()}
     if not invocations:
         return {}
-    others = (*parallel_linear_types(), *pynative_linear_types())
-    refused = [path for path, cell in cells.items() if isinstance(cell.base_cell, others)]
+    refused = [path for path, cell in cells.items() if isinstance(cell.base_cell, parallel_linear_types())]
     if refused:
         raise UnsupportedCellError(
-            f"{FIELD} is set, and {listed(refused)} are cells of MindFormers' mcore or PyNative models, on which "
-            f"adapters act on all tokens alone. Remove {FIELD}, or use a legacy model."
+            f"{FIELD} is set, and {listed(refused)} are cells of MindFormers' mcore models, on which adapters act on "
+            f"all tokens alone. Remove {FIELD}, or use a legacy model."
         )
     embedding = only_embedding(network, FIELD, "finds its tokens at")
     (invocation,) = invocations
     active = Parameter(Tensor(np.zeros(CAPACITY, np.float32)), name="active_tokens", requires_grad=False)
     for cell in cells.values():
         cell.low_rank.read(active)
+    if any(isinstance(cell.base_cell, pynative_linear_types()) for cell in cells.values()):
+        embedding.invocation_hook = InvocationHook(invocation, active)
+        embedding.register_forward_pre_hook(embedding.invocation_hook)
+        return {}
     return {id(embedding): InvocationMarker(embedding, invocation, active)}
 
 
 def pack_invocations(network: nn.Cell, boundary: int) -> None:
     """Tells a network that the rows which it gets are packed: each example begins with the token ``boundary``."""
     for _, cell in network.cells_and_names():
-        if isinstance(cell, InvocationMarker):
-            cell.mask.boundary = boundary
+        marker = cell if isinstance(cell, InvocationMarker) else getattr(cell, "invocation_hook", None)
+        if marker is not None:
+            marker.mask.boundary = boundary

@@ -20,6 +20,7 @@ from mindlora.network.cells.parallel_linear import (
 )
 from mindlora.network.pynative.experts import LoRAPyNativeExpertWeight, PyNativeExpertWeight
 from mindlora.network.pynative.linear import (
+    AdaLoRAPyNativeLinear,
     DoRAPyNativeLinear,
     LoRAPyNativeLinear,
     MiSSPyNativeLinear,
@@ -43,6 +44,7 @@ KINDS = (
     DoRAPyNativeLinear,
     MiSSPyNativeLinear,
     VeRAPyNativeLinear,
+    AdaLoRAPyNativeLinear,
     QLoRAPyNativeLinear,  # NF4PyNativeLinear, which is MindFormers' Linear too
     LoRAPyNativeLinear,  # linear cells of MindFormers' PyNative models
     *LINEAR_VARIANTS,

@@ -1,4 +1,7 @@
-"""mindlora-run on a CPU, with the stand-ins of pynative_cpu and the callbacks of pynative_launcher."""
+"""mindlora-run on a CPU, with the stand-ins of pynative_cpu and the callbacks of pynative_launcher.
+
+With --terminal, it takes its output for one.
+"""
 
 import sys
 
@@ -12,7 +15,11 @@ def main() -> int:
     from tests.support.pynative_launcher import register_callbacks
 
     register_callbacks()
-    return launcher.main()
+    words = sys.argv[1:]
+    if "--terminal" in words:
+        words.remove("--terminal")
+        sys.stdout.isatty = lambda: True
+    return launcher.main(words)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ COMMON = "common.json"
 METADATA = "metadata.json"
 # What mindlora adds to the folder of a step: lora_config and pet_config of the run, and what its callbacks know.
 RUN = "mindlora_run.json"
+# And what a train step has besides the optimizer's state, name -> array.
+ARRAYS = "mindlora_run.npz"
 # What is in COMMON before a run has begun; the trainer reads it beside every checkpoint.
 NEW_RUN = {"epoch_num": 1, "step_num": 0, "global_step": 0, "loss_scale": 1.0, "global_batch_size": 1}
 _STEP = "iteration_"

@@ -27,7 +27,8 @@ class AdaLoRA(Variant):
     zero_part = "lambda"
     in_files = False
     allocates_ranks = True
-    in_pynative = False
+    # Lambda is masked after the optimizer's update, which would take it back from a copy of another dtype.
+    pynative_dtype = "float32"
 
     def kept_ranks(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the triplets whose weight in Lambda is not zero."""

@@ -96,8 +96,7 @@ class Variant:
         no_scale (str): Why the scale is 1, and lora_alpha is not for the user to set; empty for a variant with a scale.
         bounded_rank (bool): Whether a rank above the sides of a weight is of no use.
         allocates_ranks (bool): Whether training decides which cells keep how much of their ranks.
-        in_pynative (bool): Whether it trains under MindFormers' PyNative Trainer.
-        pynative_dtype (str): The dtype of its parameters there; empty for that of the base.
+        pynative_dtype (str): The dtype of its parameters under MindFormers' PyNative Trainer; empty for the base's.
         parts (tuple of Part): What each cell has besides A and B.
         own_pair (bool): Whether each cell has an A and a B of its own, which train. Otherwise they are shared, or
             follow from its parts.
@@ -123,7 +122,6 @@ class Variant:
     no_scale = ""
     bounded_rank = True
     allocates_ranks = False
-    in_pynative = True
     pynative_dtype = ""
     parts: Tuple[Part, ...] = ()
     own_pair = True

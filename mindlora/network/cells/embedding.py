@@ -114,12 +114,18 @@ def parallel_embedding_types() -> Tuple[type, ...]:
     return (layers.VocabParallelEmbedding,) if layers else ()
 
 
+def pynative_embedding_types() -> Tuple[type, ...]:
+    """Returns the class of the embeddings of MindFormers' PyNative models, if it is imported."""
+    module = sys.modules.get("mindformers.pynative.base_models.common.embeddings.vocab_embedding")
+    return (module.VocabEmbedding,) if module else ()
+
+
 def only_embedding(network: nn.Cell, field: str, purpose: str) -> nn.Cell:
     """Returns the one input embedding of a network, with or without an adapter.
 
     Raises UnsupportedCellError, which says what ``field`` of LoraConfig does at the embedding, if there is not one.
     """
-    kinds = (LoRAEmbedding, *embedding_types(), *parallel_embedding_types())
+    kinds = (LoRAEmbedding, *embedding_types(), *parallel_embedding_types(), *pynative_embedding_types())
     embeddings: Dict[str, nn.Cell] = {
         path: cell
         for path, cell in network.cells_and_names()

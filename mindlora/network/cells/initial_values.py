@@ -1,8 +1,7 @@
 """The initial values of A and B when a cell is created."""
 
-import contextlib
 import math
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Tensor
@@ -14,19 +13,26 @@ from mindlora.core.numerics import initializers
 from mindlora.models.lora_config import LoraConfig
 
 
-@contextlib.contextmanager
-def initial_draws(seed: Optional[int]) -> Iterator[None]:
-    """Within, initial values are drawn from ``seed``, and after it as if none had been; None changes nothing."""
-    # MindSpore's initializers take their seeds from NumPy's global generator.
-    if seed is None:
-        yield
-        return
-    before = np.random.get_state()
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        np.random.set_state(before)
+class InitialDraws:
+    """Within, initial values are drawn from ``seed``, and after it as if none had been; None changes nothing.
+
+    Entered again, it goes on where it was: cells that are made one by one draw as those that are made together.
+    """
+
+    def __init__(self, seed: Optional[int]):
+        # MindSpore's initializers take their seeds from NumPy's global generator.
+        self._state = None if seed is None else np.random.RandomState(seed).get_state()
+        self._outside: Any = None
+
+    def __enter__(self) -> None:
+        if self._state is not None:
+            self._outside = np.random.get_state()
+            np.random.set_state(self._state)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._state is not None:
+            self._state = np.random.get_state()
+            np.random.set_state(self._outside)
 
 
 def initial_values(config: LoraConfig, a_shape: Sequence[int], b_shape: Sequence[int]) -> Tuple[Tensor, Tensor]:

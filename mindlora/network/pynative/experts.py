@@ -20,7 +20,7 @@ from mindlora.models.lora_config import LoraConfig
 from mindlora.models.variants.registry import PYNATIVE_PARAMETERS
 from mindlora.network.cells.cell import carry_settings, refuse_own_forward, refuse_unsupported
 from mindlora.network.cells.experts import ExpertWeight, GroupedProduct, LoRAExpertWeight
-from mindlora.network.cells.initial_values import initial_values
+from mindlora.network.cells.initial_values import InitialDraws, initial_values
 from mindlora.network.pynative.linear import local, set_value
 from mindlora.network.tensors import to_array
 
@@ -84,6 +84,9 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
+    # Shared by the cells of a model with pet_config.seed.
+    draws = InitialDraws(None)
+
     @classmethod
     def base_types(cls) -> Tuple[type, ...]:
         return (PyNativeExpertWeight,)
@@ -135,13 +138,19 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
         """Sets all parameters to their initial values, where MindFormers has made room for them."""
         self.base_cell.reset_parameter()
         parts = self.parts()
-        for part, value in self._initial_values(False).items():
+        with self.draws:
+            values = self._initial_values(False)
+        for part, value in values.items():
             set_value(parts[part], value)
 
     def construct(self, x: Tensor, groups: Tensor) -> Tensor:
         a, b = (self.cast(local(parameter), self.dtype) for parameter in self.lora_parameters())
         y = self.base_cell(x, groups)
         return y + self.cast(self.b_product(self.a_product(x, a, groups) * self.scale, b, groups), y.dtype)
+
+    def without_adapter(self, x: Tensor, groups: Tensor) -> Tensor:
+        """Returns what the cell that this one replaced computes."""
+        return self.base_cell(x, groups)
 
     @property
     def holder(self) -> nn.Cell:

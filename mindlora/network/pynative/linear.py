@@ -23,9 +23,11 @@ from mindlora.models.variants.registry import PARAMETERS, PYNATIVE_INITIAL, PYNA
 from mindlora.models.variants.variant import SHARDED
 from mindlora.network.cells.cell import refuse_unsupported
 from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
 from mindlora.network.tensors import fill, to_array
+from mindlora.network.variants.adalora import AdaLoRADense
 from mindlora.network.variants.dora import DoRADense
 from mindlora.network.variants.miss import MiSSDense
 from mindlora.network.variants.vera import VeRADense
@@ -110,6 +112,8 @@ class _OnPyNativeLinear(LoRADense):
     linear_type: Type[nn.Cell]
     # The fingerprint of the base before the change, which is beside a checkpoint and not in it.
     _fingerprint: Optional[dict] = None
+    # Shared by the cells of a model with pet_config.seed.
+    draws = InitialDraws(None)
 
     @classmethod
     def from_cell(
@@ -123,8 +127,8 @@ class _OnPyNativeLinear(LoRADense):
         cls.base_kind.check(cell)
         if config and config.variant is not cls.variant:
             raise UnsupportedCellError(
-                f"{config.variant.field} is True, and MindFormers' PyNative models take plain LoRA, DoRA, VeRA and "
-                "MiSS alone. Remove it, or train in graph mode."
+                f"{config.variant.field} is True, and a cell in 4 bits of MindFormers' PyNative models takes plain "
+                "LoRA alone. Remove it, or quantize_base."
             )
 
     def _adopt(self, cell, config):
@@ -181,7 +185,8 @@ class _OnPyNativeLinear(LoRADense):
     def reset_parameter(self) -> None:
         """Sets all parameters to their initial values, where MindFormers has made room for them."""
         self.reset_linear()
-        super()._add_adapter(self.config, tuple(self.shared_parts().values()))
+        with self.draws:
+            super()._add_adapter(self.config, tuple(self.shared_parts().values()))
         for name in PYNATIVE_INITIAL.values():
             if hasattr(self, name):
                 fill(getattr(self, name), 0)
@@ -192,6 +197,10 @@ class _OnPyNativeLinear(LoRADense):
             return self.linear_type.construct(self, input_, weight)
         # MindFormers multiplies by a transposed view of W, which a CPU copies at every step.
         return self.base.like(self.base.linear(self.base.tokens(input_), self._operands(), self.bias), input_)
+
+    def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        """Returns what the cell that this one replaced computes."""
+        return self.linear(input_, weight)
 
     def reset_linear(self) -> None:
         """Sets W and bias to their initial values, by MindFormers' Linear."""
@@ -223,6 +232,8 @@ class LoRAPyNativeLinear(_OnPyNativeLinear):
     lora_b: Parameter
 
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        if self.invocation_tokens:
+            return super().construct(input_)
         # Both are slices where the cell is sharded, as MindFormers' forward takes its weight.
         a, b = (self.cast(local(parameter), self.dtype) for parameter in (self.lora_a, self.lora_b))
         x = self.low_rank.drop(self.cast(input_, self.dtype))
@@ -261,6 +272,21 @@ class DoRAPyNativeLinear(WholePyNativeLinear, DoRADense):
     """
 
     parameter_names = names_of("A", "B", "magnitude")
+
+
+class AdaLoRAPyNativeLinear(WholePyNativeLinear, AdaLoRADense):
+    """AdaLoRADense for MindFormers' Linear.
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], lora_a [r, in_channels], lora_b [out_channels, r],
+        lambda_lora_b [r].
+
+    Inputs and outputs are those of LoRAPyNativeLinear.
+
+    Source: Zhang et al., AdaLoRA: Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning, 2023.
+    """
+
+    parameter_names = names_of("A", "B", "lambda")
 
 
 class MiSSPyNativeLinear(WholePyNativeLinear, MiSSDense):

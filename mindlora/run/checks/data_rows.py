@@ -284,14 +284,28 @@ def check_labels(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
 
 
 def check_pynative_labels(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Finding]:
-    """Yields what check_labels does, for a YAML of the PyNative trainer."""
+    """Yields what check_rows does of labels and invocation tokens, for a YAML of the PyNative trainer."""
     model = config.get("model") or {}
     length = model.get("seq_length") or 0
     longest = length + 1 if length in COUNT else 0
     train_data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
     for where, data in [("train_dataset", train_data), *YamlRun(config).held_out_data]:
         if data:
-            yield from _find(where, mindrecord_files(data), first_rows, longest, ignore_token_id(model), None)
+            ignored = ignore_token_id(model)
+            yield from _find(where, mindrecord_files(data), first_rows, longest, ignored, None)
+            if longest:
+                rows = [_unshifted(row, length, ignored) for row in _rows_of(data, first_rows)]
+                of_model = {**model, "pet_config": config.get("pet_config")}
+                yield from check_invocation_in_rows(
+                    where, rows, of_model, ignored, "pet_config.alora_invocation_tokens"
+                )
+
+
+def _unshifted(row: Row, length: int, ignored: int) -> Row:
+    """Returns a row with each label at the place of the token that it is."""
+    if "labels" not in row or len(row["input_ids"]) != length:
+        return row
+    return {**row, "labels": np.concatenate([[ignored], row["labels"][:-1]])}
 
 
 def _find(

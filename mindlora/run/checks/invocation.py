@@ -41,9 +41,12 @@ def check_invocation(run: YamlRun) -> Iterator[Finding]:
 
 
 def check_invocation_in_rows(
-    where: str, rows: Sequence[Row], model: Mapping[str, Any], ignored: int
+    where: str, rows: Sequence[Row], model: Mapping[str, Any], ignored: int, key: str = KEY
 ) -> Iterator[Finding]:
-    """Yields that rows of the data lack the invocation tokens, or have nothing to learn behind them."""
+    """Yields that rows of the data lack the invocation tokens, or have nothing to learn behind them.
+
+    ``key`` is where the YAML says the tokens of ``model``'s pet_config.
+    """
     invocation = value_at(model, "pet_config.alora_invocation_tokens")
     if not isinstance(invocation, (list, tuple)) or not invocation:
         return
@@ -60,9 +63,9 @@ def check_invocation_in_rows(
     else:
         way_out = "Name tokens that each row has before its answer."
     if len(idle) == len(rows):
-        yield error(KEY, f"{found}. The adapter would learn nothing.", way_out)
+        yield error(key, f"{found}. The adapter would learn nothing.", way_out)
     else:
-        yield warning(KEY, f"{found}. The adapter learns nothing from these.", way_out)
+        yield warning(key, f"{found}. The adapter learns nothing from these.", way_out)
 
 
 def _acts(row: Row, invocation: List[int], length: int, ignored: int) -> bool:

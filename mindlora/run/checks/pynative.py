@@ -23,6 +23,7 @@ from mindlora.run.checks.finding import Finding, error, errors, note, warning
 from mindlora.run.checks.model import network_of as described
 from mindlora.run.checks.pynative_checkpoint import check_checkpoint
 from mindlora.run.yaml_run import YamlRun, data_of
+from mindlora.training.preference.rules import check_pynative_preference
 
 # Which cells the PyNative trainer puts LoRA on: its search for target_modules, and what MindFormers 2.0 adds to it.
 
@@ -137,10 +138,17 @@ _OTHER_SCALE = "states the scale of the adapter as lora_alpha / lora_rank"
 _NOT_ALONE = {
     **dict.fromkeys(("use_rslora", "rank_pattern", "alpha_pattern"), _OTHER_SCALE),
     "lora_init": "leaves out the base, which lora_init changes",
+    "alora_invocation_tokens": "does not say from which tokens on the adapter acts",
+    "use_adalora": "leaves out the importance of ranks",
     "modules_to_save": "saves A and B alone",
     "freeze_exclude": "saves A and B alone",
 }
 _NEW_KEYS = ("save_trainable_only", "base_load_path", "reshard_worker_num")
+# Nodes that the Trainer, or mindlora, fills in where a YAML lacks them.
+NODES = (
+    *("checkpoint", "training", "parallelism", "optimizer", "lr_scheduler", "train_dataset", "model", "monitor"),
+    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config", "preference"),
+)
 # What auto_register names to load mindlora.
 BRIDGE = "pynative_bridge.Adapters"
 # lora_config.lora_rank and lora_alpha where a YAML says nothing.
@@ -168,6 +176,7 @@ def check_pynative(
     if misshapen:
         return misshapen
     findings = [*_check_checkpoint_keys(config, version), *_check_rows(config)]
+    findings += check_pynative_preference(config, first_rows)
     if first_rows is not None:
         findings += check_pynative_labels(config, first_rows)
     lora = config.get("lora_config")

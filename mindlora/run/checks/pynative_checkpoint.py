@@ -12,7 +12,7 @@ from mindlora.files.adapters.dialects import peft_config
 from mindlora.files.adapters.dialects.pynative import MANIFEST
 from mindlora.files.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.models.description import Description
-from mindlora.models.variants.registry import LORA, PARTS, PYNATIVE_INITIAL, VARIANTS, of_parts
+from mindlora.models.variants.registry import LORA, PYNATIVE_INITIAL, VARIANTS
 from mindlora.run.checks.finding import Finding, error, warning
 
 _LOAD = "checkpoint.load_path"
@@ -141,7 +141,8 @@ def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -
     pet_config = config.get("pet_config") or {}
     here = next((variant for variant in VARIANTS if pet_config.get(variant.field)), LORA)
     names = {name.rpartition(".")[2] for name in parts}
-    there = of_parts(part.name for part in PARTS.values() if part.pynative in names)
+    # A checkpoint holds the parts of AdaLoRA too, which no file of an adapter does.
+    there = next((variant for variant in VARIANTS if names & {part.pynative for part in variant.parts}), LORA)
     if there is not here:
         variant, advice = (here, "Remove it") if there is LORA else (there, f"Set {there.field}: True")
         found = f"{folder} holds an adapter of {there.name}, and this run trains {here.name}: it would be left out."
@@ -171,8 +172,8 @@ def _check_beginning(config: Mapping[str, Any], changed: bool, folder: str) -> I
 
 
 def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Finding]:
-    """Yields which settings of the adapter's scale are others than those with which it was trained."""
-    here = _scale(config)
+    """Yields which settings of the adapter's updates are others than those with which it was trained."""
+    here = _updates(config)
     # A manifest is of an adapter whose scale is lora_alpha / lora_rank.
     records = [os.path.join(folder, name) for name in (step_folder.RUN, MANIFEST)]
     record = next(filter(os.path.isfile, records), None)
@@ -180,7 +181,7 @@ def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Findin
         found = f"{folder} does not say with which lora_alpha its adapter was trained; this run takes "
         yield warning("lora_config.lora_alpha", f"{found}{here['lora_alpha']}.", "Check that it is the same.")
         return
-    for key, value in _scale(peft_config.json_object(record)).items():
+    for key, value in _updates(peft_config.json_object(record)).items():
         if value != here[key]:
             yield warning(
                 f"{'lora' if key == 'lora_alpha' else 'pet'}_config.{key}",
@@ -190,8 +191,8 @@ def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Findin
             )
 
 
-def _scale(config: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns the settings by which a YAML, or what was saved of it, scales the adapter; None where it says none."""
+def _updates(config: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns what a YAML, or what was saved of it, says of an adapter's scale and of where it acts."""
     lora = config.get("lora_config")
     pet_config = config.get("pet_config") or {}
     return {
@@ -199,6 +200,7 @@ def _scale(config: Mapping[str, Any]) -> Dict[str, Any]:
         "use_rslora": bool(pet_config.get("use_rslora")),
         "rank_pattern": pet_config.get("rank_pattern") or {},
         "alpha_pattern": pet_config.get("alpha_pattern") or {},
+        "alora_invocation_tokens": list(pet_config.get("alora_invocation_tokens") or ()),
     }
 
 

@@ -2,16 +2,15 @@
 
 import collections
 import dataclasses
-import os
 import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.formats.mindrecord_files import mindrecord_files, row_count
 from mindlora.core.overrides import apply_overrides
 from mindlora.core.text import listed, wrapped
-from mindlora.core.yaml_file import read_yaml
+from mindlora.core.yaml_file import read_merged, read_yaml
 from mindlora.models.weights import Weight
+from mindlora.run.checks.pynative import is_pynative
 from mindlora.run.checks.targets import advise
 from mindlora.run.plan.adapter_file import adapter_file_size
 from mindlora.run.plan.alternatives import Fit, Layout, fit, layouts_of
@@ -27,6 +26,8 @@ from mindlora.run.plan.memory import (
     memory_of,
     optimizer_of,
 )
+from mindlora.run.plan.pynative import PynativePlan, plan_of_pynative
+from mindlora.run.plan.rows import count_files
 from mindlora.run.plan.run import Run, read_run
 from mindlora.run.plan.trial import STEPS, Trial, try_rank
 from mindlora.run.plan.units import gib, size_text
@@ -80,23 +81,9 @@ def count_rows(run: Run) -> Tuple[Optional[int], str]:
     source = next(filter(None, (run.yaml.at(f"train_dataset.data_loader.{key}") for key in keys)), None)
     if not source:
         return None, "the YAML names no data: pass --train_dataset_dir"
-    counted = [_count(adapter.data or source) for adapter in run.adapters] or [_count(source)]
+    counted = [count_files(adapter.data or source) for adapter in run.adapters] or [count_files(source)]
     unknown = [each for each in counted if each[0] is None]
     return unknown[0] if unknown else max(counted, key=lambda each: each[0] or 0)
-
-
-def _count(source: Union[str, Sequence[str]]) -> Tuple[Optional[int], str]:
-    """Returns the same for the data at one path."""
-    files = list(filter(os.path.isfile, mindrecord_files(source)))
-    if not files:
-        return None, f"{source} holds no MindRecord"
-    total = 0
-    for path in files:
-        rows = row_count(path)
-        if rows is None:
-            return None, f"{path} has no readable index (.db) beside it, so its rows cannot be counted"
-        total += rows
-    return total, f"{len(files)} MindRecord{'s' * (len(files) > 1)}"
 
 
 DEVICES = (1, 2, 4, 8)
@@ -185,8 +172,10 @@ def make_plan(
     memory: Optional[int] = None,
     devices: Sequence[int] = DEVICES,
     verify: bool = False,
-) -> PlanReport:
+) -> Union[PlanReport, PynativePlan]:
     """Returns what the run of a complete MindFormers YAML will take; raises LoraError if a setting in it is wrong.
+
+    Of a YAML of the PyNative Trainer it is a PynativePlan, for one device.
 
     Args:
         overrides (list of str): As on mindlora-run's command line: ``--a.b.c``, value, ``--epochs``, value, ...
@@ -195,6 +184,13 @@ def make_plan(
         verify (bool): Whether MindSpore's own planner is asked too, which takes minutes; then errors are also those of
             try_rank. Default: False.
     """
+    if is_pynative(read_merged(path)):
+        if verify:
+            raise ConfigError(
+                f"{path} is a YAML of MindFormers' PyNative Trainer, which makes no graph that MindSpore's planner "
+                "could be asked about. Leave --verify out."
+            )
+        return plan_of_pynative(read_merged(path), path, overrides, memory)
     config = read_yaml(path)
     apply_overrides(config, overrides)
     report = plan_of(config, path, memory, devices)

@@ -13,7 +13,7 @@ from mindlora.data.templates import prompt_template
 from mindlora.training.callbacks.common import register
 from mindlora.training.held_out.whole_batches import missing_rows, parts_of_batch
 from mindlora.training.log import logger
-from mindlora.training.model.network import base_of
+from mindlora.training.model.network import evaluated_model
 
 
 @register
@@ -60,7 +60,7 @@ class SampleAnswers(Callback):
 
     def _answer(self, params):
         """Puts the answers into ``training_answers`` of MindSpore's callback parameters, and into the log."""
-        network = base_of(params.train_network)
+        network = evaluated_model(params.train_network)
         length = network.config.seq_length
         rows = [self._encode(prompt) for prompt in self.prompts]
         for prompt, row in zip(self.prompts, rows):

@@ -15,7 +15,7 @@ from mindlora.training.callbacks.sample_answers import continuations
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell
 from mindlora.training.held_out.whole_batches import missing_rows, parts_of_batch
 from mindlora.training.log import logger
-from mindlora.training.model.network import base_of
+from mindlora.training.model.network import evaluated_model
 from mindlora.training.resume.collectives import mean_over_ranks
 
 
@@ -68,7 +68,7 @@ class Forgetting(PeriodicCallback):
         if self.samples is not None:
             return
         params = run_context.original_args()
-        network = base_of(params.train_network)
+        network = evaluated_model(params.train_network)
         with _without_adapters(network):
             self.samples = self._draw(network)
             self.base_loss = self._loss(network)
@@ -80,7 +80,7 @@ class Forgetting(PeriodicCallback):
         results = reported_metrics(params)
         results.pop("forgetting", None)
         if self.is_due(params):
-            moved = self._loss(base_of(params.train_network)) - self.base_loss
+            moved = self._loss(evaluated_model(params.train_network)) - self.base_loss
             params.train_network.set_train(True)
             # What the ranks decide by it must be the same on all of them.
             results["forgetting"] = mean_over_ranks(moved)
@@ -102,8 +102,8 @@ class Forgetting(PeriodicCallback):
         config = network.config
         if not isinstance(config.bos_token_id, int):
             raise ConfigError(
-                f"Forgetting needs a token with which a text begins, and bos_token_id is {config.bos_token_id!r}. Set "
-                "model.model_config.bos_token_id."
+                f"Forgetting needs a token with which a text begins, and bos_token_id of the model is "
+                f"{config.bos_token_id!r}. Set it."
             )
         rng = np.random.default_rng(self.seed)
         samples: List[List[int]] = []

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=True,
         metavar="STEP_FOLDER",
-        help="go on with a run that LoraCheckpoint saved: from the newest step in its folder, or from the one named",
+        help="go on with a saved run: from the newest step in its folder, or from the one named",
     )
     parser.add_argument(
         "--predict_data", nargs="+", metavar="DATA", help="what to predict from: texts, a file, or a folder of pictures"

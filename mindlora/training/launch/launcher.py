@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Callable, List, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 # On few cores, worker threads that spin between kernels cost more than they gain. MindSpore reads this at import.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -41,12 +41,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     config = None
     try:
         with _interrupts(lambda: _say_how_to_go_on(config, began)):
-            if _trains_with_pynative(argv):
-                return 0
-            config = build_config(argv)
+            config, run_it = _pynative_run(argv) or (build_config(argv), run)
             quiet = sys.stdout.isatty() and "--verbose" not in (sys.argv if argv is None else argv)
-            with _screen(config) if quiet and config.run_mode in TRAINING_MODES else contextlib.nullcontext():
-                run(config)
+            with _screen(config) if quiet and _trains(config) else contextlib.nullcontext():
+                run_it(config)
     except RunStopped as stopped:
         print(f"mindlora-run: {stopped}", file=sys.stderr)
         return stopped.exit_code
@@ -70,19 +68,23 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def _trains_with_pynative(argv) -> bool:
-    """Trains with MindFormers' PyNative Trainer, if the YAML is one of its own."""
+def _pynative_run(argv) -> Optional[Tuple[Dict, Callable]]:
+    """Returns the content of a YAML of MindFormers' PyNative Trainer, and what trains it; None for another YAML."""
     from mindlora.training.launch import pynative_run
 
     try:
         args, rest = parse(argv)
     except ConfigError:
-        return False  # build_config says what is wrong with the flags.
+        return None  # build_config says what is wrong with the flags.
     if not pynative_run.is_for_pynative(args.config):
-        return False
+        return None
     _use_register_path(args.register_path)
-    pynative_run.train(args, rest)
-    return True
+    return pynative_run.build_config(args, rest), pynative_run.train
+
+
+def _trains(config):
+    # A YAML of the PyNative Trainer may leave it out.
+    return config.get("run_mode", "train") in TRAINING_MODES
 
 
 def run(config: "MindFormerConfig") -> None:
@@ -239,7 +241,26 @@ def _interrupts(clean_up: Callable[[], None]) -> contextlib.AbstractContextManag
 
 def _say_how_to_go_on(config, began):
     """Prints the newest step that this run saved, and how to resume from it."""
-    if config is None or config.run_mode not in TRAINING_MODES:
+    if config is None or not _trains(config):
+        return
+    for folder in _last_steps(config):
+        if os.path.getmtime(folder) >= began:
+            print(
+                f"mindlora-run: saved in {folder}. To go on from there, repeat the command with --resume.",
+                file=sys.stderr,
+            )
+            return
+
+
+def _last_steps(config) -> Iterator[str]:
+    """Yields the last step of each folder that a run saves in."""
+    from mindlora.run.checks.pynative import is_pynative
+    from mindlora.training.launch.pynative_run import saved_step
+
+    if is_pynative(config):
+        step = saved_step(config)
+        if step is not None:
+            yield step
         return
     from mindlora.training.resume.training_state import checkpoint_directory, step_folders
 
@@ -249,13 +270,7 @@ def _say_how_to_go_on(config, began):
         callbacks += [callback for run in each.get("runs") or [] for callback in run["configuration"]["callbacks"]]
     for callback in callbacks:
         if callback.get("type") == "LoraCheckpoint":
-            folders = step_folders(checkpoint_directory(callback.get("directory")))
-            if folders and os.path.getmtime(folders[-1]) >= began:
-                print(
-                    f"mindlora-run: saved in {folders[-1]}. To go on from there, repeat the command with --resume.",
-                    file=sys.stderr,
-                )
-                return
+            yield from step_folders(checkpoint_directory(callback.get("directory")))[-1:]
 
 
 def _screen(config) -> contextlib.AbstractContextManager:

@@ -2,20 +2,16 @@
 
 import argparse
 import os
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping, Optional
 
 from mindlora.core.errors import ConfigError
+from mindlora.core.formats import step_folder
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.overrides import keys_and_texts, read_value, set_key
 from mindlora.core.yaml_file import read_merged
-from mindlora.run.checks.pynative import is_pynative
+from mindlora.run.checks.pynative import NODES, is_pynative
 
-_READ = ("config", "mode", "register_path", "verbose")
-# Nodes that the Trainer, or mindlora, fills in where a YAML lacks them.
-_NODES = (
-    *("checkpoint", "training", "parallelism", "optimizer", "lr_scheduler", "train_dataset", "model", "monitor"),
-    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config"),
-)
+_READ = ("config", "mode", "register_path", "verbose", "resume")
 
 
 def is_for_pynative(path: str) -> bool:
@@ -26,22 +22,30 @@ def is_for_pynative(path: str) -> bool:
         return False  # The launcher says what is wrong with the file.
 
 
-def train(args: argparse.Namespace, rest: List[str]) -> None:
-    """Trains as a YAML of the PyNative Trainer says, with mindlora's LoRA.
+def build_config(args: argparse.Namespace, rest: List[str]) -> Dict[str, Any]:
+    """Returns the content of a YAML of the PyNative Trainer as the command line has it.
 
     Args:
         args (Namespace): The flags; ``config`` is such a YAML.
         rest (list of str): ``--a.b.c VALUE``, which override its keys.
 
     Raises:
-        ConfigError: --mode is not 1, another flag is set, a key is wrong, or there is no lora_config.
-        LoraError: As the Trainer meets it.
+        ConfigError: --mode is not 1, another flag is set, a key is wrong, there is no lora_config, or nothing is saved
+            that --resume could go on with.
     """
     _check_flags(args)
     config = read_merged(args.config)
     for key, text in keys_and_texts(rest):
-        set_key(config, key, read_value(text), f"--{key}", create=True, nodes=_NODES)
+        set_key(config, key, read_value(text), f"--{key}", create=True, nodes=NODES)
     check_content(config)
+    if args.resume is not None:
+        folder = _last_step(config) if args.resume is True else args.resume
+        config["checkpoint"] = {**(config.get("checkpoint") or {}), "load_path": folder, "no_load_optim": False}
+    return config
+
+
+def train(config: Dict[str, Any]) -> None:
+    """Trains as build_config's result says, with mindlora's LoRA. Raises LoraError as the Trainer meets it."""
     require_mindformers("2.0")
     import mindspore as ms
 
@@ -58,6 +62,28 @@ def train(args: argparse.Namespace, rest: List[str]) -> None:
         listed = [callback.get("type") for callback in callbacks]
         config["callbacks"] = [*callbacks, *({"type": name} for name in ADDED if name not in listed)]
     Trainer(config).train()
+
+
+def saved_step(config: Mapping[str, Any]) -> Optional[str]:
+    """Returns the folder of the last step that is in checkpoint.save_path; None if there is none."""
+    checkpoint = config.get("checkpoint") or {}
+    path = str(checkpoint.get("save_path") or "")
+    if not path or checkpoint.get("enable_save") is False or not os.path.isdir(path):
+        return None
+    step = step_folder.last_step(path)
+    return step if step != path else None
+
+
+def _last_step(config):
+    step = saved_step(config)
+    if step is None:
+        checkpoint = config.get("checkpoint") or {}
+        raise ConfigError(
+            "--resume goes on with a run that MindFormers saved, and checkpoint.save_path is "
+            f"{checkpoint.get('save_path')!r}, where no step is (enable_save: {checkpoint.get('enable_save', True)}). "
+            "Name a saved step, --resume FOLDER, or leave --resume out."
+        )
+    return step
 
 
 def check_content(config: Mapping[str, Any]) -> None:

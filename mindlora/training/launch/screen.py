@@ -5,9 +5,8 @@ import logging
 import os
 import sys
 import traceback
-from typing import Iterator, Optional, TextIO
+from typing import Any, Dict, Iterator, Mapping, Optional, TextIO
 
-from mindformers.tools.register import MindFormerConfig
 from mindformers.tools.utils import get_real_rank
 from tqdm import tqdm
 
@@ -19,7 +18,7 @@ from mindlora.training.log import logger
 _LONGEST = 400
 
 
-def described(error: Exception, config: Optional[MindFormerConfig]) -> str:
+def described(error: Exception, config: Optional[Mapping[str, Any]]) -> str:
     """Returns one line that names an error, and writes its traceback to a file in the run's output folder.
 
     The configuration is None if the error came before it was read.
@@ -35,7 +34,7 @@ def sentence(error: BaseException) -> str:
     return shortened if shortened.endswith((".", "!", "?")) else f"{shortened}."
 
 
-def _keep_traceback(error: Exception, config: Optional[MindFormerConfig]) -> str:
+def _keep_traceback(error: Exception, config: Optional[Mapping[str, Any]]) -> str:
     """Returns a sentence with the file that holds the traceback, or the traceback itself if it cannot be written."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     output = str((config or {}).get("output_dir") or "output")
@@ -63,21 +62,37 @@ class _AboveBar(logging.Handler):
 
 
 @contextlib.contextmanager
-def progress_only(config: MindFormerConfig) -> Iterator[None]:
+def progress_only(config: Dict[str, Any]) -> Iterator[None]:
     """Shows a run's progress bar and mindlora's messages; all else that is printed goes to log/screen.log.
 
     ProgressBar is added to the YAML's callbacks if it is not there.
     """
-    callbacks = list(config.callbacks or [])
+    callbacks = list(config.get("callbacks") or [])
     if not any(callback.get("type") == "ProgressBar" for callback in callbacks):
-        config.callbacks = [*callbacks, MindFormerConfig(type="ProgressBar")]
-    path = os.path.join(os.path.realpath(os.path.expanduser(config.output_dir or "output")), "log", "screen.log")
+        config["callbacks"] = [*callbacks, type(config)(type="ProgressBar")]
+    output = os.path.realpath(os.path.expanduser(config.get("output_dir") or "output"))
+    path = os.path.join(output, "log", "screen.log")
     os.makedirs(os.path.dirname(path), exist_ok=True)
     print(f"MindFormers' log is in {path}; --verbose prints it here.")
-    above_bar = _AboveBar(sys.stdout)
+    screen = sys.stdout
+    above_bar = _AboveBar(screen)
     with open(path, "w", encoding="utf-8", buffering=1) as log, contextlib.redirect_stdout(log):
+        # A message at import, a warning for example, has bound MindFormers' log to the screen.
+        bound = [handler for handler in _stream_handlers() if handler.stream is screen]
+        for handler in bound:
+            handler.setStream(log)
         logger.addHandler(above_bar)
         try:
             yield
         finally:
             logger.removeHandler(above_bar)
+            for handler in bound:
+                handler.setStream(screen)
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler]:
+    """Yields the handlers of all logs that write to a stream."""
+    for log in list(logging.root.manager.loggerDict.values()):
+        for handler in getattr(log, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler):
+                yield handler

@@ -32,11 +32,11 @@ from mindlora.ops.rotary_embedding import RotaryEmbedding
 _UNSEEN = -10000.0
 
 
-class CpuEmbedding(VocabParallelEmbedding):
-    """MindFormers' embedding by a lookup whose gradient a CPU can compute."""
+class Lookup(nn.Cell):
+    """The rows of a table by number, with a gradient that a CPU can compute."""
 
-    def construct(self, input_: Tensor) -> Tensor:
-        return ops.gather(self.weight, input_, 0)
+    def construct(self, ids: Tensor, table: Tensor) -> Tensor:
+        return ops.gather(table, ids, 0)
 
 
 class CpuFusedRMSNorm(FusedRMSNorm):
@@ -246,8 +246,8 @@ def use_mcore_cpu_cells(network: nn.Cell) -> None:
 
 def _replace(cell):
     # A cell's parameters and settings stay, and whether it is recomputed, when its class changes.
-    if type(cell) is VocabParallelEmbedding:
-        cell.__class__ = CpuEmbedding
+    if isinstance(cell, VocabParallelEmbedding):
+        cell.embedding_morph = Lookup()
     elif type(cell) is FusedRMSNorm:
         cell.fused, cell.fused_eps = RmsNorm(), Tensor([cell.eps], mstype.float32)
         cell.__class__ = CpuFusedRMSNorm

@@ -23,6 +23,15 @@ def base_of(train_network: nn.Cell) -> nn.Cell:
     return network
 
 
+def evaluated_model(train_network: nn.Cell) -> nn.Cell:
+    """Returns the model inside a train step as it answers in evaluation: (logits [batch, N, vocabulary], tokens, mask).
+
+    Under the PyNative Trainer, it is a cell around the model (EvaluatedModel).
+    """
+    evaluated: Optional[nn.Cell] = getattr(train_step_of(train_network), "evaluated", None)
+    return evaluated if evaluated is not None else base_of(train_network)
+
+
 def train_step_of(train_network: nn.Cell) -> Optional[nn.Cell]:
     """Returns the train step of mindlora's in the network that mindspore.Model trains, or None if there is none."""
     return innermost(train_network, lambda cell: hasattr(cell, "last_record"))

@@ -14,7 +14,7 @@ from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.models.architectures.llama_classifiers import with_score
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.network.base_fingerprint import weight_shape
-from mindlora.network.cells.initial_values import initial_draws
+from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.noisy_embedding import add_embedding_noise
 from mindlora.network.cells.score import score_of
 from mindlora.network.repeated_layers import compile_layers_once
@@ -99,7 +99,7 @@ class MindloraModel(LoraModel):
             # AdaLoRA saves a plain LoRA, whose ranks only the file knows.
             self._load(base_model, config)
         else:
-            with initial_draws(config.seed):
+            with InitialDraws(config.seed):
                 apply_lora(base_model, config.for_network())
                 if config.seed is not None:
                     draw(base_model)

@@ -1,9 +1,11 @@
 """What the PyNative Trainer's checkpoints lack, in a file beside each: callbacks' states, and more of the adapter."""
 
 import os
+import zipfile
 from typing import Any, Dict, Iterator, List, Sequence
 
-from mindspore import nn
+import numpy as np
+from mindspore import Tensor, nn
 
 from mindlora.core import atomic
 from mindlora.core.errors import CheckpointError
@@ -27,11 +29,13 @@ class SavedWithStates(TrainerCallback):
     Args:
         saver (CheckpointCallback): MindFormers'.
         callbacks (sequence): Those whose states are saved.
+        step (TrainStep): The train step, whose state is saved too.
     """
 
-    def __init__(self, saver: CheckpointCallback, callbacks: Sequence[Any]):
+    def __init__(self, saver: CheckpointCallback, callbacks: Sequence[Any], step: nn.Cell):
         self.saver = saver
         self.callbacks = callbacks
+        self.step = step
 
     def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
         """Makes the folder to save in."""
@@ -59,16 +63,22 @@ class SavedWithStates(TrainerCallback):
         config = args.to_dict()
         content = {name: config.get(name) for name in ("lora_config", "pet_config")}
         content[_BASE] = next((cell.initial_pair.fingerprint for cell in _changed_cells(model)), None)
+        arrays = {parameter.name: parameter.asnumpy() for parameter in self.step.state_parameters()}
+        if arrays:
+            with atomic.replace_file(os.path.join(saved[-1], step_folder.ARRAYS)) as path, open(path, "wb") as file:
+                np.savez(file, **arrays)
         with atomic.replace_file(os.path.join(saved[-1], step_folder.RUN)) as path:
             write_json(path, {**content, "callbacks": callback_states(self.callbacks)})
         return True
 
 
-def restore(load_path: str, callbacks: Sequence[Any]) -> List[str]:
-    """Gives callbacks the states that were saved with a checkpoint, as checkpoint.load_path names it.
+def restore(load_path: str, callbacks: Sequence[Any], step: nn.Cell) -> List[str]:
+    """Gives callbacks and the train step the states saved with a checkpoint, as checkpoint.load_path names it.
 
-    Returns the names of the callbacks that have a state, but none there. Raises CheckpointError if the file is damaged.
+    Returns the names of the callbacks that have a state, but none there. Raises CheckpointError if a file is damaged,
+    or lacks a state of the train step.
     """
+    _restore_arrays(step.state_parameters(), load_path)
     return restore_callbacks(_read(load_path).get("callbacks") or {}, callbacks)
 
 
@@ -80,6 +90,22 @@ def restore_fingerprint(load_path: str, model: Sequence[nn.Cell]) -> None:
     fingerprint = _read(load_path).get(_BASE)
     for cell in _changed_cells(model):
         cell.initial_pair = cell.initial_pair._replace(fingerprint=fingerprint)
+
+
+def _restore_arrays(parameters, load_path):
+    """Sets parameters to the arrays that were saved beside a checkpoint under their names."""
+    if not parameters:
+        return
+    path = os.path.join(step_folder.last_step(load_path), step_folder.ARRAYS)
+    try:
+        with np.load(path) as arrays:
+            for parameter in parameters:
+                parameter.set_data(Tensor(arrays[parameter.name]))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{path} does not hold the state of the run's train step ({error}). Go on from a checkpoint of the same "
+            "configuration, copied with all of its files."
+        ) from error
 
 
 def _read(load_path: str) -> Dict[str, Any]:

@@ -24,7 +24,7 @@ from mindlora.core.yaml_file import value_at
 from mindlora.network.save_load import save_lora
 from mindlora.network.tree import lora_cells
 from mindlora.training.callbacks.common import report_event
-from mindlora.training.callbacks.registry import ORDER, AdapterHealth
+from mindlora.training.callbacks.registry import ORDER, AdapterHealth, RankBudget
 from mindlora.training.log import logger
 from mindlora.training.pynative import callback_states
 from mindlora.training.pynative.initialization import Initialization
@@ -101,10 +101,7 @@ class LoraCheckpoint(TrainerCallback):
 # What of a YAML is carried out under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
 
 # Callbacks that need what graph mode alone has.
-_GRAPH_MODE_ALONE = (
-    *("BaseCheck", "BaseWeights", "LoraInitialization", "AdapterSlices", "ExchangeCheck", "RankBudget"),
-    *("Forgetting", "ForgettingBudget", "SampleAnswers", "EachAdapter", "ReferenceCheck"),
-)
+_GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "EachAdapter", "ReferenceCheck")
 CALLBACKS = tuple(name for name in ORDER if name not in _GRAPH_MODE_ALONE)
 # Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
 NODES = {
@@ -155,7 +152,7 @@ class Callbacks(TrainerCallback):
         self.callbacks = sorted(callbacks, key=lambda callback: ORDER.index(type(callback).__name__))
         self.step = step
         if saver is not None:
-            self.callbacks.append(callback_states.SavedWithStates(saver, self.callbacks[:]))
+            self.callbacks.append(callback_states.SavedWithStates(saver, self.callbacks[:], step))
         self.params = InternalCallbackParam()
         self.context = RunContext(self.params)
 
@@ -208,7 +205,7 @@ class Callbacks(TrainerCallback):
         """Lets the callbacks go on where they were; reports what does not go on so."""
         noise = getattr(getattr(args, "pet_config", None), "neftune_alpha", None)
         warn_about_draws(self.step.network, noise is not None)
-        anew = callback_states.restore(args.checkpoint.load_path, self.callbacks)
+        anew = callback_states.restore(args.checkpoint.load_path, self.callbacks, self.step)
         if anew:
             report_event(
                 self.params,
@@ -238,9 +235,12 @@ def with_callbacks(handler: Callable) -> Callable:
         theirs = [callback for callback in callbacks if callback not in ours]
         if get_world_size() == 1 and (ours or any(lora_cells(model[0]))):
             norms = any(isinstance(callback, AdapterHealth) for callback in ours)
+            step = TrainStep(model[0], optimizer, norms)
+            if step.rank_budget is not None and not any(isinstance(callback, RankBudget) for callback in ours):
+                ours.append(RankBudget())
             saver = next((callback for callback in theirs if isinstance(callback, CheckpointCallback)), None)
             theirs = [callback for callback in theirs if callback is not saver]
-            theirs.append(Callbacks(ours, TrainStep(model[0], optimizer, norms), saver))
+            theirs.append(Callbacks(ours, step, saver))
         # Before all others, which see how the adapters begin.
         return handler(callbacks=[Initialization(), *theirs], model=model, optimizer=optimizer, **others)
 
@@ -287,8 +287,8 @@ def _how_to_go_on(checkpoint):
     if not checkpoint.enable_save:
         return "MindFormers saved nothing: checkpoint.enable_save is False."
     return (
-        f"MindFormers has saved it in {checkpoint.save_path}. To go on, set checkpoint.load_path to that, and "
-        "no_load_optim: False."
+        f"MindFormers has saved it in {checkpoint.save_path}. To go on, repeat the command of mindlora-run with "
+        "--resume, or set checkpoint.load_path to that, and no_load_optim: False."
     )
 
 

@@ -11,29 +11,26 @@ from mindlora.core.errors import ConfigError, UnsupportedCellError
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.numerics import initializers
 from mindlora.core.text import listed
-from mindlora.models.variants.registry import LORA, VARIANTS
+from mindlora.models.variants.registry import VARIANTS
 from mindlora.network.pynative.experts import LEAVES
 from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.run.checks.pynative_adapter import check_agreement, merged, variant_of
 
 require_mindformers("2.0")
 from mindformers.pynative.config.config import LoraConfig as MindFormersLoraConfig  # noqa: E402
 from mindformers.pynative.layers.linear import Linear  # noqa: E402
 from mindformers.pynative.transformers.moe.experts import GroupedMLP  # noqa: E402
 
-# What both nodes say. MindFormers reads lora_config alone, and writes it beside the checkpoints of adapters.
-_SHARED = ("lora_rank", "lora_alpha", "lora_dropout")
 _INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
 _HERE = "under MindFormers' PyNative Trainer"
 _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 # Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
-_NOT_YET = (
-    "adapters",
-    "seed",
+_NOT_YET = ("adapters",)
+# Keys that need whole weights, all of the model, or all tokens of a row.
+_IN_ONE_PROCESS = (
+    *("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude"),
     "alora_invocation_tokens",
-    *(variant.field for variant in VARIANTS if not variant.in_pynative),
 )
-# Keys that need whole weights, or all of the model.
-_IN_ONE_PROCESS = ("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude")
 
 
 def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pet_config: Mapping) -> PetLoraConfig:
@@ -49,28 +46,13 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
     Raises:
         ConfigError: A key is wrong, the nodes contradict each other, or a key is for graph mode alone.
     """
-    given = {key: value for key, value in pet_config.items() if value is not None}
-    variant = next((variant for variant in VARIANTS if given.get(variant.field)), LORA)
-    if variant.field in _NOT_YET:
-        _refuse(variant.field, True)
-    shared = [name for name in _SHARED if not (name == "lora_alpha" and variant.no_scale)]
-    if "preset" not in given:
-        for name in shared:
-            given.setdefault(name, getattr(lora_config, name))
-    if "preset" not in given:
-        _fill_targets(given, selected_paths(model, lora_config))
-    if "lora_a_init" not in variant.excludes:
+    lora = lora_config.to_dict()
+    given = merged(pet_config, lora, selected_paths(model, lora_config), _dtype_of_parameters(model))
+    if "lora_a_init" not in variant_of(given).excludes:
         _fill_initial_values(given, lora_config)
-    given.setdefault("param_init_type", variant.pynative_dtype or _dtype_of_parameters(model))
     config = PetLoraConfig.from_pet_config(given)
     _check_supported(config)
-    for name in shared:
-        if getattr(config, name) != getattr(lora_config, name):
-            raise ConfigError(
-                f"pet_config.{name} is {getattr(config, name)!r} and lora_config.{name} is "
-                f"{getattr(lora_config, name)!r}: MindFormers saves lora_config with the adapter. Write the same into "
-                "both, or remove it from pet_config."
-            )
+    check_agreement(config, lora)
     return config
 
 
@@ -118,14 +100,6 @@ def check_experts_are_whole(paths: Sequence[str], release: Tuple[int, int], proc
             f"does not shard, and this run has {processes} processes. Add them to lora_config.exclude_layers, or use "
             "MindFormers 2.1."
         )
-
-
-def _fill_targets(given: Dict[str, Any], paths: Sequence[str]) -> None:
-    """Takes the cells of lora_config, without the weights of experts if target_parameters says which of them it is."""
-    if "target_parameters" in given:
-        paths = [path for path in paths if _cell_of(path) == path]
-    if paths:
-        given.setdefault("target_modules", list(paths))
 
 
 def _cell_of(path: str) -> str:
@@ -180,12 +154,18 @@ def _check_supported(config: PetLoraConfig) -> None:
             "both say how A and B begin. Remove lora_init, and set lora_rank and lora_alpha of lora_config to those of "
             "the adapter."
         )
+    if config.variant.allocates_ranks and config.adapter_path:
+        raise ConfigError(
+            f"pet_config.{config.variant.field} is True and pet_config.adapter_path is {config.adapter_path!r}: the "
+            f"ranks of a saved adapter are fixed. Remove {config.variant.field}, and set lora_rank and rank_pattern to "
+            "those of the adapter."
+        )
     if get_world_size() > 1:
         _check_several_processes(config)
 
 
 def _check_several_processes(config: PetLoraConfig) -> None:
-    for name in _IN_ONE_PROCESS:
+    for name in (*_IN_ONE_PROCESS, *(variant.field for variant in VARIANTS if variant.allocates_ranks)):
         value = getattr(config, name)
         refused = initializers.changes_base(config.lora_init) if name == "lora_init" else value
         if refused:

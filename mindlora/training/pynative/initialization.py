@@ -10,22 +10,29 @@ from mindlora.network.save_load import load_lora
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.log import logger
+from mindlora.training.preference.settings import PreferenceSettings
 from mindlora.training.pynative.callback_states import restore_fingerprint
 
 require_mindformers("2.0")
 from mindformers.pynative.callback import TrainerCallback  # noqa: E402
 
-_CONFIGURATION = "mindlora_configuration"
+_CONFIGURATION, _PREFERENCE = "mindlora_configuration", "mindlora_preference"
 
 
-def remember(model: nn.Cell, config: PetLoraConfig) -> None:
-    """Keeps the configuration of a model's adapters with the model."""
+def remember(model: nn.Cell, config: PetLoraConfig, preference: Optional[PreferenceSettings] = None) -> None:
+    """Keeps with a model the configuration of its adapters, and what it learns from preferences if it does."""
     setattr(model, _CONFIGURATION, config)
+    setattr(model, _PREFERENCE, preference)
 
 
 def configuration_of(model: nn.Cell) -> Optional[PetLoraConfig]:
     """Returns the configuration of a model's adapters, or None if mindlora has put none on it."""
     return getattr(model, _CONFIGURATION, None)
+
+
+def preference_of(model: nn.Cell) -> Optional[PreferenceSettings]:
+    """Returns what a model learns from preferences, or None if it learns labels."""
+    return getattr(model, _PREFERENCE, None)
 
 
 class Initialization(TrainerCallback):

@@ -21,11 +21,14 @@ from mindlora.core.mindformers_version import release, require_mindformers
 from mindlora.core.text import listed
 from mindlora.data.mindrecord import first_rows
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.network.cells.initial_values import InitialDraws
+from mindlora.network.invocation import pack_invocations
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.batches import pynative_rows_left_out
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.training.log import logger
+from mindlora.training.preference.settings import PreferenceSettings, preference_settings
 from mindlora.training.pynative import configuration, steps
 from mindlora.training.pynative.callbacks import check_nodes
 from mindlora.training.pynative.checkpoints import check_loaded, check_quantization, quantize_loaded
@@ -63,6 +66,7 @@ def keep_examples_apart(model: nn.Cell, settings: Any) -> None:
             "MindFormers' PyNative Trainer. Change that, or convert the data without --pack."
         )
     gpt.casual_mask = SegmentMask(gpt.casual_mask, boundary)
+    pack_invocations(model, boundary)
     logger.info("The training data is packed: token %d begins an example of a row.", boundary)
 
 
@@ -170,7 +174,10 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         adapters = configuration.adapter_configuration(model, config, given)
         check_quantization(adapters.quantize_base, settings.checkpoint, trainer.world_size)
         report = apply_lora(model, adapters)
-        remember(model, adapters)
+        remember(model, adapters, _preference(settings, trainer.world_size))
+        draws = InitialDraws(adapters.seed)
+        for _, cell in lora_cells(model):
+            cell.draws = draws
         configuration.check_same_cells(report.replaced, theirs)
         adapters.variant.check_paths([path for path, _ in lora_cells(model)])
         if adapters.neftune_alpha is not None:
@@ -178,6 +185,19 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         keep_examples_apart(model, settings)
     model.to_empty = on_current_device(model.to_empty)
     return model
+
+
+def _preference(settings: Any, processes: int) -> Optional[PreferenceSettings]:
+    """Returns what the run learns from preferences; raises ConfigError if it does in several processes."""
+    node = getattr(settings, "preference", None)
+    if node is None:
+        return None
+    if processes > 1:
+        raise ConfigError(
+            f"The YAML has preference, which mindlora carries out in one process under MindFormers' PyNative Trainer, "
+            f"and this run has {processes}. Start one process."
+        )
+    return preference_settings(node.to_dict() if hasattr(node, "to_dict") else node)
 
 
 def with_adapters_of_mindlora(_: Callable) -> Callable:

@@ -35,7 +35,7 @@ def with_begun_step(training_step: Callable) -> Callable:
         step.begin()
         if trainer.num_accumulation_steps > 1:
             batches = _micro_batches(trainer, *arguments, **keywords)
-            step.accumulate([shifted(batch, step.gpt.seq_length) for batch in batches])
+            step.accumulate([step.rows(batch) for batch in batches])
             # MindFormers 2.1 reads each micro-batch when its turn comes: it gets those that have been read.
             trainer._next_batch = iter(batches).__next__
         try:
@@ -63,6 +63,8 @@ def with_weights(compute_loss: Callable) -> Callable:
         gpt = _gpt_with_adapters(model[0]) if step is None else step.gpt
         if gpt is None:
             return compute_loss(trainer, model, inputs)
+        if step is not None and step.preference is not None:
+            return step.of_preferences(inputs, trainer.num_accumulation_steps)
         rows = shifted(inputs, gpt.seq_length)
         loss = compute_loss(trainer, model, rows)
         if step is None:
@@ -81,8 +83,14 @@ def with_skipping(optimizer_update: Callable) -> Callable:
         parameters = trainer.optimizer.parameters
         norm = None if step is None else step.before_update(parameters)
         if norm is None:
+            # MindFormers clips them in place, and then lets go of them.
+            gradients = [parameter.grad for parameter in parameters]
+            skipped = getattr(trainer.state, "skipped_steps", 0)
             try:
-                return optimizer_update(trainer)
+                norm = optimizer_update(trainer)
+                if step is not None and getattr(trainer.state, "skipped_steps", 0) == skipped:
+                    step.after_update(gradients)
+                return norm
             except NoGradient:
                 norm = 0.0
                 _count_empty(trainer)

@@ -7,8 +7,16 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.graph.api import _no_grad
 
 from mindlora.core.mindformers_version import require_mindformers
+from mindlora.network.tree import lora_cells
+from mindlora.training.adalora.rank_budget import RankBudget
+from mindlora.training.preference.loss import SUMS, answer_tokens, preference_measures
+from mindlora.training.preference.pynative import pynative_preference_loss
+from mindlora.training.pynative.evaluation import EvaluatedModel
+from mindlora.training.pynative.initialization import preference_of
+from mindlora.training.pynative.rows import shifted
 from mindlora.training.step.rate_factor import RateFactor
 from mindlora.training.step.train_step import StepRecord
 
@@ -35,7 +43,12 @@ class TrainStep(nn.Cell):
         self.network = model
         self.optimizer = optimizer
         self.records_norms = records_norms
+        self.rank_budget = None
+        if any(cell.variant.allocates_ranks for _, cell in lora_cells(model)):
+            self.rank_budget = RankBudget(model, optimizer.parameters)
         self.rate = None
+        settings = preference_of(model)
+        self.preference = None if settings is None else pynative_preference_loss(self.evaluated, settings)
         self.limits: Optional[Tuple[float, float]] = None
         self.copies_gradients = False
         self.begin()
@@ -45,11 +58,19 @@ class TrainStep(nn.Cell):
         """The part of the model that computes the loss."""
         return next(cell for _, cell in self.network.cells_and_names() if isinstance(cell, GPTModel))
 
+    @functools.cached_property
+    def evaluated(self) -> EvaluatedModel:
+        """The model as callbacks call it in evaluation."""
+        # Not a child of this cell, whose parameters it has.
+        return EvaluatedModel(self.network, self.gpt)
+
     def begin(self) -> None:
         """Begins a step."""
         # The tokens that all its micro-batches count; None if there is only one.
         self.expected: Optional[int] = None
         self.losses: List[Tensor] = []
+        # SUMS of what the step learns from preferences.
+        self.sums = np.zeros(len(SUMS))
         self.tokens = 0
         self.norms: Dict[str, float] = {}
         self.skipped = False
@@ -65,8 +86,21 @@ class TrainStep(nn.Cell):
                 parameter.register_hook(lambda gradient: gradient.copy())
             self.copies_gradients = True
 
+    def rows(self, inputs: Mapping[str, Any]) -> Dict[str, Any]:
+        """Returns a micro-batch as the loss takes it."""
+        return dict(inputs) if self.preference is not None else shifted(inputs, self.gpt.seq_length)
+
+    def of_preferences(self, inputs: Mapping[str, Any], micro_batches: int) -> Tensor:
+        """Returns the mean loss of a micro-batch's preferences, weighted as by ``weighted``."""
+        total, sums = self.preference(*(inputs[name] for name in self.preference.settings.columns))
+        self.sums += sums.asnumpy()
+        examples = self.counted_tokens(inputs)
+        return self.weighted(total / max(examples, 1), examples, micro_batches)
+
     def counted_tokens(self, inputs: Mapping[str, Any]) -> int:
-        """Returns how many tokens of a micro-batch the loss counts."""
+        """Returns how many tokens of a micro-batch the loss counts, or examples of preferences."""
+        if self.preference is not None:
+            return int((inputs[self.preference.settings.kind.columns[-1]].asnumpy() != 0).sum())
         tokens = inputs["input_ids"].asnumpy()
         mask = inputs.get("loss_mask")
         counted = tokens != self.gpt.pad_token_id if mask is None else mask.asnumpy() > 0
@@ -90,6 +124,8 @@ class TrainStep(nn.Cell):
         self.skipped = not self.tokens
         if self.skipped:
             return 0.0
+        if self.rank_budget is not None:
+            self._regularize(parameters)
         if self.limits is None and not self.records_norms:
             return None
         gradients = {p.name: p.grad.astype("float32") for p in parameters if p.grad is not None}
@@ -102,11 +138,36 @@ class TrainStep(nn.Cell):
         self.skipped = not (within and math.isfinite(loss) and math.isfinite(norm))
         return norm if self.skipped else None
 
+    def _regularize(self, parameters):
+        """Adds the gradient of AdaLoRA's orthogonality term; that of one that is missing is an error later."""
+        if any(parameter.grad is None for parameter in parameters):
+            return
+        with _no_grad():
+            gradients = self.rank_budget.regularized(tuple(p.grad.astype(ms.float32) for p in parameters))
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+
+    def after_update(self, gradients: Sequence[Tensor]) -> None:
+        """Does what follows from the optimizer's update with these gradients: AdaLoRA's importance and masks."""
+        if self.rank_budget is not None:
+            with _no_grad():
+                self.rank_budget(tuple(gradients))
+
     def end(self, loss: float, norm: float, skipped: bool) -> None:
         """Records the step, with the loss and the norm that the Trainer reports; the loss is NaN if no token counts."""
         loss = loss if self.tokens else math.nan
         self.skipped = self.skipped or skipped
-        self.record = StepRecord(loss, norm, self.tokens, self.skipped, False, self.learning_rate)
+        tokens, measures = float(self.tokens), None
+        if self.preference is not None:
+            tokens = float(answer_tokens(self.sums))
+            measures = preference_measures(self.sums, self.preference.settings)
+        self.record = StepRecord(loss, norm, tokens, self.skipped, False, self.learning_rate, measures)
+
+    def state_parameters(self) -> List[Parameter]:
+        """Returns what it has that a run goes on with, besides the model and the optimizer."""
+        if self.rank_budget is None:
+            return []
+        return [*self.rank_budget.sensitivities, *self.rank_budget.uncertainties]
 
     def current_rate(self) -> float:
         """Returns the learning rate of this step, of several groups the first one's."""

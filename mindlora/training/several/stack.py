@@ -10,7 +10,7 @@ from mindlora.core.text import listed
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.apply import apply_lora, freeze_base
 from mindlora.network.cells.dense import LoRADense
-from mindlora.network.cells.initial_values import initial_draws
+from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.parallel_linear import LoRAParallelLinear, QLoRAParallelLinear
 from mindlora.network.cells.stacked_dense import StackedLoRADense, StackedLoRAParallelLinear
 from mindlora.network.quantize import quantize_base
@@ -96,7 +96,7 @@ class AdapterStack:
         state = np.random.get_state()
         for network, seed in zip(self.networks, self._seeds):
             np.random.set_state(state)
-            with initial_draws(seed):
+            with InitialDraws(seed):
                 draw(network)
         for number in range(self.count):
             push(self.slices(number))
@@ -137,7 +137,7 @@ def stack_adapters(
     for config, seed in zip(configs, seeds):
         own, _ = copy_cells(network)
         np.random.set_state(state)
-        with initial_draws(seed):
+        with InitialDraws(seed):
             apply_lora(own, config)
         _check_linear(own)
         freeze_base(own)

@@ -86,7 +86,7 @@ def test_a_resumed_run_measures_on_the_same_samples(tmp_path):
 def test_a_model_without_a_first_token_is_refused():
     step = ScriptedStep(Scaled())
     step.network.config.bos_token_id = None
-    with pytest.raises(ConfigError, match="bos_token_id is None. Set model.model_config.bos_token_id"):
+    with pytest.raises(ConfigError, match="bos_token_id of the model is None. Set it"):
         train([RealForgetting()], [1.0], step=step)
 
 

@@ -57,6 +57,8 @@ def runs(folder):
         "alone": ("alone", {}),
         "packed": ("packed", pair),
         "mixed": ("mixed", pair),
+        # All examples begin with it, so that it acts on all of their tokens.
+        "invoked": ("packed", {**pair, "pet_config": {"alora_invocation_tokens": [BEGIN]}}),
         "once": ("shifted", once),
         "faster": ("shifted", {**once, "pet_config": {"loraplus_lr_ratio": 4}}),
         "frozen": ("shifted", {**once, "lr_scheduler": scheduler(0.0)}),
@@ -92,6 +94,13 @@ def test_examples_of_a_packed_row_do_not_see_each_other(runs):
     # MindFormers rounds rotary embeddings: an example's logits depend on where it begins, in packed rows or not.
     np.testing.assert_allclose(packed, alone, rtol=3e-4)
     assert abs(mixed[0] - alone[0]) > 5 * abs(packed[0] - alone[0])
+
+
+def test_an_adapter_acts_from_its_tokens_on_in_each_example_of_a_packed_row(runs):
+    (invoked, trained), (packed, expected) = runs["invoked"], runs["packed"]
+    np.testing.assert_allclose(invoked, packed, rtol=1e-5)
+    for name, array in expected.items():
+        np.testing.assert_allclose(trained[name], array, atol=1e-4, err_msg=name)
 
 
 def test_with_lora_plus_the_first_step_of_b_is_ratio_times_as_long(runs):

@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from mindspore import nn
 from safetensors.numpy import load_file
 
+from mindlora import LoraConfig, apply_lora
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics import initializers
 from mindlora.data.mindrecord import write_mindrecord
@@ -13,6 +15,8 @@ from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters.convert import Heads, convert_adapter
 from mindlora.files.base.convert import convert_base
 from mindlora.files.base.merge import merge_checkpoint
+from mindlora.network.cells.initial_values import InitialDraws
+from mindlora.network.tree import lora_cells
 from tests.support import pynative_runs
 from tests.support.pynative_runs import LORA, only_with_pynative_trainer
 
@@ -21,6 +25,9 @@ STEPS = 4
 SCALE = LORA["lora_alpha"] / LORA["lora_rank"]
 QKV = "decoder.layers.1.self_attention.linear_qkv"
 NORM = "decoder.final_layernorm.weight"
+# The bases of adapters on joined cells are not compared.
+NOT_JOINED = {**LORA, "target_modules": r"linear_(proj|fc2)$"}
+SEEDED = {"seed": 3, "lora_a_init": "kaiming_uniform"}
 PISSA = {"lora_init": "pissa", "modules_to_save": ["lm_head", "norm"], "freeze_include": ["decoder.layers.0.*"]}
 # Its first half is trained on the base, its second half on what PiSSA has left of it.
 TWICE = {**LORA, "lora_rank": 2 * LORA["lora_rank"], "lora_alpha": 2 * LORA["lora_alpha"]}
@@ -44,6 +51,7 @@ def messages(folder):
     halfway = {"load_path": str(folder / "pissa_saved" / "iteration_00000002")}
     plain = {"load_path": str(folder / "plain_saved" / "iteration_00000001")}
     adapter = str(folder / "pissa_peft" / "step_2")
+    not_joined = str(folder / "not_joined_peft" / "step_1")
     dora = {"use_dora": True, "param_init_type": "float16", "freeze_exclude": ["*final_layernorm*"]}
     # Name -> steps, lora_config, pet_config, and what is loaded.
     runs = {
@@ -58,7 +66,13 @@ def messages(folder):
         "not_said": (STEPS, LORA, {}, halfway),
         "said_later": (1, LORA, {"lora_init": "olora"}, {**plain, "no_load_optim": True}),
         "two_adapters": (1, LORA, {"adapter_path": adapter}, {**plain, "no_load_optim": True}),
+        "not_joined": (1, NOT_JOINED, {}, base),
+        "other_base": (1, NOT_JOINED, {"adapter_path": not_joined, "on_base_mismatch": "error"}, {}),
+        "seeded": (1, LORA, SEEDED, base),
+        "seeded_again": (1, LORA, SEEDED, base),
     }
+    # What graph mode has for that; the Trainer's adapters have begun by then, and this changes nothing.
+    beginning = [{"type": "BaseCheck"}, {"type": "LoraInitialization"}]
     configs = []
     for name, (steps, lora, pet_config, loaded) in runs.items():
         saved = {"enable_save": True, "save_path": str(folder / f"{name}_saved"), "save_interleaved_steps": 2}
@@ -66,7 +80,13 @@ def messages(folder):
         recording = {"type": "RecordLosses", "directory": str(folder / name)}
         nodes = {"checkpoint": {**saved, **loaded}, "callbacks": [saving, recording]}
         nodes |= {"lora_config": lora, "pet_config": pet_config}
+        if name in ("pissa", "resumed", "other_base"):
+            nodes["callbacks"] += beginning
+        if name.startswith("seeded"):
+            nodes["lr_scheduler"] = {"type": "ConstantWarmUpLR", "learning_rate": 0.0, "warmup_steps": 0}
         configs.append(pynative_runs.tiny_config("qwen3", folder / "rows.mindrecord", steps, **nodes))
+        if name == "seeded_again":
+            configs[-1]["training"]["seed"] = 2
     return dict(zip(runs, pynative_runs.series(configs, folder)))
 
 
@@ -156,6 +176,23 @@ def test_a_run_that_goes_on_loads_no_adapter(messages):
     assert messages["goes_on"] is None
 
 
+def test_with_a_seed_of_its_own_an_adapter_begins_as_in_graph_mode(folder, messages):
+    assert messages["seeded"] is messages["seeded_again"] is None
+    seeded, again = (pynative_runs.trained(folder / name) for name in ("seeded", "seeded_again"))
+    # The cells of a layer, as the Trainer builds them.
+    leaves = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+    paths = [f"decoder.layers.{layer}.{leaf}" for layer in (0, 1) for leaf in leaves]
+    shapes = {path: (seeded[f"{path}.lora_b"].shape[0], seeded[f"{path}.lora_a"].shape[1]) for path in paths}
+    network = nn.SequentialCell([nn.Dense(columns, rows) for rows, columns in shapes.values()])
+    with InitialDraws(SEEDED["seed"]):
+        apply_lora(network, LoraConfig(target_modules="all-linear", lora_rank=LORA["lora_rank"]))
+    assert len(seeded) == 2 * len(paths)
+    for path, (_, cell) in zip(paths, lora_cells(network)):
+        np.testing.assert_array_equal(seeded[f"{path}.lora_a"], cell.mindpet_delta_lora_a.asnumpy(), err_msg=path)
+        assert not seeded[f"{path}.lora_b"].any()
+    assert all(np.array_equal(again[name], array) for name, array in seeded.items())
+
+
 def test_a_magnitude_in_16_bits_is_the_norms_of_the_base(folder, messages):
     """The optimizer keeps a copy in 32 bits, which it made before the base was loaded."""
     assert messages["dora"] is None
@@ -171,6 +208,7 @@ def test_a_magnitude_in_16_bits_is_the_norms_of_the_base(folder, messages):
     "name, message",
     [
         ("other_rank", "RankMismatchError"),
+        ("other_base", "BaseMismatchError"),
         ("not_said", "pissa or olora, has changed its base. Set lora_init to that of the run."),
         ("said_later", "holds an adapter of another one. Remove lora_init to go on"),
         ("two_adapters", "holds an adapter too. Remove adapter_path"),

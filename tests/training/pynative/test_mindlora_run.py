@@ -30,6 +30,38 @@ def test_it_does_what_mindformers_launcher_does(tmp_path):
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
+@only_with_pynative_trainer
+def test_resume_goes_on_from_the_newest_step_or_the_named_one(tmp_path):
+    data, saved = tmp_path / "rows.mindrecord", tmp_path / "saved"
+    pynative_runs.write_data(data, rows=16)
+    checkpoint = {"enable_save": True, "save_path": str(saved), "save_interleaved_steps": 1}
+    config = pynative_runs.tiny_config("qwen3", data, steps=4, checkpoint=checkpoint)
+    stopping = {**config, "callbacks": [{"type": "SendSignal", "step": 3}]}
+
+    def run(name, config, *flags):
+        return pynative_runs.launch(config, tmp_path / name, "--mode", "1", *flags, module=RUN)
+
+    stopped = run("stopped", stopping)
+    assert stopped.returncode == 143 and "repeat the command of mindlora-run with --resume" in stopped.stderr
+    rest = run("rest", config, "--resume")
+    again = run("again", config, "--resume", str(saved / "iteration_00000002"))
+    assert (rest.returncode, again.returncode) == (0, 0), rest.stderr[-2000:] + again.stderr[-2000:]
+    rest, again = (pynative_runs.losses(tmp_path / name) for name in ("rest", "again"))
+    assert len(rest) == 1 and len(again) == 2 and again[1:] == rest
+
+
+@only_with_pynative_trainer
+def test_on_a_terminal_there_is_a_progress_bar_alone(tmp_path):
+    data = tmp_path / "rows.mindrecord"
+    pynative_runs.write_data(data, rows=8)
+    config = pynative_runs.tiny_config("qwen3", data, steps=2)
+    run = pynative_runs.launch(config, tmp_path / "run", "--mode", "1", "--terminal", module=RUN)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "training: 100%|" in run.stderr and "2/2 steps" in run.stderr
+    assert "--verbose prints it here" in run.stdout and "Start training loop" not in run.stdout + run.stderr
+    assert "Start training loop" in (tmp_path / "output" / "log" / "screen.log").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     "changes, flags, message",
     [
@@ -38,6 +70,7 @@ def test_it_does_what_mindformers_launcher_does(tmp_path):
         ({}, ["--mode", "1", "--training.step.x", "3"], "'step' is not a key of training"),
         ({"lora_config": None}, ["--mode", "1"], "The YAML has no lora_config"),
         ({"run_mode": "predict"}, ["--mode", "1"], "run_mode is 'predict'"),
+        ({}, ["--mode", "1", "--resume"], "checkpoint.save_path is None, where no step is"),
     ],
 )
 def test_a_wrong_command_line_ends_in_one_line(tmp_path, capsys, changes, flags, message):

@@ -23,7 +23,7 @@ CASES = {
         {"pet_config": {"lora_init": "gaussian"}, "lora_config": {**LORA, "lora_b_std": 0.1}},
         "pet_config.lora_init is 'gaussian' and lora_config.lora_b_std is 0.1: both set the initial values",
     ),
-    "adalora": ({"pet_config": {"use_adalora": True}}, "pet_config.use_adalora is True"),
+    "adapters": ({"pet_config": {"adapters": [{"name": "one"}]}}, "pet_config.adapters is"),
     "vera_on_joined_cells": (
         {"pet_config": {"use_vera": True}},
         "a VeRA adapter of such a cell cannot be saved. Leave them out of target_modules",
@@ -65,8 +65,8 @@ CASES = {
         "The YAML has runner_wrapper, which MindFormers' PyNative Trainer does not read. Remove it",
     ),
     "callbacks": (
-        {"callbacks": [{"type": "SampleAnswers"}, {"type": "RankBudget"}]},
-        "callbacks has SampleAnswers, RankBudget, which mindlora does not carry out",
+        {"callbacks": [{"type": "ReferenceCheck"}, {"type": "EachAdapter"}]},
+        "callbacks has ReferenceCheck, EachAdapter, which mindlora does not carry out",
     ),
     "unused": (
         {"callbacks": [{"type": "LeaveOut", "cell": "model.decoder.layers.1.self_attention.linear_proj"}]},
@@ -97,6 +97,9 @@ ONE_PROCESS = {
     "adapter_path": "/",
     "lora_init": "pissa",
     "quantize_base": "nf4",
+    # A token of the first row.
+    "alora_invocation_tokens": [int(pynative_runs.counting_rows(4)[0][0, 3])],
+    "use_adalora": True,
 }
 
 
@@ -146,7 +149,9 @@ def test_what_needs_one_process_is_refused_in_two(folder, messages):
     given, found = folder / "given.json", folder / "two.json"
     config = pynative_runs.tiny_config("qwen3", folder / "rows.mindrecord", 1)
     config["training"] = {**config["training"], "local_batch_size": 2}
-    given.write_text(json.dumps([{**config, "pet_config": {field: value}} for field, value in ONE_PROCESS.items()]))
+    nodes = [{field: value} for field, value in ONE_PROCESS.items()]
+    nodes[-1]["target_r"] = 2
+    given.write_text(json.dumps([{**config, "pet_config": node} for node in nodes]))
     run_ranks(2, folder, pynative_series.__file__, given, found, trainer="pynative")
     for field, message in zip(ONE_PROCESS, json.loads(found.read_text())):
         assert f"pet_config.{field} is" in message and "in one process" in message and "Remove it" in message

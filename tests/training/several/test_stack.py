@@ -9,7 +9,7 @@ from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.core.errors import UnsupportedCellError
-from mindlora.network.cells.initial_values import initial_draws
+from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.stacked_dense import StackedLoRADense
 from mindlora.network.tree import lora_cells
 from mindlora.training.several.stack import pull, push, stack_adapters
@@ -127,7 +127,7 @@ def test_initial_values_are_those_of_a_run_alone(seeds):
     for number, (config, seed) in enumerate(zip(CONFIGS, seeds)):
         alone = network()
         np.random.set_state(state)
-        with initial_draws(seed):
+        with InitialDraws(seed):
             apply_lora(alone, config)
         freeze_base(alone)
         own = dict(lora_cells(stack.networks[number]))

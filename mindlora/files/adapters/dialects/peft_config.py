@@ -322,13 +322,7 @@ def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
             "were trained too, which only PEFT's form has a place for. Load it (load_lora), or merge it."
         )
         extras.refuse(AdapterFormatError(message))
-    if content.get("alora_invocation_tokens") and not extras.invocation_tokens:
-        message = (
-            f"{path}: alora_invocation_tokens is {shown(content['alora_invocation_tokens'])}, so the adapter acts from "
-            "these tokens on only (aLoRA), which has no merged form. Load it (load_lora), serve it (mindlora serve, "
-            "generate, chat), or leave it in PEFT's form."
-        )
-        extras.refuse(AdapterFormatError(message))
+    check_invocation(content.get("alora_invocation_tokens"), path, extras)
     initializer = content.get("init_lora_weights", True)
     changes_base = isinstance(initializer, str) and initializer.lower().startswith(_BASE_CHANGING_INITIALIZERS)
     if changes_base and not (extras.initial_pairs and _exact_initializer(content)):
@@ -364,6 +358,17 @@ def _token_rows(value: Any, path: str) -> Dict[str, List[int]]:
                 "such a list for each module."
             )
     return tables
+
+
+def check_invocation(tokens: Any, path: str, extras: Extras) -> None:
+    """Refuses an adapter that acts from its invocation tokens on, by the settings at ``path``, where no extra is it."""
+    if tokens and not extras.invocation_tokens:
+        message = (
+            f"{path}: alora_invocation_tokens is {shown(tokens)}, so the adapter acts from these tokens on only "
+            "(aLoRA), which has no merged form. Load it (load_lora), serve it (mindlora serve, generate, chat), or "
+            "leave it in PEFT's form."
+        )
+        extras.refuse(AdapterFormatError(message))
 
 
 def _invocation_tokens(value: Any, path: str) -> Tuple[int, ...]:

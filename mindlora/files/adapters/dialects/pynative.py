@@ -46,7 +46,7 @@ WEIGHTS_FILE = step_folder.file_name(0, 1)
 # The settings of a saved adapter; where pet_config has those of lora_config too, it has the same.
 _OF_LORA_CONFIG = ("lora_rank", "lora_alpha", "lora_dropout")
 _OF_PET_CONFIG = (
-    *("use_rslora", "rank_pattern", "alpha_pattern", "projection_prng_key"),
+    *("use_rslora", "rank_pattern", "alpha_pattern", "projection_prng_key", "alora_invocation_tokens"),
     *(variant.field for variant in STORED),
 )
 
@@ -231,6 +231,8 @@ def _take_settings_of_run(adapter: Adapter, record: str, file: File) -> None:
         )
     adapter.dropout = float(config.lora_dropout)
     adapter.projection_key = config.projection_prng_key or 0
+    peft_config.check_invocation(config.alora_invocation_tokens, record, file.extras)
+    adapter.invocation_tokens = tuple(config.alora_invocation_tokens or ())
     if adapter.variant.no_scale:
         return
     adapter.use_rslora = config.use_rslora

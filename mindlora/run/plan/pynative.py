@@ -1,0 +1,212 @@
+"""What a run of MindFormers' PyNative Trainer will take: parameters, files, steps, and memory but for activations."""
+
+import dataclasses
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import dtype_name
+from mindlora.core.overrides import keys_and_texts, read_value, set_key
+from mindlora.core.text import listed, wrapped
+from mindlora.core.yaml_file import value_at
+from mindlora.models.weights import Weight
+from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.run.checks.pynative import NODES, adaptable_cells, architecture_of, check_pynative, network_of, select
+from mindlora.run.checks.pynative_adapter import check_agreement, merged
+from mindlora.run.plan.adapter_file import adapter_file_size
+from mindlora.run.plan.division import Division
+from mindlora.run.plan.memory import ARITHMETIC, EXACT, Line
+from mindlora.run.plan.rows import count_files
+from mindlora.run.plan.run import Run
+from mindlora.run.plan.units import gib, size_text
+from mindlora.run.yaml_run import YamlRun, data_of
+
+_OPTIMIZER = "AdamW"
+_FLOAT32 = 4
+# A plan needs no file that the run loads.
+_OF_FILES = ("checkpoint", "train_dataset", "pet_config.adapter_path")
+_WIDTH = 100
+_NOTES = (
+    "exact: the same bytes as in the run, which tests compare. arithmetic: follows from the sizes.",
+    "Not planned: activations, which the PyNative Trainer keeps tensor by tensor, and the work space of kernels.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PynativePlan:
+    """What a run of the PyNative Trainer will take on one device.
+
+    Attributes:
+        parameters (int): Elements of all parameters; a 4-bit weight counts as W [out, in].
+        trained (int): Elements of those that are trained.
+        adapted (tuple of str): Paths of the cells with an adapter.
+        adapter_file (int): Bytes of adapter_model.safetensors as LoraCheckpoint writes it, or None if training decides.
+        steps (int): Steps of the optimizer, as training.steps says, or None if it does not.
+        rows_per_step (int): Rows in one, or None likewise.
+        rows (int): Rows in the data, or None if they could not be counted; ``data`` says where, or why not.
+        lines (tuple of Line): What is in memory all the time.
+        memory (int): Bytes of a device, or None if none were given.
+        notes (tuple of str): What the plan assumed.
+    """
+
+    yaml: str
+    model: str
+    parameters: int
+    trained: int
+    adapted: Tuple[str, ...]
+    adapter: str
+    adapter_file: Optional[int]
+    dtype: str
+    steps: Optional[int]
+    rows_per_step: Optional[int]
+    seq_length: int
+    rows: Optional[int]
+    data: str
+    lines: Tuple[Line, ...]
+    memory: Optional[int]
+    notes: Tuple[str, ...]
+
+    @property
+    def needed(self) -> int:
+        """Bytes of all lines."""
+        return sum(line.size for line in self.lines)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the lines alone do not fit the memory that was given, else 0."""
+        return int(self.memory is not None and self.needed > self.memory)
+
+    def __str__(self) -> str:
+        share = f"{100 * self.trained / self.parameters:.4f} %"
+        facts = [
+            ("run", f"{self.yaml}: PyNative Trainer, {self.model}"),
+            ("parameters", f"{self.parameters:,}, of which {self.trained:,} are trained ({share})"),
+            ("adapter", f"{self.adapter}: {listed(self.adapted)}"),
+        ]
+        if self.adapter_file is not None:
+            size = f"{size_text(self.adapter_file)} ({self.adapter_file:,} bytes)"
+            facts.append(("adapter file", f"adapter_model.safetensors: {size}, exact"))
+        facts.append(("steps", self._steps()))
+        text = [wrapped(f"{name:<14}", value, _WIDTH) for name, value in facts]
+        rows = [(line.name, gib(line.size), line.basis) for line in self.lines]
+        rows.append(("in all, without activations", gib(self.needed), ""))
+        widest = max(len(name) for name, _, _ in rows)
+        text += ["", f"{'one device':<{widest}}  {'GiB':>8}  basis"]
+        text += [f"{name:<{widest}}  {size:>8}  {basis}".rstrip() for name, size, basis in rows]
+        if self.memory is not None:
+            verdict = "do not fit" if self.exit_code else "fit; activations come on top of that"
+            text += ["", f"These {verdict}: a device has {gib(self.memory)} GiB."]
+        text.append("")
+        return "\n".join([*text, *(wrapped("", note, _WIDTH) for note in (*self.notes, *_NOTES))])
+
+    def _steps(self):
+        if self.steps is None or self.rows_per_step is None:
+            return "not known: training.steps and global_batch_size say it"
+        tokens = self.steps * self.rows_per_step * self.seq_length
+        text = f"{self.steps:,} of {self.rows_per_step:,} rows, {tokens:,} tokens with padding"
+        if not self.rows:
+            return f"{text}; {self.data}"
+        return f"{text}: {self.steps * self.rows_per_step / self.rows:.2f} times {self.rows:,} rows ({self.data})"
+
+
+def plan_of_pynative(
+    config: Dict[str, Any], name: str, overrides: Sequence[str], memory: Optional[int]
+) -> PynativePlan:
+    """Returns the plan of a YAML of the PyNative Trainer; raises LoraError if a setting in it is wrong.
+
+    The arguments are those of make_plan, and the YAML's content.
+    """
+    for key, text in keys_and_texts(list(overrides)):
+        set_key(config, key, read_value(text), f"--{key}", create=True, nodes=NODES)
+    findings = check_pynative(config)
+    refuse([finding for finding in findings if not finding.key.startswith(_OF_FILES)])
+    run = _run(config)
+    weights = run.weights
+    data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
+    rows, counted = count_files(data) if data else (None, "the YAML names no data")
+    training = config.get("training") or {}
+    return PynativePlan(
+        name,
+        run.architecture.title,
+        sum(weight.count for weight in weights),
+        sum(weight.count for weight in weights if weight.trained),
+        run.adapted,
+        _described(run.lora),
+        adapter_file_size(run),
+        _dtype(config),
+        training.get("steps"),
+        training.get("global_batch_size") or training.get("local_batch_size"),
+        run.seq_length,
+        rows,
+        counted,
+        tuple(_lines(run, config, weights)),
+        memory,
+        tuple(_notes(config)),
+    )
+
+
+def _run(config: Mapping[str, Any]) -> Run:
+    """Returns the run in the form that graph mode's plan takes, on one device."""
+    model = dict(config.get("model") or {})
+    architecture, network = architecture_of(model), network_of(model)
+    if architecture is None or network is None:
+        raise ConfigError(f"The model is {model.get('model_type')!r}, whose sizes are not known.")
+    lora_config = config.get("lora_config")
+    if not isinstance(lora_config, Mapping):
+        raise ConfigError("The YAML has no lora_config: MindFormers would train the whole model, which is not planned.")
+    target, exclude = lora_config["target_modules"], lora_config.get("exclude_layers")
+    chosen = set(select(adaptable_cells(network), target, exclude).cells)
+    paths = [path for path in network.cells if chosen & set(adaptable_cells_of(path))]
+    pet_config = config.get("pet_config") or {}
+    if pet_config.get("adapters"):
+        raise ConfigError(
+            "pet_config.adapters trains several adapters, which the PyNative Trainer does not. Remove it."
+        )
+    lora = PetLoraConfig.from_pet_config(merged(pet_config, lora_config, paths, _dtype(config)))
+    check_agreement(lora, lora_config)
+    yaml = YamlRun({"run_mode": "train", "model": {"model_config": model}})
+    return Run(yaml, architecture, network, lora.for_network(), Division.of_yaml(yaml))
+
+
+def adaptable_cells_of(path: str) -> Tuple[str, ...]:
+    """Returns the path that target_modules is searched in for a cell, or for one weight of experts."""
+    cell = path.removeprefix("model.")
+    return (cell, cell.removesuffix(".weight1"), cell.removesuffix(".weight2"))
+
+
+def _dtype(config):
+    """Returns the dtype of the base's linear cells."""
+    return dtype_name(value_at(config, "model.params_dtype") or "float32", "model.params_dtype")
+
+
+def _described(lora):
+    rank = f"rank {lora.lora_rank}"
+    return f"{lora.variant.name}, {rank}, alpha {lora.lora_alpha:g}"
+
+
+def _lines(run: Run, config: Mapping[str, Any], weights: Sequence[Weight]) -> List[Line]:
+    """Returns what is in memory all the time."""
+    base, adapter = (sum(w.size for w in weights if w.adapter == of_adapter) for of_adapter in (False, True))
+    trained = [weight for weight in weights if weight.trained]
+    elements = sum(weight.elements for weight in trained)
+    # MindFormers adds gradients up in float32.
+    lines = [Line("base", base, EXACT), Line("adapter", adapter, EXACT)]
+    lines.append(Line("gradients", _FLOAT32 * elements, ARITHMETIC))
+    if (value_at(config, "optimizer.type") or _OPTIMIZER) == _OPTIMIZER:
+        copies = sum(_FLOAT32 * weight.elements for weight in trained if weight.dtype != "float32")
+        name = f"optimizer: 2 states of {_OPTIMIZER} in float32" + (", and a float32 copy" if copies else "")
+        lines.append(Line(name, 2 * _FLOAT32 * elements + copies, EXACT))
+    if run.lora is not None and run.lora.variant.allocates_ranks:
+        of_adapter = sum(weight.elements for weight in trained if weight.adapter)
+        lines.append(Line("importance of ranks, 2 states in float32", 2 * _FLOAT32 * of_adapter, EXACT))
+    return lines
+
+
+def _notes(config):
+    kind = value_at(config, "optimizer.type") or _OPTIMIZER
+    if kind != _OPTIMIZER:
+        yield f"Note: optimizer.type is {kind}, whose states are not counted."
+    sizes = config.get("parallelism") or {}
+    divided = [f"{key} {value}" for key, value in sizes.items() if isinstance(value, int) and value > 1]
+    if divided:
+        yield f"Note: parallelism has {', '.join(divided)}, and the table is that of the whole model on one device."

@@ -1,0 +1,20 @@
+"""How many rows data has, as the indices beside its MindRecords say."""
+
+import os
+from typing import Optional, Sequence, Tuple, Union
+
+from mindlora.core.formats.mindrecord_files import mindrecord_files, row_count
+
+
+def count_files(source: Union[str, Sequence[str]]) -> Tuple[Optional[int], str]:
+    """Returns the number of rows of the MindRecords at a path, or None, and where they were counted or why not."""
+    files = list(filter(os.path.isfile, mindrecord_files(source)))
+    if not files:
+        return None, f"{source} holds no MindRecord"
+    total = 0
+    for path in files:
+        rows = row_count(path)
+        if rows is None:
+            return None, f"{path} has no readable index (.db) beside it, so its rows cannot be counted"
+        total += rows
+    return total, f"{len(files)} MindRecord{'s' * (len(files) > 1)}"

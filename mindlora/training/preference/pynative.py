@@ -1,0 +1,92 @@
+"""Preference training on a model of MindFormers' PyNative Trainer: log-probabilities of labels, and the reference."""
+
+import contextlib
+from typing import Iterator
+
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+from mindlora.network.tree import lora_cells
+from mindlora.training.preference.loss import PreferenceLoss
+from mindlora.training.preference.settings import PreferenceSettings
+from mindlora.training.pynative.evaluation import EvaluatedModel
+
+
+class RowLogProbabilities(nn.Cell):
+    """The log-probability of each label but the first of rows, which a PyNative model computes.
+
+    Args:
+        evaluated (EvaluatedModel): The model as it answers in evaluation. In training, the model returns logits too
+            (GPTModel.return_logits).
+
+    Inputs:
+        - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
+
+    Outputs:
+        float32 [rows * N]; 0 for labels that are not tokens, which do not count.
+    """
+
+    def __init__(self, evaluated: EvaluatedModel):
+        super().__init__(auto_prefix=False)
+        self.evaluated = evaluated
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        tokens, labels = input_ids[:, :-1], labels[:, 1:].reshape((-1,))
+        # The Trainer sets the mode of the model alone.
+        network = self.evaluated.network
+        if network.training:
+            logits = network(input_ids=tokens, labels=tokens)
+        else:
+            logits, _, _ = self.evaluated(tokens)
+        log_probabilities = ops.log_softmax(logits.reshape((labels.shape[0], -1)).astype(mstype.float32), -1)
+        counted = labels >= 0
+        safe_labels = ops.select(counted, labels, ops.zeros_like(labels))
+        picked = ops.gather_elements(log_probabilities, 1, safe_labels.expand_dims(1)).squeeze(1)
+        # Selected, not multiplied: what does not count may be infinite.
+        return ops.select(counted, picked, ops.zeros_like(picked))
+
+
+class BaseLogProbabilities(nn.Cell):
+    """What RowLogProbabilities gives of the model with its adapters off, and without noise and dropout.
+
+    Inputs and outputs are those of RowLogProbabilities.
+    """
+
+    def __init__(self, policy: RowLogProbabilities):
+        super().__init__(auto_prefix=False)
+        # Not a child: its mode is switched for a while.
+        self._policy = (policy,)
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        (policy,) = self._policy
+        network = policy.evaluated.network
+        was_training = network.training
+        network.set_train(False)
+        with _adapters_off(network):
+            log_probabilities = policy(input_ids, labels)
+        network.set_train(was_training)
+        return log_probabilities
+
+
+@contextlib.contextmanager
+def _adapters_off(network: nn.Cell) -> Iterator[None]:
+    """Has the cells with adapters compute what their base computes, for a while."""
+    cells = [cell for _, cell in lora_cells(network)]
+    for cell in cells:
+        cell.construct = cell.without_adapter
+    try:
+        yield
+    finally:
+        for cell in cells:
+            del cell.construct
+
+
+def pynative_preference_loss(evaluated: EvaluatedModel, settings: PreferenceSettings) -> PreferenceLoss:
+    """Returns the loss of a PyNative model on preferences, whose reference is the model with its adapters off.
+
+    In training, the model returns logits from then on.
+    """
+    evaluated.gpt.return_logits = True
+    policy = RowLogProbabilities(evaluated)
+    reference = BaseLogProbabilities(policy) if settings.kind.uses_reference else None
+    return PreferenceLoss(policy, reference, settings)
