@@ -34,7 +34,7 @@ def check_mcore(run: YamlRun) -> Iterator[Finding]:
     if not run.is_mcore or not run.pet_config:
         return
     family = run.family
-    trained = registry.trained_mcore_classes().values()
+    trained = list(registry.trained_mcore_classes().values())
     architecture = registry.by_model_type(family)
     folder = run.at("pretrained_model_dir")
     if family is None and folder and not os.path.isfile(os.path.join(folder, "config.json")):
@@ -46,7 +46,7 @@ def check_mcore(run: YamlRun) -> Iterator[Finding]:
             "architectures, with its sizes.",
         )
         return
-    if architecture is None or family not in trained:
+    if architecture is None or (family not in trained and not run.is_classifier) or architecture.legacy:
         yield error(
             "use_legacy",
             f"use_legacy is False and the model is {family or 'not named'}: of MindFormers' mcore models, mindlora "

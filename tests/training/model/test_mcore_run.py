@@ -85,6 +85,13 @@ def test_the_families_that_train_pass(family):
     assert not list(check_mcore(YamlRun(yaml_of(model={"architectures": [family]}))))
 
 
+def test_a_classifier_passes_and_a_legacy_one_does_not():
+    assert not list(check_mcore(YamlRun(yaml_of(model={"architectures": "Qwen3ForTokenClassification"}))))
+    assert "the model is LlamaForTokenClassification" in message(
+        yaml_of(model={"architectures": "LlamaForTokenClassification"})
+    )
+
+
 def test_another_family_is_refused_in_one_sentence_that_names_those_that_train():
     config = yaml_of(model={"architectures": "Glm4ForCausalLM", "model_type": "glm4"})
     assert message(config) == (
