@@ -1,4 +1,4 @@
-"""Classifiers and reward models on MindFormers' Llama and Qwen3, registered when imported: a YAML names their classes."""
+"""Classifiers and reward models on MindFormers' Llama and Qwen3, registered when imported: a YAML names the class."""
 
 from typing import Optional, Tuple
 
