@@ -91,7 +91,7 @@ def _model_changes(
 
 
 def _mcore_changes(run: YamlRun) -> Iterator[str]:
-    if run.trains and not run.model.get("pet_config"):
+    if (run.trains or run.mode == "eval") and not run.model.get("pet_config"):
         yield "model.model_config.pet_config (mcore models get cells for a CPU together with adapters)"
     for key, (needed, reason) in _MCORE.items():
         found = run.model.get(key)

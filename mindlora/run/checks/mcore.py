@@ -5,7 +5,6 @@ from typing import Any, Dict, Iterator
 
 from mindlora.core.fields import dtype_name
 from mindlora.core.text import listed
-from mindlora.core.yaml_file import RUN_MODES
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
@@ -54,13 +53,13 @@ def check_mcore(run: YamlRun) -> Iterator[Finding]:
             f"Remove pet_config, or name one of these in model.model_config.architectures. {_HELP}",
         )
         return
-    if run.mode in RUN_MODES and not run.trains:
+    if run.mode == "predict":
         yield error(
             "run_mode",
-            f"run_mode is {run.mode!r} and use_legacy is False: MindFormers builds another network to predict and to "
-            "evaluate, without cells that take adapters.",
-            "Merge the adapter into the base (mindlora base merge) and run that without pet_config, or measure "
-            "HeldOutLoss in training.",
+            "run_mode is 'predict' and use_legacy is False: MindFormers builds another network to predict, without "
+            "cells that take adapters.",
+            "Merge the adapter into the base (mindlora base merge) and run that without pet_config, or let mindlora "
+            "generate, chat or serve answer.",
         )
     if not run.in_graph_mode:
         yield error(

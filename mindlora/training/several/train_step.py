@@ -66,7 +66,7 @@ class RowsOfAdapters(nn.Cell):
         for x in inputs:
             rows = ops.tile(x, (self.adapters, 1)) if x.ndim == 2 else ops.swapaxes(x, 0, 1)
             batch += (rows.reshape((-1, x.shape[-1])),)
-        # An mcore model returns other losses beside these, which a dense one has not.
+        # An mcore model returns further losses, which are zero without routed experts.
         outputs = self.network(*batch)
         return outputs[0], outputs[1]
 

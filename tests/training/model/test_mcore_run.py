@@ -105,6 +105,7 @@ def test_another_family_is_refused_in_one_sentence_that_names_those_that_train()
 def test_pynative_and_another_run_mode_are_refused():
     assert message(yaml_of(context={"mode": 1, "device_target": "Ascend"})).startswith("context.mode is 1 and use_leg")
     assert message(yaml_of(run_mode="predict")).startswith("run_mode is 'predict' and use_legacy is False")
+    assert not list(check_mcore(YamlRun(yaml_of(run_mode="eval"))))
 
 
 def test_a_folder_of_hugging_faces_is_no_base_on_one_device(tmp_path):
