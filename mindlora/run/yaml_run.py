@@ -11,7 +11,7 @@ from mindlora.core.json_files import parse_object
 from mindlora.core.yaml_file import PET, SHARDING_MODES, TRAINING_MODES, value_at
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
-from mindlora.models.architectures.llama_classifiers import task_of
+from mindlora.models.architectures.classifiers import task_of
 from mindlora.run.checks.finding import Finding
 from mindlora.run.checks.pet_config import PetLoraConfig, read_pet_config
 from mindlora.run.keys import KEYS, MODEL
@@ -124,8 +124,18 @@ class YamlRun:
 
     @functools.cached_property
     def is_classifier(self) -> bool:
-        """Whether model.arch.type is a classifier or a reward model."""
-        return task_of(self.model_class) is not None
+        """Whether the model is a classifier or a reward model."""
+        return task_of(self.head_class) is not None
+
+    @property
+    def head_class(self) -> Optional[str]:
+        """The class of the model, which says what its head is for: model.arch.type, or that of an mcore model."""
+        return self.family if self.is_mcore else self.model_class
+
+    @property
+    def class_key(self) -> str:
+        """The key that names ``head_class``."""
+        return f"{MODEL}.architectures" if self.is_mcore else "model.arch.type"
 
     @functools.cached_property
     def is_mcore(self) -> bool:
@@ -201,7 +211,7 @@ class YamlRun:
 
     @functools.cached_property
     def _read_pet_config(self) -> Tuple[Optional[PetLoraConfig], List[Finding]]:
-        return read_pet_config(self.pet_config, self.model_class)
+        return read_pet_config(self.pet_config, self.head_class)
 
     @property
     def lora(self) -> Optional[PetLoraConfig]:

@@ -12,7 +12,7 @@ import numpy as np
 from mindlora.core.errors import AdapterFormatError, RequestError, ShapeMismatchError
 from mindlora.core.numerics.dtypes import to_float32
 from mindlora.files.adapters.adapter import Adapter
-from mindlora.models.architectures.llama_classifiers import SCORE
+from mindlora.models.architectures.classifiers import SCORE
 
 # In an adapter's folder: a list of the labels' names, in the order of their numbers.
 NAMES_FILE = "labels.json"

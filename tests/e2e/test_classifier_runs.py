@@ -1,4 +1,4 @@
-"""Classifiers of words on a tiny Qwen2: guarded, resumed, and on two processes."""
+"""Classifiers of words on a tiny Qwen2 and a tiny Qwen3: guarded, resumed, and on two processes."""
 
 import types
 
@@ -12,6 +12,7 @@ from mindlora.training.report.history import read_history
 from tests.e2e.test_guarded_runs import POISONED
 from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
+from tests.support.mcore_networks import tiny_config as mcore_config
 from tests.support.ranks import run_ranks
 from tests.support.runs import SEQUENCE, SIZES, VOCABULARY
 
@@ -33,6 +34,9 @@ def row(rng):
 class Runs:
     """Runs of one configuration on 32 rows, eight more held out."""
 
+    # Adam divides by the size of the gradient, which would hide one twice as large.
+    eps, rate = 1.0, 4.0
+
     def __init__(self, folder):
         self.folder = folder
         self.train, self.held_out = folder / "train.mindrecord", folder / "heldout.mindrecord"
@@ -49,15 +53,19 @@ class Runs:
             {"type": "WarmUp", "steps": 4},
         ]
         # Several processes with a load_checkpoint would wait at a Barrier, which has no CPU kernel.
+        config = self.model_config(callbacks)
+        config["train_dataset"]["data_loader"]["shuffle"] = False
+        config["runner_config"]["batch_size"] = BATCH // processes
+        config["optimizer"]["eps"], config["lr_schedule"]["learning_rate"] = self.eps, self.rate
+        if processes > 1:
+            config["use_parallel"], config["parallel_config"] = True, {"data_parallel": processes}
+        return config
+
+    def model_config(self, callbacks):
+        """The YAML, but for the batch and the rate."""
         config = tiny_runs.tiny_config(self.train, EPOCHS, callbacks, load_checkpoint="")
         config["model"]["arch"]["type"] = "LlamaForTokenClassification"
         config["model"]["model_config"].update(SIZES, qkv_has_bias=True, num_labels=LABELS)
-        config["train_dataset"]["data_loader"]["shuffle"] = False
-        config["runner_config"]["batch_size"] = BATCH // processes
-        # Adam divides by the size of the gradient, which would hide one twice as large.
-        config["optimizer"]["eps"], config["lr_schedule"]["learning_rate"] = 1.0, 4.0
-        if processes > 1:
-            config["use_parallel"], config["parallel_config"] = True, {"data_parallel": processes}
         return config
 
     def start(self, name, *callbacks, **checkpoint):
@@ -84,9 +92,23 @@ def run_of(output):
     return types.SimpleNamespace(steps=steps, losses=tiny_runs.losses(output), history=read_history(str(output)))
 
 
-@pytest.fixture(scope="module")
-def runs(library, tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("classifiers"))
+class McoreRuns(Runs):
+    """The same, of one of MindFormers' mcore models."""
+
+    # With the Llama's, it would not learn much in so few steps.
+    eps, rate = 1e-3, 3e-2
+
+    def model_config(self, callbacks):
+        """The YAML, but for the batch and the rate."""
+        pet = {"lora_rank": 8, "lora_alpha": 12, "target_modules": "all-linear"}
+        config = mcore_config(self.train, EPOCHS, callbacks, pet, load_checkpoint="")
+        config["model"]["model_config"].update(architectures="Qwen3ForTokenClassification", num_labels=LABELS)
+        return config
+
+
+@pytest.fixture(scope="module", params=[Runs, McoreRuns], ids=["qwen2", "qwen3"])
+def runs(request, library, tmp_path_factory):
+    return request.param(tmp_path_factory.mktemp("classifiers"))
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,43 @@
-"""Classifiers with adapters, on Llama and Qwen2: scores of PEFT's adapters here, and of ours in PEFT."""
+"""Classifiers with adapters, on Llama, Qwen2 and Qwen3: scores of PEFT's adapters here, and of ours in PEFT."""
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.network.load_base import load_base
+from mindlora.training.model.mcore_model import McoreRows
+from tests.conftest import in_mode
 from tests.peers.conftest import TOKENS, llama_keys
+from tests.support.mcore_networks import save_for_transformers, scaled, tiny_qwen3, tiny_qwen3_classifier
 from tests.support.peers import cases
 from tests.support.peers.peer import read_json
 
 LABELS = 3
-LORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.0}
-CLASSES = {"SEQ_CLS": "LlamaForSequenceClassification", "TOKEN_CLS": "LlamaForTokenClassification"}
+# A Qwen3's q, k and v are one cell.
+LORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"], "lora_dropout": 0.0}
+CLASSES = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
 # Texts of several lengths, padded at the end.
 IDS = np.random.default_rng(3).integers(3, cases.VOCABULARY, (3, TOKENS)).astype(np.int32)
 IDS[1, 9:] = IDS[2, 4:] = 0
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
-def model(request, made, peer, tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def family(request):
+    """The architecture: MindFormers' legacy Llama in PyNative, or its mcore Qwen3 in graph mode."""
+    with in_mode(ms.GRAPH_MODE if request.param == "qwen3" else ms.PYNATIVE_MODE):
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def model(family, made, peer, mindformers, tmp_path_factory):
     """The folder of a base, and what else MindFormers must know of it."""
-    if request.param == "llama":
+    if family == "llama":
         return made.models["grouped"], {}
+    if family == "qwen3":
+        base = scaled(tiny_qwen3(num_hidden_layers=2), 0.4)
+        return save_for_transformers(base, tmp_path_factory.mktemp("qwen3")), {}
     folder = tmp_path_factory.mktemp("qwen2")
     config = {**cases.MODELS["grouped"][1], "use_sliding_window": False}
     peer.make_folder(folder=folder, kind="qwen2", config=config, seed=5)
@@ -31,10 +45,14 @@ def model(request, made, peer, tmp_path_factory):
 
 
 @pytest.fixture
-def make_classifier(model, make_llama):
+def make_classifier(model, family, make_llama):
     """Returns a function that builds the classifier of a task with the base's weights."""
 
     def make(task, labels=LABELS):
+        if family == "qwen3":
+            network = tiny_qwen3_classifier(f"Qwen3{CLASSES[task]}", labels, num_hidden_layers=2)
+            load_base(network, str(model[0]))
+            return network
         from mindformers import LlamaConfig
 
         from mindlora.training.classifier import model as classifiers
@@ -42,7 +60,7 @@ def make_classifier(model, make_llama):
 
         folder, keys = model
         keys = {**ON_CPU, **llama_keys(folder), **keys, "batch_size": 1, "pad_token_id": 0}
-        network = getattr(classifiers, CLASSES[task])(LlamaConfig(**keys, num_labels=labels))
+        network = getattr(classifiers, f"Llama{CLASSES[task]}")(LlamaConfig(**keys, num_labels=labels))
         load_base(network, str(folder))
         return network
 
@@ -52,7 +70,9 @@ def make_classifier(model, make_llama):
 def scores(network, task):
     """The scores of IDS as transformers gives them, without padding's: of a text, those of its last token."""
     network.set_train(False)
-    found = network(Tensor(IDS))[0].asnumpy()
+    found = network(Tensor(IDS))
+    # An mcore model returns all rows as one.
+    found = (found[0] if isinstance(found, tuple) else found).asnumpy().reshape(*IDS.shape, -1)
     if task == "TOKEN_CLS":
         return found[IDS != 0]
     last = (IDS != 0).sum(-1) - 1
@@ -67,7 +87,7 @@ def peft_scores(peer, model, adapter, task, tmp_path, ids=IDS, labels=LABELS):
 
 
 @pytest.mark.parametrize("task", CLASSES)
-def test_an_adapter_of_peft_scores_here_as_in_peft(task, model, peer, make_classifier, tmp_path, pynative_mode):
+def test_an_adapter_of_peft_scores_here_as_in_peft(task, model, peer, make_classifier, tmp_path):
     adapter = tmp_path / "adapter"
     peer.make_classifier_adapter(model=model[0], folder=adapter, task=task, labels=LABELS, config=LORA)
     network = make_classifier(task)
@@ -83,9 +103,10 @@ def test_an_adapter_of_peft_scores_here_as_in_peft(task, model, peer, make_class
 
 
 @pytest.mark.parametrize("task", CLASSES)
-def test_an_adapter_of_a_new_head_scores_in_peft_as_here(task, model, peer, make_classifier, tmp_path, pynative_mode):
+def test_an_adapter_of_a_new_head_scores_in_peft_as_here(task, family, model, peer, make_classifier, tmp_path):
     network = make_classifier(task)
-    config = LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "w2"], modules_to_save=["score"])
+    cells = ["linear_qkv", "linear_fc2"] if family == "qwen3" else ["wq", "w2"]
+    config = LoraConfig(lora_rank=4, lora_alpha=6, target_modules=cells, modules_to_save=["score"])
     apply_lora(network, config)
     freeze_base(network, config)
     rng = np.random.default_rng(0)
@@ -96,10 +117,22 @@ def test_an_adapter_of_a_new_head_scores_in_peft_as_here(task, model, peer, make
     save_lora(network, str(tmp_path / "adapter"))
     expected = peft_scores(peer, model, tmp_path / "adapter", task, tmp_path)
     np.testing.assert_allclose(scores(network, task), expected, atol=2e-5)
-    assert ms.get_context("mode") == ms.PYNATIVE_MODE
 
 
-def test_a_pair_is_compared_by_the_rewards_that_peft_gives(model, peer, make_classifier, tmp_path, pynative_mode):
+class McoreRowsOf(nn.Cell):
+    """What mindlora's wrapper does around an mcore model in training: it takes rows of one token more."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network, self.config = network, network.config
+        self.rows = McoreRows(TOKENS)
+
+    def construct(self, input_ids, labels):
+        input_ids, labels = self.rows(input_ids, labels)
+        return self.network(input_ids, labels=labels)
+
+
+def test_a_pair_is_compared_by_the_rewards_that_peft_gives(model, peer, family, make_classifier, tmp_path):
     from mindlora.training.preference.loss import preference_measures
     from mindlora.training.preference.settings import preference_settings
     from mindlora.training.preference.step import preference_loss
@@ -108,6 +141,8 @@ def test_a_pair_is_compared_by_the_rewards_that_peft_gives(model, peer, make_cla
     peer.make_classifier_adapter(model=model[0], folder=adapter, task="SEQ_CLS", labels=1, config=LORA)
     network = make_classifier("SEQ_CLS", labels=1)
     load_lora(network, str(adapter))
+    if family == "qwen3":
+        network = McoreRowsOf(network)
     settings = preference_settings({"loss": "reward"})
     loss = preference_loss(network, settings).set_train()
     ids = np.zeros((2, TOKENS + 1), np.int32)

@@ -61,6 +61,16 @@ def tiny_qwen3(seed=0, **keys):
         return filled(for_a_cpu(TrainingQwen3ForCausalLM(Qwen3Config(**{**TINY, **keys}))), seed)
 
 
+def tiny_qwen3_classifier(kind, labels, **keys):
+    """Returns a classifier of one of mindlora's classes on a Qwen3, without values of its own."""
+    from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+    from mindlora.training.classifier import model as classifiers
+
+    with mcore_context():
+        return for_a_cpu(getattr(classifiers, kind)(Qwen3Config(**{**TINY, "num_labels": labels, **keys})))
+
+
 def tiny_qwen3_moe(seed=0, **keys):
     """Returns a Qwen3-MoE of one layer with four experts, with random weights."""
     from mindformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig

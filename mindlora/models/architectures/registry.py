@@ -4,11 +4,11 @@ import re
 from typing import Dict, Optional, Tuple
 
 from mindlora.models.architectures.architecture import Architecture
+from mindlora.models.architectures.classifiers import QWEN3_SEQUENCES, QWEN3_TOKENS, SEQUENCES, TOKENS
 from mindlora.models.architectures.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V3_APART
 from mindlora.models.architectures.glm2 import GLM2
 from mindlora.models.architectures.glm4 import GLM4
 from mindlora.models.architectures.llama import LLAMA
-from mindlora.models.architectures.llama_classifiers import SEQUENCES, TOKENS
 from mindlora.models.architectures.qwen2 import QWEN2
 from mindlora.models.architectures.qwen3 import QWEN3
 from mindlora.models.architectures.qwen3_moe import QWEN3_MOE
@@ -24,6 +24,8 @@ ARCHITECTURES: Tuple[Architecture, ...] = (
     GLM4,
     SEQUENCES,
     TOKENS,
+    QWEN3_SEQUENCES,
+    QWEN3_TOKENS,
 )  # fmt: skip
 
 

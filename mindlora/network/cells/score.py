@@ -6,7 +6,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
-from mindlora.models.architectures.llama_classifiers import Task
+from mindlora.models.architectures.classifiers import Task
 
 # As transformers initializes it.
 _DEVIATION = 0.02

@@ -28,7 +28,7 @@ def check_invocation(run: YamlRun) -> Iterator[Finding]:
     if run.is_classifier:
         yield error(
             KEY,
-            f"alora_invocation_tokens is set and model.arch.type is {run.model_class}, whose head is of all tokens.",
+            f"alora_invocation_tokens is set and the model is {run.head_class}, whose head is of all tokens.",
             "Remove it.",
         )
     if run.mode == "predict" and run.model_config.get("use_past"):

@@ -5,7 +5,6 @@ from typing import Any, Dict, Iterator
 
 from mindlora.core.fields import dtype_name
 from mindlora.core.text import listed
-from mindlora.core.yaml_file import RUN_MODES
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
@@ -35,7 +34,7 @@ def check_mcore(run: YamlRun) -> Iterator[Finding]:
     if not run.is_mcore or not run.pet_config:
         return
     family = run.family
-    trained = registry.trained_mcore_classes().values()
+    trained = list(registry.trained_mcore_classes().values())
     architecture = registry.by_model_type(family)
     folder = run.at("pretrained_model_dir")
     if family is None and folder and not os.path.isfile(os.path.join(folder, "config.json")):
@@ -47,7 +46,7 @@ def check_mcore(run: YamlRun) -> Iterator[Finding]:
             "architectures, with its sizes.",
         )
         return
-    if architecture is None or family not in trained:
+    if architecture is None or (family not in trained and not run.is_classifier) or architecture.legacy:
         yield error(
             "use_legacy",
             f"use_legacy is False and the model is {family or 'not named'}: of MindFormers' mcore models, mindlora "
@@ -55,13 +54,13 @@ def check_mcore(run: YamlRun) -> Iterator[Finding]:
             f"Remove pet_config, or name one of these in model.model_config.architectures. {_HELP}",
         )
         return
-    if run.mode in RUN_MODES and not run.trains:
+    if run.mode == "predict":
         yield error(
             "run_mode",
-            f"run_mode is {run.mode!r} and use_legacy is False: MindFormers builds another network to predict and to "
-            "evaluate, without cells that take adapters.",
-            "Merge the adapter into the base (mindlora base merge) and run that without pet_config, or measure "
-            "HeldOutLoss in training.",
+            "run_mode is 'predict' and use_legacy is False: MindFormers builds another network to predict, without "
+            "cells that take adapters.",
+            "Merge the adapter into the base (mindlora base merge) and run that without pet_config, or let mindlora "
+            "generate, chat or serve answer.",
         )
     if not run.in_graph_mode:
         yield error(

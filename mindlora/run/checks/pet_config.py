@@ -10,7 +10,7 @@ from mindlora.core.fields import INDEX, POSITIVE, check_number, numbers
 from mindlora.core.text import suggestion
 from mindlora.core.yaml_file import PET
 from mindlora.files.adapters.fingerprint import ON_BASE_MISMATCH
-from mindlora.models.architectures.llama_classifiers import task_of, with_score
+from mindlora.models.architectures.classifiers import task_of, with_score
 from mindlora.models.lora_config import PET_TYPES, LoraConfig
 from mindlora.run.checks.finding import Finding, error, note, refuse, warning
 
@@ -85,7 +85,7 @@ def read_pet_config(
 ) -> Tuple[Optional[PetLoraConfig], List[Finding]]:
     """Returns the configuration that a pet_config node describes, or None if it is not a valid one, and the findings.
 
-    ``model_class`` is model.arch.type.
+    ``model_class`` is the class of the model.
     """
     if not pet_config:
         return None, [note(PET, "There is no pet_config: the whole network is trained, without LoRA.")]

@@ -14,7 +14,7 @@ from mindlora.core.yaml_file import value_at
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture, Attention, ParameterSize
-from mindlora.models.architectures.llama_classifiers import task_of
+from mindlora.models.architectures.classifiers import task_of
 from mindlora.models.description import Description
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.trainable import Selection, select

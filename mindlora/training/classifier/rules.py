@@ -1,17 +1,16 @@
 """Classifiers: what model.arch.type and num_labels of a YAML need from the rest of it."""
 
-from typing import Any, Iterator, Mapping, Optional
+from typing import Any, Iterator, List, Mapping, Optional
 
 from mindlora.core.fields import COUNT
 from mindlora.core.yaml_file import PET
-from mindlora.models.architectures.llama_classifiers import TASKS
+from mindlora.models.architectures import registry
+from mindlora.models.architectures.classifiers import TASKS
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.yaml_run import YamlRun
 
-CLASS, LABELS = "model.arch.type", "model.model_config.num_labels"
+LABELS = "model.model_config.num_labels"
 _PREFERENCE, _REWARD = "runner_wrapper.preference", "reward"
-# The class of a reward model.
-_REWARDED = "LlamaForSequenceClassification"
 # What computes logits of tokens, or samples of them.
 _OF_TOKENS = ("SampleAnswers", "Forgetting", "ForgettingBudget")
 
@@ -24,8 +23,8 @@ def check_classifier(run: YamlRun) -> Iterator[Finding]:
         if labels is not None:
             yield error(
                 LABELS,
-                f"num_labels is {labels}, and model.arch.type is {run.model_class}, which has no labels.",
-                f"Set model.arch.type: {' or '.join(TASKS)}, or remove num_labels.",
+                f"num_labels is {labels}, and {run.class_key} is {run.head_class}, which has no labels.",
+                f"Set {run.class_key}: {' or '.join(_classes(run))}, or remove num_labels.",
             )
         return
     if labels not in COUNT:
@@ -34,8 +33,6 @@ def check_classifier(run: YamlRun) -> Iterator[Finding]:
             f"num_labels is {labels!r}: a classifier needs the number of its labels.",
             "Set it as mindlora data labels says.",
         )
-    if run.is_mcore:
-        yield error(CLASS, "use_legacy is False: classifiers are legacy models.", "Remove use_legacy.")
     if run.mode == "predict":
         yield error("run_mode", "run_mode is predict: a classifier writes no text.", "Evaluate it with HeldOutLoss.")
     if run.pet_config.get("adapters") is not None:
@@ -57,12 +54,13 @@ def _check_preference(run: YamlRun, labels: Any) -> Iterator[Finding]:
     """Yields why a loss of preferences does not go with the model: rewards are of classifiers with one label alone."""
     node = run.preference
     loss: Optional[str] = node.get("loss", "dpo") if isinstance(node, Mapping) else None
-    if loss == _REWARD and (run.model_class, labels) != (_REWARDED, 1):
+    rewarded = next(kind for kind in _classes(run) if not TASKS[kind].has_bias)
+    if loss == _REWARD and (run.head_class, labels) != (rewarded, 1):
         yield error(
             _PREFERENCE,
-            f"{_PREFERENCE}: the loss {_REWARD} needs one score of a text, and the model is {run.model_class} with "
+            f"{_PREFERENCE}: the loss {_REWARD} needs one score of a text, and the model is {run.head_class} with "
             f"num_labels {labels}.",
-            f"Set model.arch.type: {_REWARDED} and model_config.num_labels: 1.",
+            f"Set {run.class_key}: {rewarded} and model_config.num_labels: 1.",
         )
     elif loss not in (None, _REWARD) and run.is_classifier:
         yield error(
@@ -70,3 +68,9 @@ def _check_preference(run: YamlRun, labels: Any) -> Iterator[Finding]:
             f"{_PREFERENCE}: the loss {loss} compares answers that a model writes, and the model is a classifier.",
             f"Set loss: {_REWARD}, which trains a reward model, or remove one of them.",
         )
+
+
+def _classes(run: YamlRun) -> List[str]:
+    """Returns the classes of classifiers that are legacy models, or those that are mcore models."""
+    records = {kind: registry.by_model_type(kind) for kind in TASKS}
+    return [kind for kind, record in records.items() if record is not None and record.legacy != run.is_mcore]

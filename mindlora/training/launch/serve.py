@@ -8,7 +8,7 @@ from mindformers.tools.register import MindFormerConfig
 
 from mindlora.core.errors import ConfigError
 from mindlora.data.tokenizers import load_tokenizer
-from mindlora.models.architectures.llama_classifiers import CAUSAL_LM, task_of
+from mindlora.models.architectures.classifiers import task_of
 from mindlora.models.lora_config import expand_pet_type
 from mindlora.run.checks.cpu import check_serving
 from mindlora.run.checks.files import check_quantized_base
@@ -60,10 +60,16 @@ def build_engine(
     if pet_config:
         expand_pet_type(pet_config)
         refuse_pet_config(pet_config)
-    if model.arch and task_of(model.arch.type) is not None:
-        # Its adapters bring their heads along, on the language model that a classifier is made of.
-        model.arch.type = CAUSAL_LM
     run = YamlRun(yaml)
+    task = task_of(run.head_class)
+    if task is not None:
+        # Its adapters bring their heads along, on the language model that a classifier is made of.
+        if run.is_mcore:
+            model.model_config.architectures = task.language_model
+            model.model_config.pop("num_labels", None)
+        else:
+            model.arch.type = task.language_model
+        run = YamlRun(yaml)
     refuse(check_serving(run))
     if run.is_mcore:
         model = {"model_config": run.model}

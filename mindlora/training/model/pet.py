@@ -11,7 +11,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import BaseMismatchError, ConfigError
 from mindlora.core.fields import ignore_token_id, pad_token_id
-from mindlora.models.architectures.llama_classifiers import with_score
+from mindlora.models.architectures.classifiers import with_score
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.network.base_fingerprint import weight_shape
 from mindlora.network.cells.initial_values import InitialDraws

@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.models.names import TRANSIENT
-from mindlora.training.model.mcore_model import is_gpt_model, replace_loss
+from mindlora.training.model.mcore_model import gpt_model_of, is_gpt_model, replace_loss
 from mindlora.training.model.network import base_of, with_loss
 from mindlora.training.several.adamw import StackedAdamW
 from mindlora.training.step.packing import install_segment_mask
@@ -53,22 +53,23 @@ class RowsOfAdapters(nn.Cell):
         - **\\*inputs** (Tensor) - [rows, N] each, or [rows, K, N] where each adapter has its own rows.
 
     Outputs:
-        The first two tensors that the network returns for K times the rows, those of the first adapter first.
+        What the network returns for K times the rows, those of the first adapter first; of an mcore model the first two
+        tensors, as its further losses are zero without routed experts.
     """
 
     def __init__(self, network: nn.Cell, adapters: int):
         super().__init__(auto_prefix=False)
         self.network = network
         self.adapters = adapters
+        self.returns_others = gpt_model_of(network) is not None
 
     def construct(self, *inputs: Tensor) -> Tuple[Tensor, ...]:
         batch = ()
         for x in inputs:
             rows = ops.tile(x, (self.adapters, 1)) if x.ndim == 2 else ops.swapaxes(x, 0, 1)
             batch += (rows.reshape((-1, x.shape[-1])),)
-        # An mcore model returns other losses beside these, which a dense one has not.
         outputs = self.network(*batch)
-        return outputs[0], outputs[1]
+        return (outputs[0], outputs[1]) if self.returns_others else outputs
 
 
 def losses_of_adapters(network: nn.Cell, adapters: int) -> RowsOfAdapters:

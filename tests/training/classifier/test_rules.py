@@ -4,12 +4,17 @@ import pytest
 
 from mindlora.core.yaml_file import PET
 from mindlora.run.yaml_run import YamlRun
-from mindlora.training.classifier.rules import CLASS, LABELS, check_classifier
+from mindlora.training.classifier.rules import LABELS, check_classifier
 
 
 def found(model_class="LlamaForSequenceClassification", num_labels=2, pet_config=None, **nodes):
     model = {"arch": {"type": model_class}, "model_config": {"num_labels": num_labels, "pet_config": pet_config or {}}}
     return list(check_classifier(YamlRun({"run_mode": "finetune", "model": model, **nodes})))
+
+
+def found_in_qwen3(model_class="Qwen3ForSequenceClassification", num_labels=2, **nodes):
+    model = {"model_config": {"architectures": model_class, "num_labels": num_labels, "pet_config": {}}}
+    return list(check_classifier(YamlRun({"run_mode": "finetune", "use_legacy": False, "model": model, **nodes})))
 
 
 REWARD = {"preference": {"loss": "reward"}}
@@ -19,6 +24,17 @@ def test_a_yaml_without_faults():
     assert found(num_labels=1, runner_wrapper=REWARD) == []
     assert found() == [] and found("LlamaForTokenClassification", 9) == []
     assert found("LlamaForCausalLM", None) == []
+    assert found_in_qwen3() == [] and found_in_qwen3("Qwen3ForTokenClassification", 9) == []
+    assert found_in_qwen3(num_labels=1, runner_wrapper=REWARD) == []
+
+
+def test_what_an_mcore_model_is_told_names_its_own_classes():
+    (finding,) = found_in_qwen3("Qwen3ForCausalLM")
+    assert finding.advice.startswith(
+        "Set model.model_config.architectures: Qwen3ForSequenceClassification or Qwen3ForTokenClassification, or"
+    )
+    (finding,) = found_in_qwen3("Qwen3ForTokenClassification", 1, runner_wrapper=REWARD)
+    assert "architectures: Qwen3ForSequenceClassification and model_config.num_labels: 1" in finding.advice
 
 
 @pytest.mark.parametrize(
@@ -27,7 +43,6 @@ def test_a_yaml_without_faults():
         ({"num_labels": None}, LABELS, "needs the number of its labels"),
         ({"num_labels": 0}, LABELS, "needs the number of its labels"),
         ({"model_class": "LlamaForCausalLM"}, LABELS, "which has no labels"),
-        ({"use_legacy": False}, CLASS, "are legacy models"),
         ({"pet_config": {"adapters": [{"name": "a"}]}}, f"{PET}.adapters", "a classifier has one head"),
         ({"run_mode": "predict"}, "run_mode", "writes no text"),
         ({"runner_wrapper": {"preference": {}}}, "runner_wrapper.preference", "the model is a classifier"),

@@ -108,6 +108,13 @@ def test_the_families_that_train_pass(family):
     assert not list(check_mcore(YamlRun(yaml_of(model={"architectures": [family]}))))
 
 
+def test_a_classifier_passes_and_a_legacy_one_does_not():
+    assert not list(check_mcore(YamlRun(yaml_of(model={"architectures": "Qwen3ForTokenClassification"}))))
+    assert "the model is LlamaForTokenClassification" in message(
+        yaml_of(model={"architectures": "LlamaForTokenClassification"})
+    )
+
+
 def test_another_family_is_refused_in_one_sentence_that_names_those_that_train():
     config = yaml_of(model={"architectures": "Glm4ForCausalLM", "model_type": "glm4"})
     assert message(config) == (
@@ -121,6 +128,7 @@ def test_another_family_is_refused_in_one_sentence_that_names_those_that_train()
 def test_pynative_and_another_run_mode_are_refused():
     assert message(yaml_of(context={"mode": 1, "device_target": "Ascend"})).startswith("context.mode is 1 and use_leg")
     assert message(yaml_of(run_mode="predict")).startswith("run_mode is 'predict' and use_legacy is False")
+    assert not list(check_mcore(YamlRun(yaml_of(run_mode="eval"))))
 
 
 def test_mindformers_loads_no_folder_of_hugging_faces_on_one_device(tmp_path):
