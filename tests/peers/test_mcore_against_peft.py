@@ -43,28 +43,30 @@ def qwen3(tied):
     return tiny_qwen3(num_hidden_layers=LAYERS, tie_word_embeddings=tied).set_train(False)
 
 
+def transformers_folder(folder, tied):
+    """Writes the same model as transformers has it, converted by mindlora; returns its folder."""
+    config = {
+        **{key: TINY[key] for key in KEYS},
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": LAYERS,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "hidden_act": "silu",
+    }
+    save_file(arrays(qwen3(tied)), str(folder / "mcore.safetensors"))
+    convert_base(str(folder / "mcore.safetensors"), str(folder / "hf"), "mcore", "hf", heads=4, kv_heads=2)
+    (folder / "hf" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder / "hf"
+
+
 @pytest.fixture(scope="module")
 def bases(mindformers, tmp_path_factory):
-    """The same model as folders of transformers, converted by mindlora: whether it is tied -> folder."""
-    folders = {}
-    for tied in (False, True):
-        folders[tied] = folder = tmp_path_factory.mktemp("qwen3") / "hf"
-        config = {
-            **{key: TINY[key] for key in KEYS},
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "num_hidden_layers": LAYERS,
-            "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": tied,
-            "attention_bias": False,
-            "hidden_act": "silu",
-        }
-        save_file(arrays(qwen3(tied)), str(folder.parent / "mcore.safetensors"))
-        convert_base(str(folder.parent / "mcore.safetensors"), str(folder), "mcore", "hf", heads=4, kv_heads=2)
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folders
+    """Whether the model is tied -> its folder."""
+    return {tied: transformers_folder(tmp_path_factory.mktemp("qwen3"), tied) for tied in (False, True)}
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
