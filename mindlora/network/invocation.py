@@ -14,11 +14,10 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.core.errors import ConfigError, UnsupportedCellError
-from mindlora.core.text import listed
-from mindlora.network.cells.cell import LoRACell, carry_settings
-from mindlora.network.cells.embedding import only_embedding
-from mindlora.network.cells.linear_base import parallel_linear_types, pynative_linear_types
+from mindlora.core.errors import ConfigError
+from mindlora.network.cells.cell import LoRACell
+from mindlora.network.cells.embedding import AroundEmbedding, only_embedding, parallel_embedding_types
+from mindlora.network.cells.linear_base import pynative_linear_types
 
 # The examples of packed rows: which one each token belongs to.
 
@@ -97,15 +96,14 @@ class InvocationMask(nn.Cell):
         return ops.logical_and(positions >= last, last > 0).astype(mstype.float32)
 
 
-class InvocationMarker(nn.Cell):
+class InvocationMarker(AroundEmbedding):
     """An input embedding that also tells the linear cells behind it which tokens adapters act on (InvocationMask).
-
-    It has no parameters that MindSpore knows, and those of the embedding keep their names.
 
     Args:
         embedding (nn.Cell): The embedding.
         invocation (sequence of int): The invocation tokens.
-        active (Parameter): float32 [CAPACITY]; the tokens of the rows, one row after the other, are its first elements.
+        active (Parameter): float32 [CAPACITY]; the tokens are its first elements, as the linear cells get them: one row
+            after the other, or in an mcore model the first token of all rows, then the second.
 
     Inputs:
         - **ids** (Tensor) - int32 or int64 [rows, N].
@@ -115,15 +113,17 @@ class InvocationMarker(nn.Cell):
     """
 
     def __init__(self, embedding: nn.Cell, invocation: Sequence[int], active: Parameter):
-        super().__init__(auto_prefix=False)
-        self.embedding = embedding
+        super().__init__(embedding)
         self.mask = InvocationMask(invocation)
         # Past nn.Cell, which would list the parameter among those of the network.
         self.__dict__["active"] = active
-        carry_settings(embedding, self)
+        self.tokens_first = isinstance(embedding, parallel_embedding_types())
 
     def construct(self, ids: Tensor) -> Tensor:
-        active = self.mask(ids).reshape((-1,))
+        active = self.mask(ids)
+        if self.tokens_first:
+            active = active.transpose((1, 0))
+        active = active.reshape((-1,))
         rest = ops.zeros((_tokens_left(active.shape[0]),), mstype.float32)
         written = ops.assign(self.active, ops.concat((active, rest)))
         return ops.depend(self.embedding(ids), written)
@@ -154,17 +154,11 @@ def invocation_marker(network: nn.Cell, cells: Mapping[str, LoRACell]) -> Dict[i
 
     Returns what is to be replaced for that: id of the network's input embedding -> InvocationMarker, or nothing.
 
-    Raises UnsupportedCellError if the network has not one input embedding, or a cell does not get tokens row by row.
+    Raises UnsupportedCellError if the network has not one input embedding.
     """
     invocations = {cell.invocation_tokens for cell in cells.values()} - {()}
     if not invocations:
         return {}
-    refused = [path for path, cell in cells.items() if isinstance(cell.base_cell, parallel_linear_types())]
-    if refused:
-        raise UnsupportedCellError(
-            f"{FIELD} is set, and {listed(refused)} are cells of MindFormers' mcore models, on which adapters act on "
-            f"all tokens alone. Remove {FIELD}, or use a legacy model."
-        )
     embedding = only_embedding(network, FIELD, "finds its tokens at")
     (invocation,) = invocations
     active = Parameter(Tensor(np.zeros(CAPACITY, np.float32)), name="active_tokens", requires_grad=False)

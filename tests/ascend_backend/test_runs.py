@@ -191,6 +191,13 @@ TRAINED = {
     ),
     "callbacks that control, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, "callbacks": CONTROLLING}),
     "alora, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, f"{PET}.alora_invocation_tokens": [5]}),
+    "qwen3, noise and tied embeddings": Row(
+        QWEN3,
+        ranks=8,
+        rows=8,
+        keys={f"{PET}.neftune_alpha": 5.0, "model.model_config.tie_word_embeddings": True, **parallel(4, 2)},
+    ),
+    "qwen3 alora, data parallel": Row(QWEN3, ranks=8, keys={**DATA_PARALLEL, f"{PET}.alora_invocation_tokens": [5]}),
     "answers, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, "callbacks": ANSWERING}, prepare=tokenizer),
     "eva, data parallel": Row(ranks=8, keys=DATA_PARALLEL, prepare=eva, values=True),
     "loftq, data parallel": Row(QLORA, ranks=8, keys=DATA_PARALLEL, prepare=loftq, values=True),

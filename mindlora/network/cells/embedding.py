@@ -11,7 +11,7 @@ from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.pair_shapes import EMBEDDING
 from mindlora.models.description import SHARDED_EMBEDDING
 from mindlora.models.lora_config import LoraConfig
-from mindlora.network.cells.cell import WEIGHTS, LoRACell, refuse_own_forward, refuse_unsupported
+from mindlora.network.cells.cell import WEIGHTS, LoRACell, carry_settings, refuse_own_forward, refuse_unsupported
 from mindlora.network.cells.initial_values import initial_value
 from mindlora.network.cells.linear_base import parallel_layers
 from mindlora.network.cells.low_rank import TrainedRead
@@ -118,6 +118,24 @@ def pynative_embedding_types() -> Tuple[type, ...]:
     """Returns the class of the embeddings of MindFormers' PyNative models, if it is imported."""
     module = sys.modules.get("mindformers.pynative.base_models.common.embeddings.vocab_embedding")
     return (module.VocabEmbedding,) if module else ()
+
+
+class AroundEmbedding(nn.Cell):
+    """A cell around an input embedding. It has no parameters, and those of the embedding keep their names.
+
+    Args:
+        embedding (nn.Cell): The embedding, with or without an adapter.
+    """
+
+    def __init__(self, embedding: nn.Cell):
+        super().__init__(auto_prefix=False)
+        self.embedding = embedding
+        # That of its rows: the embedding of mcore models tells a graph that they have the dtype of ids.
+        self.dtype = embedding.dtype if isinstance(embedding, AroundEmbedding) else weight_of(embedding).dtype
+        if hasattr(embedding, "weight"):
+            # mcore models hand it to a tied output layer. Past nn.Cell, which would list it twice.
+            self.__dict__["weight"] = embedding.weight
+        carry_settings(embedding, self)
 
 
 def only_embedding(network: nn.Cell, field: str, purpose: str) -> nn.Cell:

@@ -5,16 +5,14 @@ import math
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from mindlora.network.cells.cell import carry_settings
-from mindlora.network.cells.embedding import only_embedding
+from mindlora.network.cells.embedding import AroundEmbedding, only_embedding
 from mindlora.network.tree import replace_children
 
 
-class NoisyEmbedding(nn.Cell):
+class NoisyEmbedding(AroundEmbedding):
     r"""y = embedding(ids) + u * alpha / sqrt(L * dim) in training, u uniform in (-1, 1); y = embedding(ids) otherwise.
 
-    It has no parameters, and those of the embedding keep their names. The noise is new at each call, in a sequence that
-    mindspore.set_seed fixes and that starts again in each process.
+    The noise is new at each call, in a sequence that mindspore.set_seed fixes and that starts again in each process.
 
     Args:
         embedding (nn.Cell): The embedding, with or without an adapter.
@@ -30,20 +28,19 @@ class NoisyEmbedding(nn.Cell):
     """
 
     def __init__(self, embedding: nn.Cell, alpha: float):
-        super().__init__(auto_prefix=False)
-        self.embedding = embedding
+        super().__init__(embedding)
         self.alpha = float(alpha)
         # With two zeros, MindSpore picks a seed that differs from run to run. A recomputed forward adds the same noise.
         self.uniform = ops.UniformReal(ms.get_seed() or 0, 1).recompute(False)
         self.cast = ops.Cast()
-        carry_settings(embedding, self)
 
     def construct(self, ids: Tensor) -> Tensor:
         y = self.embedding(ids)
         if not self.training:
             return y
         bound = self.alpha / math.sqrt(ids.shape[-1] * y.shape[-1])
-        return y + self.cast((2 * self.uniform(y.shape) - 1) * bound, y.dtype)
+        noise = (2 * self.uniform(y.shape) - 1) * bound
+        return self.cast(y, self.dtype) + self.cast(noise, self.dtype)
 
 
 def add_embedding_noise(network: nn.Cell, alpha: float) -> None:

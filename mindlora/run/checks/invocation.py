@@ -19,12 +19,6 @@ def check_invocation(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each setting with which adapters cannot act from their invocation tokens on."""
     if not run.at(KEY):
         return
-    if run.is_mcore:
-        yield error(
-            KEY,
-            "alora_invocation_tokens is set and use_legacy is False: adapters on mcore models act on all tokens.",
-            "Remove it, or use a legacy model.",
-        )
     if run.is_classifier:
         yield error(
             KEY,

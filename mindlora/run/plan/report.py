@@ -80,6 +80,9 @@ def count_rows(run: Run) -> Tuple[Optional[int], str]:
     keys = ("dataset_files", "dataset_dir")
     source = next(filter(None, (run.yaml.at(f"train_dataset.data_loader.{key}") for key in keys)), None)
     if not source:
+        loader = run.yaml.at("train_dataset.data_loader.type")
+        if loader not in (None, "MindDataset"):
+            return None, f"only {loader}, which makes the rows when the run begins, knows how many there are"
         return None, "the YAML names no data: pass --train_dataset_dir"
     counted = [count_files(adapter.data or source) for adapter in run.adapters] or [count_files(source)]
     unknown = [each for each in counted if each[0] is None]

@@ -61,8 +61,8 @@ class Run:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """The node model_config."""
-        return self.yaml.model_config
+        """The keys of the model: model_config, and the config.json in pretrained_model_dir."""
+        return self.yaml.model
 
     @property
     def seq_length(self) -> int:
@@ -237,7 +237,7 @@ def read_run(config: Dict[str, Any]) -> Run:
         )
     lora, adapters = _adapters(yaml)
     rows_of_model = len(adapters) or (_rows_of_model(yaml) if yaml.trains else 1)
-    network = network_of(architecture, dict(yaml.model_config))
+    network = network_of(architecture, dict(yaml.model))
     return Run(yaml, architecture, network, lora, Division.of_yaml(yaml), rows_of_model, adapters)
 
 

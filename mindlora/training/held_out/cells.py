@@ -5,6 +5,8 @@ from typing import Tuple
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.training.model.mcore_model import McoreRows
+
 
 class HeldOutLossCell(nn.Cell):
     """The sum of a causal language model's cross entropy over the labels that count, and the number of these labels.
@@ -15,7 +17,8 @@ class HeldOutLossCell(nn.Cell):
     Inputs:
         - **input_ids** (Tensor) - int32 [batch, N + 1].
         - **labels** (Tensor) - int32 [batch, N + 1]; label i belongs to token i. If the model's configuration sets
-          input_sliced_sig, both are [batch, N] and label i belongs to token i + 1, as in training.
+          input_sliced_sig, both are [batch, N] and label i belongs to token i + 1, as in training. An mcore model takes
+          both.
 
     Outputs:
         Tuple of two float32 scalars: the sum and the count; with ``by_row`` of two tensors float32 [batch].
@@ -26,6 +29,8 @@ class HeldOutLossCell(nn.Cell):
         self.network = network
         self.ignore_token_id = ignore_token_id
         self.by_row = by_row
+        # An mcore model takes rows of both lengths.
+        self.rows = next((cell for _, cell in network.cells_and_names() if isinstance(cell, McoreRows)), None)
         self.is_sliced = bool(getattr(getattr(network, "config", None), "input_sliced_sig", False))
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
@@ -34,7 +39,9 @@ class HeldOutLossCell(nn.Cell):
 
     def of_batch(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Returns log-probabilities [batch, N, vocabulary], labels [batch, N], and a mask [batch, N] of what counts."""
-        if not self.is_sliced:
+        if self.rows is not None:
+            input_ids, labels = self.rows(input_ids, labels)
+        elif not self.is_sliced:
             # Position i predicts token i + 1, as in training.
             input_ids, labels = input_ids[:, :-1], labels[:, 1:]
         logits, _, mask = self.network(input_ids, labels)

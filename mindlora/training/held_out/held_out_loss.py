@@ -2,7 +2,7 @@
 
 import math
 import os
-from typing import Dict
+from typing import Any, Dict, Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -16,7 +16,7 @@ from mindlora.network.cells.score import score_of
 from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
 from mindlora.training.classifier.labels import label_measures
 from mindlora.training.held_out.cells import HeldOutLabelsCell, HeldOutLossCell
-from mindlora.training.held_out.whole_batches import labeled_batches, parts_of_batch
+from mindlora.training.held_out.whole_batches import Arrays, labeled_batches, loaded_rows, parts_of_batch
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of, train_step_of
 from mindlora.training.preference.loss import SUMS, PreferenceLoss, preference_measures
@@ -41,23 +41,48 @@ class HeldOutLoss(PeriodicCallback):
         dataset_dir (str): MindRecord with int32 columns input_ids and labels, or with the columns of preferences.
         every_steps (int): Steps between measurements; the last step is measured too. Default: 100.
         batch_size (int): Rows at a time. Default: 8.
+        data_loader (dict): In the place of dataset_dir, a loader of MindFormers as in train_dataset.data_loader, such
+            as an HFDataLoader of a file that is held out. For the loss of a language model alone. Default: None.
 
     Raises:
         ConfigError: An argument is out of range, or the file does not exist.
     """
 
-    def __init__(self, dataset_dir: str, every_steps: int = 100, batch_size: int = 8):
+    def __init__(
+        self,
+        dataset_dir: Optional[str] = None,
+        every_steps: int = 100,
+        batch_size: int = 8,
+        data_loader: Optional[Dict[str, Any]] = None,
+    ):
         super().__init__("every_steps", every_steps)
         check_number(batch_size, "batch_size", COUNT)
-        if not os.path.exists(dataset_dir):
+        if (dataset_dir is None) == (data_loader is None):
+            raise ConfigError(
+                f"HeldOutLoss has {'neither' if dataset_dir is None else 'both'} of dataset_dir, a MindRecord, and "
+                "data_loader, a node like train_dataset.data_loader: give it one of them."
+            )
+        if dataset_dir is not None and not os.path.exists(dataset_dir):
             raise ConfigError(f"dataset_dir is {dataset_dir}, which does not exist: name a MindRecord.")
         self.dataset_dir = dataset_dir
+        self.data_loader = data_loader
+        self.data: Union[None, str, Arrays] = dataset_dir
         self.batch_size = batch_size
         self.cell = None
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Checks that the network keeps the examples of packed rows apart."""
-        check_held_out(run_context.original_args().train_network, self.dataset_dir)
+        """Checks that the network keeps the examples of packed rows apart, and reads what data_loader names."""
+        network = run_context.original_args().train_network
+        if self.dataset_dir is not None:
+            check_held_out(network, self.dataset_dir)
+            return
+        if isinstance(self.make_cell(network), (StepOfAdapter, PreferenceLoss, HeldOutLabelsCell)):
+            raise ConfigError(
+                "HeldOutLoss has a data_loader, which is for the loss of a language model that trains alone: give it a "
+                "MindRecord, as dataset_dir."
+            )
+        # MindFormers' loaders ask for the context of the run, which is there now.
+        self.data = loaded_rows(self.data_loader)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Measures the loss if it is due."""
@@ -85,7 +110,7 @@ class HeldOutLoss(PeriodicCallback):
         elif isinstance(self.cell, HeldOutLabelsCell):
             measures = held_out_labels(self.cell, self.dataset_dir, self.batch_size)
         else:
-            measures = {"loss": held_out_loss(self.cell, self.dataset_dir, self.batch_size)}
+            measures = {"loss": held_out_loss(self.cell, self.data, self.batch_size)}
         # What the ranks decide by it must be the same on all of them.
         return {f"held_out_{name}": mean_over_ranks(value) for name, value in measures.items()}
 
@@ -106,17 +131,16 @@ class HeldOutLoss(PeriodicCallback):
         return HeldOutLossCell(network, ignore_token_id(network.config))
 
 
-def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> float:
-    """Returns the mean cross entropy, in nats per label, over a MindRecord; NaN if no label counts.
+def held_out_loss(cell: HeldOutLossCell, data: Union[str, Arrays], batch_size: int) -> float:
+    """Returns the mean cross entropy, in nats per label, over data as labeled_batches takes it; NaN if no label counts.
 
-    The MindRecord has integer columns input_ids and labels, as HeldOutLossCell takes them; batches are filled up where
-    devices divide them.
+    Its rows are as HeldOutLossCell takes them; batches are filled up where devices divide them.
     """
     was_training = cell.network.training
     cell.set_train(False)
     total = count = 0.0
     parts = parts_of_batch(cell.network)
-    for input_ids, labels in labeled_batches(dataset_dir, batch_size, cell.ignore_token_id, parts):
+    for input_ids, labels in labeled_batches(data, batch_size, cell.ignore_token_id, parts):
         batch_total, batch_count = cell(input_ids, labels)
         total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
     cell.set_train(was_training)

@@ -1,11 +1,15 @@
 """Rows that callbacks give to a network themselves, outside the train step, in batches that the devices can divide."""
 
-from typing import Iterator, Tuple
+import copy
+from typing import Any, Iterator, Mapping, Tuple, Union
 
 import mindspore as ms
 import numpy as np
+from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
+from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
 
+Arrays = Tuple[np.ndarray, np.ndarray]
 _DIVIDING_MODES = ("semi_auto_parallel", "auto_parallel")
 
 
@@ -25,16 +29,35 @@ def missing_rows(rows: int, parts: int) -> int:
     return -rows % parts
 
 
-def labeled_batches(dataset_dir: str, batch_size: int, ignored: int, parts: int = 1) -> Iterator[Tuple[Tensor, Tensor]]:
-    """Yields the rows of a MindRecord in batches, the last one perhaps smaller: input_ids and labels, int32 [rows, N].
+def loaded_rows(loader: Mapping[str, Any]) -> Arrays:
+    """Returns the rows that a loader of MindFormers makes, of a node like train_dataset.data_loader.
+
+    They are input_ids and labels, of any integers, [rows, N].
+    """
+    # MindFormers takes keys out of the node.
+    rows = build_dataset_loader(MindFormerConfig(**copy.deepcopy(dict(loader)))).project(["input_ids", "labels"])
+    columns = zip(*rows.create_tuple_iterator(num_epochs=1, output_numpy=True))
+    input_ids, labels = map(np.stack, columns)
+    return input_ids, labels
+
+
+def labeled_batches(
+    data: Union[str, Arrays], batch_size: int, ignored: int, parts: int = 1
+) -> Iterator[Tuple[Tensor, Tensor]]:
+    """Yields rows in batches, the last one perhaps smaller: input_ids and labels, int32 [rows, N].
 
     Args:
-        dataset_dir (str): The MindRecord, with integer columns input_ids and labels.
+        data (str or tuple of array): A MindRecord with integer columns input_ids and labels, or what loaded_rows
+            returned.
         batch_size (int): Rows of the data in a batch.
         ignored (int): The label that counts nowhere.
         parts (int): What divides the number of rows: rows without a label that counts fill a batch up. Default: 1.
     """
-    dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
+    columns = ["input_ids", "labels"]
+    if isinstance(data, str):
+        dataset = ms.dataset.MindDataset(data, columns_list=columns, shuffle=False)
+    else:
+        dataset = ms.dataset.NumpySlicesDataset(data, columns, shuffle=False)
     batches = dataset.batch(batch_size).create_tuple_iterator(num_epochs=1, output_numpy=True)
     for input_ids, labels in batches:
         missing = missing_rows(len(labels), parts)

@@ -121,8 +121,7 @@ def _wrong_values(where: str, node: dict) -> List[Finding]:
     if missing:
         return [error(where, f"{where} needs {' and '.join(missing)}.")]
     try:
-        if len(node) > 1:
-            callback(**{argument: value for argument, value in node.items() if argument != "type"})
+        callback(**{argument: value for argument, value in node.items() if argument != "type"})
     except (LoraError, TypeError) as refusal:
         return [error(where, f"{where}: {refusal}")]
     return []

@@ -81,7 +81,7 @@ MISTAKES = {
     ),
     "missing argument": (
         ["--callbacks", '[{"type": "MFLossMonitor"}, {"type": "HeldOutLoss"}]'],
-        "callbacks.HeldOutLoss needs dataset_dir",
+        "callbacks.HeldOutLoss: HeldOutLoss has neither of dataset_dir",
     ),
     "argument of a schedule": (
         ["--lr_schedule", '{"type": "CosineWithWarmUpLR", "learning_rate": 0.1, "warmup_ration": 0.1}'],

@@ -1,5 +1,7 @@
 """The lines of a device's memory, worked out by hand, and how devices divide them."""
 
+import json
+
 import pytest
 
 from mindlora.core.errors import ConfigError
@@ -262,3 +264,14 @@ def test_the_yamls_own_division_scales_with_the_rows():
 def test_a_recomputation_that_does_not_suit_the_stages_is_an_error(node):
     with pytest.raises(ConfigError, match="in each of the 1 stages of the pipeline"):
         memory_of(run_of(recompute_config=node))
+
+
+def test_a_model_that_a_folder_describes_is_planned_by_its_sizes(tmp_path):
+    named = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps({**named, **mcore_networks.TINY}), "utf-8")
+    node = {"seq_length": 16, "params_dtype": "float32"}
+    described = {"use_legacy": False, "pretrained_model_dir": str(tmp_path), "model": {"model_config": node}}
+    whole = {"use_legacy": False, "model": {"model_config": {**named, **mcore_networks.TINY}}}
+    runs = [read_run({"run_mode": "finetune", **yaml}) for yaml in (described, whole)]
+    shapes = [{weight.name: weight.shape for weight in run.weights} for run in runs]
+    assert shapes[0] == shapes[1] and (64, 32) in shapes[0].values()

@@ -208,6 +208,8 @@ class Reports(ms.Callback):
         ({"every_steps": 0}, "every_steps is 0"),
         ({"batch_size": 1.5}, "batch_size is 1.5"),
         ({"dataset_dir": "nowhere"}, "dataset_dir is nowhere, which does not exist"),
+        ({"dataset_dir": None}, "HeldOutLoss has neither of dataset_dir, a MindRecord, and data_loader"),
+        ({"dataset_dir": "rows", "data_loader": {"type": "HFDataLoader"}}, "HeldOutLoss has both of dataset_dir"),
     ],
 )
 def test_wrong_arguments(held_out, arguments, message):
