@@ -21,6 +21,7 @@ from mindlora.run.checks.data_rows import FirstRows, check_pynative_labels
 from mindlora.run.checks.files import check_path
 from mindlora.run.checks.finding import Finding, error, errors, note, warning
 from mindlora.run.checks.model import network_of as described
+from mindlora.run.checks.pynative_adapter import check_adapter, check_graph_mode
 from mindlora.run.checks.pynative_checkpoint import check_checkpoint
 from mindlora.run.yaml_run import YamlRun, data_of
 from mindlora.training.preference.rules import check_pynative_preference
@@ -73,8 +74,7 @@ def network_of(model: Mapping[str, Any]) -> Optional[Description]:
 
 def adaptable_cells(network: Description) -> List[str]:
     """Returns the paths of the linear cells and of the experts of a model, in the order in which they are built."""
-    paths = [re.sub(r"\.weight[12]$", "", path.removeprefix(_HOLDER)) for path in network.cells]
-    return sorted(dict.fromkeys(paths), key=_place_in_parent)
+    return sorted(dict.fromkeys(map(_cell_of, network.cells)), key=_place_in_parent)
 
 
 def select(paths: Iterable[str], target: str, exclude: Optional[str] = None) -> Selection:
@@ -97,6 +97,22 @@ def select(paths: Iterable[str], target: str, exclude: Optional[str] = None) -> 
     leaked = [path for path in in_2_0 if path not in right and not path.endswith(_EXPERTS)]
     missed = [path for path in right if path not in in_2_0 or path.endswith(_EXPERTS)]
     return Selection(right, leaked, missed)
+
+
+def selected_paths(network: Optional[Description], lora: Mapping[str, Any]) -> List[str]:
+    """Returns the paths, in the model, of the cells and weights of experts that a lora_config selects with mindlora.
+
+    They are empty if the model is not known.
+    """
+    if network is None:
+        return []
+    chosen = set(select(adaptable_cells(network), lora["target_modules"], lora.get("exclude_layers")).cells)
+    return [path for path in network.cells if _cell_of(path) in chosen]
+
+
+def _cell_of(path: str) -> str:
+    """Returns the path that target_modules is searched in for a cell, or for one weight of experts."""
+    return re.sub(r"\.weight[12]$", "", path.removeprefix(_HOLDER))
 
 
 class _Search(NamedTuple):
@@ -176,7 +192,7 @@ def check_pynative(
     if misshapen:
         return misshapen
     findings = [*_check_checkpoint_keys(config, version), *_check_rows(config)]
-    findings += check_pynative_preference(config, first_rows)
+    findings += [*check_graph_mode(config), *check_pynative_preference(config, first_rows)]
     if first_rows is not None:
         findings += check_pynative_labels(config, first_rows)
     lora = config.get("lora_config")
@@ -196,6 +212,7 @@ def check_pynative(
         selection = select(paths, lora["target_modules"], lora.get("exclude_layers"))
         cells = selection.in_2_0 if searched_by == (2, 0) else selection.cells
         selected = cells or None
+    findings += check_adapter(config, selected_paths(network, lora), len(selected or ()))
     findings += _check_decay(config)
     findings += _check_adapter_alone(config)
     findings += check_path(YamlRun(config), "pet_config.adapter_path")

@@ -1,11 +1,103 @@
 """The adapter of a YAML of the PyNative trainer: what lora_config says, and what pet_config adds to it."""
 
-from typing import Any, Dict, Mapping, Sequence, Tuple
+import warnings
+from typing import Any, Dict, Iterator, Mapping, Sequence, Tuple
 
-from mindlora.core.errors import ConfigError
+from mindlora.core.errors import ConfigError, LoraError
+from mindlora.core.fields import COUNT
+from mindlora.core.numerics import initializers
+from mindlora.core.numerics.rank_schedule import BudgetSchedule
+from mindlora.core.text import listed
+from mindlora.core.yaml_file import value_at
 from mindlora.models.variants.registry import LORA, VARIANTS
 from mindlora.models.variants.variant import Variant
+from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.pet_config import PetLoraConfig
+
+# What of a YAML is carried out under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
+
+# Callbacks that need what graph mode alone has.
+GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "EachAdapter", "ReferenceCheck")
+# Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
+NOT_YET = ("adapters",)
+# Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
+_GRAPH_MODE_NODES = {
+    "runner_wrapper": "the Trainer builds its own train step",
+    "runner_config": "use training, with steps, local_batch_size and global_batch_size",
+    "lr_schedule": "use lr_scheduler",
+    "load_checkpoint": "use checkpoint.load_path",
+    "train_dataset_task": "use train_dataset.dataloader",
+    "parallel": "use parallelism",
+    "parallel_config": "use parallelism",
+    "resume_training": "use checkpoint.load_path and checkpoint.no_load_optim: False",
+}
+_HERE = "which mindlora does not carry out under MindFormers' PyNative Trainer."
+_IN_GRAPH_MODE = "Remove it, or train in graph mode."
+
+
+def check_graph_mode(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each node and for the callbacks of graph mode alone in a YAML of the PyNative trainer."""
+    for name, instead in _GRAPH_MODE_NODES.items():
+        if config.get(name):
+            found = f"The YAML has {name}, which MindFormers' PyNative Trainer does not read."
+            yield error(name, found, f"Remove it: {instead}.")
+    nodes = config.get("callbacks") or []
+    types = [node.get("type") for node in nodes if isinstance(node, Mapping)]
+    refused = [name for name in types if name in GRAPH_MODE_ALONE]
+    if refused:
+        yield error("callbacks", f"callbacks has {listed(refused)}, {_HERE}", _IN_GRAPH_MODE)
+
+
+def check_adapter(config: Mapping[str, Any], paths: Sequence[str], cells: int) -> Iterator[Finding]:
+    """Yields what is wrong with the adapter that lora_config and pet_config describe together.
+
+    Args:
+        config (mapping): The content of the YAML, whose lora_config has no mistakes.
+        paths (sequence of str): As in merged; empty if they are not known.
+        cells (int): How many cells get an adapter; 0 if that is not known.
+    """
+    lora_config = config["lora_config"]
+    given = config.get("pet_config") or {}
+    try:
+        with warnings.catch_warnings():
+            # They are given where the adapter is made.
+            warnings.simplefilter("ignore")
+            # Which cells it is counts for nothing that is looked at here.
+            adapter = PetLoraConfig.from_pet_config(merged(given, lora_config, paths or ["all-linear"], "float32"))
+        yield from _check_supported(adapter)
+        check_agreement(adapter, lora_config)
+        steps = value_at(config, "training.steps")
+        if adapter.variant.allocates_ranks and steps in COUNT:
+            BudgetSchedule(adapter.budget_settings, max(cells, 1), steps)
+    except LoraError as refusal:
+        yield error("pet_config", str(refusal))
+
+
+def _check_supported(config: PetLoraConfig) -> Iterator[Finding]:
+    init, path = config.lora_init, config.adapter_path
+    unsupported = [name for name in NOT_YET if getattr(config, name)]
+    if initializers.is_loftq(init):
+        unsupported.append("lora_init")
+    for name in unsupported:
+        found = f"pet_config.{name} is {getattr(config, name)!r}, {_HERE}"
+        yield error(f"pet_config.{name}", found, _IN_GRAPH_MODE)
+    if initializers.changes_base(init) and path:
+        yield error(
+            "pet_config.lora_init",
+            f"pet_config.lora_init is {init!r} and pet_config.adapter_path is {path!r}: both say how A and B begin.",
+            "Remove lora_init, and set lora_rank and lora_alpha of lora_config to those of the adapter.",
+        )
+    field = config.variant.field
+    if config.variant.allocates_ranks and path:
+        yield error(
+            f"pet_config.{field}",
+            f"pet_config.{field} is True and pet_config.adapter_path is {path!r}: the ranks of a saved adapter are "
+            "fixed.",
+            f"Remove {field}, and set lora_rank and rank_pattern to those of the adapter.",
+        )
+
+
+# The adapter of both nodes.
 
 # What both nodes say. MindFormers reads lora_config alone, and writes it beside the checkpoints of adapters.
 _SHARED = {"lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0}

@@ -11,8 +11,8 @@ from mindlora.core.yaml_file import value_at
 from mindlora.models.weights import Weight
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.pet_config import PetLoraConfig
-from mindlora.run.checks.pynative import NODES, adaptable_cells, architecture_of, check_pynative, network_of, select
-from mindlora.run.checks.pynative_adapter import check_agreement, merged
+from mindlora.run.checks.pynative import NODES, architecture_of, check_pynative, network_of, selected_paths
+from mindlora.run.checks.pynative_adapter import merged
 from mindlora.run.plan.adapter_file import adapter_file_size
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.memory import ARITHMETIC, EXACT, Line
@@ -154,24 +154,10 @@ def _run(config: Mapping[str, Any]) -> Run:
     lora_config = config.get("lora_config")
     if not isinstance(lora_config, Mapping):
         raise ConfigError("The YAML has no lora_config: MindFormers would train the whole model, which is not planned.")
-    target, exclude = lora_config["target_modules"], lora_config.get("exclude_layers")
-    chosen = set(select(adaptable_cells(network), target, exclude).cells)
-    paths = [path for path in network.cells if chosen & set(adaptable_cells_of(path))]
-    pet_config = config.get("pet_config") or {}
-    if pet_config.get("adapters"):
-        raise ConfigError(
-            "pet_config.adapters trains several adapters, which the PyNative Trainer does not. Remove it."
-        )
-    lora = PetLoraConfig.from_pet_config(merged(pet_config, lora_config, paths, _dtype(config)))
-    check_agreement(lora, lora_config)
+    paths = selected_paths(network, lora_config)
+    lora = PetLoraConfig.from_pet_config(merged(config.get("pet_config") or {}, lora_config, paths, _dtype(config)))
     yaml = YamlRun({"run_mode": "train", "model": {"model_config": model}})
     return Run(yaml, architecture, network, lora.for_network(), Division.of_yaml(yaml))
-
-
-def adaptable_cells_of(path: str) -> Tuple[str, ...]:
-    """Returns the path that target_modules is searched in for a cell, or for one weight of experts."""
-    cell = path.removeprefix("model.")
-    return (cell, cell.removesuffix(".weight1"), cell.removesuffix(".weight2"))
 
 
 def _dtype(config):

@@ -5,7 +5,7 @@ They see what MindSpore's Model shows a callback, as in graph mode: the run is o
 
 import functools
 import os
-from typing import Any, Callable, List, Mapping, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import mindspore as ms
 import numpy as np
@@ -23,6 +23,7 @@ from mindlora.core.text import listed
 from mindlora.core.yaml_file import value_at
 from mindlora.network.save_load import save_lora
 from mindlora.network.tree import lora_cells
+from mindlora.run.checks.pynative_adapter import GRAPH_MODE_ALONE
 from mindlora.training.callbacks.common import report_event
 from mindlora.training.callbacks.registry import ORDER, AdapterHealth, RankBudget
 from mindlora.training.log import logger
@@ -98,42 +99,7 @@ class LoraCheckpoint(TrainerCallback):
             atomic.remove_folder(old)
 
 
-# What of a YAML is carried out under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
-
-# Callbacks that need what graph mode alone has.
-_GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "EachAdapter", "ReferenceCheck")
-CALLBACKS = tuple(name for name in ORDER if name not in _GRAPH_MODE_ALONE)
-# Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
-NODES = {
-    "runner_wrapper": "the Trainer builds its own train step",
-    "runner_config": "use training, with steps, local_batch_size and global_batch_size",
-    "lr_schedule": "use lr_scheduler",
-    "load_checkpoint": "use checkpoint.load_path",
-    "train_dataset_task": "use train_dataset.dataloader",
-    "parallel": "use parallelism",
-    "parallel_config": "use parallelism",
-    "resume_training": "use checkpoint.load_path and checkpoint.no_load_optim: False",
-}
-
-
-def check_nodes(config: Any) -> None:
-    """Raises ConfigError if the YAML of a PyNative run (TrainConfig) has a node or a callback of graph mode alone."""
-    for name, instead in NODES.items():
-        if getattr(config, name, None):
-            raise ConfigError(
-                f"The YAML has {name}, which MindFormers' PyNative Trainer does not read. Remove it: {instead}."
-            )
-    refused = [name for name in _types(config) if name in _GRAPH_MODE_ALONE]
-    if refused:
-        raise ConfigError(
-            f"callbacks has {listed(refused)}, which mindlora does not carry out under MindFormers' PyNative Trainer. "
-            "Remove it, or train in graph mode."
-        )
-
-
-def _types(config):
-    nodes = [node.to_dict() if hasattr(node, "to_dict") else node for node in config.callbacks or []]
-    return [node.get("type") for node in nodes if isinstance(node, Mapping)]
+CALLBACKS = tuple(name for name in ORDER if name not in GRAPH_MODE_ALONE)
 
 
 class Callbacks(TrainerCallback):

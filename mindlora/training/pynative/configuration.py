@@ -24,8 +24,6 @@ from mindformers.pynative.transformers.moe.experts import GroupedMLP  # noqa: E4
 _INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
 _HERE = "under MindFormers' PyNative Trainer"
 _IN_GRAPH_MODE = "Remove it, or train in graph mode."
-# Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
-_NOT_YET = ("adapters",)
 # Keys that need whole weights, all of the model, or all tokens of a row.
 _IN_ONE_PROCESS = (
     *("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude"),
@@ -51,8 +49,9 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
     if "lora_a_init" not in variant_of(given).excludes:
         _fill_initial_values(given, lora_config)
     config = PetLoraConfig.from_pet_config(given)
-    _check_supported(config)
     check_agreement(config, lora)
+    if get_world_size() > 1:
+        _check_several_processes(config)
     return config
 
 
@@ -133,35 +132,6 @@ def _dtype_of_parameters(model: nn.Cell) -> str:
     """Returns the dtype of the base's linear cells: sharding puts parameters of one dtype together."""
     linear = next(cell for _, cell in model.cells_and_names() if isinstance(cell, Linear))
     return str(linear.params_dtype).lower()
-
-
-def _refuse(name: str, value: Any) -> None:
-    raise ConfigError(f"pet_config.{name} is {value!r}, which mindlora does not carry out {_HERE}. {_IN_GRAPH_MODE}")
-
-
-def _check_supported(config: PetLoraConfig) -> None:
-    fields = type(config).__dataclass_fields__
-    if initializers.is_loftq(config.lora_init):
-        raise ConfigError(
-            f"pet_config.lora_init is {config.lora_init!r}, which mindlora does not carry out {_HERE}. {_IN_GRAPH_MODE}"
-        )
-    for name in _NOT_YET:
-        if getattr(config, name) != fields[name].default:
-            _refuse(name, getattr(config, name))
-    if initializers.changes_base(config.lora_init) and config.adapter_path:
-        raise ConfigError(
-            f"pet_config.lora_init is {config.lora_init!r} and pet_config.adapter_path is {config.adapter_path!r}: "
-            "both say how A and B begin. Remove lora_init, and set lora_rank and lora_alpha of lora_config to those of "
-            "the adapter."
-        )
-    if config.variant.allocates_ranks and config.adapter_path:
-        raise ConfigError(
-            f"pet_config.{config.variant.field} is True and pet_config.adapter_path is {config.adapter_path!r}: the "
-            f"ranks of a saved adapter are fixed. Remove {config.variant.field}, and set lora_rank and rank_pattern to "
-            "those of the adapter."
-        )
-    if get_world_size() > 1:
-        _check_several_processes(config)
 
 
 def _check_several_processes(config: PetLoraConfig) -> None:

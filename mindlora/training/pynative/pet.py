@@ -30,7 +30,6 @@ from mindlora.run.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.training.log import logger
 from mindlora.training.preference.settings import PreferenceSettings, preference_settings
 from mindlora.training.pynative import configuration, steps
-from mindlora.training.pynative.callbacks import check_nodes
 from mindlora.training.pynative.checkpoints import check_loaded, check_quantization, quantize_loaded
 from mindlora.training.pynative.initialization import configuration_of, remember
 from mindlora.training.step.lora_plus_groups import fast_parameters
@@ -155,7 +154,6 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     trainer = _trainer_of_this_model()
     settings = trainer.config
     version = release(importlib.metadata.version("mindformers"))
-    check_nodes(settings)
     _check_yaml(settings.to_dict(), version)
     # MindFormers 2.0 reads the rows of a whole step at once.
     read_at_once = trainer.num_accumulation_steps if version == (2, 0) else 1

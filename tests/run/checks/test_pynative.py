@@ -55,6 +55,25 @@ def the_one(config, version=(2, 1)):
     return finding
 
 
+@pytest.mark.parametrize(
+    "nodes, key, said",
+    [
+        ({"pet_config": {"lora_rnak": 4}}, "pet_config", "unknown key 'lora_rnak'. Did you mean 'lora_rank'?"),
+        ({"pet_config": {"lora_rank": 8}}, "pet_config", "pet_config.lora_rank is 8 and lora_config.lora_rank is 2"),
+        ({"pet_config": {"adapters": [{"name": "one"}]}}, "adapters", "which mindlora does not carry out"),
+        ({"pet_config": {"use_adalora": True, "target_r": 1, "tfinal": 2}}, "pet_config", "leave none of the run's 2"),
+        ({"callbacks": [{"type": "EachAdapter"}]}, "callbacks", "callbacks has EachAdapter, which mindlora does not"),
+        ({"runner_wrapper": {"type": "LoraTrainOneStepCell"}}, "runner_wrapper", "Remove it: the Trainer builds"),
+        ({"preference": {"loss": "reward"}}, "preference", "reward models are not trained"),
+        ({"checkpoint": {}, "pet_config": {"use_dora": True, "use_miss": True}}, "pet_config", "use_miss is True"),
+    ],
+)
+def test_what_mindlora_would_refuse_is_an_error(nodes, key, said):
+    config = {**config_of(target_modules="linear_proj$"), **nodes}
+    errors = [finding for finding in found_in(config) if finding[0] == "error"]
+    assert [finding[1] for finding in errors] == [key] and said in errors[0][2]
+
+
 @pytest.fixture
 def base(tmp_path):
     """A step of one rank with all weights of the model and an adapter as LORA says, and no optimizer's state."""
