@@ -22,6 +22,10 @@ PARAMETERS = {part.name: part.parameter for part in _PARTS}
 PYNATIVE_PARAMETERS = {part.name: part.pynative for part in _PARTS}
 # A PyNative model keeps its initial pairs too, as MindFormers' checkpoints have its base after the change.
 PYNATIVE_INITIAL = {"A": "initial_lora_a", "B": "initial_lora_b"}
+# How the parameters end that MindSpore's and MindFormers' checkpoints hold, and no file of an adapter.
+IN_CHECKPOINTS_ALONE = tuple(
+    name for part in _PARTS if part not in _STORED_PARTS for name in (part.parameter, part.pynative)
+)
 # Every part that a file can hold of a cell, in the order in which it does.
 PARTS = {part.name: part for part in _STORED_PARTS}
 SHARED_PARTS = {part.name: part for variant in VARIANTS for part in variant.shared_parts.values()}

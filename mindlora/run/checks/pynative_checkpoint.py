@@ -142,11 +142,15 @@ def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -
     here = next((variant for variant in VARIANTS if pet_config.get(variant.field)), LORA)
     names = {name.rpartition(".")[2] for name in parts}
     # A checkpoint holds the parts of AdaLoRA too, which no file of an adapter does.
-    there = next((variant for variant in VARIANTS if names & {part.pynative for part in variant.parts}), LORA)
+    there = next((variant for variant in VARIANTS if not names.isdisjoint(_pynative_names(variant))), LORA)
     if there is not here:
         variant, advice = (here, "Remove it") if there is LORA else (there, f"Set {there.field}: True")
         found = f"{folder} holds an adapter of {there.name}, and this run trains {here.name}: it would be left out."
         yield error(f"pet_config.{variant.field}", found, f"{advice}, or load a base without an adapter.")
+
+
+def _pynative_names(variant):
+    return {part.pynative for part in variant.parts}
 
 
 def _check_beginning(config: Mapping[str, Any], changed: bool, folder: str) -> Iterator[Finding]:

@@ -150,10 +150,16 @@ def _run(config: Mapping[str, Any]) -> Run:
     model = dict(config.get("model") or {})
     architecture, network = architecture_of(model), network_of(model)
     if architecture is None or network is None:
-        raise ConfigError(f"The model is {model.get('model_type')!r}, whose sizes are not known.")
+        raise ConfigError(
+            f"model.model_type is {model.get('model_type')!r}, a model whose sizes are not known. Set it to qwen3 or "
+            "deepseek_v3."
+        )
     lora_config = config.get("lora_config")
     if not isinstance(lora_config, Mapping):
-        raise ConfigError("The YAML has no lora_config: MindFormers would train the whole model, which is not planned.")
+        raise ConfigError(
+            "The YAML has no lora_config: MindFormers would train the whole model, which is not planned. Add it "
+            "(docs/pynative.md)."
+        )
     paths = selected_paths(network, lora_config)
     lora = PetLoraConfig.from_pet_config(merged(config.get("pet_config") or {}, lora_config, paths, _dtype(config)))
     yaml = YamlRun({"run_mode": "train", "model": {"model_config": model}})
@@ -172,7 +178,8 @@ def _described(lora):
 
 def _lines(run: Run, config: Mapping[str, Any], weights: Sequence[Weight]) -> List[Line]:
     """Returns what is in memory all the time."""
-    base, adapter = (sum(w.size for w in weights if w.adapter == of_adapter) for of_adapter in (False, True))
+    base = sum(weight.size for weight in weights if not weight.adapter)
+    adapter = sum(weight.size for weight in weights if weight.adapter)
     trained = [weight for weight in weights if weight.trained]
     elements = sum(weight.elements for weight in trained)
     # MindFormers adds gradients up in float32.

@@ -178,7 +178,7 @@ def make_plan(
 ) -> Union[PlanReport, PynativePlan]:
     """Returns what the run of a complete MindFormers YAML will take; raises LoraError if a setting in it is wrong.
 
-    Of a YAML of the PyNative Trainer it is a PynativePlan, for one device.
+    For a YAML of the PyNative Trainer that is a PynativePlan, of one device.
 
     Args:
         overrides (list of str): As on mindlora-run's command line: ``--a.b.c``, value, ``--epochs``, value, ...

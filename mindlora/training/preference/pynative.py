@@ -70,7 +70,7 @@ class BaseLogProbabilities(nn.Cell):
 
 @contextlib.contextmanager
 def _adapters_off(network: nn.Cell) -> Iterator[None]:
-    """Has the cells with adapters compute what their base computes, for a while."""
+    """Lets cells with adapters compute what their base computes, for a while."""
     cells = [cell for _, cell in lora_cells(network)]
     for cell in cells:
         cell.construct = cell.without_adapter

@@ -103,8 +103,8 @@ def _restore_arrays(parameters, load_path):
                 parameter.set_data(Tensor(arrays[parameter.name]))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(
-            f"{path} does not hold the state of the run's train step ({error}). Go on from a checkpoint of the same "
-            "configuration, copied with all of its files."
+            f"{path} does not hold the state of the run's train step ({error}). Set checkpoint.load_path to a "
+            "checkpoint of the same configuration, copied with all of its files."
         ) from error
 
 

@@ -12,7 +12,7 @@ from mindlora.files.adapters.dialects.dialect import Dialect, File, Keys, listed
 from mindlora.files.adapters.expert_pairs import single_paths
 from mindlora.models import names
 from mindlora.models.architectures import architecture
-from mindlora.models.variants.registry import PARAMETERS, PARTS, PYNATIVE_PARAMETERS, SHARED_PARTS
+from mindlora.models.variants.registry import IN_CHECKPOINTS_ALONE, PARTS, SHARED_PARTS
 from mindlora.models.variants.variant import PartKey
 
 
@@ -64,7 +64,6 @@ KEY_NAMES = (MINDPET, TK_DELTA, MCORE, PYNATIVE, SLORA)
 
 _OPTIMIZER_PREFIXES = ("adam_m.", "adam_v.", "moments.", "moment1.", "moment2.", "accu_grads.")
 _SHARED_NAMES = tuple(part.parameter for part in SHARED_PARTS.values())
-_LAMBDAS = tuple(table["lambda"] for table in (PARAMETERS, PYNATIVE_PARAMETERS))
 _EXPERTS = re.compile(r"^(.*\.experts)\.weight([12])_lora_([ab])$")
 
 
@@ -189,7 +188,7 @@ def is_adapter_key(key: str) -> bool:
 
 def is_adalora_key(key: str) -> bool:
     """Returns whether ``key`` is the Lambda of a cell that AdaLoRA trains, as MindSpore or MindFormers saves it."""
-    return key.endswith(_LAMBDAS) and not is_optimizer_key(key)
+    return key.endswith(IN_CHECKPOINTS_ALONE) and not is_optimizer_key(key)
 
 
 def is_optimizer_key(key: str) -> bool:
