@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a fine-tuned adapter on a CPU: makes an environment, trains a tiny Qwen3 on a bundled text (cached),
 # fine-tunes it with LoRA on bundled dialogues, and shows the loss and answers before and after.
-#   bash scripts/quickstart.sh            the whole job, under 4 minutes on 2 cores after the installation
+#   bash scripts/quickstart.sh            the whole job, some 5 minutes on 2 cores after the installation
 #   bash scripts/quickstart.sh --short    a few steps only, to check an installation
 set -eu
 # shellcheck source=scripts/environment.sh
