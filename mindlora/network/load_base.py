@@ -1,7 +1,7 @@
 """load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses one that lacks any."""
 
 import os
-from typing import Dict, Set
+from typing import Any, Dict, Set
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -100,16 +100,16 @@ def _tensors_for(network: nn.Cell, parameters: Dict[str, Parameter], base: BaseC
     tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
     # In mcore's names the cells are joined already.
     if base.architecture.legacy:
-        _add_joined(parameters, tensors, config.n_kv_heads or config.num_heads)
+        _add_joined(parameters, tensors, config)
     return tensors
 
 
-def _add_joined(parameters: Dict[str, Parameter], tensors: Dict[str, OutputTensor], kv_heads: int) -> None:
+def _add_joined(parameters: Dict[str, Parameter], tensors: Dict[str, OutputTensor], config: Any) -> None:
     """Makes w_qkv and w_gate_hidden of the tensors that a checkpoint holds apart."""
     for name in set(parameters) - set(tensors):
         parts = parts_of(name)
         if parts and all(part in tensors for part in parts):
-            tensors[name] = join(name, [tensors[part] for part in parts], kv_heads)
+            tensors[name] = join(name, [tensors[part] for part in parts], config.n_kv_heads or config.num_heads)
 
 
 def _check_biases(network: nn.Cell, others: Set[str], path: str) -> None:

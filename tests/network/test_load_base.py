@@ -76,6 +76,14 @@ def test_an_mcore_model_takes_hugging_faces_folder_and_files_in_its_own_names(mi
         np.testing.assert_array_equal(as_array(parameter).ravel(), to_float32(stored[parameter.name]).ravel())
 
 
+@pytest.mark.parametrize("form", ["hf", "llama.safetensors"])
+def test_a_llama_is_no_base_of_an_mcore_model(mindformers, tmp_path, form):
+    llama_checkpoints.save_base(tmp_path / "hf", llama_checkpoints.llama(), **llama_checkpoints.CONFIG)
+    convert_base(str(tmp_path / "hf"), str(tmp_path / "llama.safetensors"), "hf", "mindformers")
+    with pytest.raises(CheckpointError, match="lacks 11 parameters of the network: decoder.final_layernorm.weight"):
+        load_base(mcore_networks.tiny_qwen3(), str(tmp_path / form))
+
+
 def test_a_mapped_base_stays_in_its_file(checkpoint, tmp_path):
     path = str(tmp_path / "base.safetensors")
     write_arrays(path, base_weights())

@@ -12,7 +12,6 @@ from mindlora.core.text import examples
 from mindlora.files.base import quantize
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models import bare
-from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.parallel import is_scattered
 from mindlora.run.yaml_run import YamlRun
@@ -49,9 +48,9 @@ def loads_by_tensor(run: YamlRun) -> bool:
         return False
     try:
         with BaseCheckpoint(path) as base:
-            # What MindFormers saved while it trained an adapter goes on with that adapter.
-            own = MCORE if run.is_mcore else LEGACY
-            return base.world in (HF, own) and not any("lora" in name for name in base.tensors)
+            # What MindFormers saved while it trained an adapter goes on with that adapter. A base of another model is
+            # refused where it is read.
+            return not any("lora" in name for name in base.tensors)
     except LoraError:
         # A damaged one is refused where it is read.
         return True
