@@ -9,8 +9,8 @@ from mindlora import LoraConfig, apply_lora, freeze_base, save_lora
 from mindlora.network.tree import lora_cells
 from tests.peers.test_alora_against_peft import INVOCATION, rows
 from tests.peers.test_load_from_peft import key_of
-from tests.peers.test_mcore_against_peft import LAYERS, qwen3, transformers_folder
-from tests.support.mcore_networks import TINY
+from tests.peers.test_mcore_against_peft import LAYERS, qwen3
+from tests.support.mcore_networks import TINY, save_for_transformers
 from tests.support.networks import randomize
 from tests.support.peers.peer import arrays
 
@@ -25,7 +25,7 @@ def _in_graph_mode(mindformers):
 
 @pytest.fixture(scope="module")
 def base(mindformers, tmp_path_factory):
-    return transformers_folder(tmp_path_factory.mktemp("qwen3"), tied=False)
+    return save_for_transformers(qwen3(tied=False), tmp_path_factory.mktemp("qwen3"))
 
 
 def adapted(targets):

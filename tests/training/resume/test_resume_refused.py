@@ -102,7 +102,9 @@ def test_dropout_gives_a_warning(stopped, warnings):
 
 def test_noise_on_the_embedding_gives_a_warning(stopped, warnings):
     model = Model()
-    model.noise = NoisyEmbedding(nn.ReLU(), 5)
+    model.noise = NoisyEmbedding(nn.Embedding(4, 2), 5)
+    # The saved run had no table.
+    model.noise.embedding = nn.ReLU()
     resume_from(stopped, step=ScriptedStep(model))
     assert len(warnings) == 1 and "neftune_alpha is set: the resumed run adds other noise" in warnings[0]
 

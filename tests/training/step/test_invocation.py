@@ -157,7 +157,6 @@ def test_rows_that_the_adapter_learns_nothing_from_are_found(tmp_path):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"use_legacy": False}, "use_legacy is False: adapters on mcore models act on all tokens."),
         ({"run_mode": "predict"}, "use_past is True: MindFormers then gives the network each new token alone"),
         ({"arch": "LlamaForSequenceClassification"}, "is LlamaForSequenceClassification, whose head is of all tokens."),
     ],
