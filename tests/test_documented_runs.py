@@ -32,8 +32,8 @@ LEFT = {
     "mindlora-run --config my.yaml --mode 1": "needs an NPU: MindFormers' PyNative Trainer has no operators on a CPU",
     "mindlora plan my.yaml": "reads the base and the tokenizer of scripts/quickstart.sh, which trains for minutes",
     "mindlora doctor my.yaml": "the same",
-    "mindlora-run --config my.yaml --load_checkpoint tiny/base.ckpt": "the same",
-    "mindlora generate --config my.yaml --load_checkpoint tiny/base.ckpt": "the same",
+    "mindlora-run --config my.yaml --load_checkpoint Qwen3-tiny": "the same",
+    "mindlora generate --model Qwen3-tiny": "the same",
     "mindlora data alpaca --input ../../scripts/quickstart_data": "the same",
     "mindlora plan run.yaml --verify": "compiles a run for an NPU, which takes MindSpore's Ascend backend minutes",
 }

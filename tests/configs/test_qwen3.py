@@ -5,15 +5,18 @@ import re
 
 import pytest
 
+from mindlora import cli
 from mindlora.models.architectures.registry import by_model_type
 from mindlora.network.quantized.nf4 import parameter_count
 from mindlora.network.tree import lora_cells
+from mindlora.run.checks.cpu import check_cpu
 from mindlora.run.plan.run import read_run
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import launcher, preflight
 from tests.configs.test_configs_build import build, callbacks, train_step
 from tests.configs.test_configs_text import arguments, commands, merged, number
 from tests.conftest import ROOT
-from tests.support.config_files import MCORE, load, read
+from tests.support.config_files import MCORE, TINY_MCORE, load, read
 from tests.support.mcore_networks import mcore_context
 
 SMALL = {
@@ -165,3 +168,16 @@ def base_count(model):
         feed_forward = model.num_experts * (3 * hidden * model.moe_intermediate_size + hidden)
     layers = model.num_hidden_layers * (attention + norms + feed_forward)
     return 2 * model.vocab_size * hidden + hidden + layers
+
+
+@pytest.mark.parametrize("path", TINY_MCORE)
+def test_the_tiny_ones_can_run_on_a_cpu(path):
+    assert not list(check_cpu(YamlRun(load(path))))
+
+
+def test_the_figures_of_the_tiny_one_are_those_of_the_plan(capsys):
+    path = os.path.join(ROOT, "configs", "tiny", "lora_qwen3_tiny_cpu.yaml")
+    assert cli.main(["plan", path]) == 0
+    planned = capsys.readouterr().out
+    trained, whole = re.search(r"trainable parameters: ([\d,]+) of ([\d,]+)", read(path)).groups()
+    assert f"parameters    {whole}, of which {trained} are trained" in planned

@@ -411,7 +411,7 @@ def test_two_devices_takes_free_npus_and_a_free_port(tmp_path, monkeypatch, scri
     launcher = tmp_path / "checkout/scripts/msrun_launcher.sh"
     launcher.write_text(f'echo "$ASCEND_RT_VISIBLE_DEVICES $2 $3" > {tmp_path}/called; {script}\n')
     monkeypatch.setattr(verify_npu_steps, "ROOT", str(tmp_path / "checkout"))
-    for name in ("cache_1/dialogues.mindrecord", "cache_1/base.ckpt", "msrun/worker_0.log"):
+    for name in ("cache_1/dialogues.mindrecord", "cache_1/Llama-tiny", "msrun/worker_0.log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(log)
     (outcome,) = verify_npu_steps.two_devices(place_with(tmp_path, Npus(8, ["3", "5", "6"], "npu-smi")))
