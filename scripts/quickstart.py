@@ -131,7 +131,7 @@ def train_base(paths: Paths, short: bool) -> None:
     # The folder that a model from Hugging Face is: config.json, weights, and the tokenizer, which comes last.
     made = f"{paths.base}.new"
     shutil.rmtree(made, ignore_errors=True)
-    mindlora("base", "convert", newest, made, "--to", "hf", "--config", paths.base_yaml, log="convert.log")
+    Command("convert.log", "base", "convert", newest, made, "--to", "hf", "--config", paths.base_yaml).report()
     shutil.copytree(paths.tokenizer, made, dirs_exist_ok=True)
     os.replace(made, paths.base)
 
@@ -177,38 +177,35 @@ def run(command: List[str], log: str) -> None:
         sys.exit(f"quickstart: {' '.join(command[:5])} ... failed with exit code {code}; see {os.path.abspath(log)}")
 
 
-def mindlora(*words: str, log: str) -> str:
-    """Does what a user types, mindlora VERB ..., and returns what it prints; what it says meanwhile goes to a file."""
-    return answer_of(start(*words, log=log), words)
+class Command:
+    """What a user types, mindlora VERB ..., in a process of its own; what it says meanwhile goes to ``log``, a file."""
 
+    def __init__(self, log: str, *words: str):
+        self.words = words
+        with open(log, "w", encoding="utf-8") as file:
+            command = [sys.executable, "-m", "mindlora.cli", *words]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+        self.log = os.path.abspath(log)
 
-def start(*words: str, log: str) -> "subprocess.Popen[str]":
-    """Starts mindlora VERB ..., which reports on a pipe and says the rest to a file."""
-    with open(log, "w", encoding="utf-8") as file:
-        command = [sys.executable, "-m", "mindlora.cli", *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
-
-
-def answer_of(process: "subprocess.Popen[str]", words: Sequence[str]) -> str:
-    """Waits for a process of start and returns what it printed, or ends with the file in which the reason is."""
-    printed, _ = process.communicate()
-    if process.returncode != 0:
-        sys.exit(f"quickstart: mindlora {' '.join(words[:2])} ... failed; see the newest file in {os.getcwd()}/*.log")
-    return printed
+    def report(self) -> str:
+        """Waits for its end, and returns what it printed."""
+        printed, _ = self.process.communicate()
+        if self.process.returncode != 0:
+            sys.exit(f"quickstart: mindlora {' '.join(self.words[:2])} ... failed; see {self.log}")
+        return printed
 
 
 def evaluate(paths: Paths, adapter: str) -> None:
     """Prints held-out loss and three answers, of the base alone and with the adapter, and adds them to the report."""
     of_both = ("--model", paths.base, "--adapter", adapter, "--json")
-    measured = ("eval", *of_both, "--rows", paths.held_out)
-    asked = ("generate", *of_both, "--base", "--template", TEMPLATE)
-    asked += ("--prompts-file", os.path.join(TEXTS, "prompts.json"))
     # Side by side.
-    processes = start(*measured, log="eval.log"), start(*asked, log="generate.log")
-    found = json.loads(answer_of(processes[0], measured))["measures"][0]["values"]
+    measured = Command("eval.log", "eval", *of_both, "--rows", paths.held_out)
+    questions = ("--template", TEMPLATE, "--prompts-file", os.path.join(TEXTS, "prompts.json"))
+    asked = Command("generate.log", "generate", *of_both, "--base", *questions)
+    found = json.loads(measured.report())["measures"][0]["values"]
     losses = [math.log(found[name]["value"]) for name in ("base", "best")]
     # Base and adapter answer each prompt in turn.
-    answers = json.loads(answer_of(processes[1], asked))["answers"]
+    answers = json.loads(asked.report())["answers"]
     texts = [answer["text"].split("\n")[0].strip() for answer in answers]
     prompts, of_base, of_adapter = [answer["prompt"] for answer in answers[::2]], texts[::2], texts[1::2]
     add_to_report(paths, adapter, losses, prompts, (of_base, of_adapter))

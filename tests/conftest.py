@@ -192,6 +192,13 @@ def mode(request):
         yield request.param
 
 
+@pytest.fixture(scope="module")
+def module_in_graph_mode(mindformers):
+    """Runs the tests of a module, and what its fixtures make, in graph mode."""
+    with in_mode(0):
+        yield
+
+
 @pytest.fixture
 def graph_mode():
     """Runs a test in graph mode alone."""

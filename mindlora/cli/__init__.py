@@ -76,10 +76,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _stdout_for_the_report() -> Iterator[TextIO]:
     """Gives a stream to stdout, and sends to stderr what MindSpore's libraries write to the descriptor meanwhile.
 
-    A program that reads the report would take that for a part of it. A terminal stays as it is, for a chat's sake.
+    A program that reads the report would take that for a part of it. A terminal stays as it is, for a chat's sake, and
+    so does a stream that the process was started without.
     """
     stdout = sys.stdout
-    if stdout is not sys.__stdout__ or stdout.isatty():
+    if stdout is None or sys.stderr is None or stdout is not sys.__stdout__ or stdout.isatty():
         yield stdout
         return
     stdout.flush()

@@ -54,6 +54,14 @@ def test_a_reader_that_stops_early_gets_no_traceback():
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("closed, printed", [(">&-", False), ("2>&-", True)])
+def test_a_stream_may_be_closed(closed, printed):
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    command = f"{sys.executable} -m mindlora.cli configs {closed}"
+    run = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr, "llama2" in run.stdout) == (0, "", printed)
+
+
 @pytest.mark.parametrize("words", [[], ["date"], ["data"], ["data", "alpaca"], ["adapter"], ["base", "inspect"]])
 def test_a_wrong_command_line_is_usage(words, capsys):
     with pytest.raises(SystemExit) as stopped:

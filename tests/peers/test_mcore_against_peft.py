@@ -1,6 +1,5 @@
 """An adapter of a MindFormers mcore model, in PEFT on the Qwen3 of transformers: the same logits."""
 
-import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
@@ -10,6 +9,8 @@ from mindlora.files.base.merge import merge_checkpoint
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import TINY, save_for_transformers, tiny_qwen3, tokens
 from tests.support.networks import randomize
+
+pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 
 LAYERS, IDS, TOLERANCE = 2, tokens(rows=1), 2e-5
 
@@ -23,14 +24,6 @@ ADAPTERS = {
     "tied embedding": (True, {"target_modules": ["embed_tokens"]}),
     "tied embedding and head": (True, {"target_modules": ["embed_tokens", "lm_head", "linear_proj"]}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _in_graph_mode(mindformers):
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.GRAPH_MODE)
-    yield
-    ms.set_context(mode=before)
 
 
 def qwen3(tied):

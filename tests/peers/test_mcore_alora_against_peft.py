@@ -14,13 +14,7 @@ from tests.support.mcore_networks import TINY, save_for_transformers
 from tests.support.networks import randomize
 from tests.support.peers.peer import arrays
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _in_graph_mode(mindformers):
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.GRAPH_MODE)
-    yield
-    ms.set_context(mode=before)
+pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 
 
 @pytest.fixture(scope="module")

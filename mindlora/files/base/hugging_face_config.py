@@ -4,6 +4,7 @@ from typing import Any, Dict, Mapping, Sequence, Tuple
 
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import dtype_name
+from mindlora.core.text import listed
 from mindlora.models.architectures.decoder_sizes import decoder_sizes
 from mindlora.models.architectures.llama import LLAMA
 from mindlora.models.architectures.qwen3 import QWEN3
@@ -11,6 +12,7 @@ from mindlora.models.architectures.qwen3_moe import QWEN3_MOE
 from mindlora.models.architectures.registry import by_hugging_face_type
 
 _EMBEDDING, _GATE = "model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight"
+_QUERIES, _KEYS_OF_ATTENTION = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk")
 # Key of transformers -> key of MindFormers' LlamaConfig, and what the model has if the YAML does not say.
 _KEYS: Dict[str, Tuple[str, Any]] = {
     "num_attention_heads": ("num_heads", 32),
@@ -32,7 +34,6 @@ _OF_SIZES = {
     "head_dim": "head_dim",
     "rms_norm_eps": "norm_eps",
     "rope_theta": "rope_theta",
-    "tie_word_embeddings": "tied",
 }
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -60,6 +61,7 @@ def hugging_face_config(tensors: Sequence[Tuple[str, Any, Tuple[int, ...]]], mod
         )
     config = _of_mcore_model(kind, shapes, model_config) if is_mcore else _of_llama(shapes, model_config)
     config["hidden_act"] = "silu"
+    config["tie_word_embeddings"] = "lm_head.weight" not in shapes
     config["torch_dtype"] = dtype_name(next(dtype for name, dtype, _ in tensors if name == _EMBEDDING))
     return config
 
@@ -78,7 +80,6 @@ def _of_llama(shapes, model_config):
         "model_type": kind.lower(),
         **values,
         **{theirs: model_config.get(ours, default) for theirs, (ours, default) in _KEYS.items()},
-        "tie_word_embeddings": "lm_head.weight" not in shapes,
     }
     config["num_key_value_heads"] = config["num_key_value_heads"] or config["num_attention_heads"]
     config["max_position_embeddings"] = config["max_position_embeddings"] or model_config.get("seq_length", 2048)
@@ -88,6 +89,13 @@ def _of_llama(shapes, model_config):
 
 def _of_mcore_model(kind, shapes, model_config):
     sizes = decoder_sizes(kind, dict(model_config))
+    needed = [_EMBEDDING, _QUERIES, _KEYS_OF_ATTENTION, *([] if sizes.experts else [_GATE])]
+    missing = [name for name in needed if name not in shapes]
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint lacks {listed(missing)}, and the YAML describes a {kind.title}. Name the YAML of this "
+            "model (--config), or copy config.json from the original model."
+        )
     config: Dict[str, Any] = {
         "architectures": [kind.model_types[0]],
         "model_type": kind.hugging_face_types[0],
@@ -126,7 +134,7 @@ def _compare(values, stated_by, ours):
 
 def _check_heads(config, shapes, heads_key, groups_key):
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    q, k = (shapes[f"model.layers.0.self_attn.{part}_proj.weight"][0] for part in "qk")
+    q, k = shapes[_QUERIES][0], shapes[_KEYS_OF_ATTENTION][0]
     if q * groups != k * heads or q != heads * config.get("head_dim", q // heads):
         raise CheckpointError(
             f"The YAML has {heads_key} {heads} and {groups_key} {groups}, and the checkpoint {q} rows of q and {k} of "

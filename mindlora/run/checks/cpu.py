@@ -92,7 +92,7 @@ def _model_changes(
 
 def _mcore_changes(run: YamlRun) -> Iterator[str]:
     if run.mode == "eval" and not run.model.get("pet_config"):
-        yield "model.model_config.pet_config (without it, mcore models get cells for a CPU where they train alone)"
+        yield "model.model_config.pet_config (without it, mcore models get cells for a CPU in training only)"
     for key, (needed, reason) in _MCORE.items():
         found = run.model.get(key)
         if (found or needed) != needed:

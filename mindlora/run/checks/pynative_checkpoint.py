@@ -14,6 +14,7 @@ from mindlora.files.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.models.description import Description
 from mindlora.models.variants.registry import LORA, PYNATIVE_INITIAL, VARIANTS
 from mindlora.run.checks.finding import Finding, error, warning
+from mindlora.run.checks.pynative_adapter import variant_of
 
 _LOAD = "checkpoint.load_path"
 _BASE = "checkpoint.base_load_path"
@@ -139,7 +140,7 @@ def _check_adapter(
 def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -> Iterator[Finding]:
     """Yields that the adapter in a checkpoint is another variant of LoRA than the YAML asks for."""
     pet_config = config.get("pet_config") or {}
-    here = next((variant for variant in VARIANTS if pet_config.get(variant.field)), LORA)
+    here = variant_of(pet_config)
     names = {name.rpartition(".")[2] for name in parts}
     # A checkpoint holds the parts of AdaLoRA too, which no file of an adapter does.
     there = next((variant for variant in VARIANTS if not names.isdisjoint(_pynative_names(variant))), LORA)

@@ -187,13 +187,14 @@ def make_plan(
         verify (bool): Whether MindSpore's own planner is asked too, which takes minutes; then errors are also those of
             try_rank. Default: False.
     """
-    if is_pynative(read_merged(path)):
+    content = read_merged(path)
+    if is_pynative(content):
         if verify:
             raise ConfigError(
                 f"{path} is a YAML of MindFormers' PyNative Trainer, which makes no graph that MindSpore's planner "
                 "could be asked about. Leave --verify out."
             )
-        return plan_of_pynative(read_merged(path), path, overrides, memory)
+        return plan_of_pynative(content, path, overrides, memory)
     config = read_yaml(path)
     apply_overrides(config, overrides)
     report = plan_of(config, path, memory, devices)

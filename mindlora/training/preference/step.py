@@ -72,7 +72,7 @@ class RowLogProbabilities(nn.Cell):
 def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> PreferenceLoss:
     """Returns the loss of a MindFormers model on preferences. The loss of the model is replaced in place.
 
-    Raises ConfigError if no loss of the model gets the logits of all tokens, or there is no reference.
+    Raises ConfigError if the model's loss does not get the logits of all tokens, or the reference is missing.
     """
     model = with_loss(network)
     if model is None:

@@ -74,6 +74,15 @@ def test_that_of_a_qwen3_moe_has_its_experts(tmp_path):
     assert {key: read[key] for key in sizes} == sizes and read["norm_topk_prob"] is True
 
 
+def test_a_yaml_of_a_qwen3_beside_another_model_is_refused(tmp_path):
+    """A Qwen3-MoE has no feed-forward network, and a YAML of a Qwen3 says that it has."""
+    with pytest.raises(
+        CheckpointError, match=r"lacks model.layers.0.mlp.gate_proj.weight, and the YAML describes a Qw"
+    ):
+        of_qwen3(tmp_path, QWEN3, experts=3)
+    assert not os.path.exists(tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

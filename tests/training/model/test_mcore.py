@@ -20,20 +20,12 @@ from mindlora.files.adapters import files
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import arrays, filled, tiny_deepseek_v3, tiny_qwen3, tokens, train
 
+pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
+
 STEPS = 50
 LAYER = "decoder.layers.0"
 CELLS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 CONFIG = {"target_modules": "all-linear", "lora_rank": 3, "lora_alpha": 6, "lora_a_init": "normal"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _in_graph_mode(mindformers):
-    import mindspore as ms
-
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.GRAPH_MODE)
-    yield
-    ms.set_context(mode=before)
 
 
 @pytest.fixture(scope="module")

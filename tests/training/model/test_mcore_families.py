@@ -11,16 +11,10 @@ from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import Loss, tiny_deepseek_v3, tiny_qwen3, tiny_qwen3_moe, tokens, train
 from tests.support.networks import normal
 
+pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
+
 WEIGHTS = "adapter_model.safetensors"
 LATENTS = ("linear_qkv", "linear_qb", "linear_kvb", "linear_proj")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _in_graph_mode(mindformers):
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.GRAPH_MODE)
-    yield
-    ms.set_context(mode=before)
 
 
 def replaced(network):

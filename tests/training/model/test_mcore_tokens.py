@@ -1,6 +1,5 @@
 """What pet_config puts around the embedding of an mcore model: NEFTune's noise, and aLoRA's invocation tokens."""
 
-import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
@@ -11,15 +10,9 @@ from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import TINY, Loss, tiny_deepseek_v3, tiny_qwen3, tokens
 from tests.support.networks import randomize
 
+pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
+
 INVOCATION = [44, 5, 44]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _in_graph_mode(mindformers):
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.GRAPH_MODE)
-    yield
-    ms.set_context(mode=before)
 
 
 @pytest.mark.parametrize("tied", [False, True])
