@@ -25,7 +25,9 @@ IMPORTED = {
     "graph": ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", "mindspore.mindrecord"),
     "pynative": ("mindformers", "mindformers.pynative.trainer", "mindspore.mindrecord"),
 }
-TIMEOUT = 300  # seconds, after which a process is ended by SIGALRM
+TIMEOUT = 300  # seconds, after which a process is ended by SIGALRM, unless it is given others
+# Variables that the loader has read before Python runs: each value of them has a process of its own to be forked from.
+OF_THE_LOADER = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 
 
 # In the process of the tests
@@ -33,15 +35,15 @@ TIMEOUT = 300  # seconds, after which a process is ended by SIGALRM
 _servers = {}
 
 
-def run(arguments, folder, environment, trainer="graph"):
+def run(arguments, folder, environment, trainer="graph", timeout=TIMEOUT):
     """Does what ``subprocess.run([sys.executable, *arguments], ...)`` does, and returns the completed process.
 
     ``trainer`` is a key of IMPORTED.
     """
     words = [str(word) for word in arguments]
     with tempfile.NamedTemporaryFile("w+") as stdout, tempfile.NamedTemporaryFile("w+") as stderr:
-        request = {"arguments": words, "folder": str(folder), "environment": environment}
-        server = _running_server(trainer)
+        request = {"arguments": words, "folder": str(folder), "environment": environment, "timeout": timeout}
+        server = _running_server(trainer, environment)
         server.stdin.write(json.dumps({**request, "stdout": stdout.name, "stderr": stderr.name}) + "\n")
         server.stdin.flush()
         code = server.stdout.readline()
@@ -49,17 +51,19 @@ def run(arguments, folder, environment, trainer="graph"):
         return subprocess.CompletedProcess([sys.executable, *words], int(code), stdout.read(), stderr.read())
 
 
-def _running_server(trainer):
+def _running_server(trainer, environment):
     """Returns the process that forks, which begins with the first call and ends with this process."""
-    if trainer not in _servers:
+    key = (trainer, *map(environment.get, OF_THE_LOADER))
+    if key not in _servers:
         folder = tempfile.mkdtemp(prefix="mindlora-test-forked-")
-        environment = {**os.environ, "OM_MODULES_CACHE": os.path.join(folder, "modules")}
+        given = environment if any(map(environment.get, OF_THE_LOADER)) else os.environ
         command = [sys.executable, os.path.abspath(__file__), trainer]
         pipe = subprocess.PIPE
-        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder, env=environment)
+        variables = {**given, "OM_MODULES_CACHE": os.path.join(folder, "modules")}
+        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder, env=variables)
         atexit.register(server.communicate)
-        _servers[trainer] = server
-    return _servers[trainer]
+        _servers[key] = server
+    return _servers[key]
 
 
 # In the process that forks, and in those that it forks
@@ -112,7 +116,7 @@ def _become(request):
     for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
         os.dup2(os.open(path, os.O_RDWR), number)
     np.random.seed()
-    signal.alarm(TIMEOUT)
+    signal.alarm(request["timeout"])
 
 
 def _run(first, *words):

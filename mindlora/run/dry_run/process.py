@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from mindlora.run.dry_run.stand_ins import StandIns, mindspore_folder, stand_ins
 
@@ -73,26 +73,12 @@ def run(
         InstallationError: MindSpore, its Ascend plugin, a C++ compiler or binutils is missing.
         subprocess.TimeoutExpired: The time is over.
     """
-    made = stand_ins()
-    level = {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": str(rank)}
-    return start(made, [program, *arguments], folder, values, timeout, {**level, **(environment or {})})
-
-
-def start(
-    made: StandIns,
-    command: Sequence[str],
-    folder: str,
-    values: bool,
-    timeout: Optional[float],
-    environment: Mapping[str, str],
-) -> Finished:
-    """Runs a program on the stand-ins ``made``; the arguments are those of run."""
     with tempfile.TemporaryDirectory(prefix="mindlora-dry-run-") as scratch:
-        first, variables = prepare(made, scratch, values)
+        first, variables = prepare(stand_ins(), scratch, values)
         process = subprocess.Popen(
-            [sys.executable, *first, *command],
+            [sys.executable, *first, program, *arguments],
             cwd=folder,
-            env={**variables, **environment},
+            env={**variables, **simulation(ranks, rank), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -108,6 +94,11 @@ def start(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return finish(process.returncode, output, scratch)
+
+
+def simulation(ranks: int, rank: int) -> Dict[str, str]:
+    """Returns the variables that make a process of MindSpore's one of a dry run: device ``rank`` of ``ranks``."""
+    return {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": str(rank)}
 
 
 def prepare(made: StandIns, scratch: str, values: bool) -> Tuple[List[str], Dict[str, str]]:

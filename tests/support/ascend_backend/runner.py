@@ -1,8 +1,9 @@
-"""The runs that tests of the Ascend backend make, each in a process of its own."""
+"""The runs that tests of the Ascend backend make, each in a process of its own, forked from one on the backend."""
 
 import dataclasses
 import os
 import pathlib
+import tempfile
 import time
 from typing import Any, List, Mapping, Optional, Tuple, Union
 
@@ -13,6 +14,7 @@ import yaml
 from mindlora.core.errors import InstallationError
 from mindlora.run.dry_run import process
 from mindlora.run.dry_run.stand_ins import stand_ins
+from tests.support import forked
 from tests.support.ascend_backend.launches import Launch, device, read_launches
 
 Path = Union[str, os.PathLike]
@@ -28,7 +30,7 @@ class Run:
 
     Attributes:
         returncode (int): Its exit code; below 0, the signal that ended it.
-        output (str): What it wrote, standard output and errors in one.
+        output (str): What it wrote, standard output and then errors.
         peak_bytes (int): The most that MindSpore's planner had in use on the device, without fragments.
         reserved_bytes (int): The same with fragments.
         on_cpu (tuple of str): The operators that were compiled for the host's CPU in place of the NPU, by name.
@@ -71,7 +73,7 @@ def run_yaml(
         ranks: How many devices there are in name; with more than one, the run is parallel.
         rank: Which of them this is.
         level: jit_level, "O0" or "O1", in place of the YAML's.
-        **options: launches=True launches kernels; the others are those of mindlora.run.dry_run.process.run.
+        **options: Those of run_program.
     """
     folder = pathlib.Path(folder)
     if isinstance(config, Mapping):
@@ -101,7 +103,8 @@ def run_program(program: str, *arguments: str, folder: Path, **options: Any) -> 
         *arguments: What follows it on the command line.
         folder: Where it works.
         **options: launches=True launches its kernels on a device whose memory is the process's own, so that values are
-            computed; without, this is MindSpore's dry run. The others are those of mindlora.run.dry_run.process.run.
+            computed; without, this is MindSpore's dry run. The others are ranks, rank, values and environment of
+            mindlora.run.dry_run.process.run.
     """
     if not program.endswith(".py"):
         path = pathlib.Path(folder) / "program.py"
@@ -110,16 +113,28 @@ def run_program(program: str, *arguments: str, folder: Path, **options: Any) -> 
     return _run(program, *arguments, folder=folder, **options)
 
 
-def _run(program: str, *arguments: str, folder: Path, launches: bool = False, **options: Any) -> Run:
-    if not launches:
-        finished = process.run(program, *arguments, folder=str(folder), timeout=TIMEOUT, **options)
-        return Run(*finished, launches=[])
-    made = device()
-    log = pathlib.Path(folder) / f"launches-{os.getpid()}-{time.monotonic_ns()}.txt"
-    environment = {**made.environment, "STAND_IN_LAUNCHES": str(log), **options.pop("environment", {})}
-    command = [program, *arguments]
-    finished = process.start(made.stand_ins, command, str(folder), True, TIMEOUT, environment, **options)
-    return Run(*finished, launches=read_launches(log))
+def _run(
+    program: str,
+    *arguments: str,
+    folder: Path,
+    launches: bool = False,
+    values: bool = False,
+    ranks: int = 1,
+    rank: int = 0,
+    environment: Mapping[str, str] = {},
+) -> Run:
+    if launches:
+        made, variables = device()
+        log = pathlib.Path(folder) / f"launches-{os.getpid()}-{time.monotonic_ns()}.txt"
+        variables = {**variables, "STAND_IN_LAUNCHES": str(log)}
+    else:
+        made, variables = stand_ins(), process.simulation(ranks, rank)
+    with tempfile.TemporaryDirectory(prefix="mindlora-dry-run-") as scratch:
+        first, of_the_backend = process.prepare(made, scratch, values or launches)
+        variables = {**of_the_backend, **variables, **environment}
+        done = forked.run([*first, program, *arguments], folder, variables, timeout=TIMEOUT)
+        finished = process.finish(done.returncode, done.stdout + done.stderr, scratch)
+    return Run(*finished, launches=read_launches(log) if launches else [])
 
 
 def write_rows(path: Path, rows: int, tokens: int, vocabulary: int = 500, **columns: Any) -> str:
