@@ -13,7 +13,7 @@ from tests.support.terminal_runs import PROMPTS
 
 @pytest.fixture(scope="module")
 def ended(library, tmp_path_factory):
-    """What generate, chat and greedy_answers said, in one process."""
+    """What generate, chat and training said, in one process."""
     folder = tmp_path_factory.mktemp("terminal")
     write_llama(str(folder))
     write_qwen3(str(folder / "qwen3"))

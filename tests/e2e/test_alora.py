@@ -16,7 +16,7 @@ from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
-from mindlora.training.callbacks.sample_answers import greedy_answers
+from mindlora.training.callbacks.sample_answers import Continuations
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
 from mindlora.training.report.history import read_history
 from tests.e2e.test_msrun import ENTRY
@@ -108,9 +108,10 @@ def test_the_server_gives_the_tokens_of_the_network_that_trained(run, base, fres
     _, folder = run
     prompts = [row[: BEFORE + len(INVOCATION)].tolist() for row in examples(3, seed=9)[0]]
     network = fresh_network(**KEYS)
-    answers = {None: greedy_answers(network, prompts, SEQUENCE, PAD, -1, NEW)}
+    continued = Continuations(network, SEQUENCE, PAD, -1, NEW)
+    answers = {None: continued.greedy(prompts)}
     load_lora(network, str(folder))
-    answers[LAST] = greedy_answers(network, prompts, SEQUENCE, PAD, -1, NEW)
+    answers[LAST] = continued.greedy(prompts)
     assert answers[None] != answers[LAST]
     found = served(base, folder, prompts)
     assert found == answers

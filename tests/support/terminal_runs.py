@@ -1,4 +1,4 @@
-"""mindlora generate and chat on a tiny Llama, one after the other in one process; and what greedy_answers says of it.
+"""mindlora generate and chat on a tiny Llama, one after the other in one process; and what training says of it.
 
 Run as a script in a folder of served_llama.write_llama: it writes ended.json there.
 """
@@ -65,14 +65,14 @@ def command(words, typed=""):
 
 
 def greedy(adapter):
-    """Returns what training's greedy_answers continues the prompts with, as text."""
+    """Returns what training continues the prompts with, as text."""
     from mindformers.models.build_model import build_network
     from mindformers.tools.register import MindFormerConfig
 
     from mindlora import load_lora
     from mindlora.data.tokenizers import load_tokenizer
     from mindlora.network.load_base import load_base
-    from mindlora.training.callbacks.sample_answers import greedy_answers
+    from mindlora.training.callbacks.sample_answers import Continuations
 
     config = MindFormerConfig("run.yaml")
     del config.model.model_config["pet_config"]
@@ -83,7 +83,8 @@ def greedy(adapter):
     tokenizer = load_tokenizer(config.load_checkpoint)
     rows = [[tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False)] for text in PROMPTS]
     window = config.model.model_config.seq_length
-    found = greedy_answers(network, rows, window, tokenizer.pad_token_id, tokenizer.eos_token_id, TOKENS)
+    continued = Continuations(network, window, tokenizer.pad_token_id, tokenizer.eos_token_id, TOKENS)
+    found = continued.greedy(rows)
     return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
 
 

@@ -1,6 +1,6 @@
 """SampleAnswers: answers to given prompts before and after training."""
 
-from typing import Callable, List, Sequence
+from typing import Callable, List, Optional, Sequence
 
 import numpy as np
 from mindspore import Callback, Tensor, nn, ops
@@ -44,6 +44,7 @@ class SampleAnswers(Callback):
         self.tokenizer = tokenizers.load_tokenizer(tokenizer)
         self.special = tokenizers.special_ids(self.tokenizer)
         self.template = prompt_template(template)
+        self.continuations: Optional[Continuations] = None
         self.answered = False
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
@@ -69,7 +70,10 @@ class SampleAnswers(Callback):
                     f"SampleAnswers: the prompt {prompt!r} has {len(row)} tokens with its template, and seq_length is "
                     f"{length}, which leaves no room for an answer. Shorten it."
                 )
-        token_lists = greedy_answers(network, rows, length, self.special.pad, self.special.eos, self.max_tokens)
+        if self.continuations is None:
+            special = self.special
+            self.continuations = Continuations(network, length, special.pad, special.eos, self.max_tokens)
+        token_lists = self.continuations.greedy(rows)
         answers = [self.tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in token_lists]
         for prompt, answer in zip(self.prompts, answers):
             logger.info("step %d: %s -> %s", params.cur_step_num, prompt, answer)
@@ -98,51 +102,62 @@ class _LastLogits(nn.Cell):
         return ops.gather(logits.reshape((-1, logits.shape[-1])), positions, 0)
 
 
-def greedy_answers(
-    network: nn.Cell, prompts: Sequence[Sequence[int]], seq_length: int, pad: int, eos: int, max_tokens: int
-) -> List[List[int]]:
-    """Returns what a network continues each prompt with, without eos, choosing the likeliest token each time.
+class Continuations:
+    """Continues prompts by a network in training: whoever asks again keeps it, since its graph is compiled once.
 
-    The arguments are those of ``continuations``.
+    The whole window runs for each token, as such a network has no KV cache: this is for a few short texts.
+
+    Args:
+        network (Cell): MindFormers' causal language model, which called with tokens [rows, seq_length] in evaluation
+            mode returns (logits [rows, seq_length, vocabulary], ...). It is left in its mode.
+        seq_length (int): The window. Each prompt has fewer tokens.
+        pad (int): What fills the window up.
+        eos (int): The token that ends a text; -1 for none.
+        max_tokens (int): Tokens after a prompt at most.
     """
-    rows = continuations(network, prompts, seq_length, pad, eos, max_tokens, lambda logits: logits.argmax(-1))
-    answers = [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
-    return [answer[:-1] if answer[-1] == eos else answer for answer in answers]
 
+    def __init__(self, network: nn.Cell, seq_length: int, pad: int, eos: int, max_tokens: int):
+        self.network = network
+        self.cell = _LastLogits(network)
+        self.seq_length = seq_length
+        self.pad = pad
+        self.eos = eos
+        self.max_tokens = max_tokens
 
-def continuations(
-    network: nn.Cell,
-    prompts: Sequence[Sequence[int]],
-    seq_length: int,
-    pad: int,
-    eos: int,
-    max_tokens: int,
-    choose: Callable[[np.ndarray], np.ndarray],
-) -> List[List[int]]:
-    """Returns each prompt with what follows it, up to eos, max_tokens or the end of the window.
+    def greedy(self, prompts: Sequence[Sequence[int]]) -> List[List[int]]:
+        """Returns what follows each prompt, without eos, choosing the likeliest token each time."""
+        rows = self(prompts, lambda logits: logits.argmax(-1))
+        answers = [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
+        return [answer[:-1] if answer[-1] == self.eos else answer for answer in answers]
 
-    The whole window runs for each token, since a network in training has no KV cache: this is for a few short texts.
-    Where devices divide the rows of a batch, rows of padding fill it up.
-    MindFormers' causal language model, called with tokens [rows, seq_length] in evaluation mode, returns (logits
-    [rows, seq_length, vocabulary], ...); it is left in its mode. Each prompt has fewer than seq_length tokens. Of
-    logits [rows, vocabulary], ``choose`` returns a token for each row.
-    """
-    was_training = network.training
-    cell = _LastLogits(network).set_train(False)
-    rows = [list(prompt) for prompt in prompts]
-    ends = [min(seq_length, len(row) + max_tokens) for row in rows]
-    running = set(range(len(rows)))
-    batch = len(rows) + missing_rows(len(rows), parts_of_batch(network))
-    while running:
-        window = np.full((batch, seq_length), pad, np.int32)
-        positions = np.arange(batch, dtype=np.int32) * seq_length
-        for index, row in enumerate(rows):
-            window[index, : len(row)] = row
-            positions[index] += len(row) - 1
-        chosen = choose(cell(Tensor(window), Tensor(positions)).asnumpy()[: len(rows)])
-        for index in sorted(running):
-            rows[index].append(int(chosen[index]))
-            if rows[index][-1] == eos or len(rows[index]) == ends[index]:
-                running.remove(index)
-    cell.set_train(was_training)
-    return rows
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], choose: Callable[[np.ndarray], np.ndarray], size: int = 0
+    ) -> List[List[int]]:
+        """Returns each prompt with what follows it, up to eos, max_tokens or the end of the window.
+
+        Args:
+            prompts: Tokens of each.
+            choose: Returns a token for each row of logits [rows, vocabulary].
+            size: Rows of a batch, which rows of padding fill up, so that one graph does for several batches. Default:
+                as many as there are prompts, or more where devices divide them.
+        """
+        was_training = self.network.training
+        self.cell.set_train(False)
+        rows = [list(prompt) for prompt in prompts]
+        ends = [min(self.seq_length, len(row) + self.max_tokens) for row in rows]
+        running = set(range(len(rows)))
+        size = max(size, len(rows))
+        size += missing_rows(size, parts_of_batch(self.network))
+        while running:
+            window = np.full((size, self.seq_length), self.pad, np.int32)
+            positions = np.arange(size, dtype=np.int32) * self.seq_length
+            for index, row in enumerate(rows):
+                window[index, : len(row)] = row
+                positions[index] += len(row) - 1
+            chosen = choose(self.cell(Tensor(window), Tensor(positions)).asnumpy()[: len(rows)])
+            for index in sorted(running):
+                rows[index].append(int(chosen[index]))
+                if rows[index][-1] == self.eos or len(rows[index]) == ends[index]:
+                    running.remove(index)
+        self.cell.set_train(was_training)
+        return rows

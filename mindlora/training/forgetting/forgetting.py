@@ -11,7 +11,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number, ignore_token_id, pad_token_id, whole_numbers
 from mindlora.network.tree import lora_cells
 from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
-from mindlora.training.callbacks.sample_answers import continuations
+from mindlora.training.callbacks.sample_answers import Continuations
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell
 from mindlora.training.held_out.whole_batches import missing_rows, parts_of_batch
 from mindlora.training.log import logger
@@ -105,19 +105,13 @@ class Forgetting(PeriodicCallback):
                 f"Forgetting needs a token with which a text begins, and bos_token_id of the model is "
                 f"{config.bos_token_id!r}. Set it."
             )
+        pad, eos = pad_token_id(config), config.eos_token_id
+        continued = Continuations(network, config.seq_length, pad, eos, self.max_tokens)
         rng = np.random.default_rng(self.seed)
         samples: List[List[int]] = []
         for begin in range(0, self.count, self.batch_size):
             rows = [[config.bos_token_id]] * min(self.batch_size, self.count - begin)
-            samples += continuations(
-                network,
-                rows,
-                config.seq_length,
-                pad_token_id(config),
-                config.eos_token_id,
-                self.max_tokens,
-                lambda logits: _drawn(logits, rng),
-            )
+            samples += continued(rows, lambda logits: _drawn(logits, rng), size=self.batch_size)
         return samples
 
     def _loss(self, network: nn.Cell) -> float:

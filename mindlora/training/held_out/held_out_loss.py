@@ -7,7 +7,6 @@ from typing import Any, Dict, Optional, Union
 import mindspore as ms
 import numpy as np
 from mindspore import nn
-from mindspore.common import dtype as mstype
 from mindspore.train import RunContext
 
 from mindlora.core.errors import ConfigError
@@ -16,7 +15,13 @@ from mindlora.network.cells.score import score_of
 from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
 from mindlora.training.classifier.labels import label_measures
 from mindlora.training.held_out.cells import HeldOutLabelsCell, HeldOutLossCell
-from mindlora.training.held_out.whole_batches import Arrays, labeled_batches, loaded_rows, parts_of_batch
+from mindlora.training.held_out.whole_batches import (
+    Arrays,
+    filled_batches,
+    labeled_batches,
+    loaded_rows,
+    parts_of_batch,
+)
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of, train_step_of
 from mindlora.training.preference.loss import SUMS, PreferenceLoss, preference_measures
@@ -134,13 +139,13 @@ class HeldOutLoss(PeriodicCallback):
 def held_out_loss(cell: HeldOutLossCell, data: Union[str, Arrays], batch_size: int) -> float:
     """Returns the mean cross entropy, in nats per label, over data as labeled_batches takes it; NaN if no label counts.
 
-    Its rows are as HeldOutLossCell takes them; batches are filled up where devices divide them.
+    Its rows are as HeldOutLossCell takes them.
     """
     was_training = cell.network.training
     cell.set_train(False)
     total = count = 0.0
     parts = parts_of_batch(cell.network)
-    for input_ids, labels in labeled_batches(data, batch_size, cell.ignore_token_id, parts):
+    for _, input_ids, labels in labeled_batches(data, batch_size, cell.ignore_token_id, parts):
         batch_total, batch_count = cell(input_ids, labels)
         total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
     cell.set_train(was_training)
@@ -153,7 +158,7 @@ def held_out_labels(cell: HeldOutLabelsCell, dataset_dir: str, batch_size: int) 
     cell.set_train(False)
     total, confusion = 0.0, np.zeros((cell.num_labels, cell.num_labels))
     parts = parts_of_batch(cell.network)
-    for input_ids, labels in labeled_batches(dataset_dir, batch_size, cell.ignore_token_id, parts):
+    for _, input_ids, labels in labeled_batches(dataset_dir, batch_size, cell.ignore_token_id, parts):
         batch_total, _, counts = cell(input_ids, labels)
         total, confusion = total + float(batch_total.asnumpy()), confusion + counts.asnumpy()
     cell.set_train(was_training)
@@ -170,8 +175,10 @@ def held_out_preferences(cell: PreferenceLoss, dataset_dir: str, batch_size: int
     total, sums = 0.0, np.zeros(len(SUMS))
     was_training = cell.network.training
     cell.set_train(False)
-    for inputs in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1):
-        batch_total, batch_sums = cell(*(column.astype(mstype.int32) for column in inputs))
+    # Answers and marks of a row without an example; its tokens and labels, and the reference's, are any row's.
+    absent = (None, None, -1, 0, None)
+    for _, inputs in filled_batches(dataset, batch_size, absent[: len(columns)]):
+        batch_total, batch_sums = cell(*inputs)
         total, sums = total + float(batch_total.asnumpy()), sums + batch_sums.asnumpy()
     cell.set_train(was_training)
     return {"loss": _mean(total, sums[0]), **preference_measures(sums, cell.settings)}

@@ -1,7 +1,7 @@
 """Rows that callbacks give to a network themselves, outside the train step, in batches that the devices can divide."""
 
 import copy
-from typing import Any, Iterator, Mapping, Tuple, Union
+from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mindspore as ms
 import numpy as np
@@ -43,25 +43,48 @@ def loaded_rows(loader: Mapping[str, Any]) -> Arrays:
 
 def labeled_batches(
     data: Union[str, Arrays], batch_size: int, ignored: int, parts: int = 1
-) -> Iterator[Tuple[Tensor, Tensor]]:
-    """Yields rows in batches, the last one perhaps smaller: input_ids and labels, int32 [rows, N].
+) -> Iterator[Tuple[int, Tensor, Tensor]]:
+    """Yields rows in batches: how many are the data's, input_ids and labels, int32 [rows, N].
 
     Args:
         data (str or tuple of array): A MindRecord with integer columns input_ids and labels, or what loaded_rows
             returned.
         batch_size (int): Rows of the data in a batch.
-        ignored (int): The label that counts nowhere.
-        parts (int): What divides the number of rows: rows without a label that counts fill a batch up. Default: 1.
+        ignored (int): The label that counts nowhere; rows that fill a batch up have no other.
+        parts (int): What divides the number of rows. Default: 1.
     """
     columns = ["input_ids", "labels"]
     if isinstance(data, str):
         dataset = ms.dataset.MindDataset(data, columns_list=columns, shuffle=False)
     else:
         dataset = ms.dataset.NumpySlicesDataset(data, columns, shuffle=False)
-    batches = dataset.batch(batch_size).create_tuple_iterator(num_epochs=1, output_numpy=True)
-    for input_ids, labels in batches:
-        missing = missing_rows(len(labels), parts)
-        if missing:
-            input_ids = np.concatenate((input_ids, input_ids[-1:].repeat(missing, 0)))
-            labels = np.concatenate((labels, np.full((missing, *labels.shape[1:]), ignored, labels.dtype)))
-        yield Tensor(input_ids.astype(np.int32)), Tensor(labels.astype(np.int32))
+    for rows, (input_ids, labels) in filled_batches(dataset, batch_size, (None, ignored), parts):
+        yield rows, input_ids, labels
+
+
+def filled_batches(
+    dataset: ms.dataset.Dataset, batch_size: int, absent: Sequence[Optional[int]], parts: int = 1
+) -> Iterator[Tuple[int, List[Tensor]]]:
+    """Yields batches: how many of the rows are the data's, and the columns, int32 [rows, ...].
+
+    The last batch is filled up to the size of those before it: MindSpore compiles a graph for each size.
+
+    Args:
+        dataset (Dataset): Rows of integers.
+        batch_size (int): Rows of the data in a batch.
+        absent (sequence of int): For each column, what a row has that fills a batch up; None for what the last row has.
+        parts (int): What divides the number of rows. Default: 1.
+    """
+    size = 0
+    for columns in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1, output_numpy=True):
+        rows = len(columns[0])
+        size = max(size, rows + missing_rows(rows, parts))
+        filled = [_filled(column, size - rows, value) for column, value in zip(columns, absent)]
+        yield rows, [Tensor(column.astype(np.int32)) for column in filled]
+
+
+def _filled(column, missing, value):
+    if not missing:
+        return column
+    last = column[-1:] if value is None else np.full_like(column[-1:], value)
+    return np.concatenate((column, last.repeat(missing, 0)))

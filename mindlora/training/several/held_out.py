@@ -79,9 +79,9 @@ class HeldOutOfAdapters:
     def _measure(self, dataset_dir, batch_size):
         losses, counts = [], []
         self.cell.set_train(False)
-        for input_ids, labels in labeled_batches(dataset_dir, batch_size, self.cell.ignore_token_id):
+        for rows, input_ids, labels in labeled_batches(dataset_dir, batch_size, self.cell.ignore_token_id):
             sums = self.cell(input_ids, labels)
-            losses.append(sums[0].asnumpy().astype(np.float64))
-            counts.append(sums[1].asnumpy()[0].astype(np.float64))
+            losses.append(sums[0].asnumpy()[:, :rows].astype(np.float64))
+            counts.append(sums[1].asnumpy()[0, :rows].astype(np.float64))
         self.cell.set_train(True)
         return np.concatenate(losses, 1), np.concatenate(counts)

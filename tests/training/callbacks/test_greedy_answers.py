@@ -1,9 +1,9 @@
-"""greedy_answers: the likeliest token each time, from networks whose next token is known."""
+"""Continuations, greedily: the likeliest token each time, from networks whose next token is known."""
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from mindlora.training.callbacks.sample_answers import greedy_answers
+from mindlora.training.callbacks.sample_answers import Continuations
 
 VOCABULARY, LENGTH, PAD, EOS = 12, 8, 0, 11
 
@@ -19,7 +19,7 @@ class CountsUp(nn.Cell):
 
 def test_each_row_goes_on_until_its_own_end(mode):
     network = CountsUp().set_train(True)
-    found = greedy_answers(network, [[1, 2], [7], [1], [3, 4, 5, 6]], LENGTH, PAD, EOS, max_tokens=5)
+    found = Continuations(network, LENGTH, PAD, EOS, max_tokens=5).greedy([[1, 2], [7], [1], [3, 4, 5, 6]])
     assert found == [
         [3, 4, 5, 6, 7],  # max_tokens
         [8, 9, 10],  # eos, which is left out
@@ -30,4 +30,4 @@ def test_each_row_goes_on_until_its_own_end(mode):
 
 
 def test_an_answer_may_be_empty():
-    assert greedy_answers(CountsUp(), [[EOS - 1]], LENGTH, PAD, EOS, max_tokens=3) == [[]]
+    assert Continuations(CountsUp(), LENGTH, PAD, EOS, max_tokens=3).greedy([[EOS - 1]]) == [[]]

@@ -1,4 +1,4 @@
-"""Batches that callbacks give to a network: in the semi-automatic modes their rows can be divided, and count once."""
+"""Batches that callbacks give to a network: of one size, divided in the semi-automatic modes; each row counts once."""
 
 import types
 
@@ -7,10 +7,19 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
+from mindlora.data.mindrecord import write_mindrecord
 from mindlora.training.callbacks.registry import Forgetting
-from mindlora.training.callbacks.sample_answers import greedy_answers
-from mindlora.training.held_out.held_out_loss import HeldOutLabelsCell, HeldOutLossCell, held_out_labels, held_out_loss
+from mindlora.training.callbacks.sample_answers import Continuations
+from mindlora.training.held_out.held_out_loss import (
+    HeldOutLabelsCell,
+    HeldOutLossCell,
+    held_out_labels,
+    held_out_loss,
+    held_out_preferences,
+)
 from mindlora.training.held_out.whole_batches import parts_of_batch
+from mindlora.training.preference.loss import PreferenceLoss
+from mindlora.training.preference.settings import PreferenceSettings
 from tests.support import tiny_runs
 from tests.support.tiny_runs import IGNORED, PAD, SEQUENCE, VOCABULARY
 
@@ -27,6 +36,7 @@ class Bigrams(nn.Cell):
     def __init__(self, parts):
         super().__init__()
         self.parts = parts
+        self.sizes = set()
         self.table = Tensor(TABLE)
         parallel = types.SimpleNamespace(data_parallel=DATA_PARALLEL)
         tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD, "ignore_token_id": IGNORED}
@@ -34,6 +44,7 @@ class Bigrams(nn.Cell):
 
     def construct(self, tokens, labels=None):
         assert tokens.shape[0] % self.parts == 0
+        self.sizes.add(tokens.shape[0])
         counted = None if labels is None else ops.logical_and(labels != IGNORED, tokens != PAD).astype(ms.float32)
         return ops.gather(self.table, tokens, 0), tokens, counted
 
@@ -61,6 +72,8 @@ def test_rows_are_divided_by_data_parallel_in_the_semi_automatic_modes_alone(net
 def test_the_held_out_loss_is_that_of_the_rows_of_the_data(network, held_out):
     expected = held_out_loss(HeldOutLossCell(alone(), IGNORED), held_out, ROWS)
     assert held_out_loss(HeldOutLossCell(network, IGNORED), held_out, BATCH) == pytest.approx(expected, rel=1e-6)
+    # A graph is compiled for each size.
+    assert len(network.sizes) == 1
 
 
 def test_held_out_labels_are_counted_once(network, held_out):
@@ -71,8 +84,8 @@ def test_held_out_labels_are_counted_once(network, held_out):
 
 def test_each_prompt_gets_its_own_answer(network):
     prompts = [[5, 6], [7], [9, 8, 7]]
-    arguments = prompts, SEQUENCE, PAD, 2, 6
-    assert greedy_answers(network, *arguments) == greedy_answers(alone(), *arguments)
+    answers = [Continuations(model, SEQUENCE, PAD, 2, 6).greedy(prompts) for model in (network, alone())]
+    assert answers[0] == answers[1]
 
 
 def test_forgetting_is_measured_on_the_samples(network):
@@ -83,6 +96,45 @@ def test_forgetting_is_measured_on_the_samples(network):
         losses.append((callback.samples, callback._loss(model)))
     assert losses[0][0] == losses[1][0]
     assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-6)
+    assert len(network.sizes) == 1
+
+
+class LabelLogProbabilities(nn.Cell):
+    """The log-probability of each label but the first, of a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+        self.table = ops.log_softmax(Tensor(TABLE))
+
+    def construct(self, tokens, labels):
+        self.sizes.add(tokens.shape[0])
+        return self.table[tokens[:, :-1].reshape(-1), ops.relu(labels[:, 1:]).reshape(-1)] * (
+            labels[:, 1:] >= 0
+        ).reshape(-1)
+
+
+@pytest.mark.parametrize("loss", ["orpo", "kto"])
+def test_held_out_preferences_are_those_of_the_rows_of_the_data(loss, tmp_path):
+    path = str(tmp_path / "preferences.mindrecord")
+    rng = np.random.default_rng(5)
+    write_mindrecord((_preference(rng, "judgments" if loss == "kto" else "pairs") for _ in range(ROWS)), path)
+    settings = PreferenceSettings(loss=loss)
+    reference = LabelLogProbabilities() if settings.kind.uses_reference else None
+    measured = []
+    # KTO estimates the distance from the reference batch by batch, which is 0 from itself.
+    for size in (ROWS, BATCH):
+        network = LabelLogProbabilities()
+        measured.append(held_out_preferences(PreferenceLoss(network, reference, settings), path, size))
+        assert len(network.sizes) == 1
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+
+
+def _preference(rng, marks):
+    tokens = rng.integers(4, VOCABULARY, (2, SEQUENCE)).astype(np.int32)
+    answers = np.repeat([[0], [1]], SEQUENCE, 1).astype(np.int32)
+    answers[:, :5] = -1
+    return {"input_ids": tokens, "labels": tokens, "answers": answers, marks: np.ones(1, np.int32)}
 
 
 def alone():
