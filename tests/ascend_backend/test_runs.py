@@ -112,7 +112,7 @@ TRAINED = {
         ranks=8, rows=16, keys={"parallel.full_batch": False, "parallel.dataset_strategy": [[8, 1], [8, 1]]}
     ),
     "qwen3, context and sequence parallel": Row(
-        QWEN3, ranks=8, rows=4, keys=parallel(2, 2, context_parallel=2, use_seq_parallel=True), always=True
+        QWEN3, ranks=8, rows=4, keys=parallel(2, 2, context_parallel=2, use_seq_parallel=True)
     ),
     "qwen3, its embedding": Row(
         QWEN3,

@@ -115,13 +115,18 @@ class McoreRuns(Runs):
         return mcore_config(train, EPOCHS, callbacks, pet, load_checkpoint=base)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
+    """Runs of the model that a test asks for."""
     folder = tmp_path_factory.mktemp("preferences")
     if request.param == "llama":
         return Runs(folder, request.getfixturevalue("base"))
     request.getfixturevalue("mindformers")
     return McoreRuns(folder)
+
+
+def of_models(*names):
+    return pytest.mark.parametrize("runs", names, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +147,7 @@ def held_out(run, name):
     return run.history.series(f"held_out_{name}")[1]
 
 
+@of_models("llama", "qwen3")
 def test_the_rewards_come_into_the_right_order(plain):
     assert len(plain.losses) == STEPS and plain.losses[1] == pytest.approx(BEGIN, rel=1e-5)
     assert held_out(plain, "reward_accuracy")[-1] > 0.8 and held_out(plain, "reward_margin")[-1] > 0.5
@@ -149,6 +155,7 @@ def test_the_rewards_come_into_the_right_order(plain):
     assert kl[0] == 0 and kl[-1] > 0.01 and len(held_out(plain, "kl")) == STEPS // 8
 
 
+@of_models("llama", "qwen3")
 def test_with_the_commands_of_the_page_a_kept_reference_is_the_one_of_each_step(kept, plain):
     page = (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")
     block = re.search(r"^```\n(mindlora reference .*?)^```", page, re.M | re.S)[1]
@@ -164,6 +171,7 @@ def test_with_the_commands_of_the_page_a_kept_reference_is_the_one_of_each_step(
         np.testing.assert_allclose(held_out(run, name), held_out(plain, name), rtol=1e-4)
 
 
+@of_models("qwen3")
 def test_a_reference_of_another_base_is_refused(runs, kept, tmp_path):
     weights = ms.load_checkpoint(str(runs.base))
     for parameter in weights.values():
@@ -175,11 +183,13 @@ def test_a_reference_of_another_base_is_refused(runs, kept, tmp_path):
     assert "Run mindlora reference again." in run.process.stderr
 
 
+@of_models("qwen3")
 def test_data_without_a_reference_is_refused(runs):
     run = runs.start("without", precomputed_reference=True)
     assert run.process.returncode == 1 and "Run mindlora reference on this YAML" in run.process.stderr
 
 
+@of_models("qwen3")
 def test_an_adapter_made_from_the_base_begins_at_its_own_reference(runs, tmp_path):
     pissa = {"lora_init": "pissa"}
     data = runs.keep_reference(tmp_path / "data", pet_config=pissa)
@@ -189,6 +199,7 @@ def test_an_adapter_made_from_the_base_begins_at_its_own_reference(runs, tmp_pat
     assert run.history.series("kl")[1][0] < 1e-8
 
 
+@of_models("qwen3")
 def test_a_resumed_run_equals_the_uninterrupted_one(runs, plain):
     run = runs.start("resumed", resume=plain.output / "lora_checkpoint" / "step_8")
     assert run.process.returncode == 0, run.process.stderr[-3000:]
@@ -199,10 +210,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(runs, plain):
 ADALORA = {"use_adalora": True, "lora_rank": None, "init_r": 6, "target_r": 3, "tinit": 2, "tfinal": 4, "deltaT": 2}
 
 
+@of_models("qwen3")
 @pytest.mark.parametrize("name, pet_config", [("neftune", {"neftune_alpha": 5.0}), ("adalora", ADALORA)])
 def test_it_goes_with(name, pet_config, runs):
-    if name == "neftune" and isinstance(runs, McoreRuns):
-        pytest.skip("an mcore model takes no neftune_alpha")
     run = runs.start(name, pet_config=pet_config)
     assert run.process.returncode == 0, run.process.stderr[-3000:]
     # The reference has no noise.
@@ -211,6 +221,7 @@ def test_it_goes_with(name, pet_config, runs):
     assert losses[-1] < losses[0] and held_out(run, "reward_margin")[-1] > 0.03
 
 
+@of_models("qwen3")
 def test_a_base_in_4_bits(runs, tmp_path):
     quantized = tmp_path / "base.safetensors"
     succeeded(python(["-m", "mindlora.cli", "base", "quantize", runs.base, quantized], tmp_path))
@@ -219,6 +230,7 @@ def test_a_base_in_4_bits(runs, tmp_path):
     assert run.losses[1] == pytest.approx(BEGIN, rel=1e-5) and held_out(run, "reward_accuracy")[-1] > 0.8
 
 
+@of_models("qwen3")
 def test_two_processes_train_what_one_trains_on_the_joined_batch(runs, tmp_path):
     states = {}
     for name, count in (("one", 1), ("two", 2)):
