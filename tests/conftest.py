@@ -42,6 +42,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
+from tests.support import what_runs  # noqa: E402
+
 # Folders whose files share what takes long to make: PEFT's answers, a server, kernels compiled for the model.
 # With several processes (pytest -n 2) all of such a folder runs in one of them.
 TOGETHER = ("tests/clients", "tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
@@ -85,6 +87,7 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_configure(config):
     """Lets pytest-xdist keep the order of pytest_collection_modifyitems."""
     config.addinivalue_line("markers", "quick: what a change runs while it is made; tests/conftest.py says which files")
+    config.addinivalue_line("markers", "shows: a feature at work; tests/support/what_runs.py has the names")
     config.addinivalue_line("markers", "long: what CI leaves out; tests/conftest.py says which tests")
     if getattr(config.option, "numprocesses", None):
         config.option.loadscopereorder = False
@@ -110,8 +113,17 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("quick")
         if item.nodeid.startswith(LONG):
             item.add_marker("long")
+    what_runs.record(items, ran=False)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Records what a test has shown, for the page that says what runs."""
+    report = (yield).get_result()
+    if report.when == "call" and report.passed:
+        what_runs.record([item], ran=True)
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from tests.support.ascend_backend.small_runs import (
     tokenizer,
     train,
 )
+from tests.support.what_runs import shows
 
 PET = "model.model_config.pet_config"
 DATA_PARALLEL, SEMI_AUTOMATIC = parallel(mode=0), parallel()
@@ -299,9 +300,49 @@ REFUSED = {
 }
 
 
+# What a row of TRAINED shows, beside LoRA.
+SHOWN = {
+    "llama in 4 bits": ["nf4"],
+    "qwen3 in 4 bits": ["nf4"],
+    "qwen3 with experts in 4 bits": ["nf4"],
+    "eva": ["eva"],
+    "loftq alone": ["loftq"],
+    "qwen3, its embedding": ["embedding"],
+    "dora, data parallel": ["dora"],
+    "qwen3 dora, data parallel": ["dora"],
+    "miss, data parallel": ["miss"],
+    "vera, data parallel": ["vera"],
+    "adalora, data parallel": ["adalora"],
+    "pissa, data parallel": ["pissa"],
+    "alora, data parallel": ["alora"],
+    "qwen3 alora, data parallel": ["alora"],
+    "lora-fa": ["lora_fa"],
+    "rslora, lora+ and noise": ["rslora", "lora_plus", "neftune"],
+    "qwen3, noise and tied embeddings": ["neftune"],
+    "compressed exchange, data parallel": ["exchange"],
+    "callbacks that control, data parallel": ["guard"],
+    "callbacks that measure": ["held_out", "forgetting"],
+    "callbacks that measure, qwen3": ["held_out", "forgetting"],
+    "answers": ["answers"],
+    "answers, qwen3": ["answers"],
+    "packed rows": ["packed"],
+    "a classifier": ["classifier"],
+    "dpo, data parallel": ["preference"],
+    "several adapters": ["several"],
+    "adapters on experts": ["experts"],
+}
+
+
 def asked_for(table):
-    """Returns the names of a table as parameters; those that run on request are marked."""
-    return [pytest.param(name, marks=() if row.always else on_request) for name, row in table.items()]
+    """Returns the names of a table as parameters, with what they show; those that run on request are marked."""
+    parameters = []
+    for name, row in table.items():
+        marks = [] if row.always else [on_request]
+        if row.refused is None:
+            model = "qwen3_moe" if "30b_a3b" in row.config else "qwen3" if "qwen3" in row.config else "llama"
+            marks += [shows(feature, model, place="ascend") for feature in ["lora", *SHOWN.get(name, [])]]
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
 
 
 @pytest.mark.parametrize("name", asked_for(TRAINED))

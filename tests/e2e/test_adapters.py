@@ -12,6 +12,7 @@ import pytest
 from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
 from tests.support.runs import files, succeeded
+from tests.support.what_runs import shows
 
 STEPS = {"plain": 30, "other": 20}
 ADAPTERS = {
@@ -67,6 +68,7 @@ def folder(library, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["plain", "other"])
+@shows("several", "llama")
 def test_each_adapter_learns_what_it_learns_alone(folder, name):
     alone, beside = (tiny_runs.losses(output) for output in (folder / name, folder / "several" / name))
     assert len(alone) == STEPS[name] and alone.keys() == beside.keys()

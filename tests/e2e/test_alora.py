@@ -37,6 +37,7 @@ from tests.support.runs import (
     write_yaml,
 )
 from tests.support.tiny_serving import tokenizer
+from tests.support.what_runs import shows
 
 INVOCATION, FIELD = [61, 5, 62], "alora_invocation_tokens"
 BEFORE, ROWS, PAD, NEW = 6, 64, 3, 6
@@ -80,6 +81,7 @@ def run(base, tmp_path_factory):
     return start(folder, base), folder / "output" / "lora_checkpoint" / LAST
 
 
+@shows("alora", "llama")
 def test_the_run_learns_and_saves_what_peft_reads(run):
     output, folder = run
     losses = step_losses(output)
@@ -104,6 +106,7 @@ def served(base, folder, prompts):
     return {name: [stream.request.generated for stream in each] for name, each in streams.items()}
 
 
+@shows("served", "llama")
 def test_the_server_gives_the_tokens_of_the_network_that_trained(run, base, fresh_network):
     _, folder = run
     prompts = [row[: BEFORE + len(INVOCATION)].tolist() for row in examples(3, seed=9)[0]]
@@ -143,6 +146,7 @@ PLAIN_STEPS = ["--train_dataset.data_loader.shuffle", "False", "--optimizer.eps"
 PLAIN_STEPS += ["--lr_schedule.learning_rate", "4.0", "--lr_schedule.lr_end", "2.0"]
 
 
+@shows("alora", "llama", place="processes")
 def test_two_processes_train_what_one_trains_on_the_joined_batch(run, tmp_path):
     _, folder = run
     config = read_yaml(LORA_YAML)

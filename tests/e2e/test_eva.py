@@ -9,6 +9,7 @@ import yaml
 from mindlora.files.adapters import files
 from tests.e2e.conftest import TWO_STEPS
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, launch, python, succeeded
+from tests.support.what_runs import shows
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,7 @@ def made(data, base, tmp_path_factory):
     return folder, json.loads(output.splitlines()[-1])
 
 
+@shows("eva", "llama")
 def test_a_run_trains_the_adapter_that_the_command_made(made, data, base):
     folder, report = made
     with open(LORA_YAML, encoding="utf-8") as file:

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import LORA_YAML, SIZES, read_yaml, write_rows, write_yaml
+from tests.support.what_runs import shows
 
 STEPS, SAVED = 8, 4
 EXCHANGE = {"type": "quantized", "check_every": 3}
@@ -52,6 +53,7 @@ def unsent(folder, rank):
     return load_file(path)["unsent"]
 
 
+@shows("exchange", "llama", place="processes")
 def test_a_resumed_run_ends_with_the_same_bits(runs):
     folder, logs = runs
     for name in ("adapter_model.safetensors", "training_state.safetensors"):

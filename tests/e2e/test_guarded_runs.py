@@ -8,6 +8,7 @@ import pytest
 from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
 from tests.support.runs import SIZES, write_rows
+from tests.support.what_runs import shows
 
 ROWS, EPOCHS = 48, 6
 STEPS = ROWS // tiny_runs.BATCH_SIZE * EPOCHS
@@ -89,6 +90,7 @@ def events(run, kind):
     return [event["step"] for event in run.history.events if event["event"] == kind]
 
 
+@shows("guard", "llama")
 def test_a_rate_100_times_too_high_ends_near_the_clean_run(runs, clean):
     run = runs.start("too-high", {"type": "TrainingGuard"}, rate=1.0)
     assert run.process.returncode == 0, run.process.stderr[-2000:]

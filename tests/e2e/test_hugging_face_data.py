@@ -12,6 +12,7 @@ from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.mcore_networks import TINY
+from tests.support.what_runs import shows
 
 LENGTH, COLUMNS = 1024, ["input_ids", "labels", "loss_mask", "position_ids"]
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -108,6 +109,7 @@ def last(output):
     return max((output / "lora_checkpoint").glob("step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
+@shows("hugging_face_data", "qwen3")
 def test_packed_rows_train_and_are_measured_and_a_line_says_that_examples_see_each_other(run):
     said, output = run
     assert SEE_EACH_OTHER in said

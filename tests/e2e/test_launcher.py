@@ -24,6 +24,7 @@ from tests.support.runs import (
     write_rows,
     write_yaml,
 )
+from tests.support.what_runs import shows
 
 STEPS = 16  # 32 rows in batches of 4, twice
 
@@ -31,6 +32,7 @@ STEPS = 16  # 32 rows in batches of 4, twice
 # Training
 
 
+@shows("lora", "llama")
 def test_it_trains_and_saves_the_adapter_alone(trained):
     losses = step_losses(trained.stdout)
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.3

@@ -24,6 +24,7 @@ from tests.support.runs import (
     succeeded,
     write_rows,
 )
+from tests.support.what_runs import shows
 
 SCRIPT, ENTRY = ROOT / "scripts" / "msrun_launcher.sh", ROOT / "scripts" / "run_mindformer.py"
 BATCH_SIZE = 4
@@ -148,6 +149,7 @@ def test_two_processes_see_the_rows_that_one_sees_in_each_batch(data):
         assert (joined[::2] == a).all() and (joined[1::2] == b).all()
 
 
+@shows("lora", "llama", place="processes")
 def test_two_processes_train_what_one_trains_on_the_joined_batch(one, two):
     assert base_values(one) == base_values(two)
     ones, twos = adapter(one), adapter(two)

@@ -10,6 +10,7 @@ from mindlora import load_lora
 from mindlora.files.adapters import files as adapter_files
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import evaluated, launch, launch_refused, loss_of, python, step_losses, succeeded, write_rows
+from tests.support.what_runs import shows
 
 QLORA = ("--model.model_config.pet_config.quantize_base", "nf4")
 # The same as a pet_type.
@@ -34,6 +35,7 @@ def run(data, quantized, tmp_path_factory):
     )
 
 
+@shows("nf4", "llama")
 def test_the_loss_falls_as_on_the_float_base(run, trained):
     losses, in_float = step_losses(run[1]), step_losses(trained.stdout)
     assert losses[-1] < losses[0] - 0.3
@@ -108,6 +110,7 @@ def test_another_base_is_refused_before_training(number, refused):
     assert code == 1 and f"mindlora-run: error: load_checkpoint: {checkpoint} {message}" in stderr
 
 
+@shows("loftq", "llama")
 def test_loftq_is_computed_offline_and_trained_from_a_yaml(base, data, tmp_path):
     output, folder = tmp_path / "loftq.safetensors", tmp_path / "adapter"
     succeeded(

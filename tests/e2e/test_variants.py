@@ -11,6 +11,7 @@ from mindlora.models.variants.dora import DORA
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import LORA_YAML, evaluated, launch, loss_of, read_yaml, step_losses, succeeded, write_yaml
+from tests.support.what_runs import shows
 
 Q, DOWN = ".attention.wq", ".feed_forward.w2"
 
@@ -42,6 +43,9 @@ def train(folder, data, base, callbacks=(), num_layers=1, **pet_config):
     return stdout, folder / "output" / "lora_checkpoint" / "step_16"
 
 
+@shows("rslora", "llama")
+@shows("embedding", "llama")
+@shows("saved_modules", "llama")
 def test_ranks_alphas_embeddings_and_saved_modules_together(data, base, fresh_network, tmp_path):
     keys = {
         "lora_rank": 4,
@@ -83,6 +87,7 @@ def with_a_second_layer(base, folder):
     return folder / "two.ckpt"
 
 
+@shows("lora_plus", "llama")
 def test_lora_plus_with_a_gaussian_initialization_in_one_layer_alone(data, base, tmp_path):
     keys = {"lora_init": "gaussian", "loraplus_lr_ratio": 4, "layers_to_transform": 1}
     stdout, folder = train(tmp_path / "train", data, with_a_second_layer(base, tmp_path), num_layers=2, **keys)
@@ -95,6 +100,7 @@ def test_lora_plus_with_a_gaussian_initialization_in_one_layer_alone(data, base,
     assert 0.1 < max(np.abs(adapter.tensors[path, "B"]).max() for path in adapter.paths) < 0.64
 
 
+@shows("lora_fa", "llama")
 def test_b_alone_trains_from_an_orthogonal_initialization(data, base, tmp_path):
     stdout, folder = train(tmp_path / "train", data, base, lora_init="orthogonal", freeze_lora_a=True)
     adapter = adapter_files.read(str(folder))
@@ -108,6 +114,7 @@ def test_b_alone_trains_from_an_orthogonal_initialization(data, base, tmp_path):
     assert f"trainable params: {trainable:,} " in stdout
 
 
+@shows("pissa", "llama")
 def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_original_one(data, base, fresh_network, tmp_path):
     start = {"lora_init": "pissa_niter_4"}
     stdout, folder = train(
@@ -146,6 +153,7 @@ def test_olora_trains_and_saves_its_initial_pair(data, base, tmp_path):
         assert np.abs(adapter.tensors[path, "A"][:4] - r[:4]).max() > 1e-3
 
 
+@shows("dora", "llama")
 def test_dora_starts_from_the_loaded_base_and_trains(data, base, fresh_network, tmp_path):
     variant, rows = ("--model.model_config.pet_config.use_dora", "True"), ("--train_dataset_dir", data.train)
     stdout = succeeded(launch(tmp_path / "train", *rows, "--load_checkpoint", base, *variant, *TRAINING))

@@ -9,6 +9,7 @@ from mindlora.core.numerics.vera_projection import projection
 from mindlora.files.adapters import files as adapter_files
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import evaluated, launch, loss_of, step_losses, succeeded
+from tests.support.what_runs import shows
 
 PET = "--model.model_config.pet_config."
 # Ten times LoRA's learning rate, as in the paper.
@@ -26,6 +27,7 @@ VERA = (
 )
 
 
+@shows("vera", "llama")
 def test_vera_trains_and_its_adapter_is_peft_s(data, base, fresh_network, tmp_path):
     stdout = succeeded(
         launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", base, *VERA, *TRAINING)

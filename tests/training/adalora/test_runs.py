@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 from tests.support import tiny_runs
 from tests.support.networks import as_array, randomize
 from tests.support.ranks import run_ranks
+from tests.support.what_runs import shows
 
 PET = {
     **{"pet_type": "lora", "target_modules": ".*wq|.*wv|.*w2", "lora_alpha": 8, "use_adalora": True},
@@ -45,6 +46,7 @@ def two(tmp_path_factory):
     return folder / "output"
 
 
+@shows("adalora", "llama", place="processes")
 def test_two_processes_agree_on_each_step_and_end_with_the_budget(two):
     history = read_history(str(two))
     ranks = [[cell["rank"] for cell in record["health"]["cells"].values()] for record in history.health]
@@ -61,6 +63,7 @@ def test_ranks_can_be_suggested_from_it(two):
     assert (suggestion.before, len(suggestion.groups)) == (6, 3) and 3 <= suggestion.spent <= 6
 
 
+@shows("adalora", "llama")
 def test_its_adapter_is_a_plain_lora_of_these_ranks(two, make_llama):
     folder = str(two / "lora_checkpoint" / "step_10")
     adapter = adapter_files.read(folder)

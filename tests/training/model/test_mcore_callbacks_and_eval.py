@@ -14,6 +14,7 @@ from mindlora.training.report.history import read_history
 from tests.conftest import in_mode
 from tests.support import tiny_runs
 from tests.support.mcore_networks import scaled, tiny_config, tiny_qwen3
+from tests.support.what_runs import shows
 
 PET = {"lora_rank": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 
@@ -47,6 +48,8 @@ def run(mindformers, tmp_path_factory):
     return folder, config
 
 
+@shows("forgetting", "qwen3")
+@shows("guard", "qwen3")
 def test_a_run_ends_with_the_last_state_within_its_budget(run):
     history = read_history(str(run[0] / "output"))
     measured = [record["forgetting"] for record in history.forgetting]
@@ -54,6 +57,7 @@ def test_a_run_ends_with_the_last_state_within_its_budget(run):
     assert [event["event"] for event in history.events] == ["budget"]
 
 
+@shows("answers", "qwen3")
 def test_prompts_are_answered_before_and_after(run):
     before, after = read_history(str(run[0] / "output")).answers
     assert before["step"] == 0 and before["answers"][0]["prompt"] == after["answers"][0]["prompt"] == "good"

@@ -10,6 +10,7 @@ from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import Loss, tiny_deepseek_v3, tiny_qwen3, tiny_qwen3_moe, tokens, train
 from tests.support.networks import normal
+from tests.support.what_runs import shows
 
 pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 
@@ -77,6 +78,7 @@ def deepseek():
     return network, train(network, 20)
 
 
+@shows("lora", "deepseek_v3")
 def test_deepseek_v3_trains_with_latent_attention(deepseek):
     network, losses = deepseek
     assert losses[-5:].mean() < losses[:5].mean() - 0.1

@@ -15,6 +15,7 @@ from mindlora.run.yaml_run import YamlRun
 from tests.support import mcore_checkpoints, tiny_runs
 from tests.support.llama_checkpoints import save_base
 from tests.support.mcore_networks import tiny_config
+from tests.support.what_runs import shows
 
 PET = {
     "lora_rank": 3,
@@ -44,6 +45,8 @@ def output(tmp_path_factory):
     return folder / "output"
 
 
+@shows("lora", "qwen3")
+@shows("saved_modules", "qwen3")
 def test_it_trains_and_saves_an_adapter_under_hugging_faces_names(output):
     losses = tiny_runs.losses(output)
     assert sorted(losses) == list(range(1, 9)) and losses[8] < losses[1] - 0.02
@@ -59,12 +62,14 @@ def test_it_trains_and_saves_an_adapter_under_hugging_faces_names(output):
     assert (config["r"], config["lora_alpha"], config["modules_to_save"]) == (3, 6, ["model.norm"])
 
 
+@shows("held_out", "qwen3")
 def test_the_held_out_loss_and_the_health_of_the_adapters_are_measured(output):
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     found = json.dumps(records)
     assert "held_out_loss" in found and "decoder.layers.0.mlp.linear_fc1" in found
 
 
+@shows("whole", "qwen3")
 def test_a_whole_model_trains_and_becomes_a_folder_of_hugging_faces(tmp_path):
     tiny_runs.write_data(tmp_path / "data.mindrecord", 32)
     save = {"type": "CheckpointMonitor", "prefix": "whole", "save_checkpoint_steps": 100, "save_optimizer": False}

@@ -9,6 +9,7 @@ from mindlora.network.cells.noisy_embedding import NoisyEmbedding
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import TINY, Loss, tiny_deepseek_v3, tiny_qwen3, tokens
 from tests.support.networks import randomize
+from tests.support.what_runs import shows
 
 pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 
@@ -16,6 +17,7 @@ INVOCATION = [44, 5, 44]
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@shows("neftune", "qwen3")
 def test_noise_is_added_in_training_alone_and_anew_at_each_step(tied):
     from mindformers.pet import get_pet_model
 

@@ -13,6 +13,7 @@ from mindlora.files.adapters import files as adapter_files
 from mindlora.training.report.history import read_history
 from tests.support import pynative_runs
 from tests.support.pynative_runs import BASE_FILE, LORA, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS, CELLS, RANK = 8, 8, LORA["lora_rank"]
@@ -92,6 +93,7 @@ def lambdas(tensors):
     return {name: array for name, array in tensors.items() if name.endswith("lambda_lora_b")}
 
 
+@shows("adalora", "qwen3", trainer="pynative")
 def test_as_many_ranks_are_left_as_the_budget_says(folder, messages):
     assert messages["whole"] is None
     schedule = BudgetSchedule(SETTINGS, CELLS, STEPS)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support import pynative_runs
 from tests.support.pynative_runs import only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS = 4
@@ -81,6 +82,7 @@ def records(folder, key):
     return [record[key] for record in map(json.loads, lines) if key in record]
 
 
+@shows("held_out", "qwen3", trainer="pynative")
 def test_the_held_out_loss_is_mindformers_loss_of_the_next_step(folder, messages):
     assert messages["measured"] is None
     held_out = records(folder / "measured", "held_out_loss")
@@ -116,6 +118,7 @@ def test_a_signal_finishes_the_step(folder, messages):
     assert len(pynative_runs.losses(folder / "stopped")) == 2
 
 
+@shows("guard", "qwen3", trainer="pynative")
 def test_a_bad_step_changes_nothing_and_two_lower_the_rate(folder, messages):
     assert messages["guarded"] is None
     assert json.loads((folder / "changed.json").read_text(encoding="utf-8")) == [False, False]

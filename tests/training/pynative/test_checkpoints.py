@@ -16,6 +16,7 @@ from mindlora.files.base.convert import convert_base
 from mindlora.files.base.merge import merge_checkpoint
 from tests.support import mcore_networks, pynative_runs
 from tests.support.pynative_runs import BASE_FILE, BRIDGE, LORA, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 only_with_graph_mode = pytest.mark.skipif(
@@ -47,6 +48,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@shows("resume", "qwen3", trainer="pynative")
 def test_a_resumed_run_is_the_rest_of_the_whole_one(runs):
     whole, resumed = (pynative_runs.losses(runs / name) for name in ("whole", "resumed"))
     assert resumed == whole[2:] and len(whole) == STEPS
@@ -89,6 +91,8 @@ def test_an_adapter_goes_to_peft_to_graph_mode_and_back_bit_for_bit(runs, graph_
     assert all(found[name].tobytes() == trained[name].tobytes() for name in trained)
 
 
+@shows("resume", "deepseek_v3", trainer="pynative")
+@shows("experts", "deepseek_v3", trainer="pynative")
 def test_deepseek_goes_on_too_and_its_experts_go_to_peft_and_back(tmp_path):
     """Without a base: what random numbers have made of one is in MindFormers' checkpoint."""
     pynative_runs.write_data(tmp_path / "rows.mindrecord", rows=16)

@@ -10,6 +10,7 @@ from mindlora.core.numerics.nf4 import dequantize, quantize
 from mindlora.files.adapters import files as adapter_files
 from tests.support import pynative_runs
 from tests.support.pynative_runs import BASE_FILE, LORA_WITH_EXPERTS, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS = 4
@@ -67,6 +68,7 @@ def runs(tmp_path_factory):
     return folder, messages[3]
 
 
+@shows("nf4", "qwen3", trainer="pynative")
 def test_it_trains_as_on_the_dequantized_base(runs):
     folder, _ = runs
     losses, expected = (pynative_runs.losses(folder / name) for name in ("whole", "float"))

@@ -12,6 +12,7 @@ from mindlora.files.base.quantize import quantize_checkpoint
 from mindlora.models.lora_config import LoraConfig
 from tests.support import pynative_runs
 from tests.support.pynative_runs import BASE_FILE, LORA, LORA_WITH_EXPERTS, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS = 4
@@ -90,6 +91,7 @@ def is_the_rest(folder, name):
     return equal and resumed == whole[2:] and len(whole) == STEPS
 
 
+@shows("saved_modules", "qwen3", trainer="pynative")
 def test_an_embedding_and_norms_of_queries_and_keys_are_trained_saved_and_resumed(folder, messages):
     assert messages["modules"] is messages["modules_resumed"] is None
     assert is_the_rest(folder, "modules")
@@ -107,6 +109,7 @@ def test_an_embedding_and_norms_of_queries_and_keys_are_trained_saved_and_resume
         np.testing.assert_array_equal(tensors[f"base_model.model.{theirs}"], trained[name], err_msg=name)
 
 
+@shows("loftq", "qwen3", trainer="pynative")
 def test_loftqs_adapter_is_trained_on_its_base(folder, messages):
     assert messages["loftq"] is messages["in_float"] is None
     first, expected = (pynative_runs.losses(folder / run)[0] for run in ("loftq", "in_float"))

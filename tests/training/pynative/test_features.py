@@ -7,6 +7,7 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.run.checks.data_rows import BOUNDARY
 from tests.support import pynative_runs, tiny_runs
 from tests.support.pynative_runs import IGNORED, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS = 3
@@ -89,6 +90,7 @@ def test_it_trains_as_the_whole_batch_of_shifted_rows_does(runs, name):
         np.testing.assert_allclose(runs[name][1][parameter], expected, atol=1e-4, err_msg=parameter)
 
 
+@shows("packed", "qwen3", trainer="pynative")
 def test_examples_of_a_packed_row_do_not_see_each_other(runs):
     alone, packed, mixed = (runs[name][0] for name in ("alone", "packed", "mixed"))
     # MindFormers rounds rotary embeddings: an example's logits depend on where it begins, in packed rows or not.
@@ -103,6 +105,7 @@ def test_an_adapter_acts_from_its_tokens_on_in_each_example_of_a_packed_row(runs
         np.testing.assert_allclose(trained[name], array, atol=1e-4, err_msg=name)
 
 
+@shows("lora_plus", "qwen3", trainer="pynative")
 def test_with_lora_plus_the_first_step_of_b_is_ratio_times_as_long(runs):
     before, once, faster = (runs[name][1] for name in ("frozen", "once", "faster"))
     assert {name[-1] for name in before} == {"a", "b"}
@@ -112,6 +115,7 @@ def test_with_lora_plus_the_first_step_of_b_is_ratio_times_as_long(runs):
         assert np.abs(once[name] - start).max() > 1e-3
 
 
+@shows("neftune", "qwen3", trainer="pynative")
 def test_neftune_adds_noise_that_its_seed_fixes(runs):
     noise, again, none, plain = (runs[name][0][0] for name in ("noise", "again", "no_noise", "once"))
     assert noise == again and abs(noise - plain) > 1e-3

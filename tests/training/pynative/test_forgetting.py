@@ -10,6 +10,7 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.training.report.history import read_history
 from tests.support import pynative_runs, tiny_runs
 from tests.support.pynative_runs import IGNORED, QWEN3, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS, HALF, TOKENS = 6, 3, 280
@@ -126,6 +127,7 @@ def is_the_rest(folder, name, resumed):
     return equal and len(whole) == STEPS and rest == whole[HALF:]
 
 
+@shows("forgetting", "qwen3", trainer="pynative")
 def test_it_is_the_difference_of_two_held_out_losses_on_the_texts_of_the_base(folder, messages):
     assert messages["measured"] is messages["base"] is messages["tuned"] is None
     base, tuned = (records(folder / name, "held_out_loss")[-1] for name in ("base", "tuned"))
@@ -169,6 +171,7 @@ def test_or_goes_on_more_slowly_and_resumes_so(folder, messages):
     assert min(forgetting(folder, "slower")) <= budget
 
 
+@shows("answers", "qwen3", trainer="pynative")
 def test_answers_before_and_after_are_in_the_report(folder, messages):
     assert messages["answers"] is None
     before, after = read_history(str(folder / "answers")).answers

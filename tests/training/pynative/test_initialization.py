@@ -19,6 +19,7 @@ from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.tree import lora_cells
 from tests.support import pynative_runs
 from tests.support.pynative_runs import LORA, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS = 4
@@ -96,6 +97,7 @@ def step_of(folder, name, step):
 
 
 @pytest.mark.parametrize("name", ["pissa", "olora"])
+@shows("pissa", "qwen3", trainer="pynative")
 def test_pairs_are_those_of_the_base_which_loses_their_product(folder, messages, name):
     assert messages["plain"] is messages[name] is None
     base = load_file(folder / "base" / pynative_runs.BASE_FILE)

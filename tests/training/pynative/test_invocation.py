@@ -10,6 +10,7 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.files.adapters.convert import Heads, convert_adapter
 from tests.support import pynative_runs, tiny_runs
 from tests.support.pynative_runs import only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS, BEGIN = 4, 3
@@ -74,6 +75,7 @@ def messages(folder):
 
 
 @pytest.mark.parametrize("name", ["whole", "nf4"])
+@shows("alora", "qwen3", trainer="pynative")
 def test_it_acts_from_its_tokens_on_alone(folder, messages, name):
     logits = [np.load(folder / f"{run}.npy") for run in (name, f"{name}_untrained")]
     tuned, base = (array.reshape(2, tiny_runs.SEQUENCE, -1) for array in logits)

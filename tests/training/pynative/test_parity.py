@@ -5,6 +5,7 @@ import pytest
 
 from tests.support import pynative_runs
 from tests.support.pynative_runs import BRIDGE, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 FILLED = [{"type": "FillWeights"}]
@@ -19,6 +20,7 @@ def routed_to_all(monkeypatch):
 
 @pytest.mark.parametrize("model", pynative_runs.MODELS)
 @pytest.mark.usefixtures("routed_to_all")
+@shows("lora", "qwen3", "deepseek_v3", trainer="pynative")
 def test_losses_are_those_of_mindformers_lora(model, tmp_path):
     data = tmp_path / "rows.mindrecord"
     pynative_runs.write_data(data)

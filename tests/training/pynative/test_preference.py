@@ -10,6 +10,7 @@ from mindlora.run.checks.data_rows import BOUNDARY
 from mindlora.training.preference.settings import preference_settings
 from tests.support import preference_oracle, pynative_runs, tiny_runs
 from tests.support.pynative_runs import LORA, LORA_WITH_EXPERTS, QWEN3, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS, ROWS, BEGIN, HALF, WIDTH = 4, 4, 2, 8, tiny_runs.SEQUENCE + 1
@@ -159,6 +160,7 @@ def test_the_held_out_loss_is_that_of_the_logits_with_and_without_the_adapter(fo
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@shows("preference", "qwen3", trainer="pynative")
 def test_a_step_learns_what_is_measured_before_it(folder, messages, name):
     """All rows are in each step."""
     held_out, losses = records(folder / name, "held_out_loss"), pynative_runs.losses(folder / name)

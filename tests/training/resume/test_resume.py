@@ -10,6 +10,7 @@ from mindlora.files.adapters import files as adapter_files
 from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
 from tests.support.scripted_runs import folders
+from tests.support.what_runs import shows
 
 
 class Run:
@@ -82,6 +83,7 @@ def test_a_killed_run_leaves_complete_step_folders(graph_runs):
         )
 
 
+@shows("resume", "llama")
 def test_resumed_in_the_second_epoch_it_equals_the_uninterrupted_run(graph_runs):
     (uninterrupted_process, uninterrupted), (process, resumed) = graph_runs.uninterrupted, graph_runs.resumed
     assert (uninterrupted_process.returncode, process.returncode) == (0, 0), process.stderr[-2000:]

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
 from tests.support.mcore_networks import tiny_config
+from tests.support.what_runs import shows
 
 STEPS = 8
 ADAPTERS = {
@@ -50,6 +51,7 @@ def test_the_adapters_are_compared_on_one_page(folder):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
+@shows("several", "qwen3")
 def test_an_adapter_learns_what_it_learns_alone(folder, name):
     together, alone = read_history(str(folder / "both" / name)), read_history(str(folder / name))
     for series in ("loss", "held_out_loss"):

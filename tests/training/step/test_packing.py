@@ -14,6 +14,7 @@ from mindlora.data.packing import Boundary, pack, packed_columns
 from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
 from tests.support.mcore_networks import scaled, tiny_config, tiny_qwen3, with_adapters
+from tests.support.what_runs import shows
 
 BOS, EOS, PAD = 1, 2, 3
 LENGTH, SEQUENCE = 32, tiny_runs.SEQUENCE
@@ -110,11 +111,13 @@ def mean_loss(network, rows):
     return -log_probabilities[counted, labels[:, 1:][counted]].mean()
 
 
+@shows("packed", "llama")
 def test_the_loss_of_a_run_is_that_of_the_examples_unpacked(tmp_path, make_llama, pynative_mode):
     network = make_llama(seq_length=SEQUENCE, num_layers=1, pad_token_id=PAD, rms_norm_eps=1e-5)
     check_losses(network, network, tiny_runs.tiny_config, tmp_path)
 
 
+@shows("packed", "qwen3")
 def test_the_loss_of_an_mcore_run_is_that_of_the_examples_unpacked(tmp_path, mindformers, graph_mode):
     def config(data, epochs, callbacks, **changes):
         pet = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["linear_proj"]}
