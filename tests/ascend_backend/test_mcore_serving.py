@@ -6,15 +6,16 @@ On Ascend the network computes in float16 here, whose rounding leaves the order 
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from tests.conftest import ROOT
+from tests.support import forked
 from tests.support.ascend_backend import EVERYTHING, run_program
+from tests.support.ascend_backend.printed import printed
 from tests.support.mcore_serving import write_folder
+from tests.support.what_runs import shows
 
 PROGRAM = pathlib.Path(ROOT) / "tests/support/ascend_backend/programs/served_tokens.py"
 ON_ASCEND = ["--context.device_target", "Ascend", "--model.model_config.compute_dtype", "float16"]
@@ -30,8 +31,7 @@ ASKED = list(MODELS)[: None if EVERYTHING else ALWAYS]
 
 def answers(output):
     """What the program printed: model -> what was asked -> (tokens, log-probabilities)."""
-    lines = [json.loads(line[len("answered ") :]) for line in output.splitlines() if line.startswith("answered ")]
-    return dict(zip(ASKED, lines))
+    return dict(zip(ASKED, printed(output, "answered")))
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +43,15 @@ def answered(tmp_path_factory):
         folder = tmp_path_factory.mktemp("model")
         jobs.append({"folder": str(write_folder(str(folder), **made)), "seq_length": 96, **sizes})
     folder = tmp_path_factory.mktemp("runs")
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    command = [sys.executable, str(PROGRAM), json.dumps(jobs)]
-    cpu = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    cpu = forked.run([str(PROGRAM), json.dumps(jobs)], folder, {**os.environ, "PYTHONPATH": ROOT})
+    assert cpu.returncode == 0, cpu.stderr[-3000:]
     jobs = [{**job, "overrides": ON_ASCEND} for job in jobs]
     npu = run_program(str(PROGRAM), json.dumps(jobs), folder=folder, launches=True)
     assert npu.returncode == 0, npu.output[-3000:]
     return answers(npu.output), answers(cpu.stdout), npu.launches
 
 
+@shows("served", "qwen3_moe", place="ascend")
 @pytest.mark.parametrize("model", ASKED)
 def test_tokens_of_base_and_adapters_are_those_of_a_cpu(answered, model):
     found, expected = answered[0][model], answered[1][model]

@@ -8,8 +8,6 @@ batch move by up to 0.01, and the likeliest token leads by as little as 0.011.
 import json
 import os
 import pathlib
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -17,6 +15,7 @@ import pytest
 
 from mindlora.files.base.quantize import quantize_checkpoint
 from tests.conftest import ROOT
+from tests.support import forked
 from tests.support.ascend_backend import on_request, run_program
 from tests.support.ascend_backend.printed import printed
 from tests.support.served_llama import serving, write_llama
@@ -61,9 +60,9 @@ def answers(output):
 @pytest.fixture(scope="module")
 def wanted(folder):
     """The answers of a CPU: command -> (prompt, adapter) -> text."""
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    command = [sys.executable, str(ANSWERS), json.dumps(list(COMMANDS.values()))]
-    cpu = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    words = [str(ANSWERS), json.dumps(list(COMMANDS.values()))]
+    cpu = forked.run(words, folder, {**os.environ, "PYTHONPATH": ROOT})
+    assert cpu.returncode == 0, cpu.stderr[-3000:]
     return answers(cpu.stdout)
 
 

@@ -27,7 +27,7 @@ def build(make_llama, graph_mode):
     """Returns a function that builds a Llama with an adapter, whose norms train too, of weights that differ."""
 
     def built(recompute=False, **keys):
-        network = make_llama(**{"batch_size": 2, "seq_length": 24, "hidden_size": 32, **keys})
+        network = make_llama(**{"batch_size": 2, "num_layers": 1, "seq_length": 24, "hidden_size": 32, **keys})
         for layer in network.model.layers if recompute else ():
             layer.recompute()
         config = LoraConfig(lora_rank=4, target_modules=LINEAR)

@@ -36,4 +36,4 @@ def answers(folder, overrides=(), **sizes):
 
 
 for job in json.loads(sys.argv[1]):
-    print("answered", json.dumps(answers(**job)), flush=True)
+    print("@answered", json.dumps(answers(**job)), flush=True)
