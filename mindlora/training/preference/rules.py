@@ -134,9 +134,6 @@ def _check_pynative_settings(config, settings: PreferenceSettings) -> Iterator[F
             f"Write column_names: {list(settings.columns)}, {_WRITERS[False]}.",
         )
     here = "under MindFormers' PyNative Trainer"
-    if settings.kind.scores:
-        found = f"The loss is {settings.loss}, and reward models are not trained {here}."
-        yield error(_AT_THE_TOP, found, "Choose another loss, or train in graph mode.")
     if value_at(config, "model.num_nextn_predict_layers"):
         found = f"The model predicts more than the next token, and preferences are learned without that {here}."
         yield error("model.num_nextn_predict_layers", found, "Set it to 0.")

@@ -206,7 +206,7 @@ def test_micro_batches_and_packed_rows_are_the_whole_batch(folder, messages, nam
     "name, message",
     [
         ("unknown_loss", "dop"),
-        ("reward", "reward models are not trained under MindFormers' PyNative Trainer"),
+        ("reward", "the loss reward needs one score of a text"),
         ("precomputed", "preference.precomputed_reference"),
         ("loaded_adapter", "is not the base with the adapter off, with which the loss dpo compares"),
         ("pissa", "lora_init is pissa, so the model that training finds is not the base"),

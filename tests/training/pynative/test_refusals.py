@@ -151,7 +151,11 @@ def test_what_needs_one_process_is_refused_in_two(folder, messages):
     config["training"] = {**config["training"], "local_batch_size": 2}
     nodes = [{field: value} for field, value in ONE_PROCESS.items()]
     nodes[-1]["target_r"] = 2
-    given.write_text(json.dumps([{**config, "pet_config": node} for node in nodes]))
+    classifier = {**config["model"], "architectures": "Qwen3ForSequenceClassification", "num_labels": 2}
+    configs = [{**config, "model": classifier}, *({**config, "pet_config": node} for node in nodes)]
+    given.write_text(json.dumps(configs))
     run_ranks(2, folder, pynative_series.__file__, given, found, trainer="pynative")
-    for field, message in zip(ONE_PROCESS, json.loads(found.read_text())):
+    of_classifier, *messages = json.loads(found.read_text())
+    assert "model.architectures is Qwen3ForSequenceClassification, which mindlora carries out in one" in of_classifier
+    for field, message in zip(ONE_PROCESS, messages):
         assert f"pet_config.{field} is" in message and "in one process" in message and "Remove it" in message
