@@ -87,11 +87,14 @@ def _adapters_off(network: nn.Cell) -> Iterator[None]:
 
 
 def pynative_preference_loss(evaluated: EvaluatedModel, settings: PreferenceSettings) -> PreferenceLoss:
-    """Returns the loss of a PyNative model on preferences, whose reference is the model with its adapters off.
+    """Returns the loss of a PyNative model on preferences; the model with its adapters off is the reference, unless the
+    data has one.
 
     In training, the model returns logits from then on.
     """
     evaluated.gpt.return_logits = True
     policy = RowLogProbabilities(evaluated, settings.kind.scores)
-    reference = BaseLogProbabilities(policy) if settings.kind.uses_reference else None
+    reference = None
+    if settings.kind.uses_reference and not settings.precomputed_reference:
+        reference = BaseLogProbabilities(policy)
     return PreferenceLoss(policy, reference, settings)

@@ -65,8 +65,8 @@ CASES = {
         "The YAML has runner_wrapper, which MindFormers' PyNative Trainer does not read. Remove it",
     ),
     "callbacks": (
-        {"callbacks": [{"type": "ReferenceCheck"}, {"type": "EachAdapter"}]},
-        "callbacks has ReferenceCheck, EachAdapter, which mindlora does not carry out",
+        {"callbacks": [{"type": "AdapterSlices"}, {"type": "EachAdapter"}]},
+        "callbacks has AdapterSlices, EachAdapter, which mindlora does not carry out",
     ),
     "unused": (
         {"callbacks": [{"type": "LeaveOut", "cell": "model.decoder.layers.1.self_attention.linear_proj"}]},
