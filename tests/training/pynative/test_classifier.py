@@ -70,7 +70,6 @@ def folder(tmp_path_factory):
 def messages(folder):
     """Name of a run -> what refused it, or None."""
     halfway = {"load_path": str(folder / "texts_saved" / "iteration_00000002")}
-    alone = {"load_path": str(folder / "base"), "base_load_path": str(folder / "base"), "save_trainable_only": True}
     # Name -> data, model, other nodes.
     runs = {
         "texts": ("texts", TEXTS, {}),
@@ -84,7 +83,6 @@ def messages(folder):
         "dpo": ("pairs", REWARDS, {"preference": {"loss": "dpo"}}),
         "samples": ("texts", TEXTS, {"callbacks": [{"type": "SampleAnswers", "tokenizer": "t", "prompts": ["p"]}]}),
         "other_number": ("texts", {**TEXTS, "num_labels": 5}, {"loaded": halfway}),
-        "alone": ("texts", TEXTS, {"loaded": alone}),
     }
     configs = []
     for name, (data, model, nodes) in runs.items():
@@ -184,7 +182,6 @@ def test_an_adapter_with_its_head_trains_further(folder, messages):
         ("dpo", "the loss dpo compares answers that a model writes"),
         ("samples", "SampleAnswers is about texts that the model writes"),
         ("other_number", "has score.weight of shape [4, "),
-        ("alone", "save_trainable_only leaves out its head"),
     ],
 )
 def test_it_is_refused_by_name(messages, name, message):
