@@ -45,13 +45,7 @@ class ReferenceWriter(TrainerCallback):
         self.batch_size = batch_size
 
     def on_train_begin(self, args: Any, state: Any, model: Sequence[nn.Cell] = (), **kwargs: Any) -> None:
-        """Raises _Kept, or ConfigError if the run does not begin now."""
-        if state.global_step:
-            raise ConfigError(
-                f"checkpoint.load_path is {args.checkpoint.load_path}, with which a run goes on after step "
-                f"{state.global_step}, and a reference is what it begins with. Name the base, and set "
-                "checkpoint.no_load_optim: True."
-            )
+        """Raises _Kept."""
         (network,) = model
         gpt = next(cell for _, cell in network.cells_and_names() if isinstance(cell, GPTModel))
         loss = pynative_preference_loss(EvaluatedModel(network, gpt), preference_of(network))
@@ -70,6 +64,12 @@ def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[i
         raise ConfigError(
             "The YAML has no preference: only preference training has a reference. Add it, such as {loss: dpo}."
         )
+    checkpoint = content.get("checkpoint") or {}
+    if checkpoint.get("load_path") and not checkpoint.get("no_load_optim"):
+        raise ConfigError(
+            f"With checkpoint.load_path {checkpoint['load_path']} and without no_load_optim, a run goes on, and its "
+            "reference is that with which it began. Name the base, and set checkpoint.no_load_optim: True."
+        )
     settings = preference_settings({**node, "precomputed_reference": True})
     content["preference"] = {**node, "precomputed_reference": True}
     paths = [path for _, files in pynative_files(content) for path in files]
@@ -81,7 +81,7 @@ def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[i
     value_at(content, _LOADER)["column_names"] = list(settings.kind.columns)
     rows = batch_size or value_at(content, "training.local_batch_size") or 1
     content["callbacks"] = [{"type": WRITER, "files": paths, "batch_size": rows}]
-    content["checkpoint"] = {**(content.get("checkpoint") or {}), "enable_save": False}
+    content["checkpoint"] = {**checkpoint, "enable_save": False}
     try:
         pynative_run.make_trainer(content).train()
     except _Kept as kept:

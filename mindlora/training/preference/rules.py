@@ -102,7 +102,8 @@ def check_pynative_preference(config: Mapping[str, Any], first_rows: Optional[Fi
             yield error(_AT_THE_TOP, str(refusal))
             return
         # `mindlora reference` is about to add what the data lacks.
-        types = [node.get("type") for node in config.get("callbacks") or [] if isinstance(node, Mapping)]
+        callbacks = [callback for callback in config.get("callbacks") or [] if isinstance(callback, Mapping)]
+        types = [callback.get("type") for callback in callbacks]
         columns = settings.kind.columns if WRITER in types else settings.columns
         yield from _check_pynative_settings(config, settings, columns)
     length = value_at(config, "model.seq_length")
