@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from typing import Dict
+from typing import ClassVar, Dict
 
 from mindlora.cli.engine import log_elsewhere, prepare_imports
 from mindlora.cli.verb import Verb, add_command
@@ -14,14 +14,22 @@ class ReferenceReport:
     """What mindlora reference wrote: MindRecord -> its rows."""
 
     rows: Dict[str, int]
+    preference_key: ClassVar[str] = "runner_wrapper.preference"
+    columns_key: ClassVar[str] = "train_dataset.input_columns"
 
     def __str__(self) -> str:
         lines = [f"{path}: {count} rows with the reference's log-probabilities" for path, count in self.rows.items()]
         lines.append(
-            "runner_wrapper.preference: set precomputed_reference: True; train_dataset.input_columns: add 'reference' "
-            "at the end"
+            f"{self.preference_key}: set precomputed_reference: True; {self.columns_key}: add 'reference' at the end"
         )
         return "\n".join(lines)
+
+
+class PynativeReferenceReport(ReferenceReport):
+    """What it wrote for MindFormers' PyNative Trainer."""
+
+    preference_key = "preference"
+    columns_key = "train_dataset.dataloader.column_names"
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +44,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "of mindlora-run override its keys",
     )
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="rows that are computed at once (default: runner_config.batch_size)"
+        "--batch-size", type=int, metavar="N", help="rows that are computed at once (default: those of a batch)"
     )
     parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on standard error")
     parser.set_defaults(overrides=[])
@@ -51,9 +59,16 @@ def _reference(arguments: argparse.Namespace) -> ReferenceReport:
     prepare_imports()
     with log_elsewhere(arguments.verbose):
         import_mindformers()
+        from mindlora.training.launch.pynative_run import is_for_pynative
+
+        given = arguments.yaml, arguments.overrides, arguments.batch_size
+        if is_for_pynative(arguments.yaml):
+            from mindlora.training.preference import pynative_references
+
+            return PynativeReferenceReport(pynative_references.keep_reference(*given))
         from mindlora.training.preference.references import keep_reference
 
-        return ReferenceReport(keep_reference(arguments.yaml, arguments.overrides, arguments.batch_size))
+        return ReferenceReport(keep_reference(*given))
 
 
 VERBS = (Verb("reference", "Compute the reference of preference training once, and keep it with the data.", _options),)

@@ -147,7 +147,7 @@ class YamlRun:
         """The class of the mcore model, or None if the YAML, and a config.json that it names, do not say."""
         classes = registry.trained_mcore_classes()
         for source in (self.model_config, self._folder_config):
-            named = _first_class(source) or classes.get(str(source.get("model_type")))
+            named = first_class(source) or classes.get(str(source.get("model_type")))
             if named:
                 return named
         return self.model_config.get("model_type")
@@ -158,7 +158,7 @@ class YamlRun:
         if self.is_mcore and self.family:
             return self.family
         model = self.model_config
-        named = (self.model_class, model.get("type"), _first_class(model), model.get("model_type"))
+        named = (self.model_class, model.get("type"), first_class(model), model.get("model_type"))
         return next((str(name) for name in named if name), None)
 
     @functools.cached_property
@@ -386,7 +386,7 @@ def named_items(items: Optional[Sequence[Any]]) -> Iterator[Tuple[str, Any]]:
         yield f"{kind}{which}" if isinstance(kind, str) else str(number), item
 
 
-def _first_class(model_config: Mapping[str, Any]) -> Optional[str]:
+def first_class(model_config: Mapping[str, Any]) -> Optional[str]:
     """Returns the first of ``architectures``, or None."""
     names = model_config.get("architectures")
     listed: List[str] = [names] if isinstance(names, str) else list(names or ())

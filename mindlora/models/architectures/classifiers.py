@@ -34,6 +34,11 @@ TASKS: Dict[str, Task] = {
 }
 
 
+def is_of_head(parameter: str) -> bool:
+    """Returns whether a parameter of a PyNative model, by its name, is of a classifier's head."""
+    return parameter.rpartition(".")[0] == SCORE.mcore
+
+
 def task_of(model_class: Optional[str]) -> Optional[Task]:
     """Returns the task of a class of models, or None if it is not a classifier."""
     return TASKS.get(str(model_class))

@@ -130,6 +130,19 @@ def files_of_run(run: YamlRun) -> Iterator[Tuple[str, List[str]]]:
             yield where, files
 
 
+def pynative_files(config: Mapping[str, Any]) -> Iterator[Tuple[str, List[str]]]:
+    """Yields what files_of_run does, of a YAML of the PyNative trainer."""
+    for where, data in _pynative_data(config):
+        files = mindrecord_files(data) if data else []
+        if files:
+            yield where, files
+
+
+def _pynative_data(config: Mapping[str, Any]) -> List[Tuple[str, Optional[Data]]]:
+    train_data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
+    return [("train_dataset", train_data), *YamlRun(config).held_out_data]
+
+
 def model_of(run: YamlRun) -> Dict[str, Any]:
     """Returns the keys of the model: of an mcore model also those of the folder that describes it."""
     return {"seq_length": _MCORE_LENGTH, **run.model} if run.is_mcore else run.model
@@ -288,8 +301,7 @@ def check_pynative_labels(config: Mapping[str, Any], first_rows: FirstRows) -> I
     model = config.get("model") or {}
     length = model.get("seq_length") or 0
     longest = length + 1 if length in COUNT else 0
-    train_data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
-    for where, data in [("train_dataset", train_data), *YamlRun(config).held_out_data]:
+    for where, data in _pynative_data(config):
         if data:
             ignored = ignore_token_id(model)
             yield from _find(where, mindrecord_files(data), first_rows, longest, ignored, None)

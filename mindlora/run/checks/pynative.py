@@ -24,6 +24,7 @@ from mindlora.run.checks.model import network_of as described
 from mindlora.run.checks.pynative_adapter import check_adapter, check_graph_mode
 from mindlora.run.checks.pynative_checkpoint import check_checkpoint
 from mindlora.run.yaml_run import YamlRun, data_of
+from mindlora.training.classifier.rules import check_pynative_classifier
 from mindlora.training.preference.rules import check_pynative_preference
 
 # Which cells the PyNative trainer puts LoRA on: its search for target_modules, and what MindFormers 2.0 adds to it.
@@ -192,7 +193,8 @@ def check_pynative(
     if misshapen:
         return misshapen
     findings = [*_check_checkpoint_keys(config, version), *_check_rows(config)]
-    findings += [*check_graph_mode(config), *check_pynative_preference(config, first_rows)]
+    findings += [*check_graph_mode(config), *check_pynative_classifier(config)]
+    findings += check_pynative_preference(config, first_rows)
     if first_rows is not None:
         findings += check_pynative_labels(config, first_rows)
     lora = config.get("lora_config")

@@ -17,7 +17,7 @@ from mindlora.run.checks.pet_config import PetLoraConfig
 # What of a YAML is carried out under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
 
 # Callbacks that need what graph mode alone has.
-GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "EachAdapter", "ReferenceCheck")
+GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "EachAdapter")
 # Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
 NOT_YET = ("adapters",)
 # Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.

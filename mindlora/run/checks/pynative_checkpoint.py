@@ -11,6 +11,7 @@ from mindlora.core.text import examples, shown
 from mindlora.files.adapters.dialects import peft_config
 from mindlora.files.adapters.dialects.pynative import MANIFEST
 from mindlora.files.base.mcore_view import BIAS, MCORE_BIAS, with_end
+from mindlora.models.architectures.classifiers import is_of_head
 from mindlora.models.description import Description
 from mindlora.models.variants.registry import LORA, PYNATIVE_INITIAL, VARIANTS
 from mindlora.run.checks.finding import Finding, error, warning
@@ -225,7 +226,9 @@ def _check_base(network: Description, stored: Shapes, quantizes: bool) -> Iterat
 
     A run that quantizes the base takes one in 4 bits too, as it saves it.
     """
-    missing = [name for name in network.parameters if name not in stored]
+    is_base = not any(name.endswith(_ENDINGS) for name in stored)
+    # The head of a classifier is new where its adapter is.
+    missing = [name for name in network.parameters if name not in stored and not (is_base and is_of_head(name))]
     if missing:
         found = f"The checkpoint lacks {examples(missing)}: these weights would be random."
         yield error(_LOAD, found, "Name the base of this model, or correct the sizes in model.")

@@ -8,6 +8,7 @@ from mindlora.core.fields import dtype_name
 from mindlora.core.overrides import keys_and_texts, read_value, set_key
 from mindlora.core.text import listed, wrapped
 from mindlora.core.yaml_file import value_at
+from mindlora.models.architectures.classifiers import task_of, with_score
 from mindlora.models.weights import Weight
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.pet_config import PetLoraConfig
@@ -163,6 +164,8 @@ def _run(config: Mapping[str, Any]) -> Run:
     paths = selected_paths(network, lora_config)
     lora = PetLoraConfig.from_pet_config(merged(config.get("pet_config") or {}, lora_config, paths, _dtype(config)))
     yaml = YamlRun({"run_mode": "train", "model": {"model_config": model}})
+    if task_of(yaml.model_name) is not None:
+        lora.modules_to_save = with_score(lora.modules_to_save)
     return Run(yaml, architecture, network, lora.for_network(), Division.of_yaml(yaml))
 
 

@@ -4,7 +4,6 @@ from typing import Optional, Tuple
 
 from mindformers.models.llama.llama import LlamaForCausalLM
 from mindformers.models.llama.llama_config import LlamaConfig
-from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
@@ -12,6 +11,7 @@ from mindspore import Tensor, nn
 from mindlora.core.fields import COUNT, check_number
 from mindlora.models.architectures.classifiers import TASKS
 from mindlora.network.cells.score import Score
+from mindlora.training.classifier.mcore import McoreClassifier
 
 register = MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=True)
 
@@ -59,37 +59,19 @@ class _ScoreLayer(nn.Cell):
         return self.score(hidden), None
 
 
-class _McoreClassifier(TrainingQwen3ForCausalLM):
-    """Qwen3 as MindFormers trains it, with scores of labels in place of logits of tokens.
-
-    Args:
-        config (Qwen3Config): With num_labels, the number of scores; 1 for rewards.
-
-    Raises:
-        ConfigError: num_labels is not a whole number of at least 1.
-    """
-
-    def __init__(self, config: Qwen3Config):
-        check_number(getattr(config, "num_labels", None), "model_config.num_labels", COUNT)
-        # MindFormers refuses keys that it does not know.
-        labels = config.num_labels
-        del config.num_labels
-        super().__init__(config)
-        config.num_labels = labels
-        self.score = Score(config.hidden_size, labels, TASKS[type(self).__name__])
-        # A network without prefixes: the names of its parameters begin inside it.
-        self.score.update_parameters_name("score.")
-        self.model._cells["output_layer"] = _ScoreLayer(self.score)
+class _InGraphMode(McoreClassifier):
+    def output_layer(self) -> nn.Cell:
+        return _ScoreLayer(self.score)
 
 
 register_mcore = MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 
 
 @register_mcore
-class Qwen3ForSequenceClassification(_McoreClassifier):
+class Qwen3ForSequenceClassification(_InGraphMode, TrainingQwen3ForCausalLM):
     """Scores of a whole text, at its last token."""
 
 
 @register_mcore
-class Qwen3ForTokenClassification(_McoreClassifier):
+class Qwen3ForTokenClassification(_InGraphMode, TrainingQwen3ForCausalLM):
     """Scores of each token."""

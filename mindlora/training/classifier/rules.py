@@ -1,76 +1,144 @@
-"""Classifiers: what model.arch.type and num_labels of a YAML need from the rest of it."""
+"""Classifiers: what a YAML's class of the model and num_labels need from the rest of it."""
 
-from typing import Any, Iterator, List, Mapping, Optional
+from typing import Any, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 
 from mindlora.core.fields import COUNT
 from mindlora.core.yaml_file import PET
 from mindlora.models.architectures import registry
-from mindlora.models.architectures.classifiers import TASKS
+from mindlora.models.architectures.classifiers import TASKS, task_of
 from mindlora.run.checks.finding import Finding, error
-from mindlora.run.yaml_run import YamlRun
+from mindlora.run.yaml_run import YamlRun, first_class
 
 LABELS = "model.model_config.num_labels"
-_PREFERENCE, _REWARD = "runner_wrapper.preference", "reward"
+_REWARD = "reward"
 # What computes logits of tokens, or samples of them.
 _OF_TOKENS = ("SampleAnswers", "Forgetting", "ForgettingBudget")
 
 
+class _Asked(NamedTuple):
+    """What a YAML says of the head of its model, and of what does not go with a classifier.
+
+    Attributes:
+        model_class (str or None): The class of the model.
+        labels: num_labels.
+        preference: The node of that name.
+        adapters: pet_config.adapters.
+        callbacks (sequence of str): Types of the callbacks.
+        class_key, labels_key, preference_key, pet_key (str): The keys that say so.
+        is_mcore (bool): Whether it is an mcore model.
+    """
+
+    model_class: Optional[str]
+    labels: Any
+    preference: Any
+    adapters: Any
+    callbacks: Sequence[str]
+    class_key: str
+    labels_key: str
+    preference_key: str
+    pet_key: str
+    is_mcore: bool
+
+    @property
+    def classes(self) -> List[str]:
+        """The classes of classifiers of this kind of model."""
+        records = {kind: registry.by_model_type(kind) for kind in TASKS}
+        return [kind for kind, record in records.items() if record is not None and record.legacy != self.is_mcore]
+
+
 def check_classifier(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each setting that does not go with a classifier, or that needs one."""
-    labels = run.at(LABELS)
-    yield from _check_preference(run, labels)
-    if not run.is_classifier:
-        if labels is not None:
+    yield from _check(
+        _Asked(
+            run.head_class,
+            run.at(LABELS),
+            run.preference,
+            run.pet_config.get("adapters"),
+            [str(callback.get("type")) for _, callback in run.callbacks],
+            run.class_key,
+            LABELS,
+            "runner_wrapper.preference",
+            PET,
+            run.is_mcore,
+        )
+    )
+    if run.is_classifier and run.mode == "predict":
+        yield error("run_mode", "run_mode is predict: a classifier writes no text.", "Evaluate it with HeldOutLoss.")
+
+
+def check_pynative_classifier(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields what check_classifier does of a YAML of the PyNative trainer."""
+    model = config.get("model") or {}
+    model_class = first_class(model)
+    callbacks = [node for node in config.get("callbacks") or [] if isinstance(node, Mapping)]
+    yield from _check(
+        _Asked(
+            model_class,
+            model.get("num_labels"),
+            config.get("preference"),
+            (config.get("pet_config") or {}).get("adapters"),
+            [str(callback.get("type")) for callback in callbacks],
+            "model.architectures",
+            "model.num_labels",
+            "preference",
+            "pet_config",
+            True,
+        )
+    )
+    if task_of(model_class) is not None and (config.get("checkpoint") or {}).get("save_trainable_only"):
+        yield error(
+            "checkpoint.save_trainable_only",
+            f"model.architectures is {model_class}, a classifier, and save_trainable_only leaves out its head.",
+            "Remove it. LoraCheckpoint saves the adapter alone and whole.",
+        )
+
+
+def _check(asked: _Asked) -> Iterator[Finding]:
+    yield from _check_preference(asked)
+    if task_of(asked.model_class) is None:
+        if asked.labels is not None:
             yield error(
-                LABELS,
-                f"num_labels is {labels}, and {run.class_key} is {run.head_class}, which has no labels.",
-                f"Set {run.class_key}: {' or '.join(_classes(run))}, or remove num_labels.",
+                asked.labels_key,
+                f"num_labels is {asked.labels}, and {asked.class_key} is {asked.model_class}, which has no labels.",
+                f"Set {asked.class_key}: {' or '.join(asked.classes)}, or remove num_labels.",
             )
         return
-    if labels not in COUNT:
+    if asked.labels not in COUNT:
         yield error(
-            LABELS,
-            f"num_labels is {labels!r}: a classifier needs the number of its labels.",
+            asked.labels_key,
+            f"num_labels is {asked.labels!r}: a classifier needs the number of its labels.",
             "Set it as mindlora data labels says.",
         )
-    if run.mode == "predict":
-        yield error("run_mode", "run_mode is predict: a classifier writes no text.", "Evaluate it with HeldOutLoss.")
-    if run.pet_config.get("adapters") is not None:
+    if asked.adapters is not None:
         yield error(
-            f"{PET}.adapters",
+            f"{asked.pet_key}.adapters",
             "pet_config.adapters trains several adapters in one run, and a classifier has one head.",
             "Train one adapter in a run.",
         )
-    for _, callback in run.callbacks:
-        if callback.get("type") in _OF_TOKENS:
+    for name in asked.callbacks:
+        if name in _OF_TOKENS:
             yield error(
-                f"callbacks.{callback['type']}",
-                f"{callback['type']} is about texts that the model writes, and the model is a classifier.",
+                f"callbacks.{name}",
+                f"{name} is about texts that the model writes, and the model is a classifier.",
                 "Remove it.",
             )
 
 
-def _check_preference(run: YamlRun, labels: Any) -> Iterator[Finding]:
+def _check_preference(asked: _Asked) -> Iterator[Finding]:
     """Yields why a loss of preferences does not go with the model: rewards are of classifiers with one label alone."""
-    node = run.preference
+    key, node = asked.preference_key, asked.preference
     loss: Optional[str] = node.get("loss", "dpo") if isinstance(node, Mapping) else None
-    rewarded = next(kind for kind in _classes(run) if not TASKS[kind].has_bias)
-    if loss == _REWARD and (run.head_class, labels) != (rewarded, 1):
+    rewarded = next(kind for kind in asked.classes if not TASKS[kind].has_bias)
+    if loss == _REWARD and (asked.model_class, asked.labels) != (rewarded, 1):
         yield error(
-            _PREFERENCE,
-            f"{_PREFERENCE}: the loss {_REWARD} needs one score of a text, and the model is {run.head_class} with "
-            f"num_labels {labels}.",
-            f"Set {run.class_key}: {rewarded} and model_config.num_labels: 1.",
+            key,
+            f"{key}: the loss {_REWARD} needs one score of a text, and the model is {asked.model_class} with "
+            f"num_labels {asked.labels}.",
+            f"Set {asked.class_key}: {rewarded} and {asked.labels_key.removeprefix('model.')}: 1.",
         )
-    elif loss not in (None, _REWARD) and run.is_classifier:
+    elif loss not in (None, _REWARD) and task_of(asked.model_class) is not None:
         yield error(
-            _PREFERENCE,
-            f"{_PREFERENCE}: the loss {loss} compares answers that a model writes, and the model is a classifier.",
+            key,
+            f"{key}: the loss {loss} compares answers that a model writes, and the model is a classifier.",
             f"Set loss: {_REWARD}, which trains a reward model, or remove one of them.",
         )
-
-
-def _classes(run: YamlRun) -> List[str]:
-    """Returns the classes of classifiers that are legacy models, or those that are mcore models."""
-    records = {kind: registry.by_model_type(kind) for kind in TASKS}
-    return [kind for kind, record in records.items() if record is not None and record.legacy != run.is_mcore]

@@ -4,9 +4,10 @@ from typing import Tuple
 
 from mindspore import Tensor, nn
 
+from mindlora.network.cells.score import score_of
 from mindlora.training.callbacks.common import register
 from mindlora.training.held_out import held_out_loss
-from mindlora.training.held_out.cells import HeldOutLossCell
+from mindlora.training.held_out.cells import HeldOutLabelsCell, HeldOutLossCell
 from mindlora.training.model.network import evaluated_model, train_step_of
 from mindlora.training.pynative.rows import shifted
 
@@ -21,6 +22,9 @@ class HeldOutLoss(held_out_loss.HeldOutLoss):
         if step.preference is not None:
             return step.preference
         network = evaluated_model(train_network)
+        score = score_of(network)
+        if score is not None:
+            return _Labels(network, network.config.ignore_token_id, score.num_labels)
         return _Loss(network, network.config.ignore_token_id)
 
 
@@ -30,3 +34,7 @@ class _Loss(HeldOutLossCell):
     def of_batch(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         rows = shifted({"input_ids": input_ids, "labels": labels}, self.network.config.seq_length)
         return super().of_batch(rows["input_ids"], rows["labels"])
+
+
+class _Labels(_Loss, HeldOutLabelsCell):
+    """As HeldOutLabelsCell, of such rows."""

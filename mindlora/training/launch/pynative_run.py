@@ -9,6 +9,7 @@ from mindlora.core.formats import step_folder
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.overrides import keys_and_texts, read_value, set_key
 from mindlora.core.yaml_file import read_merged
+from mindlora.run.checks.data_rows import pynative_files
 from mindlora.run.checks.pynative import NODES, is_pynative
 
 _READ = ("config", "mode", "register_path", "verbose", "resume")
@@ -47,21 +48,33 @@ def build_config(args: argparse.Namespace, rest: List[str]) -> Dict[str, Any]:
 def train(config: Dict[str, Any]) -> None:
     """Trains as build_config's result says, with mindlora's LoRA. Raises LoraError as the Trainer meets it."""
     require_mindformers("2.0")
+    from mindspore.mint.distributed import get_world_size
+
+    from mindlora.training.callbacks.registry import ADDED
+
+    callbacks = list(config.get("callbacks") or [])
+    if get_world_size() == 1:
+        listed = [callback.get("type") for callback in callbacks]
+        callbacks += [{"type": name} for name in ADDED if name not in listed]
+        if (config.get("preference") or {}).get("precomputed_reference") and "ReferenceCheck" not in listed:
+            files = [path for _, paths in pynative_files(config) for path in paths]
+            callbacks.append({"type": "ReferenceCheck", "files": files})
+        config["callbacks"] = callbacks
+    make_trainer(config).train()
+
+
+def make_trainer(config: Dict[str, Any]) -> Any:
+    """Returns MindFormers' Trainer of build_config's result, which puts mindlora's adapters on its model."""
+    require_mindformers("2.0")
     import mindspore as ms
 
     target = (config.get("context") or {}).get("device_target")
     ms.set_context(mode=ms.PYNATIVE_MODE, **({"device_target": target} if target else {}))
     from mindformers.pynative.trainer import Trainer
-    from mindspore.mint.distributed import get_world_size
 
-    from mindlora.training.callbacks.registry import ADDED
     from mindlora.training.pynative import hooks  # noqa: F401  importing hooks replaces MindFormers' LoRA
 
-    callbacks = config.get("callbacks") or []
-    if get_world_size() == 1:
-        listed = [callback.get("type") for callback in callbacks]
-        config["callbacks"] = [*callbacks, *({"type": name} for name in ADDED if name not in listed)]
-    Trainer(config).train()
+    return Trainer(config)
 
 
 def saved_step(config: Mapping[str, Any]) -> Optional[str]:

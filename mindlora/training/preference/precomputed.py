@@ -1,16 +1,21 @@
 """Log-probabilities of the reference that are kept with the data: their form, and which reference they are of."""
 
 import hashlib
+import itertools
+from typing import Dict, Iterator, Sequence
 
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import DataError
+from mindlora.data.mindrecord import first_rows, replace_mindrecord, write_rows
 from mindlora.files.adapters.fingerprint import sampled_elements, sampled_paths
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import lora_cells
+from mindlora.run.checks.data_rows import Row
 from mindlora.training.preference.reference import adds_nothing
+from mindlora.training.preference.settings import REFERENCE, REFERENCE_FINGERPRINT
 
 # MindFormers reads columns as int32. These are steps of 2^-22 nats, which is as fine as float32 is at 2 to 4 nats.
 _STEPS = 1 << 22
@@ -69,3 +74,42 @@ def _add(content, parameters, elements_of):
 
 def _all_elements(array):
     return array
+
+
+def add_reference(paths: Sequence[str], network: nn.Cell, fingerprint: np.ndarray, batch_size: int) -> Dict[str, int]:
+    """Replaces each MindRecord by one with the columns of the reference; returns path -> number of rows.
+
+    Args:
+        paths (sequence of str): The MindRecords.
+        network (Cell): The reference: it gives the log-probabilities of labels, as PreferenceLoss takes them.
+        fingerprint (np.ndarray): What reference_fingerprint says of it.
+        batch_size (int): Rows that are computed at once.
+
+    Raises LoraError if a file cannot be read or written; it then stays as it is.
+    """
+    counts = {}
+    for path in dict.fromkeys(paths):
+        with replace_mindrecord(path) as written:
+            counts[path] = write_rows(_with_reference(path, network, fingerprint, batch_size), written)
+    return counts
+
+
+def _with_reference(path: str, network: nn.Cell, fingerprint: np.ndarray, batch_size: int) -> Iterator[Row]:
+    """Yields the rows of a MindRecord with the columns of the reference."""
+    rows = first_rows(path, None)
+    while batch := list(itertools.islice(rows, batch_size)):
+        # The last batch is as large as the others, so that nothing is compiled for it.
+        full = batch + batch[-1:] * (batch_size - len(batch))
+        tokens = np.stack([row["input_ids"] for row in full])
+        columns = _reference(network, tokens, np.stack([row["labels"] for row in full]))
+        for row, column in zip(batch, columns):
+            yield {**row, REFERENCE: column, REFERENCE_FINGERPRINT: fingerprint}
+
+
+def _reference(network: nn.Cell, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Returns the column ``reference`` of a batch, in the shape of its labels; nothing predicts a first token."""
+    width = tokens.shape[-1]
+    found = network(*(Tensor(array.reshape(-1, width).astype(np.int32)) for array in (tokens, labels)))
+    column = np.zeros((labels.size // width, width), np.int32)
+    column[:, 1:] = to_column(found.asnumpy()).reshape(-1, width - 1)
+    return column.reshape(labels.shape)

@@ -13,11 +13,13 @@ from mindlora.training.pynative.evaluation import EvaluatedModel
 
 
 class RowLogProbabilities(nn.Cell):
-    """The log-probability of each label but the first of rows, which a PyNative model computes.
+    """The log-probability of each label but the first of rows, which a PyNative model computes; of a reward model, the
+    score of each token but the last.
 
     Args:
         evaluated (EvaluatedModel): The model as it answers in evaluation. In training, the model returns logits too
             (GPTModel.return_logits).
+        has_scores (bool): Whether it is a reward model, whose logits are one score for each token.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
@@ -26,9 +28,10 @@ class RowLogProbabilities(nn.Cell):
         float32 [rows * N]; 0 for labels that are not tokens, which do not count.
     """
 
-    def __init__(self, evaluated: EvaluatedModel):
+    def __init__(self, evaluated: EvaluatedModel, has_scores: bool):
         super().__init__(auto_prefix=False)
         self.evaluated = evaluated
+        self.has_scores = has_scores
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         tokens, labels = input_ids[:, :-1], labels[:, 1:].reshape((-1,))
@@ -38,6 +41,8 @@ class RowLogProbabilities(nn.Cell):
             logits = network(input_ids=tokens, labels=tokens)
         else:
             logits, _, _ = self.evaluated(tokens)
+        if self.has_scores:
+            return logits.reshape((-1,))
         log_probabilities = ops.log_softmax(logits.reshape((labels.shape[0], -1)).astype(mstype.float32), -1)
         counted = labels >= 0
         safe_labels = ops.select(counted, labels, ops.zeros_like(labels))
@@ -82,11 +87,14 @@ def _adapters_off(network: nn.Cell) -> Iterator[None]:
 
 
 def pynative_preference_loss(evaluated: EvaluatedModel, settings: PreferenceSettings) -> PreferenceLoss:
-    """Returns the loss of a PyNative model on preferences, whose reference is the model with its adapters off.
+    """Returns the loss of a PyNative model on preferences; the model with its adapters off is the reference, unless the
+    data has one.
 
     In training, the model returns logits from then on.
     """
     evaluated.gpt.return_logits = True
-    policy = RowLogProbabilities(evaluated)
-    reference = BaseLogProbabilities(policy) if settings.kind.uses_reference else None
+    policy = RowLogProbabilities(evaluated, settings.kind.scores)
+    reference = None
+    if settings.kind.uses_reference and not settings.precomputed_reference:
+        reference = BaseLogProbabilities(policy)
     return PreferenceLoss(policy, reference, settings)

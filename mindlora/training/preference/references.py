@@ -1,35 +1,29 @@
 """The reference of preference training, computed once for a MindFormers YAML and kept with its data."""
 
 import itertools
-from typing import Dict, Iterator, Optional, Sequence
+from typing import Dict, Optional, Sequence
 
 import mindspore as ms
-import numpy as np
 from mindformers.models.build_model import build_network
 from mindformers.tools.register import MindFormerConfig
-from mindspore import Tensor, nn
+from mindspore import nn
 
 from mindlora.core.errors import ConfigError
-from mindlora.data.mindrecord import first_rows, replace_mindrecord, write_rows
+from mindlora.data.mindrecord import first_rows
 from mindlora.models.lora_config import expand_pet_type
 from mindlora.network.initialize import initialize_adapters
 from mindlora.network.load_base import load_base
 from mindlora.network.tree import lora_cells
-from mindlora.run.checks.data_rows import Row, check_rows, files_of_run
+from mindlora.run.checks.data_rows import check_rows, files_of_run
 from mindlora.run.checks.finding import refuse
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import hooks  # noqa: F401  importing hooks registers mindlora
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
 from mindlora.training.model.network import base_of, check_loaded_base
-from mindlora.training.preference.precomputed import reference_fingerprint, to_column
+from mindlora.training.preference.precomputed import add_reference, reference_fingerprint
 from mindlora.training.preference.rules import KEY, check_preference
-from mindlora.training.preference.settings import (
-    REFERENCE,
-    REFERENCE_FINGERPRINT,
-    PreferenceSettings,
-    preference_settings,
-)
+from mindlora.training.preference.settings import PreferenceSettings, preference_settings
 from mindlora.training.preference.step import preference_loss
 from mindlora.training.step import lora_plus
 from mindlora.training.step.packing import boundary_of, install_segment_mask
@@ -65,11 +59,7 @@ def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[i
         install_segment_mask(base_of(network), boundary)
     log_probabilities = preference_loss(network, settings).network
     log_probabilities.set_train(False)
-    counts = {}
-    for path in dict.fromkeys(paths):
-        with replace_mindrecord(path) as written:
-            counts[path] = write_rows(_with_reference(path, log_probabilities, fingerprint, batch_size), written)
-    return counts
+    return add_reference(paths, log_probabilities, fingerprint, batch_size)
 
 
 def _settings(yaml: MindFormerConfig) -> PreferenceSettings:
@@ -106,24 +96,3 @@ def _network(yaml: MindFormerConfig, batch_size: int) -> nn.Cell:
     network.init_parameters_data()
     check_loaded_base(network)
     return network
-
-
-def _with_reference(path: str, network: nn.Cell, fingerprint: np.ndarray, batch_size: int) -> Iterator[Row]:
-    """Yields the rows of a MindRecord with the columns of the reference."""
-    rows = first_rows(path, None)
-    while batch := list(itertools.islice(rows, batch_size)):
-        # The last batch is as large as the others, so that nothing is compiled for it.
-        full = batch + batch[-1:] * (batch_size - len(batch))
-        tokens = np.stack([row["input_ids"] for row in full])
-        columns = _reference(network, tokens, np.stack([row["labels"] for row in full]))
-        for row, column in zip(batch, columns):
-            yield {**row, REFERENCE: column, REFERENCE_FINGERPRINT: fingerprint}
-
-
-def _reference(network: nn.Cell, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Returns the column ``reference`` of a batch, in the shape of its labels; nothing predicts a first token."""
-    width = tokens.shape[-1]
-    found = network(*(Tensor(array.reshape(-1, width).astype(np.int32)) for array in (tokens, labels)))
-    column = np.zeros((labels.size // width, width), np.int32)
-    column[:, 1:] = to_column(found.asnumpy()).reshape(-1, width - 1)
-    return column.reshape(labels.shape)

@@ -1,16 +1,15 @@
 """Preference training: what runner_wrapper.preference needs from the rest of a YAML, and from the data."""
 
-from typing import Any, Iterator, Mapping, Optional
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT
-from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.numerics.initializers import changes_base
 from mindlora.core.yaml_file import PET, value_at
-from mindlora.run.checks.data_rows import FirstRows, files_of_run
+from mindlora.run.checks.data_rows import FirstRows, files_of_run, pynative_files
 from mindlora.run.checks.finding import Finding, error
-from mindlora.run.yaml_run import WRAPPER, YamlRun, data_of
-from mindlora.training.preference.settings import REFERENCE, PreferenceSettings, preference_settings
+from mindlora.run.yaml_run import WRAPPER, YamlRun
+from mindlora.training.preference.settings import REFERENCE, WRITER, PreferenceSettings, preference_settings
 
 KEY = "runner_wrapper.preference"
 # Where it is in a YAML of the PyNative Trainer.
@@ -95,48 +94,43 @@ def check_pynative_preference(config: Mapping[str, Any], first_rows: Optional[Fi
         first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is looked at.
     """
     node, settings = config.get("preference"), None
+    columns: Sequence[str] = ()
     if node is not None:
         try:
             settings = preference_settings(node)
         except ConfigError as refusal:
             yield error(_AT_THE_TOP, str(refusal))
             return
-        if settings.precomputed_reference:
-            yield error(
-                f"{_AT_THE_TOP}.precomputed_reference",
-                "preference.precomputed_reference is True, and under MindFormers' PyNative Trainer the base with the "
-                "adapter off is the reference.",
-                "Remove it.",
-            )
-            return
-        yield from _check_pynative_settings(config, settings)
-    data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
-    files = mindrecord_files(data) if data else []
-    row = next(first_rows(files[0], 1), None) if files and first_rows is not None else None
-    problem = _problem(row, settings, _AT_THE_TOP) if row is not None else None
+        # `mindlora reference` is about to add what the data lacks.
+        callbacks = [callback for callback in config.get("callbacks") or [] if isinstance(callback, Mapping)]
+        types = [callback.get("type") for callback in callbacks]
+        columns = settings.kind.columns if WRITER in types else settings.columns
+        yield from _check_pynative_settings(config, settings, columns)
     length = value_at(config, "model.seq_length")
-    if problem:
-        yield error("train_dataset", f"train_dataset: {files[0]} {problem[0]}", problem[1])
-    elif row is not None and settings is not None and length in COUNT and row["input_ids"].shape[-1] != length + 1:
-        yield error(
-            "model.seq_length",
-            f"model.seq_length is {length}, and the rows of {files[0]} have {row['input_ids'].shape[-1]} tokens.",
-            f"Set it to {row['input_ids'].shape[-1] - 1}, one less than the rows have.",
-        )
+    if first_rows is None:
+        return
+    for where, (path, *_) in pynative_files(config):
+        row = next(first_rows(path, 1), None)
+        problem = _problem(row, settings, columns, _AT_THE_TOP) if row is not None else None
+        if problem:
+            yield error(where.split(" ")[0], f"{where}: {path} {problem[0]}", problem[1])
+        elif row is not None and settings is not None and length in COUNT and row["input_ids"].shape[-1] != length + 1:
+            yield error(
+                "model.seq_length",
+                f"model.seq_length is {length}, and the rows of {path} have {row['input_ids'].shape[-1]} tokens.",
+                f"Set it to {row['input_ids'].shape[-1] - 1}, one less than the rows have.",
+            )
 
 
-def _check_pynative_settings(config, settings: PreferenceSettings) -> Iterator[Finding]:
+def _check_pynative_settings(config, settings: PreferenceSettings, needed: Sequence[str]) -> Iterator[Finding]:
     columns = value_at(config, "train_dataset.dataloader.column_names")
-    if columns is not None and set(columns) != set(settings.columns):
+    if columns is not None and set(columns) != set(needed):
         yield error(
             "train_dataset.dataloader.column_names",
             f"train_dataset.dataloader.column_names is {columns}, and the loss {settings.loss} compares answers.",
-            f"Write column_names: {list(settings.columns)}, {_WRITERS[False]}.",
+            f"Write column_names: {list(needed)}, {_WRITERS[REFERENCE in needed]}.",
         )
     here = "under MindFormers' PyNative Trainer"
-    if settings.kind.scores:
-        found = f"The loss is {settings.loss}, and reward models are not trained {here}."
-        yield error(_AT_THE_TOP, found, "Choose another loss, or train in graph mode.")
     if value_at(config, "model.num_nextn_predict_layers"):
         found = f"The model predicts more than the next token, and preferences are learned without that {here}."
         yield error("model.num_nextn_predict_layers", found, "Set it to 0.")
@@ -145,12 +139,14 @@ def _check_pynative_settings(config, settings: PreferenceSettings) -> Iterator[F
     changing = [key for key in others if pet_config.get(key)]
     if changes_base(str(pet_config.get("lora_init"))):
         changing.append("lora_init")
-    for key in changing if settings.kind.uses_reference else ():
+    each_step = settings.kind.uses_reference and not settings.precomputed_reference
+    for key in changing if each_step else ():
         yield error(
             f"pet_config.{key}",
             f"{key} is {pet_config[key]}, so the model that training finds is not the base with the adapter off, with "
             f"which the loss {settings.loss} compares {here}.",
-            "Remove it, use a loss without a reference (simpo, orpo or cpo), or train in graph mode.",
+            "Remove it, use a loss without a reference (simpo, orpo or cpo), or compute the reference before training "
+            "(mindlora reference, precomputed_reference: True).",
         )
 
 
@@ -163,18 +159,19 @@ def check_preference_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Findi
     settings = None if run.preference is None else preference_settings(run.preference)
     for where, (path, *_) in files_of_run(run):
         row = next(first_rows(path, 1), None)
-        problem = _problem(row, settings) if row is not None else None
+        columns = settings.columns if settings is not None else ()
+        problem = _problem(row, settings, columns) if row is not None else None
         if problem:
             yield error(where.split(" ")[0], f"{where}: {path} {problem[0]}", problem[1])
 
 
-def _problem(row, settings: Optional[PreferenceSettings], key: str = KEY):
-    """Returns what is wrong with the columns of a row, and what to do, or None."""
+def _problem(row, settings: Optional[PreferenceSettings], columns: Sequence[str], key: str = KEY):
+    """Returns what is wrong with a row that must have these columns, and what to do, or None."""
     if settings is None:
         if ANSWERS in row:
             return "holds preferences, and the run learns labels.", f"Set {key}: {{loss: dpo}}, or kto for judgments."
         return None
-    missing = [column for column in settings.columns if column not in row]
+    missing = [column for column in columns if column not in row]
     if not missing:
         return None
     if missing == [REFERENCE]:

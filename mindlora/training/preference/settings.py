@@ -15,6 +15,8 @@ MEASURES = (
 )
 # The columns that ``mindlora reference`` adds: log-probabilities of the reference, and the fingerprint of that.
 REFERENCE, REFERENCE_FINGERPRINT = "reference", "reference_fingerprint"
+# The callback of MindFormers' PyNative Trainer by which it does.
+WRITER = "ReferenceWriter"
 # The settings that not all losses have.
 _OWN = ("label_smoothing", "margin", "desirable_weight", "undesirable_weight")
 

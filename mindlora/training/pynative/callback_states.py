@@ -21,6 +21,8 @@ from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  #
 
 # The fingerprint of the base before lora_init has changed it.
 _BASE = "base_fingerprint"
+# That of the reference of preference training, where it comes from the data.
+_REFERENCE = "reference_fingerprint"
 
 
 class SavedWithStates(TrainerCallback):
@@ -63,6 +65,8 @@ class SavedWithStates(TrainerCallback):
         config = args.to_dict()
         content = {name: config.get(name) for name in ("lora_config", "pet_config")}
         content[_BASE] = next((cell.initial_pair.fingerprint for cell in _changed_cells(model)), None)
+        if self.step.reference is not None:
+            content[_REFERENCE] = self.step.reference.tolist()
         arrays = {parameter.name: parameter.asnumpy() for parameter in self.step.state_parameters()}
         if arrays:
             with atomic.replace_file(os.path.join(saved[-1], step_folder.ARRAYS)) as path, open(path, "wb") as file:
@@ -90,6 +94,20 @@ def restore_fingerprint(load_path: str, model: Sequence[nn.Cell]) -> None:
     fingerprint = _read(load_path).get(_BASE)
     for cell in _changed_cells(model):
         cell.initial_pair = cell.initial_pair._replace(fingerprint=fingerprint)
+
+
+def saved_reference(load_path: str) -> np.ndarray:
+    """Returns the fingerprint of the reference with which a run began that saved a checkpoint, int32 [8].
+
+    Raises CheckpointError if the file beside the checkpoint, which checkpoint.load_path names, is damaged or lacks it.
+    """
+    fingerprint = _read(load_path).get(_REFERENCE)
+    if fingerprint is None:
+        raise CheckpointError(
+            f"{load_path} was saved by a run whose reference did not come from its data. Remove "
+            "preference.precomputed_reference to go on with it."
+        )
+    return np.array(fingerprint, np.int32)
 
 
 def _restore_arrays(parameters, load_path):

@@ -8,6 +8,7 @@ from mindspore import Parameter, nn
 from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.core.text import listed
 from mindlora.models import names
+from mindlora.models.architectures.classifiers import is_of_head
 from mindlora.network.quantized.nf4 import packed_parameters
 from mindlora.network.tree import lora_cells
 
@@ -81,6 +82,10 @@ def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
         for parameter in network.get_parameters()
         if parameter.name not in adapters | drawn and not names.is_computed(parameter.name)
     }
+    head = set(filter(is_of_head, base))
+    if not head & set(loaded):
+        # The head of a classifier is new where its adapter is; check_checkpoint has looked whether that is so.
+        base -= head
     for kind, expected in (("base", base), ("adapters", adapters)):
         missing = sorted(expected - set(loaded))
         if missing and len(missing) < len(expected):

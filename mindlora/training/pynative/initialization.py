@@ -2,6 +2,7 @@
 
 from typing import Any, Optional, Sequence
 
+import numpy as np
 from mindspore import nn
 
 from mindlora.core.mindformers_version import require_mindformers
@@ -10,13 +11,14 @@ from mindlora.network.save_load import load_lora
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.log import logger
+from mindlora.training.preference.precomputed import reference_fingerprint
 from mindlora.training.preference.settings import PreferenceSettings
-from mindlora.training.pynative.callback_states import restore_fingerprint
+from mindlora.training.pynative.callback_states import restore_fingerprint, saved_reference
 
 require_mindformers("2.0")
 from mindformers.pynative.callback import TrainerCallback  # noqa: E402
 
-_CONFIGURATION, _PREFERENCE = "mindlora_configuration", "mindlora_preference"
+_CONFIGURATION, _PREFERENCE, _REFERENCE = "mindlora_configuration", "mindlora_preference", "mindlora_reference"
 
 
 def remember(model: nn.Cell, config: PetLoraConfig, preference: Optional[PreferenceSettings] = None) -> None:
@@ -35,6 +37,11 @@ def preference_of(model: nn.Cell) -> Optional[PreferenceSettings]:
     return getattr(model, _PREFERENCE, None)
 
 
+def reference_of(model: nn.Cell) -> Optional[np.ndarray]:
+    """Returns the fingerprint of the reference of a model that has begun, int32 [8]; None if its data has none."""
+    return getattr(model, _REFERENCE, None)
+
+
 class Initialization(TrainerCallback):
     """Loads pet_config.adapter_path, or carries out a lora_init that changes the base, where a run begins.
 
@@ -51,17 +58,28 @@ class Initialization(TrainerCallback):
         if state.global_step:
             logger.info("The run goes on after step %d, with the adapter of its checkpoint.", state.global_step)
             restore_fingerprint(args.checkpoint.load_path, adapted)
+            _remember_reference(adapted, lambda stage: saved_reference(args.checkpoint.load_path))
             return
         for stage in adapted:
-            _initialize(stage, configuration_of(stage))
+            _load(stage, configuration_of(stage))
+        _remember_reference(adapted, reference_fingerprint)
+        for stage in adapted:
+            initialize_adapters(stage)
+            for _, cell in lora_cells(stage):
+                cell.prepare()
         # The optimizer has copied the values from before, in float32, of what has fewer bits.
         optimizer.reload_main_params_from_model()
 
 
-def _initialize(network, config):
+def _load(network, config):
     if config.adapter_path:
         load_lora(network, config.adapter_path, on_base_mismatch=config.on_base_mismatch)
         logger.info("Adapter loaded from %s.", config.adapter_path)
-    initialize_adapters(network)
-    for _, cell in lora_cells(network):
-        cell.prepare()
+
+
+def _remember_reference(model, fingerprint_of):
+    """Keeps with what learns from preferences the fingerprint of its reference, where that comes from the data."""
+    for stage in model:
+        settings = preference_of(stage)
+        if settings is not None and settings.precomputed_reference:
+            setattr(stage, _REFERENCE, fingerprint_of(stage))

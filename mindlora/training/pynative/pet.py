@@ -20,8 +20,10 @@ from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.mindformers_version import release, require_mindformers
 from mindlora.core.text import listed
 from mindlora.data.mindrecord import first_rows
+from mindlora.models.architectures.classifiers import with_score
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.network.cells.initial_values import InitialDraws
+from mindlora.network.cells.score import score_of
 from mindlora.network.invocation import pack_invocations
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.batches import pynative_rows_left_out
@@ -170,6 +172,9 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         pet_config = getattr(settings, "pet_config", None)
         given = pet_config.to_dict() if pet_config is not None else {}
         adapters = configuration.adapter_configuration(model, config, given)
+        if score_of(model) is not None:
+            _check_one_process(trainer.world_size, f"model.architectures is {type(model).__name__}")
+            adapters.modules_to_save = with_score(adapters.modules_to_save)
         check_quantization(adapters.quantize_base, settings.checkpoint, trainer.world_size)
         report = apply_lora(model, adapters)
         remember(model, adapters, _preference(settings, trainer.world_size))
@@ -190,12 +195,16 @@ def _preference(settings: Any, processes: int) -> Optional[PreferenceSettings]:
     node = getattr(settings, "preference", None)
     if node is None:
         return None
+    _check_one_process(processes, "The YAML has preference")
+    return preference_settings(node.to_dict() if hasattr(node, "to_dict") else node)
+
+
+def _check_one_process(processes: int, found: str) -> None:
     if processes > 1:
         raise ConfigError(
-            f"The YAML has preference, which mindlora carries out in one process under MindFormers' PyNative Trainer, "
-            f"and this run has {processes}. Start one process."
+            f"{found}, which mindlora carries out in one process under MindFormers' PyNative Trainer, and this run has "
+            f"{processes}. Start one process."
         )
-    return preference_settings(node.to_dict() if hasattr(node, "to_dict") else node)
 
 
 def with_adapters_of_mindlora(_: Callable) -> Callable:

@@ -15,7 +15,7 @@ from mindlora.training.adalora.rank_budget import RankBudget
 from mindlora.training.preference.loss import SUMS, answer_tokens, preference_measures
 from mindlora.training.preference.pynative import pynative_preference_loss
 from mindlora.training.pynative.evaluation import EvaluatedModel
-from mindlora.training.pynative.initialization import preference_of
+from mindlora.training.pynative.initialization import preference_of, reference_of
 from mindlora.training.pynative.rows import shifted
 from mindlora.training.step.rate_factor import RateFactor
 from mindlora.training.step.train_step import StepRecord
@@ -63,6 +63,11 @@ class TrainStep(nn.Cell):
         """The model as callbacks call it in evaluation."""
         # Not a child of this cell, whose parameters it has.
         return EvaluatedModel(self.network, self.gpt)
+
+    @property
+    def reference(self) -> Optional[np.ndarray]:
+        """The fingerprint of the model with which the run began, if its log-probabilities are kept with the data."""
+        return reference_of(self.network)
 
     def begin(self) -> None:
         """Begins a step."""

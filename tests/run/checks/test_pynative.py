@@ -64,7 +64,7 @@ def the_one(config, version=(2, 1)):
         ({"pet_config": {"use_adalora": True, "target_r": 1, "tfinal": 2}}, "pet_config", "leave none of the run's 2"),
         ({"callbacks": [{"type": "EachAdapter"}]}, "callbacks", "callbacks has EachAdapter, which mindlora does not"),
         ({"runner_wrapper": {"type": "LoraTrainOneStepCell"}}, "runner_wrapper", "Remove it: the Trainer builds"),
-        ({"preference": {"loss": "reward"}}, "preference", "reward models are not trained"),
+        ({"preference": {"loss": "reward"}}, "preference", "the loss reward needs one score of a text"),
         ({"checkpoint": {}, "pet_config": {"use_dora": True, "use_miss": True}}, "pet_config", "use_miss is True"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 
 from mindlora.core.yaml_file import PET
 from mindlora.run.yaml_run import YamlRun
-from mindlora.training.classifier.rules import LABELS, check_classifier
+from mindlora.training.classifier.rules import LABELS, check_classifier, check_pynative_classifier
 
 
 def found(model_class="LlamaForSequenceClassification", num_labels=2, pet_config=None, **nodes):
@@ -63,3 +63,19 @@ def test_what_an_mcore_model_is_told_names_its_own_classes():
 def test_what_is_refused(nodes, key, message):
     (finding,) = found(**nodes)
     assert (finding.severity, finding.key) == ("error", key) and message in str(finding)
+
+
+def test_a_yaml_of_the_pynative_trainer_is_told_its_own_keys():
+    model = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 2}
+    assert list(check_pynative_classifier({"model": model})) == []
+    nodes = {
+        "model.num_labels": {"model": {**model, "num_labels": 0}},
+        "checkpoint.save_trainable_only": {"checkpoint": {"save_trainable_only": True}},
+        "pet_config.adapters": {"pet_config": {"adapters": [{"name": "a"}]}},
+        "callbacks.Forgetting": {"callbacks": [{"type": "Forgetting"}]},
+        "preference": {"preference": {"loss": "reward"}},
+    }
+    for key, changed in nodes.items():
+        (finding,) = check_pynative_classifier({"model": model, **changed})
+        assert (finding.severity, finding.key) == ("error", key)
+    assert finding.advice == "Set model.architectures: Qwen3ForSequenceClassification and num_labels: 1."

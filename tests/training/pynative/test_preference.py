@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import yaml
 
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.run.checks.data_rows import BOUNDARY
@@ -71,13 +72,49 @@ def folder(tmp_path_factory):
     return folder
 
 
+# mindlora reference for two runs, and mindlora-run for a third whose reference is another one.
+KEEPING = """
+import sys
+from tests.support import pynative_cpu
+pynative_cpu.install()
+from mindlora import cli
+from mindlora.training.launch import launcher
+pissa = ["--pet_config.lora_init", "pissa"]
+kept = ["--train_dataset.dataloader.dataset_files", "kept_pissa.mindrecord"]
+held_out = ["--callbacks.HeldOutLoss.dataset_dir", "kept_pissa.mindrecord"]
+codes = [cli.main(["reference", "kept.yaml"]), cli.main(["reference", "kept.yaml", *pissa, *kept, *held_out])]
+refused = [["--preference.loss", "simpo"], ["--checkpoint.no_load_optim", "False"]]
+codes += [cli.main(["reference", "kept.yaml", *words]) for words in refused]
+columns = ["--train_dataset.dataloader.column_names", "[input_ids, labels, answers, pairs, reference]"]
+precomputed = ["--preference.precomputed_reference", "True", *columns]
+codes.append(launcher.main(["--config", "kept.yaml", "--mode", "1", *pissa, *precomputed]))
+print(*codes)
+"""
+
+
 @pytest.fixture(scope="module")
-def messages(folder):
+def kept(folder):
+    """What KEEPING printed; kept.mindrecord and kept_pissa.mindrecord are pairs with a reference."""
+    tokens, answers = examples()
+    for name in ("kept", "kept_pissa"):
+        write(folder / f"{name}.mindrecord", tokens, answers, pairs=np.ones((ROWS, 1), np.int32))
+    config = pynative_runs.tiny_config("qwen3", folder / "kept.mindrecord", STEPS, preference=LOSSES["dpo"])
+    config["train_dataset"]["dataloader"]["column_names"] = COLUMNS
+    config["checkpoint"] = {"load_path": str(folder / "base"), "no_load_optim": True, "enable_save": False}
+    config["callbacks"] = [{"type": "HeldOutLoss", "dataset_dir": str(folder / "kept.mindrecord")}]
+    (folder / "kept.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return pynative_runs.python(["-c", KEEPING], folder)
+
+
+@pytest.fixture(scope="module")
+def messages(folder, kept):
     """Name of a run -> what refused it, or None."""
     parts = {"training": {"steps": STEPS, "local_batch_size": 2, "global_batch_size": 4, "seed": 1}}
     halfway = {"load_path": str(folder / "dpo_saved" / "iteration_00000002")}
     untrained = {"lr_scheduler": FROZEN}
+    of_kept = {"load_path": str(folder / "kept_saved" / "iteration_00000002")}
     dpo = LOSSES["dpo"]
+    precomputed = {**dpo, "precomputed_reference": True}
     # Name -> data, preference, other nodes.
     runs = {
         "dpo": ("pairs", dpo, {}),
@@ -91,6 +128,10 @@ def messages(folder):
         "nf4": ("pairs", dpo, {"pet_config": {"quantize_base": "nf4"}}),
         "noisy": ("pairs", dpo, {"pet_config": {"neftune_alpha": 5.0}}),
         "experts": ("pairs", dpo, {"model": pynative_runs.DEEPSEEK_V3, "lora_config": LORA_WITH_EXPERTS, "loaded": {}}),
+        "kept": ("kept", precomputed, {}),
+        "kept_resumed": ("kept", precomputed, {"loaded": of_kept}),
+        "kept_pissa": ("kept_pissa", precomputed, {"pet_config": {"lora_init": "pissa"}}),
+        "kept_later": ("kept", precomputed, {"loaded": halfway}),
         "unknown_loss": ("pairs", {"loss": "dop"}, {}),
         "reward": ("pairs", {"loss": "reward"}, {}),
         "precomputed": ("pairs", {"precomputed_reference": True}, {}),
@@ -112,13 +153,16 @@ def messages(folder):
         ]
         if preference is not None:
             callbacks.append({"type": "HeldOutLoss", "dataset_dir": str(path), "every_steps": 1, "batch_size": ROWS})
+        if data.startswith("kept"):
+            callbacks.append({"type": "ReferenceCheck", "files": [str(path)]})
         if name in (*LOSSES, "untrained"):
             # The rows of the network, each without its last token.
             ids = examples()[0].reshape(-1, WIDTH)[:, :-1].tolist()
             callbacks.append({"type": "RecordLogits", "ids": ids, "path": str(folder / f"{name}.npy")})
         config = pynative_runs.tiny_config("qwen3", path, STEPS)
         last = {"judged": "judgments"}.get(data, "pairs")
-        config["train_dataset"]["dataloader"]["column_names"] = [*COLUMNS[:3], last]
+        reference = ["reference"] if data.startswith("kept") else []
+        config["train_dataset"]["dataloader"]["column_names"] = [*COLUMNS[:3], last, *reference]
         config |= {"checkpoint": {**saved, **loaded}, "callbacks": callbacks, **nodes}
         configs.append({**config, **({"preference": preference} if preference is not None else {})})
     return dict(zip(runs, pynative_runs.series(configs, folder)))
@@ -195,6 +239,35 @@ def test_a_resumed_run_is_the_rest_of_the_whole_one(folder, messages):
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
 
 
+def test_a_reference_that_was_kept_is_the_one_that_is_computed_in_each_step(folder, kept, messages):
+    assert kept.stdout.splitlines()[-1] == "0 0 1 1 1", kept.stderr[-3000:]
+    assert f"{folder / 'kept.mindrecord'}: {ROWS} rows with the reference's log-probabilities" in kept.stdout
+    assert "preference: set precomputed_reference: True; train_dataset.dataloader.column_names: add" in kept.stdout
+    for message in (
+        "precomputed_reference is True, and the loss simpo has no reference",
+        "a run goes on, and its reference is that with which it began",
+        "kept.mindrecord has log-probabilities of another reference",
+    ):
+        assert message in kept.stderr
+    assert messages["kept"] is None
+    for key in ("held_out_loss", "held_out_kl"):
+        np.testing.assert_allclose(*(records(folder / name, key) for name in ("kept", "dpo")), rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_with_a_kept_reference_goes_on(folder, messages):
+    assert messages["kept_resumed"] is None
+    whole, resumed = (pynative_runs.losses(folder / name) for name in ("kept", "kept_resumed"))
+    assert len(whole) == STEPS and resumed == whole[2:]
+    whole, resumed = (pynative_runs.trained(folder / name) for name in ("kept", "kept_resumed"))
+    assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_a_base_that_lora_init_changes_has_a_kept_reference(folder, messages):
+    assert messages["kept_pissa"] is None
+    losses = pynative_runs.losses(folder / "kept_pissa")
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-3) and losses[-1] < 0.9 * losses[0]
+
+
 @pytest.mark.parametrize("name, tolerance", [("parts", 1e-5), ("packed", 3e-4)])
 def test_micro_batches_and_packed_rows_are_the_whole_batch(folder, messages, name, tolerance):
     """MindFormers rounds rotary embeddings: logits depend on where an example begins."""
@@ -208,8 +281,9 @@ def test_micro_batches_and_packed_rows_are_the_whole_batch(folder, messages, nam
     "name, message",
     [
         ("unknown_loss", "dop"),
-        ("reward", "reward models are not trained under MindFormers' PyNative Trainer"),
-        ("precomputed", "preference.precomputed_reference"),
+        ("reward", "the loss reward needs one score of a text"),
+        ("precomputed", "the last of which mindlora reference adds"),
+        ("kept_later", "was saved by a run whose reference did not come from its data"),
         ("loaded_adapter", "is not the base with the adapter off, with which the loss dpo compares"),
         ("pissa", "lora_init is pissa, so the model that training finds is not the base"),
         ("wrong_kind", "the loss dpo compares answers. Write column_names"),

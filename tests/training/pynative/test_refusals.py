@@ -65,8 +65,8 @@ CASES = {
         "The YAML has runner_wrapper, which MindFormers' PyNative Trainer does not read. Remove it",
     ),
     "callbacks": (
-        {"callbacks": [{"type": "ReferenceCheck"}, {"type": "EachAdapter"}]},
-        "callbacks has ReferenceCheck, EachAdapter, which mindlora does not carry out",
+        {"callbacks": [{"type": "AdapterSlices"}, {"type": "EachAdapter"}]},
+        "callbacks has AdapterSlices, EachAdapter, which mindlora does not carry out",
     ),
     "unused": (
         {"callbacks": [{"type": "LeaveOut", "cell": "model.decoder.layers.1.self_attention.linear_proj"}]},
@@ -151,7 +151,11 @@ def test_what_needs_one_process_is_refused_in_two(folder, messages):
     config["training"] = {**config["training"], "local_batch_size": 2}
     nodes = [{field: value} for field, value in ONE_PROCESS.items()]
     nodes[-1]["target_r"] = 2
-    given.write_text(json.dumps([{**config, "pet_config": node} for node in nodes]))
+    classifier = {**config["model"], "architectures": "Qwen3ForSequenceClassification", "num_labels": 2}
+    configs = [{**config, "model": classifier}, *({**config, "pet_config": node} for node in nodes)]
+    given.write_text(json.dumps(configs))
     run_ranks(2, folder, pynative_series.__file__, given, found, trainer="pynative")
-    for field, message in zip(ONE_PROCESS, json.loads(found.read_text())):
+    of_classifier, *messages = json.loads(found.read_text())
+    assert "model.architectures is Qwen3ForSequenceClassification, which mindlora carries out in one" in of_classifier
+    for field, message in zip(ONE_PROCESS, messages):
         assert f"pet_config.{field} is" in message and "in one process" in message and "Remove it" in message
