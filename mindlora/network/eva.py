@@ -76,6 +76,7 @@ def eva_adapter(
     """
     _check(config, rho, tau)
     tree = Tree(network)
+    tree.give_heads_their_tables()
     cells = tree.cells
     selected = select(describe(tree, config), config).cells
     _check_linear(selected)
