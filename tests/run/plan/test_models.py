@@ -36,6 +36,7 @@ TRAINED = {
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True, **BFLOAT16}, {}),
     "qwen3 with biases": ("qwen3", {"attention_bias": True}, LINEAR),
     "qwen3_moe": ("qwen3_moe", {}, EXPERTS),
+    "qwen3_moe with two adapters": ("qwen3_moe", {}, {**EXPERTS, "adapters": [{"lora_alpha": 4}, {"lora_alpha": 8}]}),
     "qwen3_moe in 4 bits": ("qwen3_moe", {}, {**EXPERTS, "quantize_base": "nf4"}),
     "deepseek_v3": ("deepseek_v3", DENSE_FIRST, BOTH),
     "deepseek_v3, half of its experts in 4 bits": (

@@ -47,8 +47,8 @@ BATCH = (tokens(), np.roll(tokens(), -1, 1))
 
 
 @pytest.fixture(scope="module")
-def adapted_loss():
-    """The loss of a DeepSeek-V3 with adapters and its router as a saved module."""
+def adapted():
+    """The loss of a DeepSeek-V3 with adapters and its router as a saved module, and what computes its gradients."""
     network = tiny_deepseek_v3(moe_router_bias_update_rate=0.25)
     targets = {"target_modules": "all-linear", "modules_to_save": ["router"]}
     apply_lora(network, LoraConfig(lora_rank=2, lora_alpha=4, **targets))
@@ -56,14 +56,18 @@ def adapted_loss():
     parts = [parameter for _, cell in lora_cells(network) for parameter in cell.lora_parameters()]
     for number, parameter in enumerate(parts):
         parameter.set_data(Tensor(0.2 * normal(*parameter.shape, seed=number)))
-    return Loss(network).set_train()
+    loss = Loss(network).set_train()
+    return loss, Gradients(loss)
 
 
 @pytest.mark.parametrize("make", [tiny_qwen3, tiny_qwen3_moe, tiny_deepseek_v3, None])
 def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make, request):
-    loss = Loss(make()).set_train() if make else request.getfixturevalue("adapted_loss")
-    network = loss.network
-    gradients, batch = Gradients(loss), tuple(map(Tensor, BATCH))
+    if make:
+        loss = Loss(make()).set_train()
+        gradients = Gradients(loss)
+    else:
+        loss, gradients = request.getfixturevalue("adapted")
+    network, batch = loss.network, tuple(map(Tensor, BATCH))
     first, *later = ([gradient.asnumpy() for gradient in gradients(*batch)] for _ in range(3))
     for again in later:
         assert all(np.array_equal(*pair) for pair in zip(first, again))
@@ -77,23 +81,24 @@ def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make, request):
         assert slope == pytest.approx(float((gradient * direction).sum()), rel=2e-2, abs=8e-3), parameter.name
 
 
-def test_the_bias_that_a_callback_moves_is_saved_with_the_adapter(adapted_loss, tmp_path):
+def test_the_bias_that_a_callback_moves_is_saved_with_the_adapter(adapted, tmp_path):
     """After two micro-batches: 0.25 down for experts that got more than their share of the tokens, else up."""
     from mindformers.core.callback.callback import TopkBiasBalanceCallback
 
-    router = adapted_loss.network.model.decoder.layers[0].mlp.router
+    loss = adapted[0]
+    router = loss.network.model.decoder.layers[0].mlp.router
     router.expert_load.set_data(Tensor(np.zeros(4, np.float32)))
     before = router.expert_bias.asnumpy().copy()
     for _ in range(2):
-        adapted_loss(*map(Tensor, BATCH))
+        loss(*map(Tensor, BATCH))
     load = router.expert_load.asnumpy().copy()
     assert load.sum() == pytest.approx(2) and load.min() < 0.45 and load.max() > 0.55
-    run = types.SimpleNamespace(cur_step_num=1, train_network=adapted_loss)
+    run = types.SimpleNamespace(cur_step_num=1, train_network=loss)
     context = types.SimpleNamespace(original_args=lambda: run)
     TopkBiasBalanceCallback(gradient_accumulation_steps=2).on_train_step_end(context)
     bias = router.expert_bias.asnumpy()
     np.testing.assert_allclose(bias - before, 0.25 * np.sign(0.5 - load), atol=1e-6)
-    save_lora(adapted_loss.network, tmp_path / "adapter")
+    save_lora(loss.network, tmp_path / "adapter")
     saved = load_file(tmp_path / "adapter" / WEIGHTS)
     np.testing.assert_array_equal(saved["base_model.model.model.layers.0.mlp.gate.e_score_correction_bias"], bias)
 

@@ -1,4 +1,4 @@
-"""Several adapters in one run of mindlora-run on one of MindFormers' mcore models: each learns what it learns alone."""
+"""Several adapters in one run on a Qwen3-MoE, on its routed experts too: each learns what it learns alone."""
 
 import json
 
@@ -11,9 +11,10 @@ from tests.support import tiny_runs
 from tests.support.mcore_networks import tiny_config
 
 STEPS = 8
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTERS = {
-    "large": {"lora_rank": 6, "lora_alpha": 9, "seed": 1, "learning_rate": 3.0e-2},
-    "attention": {"target_modules": ["linear_qkv", "linear_proj"], "seed": 2},
+    "large": {"lora_rank": 6, "lora_alpha": 9, "seed": 1, "learning_rate": 3.0e-2, "target_parameters": EXPERTS},
+    "other": {"target_modules": ["linear_qkv"], "seed": 2, "target_parameters": EXPERTS[1:]},
 }
 PET = {"lora_rank": 3, "lora_alpha": 6, "target_modules": "all-linear", "lora_dropout": 0.0}
 
@@ -38,6 +39,9 @@ def start(folder, name, pet, rate=None):
         {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 2},
     ]
     config = tiny_config(str(folder / "data.mindrecord"), 4, callbacks, pet)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "moe_grouped_gemm": True}
+    family = {"model_type": "qwen3_moe", "architectures": "Qwen3MoeForCausalLM", "routed_scaling_factor": 1.0}
+    config["model"]["model_config"].update({**family, **experts})
     config["runner_config"]["gradient_accumulation_steps"] = 2
     config["lr_schedule"]["learning_rate"] = rate or 1e-2
     result = tiny_runs.launch(config, folder / name)
@@ -62,4 +66,6 @@ def test_an_adapter_learns_what_it_learns_alone(folder, name):
     ]
     assert states[0].keys() == states[1].keys() and states[0]
     for key, array in states[1].items():
-        np.testing.assert_allclose(states[0][key], array, rtol=0, atol=2e-5 * np.abs(array).max(), err_msg=key)
+        # Adam makes a step of its full length of a gradient near zero too, whatever its last bits are.
+        share = 5e-4 if "experts" in key else 2e-5
+        np.testing.assert_allclose(states[0][key], array, rtol=0, atol=share * np.abs(array).max(), err_msg=key)
