@@ -36,7 +36,6 @@ TRAINED = {
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True, **BFLOAT16}, {}),
     "qwen3 with biases": ("qwen3", {"attention_bias": True}, LINEAR),
     "qwen3_moe": ("qwen3_moe", {}, EXPERTS),
-    "qwen3_moe with two adapters": ("qwen3_moe", {}, {**EXPERTS, "adapters": [{"lora_alpha": 4}, {"lora_alpha": 8}]}),
     "qwen3_moe in 4 bits": ("qwen3_moe", {}, {**EXPERTS, "quantize_base": "nf4"}),
     "deepseek_v3": ("deepseek_v3", DENSE_FIRST, BOTH),
     "deepseek_v3, half of its experts in 4 bits": (
@@ -105,6 +104,14 @@ def test_the_parameters_are_those_of_the_built_mcore_model(name, mcore):
     network, config = mcore(*TRAINED[name])
     assert_planned_as_built(network, config)
     assert plan_of(config, "run.yaml", None, [1, 2]).trained == sum(p.size for p in parameters_of(network) if trains(p))
+
+
+def test_the_parameters_are_those_of_several_adapters_on_experts(mcore):
+    own = {"lora_rank": 5, "target_parameters": ["mlp.experts.down_proj"]}
+    network, config = mcore("qwen3_moe", {}, {**EXPERTS, "adapters": [{"lora_alpha": 4}, own]})
+    config["model"]["model_config"]["architectures"] = "Qwen3MoeForCausalLM"
+    run = {"optimizer": {"type": "AdamW"}, "runner_wrapper": {"type": "LoraTrainOneStepCell"}, "use_legacy": False}
+    assert_planned_as_built(network, {**config, **run, "runner_config": {"sink_mode": False}})
 
 
 @pytest.mark.parametrize("name", CHATGLMS)
