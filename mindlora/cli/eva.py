@@ -48,7 +48,7 @@ class EvaReport:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " EVA (Paischer et al., 2024): A holds the strongest directions of what each cell reads, and cells whose "
-        "directions explain more get more rank. It runs the base in PyNative mode, on one device."
+        "directions explain more get more rank. It runs the base on one device."
     )
     parser.add_argument(
         "yaml",

@@ -75,6 +75,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
             f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
             "what was trained: build a new network."
         )
+    tree.give_heads_their_tables()
     selection = select(describe(tree, config), config)
     paths = {path: cell.prefix for path, cell in selection.cells.items()}
     saved = [parameter for parameter in tree.parameters() if parameter.name in selection.saved]

@@ -2,15 +2,13 @@
 
 import dataclasses
 import re
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Tuple
 
-import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import nn
 
 from mindlora.core.errors import ConfigError, DataError, UnsupportedCellError
 from mindlora.core.fields import FRACTION, check_number, numbers
-from mindlora.core.numerics.dtypes import to_float32
 from mindlora.core.numerics.pair_shapes import LINEAR
 from mindlora.core.numerics.principal_components import PrincipalComponents
 from mindlora.core.text import listed
@@ -19,9 +17,10 @@ from mindlora.models.description import AdaptableCell
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.path_patterns import patterns_of
 from mindlora.models.trainable import select
+from mindlora.network.adapter_matching import split_joined
 from mindlora.network.base_fingerprint import fingerprint_of
+from mindlora.network.cell_inputs import reading
 from mindlora.network.description import describe
-from mindlora.network.tensors import to_array
 from mindlora.network.tree import Tree
 
 # Tokens [B, S], and whether each of them counts.
@@ -33,7 +32,8 @@ class EvaResult:
     """What eva_adapter found.
 
     Attributes:
-        adapter (Adapter): A of each cell that has a rank, [rank, in]; B is zero.
+        adapter (Adapter): A of each cell that has a rank, [rank, in]; B is zero. The pair of a joined cell is there as
+            pairs of its parts, which share A, as in a PEFT folder.
         ranks (dict): Path -> rank of each selected cell, 0 for those that get no adapter.
         keys (dict): Fields of LoraConfig with which a network gets cells of these ranks.
         batches (int): How many batches were read.
@@ -58,9 +58,10 @@ def eva_adapter(
 
     Args:
         network (nn.Cell): A network without adapters, its base loaded; called with tokens [B, S], int32. It is run in
-            PyNative mode, and not changed.
+            PyNative mode, one of MindFormers' mcore models as a graph, and not changed.
         batches (iterable of (tokens, counted)): int32 [B, S] and bool [B, S], the tokens whose inputs count. Reading
-            ends once all components are settled, or with the last batch.
+            ends once all components are settled, or with the last batch. An mcore model takes no larger one than the
+            first.
         config (LoraConfig): A plain LoRA on linear cells.
         rho (float): The most ranks of a cell, in multiples of its rank; at least 1. Default: 2.0.
         tau (float): The cosine between a component and the same one a batch before, from which on it is settled.
@@ -75,26 +76,21 @@ def eva_adapter(
     """
     _check(config, rho, tau)
     tree = Tree(network)
+    tree.give_heads_their_tables()
     cells = tree.cells
     selected = select(describe(tree, config), config).cells
     _check_linear(selected)
     ranks = {path: config.for_cell(cell.prefix).lora_rank for path, cell in selected.items()}
-    inputs = _Inputs({path: cells[path] for path in selected})
     most = {path: min(round(rank * rho), selected[path].shape[1]) for path, rank in ranks.items()}
     search = _Search(most, sum(ranks.values()), tau)
-    read = 0
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
+    number = 0
+    with reading(network, {path: cells[path] for path in selected}) as read:
         for tokens, counted in batches:
-            read += 1
-            search.update(inputs.of(network, tokens, counted))
+            number += 1
+            search.update(read(tokens, counted))
             if not search.unsettled():
                 break
-    finally:
-        inputs.close()
-        ms.set_context(mode=mode)
-    return _result(search, selected, cells, config, read)
+    return _result(search, selected, tree, config, number)
 
 
 def _check(config: LoraConfig, rho: float, tau: float) -> None:
@@ -121,43 +117,6 @@ def _check_linear(selected: Mapping[str, AdaptableCell]) -> None:
         raise UnsupportedCellError(
             f"EVA needs the inputs of linear cells, and target_modules selects {listed(others)}. Leave them out."
         )
-
-
-class _Inputs:
-    """What cells read while their network runs."""
-
-    def __init__(self, cells: Mapping[str, nn.Cell]):
-        self._read: List[Tuple[str, Tensor]] = []
-        self._hooks = [cell.register_forward_pre_hook(self._reader(path)) for path, cell in cells.items()]
-
-    def _reader(self, path: str) -> Callable[[nn.Cell, Tuple[Tensor, ...]], None]:
-        def read(_: nn.Cell, inputs: Tuple[Tensor, ...]) -> None:
-            self._read.append((path, inputs[0]))
-
-        return read
-
-    def of(self, network: nn.Cell, tokens: np.ndarray, counted: np.ndarray) -> Dict[Tuple[str, ...], np.ndarray]:
-        """Returns paths -> float32 [counted tokens, in], the input that these cells share."""
-        self._read.clear()
-        training = network.training
-        network.set_train(False)
-        network(Tensor(tokens))
-        network.set_train(training)
-        sharing: Dict[int, List[str]] = {}
-        tensors: Dict[int, Tensor] = {}
-        for path, tensor in self._read:
-            sharing.setdefault(id(tensor), []).append(path)
-            tensors[id(tensor)] = tensor
-        rows = {}
-        for number, paths in sharing.items():
-            array = to_float32(to_array(tensors[number]))
-            rows[tuple(paths)] = array.reshape(-1, array.shape[-1])[counted.reshape(-1)]
-        self._read.clear()
-        return rows
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 class _Search:
@@ -229,7 +188,7 @@ class _Search:
 
 
 def _result(
-    search: _Search, selected: Mapping[str, AdaptableCell], cells: Mapping[str, nn.Cell], config: LoraConfig, read: int
+    search: _Search, selected: Mapping[str, AdaptableCell], tree: Tree, config: LoraConfig, read: int
 ) -> EvaResult:
     if not read or search.too_few():
         raise DataError(
@@ -246,9 +205,12 @@ def _result(
         adapter.tensors[prefix, "A"] = np.ascontiguousarray(directions[:rank])
         adapter.tensors[prefix, "B"] = np.zeros((selected[path].shape[0], rank), np.float32)
         adapter.alphas[prefix] = own.lora_alpha * adapter.alpha_growth(rank / own.lora_rank)
-    adapter.fingerprint = fingerprint_of({selected[path].prefix: cells[path] for path in selected if ranks[path]})
+    adapted = {selected[path].prefix: tree.cells[path] for path in selected if ranks[path]}
+    adapter.fingerprint = fingerprint_of(adapted)
     by_prefix = {cell.prefix: ranks[path] for path, cell in selected.items()}
-    return EvaResult(adapter, by_prefix, _keys(config, adapter, by_prefix), read, tuple(search.unsettled()))
+    keys = _keys(config, adapter, by_prefix)
+    split_joined(adapter, tree.network, adapted)
+    return EvaResult(adapter, by_prefix, keys, read, tuple(search.unsettled()))
 
 
 def _keys(config: LoraConfig, adapter: Adapter, ranks: Mapping[str, int]) -> Dict[str, Any]:

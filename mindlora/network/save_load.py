@@ -34,7 +34,7 @@ from mindlora.network.adapter_matching import (
 from mindlora.network.apply import put_lora
 from mindlora.network.base_fingerprint import base_fingerprint, fingerprint_of
 from mindlora.network.cells.score import score_of
-from mindlora.network.registry import adaptable_types
+from mindlora.network.description import without_adapter
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import Tree, adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 
@@ -199,6 +199,7 @@ def load_lora(
     if on_base_mismatch not in ON_BASE_MISMATCH:
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
     tree = Tree(network)
+    tree.give_heads_their_tables()
     cells = tree.adapted()
     _check_not_merged(cells)
     parts.check_part(part)
@@ -218,9 +219,8 @@ def _read(tree, path, allow_pickle=False, part=None):
 
 def _cell_paths(tree) -> Tuple[str, ...]:
     """Returns the paths of all cells that have an adapter or can take one."""
-    types = adaptable_types()
-    cells = {name: cell for name, cell in tree.modules.items() if name and isinstance(cell, types)}
-    return tuple(tree.adapted()) + tuple(adapter_path(cell, name) for name, cell in cells.items())
+    plain = without_adapter(tree.modules)
+    return tuple(tree.adapted()) + tuple(adapter_path(cell, name) for name, cell in plain.items())
 
 
 def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error", exact: bool = False) -> None:
@@ -261,8 +261,8 @@ def _load_into_lora_cells(tree, adapter, source, strict, on_base_mismatch):
 
 def _load_with_new_cells(tree, adapter, source, strict, on_base_mismatch):
     """Puts LoRADense cells on a network without any, as the adapter describes them, and loads it into them."""
-    network, types = tree.network, adaptable_types()
-    cells = {adapter_path(cell, name): cell for name, cell in tree.cells.items() if name and isinstance(cell, types)}
+    network = tree.network
+    cells = {adapter_path(cell, name): cell for name, cell in without_adapter(tree.cells).items()}
     weight_of = initialize.base_weights(adapter, cells, source)
     rearranged = matching.match(adapter, NetworkCells(network, cells), source, strict, weight_of)
     saved_modules = _saved_module_parameters(adapter, source, network, cells, strict)

@@ -16,8 +16,7 @@ class Tree:
     """A network as one walk finds it, for what asks several things of it. After cells are replaced, it is another one.
 
     Attributes:
-        network (nn.Cell): The network. An output layer of an mcore model that has no weight, and is handed the table of
-            the embedding at each call (tie_word_embeddings: True), is given it as its weight.
+        network (nn.Cell): The network.
         modules (dict): Path -> cell, as MindSpore lists them: a cell with two parents once.
         cells (dict): The same, with the stacked weights of routed experts as cells of their own.
     """
@@ -25,7 +24,6 @@ class Tree:
     def __init__(self, network: nn.Cell):
         self.network = network
         self.modules: Dict[str, nn.Cell] = dict(network.cells_and_names())
-        _give_heads_their_tables(self.modules.values())
         self.cells = cells_and_weights(self.modules)
 
     def parameters(self) -> List[Parameter]:
@@ -39,14 +37,17 @@ class Tree:
         """Returns the cells with an adapter, by adapter path (see lora_cells)."""
         return {cell.adapter_path: cell for cell in self.modules.values() if isinstance(cell, LoRACell)}
 
+    def give_heads_their_tables(self) -> None:
+        """Lets tied output layers of mcore models take adapters: each gets the table of its embedding as its weight.
 
-def _give_heads_their_tables(modules):
-    for model in modules:
-        if not getattr(model, "share_embeddings_and_output_weights", False):
-            continue
-        head = model.output_layer
-        if isinstance(head, parallel_linear_types()) and head.weight is None:
-            head.weight = model.embedding.word_embeddings.weight
+        Such a layer has none, and is handed the table at each call (tie_word_embeddings: True).
+        """
+        for model in self.modules.values():
+            if not getattr(model, "share_embeddings_and_output_weights", False):
+                continue
+            head = model.output_layer
+            if isinstance(head, parallel_linear_types()) and head.weight is None:
+                head.weight = model.embedding.word_embeddings.weight
 
 
 # Copies of the cells of a network that share its parameters, so that what they hold is in memory once.

@@ -5,10 +5,11 @@ import functools
 import os
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
-from mindlora.core.errors import ConfigError
+from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import COUNT
 from mindlora.core.json_files import parse_object
 from mindlora.core.yaml_file import PET, SHARDING_MODES, TRAINING_MODES, value_at
+from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
 from mindlora.models.architectures.classifiers import task_of
@@ -201,6 +202,22 @@ class YamlRun:
             return "load_checkpoint", load_checkpoint
         has_weights = os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder))
         return (_FOLDER, folder) if has_weights or not os.path.isdir(folder) else ("load_checkpoint", None)
+
+    @functools.cached_property
+    def base_is_safetensors(self) -> bool:
+        """Whether the base, which is there, is a file of safetensors, or a folder with one."""
+        path = self.base[1] or ""
+        return any(name.endswith(".safetensors") for name in (os.listdir(path) if os.path.isdir(path) else [path]))
+
+    @functools.cached_property
+    def base_holds_adapter(self) -> bool:
+        """Whether the base has tensors of an adapter among its own: MindFormers saved both while it trained."""
+        try:
+            with BaseCheckpoint(self.base[1] or "") as base:
+                return any("lora" in name for name in base.tensors)
+        except LoraError:
+            # What is damaged, or of another model, is refused where it is read.
+            return False
 
     # The adapter.
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindlora import LoraConfig, apply_lora, load_lora, save_lora
+from mindlora import LoraConfig, apply_lora, eva_adapter, load_lora, save_lora
+from mindlora.files.adapters import files
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import TINY, save_for_transformers, tiny_qwen3, tokens
@@ -63,3 +64,24 @@ def test_peft_gives_the_same_logits(name, bases, peer, tmp_path):
     load_lora(other, tmp_path / "adapter")
     pairs = {path: cell.pair() for path, cell in lora_cells(network)}
     assert all(np.array_equal(a, b) for path, cell in lora_cells(other) for a, b in zip(cell.pair(), pairs[path]))
+
+
+def test_eva_finds_what_peft_finds_on_the_same_rows(bases, peer, tmp_path):
+    """q, k and v are one cell here and three in PEFT, and read the same; with rho 1 each rank stays as it is."""
+    batches = [(ids, ids % 4 == 0) for ids in (tokens(rows=2 if seed == 3 else 4, seed=seed) for seed in range(6))]
+    config = LoraConfig(target_modules="all-linear", lora_rank=4, lora_alpha=8)
+    ours = eva_adapter(qwen3(False), batches * 9, config, rho=1.0)
+    files.write(ours.adapter, str(tmp_path / "ours"))
+    peer.eva(
+        model=bases[False],
+        batches=[{"input_ids": ids.tolist(), "labels": np.where(on, ids, -100).tolist()} for ids, on in batches],
+        config={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+        eva_config={"rho": 1.0, "tau": 0.99},
+        folder=str(tmp_path / "theirs"),
+    )
+    found, theirs = files.read(str(tmp_path / "ours")), files.read(str(tmp_path / "theirs"))
+    assert sorted(found.paths) == sorted(theirs.paths) and len(theirs.paths) == 7 * LAYERS
+    for path in theirs.paths:
+        a, b = (adapter.tensors[path, "A"] for adapter in (found, theirs))
+        assert np.linalg.norm(a @ b.T, axis=1).min() > 0.99
+        assert found.scale(path) == theirs.scale(path) == 2

@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mindlora.run.yaml_run import YamlRun
 
@@ -16,6 +18,17 @@ def test_a_fact_is_of_the_mapping_as_it_was_when_it_was_first_asked_for():
     assert not YamlRun(config).accumulates_here and YamlRun(config).is_sharded
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.config = {}
+
+
+def test_a_base_is_opened_once(tmp_path):
+    path = tmp_path / "trained.safetensors"
+    weight = np.zeros((2, 2), np.float32)
+    save_file({f"model.layers.0.attention.wq.{name}": weight for name in ("weight", "mindpet_delta_lora_a")}, path)
+    config = {"run_mode": "finetune", "load_checkpoint": str(path)}
+    run = YamlRun(config)
+    assert run.base_is_safetensors and run.base_holds_adapter
+    path.unlink()
+    assert run.base_holds_adapter and not YamlRun(config).base_holds_adapter
 
 
 def test_what_a_yaml_does_not_say_is_what_mindformers_takes():

@@ -22,5 +22,6 @@ QWEN2 = dataclasses.replace(
     hugging_face_types=(),
     from_hugging_face=None,
     trains=False,
+    instead="Qwen2 trains with use_legacy: True, as LlamaForCausalLM with qkv_has_bias: True.",
     served=True,
 )

@@ -9,6 +9,7 @@ from mindspore.ops.operations import Morph
 from mindlora.network.cells.cell import LoRACell, carry_settings
 from mindlora.network.cells.experts import FFN_MODULE, ExpertWeight
 from mindlora.network.cells.linear_base import is_sharded
+from mindlora.network.cells.stacked_experts import StackedLoRAExpertWeight
 from mindlora.network.pynative.experts import (
     LEAVES,
     LoRAPyNativeExpertWeight,
@@ -104,6 +105,34 @@ class RoutedExperts(nn.Cell):
         return cell
 
 
+class StackedRoutedExperts(RoutedExperts):
+    """RoutedExperts with K adapters on its weights (StackedLoRAExpertWeight); each has as many tokens, in turn.
+
+    Which adapter a token is of goes with it to its experts, in K columns beside its own.
+    """
+
+    def __init__(self, cell: nn.Cell, weights: Mapping[str, nn.Cell]):
+        super().__init__(cell, weights)
+        self.stacked = tuple(isinstance(weights[leaf], StackedLoRAExpertWeight) for leaf in LEAVES)
+        self.adapters = max(getattr(weight, "adapters", 0) for weight in weights.values())
+
+    def _forward(self, tokens, probs, routing_map, w1, a1, b1, w2, a2, b2, num_tokens_per_expert=None):
+        count = tokens.shape[1]
+        adapter = ops.arange(count).expand_dims(1) // (count // self.adapters)
+        owners = self.cast(adapter == ops.arange(self.adapters).expand_dims(0), tokens.dtype).expand_dims(0)
+        wide, groups, context = self.token_dispatcher.token_permutation(
+            ops.concat((tokens, owners), 2), probs, routing_map, num_tokens_per_expert
+        )
+        wide = self.reshape(wide, (-1, self.hidden_size + self.adapters))
+        x = ops.narrow(wide, 1, 0, self.hidden_size)
+        owners = ops.stop_gradient(ops.narrow(wide, 1, self.hidden_size, self.adapters))
+        of_first = (owners,) if self.stacked[0] else ()
+        of_second = (owners,) if self.stacked[1] else ()
+        x = self.weight1(x, w1, a1, b1, groups, *of_first)
+        x = self.reshape(self.swiglu(x, -1), (-1, self.inner_size))
+        return self.token_dispatcher.token_unpermutation(self.weight2(x, w2, a2, b2, groups, *of_second), context)
+
+
 def _of_tokens(*inputs: object) -> object:
     return inputs[0]
 
@@ -150,7 +179,8 @@ def holders_with(modules: Mapping[str, nn.Cell], replaced: Iterable[Tuple[nn.Cel
             replacements[key] = PyNativeExperts.of(holder, weights[key])
         else:
             cells = {leaf: weights[key].get(leaf) or ExpertWeight(holder, leaf) for leaf in LEAVES}
-            replacements[key] = RoutedExperts(holder, cells)
+            stacked = any(isinstance(cell, StackedLoRAExpertWeight) for cell in cells.values())
+            replacements[key] = (StackedRoutedExperts if stacked else RoutedExperts)(holder, cells)
     return replacements
 
 

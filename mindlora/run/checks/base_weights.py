@@ -4,13 +4,12 @@ import os
 import re
 from typing import Dict, Iterator, Mapping, Optional, Tuple
 
-from mindlora.core.errors import ConfigError, LoraError
+from mindlora.core.errors import ConfigError
 from mindlora.core.formats import ckpt_file
 from mindlora.core.formats.safetensors_file import TensorFile
 from mindlora.core.git_lfs import refuse_pointer
 from mindlora.core.text import examples
 from mindlora.files.base import quantize
-from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models import bare
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.parallel import is_scattered
@@ -44,16 +43,7 @@ def loads_by_tensor(run: YamlRun) -> bool:
         return False
     if not path or not os.path.exists(path):
         return run.at("load_ckpt_format") == _SAFETENSORS
-    if not any(name.endswith(f".{_SAFETENSORS}") for name in (os.listdir(path) if os.path.isdir(path) else [path])):
-        return False
-    try:
-        with BaseCheckpoint(path) as base:
-            # What MindFormers saved while it trained an adapter goes on with that adapter. A base of another model is
-            # refused where it is read.
-            return not any("lora" in name for name in base.tensors)
-    except LoraError:
-        # A damaged one is refused where it is read.
-        return True
+    return run.base_is_safetensors and not run.base_holds_adapter
 
 
 def check_slicing(run: YamlRun) -> Iterator[Finding]:

@@ -51,7 +51,8 @@ def check_mcore(run: YamlRun) -> Iterator[Finding]:
             "use_legacy",
             f"use_legacy is False and the model is {family or 'not named'}: of MindFormers' mcore models, mindlora "
             f"trains adapters on {', '.join(trained)}.",
-            f"Remove pet_config, or name one of these in model.model_config.architectures. {_HELP}",
+            (architecture.instead if architecture else "")
+            or f"Remove pet_config, or name one of these in model.model_config.architectures. {_HELP}",
         )
         return
     if run.mode == "predict":

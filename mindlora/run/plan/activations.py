@@ -367,8 +367,8 @@ class Activations:
             shared = shared or needs_input
             if adapter and not (drops and self.run.yaml.on_cpu):
                 rank = max(self.run.ranks(adapter[0].path), default=0)
-                # A token is among the inputs of each of its experts.
-                copies = self.run.chosen_experts if leaf in _EXPERTS else 1
+                # A token is among the inputs of each of its experts, which multiply it by A of every adapter.
+                copies = self.run.chosen_experts * max(1, len(self.run.adapters)) if leaf in _EXPERTS else 1
                 yield Kept(f"{parent}.{leaf}.low_rank", self.compute * self.sizes.tokens * rank * copies)
             norms = [weight for weight in adapter if self.run.lora and weight.part == self.run.lora.variant.row_norms]
             if norms:

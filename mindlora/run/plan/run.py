@@ -15,7 +15,7 @@ from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture, Attention, ParameterSize
 from mindlora.models.architectures.classifiers import task_of
-from mindlora.models.description import Description
+from mindlora.models.description import AdaptableCell, Description
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.trainable import Selection, select
 from mindlora.models.variants.variant import CUT, SHARDED
@@ -111,7 +111,7 @@ class Run:
     def adapted(self) -> Tuple[str, ...]:
         """The prefixes of the cells that get an adapter, or any of several."""
         if self.adapters:
-            return tuple(path for path in self.linear if self.ranks(path))
+            return tuple(path for path in self._stackable if self.ranks(path))
         return tuple(self.selection.parts) if self.selection else ()
 
     def ranks(self, path: str) -> List[int]:
@@ -124,16 +124,20 @@ class Run:
         others = sorted({path for run in self.alone for path in run.adapted} - set(self.adapted))
         if others:
             raise ConfigError(
-                f"{listed(others)} cannot carry several adapters: only linear cells with plain LoRA train beside "
-                "others. Add it to exclude_modules."
+                f"{listed(others)} cannot carry several adapters: only linear cells and routed experts with plain LoRA "
+                "train beside others. Add it to exclude_modules."
             )
         count, dtype = len(self.adapters), self.adapters[0].config.param_init_type
         for path in self.adapted:
-            rows, columns = self.linear[path]
-            ranks = self.ranks(path)
-            for part, shape in (("A", (max(ranks), columns)), ("B", (rows, max(ranks)))):
+            cell, ranks = self._stackable[path], self.ranks(path)
+            for part, shape in cell.layout.pair_shapes(cell.shape, max(ranks)).items():
                 own = math.prod(shape) // max(ranks) * sum(ranks)
                 yield Weight(path, part, (count, *shape), dtype, own, self.yaml.trains, True)
+
+    @functools.cached_property
+    def _stackable(self) -> Dict[str, AdaptableCell]:
+        """Path -> each cell that can carry several adapters."""
+        return {cell.prefix: cell for cell in self.network.of_kind(LINEAR, EXPERTS).values()}
 
     @functools.cached_property
     def linear(self) -> Dict[str, Tuple[int, int]]:

@@ -14,11 +14,13 @@ from mindlora.data.mindrecord import first_rows
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.eva import Batch, EvaResult, eva_adapter
 from mindlora.network.load_base import load_base
-from mindlora.run.checks.data_rows import BOUNDARY
+from mindlora.run.checks.data_rows import BOUNDARY, model_of
 from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.mcore import check_mcore
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
+from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
 
 
 def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rho: float, tau: float) -> EvaResult:
@@ -27,46 +29,53 @@ def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rh
     Raises LoraError if a setting is wrong, or a file cannot be read.
     """
     yaml = build_config(["--config", config, *overrides])
-    if YamlRun(yaml).is_mcore:
-        raise ConfigError(
-            "use_legacy is False: MindFormers' mcore models run as a graph alone, in which the inputs of their cells "
-            "cannot be read. Use another lora_init, such as pissa."
-        )
-    lora = _lora_config(yaml)
-    batches = _batches(yaml, rows, batch_size)
+    run = YamlRun(yaml)
+    lora = _lora_config(run)
+    batches = batches_of(run, rows, batch_size)
     yaml.use_parallel = False
-    yaml.context.mode = 1
+    if not run.is_mcore:
+        yaml.context.mode = 1
     set_up_context(yaml)
-    node = MindFormerConfig(**yaml.model)
+    node = MindFormerConfig(**{**yaml.model, "model_config": model_of(run)})
     node.model_config.pop("pet_config")
     node.model_config.update(batch_size=batch_size, checkpoint_name_or_path="")
     network = build_network(node)
+    if run.is_mcore:
+        use_mcore_cpu_cells(network)
     load_base(network, yaml.load_checkpoint)
     return eva_adapter(network, batches, lora, rho, tau)
 
 
-def _lora_config(yaml: MindFormerConfig) -> LoraConfig:
-    run = YamlRun(yaml)
-    refuse(run.pet_findings)
+def _lora_config(run: YamlRun) -> LoraConfig:
+    refuse([*run.pet_findings, *check_mcore(run)])
     if run.lora is None:
         raise ConfigError("The YAML has no pet_config of mindlora: add one, whose ranks and cells the adapter gets.")
     return run.lora
 
 
-def _batches(yaml: MindFormerConfig, rows: int, batch_size: int) -> List[Batch]:
-    files = mindrecord_files(YamlRun(yaml).train_data or [])
+def batches_of(run: YamlRun, rows: int, batch_size: int) -> List[Batch]:
+    """Returns the first ``rows`` of a run's training data as eva_adapter takes them; its tokens are those of a row.
+
+    Raises ConfigError if there is no data, or its rows are packed or too short.
+    """
+    files = mindrecord_files(run.train_data or [])
     if not files:
         raise ConfigError(
             "train_dataset.data_loader names no MindRecord that is there. Name the training data with "
             "--train_dataset_dir."
         )
-    config = yaml.model.model_config
+    model = model_of(run)
+    length = model["seq_length"]
     read = itertools.islice(itertools.chain.from_iterable(first_rows(file, rows) for file in files), rows)
     batches = []
     for chunk in _chunks(read, batch_size):
-        tokens = np.stack([_column(row, "input_ids", config.seq_length) for row in chunk])
-        labels = np.stack([_column(row, "labels", config.seq_length) for row in chunk])
-        counted = (labels != ignore_token_id(config)) & (tokens != pad_token_id(config))
+        tokens = np.stack([_column(row, "input_ids", length) for row in chunk])
+        labels = np.stack([_column(row, "labels", length) for row in chunk])
+        ignored = ignore_token_id(model)
+        if run.is_mcore and len(chunk[0]["input_ids"]) == length and "labels" in chunk[0]:
+            # Label i of such a row is token i + 1. Whether the first token counts it does not say.
+            labels = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=ignored)
+        counted = (labels != ignored) & (tokens != pad_token_id(model))
         batches.append((tokens.astype(np.int32), counted))
     return batches
 

@@ -51,6 +51,9 @@ def set_micro_batches(config: MindFormerConfig) -> None:
     config.runner_wrapper.micro_batches = steps
     config.runner_config.batch_size = rows * steps
     config.runner_config.gradient_accumulation_steps = 1
+    for _, callback in YamlRun(config).callbacks_of("TopkBiasBalanceCallback"):
+        # The routers of mcore models add up how many tokens each expert got in all micro-batches.
+        callback["gradient_accumulation_steps"] = steps
     logger.info("Each step has %d rows on each device: %d micro-batches of %d.", rows * steps, steps, rows)
 
 

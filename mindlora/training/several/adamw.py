@@ -13,31 +13,31 @@ _adamw = ops.MultitypeFuncGraph("stacked_adamw")
 
 @_adamw.register(*["Tensor"] * 11)
 def _update(beta1, beta2, eps, step, rate, applied, decay, parameter, gradient, first, second):
-    """Updates a parameter [K, r, n] and its moments; step, rate and applied are [K]."""
+    """Updates a parameter [K, ...] and its moments; step, rate and applied are [K]."""
     gradient = gradient.astype(mstype.float32)
     new_first = first * beta1 + gradient * (1.0 - beta1)
     new_second = second * beta2 + gradient * gradient * (1.0 - beta2)
     correction1 = 1.0 - ops.pow(beta1, step)
     correction2 = 1.0 - ops.pow(beta2, step)
     shape = parameter.shape
-    denominator = ops.sqrt(new_second / _column(correction2, shape)) + eps
-    moved = parameter.astype(mstype.float32) * _column(1.0 - rate * decay, shape)
-    moved = moved - new_first / denominator * _column(rate / correction1, shape)
+    denominator = ops.sqrt(new_second / by_adapter(correction2, shape)) + eps
+    moved = parameter.astype(mstype.float32) * by_adapter(1.0 - rate * decay, shape)
+    moved = moved - new_first / denominator * by_adapter(rate / correction1, shape)
     # Not a product with 0: what is not applied may be NaN.
-    is_applied = _column(applied, shape)
+    is_applied = by_adapter(applied, shape)
     done = ops.assign(first, ops.select(is_applied, new_first, first))
     done = ops.depend(ops.assign(second, ops.select(is_applied, new_second, second)), done)
     new = ops.select(is_applied, moved.astype(parameter.dtype), parameter)
     return ops.depend(ops.assign(parameter, new), done)
 
 
-def _column(values, shape):
-    """Returns [K] as [K, r, n], without the tables that MindSpore's CPU kernels keep for what they broadcast."""
-    return ops.broadcast_to(values.reshape((-1, 1, 1)), shape)
+def by_adapter(values: Tensor, shape: Tuple[int, ...]) -> Tensor:
+    """Returns [K] as [K, ...], without the tables that MindSpore's CPU kernels keep for what they broadcast."""
+    return ops.broadcast_to(values.reshape((-1,) + (1,) * (len(shape) - 1)), shape)
 
 
 class StackedAdamW(nn.Optimizer):
-    r"""AdamW for parameters [K, r, n] of K adapters, each with a learning rate and a count of steps t of its own.
+    r"""AdamW for parameters [K, ...] of K adapters, each with a learning rate and a count of steps t of its own.
 
     .. math::
         m = \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2, \quad
@@ -49,7 +49,7 @@ class StackedAdamW(nn.Optimizer):
     on every device: MindSpore's kernel of Adam, which trains one adapter on a CPU, has one rate and one t for a tensor.
 
     Args:
-        params (list): Parameters [K, r, n], or groups of them as for MindSpore's optimizers, without rates.
+        params (list): Parameters [K, ...], or groups of them as for MindSpore's optimizers, without rates.
         learning_rate (LearningRateSchedule): Returns the rates float32 [K] for steps int32 [K].
         betas (list of float): beta_1 and beta_2. Default: (0.9, 0.999).
         eps (float): epsilon. Default: 1e-8.

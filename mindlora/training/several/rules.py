@@ -16,14 +16,17 @@ from mindlora.models.variants.registry import LORA
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.checks.targets import check_targets
+from mindlora.run.keys import MODEL
 from mindlora.run.yaml_run import WRAPPER, YamlRun
 
 KEY = f"{PET}.adapters"
+# The mcore models on which several adapters train.
+_MCORE = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 OPTIMIZER = "AdamW"
 # What adapters may differ in: keys of pet_config, besides name, learning_rate and data.
 _DIFFER = (
     *("lora_rank", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "layers_to_transform"),
+    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("lora_init", "lora_a_init", "lora_b_init", "seed"),
 )
 OWN_KEYS = ("name", "learning_rate", "data", *_DIFFER)
@@ -38,7 +41,7 @@ _SHARED = {
 }
 # Fields of pet_config that a run with several adapters does not carry out.
 _NOT_WITH_OTHERS = (
-    *("target_parameters", "freeze_lora_a", "modules_to_save", "freeze_include", "freeze_exclude"),
+    *("freeze_lora_a", "modules_to_save", "freeze_include", "freeze_exclude"),
     *("adapter_path", "loraplus_lr_ratio", "neftune_alpha", "alora_invocation_tokens"),
 )
 # Callbacks of the whole run, and those of which each adapter has its own.
@@ -266,13 +269,20 @@ def _check_run(run: YamlRun) -> Iterator[Finding]:
             yield error(key, f"{key} is {value!r}, and pet_config has adapters: {reason}.", f"Set it to {needed}.")
     if not run.in_graph_mode:
         yield error("context.mode", "context.mode is PyNative, and adapters train beside each other in graph mode.")
-    trains = run.model_name == "Qwen3ForCausalLM" if run.is_mcore else "Llama" in str(run.model_name)
+    trains = run.model_name in _MCORE if run.is_mcore else "Llama" in str(run.model_name)
     if not trains:
         yield error(
             "model",
-            f"The model is {run.model_name}, and several adapters train on MindFormers' legacy Llama and its Qwen3 "
-            "alone: the loss that balances routed experts is of all rows of a batch.",
+            f"The model is {run.model_name}, and several adapters train on MindFormers' legacy Llama, its Qwen3 and "
+            "Qwen3-MoE alone.",
             "Train one adapter at a time.",
+        )
+    elif run.is_mcore and run.model.get("moe_aux_loss_coeff"):
+        yield error(
+            f"{MODEL}.moe_aux_loss_coeff",
+            f"moe_aux_loss_coeff is {run.model['moe_aux_loss_coeff']}, and pet_config has adapters: the loss that "
+            "balances routed experts is of all rows of a batch, of whichever adapter.",
+            "Set it to 0, or train one adapter at a time.",
         )
     if run.at("grouped_lr_schedule"):
         yield error("grouped_lr_schedule", "grouped_lr_schedule is set, and each adapter has one learning rate.")

@@ -10,12 +10,15 @@ from mindlora.core.text import listed
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.apply import apply_lora, freeze_base
 from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.parallel_linear import LoRAParallelLinear, QLoRAParallelLinear
+from mindlora.network.cells.routed_experts import holders_with
 from mindlora.network.cells.stacked_dense import StackedLoRADense, StackedLoRAParallelLinear
+from mindlora.network.cells.stacked_experts import StackedLoRAExpertWeight
 from mindlora.network.quantize import quantize_base
 from mindlora.network.quantized.nf4 import QLoRADense
-from mindlora.network.tree import copy_cells, lora_cells, replace_children
+from mindlora.network.tree import Tree, copy_cells, lora_cells, replace_children
 
 # Cells whose adapters can be stacked, and those of which all adapters are.
 _STACKED = {
@@ -23,6 +26,7 @@ _STACKED = {
     QLoRADense: StackedLoRADense,
     LoRAParallelLinear: StackedLoRAParallelLinear,
     QLoRAParallelLinear: StackedLoRAParallelLinear,
+    LoRAExpertWeight: StackedLoRAExpertWeight,
 }
 
 
@@ -60,13 +64,13 @@ def push(slices: Iterable[Slice]) -> None:
 
 
 class AdapterStack:
-    """K adapters on one network, whose linear cells have become StackedLoRADense.
+    """K adapters on one network, whose linear cells have become StackedLoRADense, and experts' weights such too.
 
     Attributes:
         networks (list): For each adapter a network of its own with LoRADense cells, on the parameters of the base that
             all share. It does not run: what there is for networks with one adapter (save_lora, load_lora, ...) works on
             it, between pull and push.
-        cells (dict): Path -> StackedLoRADense.
+        cells (dict): Path -> StackedLoRADense or StackedLoRAExpertWeight.
     """
 
     def __init__(self, networks: List[nn.Cell], cells: Dict[str, StackedLoRADense], seeds: Sequence[Optional[int]]):
@@ -116,7 +120,7 @@ def stack_adapters(
     """Puts K adapters on a network, in place, and freezes the rest. They are zero until set_initial_values.
 
     Args:
-        network (nn.Cell): A network of linear cells without adapters.
+        network (nn.Cell): A network of linear cells, and of routed experts, without adapters.
         configs (sequence of LoraConfig): Plain LoRA each, alike in quantize_base, lora_dropout and dtypes.
         seeds (sequence of int or None): The seed of each adapter's initial values. Default: None, no adapter has one.
 
@@ -148,26 +152,37 @@ def stack_adapters(
 
 def _check_linear(network):
     """Raises UnsupportedCellError if an adapter is on cells that cannot be stacked."""
-    others = {path: type(cell).__name__ for path, cell in lora_cells(network) if type(cell) not in _STACKED}
+    cells = dict(lora_cells(network))
+    others = {path: type(cell).__name__ for path, cell in cells.items() if type(cell) not in _STACKED}
     if others:
         path, kind = next(iter(others.items()))
         raise UnsupportedCellError(
-            f"{listed(others)} cannot carry several adapters: {path} would be a {kind}, and only linear cells with "
-            "plain LoRA train beside others. Add it to exclude_modules."
+            f"{listed(others)} cannot carry several adapters: {path} would be a {kind}, and only linear cells and "
+            "routed experts with plain LoRA train beside others. Add it to exclude_modules."
+        )
+    packed = [path for path, cell in cells.items() if isinstance(cell, LoRAExpertWeight) and cell.quantization]
+    if packed:
+        raise UnsupportedCellError(
+            f"{listed(packed)} cannot carry several adapters in 4 bits. Keep the experts in float, with "
+            "quantize_exclude: [mlp.experts.gate_up_proj, mlp.experts.down_proj]."
         )
 
 
 def _stack(network, networks, compute_dtype):
-    """Replaces the linear cells of a network that carry an adapter in any of ``networks``; returns path -> cell."""
+    """Replaces the cells of a network that carry an adapter in any of ``networks``; returns path -> cell."""
     adapted: List[Dict[str, nn.Cell]] = [_by_name(own) for own in networks]
-    bases = dict(network.cells_and_names())
+    tree = Tree(network)
     cells, replacements = {}, {}
-    for name, base in bases.items():
+    experts = []
+    for name, base in tree.cells.items():
         present = [each.get(name) for each in adapted]
         if any(present):
             first = next(cell for cell in present if cell is not None)
             stacked = _STACKED[type(first)].from_cells(base, present, compute_dtype)
             cells[first.adapter_path] = replacements[id(base)] = stacked
+            if isinstance(base, ExpertWeight):
+                experts.append((base, stacked))
+    replacements.update(holders_with(tree.modules, experts))
     replace_children(network, replacements)
     return cells
 

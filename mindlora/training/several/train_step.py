@@ -11,7 +11,7 @@ from mindspore.common import dtype as mstype
 from mindlora.models.names import TRANSIENT
 from mindlora.training.model.mcore_model import gpt_model_of, is_gpt_model, replace_loss
 from mindlora.training.model.network import base_of, with_loss
-from mindlora.training.several.adamw import StackedAdamW
+from mindlora.training.several.adamw import StackedAdamW, by_adapter
 from mindlora.training.step.packing import install_segment_mask
 from mindlora.training.step.token_gradients import TokenGradients
 from mindlora.training.step.train_step import StepRecord
@@ -54,7 +54,7 @@ class RowsOfAdapters(nn.Cell):
 
     Outputs:
         What the network returns for K times the rows, those of the first adapter first; of an mcore model the first two
-        tensors, as its further losses are zero without routed experts.
+        tensors, as its further losses are zero without routed experts, and with moe_aux_loss_coeff 0.
     """
 
     def __init__(self, network: nn.Cell, adapters: int):
@@ -91,7 +91,7 @@ _RECORDED = 5
 
 @_scaled_by_adapter.register("Tensor", "Tensor")
 def _scale(factors, gradient):
-    return gradient.astype(mstype.float32) * ops.broadcast_to(factors.reshape((-1, 1, 1)), gradient.shape)
+    return gradient.astype(mstype.float32) * by_adapter(factors, gradient.shape)
 
 
 @_squares_by_adapter.register("Tensor")

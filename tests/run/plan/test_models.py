@@ -106,6 +106,14 @@ def test_the_parameters_are_those_of_the_built_mcore_model(name, mcore):
     assert plan_of(config, "run.yaml", None, [1, 2]).trained == sum(p.size for p in parameters_of(network) if trains(p))
 
 
+def test_the_parameters_are_those_of_several_adapters_on_experts(mcore):
+    own = {"lora_rank": 5, "target_parameters": ["mlp.experts.down_proj"]}
+    network, config = mcore("qwen3_moe", {}, {**EXPERTS, "adapters": [{"lora_alpha": 4}, own]})
+    config["model"]["model_config"]["architectures"] = "Qwen3MoeForCausalLM"
+    run = {"optimizer": {"type": "AdamW"}, "runner_wrapper": {"type": "LoraTrainOneStepCell"}, "use_legacy": False}
+    assert_planned_as_built(network, {**config, **run, "runner_config": {"sink_mode": False}})
+
+
 @pytest.mark.parametrize("name", CHATGLMS)
 def test_the_parameters_and_the_cache_are_those_of_the_built_chatglm(name, mindformers):
     keys, pet = CHATGLMS[name]

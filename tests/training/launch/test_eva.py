@@ -5,7 +5,7 @@ import pytest
 from mindspore.mindrecord import FileWriter
 
 from mindlora.core.errors import LoraError
-from tests.support.runs import LORA_YAML, ROOT, SEQUENCE, SIZE_FLAGS, write_rows
+from tests.support.runs import LORA_YAML, SEQUENCE, SIZE_FLAGS, write_rows
 
 
 @pytest.fixture
@@ -40,10 +40,31 @@ def test_data_that_cannot_be_read_as_whole_rows(refused, tmp_path):
     assert "are packed, and EVA reads whole rows" in refused("--train_dataset_dir", tmp_path / "packed.mindrecord")
 
 
+def test_labels_of_an_mcore_model_may_be_those_of_the_next_token(mindformers, tmp_path):
+    """Rows of seq_length have labels that belong to the tokens one by one, longer ones labels of the same token."""
+    from mindlora.run.yaml_run import YamlRun
+    from mindlora.training.launch.eva import batches_of
+
+    labels = np.array([[-100, -100, 5, 6, -100, 8]], np.int32)
+    counted = {}
+    for name, width in (("shifted", 5), ("same", 6)):
+        path = tmp_path / f"{name}.mindrecord"
+        writer = FileWriter(str(path), 1)
+        column = {"type": "int32", "shape": [width]}
+        writer.add_schema({"input_ids": column, "labels": column}, name)
+        row = labels[0, 1:] if name == "shifted" else labels[0]
+        writer.write_raw_data([{"input_ids": np.arange(1, width + 1, dtype=np.int32), "labels": row}])
+        writer.commit()
+        data = {"data_loader": {"type": "MindDataset", "dataset_dir": str(path)}}
+        model = {"model_config": {"seq_length": 5, "pad_token_id": 0, "pet_config": {"pet_type": "lora"}}}
+        run = YamlRun({"use_legacy": False, "train_dataset": data, "model": model})
+        ((tokens, counted[name]),) = batches_of(run, 8, 4)
+        assert tokens.tolist() == [[1, 2, 3, 4, 5]]
+    assert counted["same"].tolist() == counted["shifted"].tolist() == [[False, False, True, True, False]]
+
+
 def test_settings_that_leave_nothing_to_compute(refused):
     assert "has no pet_config of mindlora" in refused("--model.model_config.pet_config", "null")
-    config = str(ROOT / "configs" / "qwen3" / "lora_qwen3_8b.yaml")
-    assert "mcore models run as a graph alone" in refused(config=config)
 
 
 def test_a_base_is_needed(refused, tmp_path):

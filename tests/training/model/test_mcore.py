@@ -172,10 +172,21 @@ def test_embedding_and_output_layer_train_are_saved_and_come_back(tied, tmp_path
         np.testing.assert_allclose(network(ids).asnumpy(), y, rtol=0, atol=1e-4)
 
 
-def test_multi_token_prediction_keeps_its_embedding_which_has_no_table_of_its_own():
-    network = tiny_deepseek_v3(num_nextn_predict_layers=1, first_k_dense_replace=1)
+def test_multi_token_prediction_keeps_its_embedding_which_has_no_table_of_its_own(tmp_path):
+    network, other = (tiny_deepseek_v3(num_nextn_predict_layers=1, first_k_dense_replace=1) for _ in range(2))
     report = apply_lora(network, LoraConfig(target_modules=".*word_embeddings"))
     assert report.replaced == ("model.embedding.word_embeddings",)
+    save_lora(network, tmp_path / "adapter")
+    load_lora(other, tmp_path / "adapter")
+    assert [path for path, _ in lora_cells(other)] == ["embedding.word_embeddings"]
+
+
+def test_a_tied_output_layer_gets_its_weight_only_where_it_can_take_an_adapter():
+    network = tiny_qwen3(tie_word_embeddings=True)
+    trainable_summary(network)
+    assert network.model.output_layer.weight is None
+    apply_lora(network, LoraConfig(target_modules=["lm_head"]))
+    assert network.model.output_layer.weight is network.model.embedding.word_embeddings.weight
 
 
 # Saving and loading ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A run of a Qwen3 that measures what it forgets and answers prompts, and MindFormers' evaluation of its adapter."""
+"""A run of a Qwen3 from the adapter of mindlora eva: what it forgets and answers, and MindFormers' evaluation."""
 
 import json
 import re
@@ -6,10 +6,12 @@ import re
 import mindspore as ms
 import numpy as np
 import pytest
+import yaml
 from mindspore import Tensor
 
 from mindlora import load_lora
 from mindlora.data import tokenizers
+from mindlora.files.adapters import files
 from mindlora.training.report.history import read_history
 from tests.conftest import in_mode
 from tests.support import tiny_runs
@@ -43,9 +45,27 @@ def run(mindformers, tmp_path_factory):
     config = tiny_config(str(folder / "data.mindrecord"), 8, callbacks, PET, load_checkpoint=str(folder / "base.ckpt"))
     config["model"]["model_config"].update(vocab_size=vocabulary, bos_token_id=1, eos_token_id=2)
     config["lr_schedule"]["learning_rate"] = 3e-2
+    (folder / "eva.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    command = ["-m", "mindlora.cli", "eva", "eva.yaml", "--output", "eva", "--rows", "14", "--json"]
+    process = tiny_runs.python(command, folder)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    report = json.loads(process.stdout.splitlines()[-1])
+    config["model"]["model_config"]["pet_config"].update(report["keys"])
     result = tiny_runs.launch(config, folder / "output")
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return folder, config
+    return folder, config, report
+
+
+def test_it_begins_with_the_adapter_that_the_command_made(run):
+    folder, _, report = run
+    assert report["batches"] == 4 and len(set(report["ranks"].values())) > 1
+    first, trained = files.read(str(folder / "eva")), files.read(str(folder / "output" / "lora_checkpoint" / "step_2"))
+    assert sorted(first.paths) == sorted(trained.paths)
+    for path in first.paths:
+        assert trained.rank(path) == first.rank(path) and trained.scale(path) == first.scale(path)
+        assert not first.tensors[path, "B"].any() and trained.tensors[path, "B"].any()
+        # In a step, Adam moves an element by about 0.03.
+        np.testing.assert_allclose(trained.tensors[path, "A"], first.tensors[path, "A"], atol=0.07)
 
 
 @shows("forgetting", "qwen3")
@@ -64,7 +84,7 @@ def test_prompts_are_answered_before_and_after(run):
 
 
 def test_mindformers_evaluates_the_adapter(run):
-    folder, config = run
+    folder, config, _ = run
     adapter = folder / "output" / "lora_checkpoint" / "step_2"
     config = json.loads(json.dumps(config))
     config.update(run_mode="eval", callbacks=[{"type": "MFLossMonitor"}])

@@ -1,5 +1,7 @@
 """Which cells of Qwen3-MoE and DeepSeek-V3 get adapters, and that DeepSeek-V3 trains, is saved and loaded with them."""
 
+import types
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -42,19 +44,31 @@ class Gradients(nn.Cell):
         return self.gradients(self.loss, self.weights)(input_ids, labels)
 
 
-@pytest.mark.parametrize(
-    ("make", "adapted"),
-    [(tiny_qwen3, False), (tiny_qwen3_moe, False), (tiny_deepseek_v3, False), (tiny_deepseek_v3, True)],
-)
-def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make, adapted):
-    network = make()
-    if adapted:
-        apply_lora(network, LoraConfig(target_modules="all-linear", lora_rank=2, lora_alpha=4))
-        freeze_base(network)
-        for number, parameter in enumerate(network.trainable_params()):
-            parameter.set_data(Tensor(0.2 * normal(*parameter.shape, seed=number)))
+BATCH = (tokens(), np.roll(tokens(), -1, 1))
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    """The loss of a DeepSeek-V3 with adapters and its router as a saved module, and what computes its gradients."""
+    network = tiny_deepseek_v3(moe_router_bias_update_rate=0.25)
+    targets = {"target_modules": "all-linear", "modules_to_save": ["router"]}
+    apply_lora(network, LoraConfig(lora_rank=2, lora_alpha=4, **targets))
+    freeze_base(network)
+    parts = [parameter for _, cell in lora_cells(network) for parameter in cell.lora_parameters()]
+    for number, parameter in enumerate(parts):
+        parameter.set_data(Tensor(0.2 * normal(*parameter.shape, seed=number)))
     loss = Loss(network).set_train()
-    gradients, batch = Gradients(loss), tuple(map(Tensor, (tokens(), np.roll(tokens(), -1, 1))))
+    return loss, Gradients(loss)
+
+
+@pytest.mark.parametrize("make", [tiny_qwen3, tiny_qwen3_moe, tiny_deepseek_v3, None])
+def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make, request):
+    if make:
+        loss = Loss(make()).set_train()
+        gradients = Gradients(loss)
+    else:
+        loss, gradients = request.getfixturevalue("adapted")
+    network, batch = loss.network, tuple(map(Tensor, BATCH))
     first, *later = ([gradient.asnumpy() for gradient in gradients(*batch)] for _ in range(3))
     for again in later:
         assert all(np.array_equal(*pair) for pair in zip(first, again))
@@ -66,6 +80,28 @@ def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make, adapted):
         parameter.set_data(Tensor(before))
         slope = (sides[0] - sides[1]) / 4e-4
         assert slope == pytest.approx(float((gradient * direction).sum()), rel=2e-2, abs=8e-3), parameter.name
+
+
+def test_the_bias_that_a_callback_moves_is_saved_with_the_adapter(adapted, tmp_path):
+    """After two micro-batches: 0.25 down for experts that got more than their share of the tokens, else up."""
+    from mindformers.core.callback.callback import TopkBiasBalanceCallback
+
+    loss = adapted[0]
+    router = loss.network.model.decoder.layers[0].mlp.router
+    router.expert_load.set_data(Tensor(np.zeros(4, np.float32)))
+    before = router.expert_bias.asnumpy().copy()
+    for _ in range(2):
+        loss(*map(Tensor, BATCH))
+    load = router.expert_load.asnumpy().copy()
+    assert load.sum() == pytest.approx(2) and load.min() < 0.45 and load.max() > 0.55
+    run = types.SimpleNamespace(cur_step_num=1, train_network=loss)
+    context = types.SimpleNamespace(original_args=lambda: run)
+    TopkBiasBalanceCallback(gradient_accumulation_steps=2).on_train_step_end(context)
+    bias = router.expert_bias.asnumpy()
+    np.testing.assert_allclose(bias - before, 0.25 * np.sign(0.5 - load), atol=1e-6)
+    save_lora(loss.network, tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / WEIGHTS)
+    np.testing.assert_array_equal(saved["base_model.model.model.layers.0.mlp.gate.e_score_correction_bias"], bias)
 
 
 @pytest.fixture(scope="module")

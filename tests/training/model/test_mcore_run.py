@@ -127,6 +127,8 @@ def test_another_family_is_refused_in_one_sentence_that_names_those_that_train()
         "on Qwen3ForCausalLM, Qwen3MoeForCausalLM, DeepseekV3ForCausalLM. Remove pet_config, or name one of these in "
         "model.model_config.architectures. docs/mcore.md says which mcore models train with adapters."
     )
+    config = yaml_of(model={"architectures": "Qwen2ForCausalLM", "model_type": "qwen2"})
+    assert message(config).endswith("Qwen2 trains with use_legacy: True, as LlamaForCausalLM with qkv_has_bias: True.")
     assert "the model is not named" in message(yaml_of(model={"architectures": None, "model_type": None}))
 
 

@@ -1,4 +1,4 @@
-"""Several adapters in one run of mindlora-run on one of MindFormers' mcore models: each learns what it learns alone."""
+"""Several adapters in one run on a Qwen3-MoE, on its routed experts too: each learns what it learns alone."""
 
 import json
 
@@ -12,35 +12,38 @@ from tests.support.mcore_networks import tiny_config
 from tests.support.what_runs import shows
 
 STEPS = 8
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTERS = {
-    "large": {"lora_rank": 6, "lora_alpha": 9, "seed": 1, "learning_rate": 3.0e-2},
-    "attention": {"target_modules": ["linear_qkv", "linear_proj"], "seed": 2},
+    "large": {"lora_rank": 6, "seed": 1, "target_modules": ["linear_proj"], "target_parameters": EXPERTS[1:]},
+    "other": {"lora_alpha": 9, "seed": 2, "learning_rate": 3.0e-2, "target_parameters": EXPERTS},
 }
 PET = {"lora_rank": 3, "lora_alpha": 6, "target_modules": "all-linear", "lora_dropout": 0.0}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Output folders: "both" of a run with both adapters, and for each adapter that of a run with it alone."""
+    """Output folders: "both" of a run with both adapters, and "other" of one with the second alone."""
     folder = tmp_path_factory.mktemp("several")
     tiny_runs.write_data(folder / "data.mindrecord", 16)
     tiny_runs.write_data(folder / "held_out.mindrecord", 6, seed=1)
     start(folder, "both", {**PET, "adapters": [{"name": name, **own} for name, own in ADAPTERS.items()]})
-    for name, own in ADAPTERS.items():
-        own = dict(own)
-        rate = own.pop("learning_rate", None)
-        start(folder, name, {**PET, **own}, rate)
+    own = dict(ADAPTERS["other"])
+    rate = own.pop("learning_rate")
+    start(folder, "other", {**PET, **own}, rate)
     return folder
 
 
-def start(folder, name, pet, rate=None):
+def start(folder, name, pet, rate=1e-2):
     callbacks = [
         {"type": "HeldOutLoss", "dataset_dir": str(folder / "held_out.mindrecord"), "every_steps": 4, "batch_size": 2},
         {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 2},
     ]
     config = tiny_config(str(folder / "data.mindrecord"), 4, callbacks, pet)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "moe_grouped_gemm": True}
+    family = {"model_type": "qwen3_moe", "architectures": "Qwen3MoeForCausalLM", "routed_scaling_factor": 1.0}
+    config["model"]["model_config"].update({**family, **experts})
     config["runner_config"]["gradient_accumulation_steps"] = 2
-    config["lr_schedule"]["learning_rate"] = rate or 1e-2
+    config["lr_schedule"]["learning_rate"] = rate
     result = tiny_runs.launch(config, folder / name)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
@@ -50,18 +53,21 @@ def test_the_adapters_are_compared_on_one_page(folder):
     assert all(name in json.dumps(comparison) for name in ADAPTERS) and (folder / "both" / "comparison.html").exists()
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-@shows("several", "qwen3")
-def test_an_adapter_learns_what_it_learns_alone(folder, name):
-    together, alone = read_history(str(folder / "both" / name)), read_history(str(folder / name))
+@shows("several", "qwen3_moe")
+@shows("experts", "qwen3_moe")
+def test_an_adapter_learns_what_it_learns_alone(folder):
+    """The second one, whose tokens and values are behind the first one's, of a rank below the largest."""
+    outputs = folder / "both" / "other", folder / "other"
+    together, alone = (read_history(str(output)) for output in outputs)
     for series in ("loss", "held_out_loss"):
         found, expected = (history.series(series)[1] for history in (together, alone))
         assert len(expected) == (STEPS if series == "loss" else 2) and expected[-1] < expected[0] - 1e-3
         np.testing.assert_allclose(found, expected, rtol=1e-6)
     states = [
-        load_file(output / "lora_checkpoint" / f"step_{STEPS}" / "adapter_model.safetensors")
-        for output in (folder / "both" / name, folder / name)
+        load_file(output / "lora_checkpoint" / f"step_{STEPS}" / "adapter_model.safetensors") for output in outputs
     ]
     assert states[0].keys() == states[1].keys() and states[0]
     for key, array in states[1].items():
-        np.testing.assert_allclose(states[0][key], array, rtol=0, atol=2e-5 * np.abs(array).max(), err_msg=key)
+        # Adam makes a step of its full length of a gradient near zero too, whatever its last bits are.
+        share = 5e-4 if "experts" in key else 2e-5
+        np.testing.assert_allclose(states[0][key], array, rtol=0, atol=share * np.abs(array).max(), err_msg=key)

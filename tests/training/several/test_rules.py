@@ -125,6 +125,9 @@ def test_data_of_an_adapter(tmp_path):
     assert "Set warmup_steps or warmup_ratio" in findings[0][2] and "in batches of equal size" in findings[2][2]
 
 
+BALANCED = {"model_type": "qwen3_moe", "moe_aux_loss_coeff": 0.001}
+
+
 @pytest.mark.parametrize(
     "pet, changes, key, message",
     [
@@ -141,9 +144,15 @@ def test_data_of_an_adapter(tmp_path):
         ({}, {"context": {"mode": 1}}, "context.mode", "in graph mode"),
         (
             {},
-            {"use_legacy": False, "model": {"model_config": {"model_type": "qwen3_moe", "pet_config": pet_config()}}},
+            {"use_legacy": False, "model": {"model_config": {"model_type": "deepseek_v3", "pet_config": pet_config()}}},
             "model",
-            "The model is Qwen3MoeForCausalLM, and .* its Qwen3 alone: the loss that balances routed experts",
+            "The model is DeepseekV3ForCausalLM, and .* its Qwen3 and Qwen3-MoE alone. Train one adapter at a time",
+        ),
+        (
+            {},
+            {"use_legacy": False, "model": {"model_config": {**BALANCED, "pet_config": pet_config()}}},
+            "model.model_config.moe_aux_loss_coeff",
+            "moe_aux_loss_coeff is 0.001, and pet_config has adapters: the loss that balances .* Set it to 0",
         ),
         ({}, {"grouped_lr_schedule": {"default": {}}}, "grouped_lr_schedule", "one learning rate"),
         ({}, {"callbacks": [{"type": "SampleAnswers"}]}, "callbacks.SampleAnswers", "for a run with one adapter"),
