@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.network.tree import lora_cells
-from tests.support.mcore_networks import Loss, tiny_deepseek_v3, tiny_qwen3, tiny_qwen3_moe, tokens, train
+from tests.support.mcore_networks import Loss, tiny_deepseek_v3, tiny_qwen3_moe, tokens, train
 from tests.support.networks import normal
 from tests.support.what_runs import shows
 
@@ -61,8 +61,10 @@ def adapted():
     return loss, Gradients(loss)
 
 
-@pytest.mark.parametrize("make", [tiny_qwen3, tiny_qwen3_moe, tiny_deepseek_v3, None])
+@shows("whole", "qwen3_moe", "deepseek_v3")
+@pytest.mark.parametrize("make", [tiny_qwen3_moe, tiny_deepseek_v3, None])
 def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make, request):
+    """Of whole models, whose attention and dense layers are a Qwen3's too, and of adapters."""
     if make:
         loss = Loss(make()).set_train()
         gradients = Gradients(loss)
