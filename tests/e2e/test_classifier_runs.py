@@ -15,6 +15,7 @@ from tests.support import tiny_runs
 from tests.support.mcore_networks import tiny_config as mcore_config
 from tests.support.ranks import run_ranks
 from tests.support.runs import SEQUENCE, SIZES, VOCABULARY
+from tests.support.what_runs import shows
 
 LABELS, ROWS, BATCH, EPOCHS = 3, 32, 8, 4
 STEPS = ROWS // BATCH * EPOCHS
@@ -136,6 +137,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(runs, whole):
     tiny_runs.assert_same_state(whole.steps / f"step_{STEPS}", run.steps / f"step_{STEPS}")
 
 
+@shows("classifier", "qwen3", place="processes")
 def test_two_processes_train_what_one_trains_on_the_joined_batch(runs, whole):
     two = runs.start_two()
     half = STEPS // 2

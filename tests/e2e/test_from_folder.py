@@ -12,6 +12,7 @@ from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HEAD_DIM, HIDDEN, HUGGING_FACE, llama, save_base
 from tests.support.runs import ROOT, python, succeeded
+from tests.support.what_runs import shows
 
 VOCABULARY = 384
 # The README's, and one of MindFormers' legacy models in its place.
@@ -76,6 +77,7 @@ def test_three_commands_make_an_adapter(trained):
     assert len(adapter) == 2 * 7 * 2 and all(array.any() for array in adapter.values())
 
 
+@shows("served", "llama", "qwen3")
 def test_the_folder_answers_with_the_adapter(trained, model):
     """Serving compares the adapter's fingerprint of the base with the folder's: it was trained on these weights.
 

@@ -20,6 +20,7 @@ from tests.support.mcore_networks import scaled, tiny_qwen3
 from tests.support.mcore_networks import tiny_config as mcore_config
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, SEQUENCE, SIZES, VOCABULARY, python, succeeded
+from tests.support.what_runs import shows
 
 COLUMNS = ["input_ids", "labels", "answers", "pairs"]
 PAIRS, EPOCHS = 32, 4
@@ -200,6 +201,7 @@ def test_an_adapter_made_from_the_base_begins_at_its_own_reference(runs, tmp_pat
 
 
 @of_models("qwen3")
+@shows("resume", "qwen3")
 def test_a_resumed_run_equals_the_uninterrupted_one(runs, plain):
     run = runs.start("resumed", resume=plain.output / "lora_checkpoint" / "step_8")
     assert run.process.returncode == 0, run.process.stderr[-3000:]
@@ -222,6 +224,7 @@ def test_it_goes_with(name, pet_config, runs):
 
 
 @of_models("qwen3")
+@shows("nf4", "qwen3")
 def test_a_base_in_4_bits(runs, tmp_path):
     quantized = tmp_path / "base.safetensors"
     succeeded(python(["-m", "mindlora.cli", "base", "quantize", runs.base, quantized], tmp_path))
@@ -231,6 +234,7 @@ def test_a_base_in_4_bits(runs, tmp_path):
 
 
 @of_models("qwen3")
+@shows("preference", "qwen3", place="processes")
 def test_two_processes_train_what_one_trains_on_the_joined_batch(runs, tmp_path):
     states = {}
     for name, count in (("one", 1), ("two", 2)):

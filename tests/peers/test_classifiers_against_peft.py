@@ -13,6 +13,7 @@ from tests.peers.conftest import TOKENS, llama_keys
 from tests.support.mcore_networks import save_for_transformers, scaled, tiny_qwen3, tiny_qwen3_classifier
 from tests.support.peers import cases
 from tests.support.peers.peer import read_json
+from tests.support.what_runs import shows
 
 LABELS = 3
 # A Qwen3's q, k and v are one cell.
@@ -103,6 +104,7 @@ def test_an_adapter_of_peft_scores_here_as_in_peft(task, model, peer, make_class
 
 
 @pytest.mark.parametrize("task", CLASSES)
+@shows("classifier", "llama", "qwen3")
 def test_an_adapter_of_a_new_head_scores_in_peft_as_here(task, family, model, peer, make_classifier, tmp_path):
     network = make_classifier(task)
     cells = ["linear_qkv", "linear_fc2"] if family == "qwen3" else ["wq", "w2"]

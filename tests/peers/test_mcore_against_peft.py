@@ -10,6 +10,7 @@ from mindlora.files.base.merge import merge_checkpoint
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import TINY, save_for_transformers, tiny_qwen3, tokens
 from tests.support.networks import randomize
+from tests.support.what_runs import shows
 
 pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 
@@ -42,6 +43,7 @@ def bases(mindformers, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
+@shows("embedding", "qwen3")
 def test_peft_gives_the_same_logits(name, bases, peer, tmp_path):
     tied, targets = ADAPTERS[name]
     network = qwen3(tied)

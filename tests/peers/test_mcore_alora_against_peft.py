@@ -13,6 +13,7 @@ from tests.peers.test_mcore_against_peft import LAYERS, qwen3
 from tests.support.mcore_networks import TINY, save_for_transformers
 from tests.support.networks import randomize
 from tests.support.peers.peer import arrays
+from tests.support.what_runs import shows
 
 pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 
@@ -62,6 +63,7 @@ class Gradients(nn.Cell):
         return self.gradients(ids, labels, mask)
 
 
+@shows("alora", "qwen3")
 def test_the_gradients_are_the_same(base, peer, tmp_path):
     ids = rows(16) % TINY["vocab_size"]
     network = adapted(["o_proj", "down_proj"])

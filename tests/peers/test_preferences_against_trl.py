@@ -18,6 +18,7 @@ from tests.peers.conftest import llama_keys
 from tests.support.instruction_rows import as_jsonl
 from tests.support.mcore_networks import save_for_transformers, scaled, tiny_qwen3, with_adapters
 from tests.support.peers import cases
+from tests.support.what_runs import shows
 
 MODEL, LENGTH, STEPS = "grouped", 32, 5
 SIDE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "support", "peers", "trl_side.py")
@@ -224,6 +225,7 @@ def distance(found, expected):
     return np.sqrt(difference / sum(np.square(value, dtype=np.float64).sum() for value in expected.values()))
 
 
+@shows("preference", "llama", "qwen3")
 def test_steps_of_training(trl, make_adapted):
     from mindformers.core.optim import AdamW
 

@@ -26,6 +26,7 @@ from tests.support import mcore_networks, mcore_serving, tiny_serving
 from tests.support.llama_checkpoints import load, save_base
 from tests.support.mcore_serving import COMMON, ROUTED, checkpoint, node
 from tests.support.networks import randomize
+from tests.support.what_runs import shows
 
 SETTINGS = EngineSettings(seq_length=96, block_size=8, max_running=8, max_tokens_per_step=300, slots=3, max_rank=8)
 # In one batch they are for the graph of many tokens, and those of an answer for that of few.
@@ -150,6 +151,7 @@ def answers(kind, path, adapters, quantize, settings=SETTINGS):
 
 
 @pytest.mark.parametrize("kind", ["qwen3-moe", "glm4"])
+@shows("served", "qwen3_moe")
 def test_tokens_are_those_of_the_same_weights_in_float(mindformers, library, tmp_path, kind):
     packed, decoded = bases(tmp_path, kind)
     adapters = write_adapters(tmp_path, kind)

@@ -56,6 +56,7 @@ def run(mindformers, tmp_path_factory):
     return folder, config, report
 
 
+@shows("eva", "qwen3")
 def test_it_begins_with_the_adapter_that_the_command_made(run):
     folder, _, report = run
     assert report["batches"] == 4 and len(set(report["ranks"].values())) > 1

@@ -12,6 +12,7 @@ from mindlora.training.classifier.labels import label_measures
 from tests.support import pynative_runs, tiny_runs
 from tests.support.peers.peer import read_json
 from tests.support.pynative_runs import QWEN3, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS, ROWS, WIDTH, LABELS = 4, 4, tiny_runs.SEQUENCE + 1, 4
@@ -113,6 +114,7 @@ def records(folder, key):
 
 
 @pytest.mark.parametrize("name", ["texts", "words"])
+@shows("held_out", "qwen3", trainer="pynative")
 def test_the_held_out_loss_and_measures_are_those_of_the_scores(folder, messages, name):
     assert messages[name] is None
     scores = np.load(folder / f"{name}.npy").astype(np.float64).reshape(ROWS, WIDTH - 1, LABELS)
@@ -130,6 +132,7 @@ def test_the_held_out_loss_and_measures_are_those_of_the_scores(folder, messages
 
 
 @pytest.mark.parametrize("name", ["texts", "words", "rewards"])
+@shows("classifier", "qwen3", trainer="pynative")
 def test_a_step_learns_what_is_measured_before_it(folder, messages, name):
     """All rows are in each step."""
     assert messages[name] is None

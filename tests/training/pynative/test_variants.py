@@ -10,6 +10,7 @@ from mindlora.core.numerics.vera_projection import projection
 from mindlora.files.adapters.convert import Heads, convert_adapter
 from tests.support import pynative_runs
 from tests.support.pynative_runs import BRIDGE, LORA, only_with_pynative_trainer
+from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS = 4
@@ -47,7 +48,10 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["dora", "miss", "vera"])
+SHOWN = [pytest.param(name, marks=shows(name, "qwen3", trainer="pynative")) for name in ("dora", "miss", "vera")]
+
+
+@pytest.mark.parametrize("name", SHOWN)
 def test_it_begins_as_the_base_and_learns(runs, name):
     losses, plain = (pynative_runs.losses(runs / run) for run in (name, "lora"))
     np.testing.assert_allclose(losses[0], plain[0], rtol=1e-6)
