@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from mindformers.models.build_model import build_network
 from mindformers.tools.register import MindFormerConfig
+from mindformers.wrapper import wrapper
 from mindspore import Tensor, nn
 
 from mindlora.network.cells.label_losses import LabelLosses
 from mindlora.training.held_out.cells import HeldOutLossCell
 from mindlora.training.launch import hooks  # noqa: F401
+from mindlora.training.model.mcore_model import gpt_model_of
 from mindlora.training.model.network import base_of
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.support import tiny_runs
@@ -69,7 +71,10 @@ def batch(seed):
 def trained(network, setting, steps=STEPS, **arguments):
     """Trains a network; returns its step, the losses and the norms of the gradient, and what was trained."""
     optimizer = nn.SGD(network.trainable_params(), 0.05)
-    step = LoraTrainOneStepCell(network, optimizer, loss_in_pieces=setting, **arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        # What a YAML's use_legacy says.
+        patch.setattr(wrapper, "is_legacy_model", lambda: gpt_model_of(network) is None)
+        step = LoraTrainOneStepCell(network, optimizer, loss_in_pieces=setting, **arguments)
     step.set_train()
     records = []
     for number in range(steps):
