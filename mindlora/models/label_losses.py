@@ -39,7 +39,7 @@ class Head(NamedTuple):
         steps_by_mindlora (bool): Whether mindlora's train step makes the gradients, alone or in data parallel.
         model (str): What the model is called.
         is_known (bool): Whether it is LlamaForCausalLM or a GPTModel, of which is known how they use their head.
-        cell (str): What the head is: "" for a linear cell of MindFormers' without a bias.
+        cell (str): What else the head is or has than a weight, such as "has an adapter"; "" if nothing.
         predicts_several (bool): Whether the model predicts several tokens (num_nextn_predict_layers).
     """
 
@@ -61,4 +61,11 @@ class Head(NamedTuple):
             return f"the model is a {self.model}"
         if self.predicts_several:
             return "the model predicts several tokens"
-        return f"the output head is {self.cell}" if self.cell else ""
+        return f"the output head {self.cell}" if self.cell else ""
+
+    def __str__(self) -> str:
+        """Returns which of the two it is, as log, doctor and plan say it."""
+        if self.why_whole:
+            return f"Head and loss: the logits of all tokens are made at once, as {self.why_whole}."
+        size = "some" if self.setting is True else f"{self.setting:,}"
+        return f"Head and loss: {size} tokens at a time, so that no logits of all tokens are made."

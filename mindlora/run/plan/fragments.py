@@ -107,8 +107,24 @@ _MCORE_FUSED = LossTensors(
 )
 
 
-def loss_tensors(is_legacy: bool, fuses: bool) -> LossTensors:
-    """Returns the tensors of the loss of a legacy or an mcore model; ``fuses``: the jit_level is O1."""
+# Of a piece, where LabelLosses takes the place of MindFormers' loss.
+_IN_PIECES = LossTensors(
+    (),
+    (
+        Made("one-hot labels"),
+        *_product(),
+        Made("log-probabilities", ("logits",)),
+        Made("exponentials", ("log-probabilities",)),
+        Made("gradient", ("exponentials", "one-hot labels")),
+        Made("gradient in 16 bits", ("gradient", "gradient in 16 bits"), in_16_bits=True),
+    ),
+)
+
+
+def loss_tensors(is_legacy: bool, fuses: bool, in_pieces: bool = False) -> LossTensors:
+    """Returns the tensors of the loss of a legacy or an mcore model, or of a piece; ``fuses``: the jit_level is O1."""
+    if in_pieces:
+        return _IN_PIECES
     if is_legacy:
         return _LEGACY_FUSED if fuses else _LEGACY
     return _MCORE_FUSED if fuses else _MCORE

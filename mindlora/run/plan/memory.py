@@ -145,8 +145,11 @@ def _step_lines(run: Run, activations: Activations, recomputation: Recomputation
     recomputed = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
     layer = max((activations.whole_layer(layer) for layer in recomputed), default=0)
     is_last = stage == run.division.pipeline - 1
-    loss = activations.loss.widest(*activations.logits) if is_last else 0
-    name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
+    # Where a layer's gradients are made, what lies behind the layers has been given back.
+    layer = max(layer + activations.inside_of_layer - (activations.head() if is_last else 0), 0)
+    loss = activations.loss.widest(*activations.logits) + activations.beside_logits if is_last else 0
+    name = "a layer that is recomputed" if recomputed else "gradients inside of a layer"
+    name = "logits and loss" if loss >= layer else f"{name} (more than logits and loss)"
     lines.append(Line(name, max(loss, layer), basis_of(run) if loss >= layer else ARITHMETIC))
     return lines
 
@@ -259,7 +262,7 @@ def _reference(run: Run) -> Line:
     is_new = not run.yaml.pet_config.get("adapter_path")
     copies = sum(weight.size for weight in run.weights if weight.trained and not (weight.adapter and is_new))
     if run.yaml.on_cpu:
-        logits = 4 * run.tokens * run.vocabulary
+        logits = 4 * (run.piece or run.tokens) * run.vocabulary
         return Line("reference: its logits, and copies of what was loaded to train", copies + logits, ARITHMETIC)
     # On Ascend its logits are given back before those of the network that trains are computed, and it holds less than
     # that does: three tensors of their shape at a time.

@@ -77,10 +77,10 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     model = with_loss(network)
     if model is None:
         return False
-    head = _head_of(model)
-    reason = _described(model, head, setting, steps_by_mindlora).why_whole
-    if reason:
-        logger.info("Head and loss: the logits of all tokens are made at once, as %s.", reason)
+    head = model.output_layer if is_gpt_model(model) else getattr(model, "lm_head", None)
+    described = _described(model, head, setting, steps_by_mindlora)
+    logger.info("%s", described)
+    if described.why_whole:
         return False
     piece = None if setting is True else setting
     weight = model.embedding.word_embeddings.weight if head.weight is None else head.weight
@@ -90,24 +90,18 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     model.loss._cells["_nllloss"] = _First()
     # Parameter and settings stay when the class of a cell changes.
     head.__class__ = _HANDING[type(head)]
-    size = f"{piece} tokens at a time" if piece else "some tokens at a time"
-    logger.info("Head and loss: %s, no logits of all tokens are made.", size)
     return True
-
-
-def _head_of(model):
-    return model.output_layer if is_gpt_model(model) else getattr(model, "lm_head", None)
 
 
 def _described(model, head, setting, steps_by_mindlora):
     is_gpt = is_gpt_model(model)
     cell = ""
     if isinstance(head, LoRACell):
-        cell = f"a {type(head).__name__} with an adapter"
+        cell = "has an adapter"
     elif type(head) not in _HANDING:
-        cell = f"a {type(head).__name__}"
+        cell = f"is a {type(head).__name__}"
     elif head.has_bias or not head.transpose_b or getattr(head, "activation_flag", False):
-        cell = f"a {type(head).__name__} with more than a weight"
+        cell = "has a bias, an activation or a transposed weight"
     is_known = is_gpt or type(model).construct is LlamaForCausalLM.construct
     predicts_several = is_gpt and model.mtp_process
     return Head(setting, steps_by_mindlora, type(model).__name__, is_known, cell, predicts_several)

@@ -1,5 +1,7 @@
 """LabelLosses against NumPy in float64: values, gradients, and the tokens and labels at the edges."""
 
+import functools
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -16,10 +18,10 @@ CHANNELS, VOCABULARY, PIECE = 5, 11, 4
 class Network(nn.Cell):
     """The sum of the losses, each times its factor, of hidden states and a head that are parameters."""
 
-    def __init__(self, hidden, weight, trained=True, piece=PIECE, dtype=ms.float32):
+    def __init__(self, tokens, trained=True, piece=PIECE, dtype=ms.float32):
         super().__init__()
-        self.hidden = Parameter(Tensor(hidden, dtype), name="hidden")
-        self.weight = Parameter(Tensor(weight, dtype), name="weight", requires_grad=trained)
+        self.hidden = Parameter(Tensor(np.zeros((tokens, CHANNELS)), dtype), name="hidden")
+        self.weight = Parameter(Tensor(np.zeros((VOCABULARY, CHANNELS)), dtype), name="weight", requires_grad=trained)
         self.losses = LabelLosses(dtype, trained, piece)
 
     def construct(self, labels, factors):
@@ -38,6 +40,12 @@ class Gradients(nn.Cell):
     def construct(self, labels, factors):
         (_, losses), gradients = self.both(labels, factors)
         return losses, gradients
+
+
+@functools.lru_cache(maxsize=None)
+def gradients_of(mode, tokens, trained, piece, dtype):
+    """Gradients in a mode, compiled once."""
+    return Gradients(Network(tokens, trained, piece, dtype)).set_train()
 
 
 def oracle(hidden, weight, labels, factors):
@@ -61,10 +69,11 @@ def sample(tokens, seed=0):
     return hidden.astype(np.float32), weight.astype(np.float32), labels.astype(np.int32), rng.random(tokens)
 
 
-def compared(hidden, weight, labels, factors, rtol=5e-6, **arguments):
+def compared(hidden, weight, labels, factors, rtol=5e-6, trained=True, piece=PIECE, dtype=ms.float32):
     """Asserts that losses and gradients are those of the oracle, and returns them."""
-    step = Gradients(Network(hidden, weight, **arguments))
-    step.set_train()
+    step = gradients_of(ms.get_context("mode"), len(labels), trained, piece, dtype)
+    step.network.hidden.set_data(Tensor(hidden, dtype))
+    step.network.weight.set_data(Tensor(weight, dtype))
     losses, gradients = step(Tensor(labels), Tensor(factors, ms.float32))
     found = [losses.asnumpy(), *(gradient.float().asnumpy() for gradient in gradients)]
     for array, expected in zip(found, oracle(hidden, weight, labels, factors)):
@@ -83,19 +92,19 @@ def test_losses_and_gradients(mode, trained):
     assert not found[0][ignored].any() and not found[1][ignored].any()
 
 
-@pytest.mark.parametrize("tokens, piece", [(1, PIECE), (PIECE, PIECE), (9, None), (3, 1)])
+@pytest.mark.parametrize("tokens, piece", [(1, PIECE), (3, 1), (9, None)])
 def test_numbers_of_tokens(graph_mode, tokens, piece):
     compared(*sample(tokens), piece=piece)
 
 
 def test_no_label_counts(graph_mode):
-    hidden, weight, labels, factors = sample(6)
+    hidden, weight, labels, factors = sample(9)
     found = compared(hidden, weight, np.full_like(labels, -100), factors)
     assert not any(array.any() for array in found)
 
 
 def test_huge_logits(graph_mode):
-    hidden, weight, labels, factors = sample(6)
+    hidden, weight, labels, factors = sample(9)
     found = compared(hidden * 1e4, weight, labels, factors, trained=False)
     assert found[0].max() > 1e4
 
@@ -109,13 +118,15 @@ def test_16_bits(graph_mode, trained):
 
 def test_evaluation_computes_the_same(graph_mode):
     hidden, weight, labels, factors = sample(9)
-    network = Network(hidden, weight).set_train(False)
+    network = Network(9).set_train(False)
+    network.hidden.set_data(Tensor(hidden))
+    network.weight.set_data(Tensor(weight))
     _, losses = network(Tensor(labels), Tensor(factors, ms.float32))
     np.testing.assert_allclose(losses.asnumpy(), oracle(hidden, weight, labels, factors)[0], rtol=5e-6)
 
 
 def test_finite_differences(graph_mode):
-    hidden, weight, labels, factors = sample(5)
+    hidden, weight, labels, factors = sample(9)
     _, of_hidden, of_weight = compared(hidden, weight, labels, factors)
 
     def total(hidden, weight):

@@ -14,6 +14,7 @@ from mindspore import Tensor, nn
 from mindlora.network.cells.label_losses import LabelLosses
 from mindlora.training.held_out.cells import HeldOutLossCell
 from mindlora.training.launch import hooks  # noqa: F401
+from mindlora.training.log import logger
 from mindlora.training.model.mcore_model import gpt_model_of
 from mindlora.training.model.network import base_of
 from mindlora.training.step.train_step import LoraTrainOneStepCell
@@ -134,3 +135,18 @@ def test_qwen3():
     pieces = compare(lambda: mcore(tiny_qwen3))
     found, expected = held_out(pieces.step)
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("pet", [{"modules_to_save": ["lm_head"]}, {"target_modules": ".*lm_head"}], ids=str)
+def test_a_head_that_trains(pet, monkeypatch, caplog):
+    """A saved head gets its gradient; one with an adapter takes all tokens at once, and the log says so."""
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    with caplog.at_level(logging.INFO, logger="mindlora"):
+        if "modules_to_save" in pet:
+            pieces = compare(lambda: llama(**pet))
+            assert "lm_head.weight" in " ".join(pieces.weights)
+        else:
+            assert not losses_of_labels(trained(llama(**pet), True, steps=0).step)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Head and loss")]
+    expected = f"{PIECE} tokens at a time, so" if "modules_to_save" in pet else "made at once, as the output head has an"
+    assert expected in said[-1]
