@@ -271,9 +271,9 @@ class Activations:
         return of_hidden + (2 * 4 * self.run.outputs * self.sizes.hidden if self.run.trains_head else 0)
 
     @property
-    def inside_of_layer(self) -> int:
+    def inside_of_layer(self) -> Tuple[int, int]:
         """Bytes of the gradients in a layer where they take most: of its output, and of what its w2 takes."""
-        return self.layer_input + self.compute * self.sizes.tokens * self.sizes.inner
+        return self.layer_input, self.compute * self.sizes.tokens * self.sizes.inner
 
     def layer_tensors(self, layer: int, recomputation: Recomputation) -> LayerTensors:
         """Returns what a layer makes for its backward, and what it keeps until then."""

@@ -146,7 +146,7 @@ def _step_lines(run: Run, activations: Activations, recomputation: Recomputation
     layer = max((activations.whole_layer(layer) for layer in recomputed), default=0)
     is_last = stage == run.division.pipeline - 1
     # Where a layer's gradients are made, what lies behind the layers has been given back.
-    layer = max(layer + activations.inside_of_layer - (activations.head() if is_last else 0), 0)
+    layer = max(layer + sum(activations.inside_of_layer) - (activations.head() if is_last else 0), 0)
     loss = activations.loss.widest(*activations.logits) + activations.beside_logits if is_last else 0
     name = "a layer that is recomputed" if recomputed else "gradients inside of a layer"
     name = "logits and loss" if loss >= layer else f"{name} (more than logits and loss)"
@@ -239,6 +239,9 @@ def _step_tensors(run: Run, activations: Activations, recomputation: Recomputati
         activations.head() if is_last else 0,
         activations.loss if is_last else None,
         activations.logits,
+        activations.inside_of_layer,
+        -(-run.tokens // run.piece) if is_last and run.piece else 1,
+        activations.layer_input if is_last and run.piece else 0,
     )
 
 
