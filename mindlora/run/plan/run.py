@@ -206,7 +206,7 @@ class Run:
             True if setting is None else setting,
             self.steps_by_mindlora or bool(self.adapters),
             str(self.yaml.model_name),
-            self.yaml.is_mcore or self.yaml.model_class == "LlamaForCausalLM",
+            self.yaml.is_mcore or self.yaml.is_classifier or self.yaml.model_class == "LlamaForCausalLM",
             cell,
             any(path.startswith("mtp.") for path in self.linear),
         )

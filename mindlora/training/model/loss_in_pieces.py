@@ -11,6 +11,7 @@ from mindspore.common import dtype as mstype
 from mindlora.models.label_losses import Head, check_loss_in_pieces
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.label_losses import LabelLosses
+from mindlora.network.cells.score import score_of
 from mindlora.training.log import logger
 from mindlora.training.model.mcore_model import is_gpt_model
 from mindlora.training.model.network import with_loss
@@ -98,6 +99,8 @@ def _described(model, head, setting, steps_by_mindlora):
     cell = ""
     if isinstance(head, LoRACell):
         cell = "has an adapter"
+    elif score_of(model) is not None:
+        cell = "gives scores of labels"
     elif type(head) not in _HANDING:
         cell = f"is a {type(head).__name__}"
     elif head.has_bias or not head.transpose_b or getattr(head, "activation_flag", False):
