@@ -275,6 +275,13 @@ class Activations:
         """Bytes of the gradients in a layer where they take most: of its output, and of what its w2 takes."""
         return self.layer_input, self.compute * self.sizes.tokens * self.sizes.inner
 
+    @property
+    def decoded(self) -> int:
+        """Bytes of a weight in 4 bits while it is decoded: in float32, twice; a CPU's operator makes neither."""
+        if self.run.yaml.on_cpu:
+            return 0
+        return max((2 * 4 * weight.count for weight in self.run.weights if weight.dtype == "uint8"), default=0)
+
     def layer_tensors(self, layer: int, recomputation: Recomputation) -> LayerTensors:
         """Returns what a layer makes for its backward, and what it keeps until then."""
         if layer < self.first_trained():

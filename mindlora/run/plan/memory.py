@@ -146,6 +146,7 @@ def _step_lines(run: Run, activations: Activations, recomputation: Recomputation
     layer = max((activations.whole_layer(layer) for layer in recomputed), default=0)
     is_last = stage == run.division.pipeline - 1
     # Where a layer's gradients are made, what lies behind the layers has been given back.
+    layer += activations.decoded
     layer = max(layer + sum(activations.inside_of_layer) - (activations.head() if is_last else 0), 0)
     loss = activations.loss.widest(*activations.logits) + activations.beside_logits if is_last else 0
     name = "a layer that is recomputed" if recomputed else "gradients inside of a layer"
