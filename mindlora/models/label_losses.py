@@ -1,8 +1,9 @@
 """How many tokens an output head and its loss take at a time, and which runs have them take all at once."""
 
+import dataclasses
 from typing import NamedTuple, Union
 
-from mindlora.core.fields import COUNT, check_number
+from mindlora.core.fields import Range, check_number
 
 KEY = "loss_in_pieces"
 _LOGITS = 2**24
@@ -25,10 +26,20 @@ def tokens_at_once(tokens: int, channels: int, vocabulary: int) -> int:
     return max(piece, _MULTIPLE, -(-tokens // _PIECES))
 
 
+@dataclasses.dataclass(frozen=True)
+class _OrFlag(Range):
+    """A range of numbers, or True or False."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, bool) or super().__contains__(value)
+
+
+PIECES = _OrFlag("True, False or a whole number of at least 1", lambda tokens: tokens >= 1, (int,))
+
+
 def check_loss_in_pieces(setting: Union[bool, int]) -> None:
-    """Raises ConfigError unless loss_in_pieces is True, False or a whole number of at least 1."""
-    if not isinstance(setting, bool):
-        check_number(setting, KEY, COUNT)
+    """Raises ConfigError unless loss_in_pieces is one of PIECES."""
+    check_number(setting, KEY, PIECES)
 
 
 class Head(NamedTuple):

@@ -201,9 +201,8 @@ class Run:
             cell = "gives scores of labels"
         elif any(weight.dtype == "uint8" for weight in heads):
             cell = "is in 4 bits"
-        setting = self.yaml.at(f"runner_wrapper.{KEY}")
         return Head(
-            True if setting is None else setting,
+            self.yaml.setting(f"runner_wrapper.{KEY}"),
             self.steps_by_mindlora or bool(self.adapters),
             str(self.yaml.model_name),
             self.yaml.is_mcore or self.yaml.is_classifier or self.yaml.model_class == "LlamaForCausalLM",

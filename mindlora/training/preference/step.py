@@ -64,11 +64,12 @@ class RowLogProbabilities(nn.Cell):
         self.returns_others = is_gpt_model(with_loss(network))
         self.losses_of_head = losses_of_head(network)
 
-    def add_flags_recursive(self, **flags: Any) -> None:
-        """Sets the mode of the network, all but that of a head whose product is the loss's."""
+    def add_flags_recursive(self, **flags: Any) -> nn.Cell:
+        """Sets flags of all cells; a head whose product is the loss's hands on its input in evaluation too."""
         super().add_flags_recursive(**flags)
-        if self.losses_of_head is not None:
+        if "training" in flags and self.losses_of_head is not None:
             hand_on_hidden_states(self.network)
+        return self
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         if self.training:
