@@ -1,6 +1,6 @@
-"""LabelLosses: an output head and its cross entropy, some tokens at a time, so that no logits of all tokens are made."""
+"""LabelLosses: an output head and its cross entropy for some tokens at a time, without the logits of all tokens."""
 
-from typing import Optional, Tuple
+from typing import Optional
 
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -14,9 +14,9 @@ class LabelLosses(nn.Cell):
 
     With p = softmax(z) and e the rows of the identity, dx[i] = dloss[i] (p[i] - e[labels[i]]) W. That is known as soon
     as z is, but for the factor dloss[i]. So the forward goes through the tokens in pieces, one after the other, and
-    keeps the gradient of each, [tokens, channels], in the place of logits, [tokens, vocabulary]; the backward scales it.
-    Where the head trains, the backward computes z again, piece by piece, as dW = sum_i dloss[i] (p[i] - e[labels[i]])
-    x[i]^T needs dloss too; that sum is in float32. The products are in the head's dtype, everything else in float32.
+    keeps the gradient of each, [tokens, channels], in the place of logits, [tokens, vocabulary], and the backward
+    scales it. Where the head trains, the backward computes z again, piece by piece, as it needs dloss for dW too:
+    dW = sum_i dloss[i] (p[i] - e[labels[i]]) x[i]^T. Sums are in float32, the products in the head's dtype.
 
     The losses' gradient in the forward is that of Liger Kernel (Hsu et al., 2024); computing the logits again is that
     of Cut Cross-Entropy (Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024).

@@ -24,7 +24,7 @@ class AdapterLosses(nn.Cell):
     """The cross entropy of each adapter's tokens, by the parts of the model's CrossEntropyLoss.
 
     Inputs:
-        - **logits** (Tensor) - float32 [K n, vocabulary], those of the first adapter first; or what the head takes where
+        - **logits** (Tensor) - float32 [K n, vocabulary], those of the first adapter first; what the head takes, where
           put_loss_in_pieces was called.
         - **labels** (Tensor) - int32 [K n].
         - **mask** (Tensor) - float32 [K n]: 1 for labels that count.

@@ -1,9 +1,7 @@
-"""Head and loss in pieces in the train step: the same training as with the logits of all tokens, or a reason why not."""
+"""Head and loss in pieces in the train step: as with the logits of all tokens, or a reason why not."""
 
-import logging
 import types
 
-import mindspore as ms
 import numpy as np
 import pytest
 from mindformers.models.build_model import build_network
@@ -19,16 +17,7 @@ from mindlora.training.model.mcore_model import gpt_model_of
 from mindlora.training.model.network import base_of
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.support import tiny_runs
-from tests.support.mcore_networks import (
-    in_training,
-    scaled,
-    tiny_deepseek_v3,
-    tiny_qwen3,
-    tiny_qwen3_moe,
-    tokens,
-    with_adapters,
-)
-from tests.support.networks import adapters, randomize
+from tests.support.mcore_networks import in_training, scaled, tiny_qwen3, tokens, with_adapters
 from tests.support.tiny_runs import IGNORED, PAD
 
 pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
@@ -137,16 +126,23 @@ def test_qwen3():
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("pet", [{"modules_to_save": ["lm_head"]}, {"target_modules": ".*lm_head"}], ids=str)
-def test_a_head_that_trains(pet, monkeypatch, caplog):
-    """A saved head gets its gradient; one with an adapter takes all tokens at once, and the log says so."""
+def test_a_head_that_trains():
+    pieces = compare(lambda: llama(modules_to_save=["lm_head"]))
+    assert "lm_head.weight" in pieces.weights
+
+
+@pytest.mark.parametrize(
+    "pet, setting, expected",
+    [
+        ({"target_modules": ".*lm_head"}, True, "made at once, as the output head has an adapter."),
+        ({}, False, "made at once, as runner_wrapper.loss_in_pieces is False."),
+        ({}, 7, "7 tokens at a time, so that no logits of all tokens are made."),
+    ],
+    ids=["LoRA on the head", "switched off", "in pieces"],
+)
+def test_the_log_says_which_of_the_two_it_is(pet, setting, expected, monkeypatch, caplog):
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    with caplog.at_level(logging.INFO, logger="mindlora"):
-        if "modules_to_save" in pet:
-            pieces = compare(lambda: llama(**pet))
-            assert "lm_head.weight" in " ".join(pieces.weights)
-        else:
-            assert not losses_of_labels(trained(llama(**pet), True, steps=0).step)
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Head and loss")]
-    expected = f"{PIECE} tokens at a time, so" if "modules_to_save" in pet else "made at once, as the output head has an"
-    assert expected in said[-1]
+    step = trained(llama(**pet), setting, steps=0).step
+    (said,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("Head and loss"))
+    assert said.endswith(expected)
+    assert len(losses_of_labels(step)) == (setting == 7)
