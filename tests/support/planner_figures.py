@@ -95,4 +95,5 @@ FIGURES = (
     Figures("Llama 3 8B", 1, 1, "O0", True, 3.13, 3.22, pieces=True, preference=True),
     Figures("Qwen3 8B", 4, 1, "O0", False, 5.29, 5.40, pieces=True),
     Figures("Llama 3 8B", 1, 1, "O0", True, 2.90, pieces=True, pet={"quantize_base": "nf4"}),
+    Figures("Llama 3 8B", 4, 1, "O1", False, 4.22, pieces=True, pet={"quantize_base": "nf4"}),
 )

@@ -127,7 +127,7 @@ def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
         if run.yaml.trains:
             yield note(f"runner_wrapper.{KEY}", str(run.head))
     except LoraError:
-        # Of such a run is not known what it builds; what is wrong, the other checks say.
+        # What such a run builds is not known; what is wrong, the other checks say.
         return
 
 

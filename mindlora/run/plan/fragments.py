@@ -107,7 +107,7 @@ _MCORE_FUSED = LossTensors(
 )
 
 
-# Of a piece, where LabelLosses takes the place of MindFormers' loss.
+# Where LabelLosses takes the place of MindFormers' loss, they are those of a piece.
 _IN_PIECES = LossTensors(
     (),
     (
