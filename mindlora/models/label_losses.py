@@ -6,7 +6,7 @@ from typing import NamedTuple, Union
 from mindlora.core.fields import Range, check_number
 
 KEY = "loss_in_pieces"
-_LOGITS = 2**24
+_LOGITS = 2**22
 _PIECES = 32
 _MULTIPLE = 128
 
@@ -14,7 +14,7 @@ _MULTIPLE = 128
 def tokens_at_once(tokens: int, channels: int, vocabulary: int) -> int:
     """Returns the size of the pieces in which a head goes through ``tokens`` tokens.
 
-    Their logits, [piece, vocabulary], are at most 2^24, 64 MiB in float32, or as many as twice the hidden states
+    Their logits, [piece, vocabulary], are at most 2^22, 16 MiB in float32, or as many as twice the hidden states
     [tokens, channels], of which each layer keeps several. There are at most 32 pieces, as each of them is compiled.
 
     Args:

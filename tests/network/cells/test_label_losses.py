@@ -143,7 +143,7 @@ def test_size_of_pieces():
     # Llama 3 8B, 4 x 2048 tokens; Qwen3 0.6B; a small vocabulary; a large one on a short row.
     assert tokens_at_once(8192, 4096, 128256) == 512
     assert tokens_at_once(8192, 1024, 151936) == 256
-    assert tokens_at_once(1024, 512, 32000) == 512
+    assert tokens_at_once(1024, 512, 32000) == 128
     assert tokens_at_once(64, 64, 1_000_000) == 128
 
 
