@@ -1,5 +1,6 @@
 """Head and loss in pieces in the train step: as with the logits of all tokens, or a reason why not."""
 
+import logging
 import types
 
 import numpy as np
@@ -136,9 +137,9 @@ def test_qwen3():
     ],
     ids=["LoRA on the head", "switched off", "in pieces"],
 )
-def test_the_log_says_which_of_the_two_it_is(pet, setting, expected, monkeypatch, caplog):
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    step = trained(llama(**pet), setting, steps=0).step
-    (said,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("Head and loss"))
+def test_the_log_says_which_of_the_two_it_is(pet, setting, expected, caplog):
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        step = trained(llama(**pet), setting, steps=0).step
+    (said,) = {record.getMessage() for record in caplog.records if record.getMessage().startswith("Head and loss")}
     assert said.endswith(expected)
     assert len(losses_of_labels(step)) == (setting == 7)
