@@ -115,15 +115,10 @@ def held_out(step):
     return total, -(picked * mask).sum()
 
 
-def test_a_llama_whose_head_trains_in_micro_batches():
-    pieces = compare(lambda: llama(modules_to_save=["lm_head"]), micro_batches=2)
-    assert "lm_head.weight" in pieces.weights
-    found, expected = held_out(pieces.step)
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_qwen3():
-    pieces = compare(lambda: mcore(tiny_qwen3))
+def test_a_qwen3_whose_head_trains_in_micro_batches():
+    """Of a Llama whose head is frozen, test_parity compares each loss with that of MindFormers' own LoRA."""
+    pieces = compare(lambda: mcore(tiny_qwen3, modules_to_save=["lm_head"]), micro_batches=2)
+    assert any("output_layer.weight" in name for name in pieces.weights)
     found, expected = held_out(pieces.step)
     assert found == pytest.approx(expected, rel=1e-6)
 
