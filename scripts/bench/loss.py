@@ -1,4 +1,4 @@
-"""Output head and cross entropy, for some tokens at a time and for all of them: time and peak memory on a CPU.
+"""Output head and cross entropy in pieces, and for all tokens at once: time and peak memory on a CPU.
 
 Both compute loss and gradients as mindlora's train step does, of hidden states and labels, a fifth of which do not
 count: "whole" by MindFormers' CrossEntropyLoss with mindlora's operators for a CPU, "pieces" by LabelLosses. In one
