@@ -28,6 +28,7 @@ class Figures(NamedTuple):
         pet (dict): Other values of pet_config.
         preference (bool): Whether the run is DPO.
         sharded (bool): Whether it is rank 0 of the 8 devices of the YAML, and not alone.
+        pieces (bool): Whether head and loss go through the tokens in pieces.
         used (float): The peak without fragments.
         actual (float): The peak with fragments, or None if it was not read.
     """
@@ -42,11 +43,12 @@ class Figures(NamedTuple):
     pet: Dict[str, Any] = {}
     preference: bool = False
     sharded: bool = False
+    pieces: bool = False
 
     def __str__(self) -> str:
         kind = ", ".join([*self.pet, *(["dpo"] if self.preference else [])]) or "lora"
         recomputation = "recomputed" if self.recomputes else "kept"
-        where = ", one of 8" if self.sharded else ""
+        where = ", one of 8" if self.sharded else ", in pieces" if self.pieces else ""
         return f"{self.model} {kind} {self.layers}x{self.rows} {self.level} {recomputation}{where}"
 
     @property
@@ -59,6 +61,7 @@ class Figures(NamedTuple):
                 "use_parallel": self.sharded,
                 "runner_config": {"batch_size": self.rows},
                 "recompute_config": {"recompute": self.recomputes},
+                "runner_wrapper": {"loss_in_pieces": self.pieces},
                 "context": {"jit_config": {"jit_level": self.level}},
                 "model": {"model_config": {layers: self.layers, "pet_config": self.pet}},
             },
@@ -84,4 +87,13 @@ FIGURES = (
     Figures("Llama 3 8B", 4, 1, "O1", False, 7.93, 8.98, pet={"use_dora": True}),
     Figures("Llama 3 8B", 1, 1, "O1", True, 8.36, 8.96, preference=True),
     Figures("Llama 3 8B", 4, 4, "O1", True, 15.75, 18.85),
+    Figures("Llama 3 8B", 1, 4, "O1", True, 3.89, pieces=True),
+    Figures("Llama 3 8B", 1, 4, "O0", True, 3.89, 4.09, pieces=True),
+    Figures("Qwen3 8B", 1, 4, "O1", True, 4.29, pieces=True),
+    Figures("Llama 3 8B", 4, 4, "O1", True, 5.49, pieces=True),
+    Figures("Llama 3 8B", 4, 1, "O1", False, 5.04, 5.12, pieces=True),
+    Figures("Llama 3 8B", 1, 1, "O0", True, 3.13, 3.22, pieces=True, preference=True),
+    Figures("Qwen3 8B", 4, 1, "O0", False, 5.29, 5.40, pieces=True),
+    Figures("Llama 3 8B", 1, 1, "O0", True, 2.90, pieces=True, pet={"quantize_base": "nf4"}),
+    Figures("Llama 3 8B", 4, 1, "O1", False, 4.22, pieces=True, pet={"quantize_base": "nf4"}),
 )

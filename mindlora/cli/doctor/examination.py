@@ -12,6 +12,7 @@ from mindlora.cli.doctor.report import DoctorReport, YamlReport
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.mindformers_version import mindformers_version, release
 from mindlora.core.yaml_file import read_merged, read_yaml
+from mindlora.models.label_losses import KEY
 from mindlora.run.checks.cpu import notes_on_serving
 from mindlora.run.checks.data_rows import FirstRows
 from mindlora.run.checks.examine import check_contents, check_run
@@ -20,6 +21,7 @@ from mindlora.run.checks.finding import Finding, error, errors, note, worst_firs
 from mindlora.run.checks.key_ranges import check_names, check_shape
 from mindlora.run.checks.pynative import Version, check_pynative, is_pynative
 from mindlora.run.plan.division import Division
+from mindlora.run.plan.run import read_run
 from mindlora.run.plan.trial import STEPS, Trial, try_rank, with_devices
 from mindlora.run.plan.units import gib
 from mindlora.run.yaml_run import YamlRun
@@ -112,10 +114,21 @@ def check_yaml(path: str) -> List[Finding]:
     findings = check_run(run)
     if not list(check_shape(run)):
         if not errors(findings):
-            findings += notes_on_serving(run)
+            findings += [*notes_on_serving(run), *note_on_loss(config)]
         findings += check_files(run)
         findings += find_further(path, run, right=not errors(findings))
     return worst_first(findings)
+
+
+def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
+    """Yields a note whether output head and loss of a YAML's run take some tokens at a time, if it trains."""
+    try:
+        run = read_run(config)
+        if run.yaml.trains:
+            yield note(f"runner_wrapper.{KEY}", str(run.head))
+    except LoraError:
+        # What such a run builds is not known; what is wrong, the other checks say.
+        return
 
 
 def _first_rows() -> Optional[FirstRows]:

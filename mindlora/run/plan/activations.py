@@ -247,18 +247,40 @@ class Activations:
 
     @property
     def logits(self) -> Tuple[int, int]:
-        """Bytes of the logits in float32, and in the compute dtype."""
+        """Bytes of the logits in float32, and in the compute dtype; of those that are made at a time."""
         vocabulary = self.run.outputs
         division = self.run.division
         parts = 1 if division.whole_vocabulary or vocabulary % division.model else division.model
-        elements = self.sizes.tokens * vocabulary // parts
+        elements = (self.run.piece or self.sizes.tokens) * vocabulary // parts
         return 4 * elements, self.compute * elements
 
     @property
     def loss(self) -> LossTensors:
         """The tensors of the logits' shape that the loss makes."""
         fuses = not self.run.yaml.on_cpu and self.run.yaml.at("context.jit_config.jit_level") == "O1"
-        return loss_tensors(self.is_legacy, fuses)
+        return loss_tensors(self.is_legacy, fuses, self.run.piece is not None)
+
+    @property
+    def beside_logits(self) -> int:
+        """Bytes of what the loss keeps beside logits: the gradient of what the head takes, where it is in pieces."""
+        if self.run.piece is None:
+            return 0
+        # Those of the pieces, and all of them joined.
+        of_hidden = 2 * self.layer_input
+        # The sum over the pieces, and the product of one, in float32.
+        return of_hidden + (2 * 4 * self.run.outputs * self.sizes.hidden if self.run.trains_head else 0)
+
+    @property
+    def inside_of_layer(self) -> Tuple[int, int]:
+        """Bytes of the gradients in a layer where they take most: of its output, and of what its w2 takes."""
+        return self.layer_input, self.compute * self.sizes.tokens * self.sizes.inner
+
+    @property
+    def decoded(self) -> int:
+        """Bytes of a weight in 4 bits while it is decoded: in float32, twice; a CPU's operator makes neither."""
+        if self.run.yaml.on_cpu:
+            return 0
+        return max((2 * 4 * weight.count for weight in self.run.weights if weight.dtype == "uint8"), default=0)
 
     def layer_tensors(self, layer: int, recomputation: Recomputation) -> LayerTensors:
         """Returns what a layer makes for its backward, and what it keeps until then."""

@@ -107,8 +107,24 @@ _MCORE_FUSED = LossTensors(
 )
 
 
-def loss_tensors(is_legacy: bool, fuses: bool) -> LossTensors:
-    """Returns the tensors of the loss of a legacy or an mcore model; ``fuses``: the jit_level is O1."""
+# Where LabelLosses takes the place of MindFormers' loss, they are those of a piece.
+_IN_PIECES = LossTensors(
+    (),
+    (
+        Made("one-hot labels"),
+        *_product(),
+        Made("log-probabilities", ("logits",)),
+        Made("exponentials", ("log-probabilities",)),
+        Made("gradient", ("exponentials", "one-hot labels")),
+        Made("gradient in 16 bits", ("gradient", "gradient in 16 bits"), in_16_bits=True),
+    ),
+)
+
+
+def loss_tensors(is_legacy: bool, fuses: bool, in_pieces: bool = False) -> LossTensors:
+    """Returns the tensors of the loss of a legacy or an mcore model, or of a piece; ``fuses``: the jit_level is O1."""
+    if in_pieces:
+        return _IN_PIECES
     if is_legacy:
         return _LEGACY_FUSED if fuses else _LEGACY
     return _MCORE_FUSED if fuses else _MCORE
@@ -243,7 +259,10 @@ class StepTensors(NamedTuple):
         in_flight (int): Micro-batches that keep what the layers keep.
         head (int): Between the last layer and the loss.
         loss (LossTensors): What the loss makes, or None on a device without the output head.
-        logits (tuple of int): Bytes of the logits in float32 and in 16 bits.
+        logits (tuple of int): Bytes of the logits in float32 and in 16 bits; of a piece, if there are several.
+        gradients (tuple of int): In the backward of a layer, where they take most.
+        pieces (int): How often the loss makes its tensors.
+        of_hidden (int): Gradient of what the head takes, which a loss in pieces makes of as many pieces.
     """
 
     shared: Tuple[int, ...]
@@ -252,6 +271,9 @@ class StepTensors(NamedTuple):
     head: int
     loss: Optional[LossTensors]
     logits: Tuple[int, int]
+    gradients: Tuple[int, ...] = ()
+    pieces: int = 1
+    of_hidden: int = 0
 
 
 def fragments_of(parameters: Sequence[int], step: StepTensors) -> int:
@@ -281,8 +303,8 @@ def _take_step(pool: MemoryPool, step: StepTensors) -> None:
     loss.make_after()
     pool.give_back(head)
     for layer, pieces in zip(reversed(step.layers * step.in_flight), reversed(kept)):
-        if layer.made != layer.kept:
-            _give_back(pool, [pool.take(size) for size in layer.made])
+        made = [pool.take(size) for size in layer.made] if layer.made != layer.kept else []
+        _give_back(pool, [*[pool.take(size) for size in step.gradients], *made])
         _give_back(pool, pieces)
     _give_back(pool, shared)
 
@@ -299,6 +321,8 @@ class _Loss:
         self.pool = pool
         self.tensors = step.loss or LossTensors((), ())
         self.sizes = step.logits
+        self.pieces = step.pieces
+        self.of_hidden = step.of_hidden
         self.held: Dict[str, Piece] = {}
 
     def make_before(self) -> None:
@@ -307,7 +331,12 @@ class _Loss:
 
     def make_after(self) -> None:
         """Makes the logits and what follows from them; nothing is left of it."""
-        self._make(self.tensors.after)
+        of_pieces = []
+        for _ in range(self.pieces):
+            self._make(self.tensors.after)
+            of_pieces.append(self.pool.take(self.of_hidden // self.pieces))
+        joined = self.pool.take(self.of_hidden)
+        _give_back(self.pool, [*of_pieces, joined])
 
     def _make(self, tensors):
         for made in tensors:

@@ -145,8 +145,12 @@ def _step_lines(run: Run, activations: Activations, recomputation: Recomputation
     recomputed = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
     layer = max((activations.whole_layer(layer) for layer in recomputed), default=0)
     is_last = stage == run.division.pipeline - 1
-    loss = activations.loss.widest(*activations.logits) if is_last else 0
-    name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
+    # Where a layer's gradients are made, what lies behind the layers has been given back.
+    layer += activations.decoded
+    layer = max(layer + sum(activations.inside_of_layer) - (activations.head() if is_last else 0), 0)
+    loss = activations.loss.widest(*activations.logits) + activations.beside_logits if is_last else 0
+    name = "a layer that is recomputed" if recomputed else "gradients inside of a layer"
+    name = "logits and loss" if loss >= layer else f"{name} (more than logits and loss)"
     lines.append(Line(name, max(loss, layer), basis_of(run) if loss >= layer else ARITHMETIC))
     return lines
 
@@ -236,6 +240,9 @@ def _step_tensors(run: Run, activations: Activations, recomputation: Recomputati
         activations.head() if is_last else 0,
         activations.loss if is_last else None,
         activations.logits,
+        activations.inside_of_layer,
+        -(-run.tokens // run.piece) if is_last and run.piece else 1,
+        activations.layer_input if is_last and run.piece else 0,
     )
 
 
@@ -259,7 +266,7 @@ def _reference(run: Run) -> Line:
     is_new = not run.yaml.pet_config.get("adapter_path")
     copies = sum(weight.size for weight in run.weights if weight.trained and not (weight.adapter and is_new))
     if run.yaml.on_cpu:
-        logits = 4 * run.tokens * run.vocabulary
+        logits = 4 * (run.piece or run.tokens) * run.vocabulary
         return Line("reference: its logits, and copies of what was loaded to train", copies + logits, ARITHMETIC)
     # On Ascend its logits are given back before those of the network that trains are computed, and it holds less than
     # that does: three tensors of their shape at a time.

@@ -16,6 +16,7 @@ from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture, Attention, ParameterSize
 from mindlora.models.architectures.classifiers import task_of
 from mindlora.models.description import AdaptableCell, Description
+from mindlora.models.label_losses import KEY, Head, tokens_at_once
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.trainable import Selection, select
 from mindlora.models.variants.variant import CUT, SHARDED
@@ -194,6 +195,39 @@ class Run:
     def tokens(self) -> int:
         """Tokens that one device computes at a time."""
         return self.yaml.rows * self.rows_of_model * self.seq_length // self.division.context
+
+    @functools.cached_property
+    def head(self) -> Head:
+        """The output head, and whether it and the loss go through the tokens in pieces."""
+        heads = [weight for weight in self.weights if weight.role == "lm_head"]
+        cell = "has an adapter" if any(weight.adapter for weight in heads) else ""
+        if self.yaml.is_classifier:
+            cell = "gives scores of labels"
+        elif any(weight.dtype == "uint8" for weight in heads):
+            cell = "is in 4 bits"
+        return Head(
+            self.yaml.setting(f"runner_wrapper.{KEY}"),
+            self.steps_by_mindlora or bool(self.adapters),
+            str(self.yaml.model_name),
+            self.yaml.is_mcore or self.yaml.is_classifier or self.yaml.model_class == "LlamaForCausalLM",
+            cell,
+            any(path.startswith("mtp.") for path in self.linear),
+        )
+
+    @property
+    def piece(self) -> Optional[int]:
+        """Tokens that head and loss take at a time; None if they take all of them."""
+        if self.head.why_whole:
+            return None
+        if self.head.setting is not True:
+            return min(self.head.setting, self.tokens)
+        return min(tokens_at_once(self.tokens, self.hidden, self.outputs), self.tokens)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the weight of the output head trains, which may be the table of the embedding."""
+        roles = {"lm_head", "tok_embeddings"} if self.model.get("tie_word_embeddings") else {"lm_head"}
+        return any(weight.trained and not weight.adapter and weight.role in roles for weight in self.weights)
 
     @property
     def steps_by_mindlora(self) -> bool:

@@ -1,10 +1,11 @@
 """The held-out loss of a MindFormers model, as a cell; of a classifier with the labels that it gives."""
 
-from typing import Tuple
+from typing import Any, Tuple
 
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.training.model.loss_in_pieces import hand_on_hidden_states, losses_of_head
 from mindlora.training.model.mcore_model import McoreRows
 
 
@@ -32,30 +33,52 @@ class HeldOutLossCell(nn.Cell):
         # An mcore model takes rows of both lengths.
         self.rows = next((cell for _, cell in network.cells_and_names() if isinstance(cell, McoreRows)), None)
         self.is_sliced = bool(getattr(getattr(network, "config", None), "input_sliced_sig", False))
+        # Where training makes no logits of all tokens, neither does this.
+        self.losses_of_head = losses_of_head(network)
+
+    def add_flags_recursive(self, **flags: Any) -> nn.Cell:
+        """Sets flags of all cells; a head whose product is the loss's hands on its input in evaluation too."""
+        super().add_flags_recursive(**flags)
+        if "training" in flags and self.losses_of_head is not None:
+            hand_on_hidden_states(self.network)
+        return self
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        if self.losses_of_head is not None:
+            input_ids, labels = self.shifted(input_ids, labels)
+            hidden, _, mask = self.network(input_ids, labels)
+            losses, _ = self.losses_of_head(hidden.reshape((-1, hidden.shape[-1])), labels.reshape((-1,)))
+            return self.sums(losses.reshape(mask.shape), mask)
         log_probabilities, labels, mask = self.of_batch(input_ids, labels)
         return self.loss(log_probabilities, labels, mask)
 
+    def shifted(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        """Returns tokens and labels as the network takes them in evaluation, [batch, N] each."""
+        if self.rows is not None:
+            return self.rows(input_ids, labels)
+        if self.is_sliced:
+            return input_ids, labels
+        # Position i predicts token i + 1, as in training.
+        return input_ids[:, :-1], labels[:, 1:]
+
     def of_batch(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Returns log-probabilities [batch, N, vocabulary], labels [batch, N], and a mask [batch, N] of what counts."""
-        if self.rows is not None:
-            input_ids, labels = self.rows(input_ids, labels)
-        elif not self.is_sliced:
-            # Position i predicts token i + 1, as in training.
-            input_ids, labels = input_ids[:, :-1], labels[:, 1:]
+        input_ids, labels = self.shifted(input_ids, labels)
         logits, _, mask = self.network(input_ids, labels)
         safe_labels = ops.select(labels == self.ignore_token_id, ops.zeros_like(labels), labels)
         return ops.log_softmax(logits.astype(mstype.float32), -1), safe_labels, mask
 
     def loss(self, log_probabilities: Tensor, labels: Tensor, mask: Tensor) -> Tuple[Tensor, Tensor]:
         """Returns the sum and the count."""
-        picked = ops.gather_elements(log_probabilities, -1, labels.expand_dims(-1)).squeeze(-1)
+        return self.sums(-ops.gather_elements(log_probabilities, -1, labels.expand_dims(-1)).squeeze(-1), mask)
+
+    def sums(self, losses: Tensor, mask: Tensor) -> Tuple[Tensor, Tensor]:
+        """Returns the sum and the count of losses [batch, N]."""
         # Selected, not multiplied: what does not count may be infinite.
-        picked = ops.select(mask > 0, picked, ops.zeros_like(picked))
+        losses = ops.select(mask > 0, losses, ops.zeros_like(losses))
         if self.by_row:
-            return -picked.sum(-1), mask.sum(-1)
-        return -picked.sum(), mask.sum()
+            return losses.sum(-1), mask.sum(-1)
+        return losses.sum(), mask.sum()
 
 
 class HeldOutLabelsCell(HeldOutLossCell):

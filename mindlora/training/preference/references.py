@@ -10,6 +10,7 @@ from mindspore import nn
 
 from mindlora.core.errors import ConfigError
 from mindlora.data.mindrecord import first_rows
+from mindlora.models.label_losses import KEY as KEY_OF_PIECES
 from mindlora.models.lora_config import expand_pet_type
 from mindlora.network.initialize import initialize_adapters
 from mindlora.network.load_base import load_base
@@ -20,6 +21,7 @@ from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import hooks  # noqa: F401  importing hooks registers mindlora
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
+from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.model.network import base_of, check_loaded_base
 from mindlora.training.preference.precomputed import add_reference, reference_fingerprint
 from mindlora.training.preference.rules import KEY, check_preference
@@ -57,6 +59,8 @@ def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[i
         initialize_adapters(base_of(network))
     if boundary is not None:
         install_segment_mask(base_of(network), boundary)
+    setting = (yaml.runner_wrapper or {}).get(KEY_OF_PIECES, True)
+    put_loss_in_pieces(network, setting, steps_by_mindlora=True)
     log_probabilities = preference_loss(network, settings).network
     log_probabilities.set_train(False)
     return add_reference(paths, log_probabilities, fingerprint, batch_size)

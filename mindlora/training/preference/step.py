@@ -1,10 +1,13 @@
 """Preference training on MindFormers' models: log-probabilities of labels in place of a loss, and the reference."""
 
+from typing import Any
+
 from mindformers.core.loss.loss import CrossEntropyLoss
 from mindspore import Tensor, nn
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.repeated_layers import mark_reference
+from mindlora.training.model.loss_in_pieces import forward_only, hand_on_hidden_states, losses_of_head
 from mindlora.training.model.mcore_model import is_gpt_model, replace_loss
 from mindlora.training.model.network import base_of, with_loss
 from mindlora.training.preference.loss import PreferenceLoss
@@ -16,7 +19,7 @@ class LabelLogProbabilities(nn.Cell):
     """The log-probability of each label, by the parts of MindFormers' CrossEntropyLoss, which know how it is sharded.
 
     Inputs:
-        - **logits** (Tensor) - float32 [n, vocabulary].
+        - **logits** (Tensor) - float32 [n, vocabulary], or what the head takes where put_loss_in_pieces was called.
         - **labels** (Tensor) - int32 [n]; one that is not a token, such as ignore_token_id, does not count.
         - **mask** (Tensor) - As for CrossEntropyLoss; not used.
 
@@ -59,6 +62,14 @@ class RowLogProbabilities(nn.Cell):
         self.network = network
         self.of_labels = of_labels
         self.returns_others = is_gpt_model(with_loss(network))
+        self.losses_of_head = losses_of_head(network)
+
+    def add_flags_recursive(self, **flags: Any) -> nn.Cell:
+        """Sets flags of all cells; a head whose product is the loss's hands on its input in evaluation too."""
+        super().add_flags_recursive(**flags)
+        if "training" in flags and self.losses_of_head is not None:
+            hand_on_hidden_states(self.network)
+        return self
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         if self.training:
@@ -66,6 +77,9 @@ class RowLogProbabilities(nn.Cell):
             return outputs[0] if self.returns_others else outputs
         labels = labels[:, 1:]
         logits, _, mask = self.network(input_ids[:, :-1], labels)
+        if self.losses_of_head is not None:
+            losses, _ = self.losses_of_head(logits.reshape((-1, logits.shape[-1])), labels.reshape((-1,)))
+            return -losses
         return self.of_labels(logits.reshape((-1, logits.shape[-1])), labels.reshape((-1,)), mask)
 
 
@@ -89,5 +103,6 @@ def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> Preferenc
     if settings.kind.uses_reference and not settings.precomputed_reference:
         reference = reference_network(network)
         mark_reference(reference)
+        forward_only(reference)
         reference = RowLogProbabilities(reference, model.loss)
     return PreferenceLoss(RowLogProbabilities(network, model.loss), reference, settings)

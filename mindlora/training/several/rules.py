@@ -59,7 +59,7 @@ _LONGEST_NAME = 100
 _TAKEN_NAMES = ("adapters.json", "comparison.json", "comparison.html", "checkpoint", "log", "strategy")
 # Keys of nodes that a run with several adapters reads.
 _KNOWN_KEYS = {
-    "runner_wrapper": ("type", "scale_sense", "use_clip_grad", "max_grad_norm"),
+    "runner_wrapper": ("type", "scale_sense", "use_clip_grad", "max_grad_norm", "loss_in_pieces"),
     "optimizer": ("type", "betas", "eps", "weight_decay"),
 }
 

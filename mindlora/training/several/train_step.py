@@ -1,6 +1,6 @@
 """The train step of several adapters: one loss, norm, clipping, rate and decision to skip for each of them."""
 
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Tuple, Union
 
 import numpy as np
 from mindformers.core.loss.loss import CrossEntropyLoss
@@ -9,6 +9,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.models.names import TRANSIENT
+from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.model.mcore_model import gpt_model_of, is_gpt_model, replace_loss
 from mindlora.training.model.network import base_of, with_loss
 from mindlora.training.several.adamw import StackedAdamW, by_adapter
@@ -23,7 +24,8 @@ class AdapterLosses(nn.Cell):
     """The cross entropy of each adapter's tokens, by the parts of the model's CrossEntropyLoss.
 
     Inputs:
-        - **logits** (Tensor) - float32 [K n, vocabulary], those of the first adapter first.
+        - **logits** (Tensor) - float32 [K n, vocabulary], those of the first adapter first; what the head takes, where
+          put_loss_in_pieces was called.
         - **labels** (Tensor) - int32 [K n].
         - **mask** (Tensor) - float32 [K n]: 1 for labels that count.
 
@@ -113,6 +115,7 @@ class StackedTrainOneStepCell(nn.Cell):
         optimizer (StackedAdamW): Of their parameters.
         micro_batches (int): Into how many equal parts a batch is split. Default: 1.
         packed_boundary (int, optional): Token at which the examples of packed rows begin. Default: None, they are not.
+        loss_in_pieces (bool or int): As for LoraTrainOneStepCell. Default: True.
         use_clip_grad (bool): Whether each adapter's gradient is clipped to max_grad_norm. Default: False.
         max_grad_norm (float): The largest norm of an adapter's gradient. Default: 1.0.
         scale_sense (float): The loss scale. Default: 1.0.
@@ -135,6 +138,7 @@ class StackedTrainOneStepCell(nn.Cell):
         optimizer: StackedAdamW,
         micro_batches: int = 1,
         packed_boundary: Optional[int] = None,
+        loss_in_pieces: Union[bool, int] = True,
         use_clip_grad: bool = False,
         max_grad_norm: float = 1.0,
         scale_sense: float = 1.0,
@@ -144,6 +148,7 @@ class StackedTrainOneStepCell(nn.Cell):
         del others
         if packed_boundary is not None:
             install_segment_mask(base_of(network), packed_boundary)
+        put_loss_in_pieces(network, loss_in_pieces, steps_by_mindlora=True)
         self.network = network
         self.network.set_grad()
         self.optimizer = optimizer

@@ -20,6 +20,7 @@ from mindlora.training.exchange.exchange import Exchange, FlatLayout, make_excha
 from mindlora.training.exchange.ranks import Ranks
 from mindlora.training.exchange.settings import exchange_settings
 from mindlora.training.log import logger
+from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
 from mindlora.training.model.mcore_model import McoreLoss, gpt_model_of, rows_of
 from mindlora.training.model.network import base_of, count_tokens_in_loss
@@ -108,6 +109,9 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
             one. mindlora-run sets it from the data. Default: None, the rows are not packed.
         preference (dict, optional): What the run learns from preferences: the fields of PreferenceSettings. Default:
             None, it learns the labels.
+        loss_in_pieces (bool or int): Whether the logits and the loss are computed for some tokens at a time, and no
+            logits of all tokens are made (see LabelLosses), where the model's head is a linear cell without an adapter;
+            or for how many tokens. Default: True, as many as tokens_at_once says.
         **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
 
     Outputs:
@@ -130,6 +134,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         rank_budget: bool = False,
         packed_boundary: Optional[int] = None,
         preference: Optional[Mapping] = None,
+        loss_in_pieces: Union[bool, int] = True,
         **kwargs: Any,
     ):
         rate = RateFactor(optimizer)
@@ -160,6 +165,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         self.rank_budget = _budget(network, self.weights, rank_budget)
         if packed_boundary is not None:
             install_segment_mask(base_of(network), packed_boundary)
+        put_loss_in_pieces(network, loss_in_pieces, not self.is_mindformers_step)
         self.is_distributed_step = mode == "data_parallel" and get_group_size() > 1
         self.micro_batches = micro_batches
         self.preference = None if preference is None else preference_settings(preference)

@@ -21,6 +21,7 @@ LARGE = {
     "intermediate_size": 512,
     "vocab_size": 512,
 }
+WHOLE = {"runner_wrapper": {"type": "LoraTrainOneStepCell", "loss_in_pieces": False}}
 ADAPTER = 2 * 8 * (4 * 32 + 2 * (32 + 16) + 3 * (32 + 48))
 
 
@@ -110,8 +111,8 @@ def test_at_jit_level_o1_the_loss_holds_one_tensor_less(level, tensors):
     config = {"jit_config": {"jit_level": level}} if level else {}
     context = {"device_target": "Ascend", **config}
     logits = 4 * 2 * TINY["seq_length"] * 4096
-    assert lines(run_of({"vocab_size": 4096}, context=context))["logits and loss"] == tensors * logits
-    on_cpu = lines(run_of({"vocab_size": 4096}, context={"device_target": "CPU", **config}))
+    assert lines(run_of({"vocab_size": 4096}, context=context, **WHOLE))["logits and loss"] == tensors * logits
+    on_cpu = lines(run_of({"vocab_size": 4096}, context={"device_target": "CPU", **config}, **WHOLE))
     assert on_cpu["logits and loss"] == 4 * logits
 
 
@@ -142,7 +143,9 @@ def test_a_classifier_is_planned_with_its_head(model_class, has_bias, mindformer
     assert {w.name: w.shape for w in run.weights} == {p.name: tuple(p.shape) for p in built.get_parameters()}
     trained = {weight.name for weight in run.weights if weight.trained and not weight.adapter}
     assert trained == {"score.weight", *(["score.bias"] if has_bias else [])}
-    assert lines(run)["logits and loss"] == 4 * 4 * 2 * TINY["seq_length"] * 3
+    # Three labels take less than the gradients of a layer.
+    assert "gradients inside of a layer (more than logits and loss)" in lines(run)
+    assert run.head.why_whole == "the output head gives scores of labels"
 
 
 def test_states_that_are_swapped_take_nothing_on_the_device():
@@ -167,7 +170,32 @@ def test_the_whole_network_trained_in_bfloat16_has_gradients_and_moments_in_floa
 
 
 def test_logits_and_loss_are_four_float32_tensors():
-    assert lines(run_of())["logits and loss"] == 4 * 4 * 2 * 16 * 64
+    assert lines(run_of(**WHOLE))["logits and loss"] == 4 * 4 * 2 * 16 * 64
+
+
+@pytest.mark.parametrize(
+    "pet, of_head", [(LORA, 0), ({**LORA, "modules_to_save": ["lm_head"]}, 2 * 4 * 32 * 4096)], ids=["frozen", "saved"]
+)
+def test_a_loss_in_pieces_is_three_tensors_of_a_piece(pet, of_head):
+    wrapper = {"type": "LoraTrainOneStepCell", "loss_in_pieces": 8}
+    run = run_of({"vocab_size": 4096}, pet, runner_wrapper=wrapper)
+    # Beside them the gradient of the hidden states, twice, and of the head the sum and what is added to it.
+    assert lines(run)["logits and loss"] == 3 * 4 * 8 * 4096 + 2 * 4 * 32 * 32 + of_head
+    assert run.piece == 8 and str(run.head).startswith("Head and loss: 8 tokens at a time")
+
+
+@pytest.mark.parametrize(
+    "reason, pet, nodes",
+    [
+        ("runner_wrapper.loss_in_pieces is False", LORA, WHOLE),
+        ("the output head has an adapter", {**LORA, "target_modules": ".*lm_head"}, {}),
+        ("the train step is MindFormers' own", LORA, {"runner_wrapper": {"type": "MFTrainOneStepCell"}}),
+        ("the train step is MindFormers' own", LORA, SHARDED),
+    ],
+)
+def test_where_the_logits_of_all_tokens_are_made(reason, pet, nodes):
+    run = run_of({}, pet, **nodes)
+    assert (run.head.why_whole, run.piece) == (reason, None)
 
 
 def test_a_recomputed_layer_counts_where_it_is_larger_than_the_loss():

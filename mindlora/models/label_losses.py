@@ -1,0 +1,82 @@
+"""How many tokens an output head and its loss take at a time, and which runs have them take all at once."""
+
+import dataclasses
+from typing import NamedTuple, Union
+
+from mindlora.core.fields import Range, check_number
+
+KEY = "loss_in_pieces"
+_LOGITS = 2**22
+_PIECES = 32
+_MULTIPLE = 128
+
+
+def tokens_at_once(tokens: int, channels: int, vocabulary: int) -> int:
+    """Returns the size of the pieces in which a head goes through ``tokens`` tokens.
+
+    Their logits, [piece, vocabulary], are at most 2^22, 16 MiB in float32, or as many as twice the hidden states
+    [tokens, channels], of which each layer keeps several. There are at most 32 pieces, as each of them is compiled.
+
+    Args:
+        tokens (int): Tokens of a micro-batch.
+        channels (int): Width of what the head takes.
+        vocabulary (int): Rows of the head's weight.
+    """
+    piece = max(_LOGITS, 2 * tokens * channels) // vocabulary // _MULTIPLE * _MULTIPLE
+    return max(piece, _MULTIPLE, -(-tokens // _PIECES))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OrFlag(Range):
+    """A range of numbers, or True or False."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, bool) or super().__contains__(value)
+
+
+PIECES = _OrFlag("True, False or a whole number of at least 1", lambda tokens: tokens >= 1, (int,))
+
+
+def check_loss_in_pieces(setting: Union[bool, int]) -> None:
+    """Raises ConfigError unless loss_in_pieces is one of PIECES."""
+    check_number(setting, KEY, PIECES)
+
+
+class Head(NamedTuple):
+    """What of a run decides whether its head and loss go through the tokens in pieces.
+
+    Attributes:
+        setting (bool or int): runner_wrapper.loss_in_pieces.
+        steps_by_mindlora (bool): Whether mindlora's train step makes the gradients, alone or in data parallel.
+        model (str): What the model is called.
+        is_known (bool): Whether it is LlamaForCausalLM or a GPTModel, of which is known how they use their head.
+        cell (str): What else the head is or has than a weight, such as "has an adapter"; "" if nothing.
+        predicts_several (bool): Whether the model predicts several tokens (num_nextn_predict_layers).
+    """
+
+    setting: Union[bool, int]
+    steps_by_mindlora: bool
+    model: str
+    is_known: bool
+    cell: str
+    predicts_several: bool
+
+    @property
+    def why_whole(self) -> str:
+        """Why the logits of all tokens are made at once; "" if they are not."""
+        if self.setting is False:
+            return f"runner_wrapper.{KEY} is False"
+        if not self.steps_by_mindlora:
+            return "the train step is MindFormers' own"
+        if not self.is_known:
+            return f"the model is a {self.model}"
+        if self.predicts_several:
+            return "the model predicts several tokens"
+        return f"the output head {self.cell}" if self.cell else ""
+
+    def __str__(self) -> str:
+        """Returns which of the two it is, as log, doctor and plan say it."""
+        if self.why_whole:
+            return f"Head and loss: the logits of all tokens are made at once, as {self.why_whole}."
+        size = "some" if self.setting is True else f"{self.setting:,}"
+        return f"Head and loss: {size} tokens at a time, so that no logits of all tokens are made."

@@ -1,0 +1,150 @@
+"""LabelLosses: an output head and its cross entropy for some tokens at a time, without the logits of all tokens."""
+
+from typing import Optional
+
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import constexpr
+
+from mindlora.models.label_losses import tokens_at_once
+
+
+class LabelLosses(nn.Cell):
+    """The loss of each label, loss[i] = log(sum_v exp(z[i, v])) - z[i, labels[i]] with the logits z = x W^T.
+
+    With p = softmax(z) and e the rows of the identity, dx[i] = dloss[i] (p[i] - e[labels[i]]) W. That is known as soon
+    as z is, but for the factor dloss[i]. So the forward goes through the tokens in pieces, one after the other, and
+    keeps the gradient of each, [tokens, channels], in the place of logits, [tokens, vocabulary], and the backward
+    scales it. Where the head trains, the backward computes z again, piece by piece, as it needs dloss for dW too:
+    dW = sum_i dloss[i] (p[i] - e[labels[i]]) x[i]^T. Sums are in float32, the products in the head's dtype.
+
+    The losses' gradient in the forward is that of Liger Kernel (Hsu et al., 2024); computing the logits again is that
+    of Cut Cross-Entropy (Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024).
+
+    Args:
+        dtype (mindspore.dtype): What the head computes in.
+        trained (bool): Whether the head's weight trains; if not, its gradient is zero.
+        piece (int, optional): Tokens at a time; it need not divide them. Default: None, as tokens_at_once has it.
+
+    Inputs:
+        - **hidden** (Tensor) - What the head takes, [tokens, channels].
+        - **weight** (Tensor) - The head's, [vocabulary, channels].
+        - **labels** (Tensor) - int32 [tokens]; one that is not in the vocabulary, such as ignore_token_id, has a loss
+          and a gradient of 0.
+
+    Outputs:
+        float32 [tokens]. In evaluation, or where ``differentiates`` is False, no gradient is computed.
+
+    Attributes:
+        differentiates (bool): Whether training takes the gradient of the losses. Default: True.
+    """
+
+    def __init__(self, dtype: mstype.Type, trained: bool, piece: Optional[int] = None):
+        super().__init__(auto_prefix=False)
+        self.dtype = dtype
+        self.piece = piece
+        self.differentiates = True
+        self.with_gradient = _Trained(piece) if trained else _Frozen(piece)
+
+    def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        hidden, weight = hidden.astype(self.dtype), weight.astype(self.dtype)
+        counted = ops.logical_and(labels >= 0, labels < weight.shape[0])
+        # Not by select: in front of a cell with a bprop of its own, MindSpore does not compile one of whole numbers.
+        labels = labels * counted.astype(mstype.int32)
+        if self.training and self.differentiates:
+            losses = self.with_gradient(hidden, weight, labels)
+        else:
+            losses = _losses(hidden, weight, labels, self.piece)
+        # Selected, not multiplied: what does not count may be infinite.
+        return ops.select(counted, losses, ops.zeros_like(losses))
+
+
+class _Frozen(nn.Cell):
+    """The losses of labels in the vocabulary, and their gradient with respect to hidden, both computed forward."""
+
+    def __init__(self, piece):
+        super().__init__(auto_prefix=False)
+        self.pieces = _LossesAndGradients(piece)
+
+    def construct(self, hidden, weight, labels):
+        return self.pieces(hidden, weight, labels)[0]
+
+
+class _LossesAndGradients(nn.Cell):
+    """(losses, gradients), of which the backward scales the second."""
+
+    def __init__(self, piece):
+        super().__init__(auto_prefix=False)
+        self.piece = piece
+
+    def construct(self, hidden, weight, labels):
+        losses, gradients = (), ()
+        for begin, end in _bounds(hidden.shape, weight.shape, self.piece):
+            rows, truth = hidden[begin:end], labels[begin:end]
+            if begin > 0:
+                # The labels too, or the one-hot tensors of all pieces would be made at the start.
+                done = (losses[-1], gradients[-1])
+                rows, truth = ops.depend(rows, done), ops.depend(truth, done)
+            log_probabilities = _log_probabilities(rows, weight)
+            losses += (_picked(log_probabilities, truth),)
+            gradients += (ops.MatMul()(_of_logits(log_probabilities, truth, hidden.dtype), weight),)
+        return ops.concat(losses, 0), ops.concat(gradients, 0)
+
+    def bprop(self, hidden, weight, labels, out, dout):
+        return _scaled(out[1], dout[0]), ops.zeros_like(weight), ops.zeros_like(labels)
+
+
+class _Trained(nn.Cell):
+    """The losses of labels in the vocabulary; the backward computes the logits again."""
+
+    def __init__(self, piece):
+        super().__init__(auto_prefix=False)
+        self.piece = piece
+
+    def construct(self, hidden, weight, labels):
+        return _losses(hidden, weight, labels, self.piece)
+
+    def bprop(self, hidden, weight, labels, out, dout):
+        gradients, of_weight, done = (), None, dout
+        for begin, end in _bounds(hidden.shape, weight.shape, self.piece):
+            # The first one too, whose logits MindSpore would else keep from the forward.
+            rows, truth = ops.depend(hidden[begin:end], done), ops.depend(labels[begin:end], done)
+            of_logits = _of_logits(_log_probabilities(rows, weight), truth, hidden.dtype)
+            # Factors of [piece, channels]: of [piece, vocabulary], a CPU held those of nearly all pieces.
+            gradients += (_scaled(ops.MatMul()(of_logits, weight), dout[begin:end]),)
+            product = ops.MatMul(transpose_a=True)(of_logits, _scaled(rows, dout[begin:end])).astype(mstype.float32)
+            of_weight = product if begin == 0 else of_weight + product
+            done = (gradients[-1], of_weight)
+        return ops.concat(gradients, 0), of_weight.astype(weight.dtype), ops.zeros_like(labels)
+
+
+@constexpr
+def _bounds(hidden_shape, weight_shape, piece):
+    tokens, channels = hidden_shape
+    piece = piece or tokens_at_once(tokens, channels, weight_shape[0])
+    return tuple((begin, min(begin + piece, tokens)) for begin in range(0, tokens, piece))
+
+
+def _losses(hidden, weight, labels, piece):
+    losses = ()
+    for begin, end in _bounds(hidden.shape, weight.shape, piece):
+        rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
+        losses += (_picked(_log_probabilities(rows, weight), labels[begin:end]),)
+    return ops.concat(losses, 0)
+
+
+def _log_probabilities(hidden, weight):
+    return ops.LogSoftmax(-1)(ops.MatMul(transpose_b=True)(hidden, weight).astype(mstype.float32))
+
+
+def _picked(log_probabilities, labels):
+    return -ops.GatherD()(log_probabilities, 1, labels.reshape((-1, 1))).reshape((-1,))
+
+
+def _of_logits(log_probabilities, labels, dtype):
+    on, off = Tensor(1, mstype.float32), Tensor(0, mstype.float32)
+    return (ops.exp(log_probabilities) - ops.OneHot()(labels, log_probabilities.shape[1], on, off)).astype(dtype)
+
+
+def _scaled(rows, factors):
+    return (rows.astype(mstype.float32) * factors.reshape((-1, 1))).astype(rows.dtype)
