@@ -158,7 +158,8 @@ TRAINED = {
     "pissa, data parallel": Row(
         ranks=8, keys={**DATA_PARALLEL, f"{PET}.lora_init": "pissa", f"{PET}.lora_dropout": 0.0}, values=True
     ),
-    "qwen3, data parallel": Row(QWEN3, ranks=8, keys=DATA_PARALLEL),
+    "llama, data parallel": Row(ranks=8, keys=DATA_PARALLEL),
+    "qwen3, data parallel": Row(QWEN3, ranks=8, keys=DATA_PARALLEL, always=True),
     "qwen3 dora, data parallel": Row(
         QWEN3, ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_dora": True}, values=True, saves=False
     ),

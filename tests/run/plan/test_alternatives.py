@@ -74,6 +74,19 @@ def test_a_larger_step_is_never_made_of_a_smaller_batch():
     assert yaml.safe_load(found.lines)["train_dataset"] == {"drop_remainder": True}
 
 
+@pytest.mark.parametrize("divided, offered", [({}, True), ({"model_parallel": 2}, False)])
+def test_devices_that_share_rows_alone_are_told_of_data_parallel_first(divided, offered):
+    parallel = {"data_parallel": 2, **divided}
+    vocabulary = {**MODEL, "vocab_size": 64000}
+    run = run_of(vocabulary, use_parallel=True, parallel={"parallel_mode": 1}, parallel_config=parallel)
+    found = fit(run, memory_of(run).total, [1])
+    assert found.tried[0].change.startswith("parallel_mode 0, data parallel") == offered
+    if offered:
+        # Without the logits of all tokens.
+        assert found.tried[0].needed < 0.8 * memory_of(run).total
+        assert read_run(merged(run.yaml.config, yaml.safe_load(found.lines))).piece
+
+
 def test_devices_are_tried_last():
     config = yaml_of(MODEL, {}, runner_config={**ROWS, "batch_size": 1})
     config = merged(config, {"recompute_config": {"recompute": True}})
