@@ -20,6 +20,7 @@ from mindlora.run.checks.files import check_files
 from mindlora.run.checks.finding import Finding, error, errors, note, worst_first
 from mindlora.run.checks.key_ranges import check_names, check_shape
 from mindlora.run.checks.pynative import Version, check_pynative, is_pynative
+from mindlora.run.plan.alternatives import data_parallel
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.run import read_run
 from mindlora.run.plan.trial import STEPS, Trial, try_rank, with_devices
@@ -125,7 +126,8 @@ def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
     try:
         run = read_run(config)
         if run.yaml.trains:
-            yield note(f"runner_wrapper.{KEY}", str(run.head))
+            advice = "With parallel.parallel_mode: 0 and full_batch: False, mindlora's train step makes none of them."
+            yield note(f"runner_wrapper.{KEY}", str(run.head), advice if data_parallel(run) else "")
     except LoraError:
         # What such a run builds is not known; what is wrong, the other checks say.
         return

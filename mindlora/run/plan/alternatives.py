@@ -164,7 +164,7 @@ def _ladder(run: Run, devices: Sequence[int]) -> Iterator[List[_Change]]:
     recompute = _recomputation(run)
     batches = _batches(run)
     quantized = _quantization(run)
-    yield _data_parallel(run)
+    yield [_Change("parallel_mode 0, data parallel with mindlora's train step", keys) for keys in data_parallel(run)]
     yield recompute
     yield batches
     yield _joined(recompute, batches)
@@ -180,10 +180,10 @@ def _ladder(run: Run, devices: Sequence[int]) -> Iterator[List[_Change]]:
             yield _joined(_optimizer_parallel(run, count), batches)
 
 
-def _data_parallel(run: Run) -> List[_Change]:
-    """Returns mindlora's train step on each device, for a run whose devices share nothing but the rows.
+def data_parallel(run: Run) -> List[Keys]:
+    """Returns the keys of mindlora's train step on each device, for a run whose devices share nothing but the rows.
 
-    It makes no logits of all tokens, where the step of the semi-automatic mode does.
+    It makes no logits of all tokens, where the step of the semi-automatic mode does. Of any other run: nothing.
     """
     division = run.division
     shares = division.model * division.pipeline * division.context * division.experts > 1 or division.optimizer
@@ -192,7 +192,7 @@ def _data_parallel(run: Run) -> List[_Change]:
     keys: Keys = {"parallel": {"parallel_mode": 0, "full_batch": False}}
     if run.yaml.train_step != WRAPPER:
         keys["runner_wrapper"] = {"type": WRAPPER}
-    return [_Change("parallel_mode 0, data parallel with mindlora's train step", keys)]
+    return [keys]
 
 
 def _recomputation(run: Run) -> List[_Change]:

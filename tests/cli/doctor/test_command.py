@@ -2,8 +2,11 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
+
+import yaml
 
 from mindlora import cli
 from mindlora.core.text import WIDTH
@@ -46,3 +49,17 @@ def test_it_works_where_nothing_is_installed(write):
     )
     assert done.returncode == 1 and done.stderr == ""
     assert "MindFormers  not installed" in done.stdout and "matches no linear cell" in done.stdout
+
+
+def test_a_run_on_npus_is_told_how_it_makes_no_logits_of_all_tokens(tmp_path, capsys):
+    shipped, changed = os.path.join(ROOT, "configs", "llama3", "lora_llama3_8b.yaml"), tmp_path / "changed.yaml"
+    config = yaml.safe_load(pathlib.Path(shipped).read_text(encoding="utf-8"))
+    config["parallel"].update(parallel_mode=0, full_batch=False)
+    changed.write_text(yaml.safe_dump(config), encoding="utf-8")
+    cli.main(["doctor", shipped, str(changed), "--json"])
+    whole, pieces = (
+        [finding for finding in one["findings"] if finding["key"] == "runner_wrapper.loss_in_pieces"]
+        for one in json.loads(capsys.readouterr().out)["yamls"]
+    )
+    assert "as the train step is MindFormers' own" in whole[0]["found"] and "parallel_mode: 0" in whole[0]["advice"]
+    assert "some tokens at a time" in pieces[0]["found"] and not pieces[0]["advice"]
