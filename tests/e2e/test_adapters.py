@@ -80,6 +80,7 @@ def test_each_adapter_learns_what_it_learns_alone(folder, name):
 
 
 @pytest.mark.parametrize("name, step", [("plain", 12), ("plain", 30), ("other", 12), ("other", 20)])
+@shows("several", "llama")
 def test_what_is_saved_of_an_adapter_is_what_a_run_alone_saves(folder, name, step):
     saved = [output / "lora_checkpoint" / f"step_{step}" for output in (folder / name, folder / "several" / name)]
     alone, beside = map(tiny_runs.state, saved)
