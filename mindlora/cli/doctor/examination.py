@@ -126,7 +126,7 @@ def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
     try:
         run = read_run(config)
         if run.yaml.trains:
-            advice = "With parallel.parallel_mode: 0 and full_batch: False, mindlora's train step makes none of them."
+            advice = "Set parallel.parallel_mode: 0 and full_batch: False: mindlora's train step makes none of them."
             yield note(f"runner_wrapper.{KEY}", str(run.head), advice if data_parallel(run) else "")
     except LoraError:
         # What such a run builds is not known; what is wrong, the other checks say.
