@@ -11,7 +11,7 @@ from mindlora.cli.doctor.installation import check_import, examine_machine, exam
 from mindlora.cli.doctor.report import DoctorReport, YamlReport
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.mindformers_version import mindformers_version, release
-from mindlora.core.yaml_file import read_merged, read_yaml
+from mindlora.core.yaml_file import merged, read_merged, read_yaml
 from mindlora.models.label_losses import KEY
 from mindlora.run.checks.cpu import notes_on_serving
 from mindlora.run.checks.data_rows import FirstRows
@@ -127,7 +127,8 @@ def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
         run = read_run(config)
         if run.yaml.trains:
             advice = "Set parallel.parallel_mode: 0 and full_batch: False: mindlora's train step makes none of them."
-            yield note(f"runner_wrapper.{KEY}", str(run.head), advice if data_parallel(run) else "")
+            helps = any(read_run(merged(config, keys)).piece for keys in data_parallel(run))
+            yield note(f"runner_wrapper.{KEY}", str(run.head), advice if helps else "")
     except LoraError:
         # What such a run builds is not known; what is wrong, the other checks say.
         return

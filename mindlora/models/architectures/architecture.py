@@ -175,8 +175,7 @@ class Architecture:
             ConfigError for a setting that MindFormers' model does not have. Default: None, not known.
         legacy (bool): Whether MindFormers has a legacy model of it. Default: True.
         trains (bool): Whether MindFormers' model trains; if not, it only predicts. Default: True.
-        instead (str): How to train a model of this name that does not, in a sentence; "" if there is no way. Default:
-            "".
+        instead (str): Where it does not train, a sentence that says what to train in its place. Default: "", nothing.
         served (bool): Whether mindlora serves MindFormers' mcore model, by a network of its own. Default: False.
         rotary (Rotary): Of the mcore model. Default: whole heads, in halves.
         norm_eps (float): Of the mcore model's norms where a YAML does not say. Default: 1e-6.

@@ -1,15 +1,15 @@
 """The held-out loss of a MindFormers model, as a cell; of a classifier with the labels that it gives."""
 
-from typing import Any, Tuple
+from typing import Tuple
 
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.training.model.loss_in_pieces import hand_on_hidden_states, losses_of_head
+from mindlora.training.model.loss_in_pieces import EvaluatedInPieces
 from mindlora.training.model.mcore_model import McoreRows
 
 
-class HeldOutLossCell(nn.Cell):
+class HeldOutLossCell(EvaluatedInPieces):
     """The sum of a causal language model's cross entropy over the labels that count, and the number of these labels.
 
     In evaluation mode, called with tokens [batch, N] and labels [batch, N], MindFormers' model returns (logits
@@ -26,22 +26,12 @@ class HeldOutLossCell(nn.Cell):
     """
 
     def __init__(self, network: nn.Cell, ignore_token_id: int, by_row: bool = False):
-        super().__init__(auto_prefix=False)
-        self.network = network
+        super().__init__(network)
         self.ignore_token_id = ignore_token_id
         self.by_row = by_row
         # An mcore model takes rows of both lengths.
         self.rows = next((cell for _, cell in network.cells_and_names() if isinstance(cell, McoreRows)), None)
         self.is_sliced = bool(getattr(getattr(network, "config", None), "input_sliced_sig", False))
-        # Where training makes no logits of all tokens, neither does this.
-        self.losses_of_head = losses_of_head(network)
-
-    def add_flags_recursive(self, **flags: Any) -> nn.Cell:
-        """Sets flags of all cells; a head whose product is the loss's hands on its input in evaluation too."""
-        super().add_flags_recursive(**flags)
-        if "training" in flags and self.losses_of_head is not None:
-            hand_on_hidden_states(self.network)
-        return self
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         if self.losses_of_head is not None:

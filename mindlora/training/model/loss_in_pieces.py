@@ -115,11 +115,27 @@ def losses_of_head(network: nn.Cell) -> Optional[LossesOfHead]:
     return next(_losses_of_heads(network), None)
 
 
-def hand_on_hidden_states(network: nn.Cell) -> None:
-    """Makes the head of a network hand on its input in evaluation too, until the mode of the network is set again."""
-    for _, cell in network.cells_and_names():
-        if isinstance(cell, tuple(_HANDING.values())):
-            cell.set_train(True)
+class EvaluatedInPieces(nn.Cell):
+    """A cell around a network that computes losses in evaluation, without logits where training makes none.
+
+    Attributes:
+        network (nn.Cell): The network.
+        losses_of_head (LossesOfHead or None): What put_loss_in_pieces has put into it.
+    """
+
+    def __init__(self, network: nn.Cell):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.losses_of_head = losses_of_head(network)
+
+    def add_flags_recursive(self, **flags: Any) -> nn.Cell:
+        """Sets flags of all cells; a head whose product is the loss's hands on its input in evaluation too."""
+        super().add_flags_recursive(**flags)
+        if "training" in flags and self.losses_of_head is not None:
+            for _, cell in self.network.cells_and_names():
+                if isinstance(cell, tuple(_HANDING.values())):
+                    cell.set_train(True)
+        return self
 
 
 def forward_only(network: nn.Cell) -> None:

@@ -1,13 +1,11 @@
 """Preference training on MindFormers' models: log-probabilities of labels in place of a loss, and the reference."""
 
-from typing import Any
-
 from mindformers.core.loss.loss import CrossEntropyLoss
 from mindspore import Tensor, nn
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.repeated_layers import mark_reference
-from mindlora.training.model.loss_in_pieces import forward_only, hand_on_hidden_states, losses_of_head
+from mindlora.training.model.loss_in_pieces import EvaluatedInPieces, forward_only
 from mindlora.training.model.mcore_model import is_gpt_model, replace_loss
 from mindlora.training.model.network import base_of, with_loss
 from mindlora.training.preference.loss import PreferenceLoss
@@ -44,7 +42,7 @@ class Rewards(nn.Cell):
         return scores.reshape((-1,))
 
 
-class RowLogProbabilities(nn.Cell):
+class RowLogProbabilities(EvaluatedInPieces):
     """The log-probability of each label but the first of rows, which a MindFormers model computes.
 
     In training the model's own loss is LabelLogProbabilities, beside which an mcore model returns other losses: the
@@ -58,18 +56,9 @@ class RowLogProbabilities(nn.Cell):
     """
 
     def __init__(self, network: nn.Cell, of_labels: nn.Cell):
-        super().__init__(auto_prefix=False)
-        self.network = network
+        super().__init__(network)
         self.of_labels = of_labels
         self.returns_others = is_gpt_model(with_loss(network))
-        self.losses_of_head = losses_of_head(network)
-
-    def add_flags_recursive(self, **flags: Any) -> nn.Cell:
-        """Sets flags of all cells; a head whose product is the loss's hands on its input in evaluation too."""
-        super().add_flags_recursive(**flags)
-        if "training" in flags and self.losses_of_head is not None:
-            hand_on_hidden_states(self.network)
-        return self
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         if self.training:

@@ -64,7 +64,7 @@ def adapted():
 @shows("whole", "qwen3_moe", "deepseek_v3")
 @pytest.mark.parametrize("make", [tiny_qwen3_moe, tiny_deepseek_v3, None])
 def test_the_gradients_are_the_slopes_of_the_loss_at_each_call(make, request):
-    """Of whole models, whose attention and dense layers are a Qwen3's too, and of adapters."""
+    """Whole models cover a Qwen3, which has their attention and dense layers; the last case is adapters."""
     if make:
         loss = Loss(make()).set_train()
         gradients = Gradients(loss)

@@ -53,7 +53,7 @@ def rows():
 
 @shows("alora", "deepseek_v3")
 def test_adapters_act_from_the_invocation_on_in_each_row():
-    """Of a DeepSeek-V3, whose cells have rows of other shapes; PEFT judges those of a Qwen3."""
+    """The cells of a DeepSeek-V3 have rows of other shapes; PEFT judges those of a Qwen3."""
     ids, network = rows(), tiny_deepseek_v3()
     base = network.set_train(False)(Tensor(ids)).asnumpy().reshape(3, 16, -1)
     config = LoraConfig(target_modules="all-linear", lora_rank=2, lora_alpha=2, alora_invocation_tokens=INVOCATION)
