@@ -116,7 +116,7 @@ def held_out(step):
 
 
 def test_a_qwen3_whose_head_trains_in_micro_batches():
-    """Of a Llama whose head is frozen, test_parity compares each loss with that of MindFormers' own LoRA."""
+    """A Llama with a frozen head is in test_parity, which compares each loss with that of MindFormers' own LoRA."""
     pieces = compare(lambda: mcore(tiny_qwen3, modules_to_save=["lm_head"]), micro_batches=2)
     assert any("output_layer.weight" in name for name in pieces.weights)
     found, expected = held_out(pieces.step)
