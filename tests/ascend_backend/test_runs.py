@@ -242,7 +242,9 @@ TRAINED = {
             "train_dataset.input_columns": ["input_ids", "labels", "actual_seq_len"],
         },
     ),
-    "a classifier": Row(ranks=8, data="labels of two classes", keys={**SEMI_AUTOMATIC, **CLASSIFIER, "callbacks": callbacks(HELD_OUT)}),
+    "a classifier": Row(
+        ranks=8, data="labels of two classes", keys={**SEMI_AUTOMATIC, **CLASSIFIER, "callbacks": callbacks(HELD_OUT)}
+    ),
     # What is alone or in data parallel.
     "dpo, data parallel": Row(
         ranks=8, data="pairs", keys={**DATA_PARALLEL, **PREFERENCE, "callbacks": callbacks(HELD_OUT)}

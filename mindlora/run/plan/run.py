@@ -236,10 +236,7 @@ class Run:
 
     def with_rows(self, batch_size: int, seq_length: int) -> "Run":
         """Returns the run with other rows, on which neither network nor adapter depend."""
-        sizes = {
-            "runner_config": {"batch_size": batch_size},
-            "model": {"model_config": {"seq_length": seq_length}},
-        }
+        sizes = {"runner_config": {"batch_size": batch_size}, "model": {"model_config": {"seq_length": seq_length}}}
         changed = dataclasses.replace(self, yaml=YamlRun(merged(self.yaml.config, sizes)))
         # They are computed once, as they take longer than what depends on the rows.
         vars(changed).update(selection=self.selection, weights=self.weights)
