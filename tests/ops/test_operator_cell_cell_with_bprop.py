@@ -20,7 +20,6 @@ TOKENS, K, N = 5, 70, 9
 # Whose cells are put into networks in graph mode alone.
 GRAPH_MODE_ALONE = (
     "mindlora.network.cells.broadcasting",
-    "mindlora.network.cells.label_losses",
     "mindlora.training.model.",
 )
 

@@ -7,6 +7,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
 from mindlora.models.label_losses import tokens_at_once
+from mindlora.ops.operator_cell import CellWithBprop
 
 
 class LabelLosses(nn.Cell):
@@ -70,8 +71,10 @@ class _Frozen(nn.Cell):
         return self.pieces(hidden, weight, labels)[0]
 
 
-class _LossesAndGradients(nn.Cell):
+class _LossesAndGradients(CellWithBprop):
     """(losses, gradients), of which the backward scales the second."""
+
+    reads_output = True
 
     def __init__(self, piece):
         super().__init__(auto_prefix=False)
@@ -91,10 +94,12 @@ class _LossesAndGradients(nn.Cell):
         return ops.concat(losses, 0), ops.concat(gradients, 0)
 
     def bprop(self, hidden, weight, labels, out, dout):
-        return _scaled(out[1], dout[0]), ops.zeros_like(weight), ops.zeros_like(labels)
+        # PyNative computes the gradient of a frozen weight too: a view of one zero takes no memory.
+        of_weight = ops.broadcast_to(ops.zeros((), weight.dtype), weight.shape)
+        return _scaled(out[1], dout[0]), of_weight, ops.zeros_like(labels)
 
 
-class _Trained(nn.Cell):
+class _Trained(CellWithBprop):
     """The losses of labels in the vocabulary; the backward computes the logits again."""
 
     def __init__(self, piece):
