@@ -12,7 +12,7 @@ from mindlora.cli.doctor.report import DoctorReport, YamlReport
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.mindformers_version import mindformers_version, release
 from mindlora.core.yaml_file import merged, read_merged, read_yaml
-from mindlora.models.label_losses import KEY
+from mindlora.models.label_losses import IN_GRAPH_MODE, IN_PYNATIVE
 from mindlora.run.checks.cpu import notes_on_serving
 from mindlora.run.checks.data_rows import FirstRows
 from mindlora.run.checks.examine import check_contents, check_run
@@ -128,7 +128,7 @@ def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
         if run.yaml.trains:
             advice = "Set parallel.parallel_mode: 0 and full_batch: False: mindlora's train step makes none of them."
             helps = any(read_run(merged(config, keys)).piece for keys in data_parallel(run))
-            yield note(f"runner_wrapper.{KEY}", str(run.head), advice if helps else "")
+            yield note(IN_GRAPH_MODE, str(run.head), advice if helps else "")
     except LoraError:
         # What such a run builds is not known; what is wrong, the other checks say.
         return

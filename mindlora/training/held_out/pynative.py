@@ -3,6 +3,7 @@
 from typing import Tuple
 
 from mindspore import Tensor, nn
+from mindspore.graph.api import _no_grad
 
 from mindlora.network.cells.score import score_of
 from mindlora.training.callbacks.common import register
@@ -29,11 +30,15 @@ class HeldOutLoss(held_out_loss.HeldOutLoss):
 
 
 class _Loss(HeldOutLossCell):
-    """As HeldOutLossCell, of rows whose labels are shifted or not."""
+    """As HeldOutLossCell, of rows whose labels are shifted or not; nothing of it is differentiated."""
 
-    def of_batch(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        with _no_grad():
+            return super().construct(input_ids, labels)
+
+    def shifted(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         rows = shifted({"input_ids": input_ids, "labels": labels}, self.network.config.seq_length)
-        return super().of_batch(rows["input_ids"], rows["labels"])
+        return rows["input_ids"], rows["labels"]
 
 
 class _Labels(_Loss, HeldOutLabelsCell):

@@ -8,7 +8,7 @@ from mindformers.parallel_core.training_graph.tensor_parallel.layers import Colu
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 
-from mindlora.models.label_losses import Head, check_loss_in_pieces
+from mindlora.models.label_losses import OTHER_STEP, Head, check_loss_in_pieces
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.label_losses import LabelLosses
 from mindlora.network.cells.score import score_of
@@ -17,8 +17,12 @@ from mindlora.training.model.mcore_model import is_gpt_model
 from mindlora.training.model.network import with_loss
 
 
-class HandingLinear(Linear):
-    """MindFormers' Linear as an output head that, in training, hands its input on to the loss, which multiplies it."""
+class HandingHead:
+    """Marks the classes of an output head that, in training, hands its input on to the loss, which multiplies it."""
+
+
+class HandingLinear(HandingHead, Linear):
+    """HandingHead for MindFormers' Linear."""
 
     def construct(self, x: Tensor, group_list: Any = None) -> Tensor:
         if self.training:
@@ -26,8 +30,8 @@ class HandingLinear(Linear):
         return super().construct(x, group_list)
 
 
-class HandingParallelLinear(ColumnParallelLinear):
-    """HandingLinear for mcore models."""
+class HandingParallelLinear(HandingHead, ColumnParallelLinear):
+    """HandingHead for mcore models."""
 
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
         if self.training:
@@ -41,6 +45,11 @@ _HANDING = {Linear: HandingLinear, ColumnParallelLinear: HandingParallelLinear}
 class LossesOfHead(nn.Cell):
     """LabelLosses of a head, called as the _log_softmax of MindFormers' CrossEntropyLoss, whose _nllloss is _First.
 
+    Args:
+        weight (Parameter): The head's. Whether it trains has been decided.
+        dtype (mindspore.dtype): What the head computes in.
+        setting (bool or int): True, or the tokens of a piece.
+
     Inputs:
         - **hidden** (Tensor) - What the head takes, [tokens, channels].
         - **labels** (Tensor) - int32 [tokens].
@@ -49,11 +58,11 @@ class LossesOfHead(nn.Cell):
         Tuple (losses, labels), of which the first is float32 [tokens].
     """
 
-    def __init__(self, weight: Parameter, dtype: mstype.Type, piece: Optional[int]):
+    def __init__(self, weight: Parameter, dtype: mstype.Type, setting: Union[bool, int]):
         super().__init__(auto_prefix=False)
         # Past nn.Cell, which would list the parameter, and name it, a second time.
         self.__dict__["weight"] = weight
-        self.losses = LabelLosses(dtype, weight.requires_grad, piece)
+        self.losses = LabelLosses(dtype, weight.requires_grad, None if setting is True else setting)
 
     def construct(self, hidden: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         return self.losses(hidden, self.weight, labels), labels
@@ -83,11 +92,10 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     logger.info("%s", described)
     if described.why_whole:
         return False
-    piece = None if setting is True else setting
     weight = model.embedding.word_embeddings.weight if head.weight is None else head.weight
     dtype = head.compute_dtype if is_gpt_model(model) else head.dtype
     # Straight into _cells: assigning an attribute would rename the weight.
-    model.loss._cells["_log_softmax"] = LossesOfHead(weight, dtype, piece)
+    model.loss._cells["_log_softmax"] = LossesOfHead(weight, dtype, setting)
     model.loss._cells["_nllloss"] = _First()
     # Parameter and settings stay when the class of a cell changes.
     head.__class__ = _HANDING[type(head)]
@@ -107,7 +115,7 @@ def _described(model, head, setting, steps_by_mindlora):
         cell = "has a bias, an activation or a transposed weight"
     is_known = is_gpt or type(model).construct is LlamaForCausalLM.construct
     predicts_several = is_gpt and model.mtp_process
-    return Head(setting, steps_by_mindlora, type(model).__name__, is_known, cell, predicts_several)
+    return Head(setting, "" if steps_by_mindlora else OTHER_STEP, type(model).__name__, is_known, cell, predicts_several)
 
 
 def losses_of_head(network: nn.Cell) -> Optional[LossesOfHead]:
@@ -133,7 +141,7 @@ class EvaluatedInPieces(nn.Cell):
         super().add_flags_recursive(**flags)
         if "training" in flags and self.losses_of_head is not None:
             for _, cell in self.network.cells_and_names():
-                if isinstance(cell, tuple(_HANDING.values())):
+                if isinstance(cell, HandingHead):
                     cell.set_train(True)
         return self
 
