@@ -10,6 +10,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindlora.core.errors import ConfigError
 from mindlora.models.label_losses import check_loss_in_pieces, tokens_at_once
 from mindlora.network.cells.label_losses import LabelLosses
+from tests.support.backward import backward_gradients
 
 CHANNELS, VOCABULARY, PIECE = 5, 11, 4
 # MindSpore's exponentials on a CPU are off by up to 1e-5 of their values.
@@ -90,6 +91,21 @@ def test_losses_and_gradients(mode, trained):
     assert len(found) == 2 + trained
     ignored = [2, 6, 8]
     assert not found[0][ignored].any() and not found[1][ignored].any()
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_backward_gives_the_gradients(pynative_mode, trained):
+    hidden, weight, labels, factors = sample(9)
+    labels[2] = -100
+    inputs = [Parameter(Tensor(hidden), name="hidden"), Parameter(Tensor(weight), name="weight", requires_grad=trained)]
+    losses = LabelLosses(ms.float32, trained, PIECE).set_train()
+    found = backward_gradients(lambda *both: losses(*both, Tensor(labels)), inputs, Tensor(factors, ms.float32))
+    _, of_hidden, of_weight = oracle(hidden, weight, labels, factors)
+    np.testing.assert_allclose(found[0], of_hidden, rtol=0, atol=5e-6 * np.abs(of_hidden).max())
+    if trained:
+        np.testing.assert_allclose(found[1], of_weight, rtol=0, atol=5e-6 * np.abs(of_weight).max())
+    else:
+        assert found[1] is None
 
 
 @pytest.mark.parametrize("tokens, piece", [(1, PIECE), (3, 1), (9, None)])
