@@ -115,7 +115,8 @@ def _described(model, head, setting, steps_by_mindlora):
         cell = "has a bias, an activation or a transposed weight"
     is_known = is_gpt or type(model).construct is LlamaForCausalLM.construct
     predicts_several = is_gpt and model.mtp_process
-    return Head(setting, "" if steps_by_mindlora else OTHER_STEP, type(model).__name__, is_known, cell, predicts_several)
+    run = "" if steps_by_mindlora else OTHER_STEP
+    return Head(setting, run, type(model).__name__, is_known, cell, predicts_several)
 
 
 def losses_of_head(network: nn.Cell) -> Optional[LossesOfHead]:

@@ -1,4 +1,4 @@
-"""Whether head and loss go through the tokens in pieces in a YAML of the PyNative Trainer, as plan and doctor say it."""
+"""Whether head and loss go through the tokens in pieces in a YAML of the PyNative Trainer, by plan and doctor."""
 
 import pytest
 import yaml

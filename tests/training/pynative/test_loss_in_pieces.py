@@ -1,4 +1,4 @@
-"""Head and loss in pieces under MindFormers' PyNative Trainer: as with the logits of all tokens, or a reason why not."""
+"""Head and loss in pieces under the PyNative Trainer: as with the logits of all tokens, or a reason why not."""
 
 import json
 
@@ -50,9 +50,7 @@ def runs(tmp_path_factory):
     rows = ({"input_ids": a, "labels": b, "answers": c} for a, b, c in zip(packed, said, answers.astype(np.int32)))
     shared = {"pairs": np.ones(1, np.int32), BOUNDARY: np.array([BEGIN], np.int32)}
     write_mindrecord(({**row, **shared} for row in rows), str(folder / "pairs.mindrecord"))
-    configs = [
-        config_of(folder, name, setting, *run) for name, run in RUNS.items() for setting in (False, PIECE)
-    ]
+    configs = [config_of(folder, name, setting, *run) for name, run in RUNS.items() for setting in (False, PIECE)]
     on_head = {"lora_config": {**LAST, "target_modules": "linear_proj|output_layer"}}
     configs.append(config_of(folder, "on_the_head", True, "labels", 1, on_head))
     predicting = {"model": {**DEEPSEEK_V3, "num_nextn_predict_layers": 1}}
