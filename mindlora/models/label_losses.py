@@ -4,6 +4,8 @@ import dataclasses
 from typing import NamedTuple, Union
 
 from mindlora.core.fields import Range, check_number
+from mindlora.models.variants.registry import LORA
+from mindlora.models.variants.variant import Variant
 
 KEY = "loss_in_pieces"
 # Where a YAML of graph mode has it, and one of MindFormers' PyNative Trainer.
@@ -44,6 +46,25 @@ def check_loss_in_pieces(setting: Union[bool, int]) -> None:
     check_number(setting, KEY, PIECES)
 
 
+# What Head.cell says of a head with several adapters.
+SEVERAL_ADAPTERS = "has several adapters"
+
+
+def adapter_obstacle(variant: Variant, acts_on_all: bool, weight_trains: bool) -> str:
+    """Returns what of an adapter on a head keeps its logits whole, as Head.cell has it; "" if nothing does.
+
+    Args:
+        variant (Variant): The variant of LoRA.
+        acts_on_all (bool): Whether it acts on all tokens, and not from its invocation tokens on.
+        weight_trains (bool): Whether the head's own weight trains too.
+    """
+    if variant is not LORA:
+        return f"has an adapter of {variant.name}"
+    if not acts_on_all:
+        return "has an adapter that acts on some tokens alone"
+    return "has an adapter beside a weight that trains" if weight_trains else ""
+
+
 # What Head.run says of a train step of MindFormers' own, which makes the gradients.
 OTHER_STEP = "the train step is MindFormers' own"
 
@@ -57,7 +78,7 @@ class Head(NamedTuple):
             nothing does.
         model (str): What the model is called.
         is_known (bool): Whether it is LlamaForCausalLM or a GPTModel, of which is known how they use their head.
-        cell (str): What else the head is or has than a weight, such as "has an adapter"; "" if nothing.
+        cell (str): What of the head keeps the logits whole, such as "has a bias"; "" if nothing does.
         predicts_several (bool): Whether the model predicts several tokens (num_nextn_predict_layers).
         key (str): IN_GRAPH_MODE or IN_PYNATIVE, which has the setting.
     """

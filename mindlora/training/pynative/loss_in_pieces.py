@@ -6,23 +6,32 @@ from mindspore import Tensor, nn
 
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.models.label_losses import IN_PYNATIVE, Head
-from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.score import score_of
 from mindlora.training.log import logger
-from mindlora.training.model.loss_in_pieces import HandingHead, LossesOfHead
+from mindlora.training.model.loss_in_pieces import (
+    HandingLoRA,
+    LossesOfHead,
+    make_hand_on,
+    obstacle_of_adapter,
+    other_head,
+    plain_head,
+)
 
 require_mindformers("2.0")
 from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
 from mindformers.pynative.layers.linear import Linear  # noqa: E402
 
 
-class HandingPynativeLinear(HandingHead, Linear):
-    """HandingHead for the models of the PyNative Trainer."""
+def _linear(self, input_, weight=None):
+    return self.hand_on(input_) if self.training else self.logits(input_, weight)
 
-    def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        if self.training:
-            return input_
-        return super().construct(input_, weight)
+
+class HandingPynativeLoRA(HandingLoRA):
+    """HandingLoRA in a model that can compute without its adapters."""
+
+    def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        """Returns what the cell that this one replaced computes, or hands on."""
+        return input_ if self.training else super().without_adapter(input_, weight)
 
 
 class LossesOfLabels(nn.Cell):
@@ -62,24 +71,25 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: i
         return
     head = model.output_layer
     weight = model.embedding.word_embeddings.weight if head.weight is None else head.weight
-    losses = LossesOfLabels(LossesOfHead(weight, head.compute_dtype, setting))
+    dtype = head.compute_dtype if plain_head(head) is head else head.dtype
+    losses = LossesOfLabels(LossesOfHead(head, weight, dtype, setting))
     model.loss._cells.update(log_softmax=nn.Identity(), nll_loss=losses)
     # MindFormers cuts the loss of logits into so many parts.
     model.chunk_loss_num = 1
-    # Parameter and settings stay when the class of a cell changes.
-    head.__class__ = HandingPynativeLinear
+    make_hand_on(head, _linear, HandingPynativeLoRA)
 
 
 def _described(network, model, setting, processes):
-    head, cell = model.output_layer, ""
-    if isinstance(head, LoRACell):
-        cell = "has an adapter"
-    elif score_of(network) is not None:
+    head = model.output_layer
+    plain = plain_head(head)
+    if score_of(network) is not None:
         cell = "gives scores of labels"
-    elif type(head) is not Linear:
-        cell = f"is a {type(head).__name__}"
-    elif head.has_bias:
+    elif type(plain) is not Linear:
+        cell = other_head(head)
+    elif plain.has_bias:
         cell = "has a bias"
+    else:
+        cell = obstacle_of_adapter(head)
     run = f"the run has {processes} processes" if processes > 1 else ""
     is_known = type(model) is GPTModel
     return Head(setting, run, type(network).__name__, is_known, cell, bool(model.mtp_process), IN_PYNATIVE)
