@@ -24,7 +24,11 @@ def config_of(**nodes):
         ({"pet_config": {"loss_in_pieces": 7}}, f"7 tokens {IN_PIECES}"),
         ({"pet_config": {"loss_in_pieces": False}}, f"{AT_ONCE}pet_config.loss_in_pieces is False."),
         ({"parallelism": {"tensor_parallel": 2}}, f"{AT_ONCE}parallelism.tensor_parallel is 2."),
-        ({"lora_config": {"target_modules": "output_layer"}}, f"{AT_ONCE}the output head has an adapter."),
+        ({"lora_config": {"target_modules": "output_layer"}}, f"some tokens {IN_PIECES}"),
+        (
+            {"lora_config": {"target_modules": "output_layer"}, "pet_config": {"use_dora": True}},
+            f"{AT_ONCE}the output head has an adapter of DoRA.",
+        ),
         (
             {"model": {**QWEN3, "architectures": "Qwen3ForTokenClassification", "num_labels": 3}},
             f"{AT_ONCE}the output head gives scores of labels.",

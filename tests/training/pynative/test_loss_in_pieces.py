@@ -14,6 +14,7 @@ pytestmark = only_with_pynative_trainer
 PIECE, ROWS, BEGIN, HALF = 5, 4, 2, tiny_runs.SEQUENCE // 2
 # Cells after the last attention, into which MindFormers rounds: from it on, runs that differ in rounding move apart.
 LAST = {**pynative_runs.LORA, "target_modules": r"layers\.1\.(self_attention.linear_proj|mlp.*linear)"}
+ON_THE_HEAD = {**LAST, "target_modules": f"output_layer|{LAST['target_modules']}"}
 # Likewise, tokens go to all experts.
 EXPERTS = {**DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}
 # Name -> data, steps, nodes of the YAML.
@@ -23,11 +24,12 @@ RUNS = {
     "saved_head": ("labels", 3, {"pet_config": {"modules_to_save": ["lm_head"]}}),
     "tied": ("labels", 3, {"model": {**QWEN3, "tie_word_embeddings": True, "chunk_loss_num": 2}}),
     "experts": ("labels", 3, {"model": EXPERTS}),
-    "dpo": ("pairs", 3, {"preference": {"loss": "dpo"}}),
+    "adapted_head": ("labels", 3, {"lora_config": ON_THE_HEAD}),
+    "dpo": ("pairs", 3, {"preference": {"loss": "dpo"}, "lora_config": ON_THE_HEAD}),
     "simpo_experts": ("pairs", 3, {"preference": {"loss": "simpo"}, "model": EXPERTS}),
 }
 # Runs that make the logits of all tokens -> what the log says of them.
-WHOLE = {"on_the_head": "the output head has an adapter", "predicting": "the model predicts several tokens"}
+WHOLE = {"dora": "the output head has an adapter of DoRA", "predicting": "the model predicts several tokens"}
 
 
 def write(path, tokens, labels, **columns):
@@ -51,8 +53,10 @@ def runs(tmp_path_factory):
     shared = {"pairs": np.ones(1, np.int32), BOUNDARY: np.array([BEGIN], np.int32)}
     write_mindrecord(({**row, **shared} for row in rows), str(folder / "pairs.mindrecord"))
     configs = [config_of(folder, name, setting, *run) for name, run in RUNS.items() for setting in (False, PIECE)]
-    on_head = {"lora_config": {**LAST, "target_modules": "linear_proj|output_layer"}}
-    configs.append(config_of(folder, "on_the_head", True, "labels", 1, on_head))
+    dora = {"lora_config": ON_THE_HEAD, "pet_config": {"use_dora": True}}
+    configs.append(config_of(folder, "dora", True, "labels", 1, dora))
+    # A magnitude is made of weights that stay.
+    del configs[-1]["callbacks"][0]
     predicting = {"model": {**DEEPSEEK_V3, "num_nextn_predict_layers": 1}}
     configs.append(config_of(folder, "predicting", True, "labels", 1, predicting))
     # Such a model has no kernels on a CPU: this ends the run before its first step.
@@ -101,7 +105,7 @@ def test_it_trains_as_with_the_logits_of_all_tokens(runs, name):
     assert held_out == pytest.approx(*measured(whole, "held_out_loss"), rel=1e-5)
     weights, expected = (pynative_runs.trained(run) for run in (pieces, whole))
     assert weights.keys() == expected.keys()
-    assert any("output_layer" in path for path in weights) == (name == "saved_head")
+    assert any("output_layer" in path for path in weights) == (name in ("saved_head", "adapted_head", "dpo"))
     for path, weight in expected.items():
         np.testing.assert_allclose(weights[path], weight, rtol=0, atol=1e-5 * np.abs(weight).max(), err_msg=path)
 
