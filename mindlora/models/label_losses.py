@@ -50,18 +50,15 @@ def check_loss_in_pieces(setting: Union[bool, int]) -> None:
 SEVERAL_ADAPTERS = "has several adapters"
 
 
-def adapter_obstacle(variant: Variant, acts_on_all: bool, weight_trains: bool) -> str:
+def adapter_obstacle(variant: Variant, weight_trains: bool) -> str:
     """Returns what of an adapter on a head keeps its logits whole, as Head.cell has it; "" if nothing does.
 
     Args:
         variant (Variant): The variant of LoRA.
-        acts_on_all (bool): Whether it acts on all tokens, and not from its invocation tokens on.
         weight_trains (bool): Whether the head's own weight trains too.
     """
     if variant is not LORA:
         return f"has an adapter of {variant.name}"
-    if not acts_on_all:
-        return "has an adapter that acts on some tokens alone"
     return "has an adapter beside a weight that trains" if weight_trains else ""
 
 

@@ -213,10 +213,7 @@ class Run:
         elif any(weight.dtype == "uint8" for weight in heads):
             cell = "is in 4 bits"
         elif any(weight.adapter for weight in heads):
-            cell = SEVERAL_ADAPTERS
-            if self.lora is not None:
-                acts_on_all = not self.lora.alora_invocation_tokens
-                cell = adapter_obstacle(self.lora.variant, acts_on_all, self.trains_head)
+            cell = adapter_obstacle(self.lora.variant, self.trains_head) if self.lora else SEVERAL_ADAPTERS
         return Head(
             self.yaml.setting(IN_GRAPH_MODE),
             "" if self.steps_by_mindlora or self.adapters else OTHER_STEP,

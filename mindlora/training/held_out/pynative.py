@@ -3,7 +3,6 @@
 from typing import Tuple
 
 from mindspore import Tensor, nn
-from mindspore.graph.api import _no_grad
 
 from mindlora.network.cells.score import score_of
 from mindlora.training.callbacks.common import register
@@ -30,11 +29,7 @@ class HeldOutLoss(held_out_loss.HeldOutLoss):
 
 
 class _Loss(HeldOutLossCell):
-    """As HeldOutLossCell, of rows whose labels are shifted or not; nothing of it is differentiated."""
-
-    def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
-        with _no_grad():
-            return super().construct(input_ids, labels)
+    """As HeldOutLossCell, of rows whose labels are shifted or not."""
 
     def shifted(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         rows = shifted({"input_ids": input_ids, "labels": labels}, self.network.config.seq_length)

@@ -186,7 +186,7 @@ def obstacle_of_adapter(head: nn.Cell) -> str:
     """Returns what Head.cell says of the adapter on a head, if it has one."""
     if not isinstance(head, LoRACell):
         return ""
-    return adapter_obstacle(head.variant, not head.invocation_tokens, head.weight.requires_grad)
+    return adapter_obstacle(head.variant, head.weight.requires_grad)
 
 
 def losses_of_head(network: nn.Cell) -> Optional[LossesOfHead]:

@@ -5,7 +5,6 @@ from typing import Iterator
 
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.graph.api import _no_grad
 
 from mindlora.network.tree import lora_cells
 from mindlora.training.model.loss_in_pieces import EvaluatedInPieces
@@ -39,13 +38,9 @@ class RowLogProbabilities(EvaluatedInPieces):
         # The Trainer sets the mode of the model alone.
         model = self.network.network
         if model.training:
-            return self.of_logits(model(input_ids=tokens, labels=tokens), labels)
-        with _no_grad():
+            logits = model(input_ids=tokens, labels=tokens)
+        else:
             logits, _, _ = self.network(tokens)
-            return self.of_logits(logits, labels)
-
-    def of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns what the cell does, of all that the model returns for the tokens before ``labels``."""
         if self.has_scores:
             return logits.reshape((-1,))
         logits = logits.reshape((labels.shape[0], -1))

@@ -1,8 +1,10 @@
 """Puts LabelLosses in the place of the output head and the loss of a model that the PyNative Trainer runs."""
 
-from typing import Optional, Union
+import contextlib
+from typing import Optional, Tuple, Union
 
 from mindspore import Tensor, nn
+from mindspore.graph.api import _no_grad
 
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.models.label_losses import IN_PYNATIVE, Head
@@ -32,6 +34,14 @@ class HandingPynativeLoRA(HandingLoRA):
     def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
         """Returns what the cell that this one replaced computes, or hands on."""
         return input_ if self.training else super().without_adapter(input_, weight)
+
+
+class PynativeLossesOfHead(LossesOfHead):
+    """LossesOfHead that keeps nothing for a backward in evaluation, where its weights may train."""
+
+    def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        with contextlib.nullcontext() if self.training else _no_grad():
+            return super().construct(handed, labels)
 
 
 class LossesOfLabels(nn.Cell):
@@ -72,7 +82,7 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: i
     head = model.output_layer
     weight = model.embedding.word_embeddings.weight if head.weight is None else head.weight
     dtype = head.compute_dtype if plain_head(head) is head else head.dtype
-    losses = LossesOfLabels(LossesOfHead(head, weight, dtype, setting))
+    losses = LossesOfLabels(PynativeLossesOfHead(head, weight, dtype, setting))
     model.loss._cells.update(log_softmax=nn.Identity(), nll_loss=losses)
     # MindFormers cuts the loss of logits into so many parts.
     model.chunk_loss_num = 1
