@@ -3,7 +3,9 @@
 import contextlib
 from typing import Optional, Tuple, Union
 
-from mindspore import Tensor, nn
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
 from mindspore.graph.api import _no_grad
 
 from mindlora.core.mindformers_version import require_mindformers
@@ -37,11 +39,24 @@ class HandingPynativeLoRA(HandingLoRA):
 
 
 class PynativeLossesOfHead(LossesOfHead):
-    """LossesOfHead that keeps nothing for a backward in evaluation, where its weights may train."""
+    """LossesOfHead that leaves out tokens without a label, such as those of a prompt: PyNative has no fixed shapes.
+
+    In evaluation it keeps nothing for a backward, though its weights may train.
+    """
 
     def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         with contextlib.nullcontext() if self.training else _no_grad():
-            return super().construct(handed, labels)
+            numbers = labels.asnumpy()
+            counted = np.flatnonzero((numbers >= 0) & (numbers < self.weight.shape[0]))
+            if len(counted) in (0, len(numbers)):
+                return super().construct(handed, labels)
+            rows = ops.gather(handed, Tensor(counted, mstype.int32), 0)
+            losses, _ = super().construct(rows, Tensor(numbers[counted]))
+            # The loss of each token among them; that of the others is 0, behind all.
+            places = np.full(len(numbers), len(counted), np.int32)
+            places[counted] = np.arange(len(counted))
+            losses = ops.concat((losses, ops.zeros((1,), mstype.float32)), 0)
+            return ops.gather(losses, Tensor(places), 0), labels
 
 
 class LossesOfLabels(nn.Cell):
