@@ -4,8 +4,12 @@ import dataclasses
 from typing import NamedTuple, Union
 
 from mindlora.core.fields import Range, check_number
+from mindlora.models.variants.registry import LORA
+from mindlora.models.variants.variant import Variant
 
 KEY = "loss_in_pieces"
+# Where a YAML of graph mode has it, and one of MindFormers' PyNative Trainer.
+IN_GRAPH_MODE, IN_PYNATIVE = f"runner_wrapper.{KEY}", f"pet_config.{KEY}"
 _LOGITS = 2**22
 _PIECES = 32
 _MULTIPLE = 128
@@ -42,32 +46,55 @@ def check_loss_in_pieces(setting: Union[bool, int]) -> None:
     check_number(setting, KEY, PIECES)
 
 
+# What Head.cell says of a head with several adapters.
+SEVERAL_ADAPTERS = "has several adapters"
+
+
+def adapter_obstacle(variant: Variant, weight_trains: bool) -> str:
+    """Returns what of an adapter on a head keeps its logits whole, as Head.cell has it; "" if nothing does.
+
+    Args:
+        variant (Variant): The variant of LoRA.
+        weight_trains (bool): Whether the head's own weight trains too.
+    """
+    if variant is not LORA:
+        return f"has an adapter of {variant.name}"
+    return "has an adapter beside a weight that trains" if weight_trains else ""
+
+
+# What Head.run says of a train step of MindFormers' own, which makes the gradients.
+OTHER_STEP = "the train step is MindFormers' own"
+
+
 class Head(NamedTuple):
     """What of a run decides whether its head and loss go through the tokens in pieces.
 
     Attributes:
-        setting (bool or int): runner_wrapper.loss_in_pieces.
-        steps_by_mindlora (bool): Whether mindlora's train step makes the gradients, alone or in data parallel.
+        setting (bool or int): loss_in_pieces.
+        run (str): What about the run keeps the logits whole, such as "the train step is MindFormers' own"; "" if
+            nothing does.
         model (str): What the model is called.
         is_known (bool): Whether it is LlamaForCausalLM or a GPTModel, of which is known how they use their head.
-        cell (str): What else the head is or has than a weight, such as "has an adapter"; "" if nothing.
+        cell (str): What of the head keeps the logits whole, such as "has a bias"; "" if nothing does.
         predicts_several (bool): Whether the model predicts several tokens (num_nextn_predict_layers).
+        key (str): IN_GRAPH_MODE or IN_PYNATIVE, which has the setting.
     """
 
     setting: Union[bool, int]
-    steps_by_mindlora: bool
+    run: str
     model: str
     is_known: bool
     cell: str
     predicts_several: bool
+    key: str = IN_GRAPH_MODE
 
     @property
     def why_whole(self) -> str:
         """Why the logits of all tokens are made at once; "" if they are not."""
         if self.setting is False:
-            return f"runner_wrapper.{KEY} is False"
-        if not self.steps_by_mindlora:
-            return "the train step is MindFormers' own"
+            return f"{self.key} is False"
+        if self.run:
+            return self.run
         if not self.is_known:
             return f"the model is a {self.model}"
         if self.predicts_several:

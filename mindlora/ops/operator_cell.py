@@ -1,7 +1,7 @@
 """What the cells of all operators share: the kernel of the path that was picked, and checks of the inputs."""
 
 import functools
-from typing import Any, Optional, Sequence, Tuple, Type
+from typing import Any, Optional, Sequence, Tuple, Type, Union
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -21,9 +21,11 @@ class CellWithBprop(nn.Cell):
     """Base of the cells that have a bprop. It gets the inputs of construct, its output, and the output's gradient.
 
     In PyNative, MindSpore itself calls the bprop only below a function that it differentiates (value_and_grad and the
-    like), and Tensor.backward() raises an error. Here both call it. They give it None as the output, which no bprop
-    reads, and which therefore need not be kept.
+    like), and Tensor.backward() raises an error. Here both call it. They give it None as the output, which then need
+    not be kept, unless the cell ``reads_output``, a tuple of tensors.
     """
+
+    reads_output = False
 
     def _call_custom_bprop(self, *inputs: Tensor) -> Tensor:
         # MindSpore calls it in place of construct where PyNative records for a backward.
@@ -34,14 +36,19 @@ class _Recorded(_Function):
     """The forward of a CellWithBprop in PyNative, and its bprop as the backward."""
 
     @staticmethod
-    def forward(ctx: Any, cell: CellWithBprop, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, cell: CellWithBprop, *inputs: Tensor) -> Union[Tensor, Tuple[Tensor, ...]]:
         ctx.cell = cell
-        ctx.save_for_backward(*inputs)
-        return cell.construct(*inputs)
+        output = cell.construct(*inputs)
+        ctx.inputs = len(inputs)
+        ctx.save_for_backward(*inputs, *(output if cell.reads_output else ()))
+        return output
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Tuple[Optional[Tensor], ...]:
-        return None, *ctx.cell.bprop(*ctx.saved_tensors, None, dout)
+    def backward(ctx: Any, *douts: Tensor) -> Tuple[Optional[Tensor], ...]:
+        inputs, output = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        if ctx.cell.reads_output:
+            return None, *ctx.cell.bprop(*inputs, output, douts)
+        return None, *ctx.cell.bprop(*inputs, None, *douts)
 
 
 class OperatorCell(CellWithBprop):

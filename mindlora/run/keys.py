@@ -4,7 +4,7 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional
 
 from mindlora.core.fields import COUNT, INDEX, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from mindlora.core.yaml_file import PET
-from mindlora.models.label_losses import KEY as LOSS_IN_PIECES
+from mindlora.models.label_losses import IN_GRAPH_MODE as LOSS_IN_PIECES
 from mindlora.models.label_losses import PIECES
 
 MODEL = "model.model_config"
@@ -89,6 +89,6 @@ KEYS: Dict[str, Key] = {
     "optimizer.weight_decay": Key(NOT_NEGATIVE, training=True),
     "runner_wrapper.max_grad_norm": Key(POSITIVE, training=True),
     "runner_wrapper.scale_sense": Key(_SCALE, training=True),
-    f"runner_wrapper.{LOSS_IN_PIECES}": Key(PIECES, True, training=True),
+    LOSS_IN_PIECES: Key(PIECES, True, training=True),
     "train_dataset.num_parallel_workers": Key(COUNT, training=True),
 }

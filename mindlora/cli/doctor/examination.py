@@ -12,7 +12,7 @@ from mindlora.cli.doctor.report import DoctorReport, YamlReport
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.mindformers_version import mindformers_version, release
 from mindlora.core.yaml_file import merged, read_merged, read_yaml
-from mindlora.models.label_losses import KEY
+from mindlora.models.label_losses import IN_GRAPH_MODE, IN_PYNATIVE
 from mindlora.run.checks.cpu import notes_on_serving
 from mindlora.run.checks.data_rows import FirstRows
 from mindlora.run.checks.examine import check_contents, check_run
@@ -22,6 +22,7 @@ from mindlora.run.checks.key_ranges import check_names, check_shape
 from mindlora.run.checks.pynative import Version, check_pynative, is_pynative
 from mindlora.run.plan.alternatives import data_parallel
 from mindlora.run.plan.division import Division
+from mindlora.run.plan.pynative import head_of_pynative
 from mindlora.run.plan.run import read_run
 from mindlora.run.plan.trial import STEPS, Trial, try_rank, with_devices
 from mindlora.run.plan.units import gib
@@ -107,7 +108,10 @@ def check_yaml(path: str) -> List[Finding]:
     try:
         config = read_merged(path)
         if is_pynative(config):
-            return worst_first(check_pynative(config, _trainer_version(), _first_rows()))
+            findings = check_pynative(config, _trainer_version(), _first_rows())
+            if not errors(findings):
+                findings += note_on_pynative_loss(config)
+            return worst_first(findings)
         config = read_yaml(path)
     except ConfigError as refusal:
         return [error("", str(refusal))]
@@ -128,9 +132,18 @@ def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
         if run.yaml.trains:
             advice = "Set parallel.parallel_mode: 0 and full_batch: False: mindlora's train step makes none of them."
             helps = any(read_run(merged(config, keys)).piece for keys in data_parallel(run))
-            yield note(f"runner_wrapper.{KEY}", str(run.head), advice if helps else "")
+            yield note(IN_GRAPH_MODE, str(run.head), advice if helps else "")
     except LoraError:
         # What such a run builds is not known; what is wrong, the other checks say.
+        return
+
+
+def note_on_pynative_loss(config: Dict[str, Any]) -> Iterator[Finding]:
+    """Yields the same for a YAML of the PyNative Trainer in which mindlora's adapters train."""
+    try:
+        yield note(IN_PYNATIVE, str(head_of_pynative(config)))
+    except LoraError:
+        # As above.
         return
 
 

@@ -7,6 +7,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
 from mindlora.models.label_losses import tokens_at_once
+from mindlora.ops.operator_cell import CellWithBprop
 
 
 class LabelLosses(nn.Cell):
@@ -48,14 +49,55 @@ class LabelLosses(nn.Cell):
 
     def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         hidden, weight = hidden.astype(self.dtype), weight.astype(self.dtype)
-        counted = ops.logical_and(labels >= 0, labels < weight.shape[0])
-        # Not by select: in front of a cell with a bprop of its own, MindSpore does not compile one of whole numbers.
-        labels = labels * counted.astype(mstype.int32)
+        counted, labels = _in_vocabulary(labels, weight)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, weight, labels)
         else:
             losses = _losses(hidden, weight, labels, self.piece)
         # Selected, not multiplied: what does not count may be infinite.
+        return ops.select(counted, losses, ops.zeros_like(losses))
+
+
+class AdaptedLabelLosses(nn.Cell):
+    """The losses of LabelLosses where the head has an adapter and its weight is frozen: z = x W^T + u B^T.
+
+    u = (dropout(x) A^T) * scale is of the width of the rank, so it comes for all tokens at once, and A learns by its
+    gradient, du[i] = dloss[i] (p[i] - e[labels[i]]) B. The backward computes z again, piece by piece, for
+    dB = sum_i dloss[i] (p[i] - e[labels[i]]) u[i]^T.
+
+    Args:
+        dtype (mindspore.dtype): What the head computes in.
+        piece (int, optional): As for LabelLosses. Default: None.
+
+    Inputs:
+        - **hidden** (Tensor) - x, [tokens, channels].
+        - **low_rank** (Tensor) - u, [tokens, r].
+        - **weight** (Tensor) - W, [vocabulary, channels]; its gradient is zero.
+        - **b** (Tensor) - B, [vocabulary, r].
+        - **labels** (Tensor) - As for LabelLosses.
+
+    Outputs:
+        float32 [tokens].
+
+    Attributes:
+        differentiates (bool): As for LabelLosses. Default: True.
+    """
+
+    def __init__(self, dtype: mstype.Type, piece: Optional[int] = None):
+        super().__init__(auto_prefix=False)
+        self.dtype = dtype
+        self.piece = piece
+        self.differentiates = True
+        self.with_gradient = _Adapted(piece)
+
+    def construct(self, hidden: Tensor, low_rank: Tensor, weight: Tensor, b: Tensor, labels: Tensor) -> Tensor:
+        hidden, low_rank = hidden.astype(self.dtype), low_rank.astype(self.dtype)
+        weight, b = weight.astype(self.dtype), b.astype(self.dtype)
+        counted, labels = _in_vocabulary(labels, weight)
+        if self.training and self.differentiates:
+            losses = self.with_gradient(hidden, low_rank, weight, b, labels)
+        else:
+            losses = _adapted_losses(hidden, low_rank, weight, b, labels, self.piece)
         return ops.select(counted, losses, ops.zeros_like(losses))
 
 
@@ -70,8 +112,10 @@ class _Frozen(nn.Cell):
         return self.pieces(hidden, weight, labels)[0]
 
 
-class _LossesAndGradients(nn.Cell):
+class _LossesAndGradients(CellWithBprop):
     """(losses, gradients), of which the backward scales the second."""
+
+    reads_output = True
 
     def __init__(self, piece):
         super().__init__(auto_prefix=False)
@@ -91,10 +135,10 @@ class _LossesAndGradients(nn.Cell):
         return ops.concat(losses, 0), ops.concat(gradients, 0)
 
     def bprop(self, hidden, weight, labels, out, dout):
-        return _scaled(out[1], dout[0]), ops.zeros_like(weight), ops.zeros_like(labels)
+        return _scaled(out[1], dout[0]), _zeros_like_frozen(weight), ops.zeros_like(labels)
 
 
-class _Trained(nn.Cell):
+class _Trained(CellWithBprop):
     """The losses of labels in the vocabulary; the backward computes the logits again."""
 
     def __init__(self, piece):
@@ -112,10 +156,39 @@ class _Trained(nn.Cell):
             of_logits = _of_logits(_log_probabilities(rows, weight), truth, hidden.dtype)
             # Factors of [piece, channels]: of [piece, vocabulary], a CPU held those of nearly all pieces.
             gradients += (_scaled(ops.MatMul()(of_logits, weight), dout[begin:end]),)
-            product = ops.MatMul(transpose_a=True)(of_logits, _scaled(rows, dout[begin:end])).astype(mstype.float32)
+            product = _of_weight(of_logits, _scaled(rows, dout[begin:end]))
             of_weight = product if begin == 0 else of_weight + product
             done = (gradients[-1], of_weight)
         return ops.concat(gradients, 0), of_weight.astype(weight.dtype), ops.zeros_like(labels)
+
+
+# What the cells of a head with an adapter share with the others has neither loops nor conditions: in a function that
+# the forward and the backward call, MindSpore does not compile them below a loop over micro-batches.
+
+
+class _Adapted(CellWithBprop):
+    """The same of a head with an adapter, of which B trains; A does by the gradient of low_rank."""
+
+    def __init__(self, piece):
+        super().__init__(auto_prefix=False)
+        self.piece = piece
+
+    def construct(self, hidden, low_rank, weight, b, labels):
+        return _adapted_losses(hidden, low_rank, weight, b, labels, self.piece)
+
+    def bprop(self, hidden, low_rank, weight, b, labels, out, dout):
+        of_hidden, of_low_rank, of_b, done = (), (), None, dout
+        for begin, end in _bounds(hidden.shape, weight.shape, self.piece):
+            rows, low_rows = ops.depend(hidden[begin:end], done), ops.depend(low_rank[begin:end], done)
+            truth = ops.depend(labels[begin:end], done)
+            of_logits = _of_logits(_adapted_log_probabilities(rows, low_rows, weight, b), truth, hidden.dtype)
+            of_hidden += (_scaled(ops.MatMul()(of_logits, weight), dout[begin:end]),)
+            of_low_rank += (_scaled(ops.MatMul()(of_logits, b), dout[begin:end]),)
+            product = _of_weight(of_logits, _scaled(low_rows, dout[begin:end]))
+            of_b = product if begin == 0 else of_b + product
+            done = (of_hidden[-1], of_low_rank[-1], of_b)
+        of_hidden, of_low_rank = ops.concat(of_hidden, 0), ops.concat(of_low_rank, 0)
+        return of_hidden, of_low_rank, _zeros_like_frozen(weight), of_b.astype(b.dtype), ops.zeros_like(labels)
 
 
 @constexpr
@@ -123,6 +196,18 @@ def _bounds(hidden_shape, weight_shape, piece):
     tokens, channels = hidden_shape
     piece = piece or tokens_at_once(tokens, channels, weight_shape[0])
     return tuple((begin, min(begin + piece, tokens)) for begin in range(0, tokens, piece))
+
+
+def _in_vocabulary(labels, weight):
+    """Returns which labels are in the vocabulary, and the labels with 0 in the place of the others."""
+    counted = ops.logical_and(labels >= 0, labels < weight.shape[0])
+    # Not by select: in front of a cell with a bprop of its own, MindSpore does not compile one of whole numbers.
+    return counted, labels * counted.astype(mstype.int32)
+
+
+def _zeros_like_frozen(weight):
+    # PyNative makes the gradient of a frozen weight too: a view of one zero takes no memory.
+    return ops.broadcast_to(ops.zeros((), weight.dtype), weight.shape)
 
 
 def _losses(hidden, weight, labels, piece):
@@ -133,8 +218,22 @@ def _losses(hidden, weight, labels, piece):
     return ops.concat(losses, 0)
 
 
+def _adapted_losses(hidden, low_rank, weight, b, labels, piece):
+    losses = ()
+    for begin, end in _bounds(hidden.shape, weight.shape, piece):
+        rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
+        log_probabilities = _adapted_log_probabilities(rows, low_rank[begin:end], weight, b)
+        losses += (_picked(log_probabilities, labels[begin:end]),)
+    return ops.concat(losses, 0)
+
+
 def _log_probabilities(hidden, weight):
     return ops.LogSoftmax(-1)(ops.MatMul(transpose_b=True)(hidden, weight).astype(mstype.float32))
+
+
+def _adapted_log_probabilities(hidden, low_rank, weight, b):
+    product = ops.MatMul(transpose_b=True)
+    return ops.LogSoftmax(-1)((product(hidden, weight) + product(low_rank, b)).astype(mstype.float32))
 
 
 def _picked(log_probabilities, labels):
@@ -144,6 +243,10 @@ def _picked(log_probabilities, labels):
 def _of_logits(log_probabilities, labels, dtype):
     on, off = Tensor(1, mstype.float32), Tensor(0, mstype.float32)
     return (ops.exp(log_probabilities) - ops.OneHot()(labels, log_probabilities.shape[1], on, off)).astype(dtype)
+
+
+def _of_weight(of_logits, rows):
+    return ops.MatMul(transpose_a=True)(of_logits, rows).astype(mstype.float32)
 
 
 def _scaled(rows, factors):

@@ -1,7 +1,7 @@
 """The adapter of a YAML of the PyNative trainer: what lora_config says, and what pet_config adds to it."""
 
 import warnings
-from typing import Any, Dict, Iterator, Mapping, Sequence, Tuple
+from typing import Any, Dict, Iterator, Mapping, Sequence, Tuple, Union
 
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import COUNT
@@ -9,6 +9,7 @@ from mindlora.core.numerics import initializers
 from mindlora.core.numerics.rank_schedule import BudgetSchedule
 from mindlora.core.text import listed
 from mindlora.core.yaml_file import value_at
+from mindlora.models.label_losses import IN_PYNATIVE, KEY, check_loss_in_pieces
 from mindlora.models.variants.registry import LORA, VARIANTS
 from mindlora.models.variants.variant import Variant
 from mindlora.run.checks.finding import Finding, error
@@ -66,6 +67,7 @@ def check_adapter(config: Mapping[str, Any], paths: Sequence[str], cells: int) -
             adapter = PetLoraConfig.from_pet_config(merged(given, lora_config, paths or ["all-linear"], "float32"))
         yield from _check_supported(adapter)
         check_agreement(adapter, lora_config)
+        check_loss_in_pieces(loss_in_pieces(config))
         steps = value_at(config, "training.steps")
         if adapter.variant.allocates_ranks and steps in COUNT:
             BudgetSchedule(adapter.budget_settings, max(cells, 1), steps)
@@ -97,6 +99,12 @@ def _check_supported(config: PetLoraConfig) -> Iterator[Finding]:
         )
 
 
+def loss_in_pieces(config: Mapping[str, Any]) -> Union[bool, int]:
+    """Returns pet_config.loss_in_pieces of a YAML of the PyNative trainer; True where it says nothing."""
+    setting = value_at(config, IN_PYNATIVE)
+    return True if setting is None else setting
+
+
 # The adapter of both nodes.
 
 # What both nodes say. MindFormers reads lora_config alone, and writes it beside the checkpoints of adapters.
@@ -119,7 +127,8 @@ def merged(
         paths (sequence of str): Of the cells and weights of experts that lora_config selects.
         dtype (str): That of the base's linear cells.
     """
-    given = {key: value for key, value in pet_config.items() if value is not None}
+    # What the loss takes is not the adapter's.
+    given = {key: value for key, value in pet_config.items() if value is not None and key != KEY}
     variant = variant_of(given)
     if "preset" not in given:
         for name, theirs in _shared_fields(variant):

@@ -9,11 +9,12 @@ from mindlora.core.overrides import keys_and_texts, read_value, set_key
 from mindlora.core.text import listed, wrapped
 from mindlora.core.yaml_file import value_at
 from mindlora.models.architectures.classifiers import task_of, with_score
+from mindlora.models.label_losses import IN_PYNATIVE, Head
 from mindlora.models.weights import Weight
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.checks.pynative import NODES, architecture_of, check_pynative, network_of, selected_paths
-from mindlora.run.checks.pynative_adapter import merged
+from mindlora.run.checks.pynative_adapter import loss_in_pieces, merged
 from mindlora.run.plan.adapter_file import adapter_file_size
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.memory import ARITHMETIC, EXACT, Line
@@ -142,8 +143,17 @@ def plan_of_pynative(
         counted,
         tuple(_lines(run, config, weights)),
         memory,
-        tuple(_notes(config)),
+        (str(head_of_pynative(config)), *_notes(config)),
     )
+
+
+def head_of_pynative(config: Mapping[str, Any]) -> Head:
+    """Returns the output head of a YAML of the PyNative Trainer, and whether it and the loss go through the tokens in
+    pieces; raises LoraError if the model is not known, or a setting is wrong.
+    """
+    divided = [f"parallelism.{key} is {value}" for key, value in _sizes_above_one(config)]
+    run = divided[0] if divided else ""
+    return _run(config).head._replace(setting=loss_in_pieces(config), run=run, key=IN_PYNATIVE)
 
 
 def _run(config: Mapping[str, Any]) -> Run:
@@ -163,7 +173,7 @@ def _run(config: Mapping[str, Any]) -> Run:
         )
     paths = selected_paths(network, lora_config)
     lora = PetLoraConfig.from_pet_config(merged(config.get("pet_config") or {}, lora_config, paths, _dtype(config)))
-    yaml = YamlRun({"run_mode": "train", "model": {"model_config": model}})
+    yaml = YamlRun({"run_mode": "train", "use_legacy": False, "model": {"model_config": model}})
     if task_of(yaml.model_name) is not None:
         lora.modules_to_save = with_score(lora.modules_to_save)
     return Run(yaml, architecture, network, lora.for_network(), Division.of_yaml(yaml))
@@ -202,7 +212,12 @@ def _notes(config):
     kind = value_at(config, "optimizer.type") or _OPTIMIZER
     if kind != _OPTIMIZER:
         yield f"Note: optimizer.type is {kind}, whose states are not counted."
-    sizes = config.get("parallelism") or {}
-    divided = [f"{key} {value}" for key, value in sizes.items() if isinstance(value, int) and value > 1]
+    divided = [f"{key} {value}" for key, value in _sizes_above_one(config)]
     if divided:
         yield f"Note: parallelism has {', '.join(divided)}, and the table is that of the whole model on one device."
+
+
+def _sizes_above_one(config):
+    """Returns (key, size) of what parallelism divides."""
+    sizes = config.get("parallelism") or {}
+    return [(key, value) for key, value in sizes.items() if isinstance(value, int) and value > 1]

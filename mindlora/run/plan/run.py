@@ -16,7 +16,14 @@ from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture, Attention, ParameterSize
 from mindlora.models.architectures.classifiers import task_of
 from mindlora.models.description import AdaptableCell, Description
-from mindlora.models.label_losses import KEY, Head, tokens_at_once
+from mindlora.models.label_losses import (
+    IN_GRAPH_MODE,
+    OTHER_STEP,
+    SEVERAL_ADAPTERS,
+    Head,
+    adapter_obstacle,
+    tokens_at_once,
+)
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.trainable import Selection, select
 from mindlora.models.variants.variant import CUT, SHARDED
@@ -200,14 +207,16 @@ class Run:
     def head(self) -> Head:
         """The output head, and whether it and the loss go through the tokens in pieces."""
         heads = [weight for weight in self.weights if weight.role == "lm_head"]
-        cell = "has an adapter" if any(weight.adapter for weight in heads) else ""
+        cell = ""
         if self.yaml.is_classifier:
             cell = "gives scores of labels"
         elif any(weight.dtype == "uint8" for weight in heads):
             cell = "is in 4 bits"
+        elif any(weight.adapter for weight in heads):
+            cell = adapter_obstacle(self.lora.variant, self.trains_head) if self.lora else SEVERAL_ADAPTERS
         return Head(
-            self.yaml.setting(f"runner_wrapper.{KEY}"),
-            self.steps_by_mindlora or bool(self.adapters),
+            self.yaml.setting(IN_GRAPH_MODE),
+            "" if self.steps_by_mindlora or self.adapters else OTHER_STEP,
             str(self.yaml.model_name),
             self.yaml.is_mcore or self.yaml.is_classifier or self.yaml.model_class == "LlamaForCausalLM",
             cell,

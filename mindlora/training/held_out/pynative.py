@@ -31,9 +31,9 @@ class HeldOutLoss(held_out_loss.HeldOutLoss):
 class _Loss(HeldOutLossCell):
     """As HeldOutLossCell, of rows whose labels are shifted or not."""
 
-    def of_batch(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    def shifted(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         rows = shifted({"input_ids": input_ids, "labels": labels}, self.network.config.seq_length)
-        return super().of_batch(rows["input_ids"], rows["labels"])
+        return rows["input_ids"], rows["labels"]
 
 
 class _Labels(_Loss, HeldOutLabelsCell):

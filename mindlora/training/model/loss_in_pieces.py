@@ -1,62 +1,121 @@
 """Puts LabelLosses in the place of a MindFormers model's output head and loss."""
 
-from typing import Any, Iterator, Optional, Tuple, Union
+import functools
+from typing import Any, Callable, Iterator, Optional, Tuple, Type, Union
 
 from mindformers.models.llama.llama import LlamaForCausalLM
 from mindformers.modules.layers import Linear
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import ColumnParallelLinear
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.models.label_losses import Head, check_loss_in_pieces
+from mindlora.models.label_losses import OTHER_STEP, SEVERAL_ADAPTERS, Head, adapter_obstacle, check_loss_in_pieces
 from mindlora.network.cells.cell import LoRACell
-from mindlora.network.cells.label_losses import LabelLosses
+from mindlora.network.cells.label_losses import AdaptedLabelLosses, LabelLosses
+from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.cells.score import score_of
+from mindlora.network.cells.stacked_dense import StackedLoRADense
 from mindlora.training.log import logger
 from mindlora.training.model.mcore_model import is_gpt_model
 from mindlora.training.model.network import with_loss
 
 
-class HandingLinear(Linear):
-    """MindFormers' Linear as an output head that, in training, hands its input on to the loss, which multiplies it."""
+class HandingHead:
+    """Output heads that, in training, hand on to the loss what it multiplies by their weights, in the place of logits.
 
-    def construct(self, x: Tensor, group_list: Any = None) -> Tensor:
-        if self.training:
-            return x
-        return super().construct(x, group_list)
+    That is x [..., channels]; with plain LoRA on the head, it is x and (dropout(x) A^T) * scale beside each other,
+    [..., channels + r], both in the dtype in which the head computes.
+    """
 
-
-class HandingParallelLinear(ColumnParallelLinear):
-    """HandingLinear for mcore models."""
-
-    def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
-        if self.training:
-            return input_, None
-        return super().construct(input_, weight)
+    def hand_on(self, x: Tensor) -> Tensor:
+        """Returns what the loss multiplies."""
+        return x
 
 
-_HANDING = {Linear: HandingLinear, ColumnParallelLinear: HandingParallelLinear}
+class HandingLoRA(HandingHead):
+    """The same of a head with plain LoRA."""
+
+    def hand_on(self, x: Tensor) -> Tensor:
+        """Returns what the loss multiplies."""
+        tokens = x.astype(self.dtype).reshape((-1, self.in_channels))
+        dropped = tokens if self.dropout_of_loss is None else self.dropout_of_loss(tokens)
+        low_rank = self.shrink(dropped, self.trained.of(self.mindpet_delta_lora_a)) * self.scale
+        return ops.concat((tokens, low_rank.astype(self.dtype)), -1).reshape(x.shape[:-1] + (-1,))
+
+
+def _linear(self, x):
+    return self.hand_on(x) if self.training else self.logits(x)
+
+
+def _parallel_linear(self, input_, weight=None):
+    return (self.hand_on(input_), None) if self.training else self.logits(input_, weight)
+
+
+_CONSTRUCTS = {Linear: _linear, ColumnParallelLinear: _parallel_linear}
+
+
+@functools.lru_cache(maxsize=None)
+def _handing(mixin: type, kind: type, construct: Callable) -> type:
+    """Returns the class of heads of a kind that hand on; super() in a graph would be that of the cell's own class."""
+    members = {"construct": construct, "logits": kind.construct, "__module__": __name__, "__doc__": kind.__doc__}
+    return type(f"Handing{kind.__name__}", (mixin, kind), members)
+
+
+def make_hand_on(head: nn.Cell, construct: Callable, with_adapter: Type[HandingLoRA] = HandingLoRA) -> None:
+    """Makes an output head a HandingHead, in place: parameters and settings stay when the class of a cell changes.
+
+    Args:
+        head (nn.Cell): A linear cell, or one with plain LoRA.
+        construct (callable): What the class then has as its construct: it returns ``hand_on`` in training, else
+            ``logits``, the construct of before, in the form in which the model takes them.
+        with_adapter (type): The class that it then has too if it has an adapter.
+    """
+    plain = head
+    if isinstance(head, LoRACell):
+        # A reference in which a new adapter is left out has the cell from before the adapter in its place.
+        plain = head.base_cell
+        head.__class__ = _handing(with_adapter, type(head), construct)
+        head.shrink = ops.MatMul(transpose_b=True)
+        head.dropout_of_loss = nn.Dropout(p=head.dropout_rate) if head.dropout_rate else None
+    plain.__class__ = _handing(HandingHead, type(plain), construct)
 
 
 class LossesOfHead(nn.Cell):
     """LabelLosses of a head, called as the _log_softmax of MindFormers' CrossEntropyLoss, whose _nllloss is _First.
 
+    Args:
+        head (nn.Cell): A linear cell, or one with plain LoRA. Whether its weight trains has been decided.
+        weight (Parameter): Its weight, which may be the embedding's.
+        dtype (mindspore.dtype): What it computes in.
+        setting (bool or int): True, or the tokens of a piece.
+
     Inputs:
-        - **hidden** (Tensor) - What the head takes, [tokens, channels].
+        - **handed** (Tensor) - What a HandingHead hands on, [tokens, channels] or [tokens, channels + r].
         - **labels** (Tensor) - int32 [tokens].
 
     Outputs:
         Tuple (losses, labels), of which the first is float32 [tokens].
     """
 
-    def __init__(self, weight: Parameter, dtype: mstype.Type, piece: Optional[int]):
+    def __init__(self, head: nn.Cell, weight: Parameter, dtype: mstype.Type, setting: Union[bool, int]):
         super().__init__(auto_prefix=False)
-        # Past nn.Cell, which would list the parameter, and name it, a second time.
-        self.__dict__["weight"] = weight
+        piece = None if setting is True else setting
         self.losses = LabelLosses(dtype, weight.requires_grad, piece)
+        self.adapted = None
+        b = None
+        if isinstance(head, LoRACell):
+            self.adapted = AdaptedLabelLosses(dtype, piece)
+            self.trained = TrainedRead(dtype)
+            b = head.mindpet_delta_lora_b
+        # Past nn.Cell, which would list the parameters, and name them, a second time.
+        self.__dict__.update(weight=weight, b=b)
 
-    def construct(self, hidden: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
-        return self.losses(hidden, self.weight, labels), labels
+    def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        channels = self.weight.shape[1]
+        if handed.shape[-1] == channels:
+            return self.losses(handed, self.weight, labels), labels
+        hidden, low_rank = handed[:, :channels], handed[:, channels:]
+        return self.adapted(hidden, low_rank, self.weight, self.trained.of(self.b), labels), labels
 
 
 class _First(nn.Cell):
@@ -78,36 +137,56 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     model = with_loss(network)
     if model is None:
         return False
-    head = model.output_layer if is_gpt_model(model) else getattr(model, "lm_head", None)
+    is_gpt = is_gpt_model(model)
+    head = model.output_layer if is_gpt else getattr(model, "lm_head", None)
     described = _described(model, head, setting, steps_by_mindlora)
     logger.info("%s", described)
     if described.why_whole:
         return False
-    piece = None if setting is True else setting
     weight = model.embedding.word_embeddings.weight if head.weight is None else head.weight
-    dtype = head.compute_dtype if is_gpt_model(model) else head.dtype
+    plain = plain_head(head)
+    dtype = plain.compute_dtype if is_gpt and head is plain else head.dtype
     # Straight into _cells: assigning an attribute would rename the weight.
-    model.loss._cells["_log_softmax"] = LossesOfHead(weight, dtype, piece)
+    model.loss._cells["_log_softmax"] = LossesOfHead(head, weight, dtype, setting)
     model.loss._cells["_nllloss"] = _First()
-    # Parameter and settings stay when the class of a cell changes.
-    head.__class__ = _HANDING[type(head)]
+    make_hand_on(head, _CONSTRUCTS[type(plain)])
     return True
 
 
 def _described(model, head, setting, steps_by_mindlora):
     is_gpt = is_gpt_model(model)
-    cell = ""
-    if isinstance(head, LoRACell):
-        cell = "has an adapter"
-    elif score_of(model) is not None:
+    plain = plain_head(head)
+    if score_of(model) is not None:
         cell = "gives scores of labels"
-    elif type(head) not in _HANDING:
-        cell = f"is a {type(head).__name__}"
-    elif head.has_bias or not head.transpose_b or getattr(head, "activation_flag", False):
+    elif type(plain) not in _CONSTRUCTS:
+        cell = other_head(head)
+    elif plain.has_bias or not plain.transpose_b or getattr(plain, "activation_flag", False):
         cell = "has a bias, an activation or a transposed weight"
+    else:
+        cell = obstacle_of_adapter(head)
     is_known = is_gpt or type(model).construct is LlamaForCausalLM.construct
     predicts_several = is_gpt and model.mtp_process
-    return Head(setting, steps_by_mindlora, type(model).__name__, is_known, cell, predicts_several)
+    run = "" if steps_by_mindlora else OTHER_STEP
+    return Head(setting, run, type(model).__name__, is_known, cell, predicts_several)
+
+
+def plain_head(head: nn.Cell) -> nn.Cell:
+    """Returns an output head, or the cell in the place of which one with an adapter is."""
+    return head.base_cell if isinstance(head, LoRACell) else head
+
+
+def other_head(head: nn.Cell) -> str:
+    """Returns what Head.cell says of a head that is not of MindFormers' linear cells."""
+    if isinstance(head, StackedLoRADense):
+        return SEVERAL_ADAPTERS
+    return "is in 4 bits" if getattr(head, "quantization", None) else f"is a {type(head).__name__}"
+
+
+def obstacle_of_adapter(head: nn.Cell) -> str:
+    """Returns what Head.cell says of the adapter on a head, if it has one."""
+    if not isinstance(head, LoRACell):
+        return ""
+    return adapter_obstacle(head.variant, head.weight.requires_grad)
 
 
 def losses_of_head(network: nn.Cell) -> Optional[LossesOfHead]:
@@ -133,8 +212,9 @@ class EvaluatedInPieces(nn.Cell):
         super().add_flags_recursive(**flags)
         if "training" in flags and self.losses_of_head is not None:
             for _, cell in self.network.cells_and_names():
-                if isinstance(cell, tuple(_HANDING.values())):
-                    cell.set_train(True)
+                if isinstance(cell, HandingHead):
+                    # The head alone: no dropout in it.
+                    cell.add_flags(training=True)
         return self
 
 
@@ -142,6 +222,8 @@ def forward_only(network: nn.Cell) -> None:
     """Lets the losses of a network be computed without their gradients, in training too."""
     for cell in _losses_of_heads(network):
         cell.losses.differentiates = False
+        if cell.adapted is not None:
+            cell.adapted.differentiates = False
 
 
 def _losses_of_heads(network: nn.Cell) -> Iterator[LossesOfHead]:

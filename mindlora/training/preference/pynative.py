@@ -7,18 +7,19 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.network.tree import lora_cells
+from mindlora.training.model.loss_in_pieces import EvaluatedInPieces
 from mindlora.training.preference.loss import PreferenceLoss
 from mindlora.training.preference.settings import PreferenceSettings
 from mindlora.training.pynative.evaluation import EvaluatedModel
 
 
-class RowLogProbabilities(nn.Cell):
+class RowLogProbabilities(EvaluatedInPieces):
     """The log-probability of each label but the first of rows, which a PyNative model computes; of a reward model, the
     score of each token but the last.
 
     Args:
-        evaluated (EvaluatedModel): The model as it answers in evaluation. In training, the model returns logits too
-            (GPTModel.return_logits).
+        network (EvaluatedModel): The model as it answers in evaluation. In training, the model returns logits too
+            (GPTModel.return_logits), or what its head takes where put_loss_in_pieces was called.
         has_scores (bool): Whether it is a reward model, whose logits are one score for each token.
 
     Inputs:
@@ -28,22 +29,25 @@ class RowLogProbabilities(nn.Cell):
         float32 [rows * N]; 0 for labels that are not tokens, which do not count.
     """
 
-    def __init__(self, evaluated: EvaluatedModel, has_scores: bool):
-        super().__init__(auto_prefix=False)
-        self.evaluated = evaluated
+    def __init__(self, network: EvaluatedModel, has_scores: bool):
+        super().__init__(network)
         self.has_scores = has_scores
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         tokens, labels = input_ids[:, :-1], labels[:, 1:].reshape((-1,))
         # The Trainer sets the mode of the model alone.
-        network = self.evaluated.network
-        if network.training:
-            logits = network(input_ids=tokens, labels=tokens)
+        model = self.network.network
+        if model.training:
+            logits = model(input_ids=tokens, labels=tokens)
         else:
-            logits, _, _ = self.evaluated(tokens)
+            logits, _, _ = self.network(tokens)
         if self.has_scores:
             return logits.reshape((-1,))
-        log_probabilities = ops.log_softmax(logits.reshape((labels.shape[0], -1)).astype(mstype.float32), -1)
+        logits = logits.reshape((labels.shape[0], -1))
+        if self.losses_of_head is not None:
+            losses, _ = self.losses_of_head(logits, labels)
+            return -losses
+        log_probabilities = ops.log_softmax(logits.astype(mstype.float32), -1)
         counted = labels >= 0
         safe_labels = ops.select(counted, labels, ops.zeros_like(labels))
         picked = ops.gather_elements(log_probabilities, 1, safe_labels.expand_dims(1)).squeeze(1)
@@ -64,12 +68,12 @@ class BaseLogProbabilities(nn.Cell):
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         (policy,) = self._policy
-        network = policy.evaluated.network
-        was_training = network.training
-        network.set_train(False)
-        with _adapters_off(network):
+        model = policy.network.network
+        was_training = model.training
+        policy.set_train(False)
+        with _adapters_off(model):
             log_probabilities = policy(input_ids, labels)
-        network.set_train(was_training)
+        policy.set_train(was_training)
         return log_probabilities
 
 

@@ -49,7 +49,7 @@ class ReferenceWriter(TrainerCallback):
         (network,) = model
         gpt = next(cell for _, cell in network.cells_and_names() if isinstance(cell, GPTModel))
         loss = pynative_preference_loss(EvaluatedModel(network, gpt), preference_of(network))
-        network.set_train(False)
+        loss.network.set_train(False)
         raise _Kept(add_reference(self.files, loss.network, reference_of(network), self.batch_size))
 
 

@@ -29,11 +29,13 @@ from mindlora.network.tree import lora_cells
 from mindlora.run.checks.batches import pynative_rows_left_out
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.pynative import BRIDGE, check_pynative, check_weights
+from mindlora.run.checks.pynative_adapter import loss_in_pieces
 from mindlora.training.log import logger
 from mindlora.training.preference.settings import PreferenceSettings, preference_settings
 from mindlora.training.pynative import configuration, steps
 from mindlora.training.pynative.checkpoints import check_loaded, check_quantization, quantize_loaded
 from mindlora.training.pynative.initialization import configuration_of, remember
+from mindlora.training.pynative.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.step.lora_plus_groups import fast_parameters
 from mindlora.training.step.packing import SegmentMask, boundary_of
 from mindlora.training.step.rate_factor import ScaledSchedule
@@ -229,6 +231,8 @@ def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
     """Freezes all but what pet_config trains; returns how many parameters train, and how many do not."""
     if any(lora_cells(model)):
         freeze_base(model, configuration_of(model))
+        settings = _trainer_of_this_model().config.to_dict()
+        put_loss_in_pieces(model, loss_in_pieces(settings), get_world_size())
         logger.info("LoRA by mindlora:\n%s", trainable_summary(model))
     else:
         # A stage of a pipeline.

@@ -110,8 +110,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         preference (dict, optional): What the run learns from preferences: the fields of PreferenceSettings. Default:
             None, it learns the labels.
         loss_in_pieces (bool or int): Whether the logits and the loss are computed for some tokens at a time, and no
-            logits of all tokens are made (see LabelLosses), where the model's head is a linear cell without an adapter;
-            or for how many tokens. Default: True, as many as tokens_at_once says.
+            logits of all tokens are made (see LabelLosses), where the model's head is a linear cell, with plain LoRA or
+            without; or for how many tokens. Default: True, as many as tokens_at_once says.
         **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
 
     Outputs:

@@ -1,4 +1,4 @@
-"""LabelLosses against NumPy in float64: values, gradients, and the tokens and labels at the edges."""
+"""LabelLosses and AdaptedLabelLosses against NumPy in float64: values, gradients, and the tokens and labels at the edges."""
 
 import functools
 
@@ -9,9 +9,10 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from mindlora.core.errors import ConfigError
 from mindlora.models.label_losses import check_loss_in_pieces, tokens_at_once
-from mindlora.network.cells.label_losses import LabelLosses
+from mindlora.network.cells.label_losses import AdaptedLabelLosses, LabelLosses
+from tests.support.backward import backward_gradients
 
-CHANNELS, VOCABULARY, PIECE = 5, 11, 4
+CHANNELS, VOCABULARY, PIECE, RANK = 5, 11, 4, 2
 # MindSpore's exponentials on a CPU are off by up to 1e-5 of their values.
 
 
@@ -92,9 +93,69 @@ def test_losses_and_gradients(mode, trained):
     assert not found[0][ignored].any() and not found[1][ignored].any()
 
 
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_backward_gives_the_gradients(pynative_mode, trained):
+    hidden, weight, labels, factors = sample(9)
+    labels[2] = -100
+    inputs = [Parameter(Tensor(hidden), name="hidden"), Parameter(Tensor(weight), name="weight", requires_grad=trained)]
+    losses = LabelLosses(ms.float32, trained, PIECE).set_train()
+    found = backward_gradients(lambda *both: losses(*both, Tensor(labels)), inputs, Tensor(factors, ms.float32))
+    _, of_hidden, of_weight = oracle(hidden, weight, labels, factors)
+    np.testing.assert_allclose(found[0], of_hidden, rtol=0, atol=5e-6 * np.abs(of_hidden).max())
+    if trained:
+        np.testing.assert_allclose(found[1], of_weight, rtol=0, atol=5e-6 * np.abs(of_weight).max())
+    else:
+        assert found[1] is None
+
+
 @pytest.mark.parametrize("tokens, piece", [(1, PIECE), (3, 1), (9, None)])
 def test_numbers_of_tokens(graph_mode, tokens, piece):
     compared(*sample(tokens), piece=piece)
+
+
+class Adapted(nn.Cell):
+    """As Network, of a head with an adapter, whose low-rank product is a parameter too."""
+
+    def __init__(self, arrays):
+        super().__init__()
+        self.hidden, self.low_rank, self.weight, self.b = (
+            Parameter(Tensor(array), name=name, requires_grad=name != "weight") for name, array in arrays.items()
+        )
+        self.losses = AdaptedLabelLosses(ms.float32, PIECE)
+
+    def construct(self, labels, factors):
+        losses = self.losses(self.hidden, self.low_rank, self.weight, self.b, labels)
+        return (losses * factors).sum(), losses
+
+
+@pytest.mark.parametrize("mode_of_test", ["graph", "pynative", "backward"])
+def test_a_head_with_an_adapter(mode_of_test, request):
+    request.getfixturevalue("graph_mode" if mode_of_test == "graph" else "pynative_mode")
+    hidden, weight, labels, factors = sample(9)
+    labels[[2, 6]] = -100, VOCABULARY
+    rng = np.random.default_rng(3)
+    low_rank, b = (rng.normal(size=(rows, RANK)).astype(np.float32) for rows in (9, VOCABULARY))
+    # The logits of one wider head, whose gradients are those of both.
+    wide = np.concatenate([hidden, low_rank], 1), np.concatenate([weight, b], 1)
+    losses, of_inputs, of_weights = oracle(*wide, labels, factors)
+    expected = [losses, of_inputs[:, :CHANNELS], of_inputs[:, CHANNELS:], of_weights[:, CHANNELS:]]
+
+    network = Adapted({"hidden": hidden, "low_rank": low_rank, "weight": weight, "b": b}).set_train()
+    labels, factors = Tensor(labels), Tensor(factors, ms.float32)
+    if mode_of_test == "backward":
+        inputs = [network.hidden, network.low_rank, network.weight, network.b]
+        of_hidden, of_low_rank, of_weight, of_b = backward_gradients(
+            lambda *all_of_them: network.losses(*all_of_them, labels), inputs, factors
+        )
+        assert of_weight is None
+        found = [network(labels, factors)[1].asnumpy(), of_hidden, of_low_rank, of_b]
+    else:
+        losses, gradients = Gradients(network)(labels, factors)
+        found = [losses.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
+    for array, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(array, right, rtol=0, atol=5e-6 * np.abs(right).max())
+    network.set_train(False)
+    np.testing.assert_allclose(network(labels, factors)[1].asnumpy(), expected[0], rtol=5e-6)
 
 
 def test_no_label_counts(graph_mode):

@@ -174,7 +174,13 @@ def test_logits_and_loss_are_four_float32_tensors():
 
 
 @pytest.mark.parametrize(
-    "pet, of_head", [(LORA, 0), ({**LORA, "modules_to_save": ["lm_head"]}, 2 * 4 * 32 * 4096)], ids=["frozen", "saved"]
+    "pet, of_head",
+    [
+        (LORA, 0),
+        ({**LORA, "target_modules": ".*lm_head"}, 0),
+        ({**LORA, "modules_to_save": ["lm_head"]}, 2 * 4 * 32 * 4096),
+    ],
+    ids=["frozen", "adapted", "saved"],
 )
 def test_a_loss_in_pieces_is_three_tensors_of_a_piece(pet, of_head):
     wrapper = {"type": "LoraTrainOneStepCell", "loss_in_pieces": 8}
@@ -188,7 +194,12 @@ def test_a_loss_in_pieces_is_three_tensors_of_a_piece(pet, of_head):
     "reason, pet, nodes",
     [
         ("runner_wrapper.loss_in_pieces is False", LORA, WHOLE),
-        ("the output head has an adapter", {**LORA, "target_modules": ".*lm_head"}, {}),
+        ("the output head has an adapter of DoRA", {**LORA, "target_modules": ".*lm_head", "use_dora": True}, {}),
+        (
+            "the output head has an adapter beside a weight that trains",
+            {**LORA, "target_modules": ".*lm_head", "freeze_exclude": ["*lm_head*"]},
+            {},
+        ),
         ("the train step is MindFormers' own", LORA, {"runner_wrapper": {"type": "MFTrainOneStepCell"}}),
         ("the train step is MindFormers' own", LORA, SHARDED),
     ],

@@ -123,10 +123,26 @@ def test_a_qwen3_whose_head_trains_in_micro_batches():
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+def test_lora_on_the_head_of_a_llama():
+    pieces = compare(lambda: llama(target_modules=".*lm_head|.*w2"))
+    assert {name[-1] for name in pieces.weights if "lm_head" in name} == {"a", "b"}
+    found, expected = held_out(pieces.step)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_lora_on_the_head_of_a_qwen3_in_micro_batches():
+    pieces = compare(lambda: mcore(tiny_qwen3, target_modules="output_layer"), micro_batches=2)
+    assert {name[-1] for name in pieces.weights if "output_layer" in name} == {"a", "b"}
+
+
 @pytest.mark.parametrize(
     "pet, setting, expected",
     [
-        ({"target_modules": ".*lm_head"}, True, "made at once, as the output head has an adapter."),
+        (
+            {"target_modules": ".*lm_head", "use_dora": True},
+            True,
+            "made at once, as the output head has an adapter of DoRA.",
+        ),
         ({}, False, "made at once, as runner_wrapper.loss_in_pieces is False."),
         ({}, 7, "7 tokens at a time, so that no logits of all tokens are made."),
     ],

@@ -9,6 +9,7 @@ from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.core.errors import ConfigError
 from mindlora.models.names import TRANSIENT
 from mindlora.network.repeated_layers import compile_layers_once, mark_reference
+from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.preference.reference import reference_network
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.preference.step import preference_loss
@@ -20,7 +21,7 @@ WIDTH = 17
 
 def adapted(make_llama, random=False, **config):
     network = make_llama(num_layers=1)
-    apply_lora(network, LoraConfig(lora_rank=4, target_modules=".*wq|.*w2", **config))
+    apply_lora(network, LoraConfig(lora_rank=4, **{"target_modules": ".*wq|.*w2", **config}))
     freeze_base(network)
     if random:
         set_random(network)
@@ -64,6 +65,29 @@ def test_the_reference_of_a_loaded_adapter_is_that_adapter(make_llama, pynative_
         parameter.set_data(parameter * 0)
     np.testing.assert_array_equal(logits(reference), before)
     assert np.abs(logits(network) - before).max() > 0.01
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["new", "loaded"])
+def test_lora_on_the_head_in_pieces_has_the_losses_of_all_logits(random, make_llama, pynative_mode):
+    ids = tokens()[None]
+    answers = np.where(np.arange(WIDTH) < 4, -1, np.arange(2)[:, None])[None].astype(np.int32)
+    batch = [Tensor(array) for array in (ids, np.where(answers >= 0, ids, -100).astype(np.int32), answers)]
+    losses = []
+    for setting in (False, 5):
+        network = adapted(make_llama, random, target_modules=".*lm_head")
+        rng = np.random.default_rng(6)
+        for parameter in network.get_parameters():
+            if parameter.shape[1:] and not parameter.name.endswith("lora_b"):
+                parameter.set_data(Tensor(rng.normal(0, 0.2, parameter.shape).astype(np.float32)))
+        assert put_loss_in_pieces(network, setting, steps_by_mindlora=True) == bool(setting)
+        loss = preference_loss(network, preference_settings({"loss": "dpo"}))
+        for parameter in network.trainable_params():
+            parameter.set_data(Tensor(parameter.asnumpy() + rng.normal(0, 0.2, parameter.shape).astype(np.float32)))
+        for is_training in (True, False):
+            loss.set_train(is_training)
+            losses.append(float(loss(*batch, Tensor(np.ones((1, 1), np.int32)))[0].asnumpy()))
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+    assert abs(losses[0] - np.log(2)) > 1e-3
 
 
 def test_an_adapter_that_is_made_from_the_base_has_no_reference_yet(make_llama, pynative_mode):

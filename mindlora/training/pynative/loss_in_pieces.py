@@ -1,0 +1,120 @@
+"""Puts LabelLosses in the place of the output head and the loss of a model that the PyNative Trainer runs."""
+
+import contextlib
+from typing import Optional, Tuple, Union
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.graph.api import _no_grad
+
+from mindlora.core.mindformers_version import require_mindformers
+from mindlora.models.label_losses import IN_PYNATIVE, Head
+from mindlora.network.cells.score import score_of
+from mindlora.training.log import logger
+from mindlora.training.model.loss_in_pieces import (
+    HandingLoRA,
+    LossesOfHead,
+    make_hand_on,
+    obstacle_of_adapter,
+    other_head,
+    plain_head,
+)
+
+require_mindformers("2.0")
+from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
+from mindformers.pynative.layers.linear import Linear  # noqa: E402
+
+
+def _linear(self, input_, weight=None):
+    return self.hand_on(input_) if self.training else self.logits(input_, weight)
+
+
+class HandingPynativeLoRA(HandingLoRA):
+    """HandingLoRA in a model that can compute without its adapters."""
+
+    def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        """Returns what the cell that this one replaced computes, or hands on."""
+        return input_ if self.training else super().without_adapter(input_, weight)
+
+
+class PynativeLossesOfHead(LossesOfHead):
+    """LossesOfHead that leaves out tokens without a label, such as those of a prompt: PyNative has no fixed shapes.
+
+    In evaluation it keeps nothing for a backward, though its weights may train.
+    """
+
+    def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        with contextlib.nullcontext() if self.training else _no_grad():
+            numbers = labels.asnumpy()
+            counted = np.flatnonzero((numbers >= 0) & (numbers < self.weight.shape[0]))
+            if len(counted) in (0, len(numbers)):
+                return super().construct(handed, labels)
+            rows = ops.gather(handed, Tensor(counted, mstype.int32), 0)
+            losses, _ = super().construct(rows, Tensor(numbers[counted]))
+            # The loss of each token among them; that of the others is 0, behind all.
+            places = np.full(len(numbers), len(counted), np.int32)
+            places[counted] = np.arange(len(counted))
+            losses = ops.concat((losses, ops.zeros((1,), mstype.float32)), 0)
+            return ops.gather(losses, Tensor(places), 0), labels
+
+
+class LossesOfLabels(nn.Cell):
+    """LossesOfHead, called as the nll_loss of MindFormers' CrossEntropyLoss, whose log_softmax passes its input on.
+
+    Inputs:
+        - **hidden** (Tensor) - What the head takes, [tokens, channels].
+        - **labels** (Tensor) - int32 [rows, N], as many as there are tokens.
+
+    Outputs:
+        float32 [tokens].
+    """
+
+    def __init__(self, losses_of_head: LossesOfHead):
+        super().__init__(auto_prefix=False)
+        self.losses_of_head = losses_of_head
+
+    def construct(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        losses, _ = self.losses_of_head(hidden, labels.reshape((-1,)))
+        return losses
+
+
+def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: int) -> None:
+    """Makes a model compute its losses by LabelLosses, in place, where it can; logs whether it does.
+
+    Args:
+        network (nn.Cell): A whole PyNative model, or one of its pipeline stages. What of it trains has been decided.
+        setting (bool or int): loss_in_pieces of pet_config, which is in its range.
+        processes (int): How many the run has.
+    """
+    model = next((cell for _, cell in network.cells_and_names() if isinstance(cell, GPTModel)), None)
+    if model is None or not model.post_process:
+        return
+    described = _described(network, model, setting, processes)
+    logger.info("%s", described)
+    if described.why_whole:
+        return
+    head = model.output_layer
+    weight = model.embedding.word_embeddings.weight if head.weight is None else head.weight
+    dtype = head.compute_dtype if plain_head(head) is head else head.dtype
+    losses = LossesOfLabels(PynativeLossesOfHead(head, weight, dtype, setting))
+    model.loss._cells.update(log_softmax=nn.Identity(), nll_loss=losses)
+    # MindFormers cuts the loss of logits into so many parts.
+    model.chunk_loss_num = 1
+    make_hand_on(head, _linear, HandingPynativeLoRA)
+
+
+def _described(network, model, setting, processes):
+    head = model.output_layer
+    plain = plain_head(head)
+    if score_of(network) is not None:
+        cell = "gives scores of labels"
+    elif type(plain) is not Linear:
+        cell = other_head(head)
+    elif plain.has_bias:
+        cell = "has a bias"
+    else:
+        cell = obstacle_of_adapter(head)
+    run = f"the run has {processes} processes" if processes > 1 else ""
+    is_known = type(model) is GPTModel
+    return Head(setting, run, type(network).__name__, is_known, cell, bool(model.mtp_process), IN_PYNATIVE)
