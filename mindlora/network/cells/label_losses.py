@@ -7,6 +7,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
 from mindlora.models.label_losses import tokens_at_once
+from mindlora.ops.frozen_linear import FrozenLinear
 
 
 class LabelLosses(nn.Cell):
@@ -25,6 +26,8 @@ class LabelLosses(nn.Cell):
         dtype (mindspore.dtype): What the head computes in.
         trained (bool): Whether the head's weight trains; if not, its gradient is zero.
         piece (int, optional): Tokens at a time; it need not divide them. Default: None, as tokens_at_once has it.
+        frozen (FrozenLinear, optional): What multiplies by a frozen weight of 16 bits, which is not cast. Default:
+            None, MindSpore's MatMul.
 
     Inputs:
         - **hidden** (Tensor) - What the head takes, [tokens, channels].
@@ -39,32 +42,52 @@ class LabelLosses(nn.Cell):
         differentiates (bool): Whether training takes the gradient of the losses. Default: True.
     """
 
-    def __init__(self, dtype: mstype.Type, trained: bool, piece: Optional[int] = None):
+    def __init__(
+        self,
+        dtype: mstype.Type,
+        trained: bool,
+        piece: Optional[int] = None,
+        frozen: Optional[FrozenLinear] = None,
+    ):
         super().__init__(auto_prefix=False)
         self.dtype = dtype
         self.piece = piece
         self.differentiates = True
-        self.with_gradient = _Trained(piece) if trained else _Frozen(piece)
+        self.holds = frozen is not None
+        self.head = _Head() if frozen is None else frozen
+        self.with_gradient = _Trained(piece, self.head) if trained else _Frozen(piece, self.head)
 
     def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        hidden, weight = hidden.astype(self.dtype), weight.astype(self.dtype)
+        hidden = hidden.astype(self.dtype)
+        if not self.holds:
+            weight = weight.astype(self.dtype)
         counted = ops.logical_and(labels >= 0, labels < weight.shape[0])
         # Not by select: in front of a cell with a bprop of its own, MindSpore does not compile one of whole numbers.
         labels = labels * counted.astype(mstype.int32)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, weight, labels)
         else:
-            losses = _losses(hidden, weight, labels, self.piece)
+            losses = _losses(hidden, weight, labels, self.piece, self.head)
         # Selected, not multiplied: what does not count may be infinite.
         return ops.select(counted, losses, ops.zeros_like(losses))
+
+
+class _Head(nn.Cell):
+    """The products of FrozenLinear for a weight in the dtype of hidden: x W^T, and dy W."""
+
+    def construct(self, x, weight):
+        return ops.MatMul(transpose_b=True)(x, weight)
+
+    def times(self, dy, weight):
+        return ops.MatMul()(dy, weight)
 
 
 class _Frozen(nn.Cell):
     """The losses of labels in the vocabulary, and their gradient with respect to hidden, both computed forward."""
 
-    def __init__(self, piece):
+    def __init__(self, piece, head):
         super().__init__(auto_prefix=False)
-        self.pieces = _LossesAndGradients(piece)
+        self.pieces = _LossesAndGradients(piece, head)
 
     def construct(self, hidden, weight, labels):
         return self.pieces(hidden, weight, labels)[0]
@@ -73,9 +96,10 @@ class _Frozen(nn.Cell):
 class _LossesAndGradients(nn.Cell):
     """(losses, gradients), of which the backward scales the second."""
 
-    def __init__(self, piece):
+    def __init__(self, piece, head):
         super().__init__(auto_prefix=False)
         self.piece = piece
+        self.head = head
 
     def construct(self, hidden, weight, labels):
         losses, gradients = (), ()
@@ -85,9 +109,9 @@ class _LossesAndGradients(nn.Cell):
                 # The labels too, or the one-hot tensors of all pieces would be made at the start.
                 done = (losses[-1], gradients[-1])
                 rows, truth = ops.depend(rows, done), ops.depend(truth, done)
-            log_probabilities = _log_probabilities(rows, weight)
+            log_probabilities = _log_probabilities(self.head(rows, weight))
             losses += (_picked(log_probabilities, truth),)
-            gradients += (ops.MatMul()(_of_logits(log_probabilities, truth, hidden.dtype), weight),)
+            gradients += (self.head.times(_of_logits(log_probabilities, truth, hidden.dtype), weight),)
         return ops.concat(losses, 0), ops.concat(gradients, 0)
 
     def bprop(self, hidden, weight, labels, out, dout):
@@ -97,21 +121,22 @@ class _LossesAndGradients(nn.Cell):
 class _Trained(nn.Cell):
     """The losses of labels in the vocabulary; the backward computes the logits again."""
 
-    def __init__(self, piece):
+    def __init__(self, piece, head):
         super().__init__(auto_prefix=False)
         self.piece = piece
+        self.head = head
 
     def construct(self, hidden, weight, labels):
-        return _losses(hidden, weight, labels, self.piece)
+        return _losses(hidden, weight, labels, self.piece, self.head)
 
     def bprop(self, hidden, weight, labels, out, dout):
         gradients, of_weight, done = (), None, dout
         for begin, end in _bounds(hidden.shape, weight.shape, self.piece):
             # The first one too, whose logits MindSpore would else keep from the forward.
             rows, truth = ops.depend(hidden[begin:end], done), ops.depend(labels[begin:end], done)
-            of_logits = _of_logits(_log_probabilities(rows, weight), truth, hidden.dtype)
+            of_logits = _of_logits(_log_probabilities(self.head(rows, weight)), truth, hidden.dtype)
             # Factors of [piece, channels]: of [piece, vocabulary], a CPU held those of nearly all pieces.
-            gradients += (_scaled(ops.MatMul()(of_logits, weight), dout[begin:end]),)
+            gradients += (_scaled(self.head.times(of_logits, weight), dout[begin:end]),)
             product = ops.MatMul(transpose_a=True)(of_logits, _scaled(rows, dout[begin:end])).astype(mstype.float32)
             of_weight = product if begin == 0 else of_weight + product
             done = (gradients[-1], of_weight)
@@ -125,16 +150,16 @@ def _bounds(hidden_shape, weight_shape, piece):
     return tuple((begin, min(begin + piece, tokens)) for begin in range(0, tokens, piece))
 
 
-def _losses(hidden, weight, labels, piece):
+def _losses(hidden, weight, labels, piece, head):
     losses = ()
     for begin, end in _bounds(hidden.shape, weight.shape, piece):
         rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
-        losses += (_picked(_log_probabilities(rows, weight), labels[begin:end]),)
+        losses += (_picked(_log_probabilities(head(rows, weight)), labels[begin:end]),)
     return ops.concat(losses, 0)
 
 
-def _log_probabilities(hidden, weight):
-    return ops.LogSoftmax(-1)(ops.MatMul(transpose_b=True)(hidden, weight).astype(mstype.float32))
+def _log_probabilities(logits):
+    return ops.LogSoftmax(-1)(logits.astype(mstype.float32))
 
 
 def _picked(log_probabilities, labels):

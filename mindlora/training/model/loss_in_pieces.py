@@ -12,7 +12,9 @@ from mindlora.models.label_losses import Head, check_loss_in_pieces
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.label_losses import LabelLosses
 from mindlora.network.cells.score import score_of
+from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.training.log import logger
+from mindlora.training.model.held_weights import HeldColumnParallelLinear, HeldLinear
 from mindlora.training.model.mcore_model import is_gpt_model
 from mindlora.training.model.network import with_loss
 
@@ -35,7 +37,30 @@ class HandingParallelLinear(ColumnParallelLinear):
         return super().construct(input_, weight)
 
 
-_HANDING = {Linear: HandingLinear, ColumnParallelLinear: HandingParallelLinear}
+class HandingHeldLinear(HeldLinear):
+    """HandingLinear with a weight of 16 bits."""
+
+    def construct(self, x: Tensor, group_list: Any = None) -> Tensor:
+        if self.training:
+            return x
+        return super().construct(x, group_list)
+
+
+class HandingHeldParallelLinear(HeldColumnParallelLinear):
+    """HandingParallelLinear with a weight of 16 bits."""
+
+    def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
+        if self.training:
+            return input_, None
+        return super().construct(input_, weight)
+
+
+_HANDING = {
+    Linear: HandingLinear,
+    HeldLinear: HandingHeldLinear,
+    ColumnParallelLinear: HandingParallelLinear,
+    HeldColumnParallelLinear: HandingHeldParallelLinear,
+}
 
 
 class LossesOfHead(nn.Cell):
@@ -49,11 +74,13 @@ class LossesOfHead(nn.Cell):
         Tuple (losses, labels), of which the first is float32 [tokens].
     """
 
-    def __init__(self, weight: Parameter, dtype: mstype.Type, piece: Optional[int]):
+    def __init__(
+        self, weight: Parameter, dtype: mstype.Type, piece: Optional[int], frozen: Optional[FrozenLinear] = None
+    ):
         super().__init__(auto_prefix=False)
         # Past nn.Cell, which would list the parameter, and name it, a second time.
         self.__dict__["weight"] = weight
-        self.losses = LabelLosses(dtype, weight.requires_grad, piece)
+        self.losses = LabelLosses(dtype, weight.requires_grad, piece, frozen)
 
     def construct(self, hidden: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         return self.losses(hidden, self.weight, labels), labels
@@ -86,8 +113,9 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     piece = None if setting is True else setting
     weight = model.embedding.word_embeddings.weight if head.weight is None else head.weight
     dtype = head.compute_dtype if is_gpt_model(model) else head.dtype
+    frozen = head.held.matmul if hasattr(head, "held") else None
     # Straight into _cells: assigning an attribute would rename the weight.
-    model.loss._cells["_log_softmax"] = LossesOfHead(weight, dtype, piece)
+    model.loss._cells["_log_softmax"] = LossesOfHead(weight, dtype, piece, frozen)
     model.loss._cells["_nllloss"] = _First()
     # Parameter and settings stay when the class of a cell changes.
     head.__class__ = _HANDING[type(head)]
