@@ -43,11 +43,7 @@ class LabelLosses(nn.Cell):
     """
 
     def __init__(
-        self,
-        dtype: mstype.Type,
-        trained: bool,
-        piece: Optional[int] = None,
-        frozen: Optional[FrozenLinear] = None,
+        self, dtype: mstype.Type, trained: bool, piece: Optional[int] = None, frozen: Optional[FrozenLinear] = None
     ):
         super().__init__(auto_prefix=False)
         self.dtype = dtype

@@ -11,7 +11,7 @@ from mindformers.parallel_core.training_graph.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from mindformers.parallel_core.training_graph.transformer.norm import FusedRMSNorm
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import ConfigError
@@ -119,12 +119,14 @@ def _hold(cell, path, rounds):
         adapter = {id(parameter) for parameter in cell.lora_parameters()}
         own = [parameter for parameter in own if id(parameter) not in adapter]
     narrow = [parameter for parameter in own if parameter.dtype in _NARROW]
+    trained = next((parameter for parameter in narrow if parameter.requires_grad), None)
+    if trained is not None:
+        raise ConfigError(
+            f"{trained.name} trains in {trained.dtype}: on a CPU only frozen weights can be in 16 bits. {_ADVICE}"
+        )
     if not narrow or isinstance(cell, _NORMS):
         return None
     dtype = narrow[0].dtype
-    trained = next((parameter for parameter in narrow if parameter.requires_grad), None)
-    if trained is not None:
-        raise ConfigError(f"{trained.name} trains in {dtype}: on a CPU only frozen weights can be in 16 bits. {_ADVICE}")
     if isinstance(cell, LoRADense) and not isinstance(cell, DoRADense):
         if cell.weight.dtype not in _NARROW:
             return None

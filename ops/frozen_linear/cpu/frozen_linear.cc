@@ -70,8 +70,7 @@ void CopyRows(const int32_t* ids, int64_t count, const W* weight, int64_t rows, 
 {
     for (int64_t i = 0; i < count; ++i) {
         if (ids[i] < 0 || ids[i] >= rows) {
-            Refuse(kOp,
-                "ids has " + std::to_string(ids[i]) + ", and W has " + std::to_string(rows) + " rows.");
+            Refuse(kOp, "ids has " + std::to_string(ids[i]) + ", and W has " + std::to_string(rows) + " rows.");
         }
         for (int64_t c = 0; c < columns; ++c) to[i * columns + c] = ToFloat(weight[ids[i] * columns + c]);
     }
@@ -88,8 +87,8 @@ int RunRows(int count, void** data, int* ndims, int64_t** shapes, const char** d
         using W = decltype(element);
         int64_t numbers = 1;
         for (const int64_t length : s.Of(kX)) numbers *= length;
-        CopyRows(static_cast<const int32_t*>(data[kX]), numbers, static_cast<const W*>(data[kWeight]),
-            s.At(kWeight, 0), s.At(kWeight, 1), static_cast<float*>(data[kRowsOut]));
+        CopyRows(static_cast<const int32_t*>(data[kX]), numbers, static_cast<const W*>(data[kWeight]), s.At(kWeight, 0),
+            s.At(kWeight, 1), static_cast<float*>(data[kRowsOut]));
     });
     return 0;
 }
@@ -97,16 +96,15 @@ int RunRows(int count, void** data, int* ndims, int64_t** shapes, const char** d
 }  // namespace
 }  // namespace mindlora
 
-#define MINDLORA_EXPORT_FROZEN(name, backward, rounds)                                                         \
-    MINDLORA_EXPORT std::vector<int64_t> name##InferShape(int* ndims, int64_t** shapes, AotExtra*)             \
-    {                                                                                                          \
-        return ::mindlora::InferShape<backward>(ndims, shapes);                                                \
-    }                                                                                                          \
-    MINDLORA_EXPORT int name##InferType(std::vector<int> types, AotExtra*) { return types[::mindlora::kX]; }   \
-    MINDLORA_EXPORT int name(                                                                                  \
-        int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)               \
-    {                                                                                                          \
-        return ::mindlora::Run<backward, rounds>(count, data, ndims, shapes, dtypes);                          \
+#define MINDLORA_EXPORT_FROZEN(name, backward, rounds)                                                                \
+    MINDLORA_EXPORT std::vector<int64_t> name##InferShape(int* ndims, int64_t** shapes, AotExtra*)                    \
+    {                                                                                                                 \
+        return ::mindlora::InferShape<backward>(ndims, shapes);                                                       \
+    }                                                                                                                 \
+    MINDLORA_EXPORT int name##InferType(std::vector<int> types, AotExtra*) { return types[::mindlora::kX]; }          \
+    MINDLORA_EXPORT int name(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*) \
+    {                                                                                                                 \
+        return ::mindlora::Run<backward, rounds>(count, data, ndims, shapes, dtypes);                                 \
     }
 
 MINDLORA_EXPORT_FROZEN(FrozenLinear, false, false)

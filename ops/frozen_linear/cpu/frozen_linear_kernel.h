@@ -100,8 +100,7 @@ using WordsFor = Numbers<kRounds>;
 
 // `depth` words of `columns` columns of M, from word `first` and column `start` on: to[group][word][lane].
 template <bool kBackward, class Words, class W>
-static void PackWeight(
-    const Frozen<W>& w, int64_t first, int64_t depth, int64_t start, int64_t columns, float* to)
+static void PackWeight(const Frozen<W>& w, int64_t first, int64_t depth, int64_t start, int64_t columns, float* to)
 {
     for (int64_t c = 0; c < columns; c += kWidth, to += depth * kWidth) {
         if (kBackward) {
@@ -262,7 +261,8 @@ static void Multiply(const float* x, const Frozen<W>& w, int64_t tokens, int thr
     }
 }
 
-// y = x W^T, or dx = dy W where `backward`. Where it `rounds`, which W in bfloat16 alone does, x is rounded to bfloat16.
+// y = x W^T, or dx = dy W where `backward`. Where it `rounds`, which W in bfloat16 alone does, x is rounded to
+// bfloat16.
 template <class W>
 static void FrozenProduct(bool backward, bool rounds, const float* x, const W* weight, int64_t tokens, int64_t rows,
     int64_t columns, int threads, float* y)
