@@ -45,6 +45,16 @@ _DTYPES = {
 }
 
 
+# What linear cells on a CPU multiply in, whatever they compute in.
+PRODUCT_DTYPES = ("float32", "bfloat16")
+
+
+def check_product_dtype(value: Any) -> None:
+    """Raises ConfigError unless product_dtype is one of PRODUCT_DTYPES."""
+    if value not in PRODUCT_DTYPES:
+        raise ConfigError(f"product_dtype is {value!r}: it must be one of {', '.join(PRODUCT_DTYPES)}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Range:
     """The numbers that a field may hold; ``value in range`` is False for a bool.

@@ -25,6 +25,7 @@ from mindlora.ops.measured import measured
 
 # The operators and their names in the CPU library.
 OP_TYPES = {
+    "frozen_linear": "FrozenLinear",
     "lora_delta": "LoraDelta",
     "lora_dropout": "LoraDropout",
     "lora_linear": "LoraLinear",
@@ -41,6 +42,7 @@ OP_TYPES = {
 }
 # Those on the cpu path alone, and MindSpore's own operators that do the same on an NPU.
 CPU_ONLY = {
+    "frozen_linear": "MatMul",
     "masked_attention": "FlashAttentionScore",
     "rms_norm": "RmsNorm",
     "routed_experts": "GroupedMatmul",
@@ -50,6 +52,7 @@ CPU_ONLY = {
 }
 # The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
 ASCEND_OP_TYPES = {
+    "frozen_linear": "FrozenLinear",
     **OP_TYPES,
     "nf4_linear": "Nf4Dequantize",
     "lora_dropout": None,
@@ -66,7 +69,7 @@ MAX_RANK = 256
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 14
+_LIBRARY_VERSION = 15
 # Its number in ops/cpu_common/isa.h.
 _AVX512_BF16 = 3
 # The tokens of a short prompt, or of a training step with few rows: lora_linear takes decode.

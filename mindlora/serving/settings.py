@@ -4,9 +4,8 @@ import dataclasses
 from typing import Optional, Tuple
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.fields import check_number, dtype_name, whole_numbers
+from mindlora.core.fields import check_number, check_product_dtype, dtype_name, whole_numbers
 
-PRODUCT_DTYPES = ("float32", "bfloat16")
 # The operators that adapters go through take no larger one.
 MAX_RANK = 256
 
@@ -57,10 +56,8 @@ class EngineSettings:
     def __post_init__(self):
         if self.adapter_dtype is not None:
             object.__setattr__(self, "adapter_dtype", dtype_name(self.adapter_dtype, "adapter_dtype"))
-        if self.product_dtype not in (None, *PRODUCT_DTYPES):
-            raise ConfigError(
-                f"product_dtype is {self.product_dtype!r}: it must be one of {', '.join(PRODUCT_DTYPES)}."
-            )
+        if self.product_dtype is not None:
+            check_product_dtype(self.product_dtype)
         for field in dataclasses.fields(self):
             if field.name in ("adapter_dtype", "product_dtype", "fixed_batches"):
                 continue

@@ -1,11 +1,12 @@
 """Training at real size on a CPU: memory, and time to the first step, against the plan and PEFT; generate.
 
 Each side trains LoRA of rank 16 on all linear cells in a process of its own, from a folder of random bfloat16 weights
-that is made for it and deleted: mindlora-run as a user calls it, MindFormers' own LoRA by MindFormers' Trainer, from
-the same weights under its names, and PEFT with the Python that MINDLORA_PEERS_PYTHON names. "Load" is from the
-command to the loaded base, "compile" what the first step takes longer than a later one, "peak" the greatest resident
-memory of the process. PEFT has no 4-bit weights on a CPU, MindFormers none at all. Then mindlora generate and
-transformers answer with one token each, from the same folder, in its bfloat16.
+that is made for it and deleted: mindlora-run as a user calls it, with the base in float32, in bfloat16, and in bfloat16
+with products in bfloat16; MindFormers' own LoRA by MindFormers' Trainer, from the same weights under its names; and
+PEFT, in float32 and in bfloat16, with the Python that MINDLORA_PEERS_PYTHON names. "Load" is from the command to the
+loaded base, "compile" what the first step takes longer than a later one, "peak" the greatest resident memory of the
+process. PEFT has no 4-bit weights on a CPU, MindFormers none at all. Then mindlora generate and transformers answer
+with one token each, from the same folder, in its bfloat16.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import yaml
@@ -49,6 +50,8 @@ SIZES = {
     "1.1B": Size(2048, 22, 32, 4, 5632, 32000, 256),
     "7B NF4": Size(4096, 32, 32, 32, 11008, 32000, 128, quantized=True),
 }
+# Who trains, in this order; of a quantized base the first alone.
+SIDES = ("mindlora", "mindlora bf16", "mindlora bf16 products", "MindFormers", "PEFT", "PEFT bf16")
 QUICK_SIZES = {
     "quick": Size(1024, 2, 16, 4, 2816, 16000, 256),
     "quick NF4": Size(64, 2, 4, 2, 96, 128, 16, quantized=True),
@@ -58,6 +61,7 @@ QUICK_SIZES = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), help="which of them (default: all)")
+    parser.add_argument("--only", nargs="+", choices=SIDES, help="which sides train, with no answers (default: all)")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run, 2 or more (default: 4)")
 
 
@@ -65,25 +69,23 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
     """Prints a line for each run and returns the figures."""
     sizes = QUICK_SIZES if args.quick else {name: SIZES[name] for name in args.sizes or SIZES}
     figures: Dict[str, Any] = {}
-    print(f"{'':<20}{'load s':>8}{'compile s':>11}{'step s':>9}{'to step 1':>11}{'peak GiB':>10}{'plan GiB':>10}  goal")
+    print(f"{'':<28}{'load s':>8}{'compile s':>11}{'step s':>9}{'to step 1':>11}{'peak GiB':>10}{'plan GiB':>10}  goal")
     for name, size in sizes.items():
         with tempfile.TemporaryDirectory() as folder:
-            figures[name] = {"mindlora": measure_mindlora(size, folder, args.steps)}
-            print(line(f"{name}, mindlora", figures[name]["mindlora"]), flush=True)
-            if not size.quantized:
-                figures[name]["MindFormers"] = measure_mindformers(size, folder)
-                print(line(f"{name}, MindFormers", figures[name]["MindFormers"]), flush=True)
-            if os.environ.get(PYTHON) and not size.quantized:
-                figures[name]["PEFT"] = measure_peft(folder, args.steps)
-                print(line(f"{name}, PEFT", figures[name]["PEFT"]), flush=True)
-            if not size.quantized:
+            write_weights(os.path.join(folder, "base"), size)
+            write_rows(folder, size, args.steps)
+            figures[name] = {}
+            for side, measure in sides(size, folder, args.steps, args.only):
+                figures[name][side] = measure()
+                print(line(f"{name}, {side}", figures[name][side]), flush=True)
+            if not size.quantized and not args.only:
                 figures[name].update(measure_answers(name, size, folder))
     return {"sizes": {name: size._asdict() for name, size in sizes.items()}, "rank": RANK, "runs": figures}
 
 
 def line(name: str, figures: Dict[str, float]) -> str:
     """Returns the figures of one run as a line of the table."""
-    text = f"{name:<20}{figures['load']:>8.1f}{figures['compile']:>11.1f}{figures['step']:>9.2f}"
+    text = f"{name:<28}{figures['load']:>8.1f}{figures['compile']:>11.1f}{figures['step']:>9.2f}"
     text += f"{figures['first']:>11.1f}{figures['peak'] / GIB:>10.2f}"
     if "plan" not in figures:
         return text
@@ -95,21 +97,43 @@ def limit(plan: float) -> float:
     return OVER_PLAN * plan + FRAMEWORK * GIB
 
 
-def measure_mindlora(size: Size, folder: str, steps: int) -> Dict[str, float]:
-    """Returns seconds and bytes of a run of mindlora-run; makes the weights in ``folder``/base and the data."""
+def sides(
+    size: Size, folder: str, steps: int, only: Optional[Sequence[str]]
+) -> Iterator[Tuple[str, Callable[[], Dict[str, float]]]]:
+    """Yields each side that trains a size, and what measures it in a folder with weights and rows."""
+    measures: Dict[str, Callable[[], Dict[str, float]]] = {"mindlora": lambda: measure_mindlora(size, folder, {})}
+    if not size.quantized:
+        held = {"param_init_type": "bfloat16"}
+        measures["mindlora bf16"] = lambda: measure_mindlora(size, folder, held)
+        measures["mindlora bf16 products"] = lambda: measure_mindlora(size, folder, held, "bfloat16")
+        measures["MindFormers"] = lambda: measure_mindformers(size, folder)
+    if os.environ.get(PYTHON) and not size.quantized:
+        measures["PEFT"] = lambda: measure_peft(folder, steps, "float32")
+        measures["PEFT bf16"] = lambda: measure_peft(folder, steps, "bfloat16")
+    for side, measure in measures.items():
+        if only is None or side in only:
+            yield side, measure
+
+
+def measure_mindlora(
+    size: Size, folder: str, keys: Dict[str, str], product_dtype: Optional[str] = None
+) -> Dict[str, float]:
+    """Returns seconds and bytes of a run of mindlora-run with further ``keys`` of model_config."""
     from mindlora.files.base.quantize import quantize_checkpoint
     from mindlora.run.plan.report import make_plan
 
     base = os.path.join(folder, "base")
-    write_weights(base, size)
-    write_rows(folder, size, steps)
     if size.quantized:
         quantize_checkpoint(base, os.path.join(folder, "nf4.safetensors"))
         base = os.path.join(folder, "nf4.safetensors")
     path = os.path.join(folder, "run.yaml")
+    config = run_yaml(size, base, os.path.join(folder, "rows.mindrecord"))
+    config["model"]["model_config"].update(keys)
+    if product_dtype is not None:
+        config["model"]["model_config"]["pet_config"]["product_dtype"] = product_dtype
     with open(path, "w", encoding="utf-8") as file:
-        yaml.safe_dump(run_yaml(size, base, os.path.join(folder, "rows.mindrecord")), file)
-    output = os.path.join(folder, "output")
+        yaml.safe_dump(config, file)
+    output = tempfile.mkdtemp(dir=folder)
     command = [sys.executable, "-m", "mindlora.training.launch.launcher", "--config", path, "--output_dir", output]
     done = finished(command, folder)
     with open(os.path.join(output, "metrics.jsonl"), encoding="utf-8") as file:
@@ -146,11 +170,11 @@ def measure_mindformers(size: Size, folder: str) -> Dict[str, float]:
     return {**timings(done.began, began, ends), "peak": done.peak}
 
 
-def measure_peft(folder: str, steps: int) -> Dict[str, float]:
+def measure_peft(folder: str, steps: int, dtype: str) -> Dict[str, float]:
     """Returns seconds and bytes of PEFT's run with the same weights and tokens."""
     script = os.path.join(ROOT, "scripts", "bench", "scale_peft.py")
     times = os.path.join(folder, "times.json")
-    words = [os.path.join(folder, "base"), os.path.join(folder, "rows.npy"), times, str(RANK), str(steps)]
+    words = [os.path.join(folder, "base"), os.path.join(folder, "rows.npy"), times, str(RANK), str(steps), dtype]
     done = finished([os.environ[PYTHON], script, *words], folder)
     with open(times, encoding="utf-8") as file:
         loaded, *ends = json.load(file)
@@ -171,7 +195,7 @@ def measure_answers(name: str, size: Size, folder: str) -> Dict[str, Dict[str, f
         script = os.path.join(ROOT, "scripts", "bench", "scale_transformers.py")
         figures["transformers"] = answered([os.environ[PYTHON], script, base], folder)
     for side, found in figures.items():
-        text = f"{name + ', ' + side:<20}{found['load']:>8.1f}{found['compile']:>11.1f}"
+        text = f"{name + ', ' + side:<28}{found['load']:>8.1f}{found['compile']:>11.1f}"
         print(f"{text}{'':>9}{found['first']:>11.1f}{found['peak'] / GIB:>10.2f}", flush=True)
     return figures
 

@@ -1,6 +1,6 @@
 """PEFT on PyTorch, for scale.py: trains LoRA on all linear layers.
 
-python scale_peft.py BASE ROWS TIMES RANK STEPS     writes when the base was loaded, and each step ended, to TIMES
+python scale_peft.py BASE ROWS TIMES RANK STEPS DTYPE     writes when the base was loaded, and each step ended, to TIMES
 """
 
 import json
@@ -14,9 +14,11 @@ import transformers
 
 
 def main() -> None:
-    """Trains on one row a step, in float32, with AdamW."""
-    base, rows, times, rank, steps = sys.argv[1:]
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
+    """Trains on one row a step, with AdamW."""
+    base, rows, times, rank, steps, dtype = sys.argv[1:]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    )
     config = peft.LoraConfig(r=int(rank), lora_alpha=int(rank), target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, config).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

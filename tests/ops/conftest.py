@@ -42,7 +42,7 @@ def each_path(request, monkeypatch, library):
 
 @pytest.fixture(params=ISAS[:3])
 def isa(request, library):
-    """Runs a test with each instruction set that this processor has; the last of ISAS is for some kernels alone."""
+    """Runs a test with each instruction set that this processor has; the last two of ISAS are for some kernels."""
     wanted = ISAS.index(request.param)
     if library.mindlora_set_isa(wanted) != wanted:
         library.mindlora_set_isa(-1)

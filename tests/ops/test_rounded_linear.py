@@ -11,7 +11,7 @@ from tests.support.op_paths import ISAS, PATHS
 pytestmark = pytest.mark.skipif(PATHS[0] != "cpu", reason="there is no kernel for an NPU")
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("isa", ISAS[:4], indirect=True)
 def test_any_absmax_is_decoded(isa, reference):
     weight = normal(200, 300, seed=2) * np.linspace(0.5, 1.5, 60000).reshape(200, 300).astype(np.float32)
     array = quantize(weight)

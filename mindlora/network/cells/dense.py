@@ -131,6 +131,12 @@ class LoRADense(LoRACell):
             picks = self.base.pick_low_rank(self.lora_rank, self.dropout_rate)
         self.choice, self.low_rank, self.decode = picks
 
+    def hold_base(self, rounds: bool) -> None:
+        """Makes the cell multiply by a frozen W of 16 bits as it is: see LinearBase.hold."""
+        self.base.hold(rounds)
+        # The operator for a decode step needs W in the dtype of x.
+        self.decode = None
+
     def construct(self, x: Tensor) -> Tensor:
         y = self._adapted(self.base.tokens(x))
         if self.activation_flag:
@@ -146,10 +152,10 @@ class LoRADense(LoRACell):
         return self.low_rank.add_to(y, x, a, b, self.scale)
 
     def _operands(self):
-        """What x is multiplied by: W in the dtype of the products, or the tensors of a quantized W."""
+        """What x is multiplied by: W as the base takes it, or the tensors of a quantized W."""
         if self.packed:
             return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
-        return (self.cast(self.weight, self.dtype),)
+        return (self.base.operand(self.weight),)
 
     def extend_repr(self) -> str:
         quantization = f", quantization={self.quantization}" if self.quantization else ""

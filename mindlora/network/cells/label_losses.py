@@ -7,6 +7,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
 from mindlora.models.label_losses import tokens_at_once
+from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.ops.operator_cell import CellWithBprop
 
 
@@ -26,6 +27,8 @@ class LabelLosses(nn.Cell):
         dtype (mindspore.dtype): What the head computes in.
         trained (bool): Whether the head's weight trains; if not, its gradient is zero.
         piece (int, optional): Tokens at a time; it need not divide them. Default: None, as tokens_at_once has it.
+        frozen (FrozenLinear, optional): What multiplies by a frozen weight of 16 bits, which is not cast. Default:
+            None, MindSpore's MatMul.
 
     Inputs:
         - **hidden** (Tensor) - What the head takes, [tokens, channels].
@@ -40,20 +43,26 @@ class LabelLosses(nn.Cell):
         differentiates (bool): Whether training takes the gradient of the losses. Default: True.
     """
 
-    def __init__(self, dtype: mstype.Type, trained: bool, piece: Optional[int] = None):
+    def __init__(
+        self, dtype: mstype.Type, trained: bool, piece: Optional[int] = None, frozen: Optional[FrozenLinear] = None
+    ):
         super().__init__(auto_prefix=False)
         self.dtype = dtype
         self.piece = piece
         self.differentiates = True
-        self.with_gradient = _Trained(piece) if trained else _Frozen(piece)
+        self.holds = frozen is not None
+        self.head = _Head() if frozen is None else frozen
+        self.with_gradient = _Trained(piece, self.head) if trained else _Frozen(piece, self.head)
 
     def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        hidden, weight = hidden.astype(self.dtype), weight.astype(self.dtype)
+        hidden = hidden.astype(self.dtype)
+        if not self.holds:
+            weight = weight.astype(self.dtype)
         counted, labels = _in_vocabulary(labels, weight)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, weight, labels)
         else:
-            losses = _losses(hidden, weight, labels, self.piece)
+            losses = _losses(hidden, weight, labels, self.piece, self.head)
         # Selected, not multiplied: what does not count may be infinite.
         return ops.select(counted, losses, ops.zeros_like(losses))
 
@@ -68,6 +77,7 @@ class AdaptedLabelLosses(nn.Cell):
     Args:
         dtype (mindspore.dtype): What the head computes in.
         piece (int, optional): As for LabelLosses. Default: None.
+        frozen (FrozenLinear, optional): As for LabelLosses. Default: None.
 
     Inputs:
         - **hidden** (Tensor) - x, [tokens, channels].
@@ -83,30 +93,43 @@ class AdaptedLabelLosses(nn.Cell):
         differentiates (bool): As for LabelLosses. Default: True.
     """
 
-    def __init__(self, dtype: mstype.Type, piece: Optional[int] = None):
+    def __init__(self, dtype: mstype.Type, piece: Optional[int] = None, frozen: Optional[FrozenLinear] = None):
         super().__init__(auto_prefix=False)
         self.dtype = dtype
         self.piece = piece
         self.differentiates = True
-        self.with_gradient = _Adapted(piece)
+        self.holds = frozen is not None
+        self.head = _Head() if frozen is None else frozen
+        self.with_gradient = _Adapted(piece, self.head)
 
     def construct(self, hidden: Tensor, low_rank: Tensor, weight: Tensor, b: Tensor, labels: Tensor) -> Tensor:
-        hidden, low_rank = hidden.astype(self.dtype), low_rank.astype(self.dtype)
-        weight, b = weight.astype(self.dtype), b.astype(self.dtype)
+        hidden, low_rank, b = hidden.astype(self.dtype), low_rank.astype(self.dtype), b.astype(self.dtype)
+        if not self.holds:
+            weight = weight.astype(self.dtype)
         counted, labels = _in_vocabulary(labels, weight)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, low_rank, weight, b, labels)
         else:
-            losses = _adapted_losses(hidden, low_rank, weight, b, labels, self.piece)
+            losses = _adapted_losses(hidden, low_rank, weight, b, labels, self.piece, self.head)
         return ops.select(counted, losses, ops.zeros_like(losses))
+
+
+class _Head(nn.Cell):
+    """The products of FrozenLinear for a weight in the dtype of hidden: x W^T, and dy W."""
+
+    def construct(self, x, weight):
+        return ops.MatMul(transpose_b=True)(x, weight)
+
+    def times(self, dy, weight):
+        return ops.MatMul()(dy, weight)
 
 
 class _Frozen(nn.Cell):
     """The losses of labels in the vocabulary, and their gradient with respect to hidden, both computed forward."""
 
-    def __init__(self, piece):
+    def __init__(self, piece, head):
         super().__init__(auto_prefix=False)
-        self.pieces = _LossesAndGradients(piece)
+        self.pieces = _LossesAndGradients(piece, head)
 
     def construct(self, hidden, weight, labels):
         return self.pieces(hidden, weight, labels)[0]
@@ -117,9 +140,10 @@ class _LossesAndGradients(CellWithBprop):
 
     reads_output = True
 
-    def __init__(self, piece):
+    def __init__(self, piece, head):
         super().__init__(auto_prefix=False)
         self.piece = piece
+        self.head = head
 
     def construct(self, hidden, weight, labels):
         losses, gradients = (), ()
@@ -129,9 +153,9 @@ class _LossesAndGradients(CellWithBprop):
                 # The labels too, or the one-hot tensors of all pieces would be made at the start.
                 done = (losses[-1], gradients[-1])
                 rows, truth = ops.depend(rows, done), ops.depend(truth, done)
-            log_probabilities = _log_probabilities(rows, weight)
+            log_probabilities = _log_probabilities(self.head(rows, weight))
             losses += (_picked(log_probabilities, truth),)
-            gradients += (ops.MatMul()(_of_logits(log_probabilities, truth, hidden.dtype), weight),)
+            gradients += (self.head.times(_of_logits(log_probabilities, truth, hidden.dtype), weight),)
         return ops.concat(losses, 0), ops.concat(gradients, 0)
 
     def bprop(self, hidden, weight, labels, out, dout):
@@ -141,21 +165,22 @@ class _LossesAndGradients(CellWithBprop):
 class _Trained(CellWithBprop):
     """The losses of labels in the vocabulary; the backward computes the logits again."""
 
-    def __init__(self, piece):
+    def __init__(self, piece, head):
         super().__init__(auto_prefix=False)
         self.piece = piece
+        self.head = head
 
     def construct(self, hidden, weight, labels):
-        return _losses(hidden, weight, labels, self.piece)
+        return _losses(hidden, weight, labels, self.piece, self.head)
 
     def bprop(self, hidden, weight, labels, out, dout):
         gradients, of_weight, done = (), None, dout
         for begin, end in _bounds(hidden.shape, weight.shape, self.piece):
             # The first one too, whose logits MindSpore would else keep from the forward.
             rows, truth = ops.depend(hidden[begin:end], done), ops.depend(labels[begin:end], done)
-            of_logits = _of_logits(_log_probabilities(rows, weight), truth, hidden.dtype)
+            of_logits = _of_logits(_log_probabilities(self.head(rows, weight)), truth, hidden.dtype)
             # Factors of [piece, channels]: of [piece, vocabulary], a CPU held those of nearly all pieces.
-            gradients += (_scaled(ops.MatMul()(of_logits, weight), dout[begin:end]),)
+            gradients += (_scaled(self.head.times(of_logits, weight), dout[begin:end]),)
             product = _of_weight(of_logits, _scaled(rows, dout[begin:end]))
             of_weight = product if begin == 0 else of_weight + product
             done = (gradients[-1], of_weight)
@@ -169,20 +194,22 @@ class _Trained(CellWithBprop):
 class _Adapted(CellWithBprop):
     """The same of a head with an adapter, of which B trains; A does by the gradient of low_rank."""
 
-    def __init__(self, piece):
+    def __init__(self, piece, head):
         super().__init__(auto_prefix=False)
         self.piece = piece
+        self.head = head
 
     def construct(self, hidden, low_rank, weight, b, labels):
-        return _adapted_losses(hidden, low_rank, weight, b, labels, self.piece)
+        return _adapted_losses(hidden, low_rank, weight, b, labels, self.piece, self.head)
 
     def bprop(self, hidden, low_rank, weight, b, labels, out, dout):
         of_hidden, of_low_rank, of_b, done = (), (), None, dout
         for begin, end in _bounds(hidden.shape, weight.shape, self.piece):
             rows, low_rows = ops.depend(hidden[begin:end], done), ops.depend(low_rank[begin:end], done)
             truth = ops.depend(labels[begin:end], done)
-            of_logits = _of_logits(_adapted_log_probabilities(rows, low_rows, weight, b), truth, hidden.dtype)
-            of_hidden += (_scaled(ops.MatMul()(of_logits, weight), dout[begin:end]),)
+            logits = _adapted_logits(self.head(rows, weight), low_rows, b)
+            of_logits = _of_logits(_log_probabilities(logits), truth, hidden.dtype)
+            of_hidden += (_scaled(self.head.times(of_logits, weight), dout[begin:end]),)
             of_low_rank += (_scaled(ops.MatMul()(of_logits, b), dout[begin:end]),)
             product = _of_weight(of_logits, _scaled(low_rows, dout[begin:end]))
             of_b = product if begin == 0 else of_b + product
@@ -210,30 +237,29 @@ def _zeros_like_frozen(weight):
     return ops.broadcast_to(ops.zeros((), weight.dtype), weight.shape)
 
 
-def _losses(hidden, weight, labels, piece):
+def _losses(hidden, weight, labels, piece, head):
     losses = ()
     for begin, end in _bounds(hidden.shape, weight.shape, piece):
         rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
-        losses += (_picked(_log_probabilities(rows, weight), labels[begin:end]),)
+        losses += (_picked(_log_probabilities(head(rows, weight)), labels[begin:end]),)
     return ops.concat(losses, 0)
 
 
-def _adapted_losses(hidden, low_rank, weight, b, labels, piece):
+def _adapted_losses(hidden, low_rank, weight, b, labels, piece, head):
     losses = ()
     for begin, end in _bounds(hidden.shape, weight.shape, piece):
         rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
-        log_probabilities = _adapted_log_probabilities(rows, low_rank[begin:end], weight, b)
-        losses += (_picked(log_probabilities, labels[begin:end]),)
+        logits = _adapted_logits(head(rows, weight), low_rank[begin:end], b)
+        losses += (_picked(_log_probabilities(logits), labels[begin:end]),)
     return ops.concat(losses, 0)
 
 
-def _log_probabilities(hidden, weight):
-    return ops.LogSoftmax(-1)(ops.MatMul(transpose_b=True)(hidden, weight).astype(mstype.float32))
+def _log_probabilities(logits):
+    return ops.LogSoftmax(-1)(logits.astype(mstype.float32))
 
 
-def _adapted_log_probabilities(hidden, low_rank, weight, b):
-    product = ops.MatMul(transpose_b=True)
-    return ops.LogSoftmax(-1)((product(hidden, weight) + product(low_rank, b)).astype(mstype.float32))
+def _adapted_logits(logits, low_rank, b):
+    return logits + ops.MatMul(transpose_b=True)(low_rank, b)
 
 
 def _picked(log_probabilities, labels):

@@ -20,6 +20,7 @@ from mindlora.models.description import expert_refusal
 from mindlora.models.variants.variant import CUT, SHARDED
 from mindlora.network.cells.cell import LoRACell, refuse_own_forward
 from mindlora.network.cells.low_rank import LowRankPicks, pick_low_rank
+from mindlora.ops.frozen_linear import FrozenLinear
 
 _PYNATIVE_LINEAR = "mindformers.pynative.layers.linear"
 _PARALLEL_LAYERS = "mindformers.parallel_core.training_graph.tensor_parallel.layers"
@@ -34,6 +35,9 @@ class LinearBase(nn.Cell):
         cell (nn.Cell): The cell that gets an adapter.
         compute_dtype (str): The dtype of the products. Default: None, the cell's.
         matmul (Cell): What computes x W^T. Default: None, the cell's operator.
+
+    Attributes:
+        holds (bool): Whether a W of 16 bits is multiplied as it is; see ``hold``.
     """
 
     def __init__(self, cell: nn.Cell, compute_dtype: Optional[str] = None, matmul: Optional[nn.Cell] = None):
@@ -43,8 +47,16 @@ class LinearBase(nn.Cell):
         self.matmul = operator if matmul is None else matmul
         self.dtype = getattr(mstype, compute_dtype) if compute_dtype else dtype
         self.has_bias = self.bias_add is not None
+        self.holds = False
         self.cast = ops.Cast()
         self.reshape = ops.Reshape()
+
+    def hold(self, rounds: bool) -> None:
+        """Makes the product take a frozen W of 16 bits as it is; ``rounds`` is as in FrozenLinear, which computes it.
+
+        What goes into the product and comes out of it is float32. For a CPU.
+        """
+        self.matmul, self.holds = FrozenLinear(rounds), True
 
     @classmethod
     def of(cls, cell: nn.Cell, compute_dtype: Optional[str] = None) -> "LinearBase":
@@ -112,8 +124,12 @@ class LinearBase(nn.Cell):
         """x as the products take it: [tokens, in_channels], of their dtype."""
         return self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
 
+    def operand(self, weight: Parameter) -> Tensor:
+        """W as the product takes it: in the dtype of the products, or as it is held."""
+        return weight if self.holds else self.cast(weight, self.dtype)
+
     def product(self, x: Tensor, weight: Tuple[Tensor, ...]) -> Tensor:
-        """x W^T; ``weight`` is (W,) in the dtype of x, or the tensors of a quantized W."""
+        """x W^T; ``weight`` is (W,), as ``operand`` returns it, or the tensors of a quantized W."""
         # Not *weight: what a graph unpacks has no scope, and would not be computed again in a recomputed layer.
         if len(weight) == 1:
             return self.matmul(x, weight[0])

@@ -108,10 +108,10 @@ class StackedLoRADense(nn.Cell):
         return self.reshape(y, (-1, self.out_channels))
 
     def _operands(self):
-        """What x is multiplied by: W in the dtype of the products, or the tensors of a quantized W."""
+        """What x is multiplied by: W as the base takes it, or the tensors of a quantized W."""
         if self.packed:
             return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
-        return (self.cast(self.weight, self.dtype),)
+        return (self.base.operand(self.weight),)
 
     def extend_repr(self) -> str:
         return (

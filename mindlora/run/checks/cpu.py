@@ -5,6 +5,7 @@ from typing import Any, Dict, Iterator, Mapping, Sequence
 from mindlora.core.fields import COUNT, dtype_name
 from mindlora.run.checks.base_weights import loads_by_tensor
 from mindlora.run.checks.finding import Finding, error, note
+from mindlora.run.checks.held_base import dtype_key, held_dtype, why_not_held
 from mindlora.run.checks.mcore import HEAD_MULTIPLE, check_served
 from mindlora.run.yaml_run import YamlRun
 
@@ -43,7 +44,7 @@ _MCORE = {
 }
 # What mcore models compute in where a YAML says nothing.
 _MCORE_DTYPES = {
-    **dict.fromkeys(("layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype", "params_dtype"), "float32"),
+    **dict.fromkeys(("layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype"), "float32"),
     "compute_dtype": "bfloat16",
 }
 
@@ -60,14 +61,15 @@ def check_cpu(run: YamlRun) -> Iterator[Finding]:
     if run.is_mcore:
         changes = [*_mcore_changes(run), *_run_changes(run)]
     else:
-        changes = [*_model_changes(run.model_config), *_prediction_changes(run), *_run_changes(run)]
+        changes = [*_model_changes(run.model_config), *_weight_changes(run)]
+        changes += [*_prediction_changes(run), *_run_changes(run)]
     if changes:
         yield error(_KEY, f"{_KEY} is CPU, where this YAML cannot run.", f"Set: {'; '.join(changes)}.")
 
 
 def check_cpu_serving(model_config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error with everything that must be set differently, unless the model can be served on a CPU."""
-    changes = list(_model_changes(model_config, ("fused_rms_norm",), _COMPUTED))
+    changes = list(_model_changes(model_config, ("fused_rms_norm",)))
     # Linear cells take weights of 16 bits as they are; the lookup of an embedding does not.
     weights = model_config.get("param_init_type", _LLAMA_DEFAULTS["param_init_type"])
     embedding = model_config.get("embedding_init_type") or weights
@@ -77,17 +79,27 @@ def check_cpu_serving(model_config: Mapping[str, Any]) -> Iterator[Finding]:
         yield error(_KEY, f"{_KEY} is CPU, where this model cannot be served.", f"Set: {'; '.join(changes)}.")
 
 
-def _model_changes(
-    model_config: Mapping[str, Any], keys: Sequence[str] = tuple(_MODEL), dtypes: Sequence[str] = _DTYPES
-) -> Iterator[str]:
+def _model_changes(model_config: Mapping[str, Any], keys: Sequence[str] = tuple(_MODEL)) -> Iterator[str]:
     for key in keys:
         needed, reason = _MODEL[key]
         if bool(model_config.get(key, _LLAMA_DEFAULTS[key])) != needed:
             yield f"model.model_config.{key}: {needed} ({reason})"
-    for key in dtypes:
+    for key in _COMPUTED:
         dtype = model_config.get(key, _LLAMA_DEFAULTS[key])
         if dtype not in _FLOAT32:
             yield f"model.model_config.{key}: float32 (found {dtype})"
+
+
+def _weight_changes(run: YamlRun) -> Iterator[str]:
+    """Yields in what the weights must be held: float32, or 16 bits where they are frozen and the run can hold them."""
+    if held_dtype(run) is not None:
+        return
+    defaults = {} if run.is_mcore else {"param_init_type": _LLAMA_DEFAULTS["param_init_type"]}
+    for key in (dtype_key(run), *(() if run.is_mcore else ("embedding_init_type",))):
+        dtype = run.model.get(key) or defaults.get(key, "float32")
+        if dtype not in _FLOAT32:
+            reason = why_not_held(run)
+            yield f"model.model_config.{key}: float32 (found {dtype}{': ' + reason if reason else ''})"
 
 
 def _mcore_changes(run: YamlRun) -> Iterator[str]:
@@ -101,6 +113,7 @@ def _mcore_changes(run: YamlRun) -> Iterator[str]:
         dtype = run.model.get(key) or default
         if dtype not in _FLOAT32:
             yield f"model.model_config.{key}: float32 (found {dtype})"
+    yield from _weight_changes(run)
     if run.at("use_parallel") and run.at("parallel.parallel_mode") not in (0, "data_parallel"):
         yield "parallel.parallel_mode: 0 (CPU processes divide data alone)"
 

@@ -10,6 +10,7 @@ from mindlora.run.checks.cpu import check_cpu
 from mindlora.run.checks.data_rows import FirstRows, check_labels, check_packing, check_rows
 from mindlora.run.checks.files import check_quantized_base
 from mindlora.run.checks.finding import Finding, error, errors
+from mindlora.run.checks.held_base import check_held_base
 from mindlora.run.checks.invocation import check_invocation
 from mindlora.run.checks.key_ranges import check_keys, check_run_mode, check_shape
 from mindlora.run.checks.mcore import check_mcore
@@ -51,7 +52,7 @@ def check_run(run: YamlRun) -> List[Finding]:
         model = run.language
         if model.lora is not None and not errors(values):
             findings += _at(run.language_key, [*check_cells(model, model.lora), *check_dtypes(model, model.lora)])
-        return [*findings, *check_cpu(run), *check_slicing(run), *check_memory_options(run)]
+        return [*findings, *check_cpu(run), *check_held_base(run), *check_slicing(run), *check_memory_options(run)]
     except ConfigError as refusal:
         return [error("pretrained_model_dir", str(refusal))]
 

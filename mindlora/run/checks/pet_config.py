@@ -6,7 +6,7 @@ import warnings
 from typing import Any, ClassVar, List, Mapping, Optional, Tuple, cast
 
 from mindlora.core.errors import ConfigError, LoraError
-from mindlora.core.fields import INDEX, POSITIVE, check_number, numbers
+from mindlora.core.fields import INDEX, POSITIVE, check_number, check_product_dtype, numbers
 from mindlora.core.text import suggestion
 from mindlora.core.yaml_file import PET
 from mindlora.files.adapters.fingerprint import ON_BASE_MISMATCH
@@ -36,6 +36,9 @@ class PetLoraConfig(LoraConfig):
             what was drawn before.
         adapters (list of dict): Several adapters that train in one run, as checks.adapters describes them. Default:
             None, one adapter.
+        product_dtype (str): float32 or bfloat16: what linear cells round what they multiply to, on a CPU with a frozen
+            base in bfloat16: see FrozenLinear. All sums, and what lies between the cells, are float32. Default:
+            "float32".
         neftune_alpha (float): Strength of the noise that is added to the embedding's output in training (Jain et al.,
             NEFTune, 2023); above 0. Default: None, no noise.
 
@@ -52,6 +55,7 @@ class PetLoraConfig(LoraConfig):
     on_base_mismatch: str = "error"
     seed: Optional[int] = None
     adapters: Optional[List[Mapping[str, Any]]] = None
+    product_dtype: str = "float32"
 
     def __post_init__(self):
         super().__post_init__()
@@ -62,6 +66,7 @@ class PetLoraConfig(LoraConfig):
             raise ConfigError(
                 f"on_base_mismatch is {self.on_base_mismatch!r}: it must be one of {', '.join(ON_BASE_MISMATCH)}."
             )
+        check_product_dtype(self.product_dtype)
         if self.seed is not None:
             check_number(self.seed, "seed", INDEX)
         if self.neftune_alpha is not None:

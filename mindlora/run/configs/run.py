@@ -5,11 +5,13 @@ import shlex
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from mindlora.models.lora_config import PRESETS, preset_fields
+from mindlora.run.checks.held_base import dtype_key, why_not_held
 from mindlora.run.configs.folder import ModelFolder
 from mindlora.run.configs.model import CPU, NPU, model_nodes, seq_length_of
 from mindlora.run.configs.request import EPOCHS, Batch, Request, check_request, row_length
 from mindlora.run.configs.text import yaml_text
 from mindlora.run.plan.run import read_run
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.preference.settings import LOSSES
 
 # What the YAML of a run tells its reader: what it is, the commands that use it, what to change.
@@ -166,7 +168,7 @@ def _content(folder: ModelFolder, request: Request, batch: Batch) -> Dict[str, A
         "param_init_type": "float32",
         "base_model_name_or_path": folder.path,
     }
-    return {
+    content = {
         "seed": 42,
         "output_dir": "./output",
         "run_mode": "finetune",
@@ -181,6 +183,10 @@ def _content(folder: ModelFolder, request: Request, batch: Batch) -> Dict[str, A
         **nodes,
         "runner_wrapper": {**_TRAIN_STEP, **preference},
     }
+    run = YamlRun(content)
+    if run.on_cpu and folder.stored != "float32" and not why_not_held(run):
+        content["model"]["model_config"][dtype_key(run)] = folder.stored
+    return content
 
 
 def _optimization(request: Request, batch: Batch, rate: float) -> Dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Se
 from mindlora.core.errors import ConfigError
 from mindlora.models.names import role_of
 from mindlora.models.weights import Weight
+from mindlora.run.checks.held_base import held_dtype
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.fragments import LayerTensors, LossTensors, loss_tensors
 from mindlora.run.plan.run import Run, layer_of
@@ -181,6 +182,7 @@ class Activations:
         self.run = run
         self.sizes = Sizes.of(run)
         self.compute = bytes_of(run.compute_dtype)
+        self.held = held_dtype(run.yaml)
         self.is_legacy = run.architecture.legacy
         self.norm = bytes_of(run.dtype(f"layernorm_compute_{'type' if self.is_legacy else 'dtype'}", "float32"))
         self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
@@ -416,7 +418,8 @@ class Activations:
                 factor = weight.adapter and self.run.lora is not None and weight.part in self.run.lora.variant.factors
                 reads_a_copy = self.run.yaml.on_cpu and factor
                 is_computed_in = weight.dtype == self.run.compute_dtype and not reads_a_copy
-                if len(weight.shape) < 2 or weight.dtype == "uint8" or is_computed_in:
+                is_read_as_held = weight.dtype == "uint8" or weight.dtype == self.held and not weight.adapter
+                if len(weight.shape) < 2 or is_read_as_held or is_computed_in:
                     continue
                 parts = self.run.division.part_of(leaf, weight.part, weight.shape)
                 if weight.adapter or needed.get(leaf, gates_need):

@@ -16,7 +16,9 @@ from mindlora.network.eva import Batch, EvaResult, eva_adapter
 from mindlora.network.load_base import load_base
 from mindlora.run.checks.data_rows import BOUNDARY, model_of
 from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.held_base import dtype_key, held_dtype
 from mindlora.run.checks.mcore import check_mcore
+from mindlora.run.keys import MODEL
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
@@ -31,6 +33,12 @@ def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rh
     yaml = build_config(["--config", config, *overrides])
     run = YamlRun(yaml)
     lora = _lora_config(run)
+    held = held_dtype(run)
+    if held is not None:
+        raise ConfigError(
+            f"The base is in {held}, and on a CPU EVA computes its activations in float32: add "
+            f"--{MODEL}.{dtype_key(run)} float32 to this command. The adapter goes with either."
+        )
     batches = batches_of(run, rows, batch_size)
     yaml.use_parallel = False
     if not run.is_mcore:

@@ -15,7 +15,9 @@ from mindlora.network.cells.label_losses import AdaptedLabelLosses, LabelLosses
 from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.cells.score import score_of
 from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.training.log import logger
+from mindlora.training.model.held_weights import HeldColumnParallelLinear, HeldLinear
 from mindlora.training.model.mcore_model import is_gpt_model
 from mindlora.training.model.network import with_loss
 
@@ -51,7 +53,12 @@ def _parallel_linear(self, input_, weight=None):
     return (self.hand_on(input_), None) if self.training else self.logits(input_, weight)
 
 
-_CONSTRUCTS = {Linear: _linear, ColumnParallelLinear: _parallel_linear}
+_CONSTRUCTS = {
+    Linear: _linear,
+    HeldLinear: _linear,
+    ColumnParallelLinear: _parallel_linear,
+    HeldColumnParallelLinear: _parallel_linear,
+}
 
 
 @functools.lru_cache(maxsize=None)
@@ -99,12 +106,12 @@ class LossesOfHead(nn.Cell):
 
     def __init__(self, head: nn.Cell, weight: Parameter, dtype: mstype.Type, setting: Union[bool, int]):
         super().__init__(auto_prefix=False)
-        piece = None if setting is True else setting
-        self.losses = LabelLosses(dtype, weight.requires_grad, piece)
+        piece, frozen = None if setting is True else setting, _product_of_held_weight(head)
+        self.losses = LabelLosses(dtype, weight.requires_grad, piece, frozen)
         self.adapted = None
         b = None
         if isinstance(head, LoRACell):
-            self.adapted = AdaptedLabelLosses(dtype, piece)
+            self.adapted = AdaptedLabelLosses(dtype, piece, frozen)
             self.trained = TrainedRead(dtype)
             b = head.mindpet_delta_lora_b
         # Past nn.Cell, which would list the parameters, and name them, a second time.
@@ -116,6 +123,12 @@ class LossesOfHead(nn.Cell):
             return self.losses(handed, self.weight, labels), labels
         hidden, low_rank = handed[:, :channels], handed[:, channels:]
         return self.adapted(hidden, low_rank, self.weight, self.trained.of(self.b), labels), labels
+
+
+def _product_of_held_weight(head: nn.Cell) -> Optional[FrozenLinear]:
+    """Returns what multiplies by the weight of a head that holds it in 16 bits on a CPU, or None."""
+    base = getattr(head, "held", None) or getattr(head, "base", None)
+    return base.matmul if getattr(base, "holds", False) else None
 
 
 class _First(nn.Cell):

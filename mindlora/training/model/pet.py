@@ -24,6 +24,7 @@ from mindlora.run.checks.parallel import is_scattered
 from mindlora.run.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
 from mindlora.training.log import logger
 from mindlora.training.model.cpu_cells import use_cpu_cells
+from mindlora.training.model.held_weights import hold_weights
 from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
 from mindlora.training.model.mcore_model import rows_of
 from mindlora.training.run_configuration import run_configuration
@@ -146,6 +147,7 @@ class MindloraModel(LoraModel):
     def _make_lean(self, base_model):
         """Spares memory and compilation on a CPU, whose graph is the same for every layer of a legacy model."""
         use_cpu_cells(base_model)
+        hold_weights(base_model, self.config.pet_config.product_dtype)
         compile_layers_once(base_model)
 
     def _leave_frozen(self, config):
@@ -178,6 +180,7 @@ class MindloraMcoreModel(MindloraModel):
     def _make_lean(self, base_model):
         """Gives the model cells that a CPU has kernels for, and compiles layers that are alike once, on a CPU."""
         use_mcore_cpu_cells(base_model)
+        hold_weights(base_model, self.config.pet_config.product_dtype)
         compile_layers_once(base_model)
 
     def _leave_frozen(self, config):

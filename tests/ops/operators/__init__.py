@@ -1,6 +1,7 @@
 """The tables of all operators: one file for each, whose FORMS are tested by tests/ops/test_contract.py."""
 
 from tests.ops.operators import (
+    frozen_linear,
     lora_delta,
     lora_dropout,
     lora_linear,
@@ -17,6 +18,7 @@ from tests.ops.operators import (
 )
 
 OPERATORS = (
+    *frozen_linear.FORMS,
     *(*lora_delta.FORMS, *lora_dropout.FORMS, *lora_linear.FORMS, *masked_attention.FORMS, *multi_lora_delta.FORMS),
     *(*multi_lora_linear.FORMS, *multi_lora_slot_write.FORMS, *nf4_linear.FORMS, *paged_attention.FORMS),
     *(*rms_norm.FORMS, *rotary_embedding.FORMS, *rounded_linear.FORMS, *routed_experts.FORMS),

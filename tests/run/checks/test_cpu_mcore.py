@@ -35,7 +35,7 @@ def test_float32_throughout_runs():
     "key, found, said",
     [
         ("compute_dtype", None, "compute_dtype: float32 (found bfloat16)"),
-        ("params_dtype", "float16", "params_dtype: float32 (found float16)"),
+        ("layernorm_compute_dtype", "float16", "layernorm_compute_dtype: float32 (found float16)"),
         ("attention_dropout", 0.1, "attention_dropout: 0.0 (dropout of attention weights has no CPU kernel)"),
         ("window_size", [4, 0], "window_size: null (a sliding window has no CPU kernel)"),
         ("moe_permute_fusion", True, "moe_permute_fusion: False (the fused permutation has no CPU kernel)"),

@@ -1,0 +1,96 @@
+"""frozen_linear: a frozen linear layer whose weight stays in 16 bits, for training on a CPU."""
+
+from typing import Tuple
+
+from mindspore import Tensor, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import constexpr
+
+from mindlora.core.errors import BackendError
+from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_fixed_dtypes
+
+
+class FrozenLinear(OperatorCell):
+    r"""y = x W^T and dx = dy W, with a W of 16 bits of which a small part at a time is widened. W gets no gradient.
+
+    Products are in float32, or, where it ``rounds``, in bfloat16: x in the forward and dy in the backward are rounded
+    to bfloat16, the products of such numbers are exact in float32, and all sums are in float32. A processor with
+    AVX512_BF16 or AMX has instructions for that.
+
+    Args:
+        rounds (bool): Whether products are in bfloat16; W is then in bfloat16 too. Default: False.
+
+    Inputs:
+        - **x** (Tensor) - Shape [tokens, K], float32.
+        - **weight** (Tensor) - Shape [N, K], bfloat16 or float16.
+
+    Outputs:
+        Tensor [tokens, N], float32.
+
+    Raises:
+        BackendError: The device is not a CPU, the library is missing, or a dtype is not supported.
+        RuntimeError: A shape is wrong (raised by the kernel, which names it).
+
+    Source: Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019.
+    """
+
+    op = "frozen_linear"
+    inputs = 2
+
+    def __init__(self, rounds: bool = False):
+        super().__init__()
+        self.rounds = rounds
+        name = "FrozenLinearRounded" if rounds else "FrozenLinear"
+        self.kernel = CpuKernel(name, self.inputs)
+        self.grad_kernel = CpuKernel(f"{name}Grad", self.inputs)
+
+    def construct(self, x: Tensor, weight: Tensor) -> Tensor:
+        check_fixed_dtypes(self.op, self.path, ("x",), (x.dtype,), (mstype.float32,))
+        _check_weight(self.op, self.path, weight.dtype, self.rounds)
+        return self.kernel(x, weight)
+
+    def times(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """dy W, [tokens, K] of dy [tokens, N]; the gradient of x, which has none itself."""
+        return self.grad_kernel(dy, weight)
+
+    def bprop(self, x: Tensor, weight: Tensor, out: Tensor, dout: Tensor) -> Tuple[Tensor, Tensor]:
+        return self.times(dout, weight), ops.zeros_like(weight)
+
+
+class FrozenRows(OperatorCell):
+    """The rows of a table of 16 bits by number, widened to float32. The table gets no gradient.
+
+    Inputs:
+        - **ids** (Tensor) - Any shape, int32, each from 0 to N - 1.
+        - **weight** (Tensor) - Shape [N, K], bfloat16 or float16.
+
+    Outputs:
+        Tensor of the shape of ids and K, float32.
+
+    Raises:
+        BackendError: As in FrozenLinear.
+        RuntimeError: A shape or a number is wrong (raised by the kernel, which names it).
+    """
+
+    op = "frozen_linear"
+    inputs = 3
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = CpuKernel("FrozenRows", self.inputs)
+        self.like = Tensor([0], mstype.float32)
+
+    def construct(self, ids: Tensor, weight: Tensor) -> Tensor:
+        check_fixed_dtypes(self.op, self.path, ("ids",), (ids.dtype,), (mstype.int32,))
+        _check_weight(self.op, self.path, weight.dtype, False)
+        return self.kernel(ids, weight, self.like)
+
+    def bprop(self, ids: Tensor, weight: Tensor, out: Tensor, dout: Tensor) -> Tuple[Tensor, Tensor]:
+        return ops.zeros_like(ids), ops.zeros_like(weight)
+
+
+@constexpr
+def _check_weight(op, path, dtype, rounds):
+    dtypes = (mstype.bfloat16,) if rounds else (mstype.bfloat16, mstype.float16)
+    if dtype not in dtypes:
+        raise BackendError(f"{op} ({path}): W is {dtype}: it must be {' or '.join(map(str, dtypes))}.")

@@ -1,0 +1,154 @@
+"""A base that stays in 16 bits while it trains on a CPU, where everything else is computed in float32."""
+
+from typing import Any, Optional, Tuple
+
+import mindspore as ms
+from mindformers.models.llama.llama_layer import LlamaEmbedding, LlamaRMSNorm
+from mindformers.modules.layers import Linear
+from mindformers.parallel_core.training_graph.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from mindformers.parallel_core.training_graph.transformer.norm import FusedRMSNorm
+from mindspore import Tensor, nn
+from mindspore.common import dtype as mstype
+
+from mindlora.core.errors import ConfigError
+from mindlora.network.cells.cell import LoRACell
+from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.linear_base import LinearBase
+from mindlora.network.cells.parallel_linear import ParallelBase
+from mindlora.network.variants.dora import DoRADense
+from mindlora.ops.backend import multiplies_bfloat16
+from mindlora.ops.frozen_linear import FrozenRows
+from mindlora.training.log import logger
+
+_ADVICE = "Set params_dtype of an mcore model, else param_init_type and embedding_init_type, to float32."
+_NARROW = (mstype.bfloat16, mstype.float16)
+# Their weights are vectors, which the cells widen themselves.
+_NORMS = (LlamaRMSNorm, FusedRMSNorm)
+
+
+class HeldLinear(Linear):
+    """MindFormers' Linear with a frozen weight of 16 bits."""
+
+    def construct(self, x: Tensor, group_list: Any = None) -> Tensor:
+        y = self.held.linear(self.held.tokens(x), (self.weight,), self.bias if self.has_bias else None)
+        if self.activation_flag:
+            y = self.activation(y)
+        return self.held.like(y, x)
+
+
+class HeldColumnParallelLinear(ColumnParallelLinear):
+    """MindFormers' ColumnParallelLinear with a frozen weight of 16 bits, which an output layer may be handed."""
+
+    def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
+        weight = self.weight if weight is None else weight
+        y = self.held.linear(self.held.tokens(input_), (weight,), self.bias)
+        return self.held.like(y, input_), None if self.held.has_bias else self.bias
+
+
+class HeldRowParallelLinear(RowParallelLinear):
+    """MindFormers' RowParallelLinear with a frozen weight of 16 bits."""
+
+    construct = HeldColumnParallelLinear.construct
+
+
+_HELD = {
+    Linear: (HeldLinear, LinearBase),
+    ColumnParallelLinear: (HeldColumnParallelLinear, ParallelBase),
+    RowParallelLinear: (HeldRowParallelLinear, ParallelBase),
+}
+
+
+class _TableFirst(nn.Cell):
+    """FrozenRows as MindFormers' LlamaEmbedding calls its gather."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = FrozenRows()
+
+    def construct(self, table: Tensor, ids: Tensor, axis: int) -> Tensor:
+        return self.rows(ids, table)
+
+
+def hold_weights(network: nn.Cell, product_dtype: str) -> None:
+    """Makes a network with adapters multiply by frozen weights of 16 bits as they are, in place, on a CPU.
+
+    Linear cells take them by FrozenLinear, embeddings by FrozenRows; norms widen theirs, which are vectors. What goes
+    into a cell and comes out of it is float32, and so are A and B. A network in float32 stays as it is.
+
+    Args:
+        network (nn.Cell): A model of MindFormers with adapters, of which is decided what trains.
+        product_dtype (str): float32 or bfloat16, what linear cells round what they multiply to: see FrozenLinear.
+
+    Raises:
+        ConfigError: A parameter of 16 bits trains, is sharded, or belongs to a cell that does not take it so; or
+            product_dtype does not go with the weights.
+        BackendError: The library of mindlora's CPU operators is not there.
+    """
+    if ms.get_context("device_target") != "CPU":
+        return
+    rounds = product_dtype == "bfloat16"
+    held = [_hold(cell, path, rounds) for path, cell in list(network.cells_and_names())]
+    dtypes = {dtype for dtype in held if dtype is not None}
+    if rounds and dtypes != {mstype.bfloat16}:
+        raise ConfigError(
+            f"pet_config.product_dtype is bfloat16, and linear cells hold {_listed(dtypes)}: hold the base in bfloat16 "
+            "(params_dtype of an mcore model, else param_init_type), or leave product_dtype out."
+        )
+    if rounds and not multiplies_bfloat16():
+        logger.warning(
+            "pet_config.product_dtype is bfloat16, and this processor has no instructions that multiply bfloat16 "
+            "(AVX512_BF16, AMX): products are rounded, and take as long as without it. Leave it out."
+        )
+    if dtypes:
+        logger.info(
+            "The base stays in %s: linear cells multiply by its weights as they are, with products in %s; all else is "
+            "computed in float32.",
+            _listed(dtypes),
+            product_dtype,
+        )
+
+
+def _hold(cell, path, rounds):
+    """Lets a cell take its own frozen parameters of 16 bits as they are; returns the dtype of its weight, or None."""
+    own = [parameter for _, parameter in cell.parameters_and_names(expand=False)]
+    if isinstance(cell, LoRACell):
+        adapter = {id(parameter) for parameter in cell.lora_parameters()}
+        own = [parameter for parameter in own if id(parameter) not in adapter]
+    narrow = [parameter for parameter in own if parameter.dtype in _NARROW]
+    trained = next((parameter for parameter in narrow if parameter.requires_grad), None)
+    if trained is not None:
+        raise ConfigError(
+            f"{trained.name} trains in {trained.dtype}: on a CPU only frozen weights can be in 16 bits. {_ADVICE}"
+        )
+    if not narrow or isinstance(cell, _NORMS):
+        return None
+    dtype = narrow[0].dtype
+    if isinstance(cell, LoRADense) and not isinstance(cell, DoRADense):
+        if cell.weight.dtype not in _NARROW:
+            return None
+        cell.hold_base(rounds)
+    elif type(cell) in _HELD:
+        # Parameters and settings stay when the class of a cell changes.
+        cell.__class__, base = _HELD[type(cell)]
+        cell.held = base(cell)
+        cell.held.hold(rounds)
+    elif isinstance(cell, VocabParallelEmbedding):
+        cell.embedding_morph = FrozenRows()
+        return None
+    elif type(cell) is LlamaEmbedding:
+        cell.gather = _TableFirst()
+        return None
+    else:
+        raise ConfigError(
+            f"{narrow[0].name} is in {dtype}, and a {type(cell).__name__} ({path}) cannot compute with it on a CPU. "
+            f"{_ADVICE}"
+        )
+    return dtype
+
+
+def _listed(dtypes):
+    return " and ".join(sorted(str(dtype).lower() for dtype in dtypes)) or "float32 or 4-bit weights"
