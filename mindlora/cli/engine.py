@@ -321,11 +321,11 @@ def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: D
                     engine.stop()
 
 
-def start(engine: "Engine") -> None:
-    """Starts an engine and says how long it took."""
+def start(engine: "Engine", **expected: bool) -> None:
+    """Starts an engine and says how long it took; ``expected`` is as for Engine.start."""
     say("compiling ...")
     begin = time.monotonic()
-    engine.start()
+    engine.start(**expected)
     say(f"compiled in {time.monotonic() - begin:.0f} s")
 
 

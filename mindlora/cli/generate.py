@@ -106,12 +106,16 @@ def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
     count = len(prompts) * len(asked)
     defaults = {"slots": max(1, min(8, len(adapters.chosen))), "max_running": min(32, count), "max_waiting": count}
     with loaded_engine(arguments, adapters, defaults) as engine:
+        from mindlora.serving.network import takes_few
+
         form = prompt_form(arguments, engine.tokenizer)
         requests = []
         for number, prompt in enumerate(prompts, 1):
             which = f"Prompt {number} of {len(prompts)}"
             requests.append(_request(arguments, engine, form, sampling, which, prompt))
-        start(engine)
+        # All prompts may be read in one step.
+        tokens = len(asked) * sum(len(prompt) for prompt, _ in requests)
+        start(engine, many_tokens=not takes_few(tokens, decodes=False), scores=False)
         say(f"prompts: {form.title}")
         live = count == 1 and not arguments.json and arguments.stdout.isatty()
         report = _answered(engine, form.title, prompts, requests, asked, arguments.stdout if live else None)

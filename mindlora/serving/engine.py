@@ -1,6 +1,7 @@
 """Engine: takes requests from any thread, and computes their answers together in one."""
 
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -141,11 +142,16 @@ class Engine:
         self._drafted_tokens = self._accepted_tokens = 0
         adapters.memory.on_ready = lambda name: self._wake()
 
-    def start(self) -> "Engine":
-        """Begins to serve: compiles all graphs, and returns when the first request can be taken.
+    def start(self, many_tokens: bool = True, scores: bool = True) -> "Engine":
+        """Begins to serve: compiles the graphs, and returns when the first request can be taken.
 
         Raises ServingError if the network cannot compute a step.
+
+        Args:
+            many_tokens (bool): Whether steps of many tokens are expected. If not, the first of them compiles its graph.
+            scores (bool): The same of prompts whose tokens are scored.
         """
+        self._warm_up = functools.partial(self.runner.warm_up, many_tokens, scores)
         self._thread.start()
         while not self._ready.wait(0.1):
             if not self._thread.is_alive():
@@ -281,7 +287,7 @@ class Engine:
                 stream.put(Piece(finish_reason="error", error=problem))
 
     def _run(self) -> None:
-        self.runner.warm_up()
+        self._warm_up()
         self._ready.set()
         while True:
             with self._changed:

@@ -208,12 +208,13 @@ class StepGraph(NamedTuple):
 class ModelRunner:
     """Computes steps of a network with a paged cache and pools of adapters, of ``dtype``. It is used by one thread.
 
-    Three graphs are compiled by warm_up: one for steps of few tokens, such as decoding, one for many, such as chunks of
-    prompts with decoding beside them, and one for the logits of tokens that are not the last ones; other numbers of
-    requests or tokens compile nothing. Each has a twin for steps in which an adapter has more than pairs of linear
-    cells, gains (DoRA) or an embedding of its own, which the first such step compiles. And each of the settings'
-    fixed_batches has a graph for steps that decode so many requests, adapters of pairs alone: MindSpore does not infer
-    its shapes at each step. Steps of fewer requests, down to more than half, are filled up for it.
+    Three graphs are compiled by warm_up, or else by the first step that needs one: one for steps of few tokens, such as
+    decoding, one for many, such as chunks of prompts with decoding beside them, and one for the logits of tokens that
+    are not the last ones; other numbers of requests or tokens compile nothing. Each has a twin for steps in which an
+    adapter has more than pairs of linear cells, gains (DoRA) or an embedding of its own, which the first such step
+    compiles. And each of the settings' fixed_batches has a graph for steps that decode so many requests, adapters of
+    pairs alone: MindSpore does not infer its shapes at each step. Steps of fewer requests, down to more than half, are
+    filled up for it.
 
     ``cells`` is what add_pools returned for the network, whose weights must have been loaded; ``tables`` are the
     base's, None where adapters have none of their own.
@@ -245,18 +246,24 @@ class ModelRunner:
         self.vocab_size: int = network.config.vocab_size
         self.hidden_size: int = self._embedding.hidden
 
-    def warm_up(self) -> None:
-        """Compiles all graphs, before there is any request; pools are left as they were."""
+    def warm_up(self, many_tokens: bool = True, scores: bool = True) -> None:
+        """Compiles graphs before there is any request; pools are left as they were.
+
+        Args:
+            many_tokens (bool): Whether the graph for steps of many tokens is one of them.
+            scores (bool): Whether that for the logits of tokens that are not the last ones is.
+        """
         self.pools.warm_up()
         one = np.ones(1, np.int32)
         table = np.zeros((1, self.settings.blocks_per_request), np.int32)
         # A token whose key and value no request reads: on a CPU they go to the first block, elsewhere nowhere.
         inputs = StepInputs(0 * one, 0 * one, -one, one, one, table, -one, 0 * one)
-        for few in (False, True):
+        for few in (False, True) if many_tokens else (True,):
             self._run(inputs, StepGraph(few))
         for batch in self.settings.fixed_batches:
             self._run(inputs, StepGraph(takes_few(batch, True), batch=batch))
-        self.logits_after([0])
+        if scores:
+            self.logits_after([0])
 
     def forward(self, parts: Sequence[Part]) -> np.ndarray:
         """Computes one step: writes the keys and values of its tokens to the cache.

@@ -71,7 +71,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others():
 def test_a_network_that_cannot_compute_is_said_at_the_start(monkeypatch):
     engine = make_engine()
 
-    def fail():
+    def fail(*_):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(engine.runner, "warm_up", fail)

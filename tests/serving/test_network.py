@@ -273,6 +273,23 @@ def test_fixed_batches_change_no_bit_and_compile_nothing_later(library, mindform
     assert filled == [7, 7, 4, 4, 4, 4, 1, 1]
 
 
+def test_graphs_that_are_not_expected_are_compiled_by_the_first_step_that_needs_them(library, mindformers, tmp_path):
+    checkpoint = save_base(tmp_path / "base.ckpt", base_weights())
+    with in_mode(0), pytest.MonkeyPatch.context() as patch:
+        compiled = compilations(patch)
+        patch.setattr("mindlora.serving.network.FEW_TOKENS", 6)
+        steps = Steps(checkpoint)
+        steps.runner.warm_up(many_tokens=False, scores=False)
+        few = len(compiled)
+        steps.step((steps.begin(prompt(5, 0)), 5))
+        assert len(compiled) == few
+        line = steps.begin(prompt(9, 0))
+        many = steps.step((line, 9))
+        assert len(compiled) == few + 1
+        np.testing.assert_allclose(steps.runner.logits_after([8]), many, rtol=0, atol=TOLERANCE)
+        assert len(compiled) == few + 2
+
+
 def test_equal_layers_are_compiled_once(served):
     (name,) = {layer.cell_init_args for layer in served.steps.runner.network.model.layers}
     assert name.startswith("lazy_inline_")

@@ -115,7 +115,7 @@ def test_a_second_signal_ends_the_grace():
 
 def test_health_answers_while_the_model_is_loaded_and_the_engine_starts():
     loaded, compiled, answers, engine = threading.Event(), threading.Event(), [], make_engine()
-    engine.runner.warm_up = compiled.wait
+    engine.runner.warm_up = lambda *_: compiled.wait()
 
     def load():
         loaded.wait()
@@ -160,7 +160,7 @@ def test_what_cannot_be_loaded_ends_the_server():
 def test_an_engine_that_cannot_start_ends_the_server():
     engine = make_engine()
 
-    def broken():
+    def broken(*_):
         raise RuntimeError("no such operator")
 
     engine.runner.warm_up = broken
