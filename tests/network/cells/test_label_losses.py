@@ -1,4 +1,4 @@
-"""LabelLosses and AdaptedLabelLosses against NumPy in float64: values, gradients, and the tokens and labels at the edges."""
+"""LabelLosses and AdaptedLabelLosses against NumPy in float64: values, gradients, tokens and labels at the edges."""
 
 import functools
 
