@@ -1,8 +1,9 @@
 """Output head and cross entropy in pieces, and for all tokens at once: time and peak memory on a CPU.
 
 Both compute loss and gradients as mindlora's train step does, of hidden states and labels, a fifth of which do not
-count: "whole" by MindFormers' CrossEntropyLoss with mindlora's operators for a CPU, "pieces" by LabelLosses. In one
-process they take turns as in the benchmark ops, with its tables; for the peak each has a process of its own.
+count: "whole" by MindFormers' CrossEntropyLoss with mindlora's operators for a CPU, "pieces" by LabelLosses, or by
+AdaptedLabelLosses where the head has LoRA of rank 16. In one process they take turns as in the benchmark ops, with its
+tables; for the peak each has a process of its own.
 """
 
 import argparse
@@ -19,11 +20,12 @@ from mindspore.common import dtype as mstype
 
 from bench.common import AGAIN, BASE, add_number, child_command, compare, load_average, text, wait
 from mindlora.models.label_losses import tokens_at_once
-from mindlora.network.cells.label_losses import LabelLosses
+from mindlora.network.cells.label_losses import AdaptedLabelLosses, LabelLosses
 from mindlora.training.model.cpu_cells import use_cpu_cells
 from mindlora.training.step.token_gradients import TokenGradients
 
-HEADS = ("frozen", "trained")
+HEADS = ("frozen", "trained", "adapted")
+RANK = 16
 SIDES = ("whole", "pieces")
 
 
@@ -96,11 +98,25 @@ class Head(nn.Cell):
         self.product = ops.MatMul(transpose_b=True)
         self.loss = CrossEntropyLoss(calculate_per_token_loss=True)
         self.losses = LabelLosses(mstype.float32, head == "trained")
+        self.is_adapted = head == "adapted"
+        if self.is_adapted:
+            shapes = {"a": (RANK, args.channels), "b": (vocabulary, RANK)}
+            self.a, self.b = (
+                Parameter(Tensor(0.05 * rng.standard_normal(shape, np.float32)), name=name)
+                for name, shape in shapes.items()
+            )
+            self.losses = AdaptedLabelLosses(mstype.float32)
 
     def construct(self, labels: Tensor, mask: Tensor):
+        low_rank = self.product(self.hidden, self.a) if self.is_adapted else None
         if self.is_whole:
-            return self.loss(self.product(self.hidden, self.weight), labels, mask)
-        losses = self.losses(self.hidden, self.weight, labels)
+            logits = self.product(self.hidden, self.weight)
+            logits = logits + self.product(low_rank, self.b) if self.is_adapted else logits
+            return self.loss(logits, labels, mask)
+        if self.is_adapted:
+            losses = self.losses(self.hidden, low_rank, self.weight, self.b, labels)
+        else:
+            losses = self.losses(self.hidden, self.weight, labels)
         return (losses * mask).sum(), mask.sum()
 
 

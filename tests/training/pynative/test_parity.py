@@ -30,7 +30,9 @@ def test_losses_are_those_of_mindformers_lora(model, tmp_path):
     config = pynative_runs.tiny_config(model, data, steps=20, callbacks=FILLED, **changes)
 
     theirs = pynative_runs.launch(config, tmp_path / "theirs")
-    bridged = pynative_runs.bridged(model, data, steps=20, callbacks=FILLED, **changes)
+    # The loss in pieces rounds otherwise, and attention in float16 makes more of it (see test_loss_in_pieces).
+    whole = {"pet_config": {"loss_in_pieces": False}}
+    bridged = pynative_runs.bridged(model, data, steps=20, callbacks=FILLED, **changes, **whole)
     ours = pynative_runs.launch(bridged, tmp_path / "ours", "--register_path", BRIDGE)
 
     assert (theirs.returncode, ours.returncode) == (0, 0), theirs.stderr[-2000:] + ours.stderr[-2000:]
