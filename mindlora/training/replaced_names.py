@@ -86,8 +86,8 @@ IN_PYNATIVE = (
         _TRAINER,
         "_build_optimizer",
         ("config", "model", "learning_rate"),
-        "pynative.pet.with_lora_plus_of_yaml",
-        "Parameters are grouped by weight decay alone.",
+        "pynative.pet.with_pet_config",
+        "Parameters are grouped by weight decay alone, and an optimizer trains one adapter.",
     ),
     Replaced(
         _TRAINER,

@@ -1,5 +1,6 @@
 """pet_config.adapters: several adapters that train in one run, and what they need from the rest of the YAML."""
 
+import copy
 import dataclasses
 import os
 import re
@@ -62,6 +63,10 @@ _KNOWN_KEYS = {
     "runner_wrapper": ("type", "scale_sense", "use_clip_grad", "max_grad_norm", "loss_in_pieces"),
     "optimizer": ("type", "betas", "eps", "weight_decay"),
 }
+
+
+# Arguments of callbacks that name the folder they write to -> what they write to in the folder of an adapter.
+_WRITING = {"LoraCheckpoint": "lora_checkpoint", "LossCurve": "", "RunReport": ""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +146,32 @@ def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> Tr
         return TrainedAdapter(name, dataclasses.replace(pet_config, adapters=None, **node), rate, data, node)
     except LoraError as refusal:
         raise ConfigError(f"{where}: {refusal}") from refusal
+
+
+def write_to_own_folder(callbacks: List[Dict[str, Any]], name: str, output: str) -> None:
+    """Makes callbacks write to a folder of an adapter's name, in their own or in the output folder of the run."""
+    for callback in callbacks:
+        if callback["type"] in _WRITING:
+            folder = callback.get("directory") or output
+            callback["directory"] = os.path.join(folder, name, _WRITING[callback["type"]])
+
+
+def alone_in_pynative(configuration: Mapping[str, Any], adapter: TrainedAdapter, output: str) -> Dict[str, Any]:
+    """Returns the YAML of a run of the PyNative Trainer with this adapter alone, which writes to a folder of its name.
+
+    Its pet_config may select fewer cells than lora_config.
+    """
+    alone = copy.deepcopy(dict(configuration))
+    pet_config = {key: value for key, value in alone["pet_config"].items() if key != "adapters"}
+    alone["pet_config"] = {**pet_config, **adapter.own}
+    own = {key: value for key, value in adapter.own.items() if key in ("lora_rank", "lora_alpha")}
+    alone["lora_config"] = {**alone["lora_config"], **own}
+    if adapter.learning_rate is not None:
+        alone["lr_scheduler"] = {**alone["lr_scheduler"], "learning_rate": adapter.learning_rate}
+    if adapter.data is not None:
+        alone["train_dataset"]["dataloader"]["dataset_files"] = adapter.data
+    write_to_own_folder(alone.get("callbacks") or [], adapter.name, output)
+    return alone
 
 
 def check_cells(run: YamlRun, pet_config: PetLoraConfig) -> List[Finding]:
