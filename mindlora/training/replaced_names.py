@@ -91,6 +91,13 @@ IN_PYNATIVE = (
     ),
     Replaced(
         _TRAINER,
+        "_build_dataset",
+        ("config", "parallelism"),
+        "pynative.pet.with_data_of_each",
+        "Several adapters may have data of their own.",
+    ),
+    Replaced(
+        _TRAINER,
         "CallbackHandler",
         ("callbacks", "model", "train_dataset", "optimizer"),
         "pynative.callbacks.with_callbacks",

@@ -53,6 +53,11 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
         with ms.DeviceCtx("meta"):
             return Parameter(mint.empty(shape, dtype=dtype), name=name)
 
+    @property
+    def quantization(self) -> Optional[str]:
+        """How W is quantized, as it is of a cell with one adapter."""
+        return getattr(self._base_cell[0], "quantization", None)
+
     def reset_parameter(self) -> None:
         """Sets W and bias to their initial values, and A and B to those of the adapters."""
         self._base_cell[0].reset_parameter()

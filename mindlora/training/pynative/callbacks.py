@@ -173,7 +173,7 @@ class Callbacks(TrainerCallback):
     def _resume(self, args, step):
         """Lets the callbacks go on where they were; reports what does not go on so."""
         noise = getattr(getattr(args, "pet_config", None), "neftune_alpha", None)
-        warn_about_draws(self.step.network, noise is not None)
+        warn_about_draws(self.step.adapted, noise is not None)
         anew = callback_states.restore(args.checkpoint.load_path, self.callbacks, self.step)
         if anew:
             report_event(

@@ -37,6 +37,7 @@ from mindlora.training.pynative.checkpoints import check_loaded, check_quantizat
 from mindlora.training.pynative.initialization import configuration_of, remember
 from mindlora.training.pynative.train_step import refuse_missing_gradients
 from mindlora.training.several.pynative import put_adapters, several_of, with_stacked_optimizer
+from mindlora.training.several.pynative_data import with_data_of_adapters
 from mindlora.training.step.lora_plus_groups import fast_parameters
 from mindlora.training.step.packing import SegmentMask, boundary_of
 from mindlora.training.step.rate_factor import ScaledSchedule
@@ -184,7 +185,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
             _check_one_process(trainer.world_size, "pet_config has adapters")
             # Before, so that each adapter's copy of the cells says so too.
             keep_examples_apart(model, files)
-            replaced = put_adapters(model, settings, config, adapters)
+            replaced = put_adapters(model, settings, config)
         else:
             replaced = apply_lora(model, adapters).replaced
             draws = InitialDraws(adapters.seed)
@@ -305,6 +306,18 @@ def strictly(load_param_into_net: Callable) -> Callable:
 def with_pet_config(build_optimizer: Callable) -> Callable:
     """Returns MindFormers' function that builds the optimizer, which follows loraplus_lr_ratio or adapters then."""
     return with_lora_plus(with_stacked_optimizer(build_optimizer), _lora_plus_ratio)
+
+
+def with_data_of_each(build_dataset: Callable) -> Callable:
+    """Returns MindFormers' function that builds a dataset, which then gives each adapter the data of its own."""
+    return with_data_of_adapters(build_dataset, _data_of_adapters)
+
+
+def _data_of_adapters(dataset_config: Any) -> Optional[Sequence[Optional[str]]]:
+    """Returns for each adapter the data of its own, or None; None where no adapters are trained on a dataset."""
+    trainer = _trainer_of_this_model()
+    several = several_of(trainer.model[0])
+    return several.data if several is not None and dataset_config is trainer.config.train_dataset else None
 
 
 def _lora_plus_ratio() -> Optional[float]:

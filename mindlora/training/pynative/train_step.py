@@ -77,6 +77,11 @@ class TrainStep(nn.Cell):
         return EvaluatedModel(self.network, self.gpt)
 
     @property
+    def adapted(self) -> nn.Cell:
+        """A network with the cells of an adapter: the model, or of several adapters that of the first one."""
+        return self.network
+
+    @property
     def reference(self) -> Optional[np.ndarray]:
         """The fingerprint of the model with which the run began, if its log-probabilities are kept with the data."""
         return reference_of(self.network)

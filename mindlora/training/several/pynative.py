@@ -16,13 +16,15 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from mindlora.core.errors import DataError
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.training.callbacks.registry import ORDER
 from mindlora.training.pynative.configuration import adapter_configuration
 from mindlora.training.pynative.rows import shifted
 from mindlora.training.pynative.train_step import TrainStep, refuse_missing_gradients
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.adamw import UpdateOfEach
 from mindlora.training.several.preparation import AdapterRates
-from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, alone_in_pynative, trained_adapters
+from mindlora.training.several.pynative_rules import adapters_of, alone_in_pynative
+from mindlora.training.several.rules import OF_ADAPTER
 from mindlora.training.several.stack import AdapterStack, stack_adapters
 from mindlora.training.several.train_step import AdapterLosses, UpdatesOfAdapters, rows_for_each
 
@@ -40,6 +42,7 @@ class Several(NamedTuple):
     Attributes:
         stack (AdapterStack): The adapters, by number in the order of pet_config.adapters.
         runs (list of dict): As for EachAdapter.
+        data (list of str or None): For each adapter the MindRecord of its own; None for that of train_dataset.
         directory (str): Where adapters.json is.
         schedule (dict): lr_scheduler of the YAML, with what MindFormers adds.
         max_norm (float): training.max_norm.
@@ -47,6 +50,7 @@ class Several(NamedTuple):
 
     stack: AdapterStack
     runs: List[Dict[str, Any]]
+    data: List[Optional[str]]
     directory: str
     schedule: Dict[str, Any]
     max_norm: float
@@ -57,7 +61,7 @@ def several_of(model: nn.Cell) -> Optional[Several]:
     return getattr(model, _SEVERAL, None)
 
 
-def put_adapters(model: nn.Cell, settings: Any, lora_config: Any, pet_config: PetLoraConfig) -> List[str]:
+def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
     """Puts the adapters of pet_config on a model that has no values yet, in place; returns the paths of their cells.
 
     The callbacks of which each adapter has its own are taken out of ``settings``.
@@ -66,13 +70,14 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any, pet_config: Pe
         model (nn.Cell): The model.
         settings (TrainConfig): The Trainer's configuration.
         lora_config (LoraConfig): Its lora_config.
-        pet_config (PetLoraConfig): What both nodes say of all adapters.
 
     Raises:
         LoraError: As in trained_adapters and stack_adapters.
     """
     yaml = plain(settings.to_dict())
-    adapters = trained_adapters(pet_config)
+    of_adapter = [node for node in yaml["callbacks"] if node["type"] in OF_ADAPTER]
+    yaml["callbacks"] = sorted(of_adapter, key=lambda node: ORDER.index(node["type"]))
+    adapters = adapters_of(yaml)
     directory = os.path.abspath(get_output_root_path())
     runs = []
     for adapter in adapters:
@@ -82,8 +87,9 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any, pet_config: Pe
     with _no_grad():
         stack = stack_adapters(model, configs, [config.seed for config in configs])
     settings.callbacks = [callback for callback in settings.callbacks if callback.type not in OF_ADAPTER]
+    data = [adapter.data for adapter in adapters]
     schedule = {**settings.lr_scheduler.to_dict(), "total_steps": settings.training.steps}
-    setattr(model, _SEVERAL, Several(stack, runs, directory, schedule, settings.training.max_norm))
+    setattr(model, _SEVERAL, Several(stack, runs, data, directory, schedule, settings.training.max_norm))
     cells = {id(cell) for cell in stack.cells.values()}
     return [path for path, cell in model.cells_and_names() if id(cell) in cells]
 
@@ -181,6 +187,11 @@ class StackedStep(TrainStep):
         self.stack = several.stack
         self.updates = UpdatesOfAdapters(optimizer, several.max_norm)
         self.gpt.loss = _TokenLosses(self.gpt.loss, self.stack.count)
+
+    @property
+    def adapted(self) -> nn.Cell:
+        """The network of the first adapter."""
+        return self.stack.networks[0]
 
     def rows(self, inputs: Mapping[str, Any]) -> Dict[str, Any]:
         """Returns a micro-batch as the loss takes it: the rows of all adapters, those of the first one first."""

@@ -1,11 +1,10 @@
 """pet_config.adapters: several adapters that train in one run, and what they need from the rest of the YAML."""
 
-import copy
 import dataclasses
 import os
 import re
 import warnings
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import NOT_NEGATIVE, check_number
@@ -67,6 +66,11 @@ _KNOWN_KEYS = {
 
 # Arguments of callbacks that name the folder they write to -> what they write to in the folder of an adapter.
 _WRITING = {"LoraCheckpoint": "lora_checkpoint", "LossCurve": "", "RunReport": ""}
+
+
+def of_run_and_adapter() -> Tuple[str, ...]:
+    """Returns the callbacks that a run with several adapters can have, without RunReport's earlier name."""
+    return (*OF_RUN, *_OF_ADAPTER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,29 +160,8 @@ def write_to_own_folder(callbacks: List[Dict[str, Any]], name: str, output: str)
             callback["directory"] = os.path.join(folder, name, _WRITING[callback["type"]])
 
 
-def alone_in_pynative(configuration: Mapping[str, Any], adapter: TrainedAdapter, output: str) -> Dict[str, Any]:
-    """Returns the YAML of a run of the PyNative Trainer with this adapter alone, which writes to a folder of its name.
-
-    Its pet_config may select fewer cells than lora_config.
-    """
-    alone = copy.deepcopy(dict(configuration))
-    pet_config = {key: value for key, value in alone["pet_config"].items() if key != "adapters"}
-    alone["pet_config"] = {**pet_config, **adapter.own}
-    own = {key: value for key, value in adapter.own.items() if key in ("lora_rank", "lora_alpha")}
-    alone["lora_config"] = {**alone["lora_config"], **own}
-    if adapter.learning_rate is not None:
-        alone["lr_scheduler"] = {**alone["lr_scheduler"], "learning_rate": adapter.learning_rate}
-    if adapter.data is not None:
-        alone["train_dataset"]["dataloader"]["dataset_files"] = adapter.data
-    write_to_own_folder(alone.get("callbacks") or [], adapter.name, output)
-    return alone
-
-
 def check_cells(run: YamlRun, pet_config: PetLoraConfig) -> List[Finding]:
-    """Returns what check_targets says of pet_config, or of each of its adapters.
-
-    What it says of all of them is there once; anything else begins with the names of the adapters that it is of.
-    """
+    """Returns what check_targets says of pet_config, or of each of its adapters, as by_adapter says it."""
     if not pet_config.adapters:
         return check_targets(run, pet_config.for_network())
     # The warnings about values that they share have been given for pet_config.
@@ -189,13 +172,19 @@ def check_cells(run: YamlRun, pet_config: PetLoraConfig) -> List[Finding]:
         except ConfigError:
             # check_adapters says what is wrong.
             return []
+    return by_adapter({each.name: check_targets(run, each.config.for_network()) for each in adapters})
+
+
+def by_adapter(found: Mapping[str, List[Finding]]) -> List[Finding]:
+    """Returns what was found of each adapter, by its name: what is so of all of them is there once, and anything else
+    begins with the names of the adapters that it is of."""
     names_by_finding: Dict[Finding, List[str]] = {}
-    for adapter in adapters:
-        for finding in check_targets(run, adapter.config.for_network()):
-            names_by_finding.setdefault(finding, []).append(adapter.name)
+    for name, findings_of_one in found.items():
+        for finding in findings_of_one:
+            names_by_finding.setdefault(finding, []).append(name)
     findings = []
     for finding, names in names_by_finding.items():
-        if len(names) < len(adapters):
+        if len(names) < len(found):
             of_adapters = f"Adapter{'s' if len(names) > 1 else ''} {', '.join(names)}: {finding.found}"
             finding = dataclasses.replace(finding, found=of_adapters)
         findings.append(finding)
@@ -219,7 +208,8 @@ def check_adapters(run: YamlRun) -> Iterator[Finding]:
     except LoraError as refusal:
         yield error(KEY, str(refusal))
         return
-    yield from _check_kind(pet_config, adapters)
+    yield from check_kind(pet_config, adapters, PET)
+    yield from check_files(adapters, KEY)
     yield from _check_data(run, adapters)
     yield from _check_run(run)
     yield from _check_keys(run)
@@ -235,41 +225,47 @@ def check_adapters(run: YamlRun) -> Iterator[Finding]:
             yield error(
                 where,
                 f"{where} is for a run with one adapter, and pet_config has adapters.",
-                f"Remove it; there are {', '.join((*OF_RUN, *_OF_ADAPTER))}.",
+                f"Remove it; there are {', '.join(of_run_and_adapter())}.",
             )
 
 
-def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+def check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter], node: str) -> Iterator[Finding]:
+    """Yields an error for each setting of pet_config, which is at ``node``, that adapters beside each other lack."""
+    key = f"{node}.adapters"
     if pet_config.variant is not LORA:
-        yield error(KEY, f"{pet_config.variant.field} is True, and only plain LoRA trains beside others.", "Remove it.")
+        yield error(key, f"{pet_config.variant.field} is True, and only plain LoRA trains beside others.", "Remove it.")
     for field in _NOT_WITH_OTHERS:
         if getattr(pet_config, field):
             yield error(
-                f"{PET}.{field}",
+                f"{node}.{field}",
                 f"{field} is {getattr(pet_config, field)!r}, which a run with several adapters does not carry out.",
                 "Remove it, or train one adapter at a time.",
             )
     for adapter in adapters:
         if changes_base(adapter.config.lora_init):
             yield error(
-                KEY,
+                key,
                 f"lora_init of {adapter.name} is {adapter.config.lora_init}, which changes the base that the other "
                 "adapters train on.",
                 "Use kaiming, gaussian or orthogonal.",
             )
 
 
-def _check_data(run: YamlRun, adapters: List[TrainedAdapter]) -> Iterator[Finding]:
-    own = [adapter for adapter in adapters if adapter.data]
-    for adapter in own:
-        path = adapter.data or ""
-        if not mindrecord_files(path) or not os.path.exists(path):
+def check_files(adapters: List[TrainedAdapter], key: str) -> Iterator[Finding]:
+    """Yields an error for each adapter whose data is not there; ``key`` is that of the adapters."""
+    for adapter in adapters:
+        path = adapter.data
+        if path is not None and not (mindrecord_files(path) and os.path.exists(path)):
             yield error(
-                KEY,
+                key,
                 f"data of the adapter {adapter.name} is {path}, where there is no MindRecord (the current "
                 f"folder is {os.getcwd()}).",
                 "Correct the path.",
             )
+
+
+def _check_data(run: YamlRun, adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+    own = [adapter for adapter in adapters if adapter.data]
     if own and run.at("lr_schedule.warmup_epochs"):
         yield error(
             "lr_schedule.warmup_epochs",
