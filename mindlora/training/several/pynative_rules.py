@@ -5,7 +5,7 @@ import warnings
 from typing import Any, Callable, Dict, Iterator, List, Mapping
 
 from mindlora.core.errors import LoraError
-from mindlora.core.text import shown
+from mindlora.core.text import listed, shown
 from mindlora.core.yaml_file import value_at
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.pet_config import PetLoraConfig
@@ -24,10 +24,10 @@ from mindlora.training.several.rules import (
 
 KEY = "pet_config.adapters"
 MODEL = "Qwen3ForCausalLM"
-# Callbacks of mindlora that follow one adapter, or that EachAdapter calls for each.
+# Callbacks of mindlora that follow a run with one adapter.
 OF_ONE_ADAPTER = (
     *("BaseCheck", "ReferenceCheck", "LoraInitialization", "AdapterHealth", "RankBudget", "SampleAnswers"),
-    *("Forgetting", "ForgettingBudget", "EachAdapter"),
+    *("Forgetting", "ForgettingBudget"),
 )
 _OPTIMIZER_KEYS = ("type", "betas", "eps", "weight_decay", "weight_decay_include", "weight_decay_exclude")
 # Keys that a run with several adapters does not carry out -> why.
@@ -74,6 +74,10 @@ def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
 
     ``config`` is the content of a YAML whose lora_config has no mistakes.
     """
+    types = [node.get("type") for node in config.get("callbacks") or [] if isinstance(node, Mapping)]
+    if "EachAdapter" in types:
+        found = "callbacks has EachAdapter, which mindlora adds to a run with pet_config.adapters."
+        yield error("callbacks", found, "Remove it.")
     if value_at(config, KEY) is None:
         return
     try:
@@ -85,14 +89,10 @@ def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
     yield from check_files(adapters, KEY)
     yield from _check_data(config, adapters)
     yield from _check_run(config)
-    for number, callback in enumerate(config.get("callbacks") or []):
-        if isinstance(callback, Mapping) and callback.get("type") in OF_ONE_ADAPTER:
-            where = f"callbacks[{number}]"
-            yield error(
-                where,
-                f"{where} is {callback['type']}, for a run with one adapter, and pet_config has adapters.",
-                f"Remove it; there are {', '.join(of_run_and_adapter())}.",
-            )
+    alone = [name for name in types if name in OF_ONE_ADAPTER]
+    if alone:
+        found = f"callbacks has {listed(alone)}, for a run with one adapter, and pet_config has adapters."
+        yield error("callbacks", found, f"Remove it; there are {', '.join(of_run_and_adapter())}.")
 
 
 def adapters_of(config: Mapping[str, Any]) -> List[TrainedAdapter]:
