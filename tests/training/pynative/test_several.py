@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from tests.support import pynative_runs
@@ -118,6 +119,28 @@ def records(folder, key):
 
 def saved(folder, step=STEPS):
     return load_file(folder / f"step_{step}" / "adapter_model.safetensors")
+
+
+SWEEP = """
+from tests.support import pynative_cpu
+pynative_cpu.install()
+from mindlora import cli
+raise SystemExit(cli.main(["sweep", "sweep.yaml", "--lr", "0.0,6e-3", "--seed", "1", "--output_dir", "swept"]))
+"""
+
+
+def test_a_sweep_compares_what_it_has_tried(folder, messages):
+    config = configuration(folder, "sweep", {})
+    config["callbacks"] = [node for node in config["callbacks"] if node["type"] == "HeldOutLoss"]
+    config["checkpoint"] |= {"enable_save": False}
+    config["training"]["steps"] = 2
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    run = pynative_runs.python(["-c", SWEEP], folder)
+    assert run.returncode == 0, run.stderr[-3000:]
+    swept = folder / "swept"
+    assert f"{swept / 'comparison.html'}\nbest: lr6e-3_seed1, in {swept / 'lr6e-3_seed1'}" in run.stdout
+    assert len(records(swept / "lr0.0_seed1", "held_out_loss")) == 2
+    assert (swept / "lr6e-3_seed1" / "report.html").is_file()
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
