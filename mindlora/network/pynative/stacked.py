@@ -20,12 +20,12 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
 
     Weights:
         Those of the cell that it adopts, whose weight may be 4-bit; stacked_lora_a [K, r, in_channels] and
-        stacked_lora_b [K, out_channels, r] with r the largest rank. The names end as those that MindFormers takes for an
-        adapter's, and are no single adapter's.
+        stacked_lora_b [K, out_channels, r] with r the largest rank. The names end as those that MindFormers takes for
+        an adapter's, and differ from those of a single adapter.
 
     Inputs:
-        - **input_** (Tensor) - Shape [sequence, batch, in_channels]; the second axis holds equal numbers of rows for the
-          K adapters, those of the first one first.
+        - **input_** (Tensor) - Shape [sequence, batch, in_channels]; the second axis holds equal numbers of rows for
+          the K adapters, those of the first one first.
 
     Outputs:
         Tensor of shape [sequence, batch, out_channels] and of the dtype of input_.

@@ -163,7 +163,8 @@ def _check_several(
         yield error(key, found, "Name those of that run, in their order.")
         return
     record = os.path.join(folder, step_folder.RUN)
-    saved = (peft_config.json_object(record).get("pet_config") or {}).get("adapters") if os.path.isfile(record) else None
+    content = peft_config.json_object(record) if os.path.isfile(record) else {}
+    saved = (content.get("pet_config") or {}).get("adapters")
     if saved is not None and saved != [dict(node) for node in asked]:
         found = f"{folder} was saved by a run with other adapters, {shown(saved)}, than these, {shown(asked)}."
         yield error(key, found, "Name those of that run, in their order and with their settings.")

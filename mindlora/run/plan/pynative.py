@@ -42,8 +42,8 @@ class PynativePlan:
         parameters (int): Elements of all parameters; a 4-bit weight counts as W [out, in].
         trained (int): Elements of those that are trained.
         adapted (tuple of str): Paths of the cells with an adapter.
-        adapter_file (int): Bytes of adapter_model.safetensors as LoraCheckpoint writes it, of several adapters together,
-            or None if training decides.
+        adapter_file (int): Bytes of adapter_model.safetensors as LoraCheckpoint writes it, of several adapters
+            together, or None if training decides.
         steps (int): Steps of the optimizer, as training.steps says, or None if it does not.
         rows_per_step (int): Rows in one, or None likewise.
         rows (int): Rows in the data, or None if they could not be counted; ``data`` says where, or why not.

@@ -5,7 +5,6 @@ from typing import Optional, Sequence, Tuple, Union
 
 from mindlora.core.formats.mindrecord_files import mindrecord_files, row_count
 
-
 Counted = Tuple[Optional[int], str]
 
 

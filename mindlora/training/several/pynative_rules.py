@@ -11,7 +11,6 @@ from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.checks.pynative_adapter import merged
 from mindlora.training.several.rules import (
-    OF_ADAPTER,
     OPTIMIZER,
     TrainedAdapter,
     by_adapter,

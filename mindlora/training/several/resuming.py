@@ -80,9 +80,7 @@ def _ended(directory, adapters) -> Dict[str, Dict[str, Any]]:
     return {each["name"]: each["ended"] for each in saved if each["ended"]}
 
 
-def check_same_adapters(
-    source: str, there: Sequence[Mapping[str, Any]], adapters: Sequence[Mapping[str, Any]]
-) -> None:
+def check_same_adapters(source: str, there: Sequence[Mapping[str, Any]], adapters: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError unless the adapters of a run are those that a saved one had, by "name" and "settings"."""
     saved = {each["name"]: each["settings"] for each in there}
     now = {adapter["name"]: adapter["settings"] for adapter in adapters}
@@ -98,8 +96,8 @@ def check_same_adapters(
     problems = [f"{problem}: {', '.join(names)}" for problem, names in differences.items() if names]
     if problems:
         raise ConfigError(
-            f"{source} names other adapters than pet_config.adapters. {'; '.join(problems)}. Resume with the adapters of "
-            "that run, or begin a new one in another output folder."
+            f"{source} names other adapters than pet_config.adapters. {'; '.join(problems)}. Resume with the adapters "
+            "of that run, or begin a new one in another output folder."
         )
 
 

@@ -28,7 +28,7 @@ SEVERAL = {"adapters": [{"name": "one"}, {"name": "other", "lora_rank": 6, "targ
 
 def written(folder, name):
     """Returns the path of a run's YAML."""
-    model, lora, pet_config = RUNS[name] if name in RUNS else ("qwen3", LORA, SEVERAL)
+    model, lora, pet_config = RUNS.get(name, ("qwen3", LORA, SEVERAL))
     data = folder / "rows.mindrecord"
     config = pynative_runs.tiny_config(model, data, STEPS, lora_config=lora, pet_config=pet_config)
     saved = {"enable_save": True, "save_path": str(folder / f"{name}_saved"), "save_interleaved_steps": STEPS}

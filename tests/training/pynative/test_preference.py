@@ -10,7 +10,7 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.run.checks.data_rows import BOUNDARY
 from mindlora.training.preference.settings import preference_settings
 from tests.support import preference_oracle, pynative_runs, tiny_runs
-from tests.support.pynative_runs import LORA, LORA_WITH_EXPERTS, QWEN3, only_with_pynative_trainer
+from tests.support.pynative_runs import LORA_WITH_EXPERTS, QWEN3, only_with_pynative_trainer
 from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer

@@ -8,7 +8,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from tests.support import pynative_runs
-from tests.support.pynative_runs import LORA, QWEN3, only_with_pynative_trainer
+from tests.support.pynative_runs import LORA, only_with_pynative_trainer
 from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer

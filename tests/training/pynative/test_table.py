@@ -30,4 +30,3 @@ def test_every_callback_is_in_the_table_as_it_is(tmp_path):
     rows = rows_of_the_table()
     said = {name: row[2].split(",")[0] for row in rows for name in re.findall(r"`([A-Z]\w+)`", row[0])}
     assert said == {name: {"True": "works", "False": "refused"}[known] for name, known in works.items()}
-
