@@ -148,6 +148,12 @@ def normal_(self, mean=0, std=1, *, generator=None):
     return self.copy_(Tensor(np.random.normal(mean, std, self.shape), self.dtype))
 
 
+def mul_(self, other):
+    # MindSpore's own leaves the tensor as it is on a CPU, and so does copy_ where it is a transposed view.
+    self.assign_value(self * other)
+    return self
+
+
 def scatter_(self, dim, index, src):
     values = self.asnumpy().copy()
     np.put_along_axis(values, index.asnumpy(), src, dim)
@@ -171,7 +177,7 @@ MINT = (
     topk,
 )
 OPS = (rms_norm, moe_token_permute, moe_token_unpermute)
-IN_PLACE = (zero_, fill_, normal_, scatter_)
+IN_PLACE = (zero_, fill_, normal_, mul_, scatter_)
 
 
 def init_process_group(*_, **__):

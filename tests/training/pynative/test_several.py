@@ -26,8 +26,11 @@ ADAPTERS = {
         "lora_init": "orthogonal",
     },
 }
-# Micro-batches of two rows, whose numbers of tokens differ.
-PARTS = {"training": {"steps": STEPS, "local_batch_size": 2, "global_batch_size": 4, "seed": 1}}
+# Micro-batches of two rows, whose numbers of tokens differ; some of the gradients are clipped.
+PARTS = {"training": {"steps": STEPS, "local_batch_size": 2, "global_batch_size": 4, "seed": 1, "max_norm": 0.2}}
+HALF = {"training": {"steps": STEPS // 2, "local_batch_size": 4, "global_batch_size": 4, "seed": 1}}
+# The runs that MindFormers saves.
+SAVED = ("together", "plain", "stopping", "guarded")
 STOPPING = ({"name": "frozen", "seed": 1, "learning_rate": 0.0}, {"name": "learning", "seed": 2})
 # Data with a row in which no token counts.
 EMPTY = ({"name": "empty", "data": "unlabeled"}, {"name": "full"})
@@ -44,14 +47,14 @@ def configuration(folder, name, pet_config, **changes):
     callbacks += changes.pop("more_callbacks", [])
     rate = changes.pop("learning_rate", 3.0e-3)
     loaded = changes.pop("loaded", {"load_path": str(folder / "base"), "no_load_optim": True})
-    saved = {"enable_save": True, "save_path": str(folder / f"{name}_saved"), "save_interleaved_steps": 1}
+    saved = {"save_path": str(folder / f"{name}_saved"), "save_interleaved_steps": 1, "save_max": STEPS}
+    saved["enable_save"] = name in SAVED
     config = pynative_runs.tiny_config("qwen3", folder / f"{changes.pop('data', 'rows')}.mindrecord", STEPS)
     config["lr_scheduler"] = {"type": "CosineWithWarmUpLR", "learning_rate": rate, "warmup_steps": 1}
-    config["training"]["max_norm"] = 0.2
     return {
         **config,
         "callbacks": callbacks,
-        "checkpoint": {**saved, "save_max": 9, **loaded},
+        "checkpoint": {**saved, **loaded},
         "pet_config": pet_config,
         **changes,
     }
@@ -95,14 +98,22 @@ def messages(folder):
     three = [{"name": name, **own} for name, own in ADAPTERS.items()]
     nf4 = {"quantize_base": "nf4"}
     waiting = [{"type": "EarlyStopping", "patience": 1, "min_delta": 1e-4}]
+    guards = [{"type": "TrainingGuard", "max_skipped": 2, "rate_cut": 0.5}, {"type": "GracefulStop"}]
+    spoiling = {"type": "SpoilStep", "steps": [1, 2], "path": str(folder / "changed.json")}
+    constant = {"lr_scheduler": {"type": "ConstantWarmUpLR", "learning_rate": 3.0e-3, "warmup_steps": 0}}
+    interrupted = [spoiling, {"type": "SendSignal", "step": 3}]
     configs = {
         "together": several(folder, "together", three, **PARTS),
         "resumed": several(folder, "resumed", three, **PARTS, loaded=after("together", 2)),
         **{name: alone(folder, name, **PARTS) for name in ADAPTERS},
-        "in_4_bits": several(folder, "in_4_bits", three[:2], pet_config=nf4),
-        "plain_in_4_bits": configuration(folder, "plain_in_4_bits", {**nf4, **ADAPTERS["plain"]}),
+        "in_4_bits": several(folder, "in_4_bits", three[:2], pet_config=nf4, **HALF),
+        "plain_in_4_bits": configuration(folder, "plain_in_4_bits", {**nf4, **ADAPTERS["plain"]}, **HALF),
         "stopping": several(folder, "stopping", STOPPING, more_callbacks=waiting),
         "stopped": several(folder, "stopped", STOPPING, more_callbacks=waiting, loaded=after("stopping", 3)),
+        "guarded": several(folder, "guarded", three[:2], more_callbacks=[*guards, *interrupted], **constant),
+        "guarded_rest": several(
+            folder, "guarded_rest", three[:2], more_callbacks=guards, loaded=after("guarded", 3), **constant
+        ),
         "empty": several(folder, "empty", EMPTY, more_callbacks=[{"type": "EmptySteps"}]),
         "others": several(folder, "others", three[:2], loaded=after("stopping", 3)),
         "more": several(folder, "more", three, loaded=after("stopping", 3)),
@@ -132,7 +143,6 @@ raise SystemExit(cli.main(["sweep", "sweep.yaml", "--lr", "0.0,6e-3", "--seed", 
 def test_a_sweep_compares_what_it_has_tried(folder, messages):
     config = configuration(folder, "sweep", {})
     config["callbacks"] = [node for node in config["callbacks"] if node["type"] == "HeldOutLoss"]
-    config["checkpoint"] |= {"enable_save": False}
     config["training"]["steps"] = 2
     (folder / "sweep.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     run = pynative_runs.python(["-c", SWEEP], folder)
@@ -190,6 +200,18 @@ def test_an_adapter_that_stops_early_stays_as_it_is_and_the_other_goes_on(folder
     assert all(np.array_equal(rest[name], array) for name, array in adapters.items())
     assert not (folder / "stopped" / "frozen" / "metrics.jsonl").exists()
     assert pynative_runs.losses(folder / "stopped") == pynative_runs.losses(folder / "stopping")[3:]
+
+
+def test_a_guard_takes_each_adapter_back_and_a_run_that_a_signal_stopped_goes_on(folder, messages):
+    assert "SIGTERM stopped the run after step 3 of 4" in messages["guarded"]
+    assert messages["guarded_rest"] is None
+    assert json.loads((folder / "changed.json").read_text(encoding="utf-8")) == [False, False]
+    for name, rate in (("plain", 3e-3), ("large", 6e-3)):
+        assert records(folder / "guarded" / name, "skipped") == [True, True, False]
+        assert "rollback" in records(folder / "guarded" / name, "event")
+        rates = [records(folder / run / name, "learning_rate") for run in ("guarded", "guarded_rest")]
+        np.testing.assert_allclose(rates[0], [rate, rate, 0.5 * rate], rtol=1e-6)
+        np.testing.assert_allclose(rates[1], [0.5 * rate], rtol=1e-6)
 
 
 def test_an_adapter_whose_rows_have_no_label_that_counts_learns_nothing_in_that_step(folder, messages):
