@@ -249,6 +249,7 @@ class EachAdapter(Callback):
         comparisons = list(self._comparisons())
         for comparison in comparisons:
             logger.info("The adapters on %s:\n%s", comparison.measure.source, comparison)
+        os.makedirs(self.directory, exist_ok=True)
         write_json(os.path.join(self.directory, COMPARISON), [dataclasses.asdict(each) for each in comparisons])
         self._write_page(comparisons)
 

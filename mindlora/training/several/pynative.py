@@ -78,10 +78,12 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
     of_adapter = [node for node in yaml["callbacks"] if node["type"] in OF_ADAPTER]
     yaml["callbacks"] = sorted(of_adapter, key=lambda node: ORDER.index(node["type"]))
     adapters = adapters_of(yaml)
-    directory = os.path.abspath(get_output_root_path())
+    output = os.path.abspath(get_output_root_path())
+    saving = next((node for node in yaml["callbacks"] if node["type"] == "LoraCheckpoint"), {})
+    directory = os.path.abspath(saving.get("directory") or output)
     runs = []
     for adapter in adapters:
-        configuration = alone_in_pynative(yaml, adapter, directory)
+        configuration = alone_in_pynative(yaml, adapter, output)
         runs.append({"name": adapter.name, "settings": plain(adapter.settings), "configuration": configuration})
     configs = [_configuration(model, lora_config, run["configuration"]) for run in runs]
     with _no_grad():

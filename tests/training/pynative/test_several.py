@@ -7,12 +7,14 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from tests.support import pynative_runs
+from mindlora.data.mindrecord import write_mindrecord
+from mindlora.run.checks.data_rows import BOUNDARY
+from tests.support import pynative_runs, tiny_runs
 from tests.support.pynative_runs import LORA, only_with_pynative_trainer
 from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
-STEPS = 4
+STEPS, BEGIN = 4, 2
 PROJECTIONS = r"linear_(proj|fc2)$"
 # Name -> what the adapter has of its own; "data" is the name of a file.
 ADAPTERS = {
@@ -29,6 +31,12 @@ ADAPTERS = {
 # Micro-batches of two rows, whose numbers of tokens differ; some of the gradients are clipped.
 PARTS = {"training": {"steps": STEPS, "local_batch_size": 2, "global_batch_size": 4, "seed": 1, "max_norm": 0.2}}
 HALF = {"training": {"steps": STEPS // 2, "local_batch_size": 4, "global_batch_size": 4, "seed": 1}}
+# Of the base, of the adapters and of the rows: pet_config, and the name of the data.
+FORMS = {
+    "in_4_bits": ({"quantize_base": "nf4"}, "rows"),
+    "in_16_bits": ({"param_init_type": "float16"}, "rows"),
+    "packed": ({}, "packed"),
+}
 # The runs that MindFormers saves.
 SAVED = ("together", "plain", "stopping", "guarded")
 STOPPING = ({"name": "frozen", "seed": 1, "learning_rate": 0.0}, {"name": "learning", "seed": 2})
@@ -38,10 +46,11 @@ EMPTY = ({"name": "empty", "data": "unlabeled"}, {"name": "full"})
 
 def configuration(folder, name, pet_config, **changes):
     """Returns the YAML of a run that writes to a folder of its name, and what it changes of the usual one."""
+    held_out = folder / f"{changes.pop('held_out', 'held_out')}.mindrecord"
     callbacks = [
         {"type": "RunReport", "directory": str(folder / name)},
         {"type": "LoraCheckpoint", "save_steps": 2, "directory": str(folder / name)},
-        {"type": "HeldOutLoss", "dataset_dir": str(folder / "held_out.mindrecord"), "every_steps": 1, "batch_size": 4},
+        {"type": "HeldOutLoss", "dataset_dir": str(held_out), "every_steps": 1, "batch_size": 4},
         {"type": "RecordLosses", "directory": str(folder / name)},
     ]
     callbacks += changes.pop("more_callbacks", [])
@@ -51,13 +60,7 @@ def configuration(folder, name, pet_config, **changes):
     saved["enable_save"] = name in SAVED
     config = pynative_runs.tiny_config("qwen3", folder / f"{changes.pop('data', 'rows')}.mindrecord", STEPS)
     config["lr_scheduler"] = {"type": "CosineWithWarmUpLR", "learning_rate": rate, "warmup_steps": 1}
-    return {
-        **config,
-        "callbacks": callbacks,
-        "checkpoint": {**saved, **loaded},
-        "pet_config": pet_config,
-        **changes,
-    }
+    return {**config, "callbacks": callbacks, "checkpoint": {**saved, **loaded}, "pet_config": pet_config, **changes}
 
 
 def alone(folder, name, **changes):
@@ -85,6 +88,12 @@ def folder(tmp_path_factory):
     for number, (name, rows) in enumerate({"rows": 20, "other": 8, "held_out": 6}.items()):
         pynative_runs.write_data(folder / f"{name}.mindrecord", rows, seed=number)
     pynative_runs.write_data(folder / "unlabeled.mindrecord", 16, labeled=6)
+    tokens, labels = (array[:, 1:] for array in pynative_runs.counting_rows(8))
+    # Two examples in a row.
+    tokens[:, [0, tiny_runs.SEQUENCE // 2]] = BEGIN
+    boundary = np.array([BEGIN], np.int32)
+    rows = ({"input_ids": ids, "labels": row, BOUNDARY: boundary} for ids, row in zip(tokens, labels))
+    write_mindrecord(rows, str(folder / "packed.mindrecord"))
     return folder
 
 
@@ -96,7 +105,7 @@ def messages(folder):
         return {"load_path": str(folder / f"{name}_saved" / f"iteration_{step:08d}")}
 
     three = [{"name": name, **own} for name, own in ADAPTERS.items()]
-    nf4 = {"quantize_base": "nf4"}
+    plain = ADAPTERS["plain"]
     waiting = [{"type": "EarlyStopping", "patience": 1, "min_delta": 1e-4}]
     guards = [{"type": "TrainingGuard", "max_skipped": 2, "rate_cut": 0.5}, {"type": "GracefulStop"}]
     spoiling = {"type": "SpoilStep", "steps": [1, 2], "path": str(folder / "changed.json")}
@@ -106,8 +115,6 @@ def messages(folder):
         "together": several(folder, "together", three, **PARTS),
         "resumed": several(folder, "resumed", three, **PARTS, loaded=after("together", 2)),
         **{name: alone(folder, name, **PARTS) for name in ADAPTERS},
-        "in_4_bits": several(folder, "in_4_bits", three[:2], pet_config=nf4, **HALF),
-        "plain_in_4_bits": configuration(folder, "plain_in_4_bits", {**nf4, **ADAPTERS["plain"]}, **HALF),
         "stopping": several(folder, "stopping", STOPPING, more_callbacks=waiting),
         "stopped": several(folder, "stopped", STOPPING, more_callbacks=waiting, loaded=after("stopping", 3)),
         "guarded": several(folder, "guarded", three[:2], more_callbacks=[*guards, *interrupted], **constant),
@@ -120,6 +127,10 @@ def messages(folder):
         "one_saved": several(folder, "one_saved", three, loaded=after("plain", 2)),
         "several_saved": configuration(folder, "several_saved", {}, loaded=after("together", 2)),
     }
+    for name, (pet_config, data) in FORMS.items():
+        changes = {**HALF, "data": data, "held_out": data}
+        configs[name] = several(folder, name, three[:2], pet_config=pet_config, **changes)
+        configs[f"{name}_alone"] = configuration(folder, f"{name}_alone", {**pet_config, **plain}, **changes)
     return dict(zip(configs, pynative_runs.series(list(configs.values()), folder)))
 
 
@@ -168,7 +179,8 @@ def test_an_adapter_learns_what_it_learns_alone(folder, messages, name):
     assert adapter.keys() == expected.keys()
     for key, array in expected.items():
         # Adam makes a step of its full length of a gradient near zero too, whatever its last bits are.
-        np.testing.assert_allclose(adapter[key], array, rtol=0, atol=2e-3 * np.abs(array).max(), err_msg=key)
+        difference = np.abs(adapter[key] - array)
+        assert difference.mean() < 1e-5 and difference.max() < 1e-2 * np.abs(array).max(), key
 
 
 def test_a_resumed_run_is_the_rest_of_the_whole_one(folder, messages):
@@ -182,11 +194,12 @@ def test_a_resumed_run_is_the_rest_of_the_whole_one(folder, messages):
             assert rest == whole[2:]
 
 
-def test_the_base_may_be_in_4_bits(folder, messages):
-    assert messages["in_4_bits"] is messages["plain_in_4_bits"] is None
-    expected = records(folder / "plain_in_4_bits", "held_out_loss")
-    assert abs(expected[-1] - records(folder / "plain", "held_out_loss")[-1]) > 1e-4
-    np.testing.assert_allclose(records(folder / "in_4_bits" / "plain", "held_out_loss"), expected, rtol=1e-5)
+@pytest.mark.parametrize("name", FORMS)
+def test_the_base_in_4_bits_the_adapters_in_16_and_packed_rows_are_as_alone(folder, messages, name):
+    assert messages[name] is messages[f"{name}_alone"] is None
+    expected = records(folder / f"{name}_alone", "held_out_loss")
+    assert len(expected) == STEPS // 2 and expected[0] != expected[1]
+    np.testing.assert_allclose(records(folder / name / "plain", "held_out_loss"), expected, rtol=1e-5)
 
 
 def test_an_adapter_that_stops_early_stays_as_it_is_and_the_other_goes_on(folder, messages):
