@@ -26,7 +26,7 @@ from mindlora.run.checks.pynative_checkpoint import check_checkpoint
 from mindlora.run.yaml_run import YamlRun, data_of
 from mindlora.training.classifier.rules import check_pynative_classifier
 from mindlora.training.preference.rules import check_pynative_preference
-from mindlora.training.several.pynative_rules import check_of_each, check_pynative_adapters
+from mindlora.training.several.rules import check_of_each, check_pynative_adapters
 
 # Which cells the PyNative trainer puts LoRA on: its search for target_modules, and what MindFormers 2.0 adds to it.
 

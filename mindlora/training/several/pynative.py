@@ -23,8 +23,7 @@ from mindlora.training.pynative.train_step import TrainStep, refuse_missing_grad
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.adamw import UpdateOfEach
 from mindlora.training.several.preparation import AdapterRates
-from mindlora.training.several.pynative_rules import adapters_of, alone_in_pynative
-from mindlora.training.several.rules import OF_ADAPTER
+from mindlora.training.several.rules import OF_ADAPTER, adapters_of, alone_in_pynative
 from mindlora.training.several.stack import AdapterStack, stack_adapters
 from mindlora.training.several.train_step import AdapterLosses, UpdatesOfAdapters, rows_for_each
 

@@ -37,7 +37,7 @@ class EachAdapter(each_adapter.EachAdapter):
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        # Of the run that goes on: name of an adapter -> what training_state returned of it.
+        # What the checkpoint says: name of an adapter -> what training_state returned of it.
         self.states: Dict[str, Dict[str, Any]] = {}
 
     def steps_and_loss(self, train_network: nn.Cell) -> Tuple[UpdatesOfAdapters, LossOfRows]:

@@ -4,8 +4,7 @@ import pytest
 
 from mindlora.run.checks.pynative import check_pynative
 from mindlora.run.checks.pynative_adapter import GRAPH_MODE_ALONE
-from mindlora.training.several.pynative_rules import OF_ONE_ADAPTER, adapters_of, alone_in_pynative
-from mindlora.training.several.rules import OF_ADAPTER, OF_RUN
+from mindlora.training.several.rules import OF_ADAPTER, OF_ONE_ADAPTER, OF_RUN, adapters_of, alone_in_pynative
 
 QWEN3 = {
     "model_type": "qwen3",
