@@ -13,7 +13,8 @@ from mindlora.cli.verb import Verb, add_command
 from mindlora.core import atomic
 from mindlora.core.errors import ConfigError
 from mindlora.core.overrides import read_value
-from mindlora.core.yaml_file import PET, read_yaml, value_at
+from mindlora.core.yaml_file import PET, read_merged, read_yaml, value_at
+from mindlora.run.checks.pynative import is_pynative
 
 # Option -> the key of an adapter that it sets, and how a folder's name begins where it varies.
 _OPTIONS = {
@@ -58,7 +59,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--a.b.c VALUE and the flags of mindlora-run override keys of the YAML."
     )
     parser.add_argument("yaml", metavar="YAML", help="complete MindFormers YAML of a training run with pet_config")
-    parser.add_argument("--lr", metavar="X,X", help="learning rates, in place of lr_schedule.learning_rate")
+    parser.add_argument("--lr", metavar="X,X", help="learning rates, in place of that of the schedule")
     parser.add_argument("--rank", metavar="N,N", help="ranks, in place of lora_rank")
     parser.add_argument("--alpha", metavar="X,X", help="alphas, in place of lora_alpha")
     parser.add_argument("--seed", metavar="N,N", help="seeds of the initial values")
@@ -69,9 +70,15 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> SweepReport:
-    config = read_yaml(arguments.yaml)
+    config = read_merged(arguments.yaml)
     adapters = _adapters(arguments)
-    pet_config = value_at(config, PET)
+    of_pynative = is_pynative(config)
+    if of_pynative:
+        # Its lora_config says what pet_config does not.
+        pet_config = config["pet_config"] = config.get("pet_config") or {}
+    else:
+        config = read_yaml(arguments.yaml)
+        pet_config = value_at(config, PET)
     if not isinstance(pet_config, dict):
         raise ConfigError(f"{arguments.yaml} has no pet_config, and a sweep tries settings of an adapter. Add it.")
     if pet_config.get("adapters"):
@@ -88,8 +95,13 @@ def _sweep(arguments: argparse.Namespace) -> SweepReport:
         os.remove(comparison)
     from mindlora.training.launch import launcher
 
+    flags = ["--output_dir", output]
+    if of_pynative:
+        # MindFormers' PyNative Trainer has no key for its output folder.
+        os.environ["LOCAL_DEFAULT_PATH"] = output
+        flags = ["--mode", "1"]
     resume = ["--resume"] if arguments.resume else []
-    exit_code = launcher.main(["--config", path, "--output_dir", output, *resume, *arguments.overrides])
+    exit_code = launcher.main(["--config", path, *flags, *resume, *arguments.overrides])
     best = ""
     if not exit_code and os.path.exists(comparison):
         with open(comparison, encoding="utf-8") as file:

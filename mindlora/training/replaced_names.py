@@ -86,8 +86,15 @@ IN_PYNATIVE = (
         _TRAINER,
         "_build_optimizer",
         ("config", "model", "learning_rate"),
-        "pynative.pet.with_lora_plus_of_yaml",
-        "Parameters are grouped by weight decay alone.",
+        "pynative.pet.with_pet_config",
+        "Parameters are grouped by weight decay alone, and an optimizer trains one adapter.",
+    ),
+    Replaced(
+        _TRAINER,
+        "_build_dataset",
+        ("config", "parallelism"),
+        "pynative.pet.with_data_of_each",
+        "Several adapters may have data of their own.",
     ),
     Replaced(
         _TRAINER,

@@ -51,6 +51,8 @@ def cumsum(input, dim, dtype=None):
 
 # The others are differentiated.
 
+_split = mint.split
+
 
 def outer(input, vec2):
     return mint.mul(mint.unsqueeze(input, 1), mint.unsqueeze(vec2, 0))
@@ -58,6 +60,11 @@ def outer(input, vec2):
 
 def stack(tensors, dim=0):
     return mint.cat([mint.unsqueeze(tensor, dim) for tensor in tensors], dim)
+
+
+def split(tensor, split_size_or_sections, dim=0):
+    # Of views, backward() of MindSpore 2.10 takes wrong gradients on a CPU where what follows hands it views too.
+    return tuple(piece * 1 for piece in _split(tensor, split_size_or_sections, dim))
 
 
 def index_select(input, dim, index):
@@ -141,6 +148,12 @@ def normal_(self, mean=0, std=1, *, generator=None):
     return self.copy_(Tensor(np.random.normal(mean, std, self.shape), self.dtype))
 
 
+def mul_(self, other):
+    # MindSpore's own leaves the tensor as it is on a CPU, and so does copy_ where it is a transposed view.
+    self.assign_value(self * other)
+    return self
+
+
 def scatter_(self, dim, index, src):
     values = self.asnumpy().copy()
     np.put_along_axis(values, index.asnumpy(), src, dim)
@@ -157,13 +170,14 @@ MINT = (
     cumsum,
     outer,
     stack,
+    split,
     index_select,
     scatter_add,
     addcmul,
     topk,
 )
 OPS = (rms_norm, moe_token_permute, moe_token_unpermute)
-IN_PLACE = (zero_, fill_, normal_, scatter_)
+IN_PLACE = (zero_, fill_, normal_, mul_, scatter_)
 
 
 def init_process_group(*_, **__):

@@ -1,11 +1,12 @@
 """StackedLoRADense: a frozen linear cell with K adapters beside it, each of which trains on its own rows of a batch."""
 
-from typing import Optional, Sequence, Tuple
+from typing import Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 
+from mindlora.models.variants.registry import PARAMETERS
 from mindlora.network.cells.broadcasting import BroadcastMul, SwapHeads
 from mindlora.network.cells.cell import carry_settings
 from mindlora.network.cells.dense import LoRADense
@@ -39,6 +40,9 @@ class StackedLoRADense(nn.Cell):
     2023.
     """
 
+    # "A" or "B" -> name of the parameter.
+    parameter_names: Mapping[str, str] = {part: PARAMETERS[part] for part in "AB"}
+
     @classmethod
     def from_cells(
         cls, cell: nn.Cell, adapted: Sequence[Optional[LoRADense]], compute_dtype: Optional[str] = None
@@ -61,11 +65,10 @@ class StackedLoRADense(nn.Cell):
         self.rank = max(one.lora_rank for one in present)
         dtype = first.mindpet_delta_lora_a.dtype
         path = first.adapter_path
-        shapes = {"a": [self.rank, self.in_channels], "b": [self.out_channels, self.rank]}
+        shapes = {"A": [self.rank, self.in_channels], "B": [self.out_channels, self.rank]}
         for part, shape in shapes.items():
-            name = f"mindpet_delta_lora_{part}"
-            zeros = initializer("zeros", [self.adapters, *shape], dtype)
-            setattr(self, name, Parameter(zeros, name=f"{path}.{name}"))
+            name = self.parameter_names[part]
+            setattr(self, name, self._zeros([self.adapters, *shape], dtype, f"{path}.{name}"))
         scales = np.array([0.0 if one is None else one.scale for one in adapted], np.float32)
         self.scales = Tensor(scales.reshape(-1, 1, 1))
         self.dropout = nn.Dropout(p=first.dropout_rate) if first.dropout_rate > 0 else None
@@ -77,6 +80,10 @@ class StackedLoRADense(nn.Cell):
         self.reshape = ops.Reshape()
         carry_settings(cell, self)
         return self
+
+    @staticmethod
+    def _zeros(shape, dtype, name):
+        return Parameter(initializer("zeros", shape, dtype), name=name)
 
     def lora_parameters(self) -> Tuple[Parameter, Parameter]:
         """Returns A and B of all adapters."""

@@ -108,8 +108,9 @@ class _OnPyNativeLinear(LoRADense):
     """
 
     base_kind = PyNativeBase
-    # MindFormers' Linear.
+    # MindFormers' Linear, and the class that on_linear has joined with it.
     linear_type: Type[nn.Cell]
+    adapter_type: Type[nn.Cell]
     # The fingerprint of the base before the change, which is beside a checkpoint and not in it.
     _fingerprint: Optional[dict] = None
     # Shared by the cells of a model with pet_config.seed.
@@ -185,6 +186,10 @@ class _OnPyNativeLinear(LoRADense):
     def reset_parameter(self) -> None:
         """Sets all parameters to their initial values, where MindFormers has made room for them."""
         self.reset_linear()
+        self.reset_adapter()
+
+    def reset_adapter(self) -> None:
+        """Sets the parameters of the adapter to their initial values, where there is room for them."""
         with self.draws:
             super()._add_adapter(self.config, tuple(self.shared_parts().values()))
         for name in PYNATIVE_INITIAL.values():
@@ -317,7 +322,7 @@ def on_linear(kind: Type[nn.Cell], linear: type) -> Type[nn.Cell]:
     """
     parts = getattr(kind, "parameter_names", {})
     members: Dict[str, Any] = {PARAMETERS[part]: property(operator.attrgetter(name)) for part, name in parts.items()}
-    members |= {"__doc__": kind.__doc__, "__module__": kind.__module__, "linear_type": linear}
+    members |= {"__doc__": kind.__doc__, "__module__": kind.__module__, "linear_type": linear, "adapter_type": kind}
     return type(kind.__name__, (kind, linear), members)
 
 

@@ -26,6 +26,7 @@ from mindlora.run.checks.pynative_checkpoint import check_checkpoint
 from mindlora.run.yaml_run import YamlRun, data_of
 from mindlora.training.classifier.rules import check_pynative_classifier
 from mindlora.training.preference.rules import check_pynative_preference
+from mindlora.training.several.rules import check_of_each, check_pynative_adapters
 
 # Which cells the PyNative trainer puts LoRA on: its search for target_modules, and what MindFormers 2.0 adds to it.
 
@@ -156,6 +157,7 @@ _NOT_ALONE = {
     **dict.fromkeys(("use_rslora", "rank_pattern", "alpha_pattern"), _OTHER_SCALE),
     "lora_init": "leaves out the base, which lora_init changes",
     "alora_invocation_tokens": "does not say from which tokens on the adapter acts",
+    "adapters": "saves one adapter, as lora_config describes it",
     "use_adalora": "leaves out the importance of ranks",
     "modules_to_save": "saves A and B alone",
     "freeze_exclude": "saves A and B alone",
@@ -214,7 +216,9 @@ def check_pynative(
         selection = select(paths, lora["target_modules"], lora.get("exclude_layers"))
         cells = selection.in_2_0 if searched_by == (2, 0) else selection.cells
         selected = cells or None
-    findings += check_adapter(config, selected_paths(network, lora), len(selected or ()))
+    findings += check_pynative_adapters(config)
+    paths, count = selected_paths(network, lora), len(selected or ())
+    findings += check_of_each(config, lambda alone: check_adapter(alone, paths, count))
     findings += _check_decay(config)
     findings += _check_adapter_alone(config)
     findings += check_path(YamlRun(config), "pet_config.adapter_path")

@@ -18,9 +18,7 @@ from mindlora.run.checks.pet_config import PetLoraConfig
 # What of a YAML is carried out under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
 
 # Callbacks that need what graph mode alone has.
-GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "EachAdapter")
-# Keys of pet_config that graph mode carries out, and mindlora does not yet under the PyNative Trainer.
-NOT_YET = ("adapters",)
+GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck")
 # Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
 _GRAPH_MODE_NODES = {
     "runner_wrapper": "the Trainer builds its own train step",
@@ -77,12 +75,8 @@ def check_adapter(config: Mapping[str, Any], paths: Sequence[str], cells: int) -
 
 def _check_supported(config: PetLoraConfig) -> Iterator[Finding]:
     init, path = config.lora_init, config.adapter_path
-    unsupported = [name for name in NOT_YET if getattr(config, name)]
     if initializers.is_loftq(init):
-        unsupported.append("lora_init")
-    for name in unsupported:
-        found = f"pet_config.{name} is {getattr(config, name)!r}, {_HERE}"
-        yield error(f"pet_config.{name}", found, _IN_GRAPH_MODE)
+        yield error("pet_config.lora_init", f"pet_config.lora_init is {init!r}, {_HERE}", _IN_GRAPH_MODE)
     if initializers.changes_base(init) and path:
         yield error(
             "pet_config.lora_init",

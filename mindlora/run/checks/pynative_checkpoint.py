@@ -13,7 +13,7 @@ from mindlora.files.adapters.dialects.pynative import MANIFEST
 from mindlora.files.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.models.architectures.classifiers import is_of_head
 from mindlora.models.description import Description
-from mindlora.models.variants.registry import LORA, PYNATIVE_INITIAL, VARIANTS
+from mindlora.models.variants.registry import LORA, PYNATIVE_INITIAL, PYNATIVE_STACKED, VARIANTS
 from mindlora.run.checks.finding import Finding, error, warning
 from mindlora.run.checks.pynative_adapter import variant_of
 
@@ -22,6 +22,7 @@ _BASE = "checkpoint.base_load_path"
 _A_ENDINGS = (".lora_a", "_lora_a")
 _ENDINGS = (*_A_ENDINGS, ".lora_b", "_lora_b")
 _INITIAL = tuple(PYNATIVE_INITIAL.values())
+_STACKED = tuple(PYNATIVE_STACKED.values())
 
 # Name of a tensor -> its shape.
 Shapes = Dict[str, Tuple[int, ...]]
@@ -121,6 +122,9 @@ def _check_adapter(
     parts = {name: shape for name, shape in stored.items() if name.endswith(_ENDINGS) and not name.endswith(_INITIAL)}
     if not parts:
         return
+    if any(name.endswith(_STACKED) for name in parts) or (config.get("pet_config") or {}).get("adapters"):
+        yield from _check_several(config, parts, selected, folder)
+        return
     other = list(_check_same_variant(config, parts, folder))
     if other:
         yield from other
@@ -136,6 +140,36 @@ def _check_adapter(
     yield from _check_same_scale(config, folder)
     if selected is not None:
         yield from _check_same_cells({name.rpartition(".")[0] for name in parts}, set(selected), folder)
+
+
+def _check_several(
+    config: Mapping[str, Any], parts: Shapes, selected: Optional[List[str]], folder: str
+) -> Iterator[Finding]:
+    """Yields how the adapters in a checkpoint differ from those of the YAML, where there or here are several."""
+    key = "pet_config.adapters"
+    asked = (config.get("pet_config") or {}).get("adapters")
+    stacked = {name: shape for name, shape in parts.items() if name.endswith(_STACKED)}
+    if len(stacked) < len(parts):
+        found = f"{folder} holds one adapter, and pet_config.adapters names {len(asked or ())}."
+        yield error(key, found, "Load a base without an adapter, or remove adapters.")
+        return
+    there = next(iter(stacked.values()))[0]
+    if not asked:
+        found = f"{folder} holds {there} adapters that trained in one run, and pet_config has no adapters."
+        yield error(key, found, "Set those of that run, or begin with the folder of one of them in adapter_path.")
+        return
+    if len(asked) != there:
+        found = f"{folder} holds {there} adapters, and pet_config.adapters names {len(asked)}."
+        yield error(key, found, "Name those of that run, in their order.")
+        return
+    record = os.path.join(folder, step_folder.RUN)
+    content = peft_config.json_object(record) if os.path.isfile(record) else {}
+    saved = (content.get("pet_config") or {}).get("adapters")
+    if saved is not None and saved != [dict(node) for node in asked]:
+        found = f"{folder} was saved by a run with other adapters, {shown(saved)}, than these, {shown(asked)}."
+        yield error(key, found, "Name those of that run, in their order and with their settings.")
+    if selected is not None:
+        yield from _check_same_cells({name.rpartition(".")[0] for name in stacked}, set(selected), folder)
 
 
 def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -> Iterator[Finding]:

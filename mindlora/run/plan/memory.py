@@ -121,7 +121,7 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
     else:
         lines.append(Line(f"optimizer: {moments}", tensors.states, exact))
     if run.adapters and run.yaml.on_cpu:
-        lines.append(Line("copies of each adapter and its moments, which are saved", _copies(run), exact))
+        lines.append(Line("copies of each adapter and its moments, which are saved", bytes_of_copies(run), exact))
     activations = Activations(run, weights)
     recomputation = read_recomputation(run.yaml, run.division, run.layers)
     lines += _step_lines(run, activations, recomputation, stage)
@@ -273,7 +273,7 @@ def _reference(run: Run) -> Line:
     return Line("reference: copies of what was loaded to train", copies, ARITHMETIC)
 
 
-def _copies(run: Run) -> int:
+def bytes_of_copies(run: Run) -> int:
     """Returns the bytes of the parameters from which each of several adapters is saved as if it were alone."""
     tensors = [_tensors(alone, alone.weights) for alone in run.alone]
     return sum(each.adapter + each.states for each in tensors)

@@ -17,11 +17,12 @@ from mindlora.run.checks.pynative import NODES, architecture_of, check_pynative,
 from mindlora.run.checks.pynative_adapter import loss_in_pieces, merged
 from mindlora.run.plan.adapter_file import adapter_file_size
 from mindlora.run.plan.division import Division
-from mindlora.run.plan.memory import ARITHMETIC, EXACT, Line
-from mindlora.run.plan.rows import count_files
+from mindlora.run.plan.memory import ARITHMETIC, EXACT, Line, bytes_of_copies
+from mindlora.run.plan.rows import count_files, longest
 from mindlora.run.plan.run import Run
 from mindlora.run.plan.units import gib, size_text
 from mindlora.run.yaml_run import YamlRun, data_of
+from mindlora.training.several.rules import trained_adapters
 
 _OPTIMIZER = "AdamW"
 _FLOAT32 = 4
@@ -42,7 +43,8 @@ class PynativePlan:
         parameters (int): Elements of all parameters; a 4-bit weight counts as W [out, in].
         trained (int): Elements of those that are trained.
         adapted (tuple of str): Paths of the cells with an adapter.
-        adapter_file (int): Bytes of adapter_model.safetensors as LoraCheckpoint writes it, or None if training decides.
+        adapter_file (int): Bytes of adapter_model.safetensors as LoraCheckpoint writes it, of several adapters
+            together, or None if training decides.
         steps (int): Steps of the optimizer, as training.steps says, or None if it does not.
         rows_per_step (int): Rows in one, or None likewise.
         rows (int): Rows in the data, or None if they could not be counted; ``data`` says where, or why not.
@@ -124,8 +126,10 @@ def plan_of_pynative(
     refuse([finding for finding in findings if not finding.key.startswith(_OF_FILES)])
     run = _run(config)
     weights = run.weights
+    sizes = [adapter_file_size(alone) for alone in run.alone]
     data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
-    rows, counted = count_files(data) if data else (None, "the YAML names no data")
+    files = [adapter.data or data for adapter in run.adapters] or [data]
+    rows, counted = longest([count_files(path) if path else (None, "the YAML names no data") for path in files])
     training = config.get("training") or {}
     return PynativePlan(
         name,
@@ -133,8 +137,8 @@ def plan_of_pynative(
         sum(weight.count for weight in weights),
         sum(weight.count for weight in weights if weight.trained),
         run.adapted,
-        _described(run.lora),
-        adapter_file_size(run),
+        _described(run),
+        None if None in sizes else sum(size or 0 for size in sizes),
         _dtype(config),
         training.get("steps"),
         training.get("global_batch_size") or training.get("local_batch_size"),
@@ -176,7 +180,12 @@ def _run(config: Mapping[str, Any]) -> Run:
     yaml = YamlRun({"run_mode": "train", "use_legacy": False, "model": {"model_config": model}})
     if task_of(yaml.model_name) is not None:
         lora.modules_to_save = with_score(lora.modules_to_save)
-    return Run(yaml, architecture, network, lora.for_network(), Division.of_yaml(yaml))
+    division = Division.of_yaml(yaml)
+    if lora.adapters:
+        adapters = tuple(trained_adapters(lora))
+        first = adapters[0].config.for_network()
+        return Run(yaml, architecture, network, first, division, len(adapters), adapters)
+    return Run(yaml, architecture, network, lora.for_network(), division)
 
 
 def _dtype(config):
@@ -184,9 +193,11 @@ def _dtype(config):
     return dtype_name(value_at(config, "model.params_dtype") or "float32", "model.params_dtype")
 
 
-def _described(lora):
-    rank = f"rank {lora.lora_rank}"
-    return f"{lora.variant.name}, {rank}, alpha {lora.lora_alpha:g}"
+def _described(run):
+    if run.adapters:
+        ranks = sorted({rank for path in run.adapted for rank in run.ranks(path)})
+        return f"{len(run.adapters)} adapters, each {run.lora.variant.name} of rank {', '.join(map(str, ranks))}"
+    return f"{run.lora.variant.name}, rank {run.lora.lora_rank}, alpha {run.lora.lora_alpha:g}"
 
 
 def _lines(run: Run, config: Mapping[str, Any], weights: Sequence[Weight]) -> List[Line]:
@@ -202,6 +213,8 @@ def _lines(run: Run, config: Mapping[str, Any], weights: Sequence[Weight]) -> Li
         copies = sum(_FLOAT32 * weight.elements for weight in trained if weight.dtype != "float32")
         name = f"optimizer: 2 states of {_OPTIMIZER} in float32" + (", and a float32 copy" if copies else "")
         lines.append(Line(name, 2 * _FLOAT32 * elements + copies, EXACT))
+    if run.adapters:
+        lines.append(Line("copies of each adapter and its moments, which are saved", bytes_of_copies(run), ARITHMETIC))
     if run.lora is not None and run.lora.variant.allocates_ranks:
         of_adapter = sum(weight.elements for weight in trained if weight.adapter)
         lines.append(Line("importance of ranks, 2 states in float32", 2 * _FLOAT32 * of_adapter, EXACT))

@@ -27,7 +27,7 @@ from mindlora.run.plan.memory import (
     optimizer_of,
 )
 from mindlora.run.plan.pynative import PynativePlan, plan_of_pynative
-from mindlora.run.plan.rows import count_files
+from mindlora.run.plan.rows import count_files, longest
 from mindlora.run.plan.run import Run, read_run
 from mindlora.run.plan.trial import STEPS, Trial, try_rank
 from mindlora.run.plan.units import gib, size_text
@@ -85,8 +85,7 @@ def count_rows(run: Run) -> Tuple[Optional[int], str]:
             return None, f"only {loader}, which makes the rows when the run begins, knows how many there are"
         return None, "the YAML names no data: pass --train_dataset_dir"
     counted = [count_files(adapter.data or source) for adapter in run.adapters] or [count_files(source)]
-    unknown = [each for each in counted if each[0] is None]
-    return unknown[0] if unknown else max(counted, key=lambda each: each[0] or 0)
+    return longest(counted)
 
 
 DEVICES = (1, 2, 4, 8)

@@ -10,6 +10,7 @@ from mindlora.training.held_out import held_out_loss
 from mindlora.training.held_out.cells import HeldOutLabelsCell, HeldOutLossCell
 from mindlora.training.model.network import evaluated_model, train_step_of
 from mindlora.training.pynative.rows import shifted
+from mindlora.training.several.step_of_adapter import StepOfAdapter
 
 
 @register
@@ -19,16 +20,18 @@ class HeldOutLoss(held_out_loss.HeldOutLoss):
     def make_cell(self, train_network: nn.Cell) -> nn.Cell:
         """Returns what computes the loss of a batch."""
         step = train_step_of(train_network)
+        if isinstance(step, StepOfAdapter):
+            return step
         if step.preference is not None:
             return step.preference
         network = evaluated_model(train_network)
         score = score_of(network)
         if score is not None:
             return _Labels(network, network.config.ignore_token_id, score.num_labels)
-        return _Loss(network, network.config.ignore_token_id)
+        return LossOfRows(network, network.config.ignore_token_id)
 
 
-class _Loss(HeldOutLossCell):
+class LossOfRows(HeldOutLossCell):
     """As HeldOutLossCell, of rows whose labels are shifted or not."""
 
     def shifted(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
@@ -36,5 +39,5 @@ class _Loss(HeldOutLossCell):
         return rows["input_ids"], rows["labels"]
 
 
-class _Labels(_Loss, HeldOutLabelsCell):
+class _Labels(LossOfRows, HeldOutLabelsCell):
     """As HeldOutLabelsCell, of such rows."""

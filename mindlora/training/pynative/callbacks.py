@@ -20,19 +20,21 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.text import listed
-from mindlora.core.yaml_file import value_at
 from mindlora.network.save_load import save_lora
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.pynative_adapter import GRAPH_MODE_ALONE
 from mindlora.training.callbacks.common import report_event
 from mindlora.training.callbacks.registry import ORDER, AdapterHealth, RankBudget
 from mindlora.training.log import logger
+from mindlora.training.model.network import base_of, collect_state
 from mindlora.training.pynative import callback_states
 from mindlora.training.pynative.initialization import Initialization
 from mindlora.training.pynative.train_step import TrainStep
 from mindlora.training.resume import training_state
 from mindlora.training.resume.training_state import warn_about_draws
 from mindlora.training.run_configuration import plain
+from mindlora.training.several.pynative import StackedStep, several_of
+from mindlora.training.several.pynative_callback import EachAdapter, run_facts
 
 from mindlora.training.held_out import pynative as held_out_loss  # noqa: F401  # isort: skip
 # LoraCheckpoint under the PyNative Trainer: saves the adapter while training, as PEFT reads it.
@@ -42,7 +44,7 @@ from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  #
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
-class LoraCheckpoint(TrainerCallback):
+class LoraCheckpoint(Callback):
     """Saves the adapter without the base while training: every save_steps steps and at the end.
 
     ``directory`` gets a folder step_N for each, as PEFT writes it. What an earlier run saved there after the step at
@@ -55,7 +57,7 @@ class LoraCheckpoint(TrainerCallback):
         keep_last (int): How many step folders to keep. Default: 3.
 
     Raises:
-        ConfigError: An argument is out of range or for graph mode alone, or the run has several processes.
+        ConfigError: An argument is out of range or for graph mode alone.
     """
 
     def __init__(self, save_steps: int = 100, directory: Optional[str] = None, keep_last: int = 3, **others: Any):
@@ -66,33 +68,34 @@ class LoraCheckpoint(TrainerCallback):
                 f"LoraCheckpoint: {', '.join(others)} cannot be set under the PyNative Trainer, where it takes "
                 "save_steps, directory and keep_last. To resume, set checkpoint.load_path."
             )
+        super().__init__()
         self.save_steps, self.keep_last = save_steps, keep_last
         self.directory = training_state.checkpoint_directory(directory)
         self.last_saved = None
 
-    def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, run_context: RunContext) -> None:
         """Sets earlier saves aside."""
-        if get_world_size() > 1:
-            raise ConfigError(
-                f"LoraCheckpoint saves in one process, and this run has {get_world_size()}, each with slices of the "
-                "adapter. Remove it from callbacks: MindFormers' own checkpoints hold the adapter."
-            )
-        training_state.set_aside(self.directory, state.global_step)
+        training_state.set_aside(self.directory, run_context.original_args().cur_step_num)
 
-    def on_step_end(self, args: Any, state: Any, model: Sequence[nn.Cell] = (), **kwargs: Any) -> None:
+    def on_train_step_end(self, run_context: RunContext) -> None:
         """Saves if it is due."""
-        if state.global_step % self.save_steps == 0:
-            self._save(args, state.global_step, model)
+        params = run_context.original_args()
+        if params.cur_step_num % self.save_steps == 0:
+            self._save(params)
 
-    def on_train_end(self, args: Any, state: Any, model: Sequence[nn.Cell] = (), **kwargs: Any) -> None:
+    def on_train_end(self, run_context: RunContext) -> None:
         """Saves the last step, if it has not been saved."""
-        if state.global_step != self.last_saved:
-            self._save(args, state.global_step, model)
+        params = run_context.original_args()
+        if params.cur_step_num != self.last_saved:
+            self._save(params)
 
-    def _save(self, args, step, model):
+    def _save(self, params):
+        step = params.cur_step_num
         folder = os.path.join(self.directory, f"{training_state.STEP_PREFIX}{step}")
-        pet_config = getattr(args, "pet_config", None)
-        save_lora(model[0], folder, base_model=getattr(pet_config, "base_model_name_or_path", None))
+        collect_state(params.train_network)
+        pet_config = params.run_facts["configuration"].get("pet_config") or {}
+        network = base_of(params.train_network)
+        save_lora(network, folder, base_model=pet_config.get("base_model_name_or_path"))
         self.last_saved = step
         logger.info("Adapter of step %d saved in %s.", step, folder)
         for old in training_state.step_folders(self.directory)[: -self.keep_last]:
@@ -134,7 +137,7 @@ class Callbacks(TrainerCallback):
             batch_num=state.max_steps,
             cur_epoch_num=1,
             cur_step_num=state.global_step,
-            run_facts=_run_facts(args),
+            run_facts=run_facts(plain(args.to_dict())),
             how_to_go_on=_how_to_go_on(args.checkpoint),
         )
         self.skipped_before = getattr(state, "skipped_steps", 0)
@@ -170,7 +173,7 @@ class Callbacks(TrainerCallback):
     def _resume(self, args, step):
         """Lets the callbacks go on where they were; reports what does not go on so."""
         noise = getattr(getattr(args, "pet_config", None), "neftune_alpha", None)
-        warn_about_draws(self.step.network, noise is not None)
+        warn_about_draws(self.step.adapted, noise is not None)
         anew = callback_states.restore(args.checkpoint.load_path, self.callbacks, self.step)
         if anew:
             report_event(
@@ -197,11 +200,13 @@ def with_callbacks(handler: Callable) -> Callable:
     def handle(callbacks: List[Any], model: List[nn.Cell], optimizer: nn.Optimizer, **others: Any) -> Any:
         ours = [callback for callback in callbacks if isinstance(callback, Callback)]
         _check(ours)
-        ours += [callback for callback in callbacks if type(callback).__name__ in ORDER and callback not in ours]
         theirs = [callback for callback in callbacks if callback not in ours]
+        several = several_of(model[0])
+        if several is not None:
+            ours.append(EachAdapter(several.runs, several.directory))
         if get_world_size() == 1 and (ours or any(lora_cells(model[0]))):
             norms = any(isinstance(callback, AdapterHealth) for callback in ours)
-            step = TrainStep(model[0], optimizer, norms)
+            step = TrainStep(model[0], optimizer, norms) if several is None else StackedStep(model[0], optimizer)
             if step.rank_budget is not None and not any(isinstance(callback, RankBudget) for callback in ours):
                 ours.append(RankBudget())
             saver = next((callback for callback in theirs if isinstance(callback, CheckpointCallback)), None)
@@ -232,21 +237,6 @@ def _check(callbacks):
             f"callbacks has {listed(names)}, which mindlora runs in one process under MindFormers' PyNative Trainer, "
             f"and this run has {get_world_size()}. Remove it."
         )
-
-
-def _run_facts(args):
-    """Returns what a report says of the configuration."""
-    configuration = plain(args.to_dict())
-    dataloader = value_at(configuration, "train_dataset.dataloader") or {}
-    facts = {
-        "training data": dataloader.get("dataset_files") or dataloader.get("dataset_dir"),
-        "rows in a step": args.training.global_batch_size,
-    }
-    return {
-        "configuration": configuration,
-        "defaults": {},
-        "data": {name: fact for name, fact in facts.items() if fact},
-    }
 
 
 def _how_to_go_on(checkpoint):

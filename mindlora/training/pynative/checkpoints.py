@@ -9,6 +9,8 @@ from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.core.text import listed
 from mindlora.models import names
 from mindlora.models.architectures.classifiers import is_of_head
+from mindlora.network.cells.cell import LoRACell
+from mindlora.network.cells.stacked_dense import StackedLoRADense
 from mindlora.network.quantized.nf4 import packed_parameters
 from mindlora.network.tree import lora_cells
 
@@ -72,7 +74,8 @@ def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: It has a part of the base or of the adapters, or adapters of cells that have none here.
     """
-    adapters = {parameter.name for _, cell in lora_cells(network) for parameter in cell.lora_parameters()}
+    cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, (LoRACell, StackedLoRADense))]
+    adapters = {parameter.name for cell in cells for parameter in cell.lora_parameters()}
     if not adapters:
         return
     # VeRA's shared projection is drawn again where a checkpoint lacks it.

@@ -17,8 +17,8 @@ from mindspore.mint.distributed import get_world_size
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from mindlora.core.errors import ConfigError, LoraError
+from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.mindformers_version import release, require_mindformers
-from mindlora.core.text import listed
 from mindlora.data.mindrecord import first_rows
 from mindlora.models.architectures.classifiers import with_score
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
@@ -28,6 +28,7 @@ from mindlora.network.invocation import pack_invocations
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.batches import pynative_rows_left_out
 from mindlora.run.checks.finding import refuse
+from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.run.checks.pynative_adapter import loss_in_pieces
 from mindlora.training.log import logger
@@ -36,6 +37,9 @@ from mindlora.training.pynative import configuration, steps
 from mindlora.training.pynative.checkpoints import check_loaded, check_quantization, quantize_loaded
 from mindlora.training.pynative.initialization import configuration_of, remember
 from mindlora.training.pynative.loss_in_pieces import put_loss_in_pieces
+from mindlora.training.pynative.train_step import refuse_missing_gradients
+from mindlora.training.several.pynative import put_adapters, several_of, with_stacked_optimizer
+from mindlora.training.several.pynative_data import with_data_of_adapters
 from mindlora.training.step.lora_plus_groups import fast_parameters
 from mindlora.training.step.packing import SegmentMask, boundary_of
 from mindlora.training.step.rate_factor import ScaledSchedule
@@ -50,13 +54,13 @@ from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E40
 _WITHOUT_A_MASK = ("use_attn_mask_compression", "use_eod_attn_mask_compression")
 
 
-def keep_examples_apart(model: nn.Cell, settings: Any) -> None:
+def keep_examples_apart(model: nn.Cell, files: Sequence[str]) -> None:
     """Makes a model keep the examples of a row apart (see SegmentMask), in place, if the training data is packed.
 
-    Raises ConfigError if a setting keeps it from using a mask made from its tokens, or the run has several processes.
+    Raises ConfigError if a setting keeps it from using a mask made from its tokens, the run has several processes, or
+    some of the files are packed and others are not.
     """
-    data = settings.train_dataset.dataloader.to_dict().get("dataset_files")
-    boundary = boundary_of(data) if data else None
+    boundary = boundary_of(files) if files else None
     if boundary is None:
         return
     gpt = next(cell for _, cell in model.cells_and_names() if isinstance(cell, GPTModel))
@@ -178,18 +182,32 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
             _check_one_process(trainer.world_size, f"model.architectures is {type(model).__name__}")
             adapters.modules_to_save = with_score(adapters.modules_to_save)
         check_quantization(adapters.quantize_base, settings.checkpoint, trainer.world_size)
-        report = apply_lora(model, adapters)
-        remember(model, adapters, _preference(settings, trainer.world_size))
-        draws = InitialDraws(adapters.seed)
-        for _, cell in lora_cells(model):
-            cell.draws = draws
-        configuration.check_same_cells(report.replaced, theirs)
-        adapters.variant.check_paths([path for path, _ in lora_cells(model)])
-        if adapters.neftune_alpha is not None:
-            add_embedding_noise(model, adapters.neftune_alpha)
-        keep_examples_apart(model, settings)
+        files = _training_files(settings, adapters)
+        if adapters.adapters:
+            _check_one_process(trainer.world_size, "pet_config has adapters")
+            # Before, so that each adapter's copy of the cells says so too.
+            keep_examples_apart(model, files)
+            replaced = put_adapters(model, settings, config)
+        else:
+            replaced = apply_lora(model, adapters).replaced
+            draws = InitialDraws(adapters.seed)
+            for _, cell in lora_cells(model):
+                cell.draws = draws
+            remember(model, adapters, _preference(settings, trainer.world_size))
+            adapters.variant.check_paths([path for path, _ in lora_cells(model)])
+            if adapters.neftune_alpha is not None:
+                add_embedding_noise(model, adapters.neftune_alpha)
+            keep_examples_apart(model, files)
+        configuration.check_same_cells(replaced, theirs)
     model.to_empty = on_current_device(model.to_empty)
     return model
+
+
+def _training_files(settings: Any, pet_config: PetLoraConfig) -> List[str]:
+    """Returns the MindRecords that a run trains on; none if it trains on other data."""
+    shared = settings.train_dataset.dataloader.to_dict().get("dataset_files")
+    data = [node.get("data") or shared for node in pet_config.adapters or [{}]]
+    return [file for path in filter(None, data) for file in mindrecord_files(path)]
 
 
 def _preference(settings: Any, processes: int) -> Optional[PreferenceSettings]:
@@ -229,10 +247,18 @@ def on_current_device(to_empty: Callable) -> Callable:
 
 def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
     """Freezes all but what pet_config trains; returns how many parameters train, and how many do not."""
-    if any(lora_cells(model)):
+    several = several_of(model)
+    if several is not None:
+        # Whatever made the values of the model may have made parameters that train.
+        trained = {id(p) for cell in several.stack.cells.values() for p in cell.lora_parameters()}
+        for parameter in model.get_parameters():
+            parameter.requires_grad = id(parameter) in trained
+        _put_loss_in_pieces(model)
+        for run, network in zip(several.runs, several.stack.networks):
+            logger.info("LoRA by mindlora, adapter %s:\n%s", run["name"], trainable_summary(network))
+    elif any(lora_cells(model)):
         freeze_base(model, configuration_of(model))
-        settings = _trainer_of_this_model().config.to_dict()
-        put_loss_in_pieces(model, loss_in_pieces(settings), get_world_size())
+        _put_loss_in_pieces(model)
         logger.info("LoRA by mindlora:\n%s", trainable_summary(model))
     else:
         # A stage of a pipeline.
@@ -240,6 +266,12 @@ def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
             parameter.requires_grad = False
     trains = [parameter.requires_grad for parameter in model.get_parameters()]
     return sum(trains), len(trains) - sum(trains)
+
+
+def _put_loss_in_pieces(model: nn.Cell) -> None:
+    """Makes a model of which is decided what trains compute its losses as pet_config.loss_in_pieces says."""
+    settings = _trainer_of_this_model().config.to_dict()
+    put_loss_in_pieces(model, loss_in_pieces(settings), get_world_size())
 
 
 def with_freezing_of_mindlora(_: Callable) -> Callable:
@@ -257,16 +289,7 @@ def with_all_gradients(gradient_norm: Callable) -> Callable:
 
     @functools.wraps(gradient_norm)
     def collect(parameters: Sequence[Parameter], *arguments: Any, **keywords: Any) -> Any:
-        missing = [
-            parameter.name
-            for parameter in parameters
-            if parameter.grad is None and getattr(parameter, "main_grad", None) is None
-        ]
-        if missing:
-            raise LoraError(
-                f"The loss has no gradient for {listed(missing)}, which train: the model does not use these cells. "
-                "Remove them from target_modules."
-            )
+        refuse_missing_gradients(parameters)
         norm, gradients = gradient_norm(parameters, *arguments, **keywords)
         if gradients and get_world_size() > 1 and float(norm) == 0:
             raise steps.NoGradient
@@ -290,9 +313,21 @@ def strictly(load_param_into_net: Callable) -> Callable:
     return load
 
 
-def with_lora_plus_of_yaml(build_optimizer: Callable) -> Callable:
-    """Returns MindFormers' function that builds the optimizer, which then follows pet_config.loraplus_lr_ratio."""
-    return with_lora_plus(build_optimizer, _lora_plus_ratio)
+def with_pet_config(build_optimizer: Callable) -> Callable:
+    """Returns MindFormers' function that builds the optimizer, which follows loraplus_lr_ratio or adapters then."""
+    return with_lora_plus(with_stacked_optimizer(build_optimizer), _lora_plus_ratio)
+
+
+def with_data_of_each(build_dataset: Callable) -> Callable:
+    """Returns MindFormers' function that builds a dataset, which then gives each adapter the data of its own."""
+    return with_data_of_adapters(build_dataset, _data_of_adapters)
+
+
+def _data_of_adapters(dataset_config: Any) -> Optional[Sequence[Optional[str]]]:
+    """Returns for each adapter the data of its own, or None; None where no adapters are trained on a dataset."""
+    trainer = _trainer_of_this_model()
+    several = several_of(trainer.model[0])
+    return several.data if several is not None and dataset_config is trainer.config.train_dataset else None
 
 
 def _lora_plus_ratio() -> Optional[float]:

@@ -60,16 +60,11 @@ def with_weights(compute_loss: Callable) -> Callable:
     @functools.wraps(compute_loss)
     def compute(trainer: Any, model: List[nn.Cell], inputs: Mapping[str, Any]) -> Tensor:
         step = train_step_of_trainer(trainer)
-        gpt = _gpt_with_adapters(model[0]) if step is None else step.gpt
-        if gpt is None:
-            return compute_loss(trainer, model, inputs)
-        if step is not None and step.preference is not None:
-            return step.of_preferences(inputs, trainer.num_accumulation_steps)
-        rows = shifted(inputs, gpt.seq_length)
-        loss = compute_loss(trainer, model, rows)
-        if step is None:
-            return loss
-        return step.weighted(loss, step.counted_tokens(rows), trainer.num_accumulation_steps)
+        if step is not None:
+            compute_rows = functools.partial(compute_loss, trainer, model)
+            return step.loss(inputs, trainer.num_accumulation_steps, compute_rows)
+        gpt = _gpt_with_adapters(model[0])
+        return compute_loss(trainer, model, inputs if gpt is None else shifted(inputs, gpt.seq_length))
 
     return compute
 

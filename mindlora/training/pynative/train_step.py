@@ -2,14 +2,16 @@
 
 import functools
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.graph.api import _no_grad
 
+from mindlora.core.errors import LoraError
 from mindlora.core.mindformers_version import require_mindformers
+from mindlora.core.text import listed
 from mindlora.network.tree import lora_cells
 from mindlora.training.adalora.rank_budget import RankBudget
 from mindlora.training.preference.loss import SUMS, answer_tokens, preference_measures
@@ -22,6 +24,16 @@ from mindlora.training.step.train_step import StepRecord
 
 require_mindformers("2.0")
 from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
+
+
+def refuse_missing_gradients(parameters: Sequence[Parameter]) -> None:
+    """Raises LoraError if a parameter that trains has no gradient: an optimizer would give it that of another one."""
+    missing = [p.name for p in parameters if p.grad is None and getattr(p, "main_grad", None) is None]
+    if missing:
+        raise LoraError(
+            f"The loss has no gradient for {listed(missing)}, which train: the model does not use these cells. "
+            "Remove them from target_modules."
+        )
 
 
 class TrainStep(nn.Cell):
@@ -65,6 +77,11 @@ class TrainStep(nn.Cell):
         return EvaluatedModel(self.network, self.gpt)
 
     @property
+    def adapted(self) -> nn.Cell:
+        """A network with the cells of an adapter: the model, or of several adapters that of the first one."""
+        return self.network
+
+    @property
     def reference(self) -> Optional[np.ndarray]:
         """The fingerprint of the model with which the run began, if its log-probabilities are kept with the data."""
         return reference_of(self.network)
@@ -95,6 +112,13 @@ class TrainStep(nn.Cell):
         """Returns a micro-batch as the loss takes it."""
         return dict(inputs) if self.preference is not None else shifted(inputs, self.gpt.seq_length)
 
+    def loss(self, inputs: Mapping[str, Any], micro_batches: int, compute: Callable) -> Tensor:
+        """Returns the mean loss of a micro-batch, weighted as by ``weighted``; ``compute`` is the Trainer's of rows."""
+        if self.preference is not None:
+            return self.of_preferences(inputs, micro_batches)
+        rows = self.rows(inputs)
+        return self.weighted(compute(rows), self.counted_tokens(rows), micro_batches)
+
     def of_preferences(self, inputs: Mapping[str, Any], micro_batches: int) -> Tensor:
         """Returns the mean loss of a micro-batch's preferences, weighted as by ``weighted``."""
         total, sums = self.preference(*(inputs[name] for name in self.preference.settings.columns))
@@ -106,13 +130,17 @@ class TrainStep(nn.Cell):
         """Returns how many tokens of a micro-batch the loss counts, or examples of preferences."""
         if self.preference is not None:
             return int((inputs[self.preference.settings.kind.columns[-1]].asnumpy() != 0).sum())
+        return int(self.is_counted(inputs).sum())
+
+    def is_counted(self, inputs: Mapping[str, Any]) -> np.ndarray:
+        """Returns which tokens of a micro-batch the loss counts, bool in the shape of the tokens."""
         tokens = inputs["input_ids"].asnumpy()
         mask = inputs.get("loss_mask")
         counted = tokens != self.gpt.pad_token_id if mask is None else mask.asnumpy() > 0
         labels = inputs.get("labels")
         if labels is not None:
             counted = counted & (labels.asnumpy() != self.gpt.ignore_token_id)
-        return int(counted.sum())
+        return counted
 
     def weighted(self, loss: Tensor, tokens: int, micro_batches: int) -> Tensor:
         """Returns the mean loss of a micro-batch, times its part in the tokens of the step and ``micro_batches``."""

@@ -36,7 +36,32 @@ def by_adapter(values: Tensor, shape: Tuple[int, ...]) -> Tensor:
     return ops.broadcast_to(values.reshape((-1,) + (1,) * (len(shape) - 1)), shape)
 
 
-class StackedAdamW(nn.Optimizer):
+class UpdateOfEach:
+    """The update of StackedAdamW, for an optimizer with its attributes: a class beside nn.Optimizer.
+
+    Attributes:
+        weights (tuple of Parameter): What is updated, [K, ...] each: the parameters, or float32 copies of them.
+        global_step (Parameter): int32 [K, 1], the steps that each adapter has taken.
+        exp_avg, exp_avg_sq (tuple of Parameter): The moments.
+        beta1, beta2, eps (Tensor): float32 [1].
+        decays (tuple of Tensor): lambda for each of the weights, float32 [1].
+    """
+
+    def decays_of_groups(self) -> Tuple[Tensor, ...]:
+        """Returns ``decays`` by the groups that the optimizer was given."""
+        decays = self.weight_decay if self.is_group else [self.weight_decay] * len(self.parameters)
+        return tuple(Tensor([_number(decay)], mstype.float32) for decay in decays)
+
+    def update(self, gradients: Tuple[Tensor, ...], rates: Tensor, applied: Tensor) -> Tuple[Tensor, ...]:
+        """Updates the weights, moments and steps of the adapters whose gradients are applied."""
+        steps = self.global_step.reshape((-1,)) + applied.astype(mstype.int32)
+        counted = ops.assign(self.global_step, steps.reshape(self.global_step.shape))
+        step = ops.depend(steps, counted).astype(mstype.float32)
+        update = ops.partial(_adamw, self.beta1, self.beta2, self.eps, step, rates, applied)
+        return self.hyper_map(update, self.decays, self.weights, gradients, self.exp_avg, self.exp_avg_sq)
+
+
+class StackedAdamW(UpdateOfEach, nn.Optimizer):
     r"""AdamW for parameters [K, ...] of K adapters, each with a learning rate and a count of steps t of its own.
 
     .. math::
@@ -81,8 +106,8 @@ class StackedAdamW(nn.Optimizer):
         self.global_step = Parameter(Tensor(np.zeros((adapters, 1)), mstype.int32), "global_step", requires_grad=False)
         self.exp_avg = self._moments("adam_m")
         self.exp_avg_sq = self._moments("adam_v")
-        decays = self.weight_decay if self.is_group else [self.weight_decay] * len(self.parameters)
-        self.decays = tuple(Tensor([_number(decay)], mstype.float32) for decay in decays)
+        self.decays = self.decays_of_groups()
+        self.weights = self._parameters
 
     def _moments(self, prefix):
         return ParameterTuple(
@@ -91,11 +116,7 @@ class StackedAdamW(nn.Optimizer):
         )
 
     def construct(self, gradients: Tuple[Tensor, ...], rates: Tensor, applied: Tensor) -> Tuple[Tensor, ...]:
-        steps = self.global_step.reshape((-1,)) + applied.astype(mstype.int32)
-        counted = ops.assign(self.global_step, steps.reshape(self.global_step.shape))
-        step = ops.depend(steps, counted).astype(mstype.float32)
-        update = ops.partial(_adamw, self.beta1, self.beta2, self.eps, step, rates, applied)
-        return self.hyper_map(update, self.decays, self._parameters, gradients, self.exp_avg, self.exp_avg_sq)
+        return self.update(gradients, rates, applied)
 
 
 def _number(decay):

@@ -58,7 +58,7 @@ class Batches:
     def __init__(self, datasets: List[Dataset], first_step: int):
         self.datasets = datasets
         self._step = first_step
-        self._iterators = [_without_end(dataset) for dataset in datasets]
+        self._iterators = [without_end(dataset) for dataset in datasets]
         self._last: Tuple[np.ndarray, ...] = ()
         self._is_closed = False
         self._reading = threading.Lock()
@@ -84,7 +84,7 @@ class Batches:
             self._is_closed = True
 
 
-def _without_end(dataset: Dataset) -> Iterator[Tuple[np.ndarray, ...]]:
+def without_end(dataset: Dataset) -> Iterator[Tuple[np.ndarray, ...]]:
     """Yields the batches of one epoch after another."""
     epochs = dataset.create_tuple_iterator(num_epochs=_EPOCHS, output_numpy=True)
     while True:

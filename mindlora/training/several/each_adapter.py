@@ -3,22 +3,23 @@
 import dataclasses
 import importlib.util
 import os
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_output_root_path
-from mindspore import Callback
-from mindspore.dataset import Dataset
+from mindspore import Callback, nn
 from mindspore.train import RunContext
 from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.core.errors import DivergenceError, LoraError
+from mindlora.core.fields import ignore_token_id
 from mindlora.core.json_files import write_json
 from mindlora.serving.evaluation.report import compare
 from mindlora.training.callbacks.common import register
 from mindlora.training.callbacks.lora_checkpoint import LoraCheckpoint
+from mindlora.training.held_out.cells import HeldOutLossCell
 from mindlora.training.log import logger
-from mindlora.training.model.network import innermost, train_step_of
+from mindlora.training.model.network import base_of, innermost, train_step_of
 from mindlora.training.report import write_report
 from mindlora.training.report.run_report import RunReport
 from mindlora.training.resume import training_state
@@ -26,15 +27,14 @@ from mindlora.training.several import resuming as several_adapters
 from mindlora.training.several.data import datasets_of
 from mindlora.training.several.held_out import HeldOutOfAdapters
 from mindlora.training.several.rules import OF_ADAPTER
+from mindlora.training.several.stack import AdapterStack
 from mindlora.training.several.step_of_adapter import StepOfAdapter
+from mindlora.training.several.train_step import UpdatesOfAdapters
 
 # What the output folder of the run has besides a folder for each adapter.
 COMPARISON, PAGE = "comparison.json", "comparison.html"
-# What callbacks are told of an adapter alone.
-_OF_ITS_OWN = (
-    *("train_network", "list_callback", "train_dataset", "batch_num"),
-    *("net_outputs", "eval_results", "training_events", "run_configuration"),
-)
+# What callbacks are told of an adapter alone, besides what parameters_of returns.
+_OF_ITS_OWN = ("train_network", "list_callback", "net_outputs", "eval_results", "training_events")
 
 
 class BestRows(Callback):
@@ -64,14 +64,18 @@ class AdapterRun:
     """
 
     def __init__(
-        self, node: Mapping[str, Any], shared: InternalCallbackParam, step: StepOfAdapter, data: Dataset, rows: BestRows
+        self,
+        node: Mapping[str, Any],
+        shared: InternalCallbackParam,
+        own: Mapping[str, Any],
+        step: StepOfAdapter,
+        rows: BestRows,
     ):
         self.name = node["name"]
         self.settings = node["settings"]
         self.step = step
         self.ended: Optional[Dict[str, Any]] = None
-        configuration = node["configuration"]
-        nodes = [dict(callback) for callback in configuration["callbacks"] if callback["type"] in OF_ADAPTER]
+        nodes = [dict(callback) for callback in node["configuration"]["callbacks"] if callback["type"] in OF_ADAPTER]
         self.callbacks: List[Callback] = [
             rows,
             *(
@@ -81,14 +85,14 @@ class AdapterRun:
         ]
         self.params = InternalCallbackParam()
         self.params.update(shared)
-        self.params.update(train_network=step, list_callback=self.callbacks, train_dataset=data)
-        self.params["batch_num"] = data.get_dataset_size()
-        self.params["run_configuration"] = configuration
+        self.params.update(own)
+        self.params.update(train_network=step, list_callback=self.callbacks)
+        self.own_keys = {*_OF_ITS_OWN, *own}
         self.context = RunContext(self.params)
 
     def follow(self, shared: InternalCallbackParam) -> None:
         """Takes over what is the same for all adapters: step, epoch and so on."""
-        self.params.update({key: value for key, value in shared.items() if key not in _OF_ITS_OWN})
+        self.params.update({key: value for key, value in shared.items() if key not in self.own_keys})
 
     def call(self, event: str) -> None:
         """Calls each callback for an event, such as "on_train_begin"."""
@@ -145,30 +149,69 @@ class EachAdapter(Callback):
         self.directory = os.path.abspath(get_output_root_path())
         self.runs: List[AdapterRun] = []
         self.held_out: Optional[HeldOutOfAdapters] = None
+        # The names of the adapters that have ended before the run.
+        self.left: Set[str] = set()
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Gives the adapters their initial values, or those that a resumed run goes on with."""
         params = run_context.original_args()
-        step = train_step_of(params.train_network)
         stack = innermost(params.train_network, lambda cell: hasattr(cell, "stack")).stack
-        stack.set_initial_values()
-        self.held_out = HeldOutOfAdapters(step.network, stack.count)
-        datasets = datasets_of(params.train_dataset, stack.count)
+        steps, cell = self.steps_and_loss(params.train_network)
+        self.set_initial_values(stack)
+        self.held_out = HeldOutOfAdapters(cell, stack.count)
         for number, node in enumerate(self.nodes):
-            of_adapter = StepOfAdapter(stack, step, number, self.held_out)
-            rows = BestRows(self.held_out, number)
-            run = AdapterRun(node, params, of_adapter, datasets[number], rows)
+            of_adapter = StepOfAdapter(stack, steps, number, self.held_out)
+            own = self.parameters_of(number, params)
+            run = AdapterRun(node, params, own, of_adapter, BestRows(self.held_out, number))
             self.runs.append(run)
-            if node.get("ended"):
-                run.stay(node["folder"], node["ended"])
+            self.begin(run, node)
+            if run.ended is not None:
                 at, reason = run.ended["step"], run.ended["reason"]
                 logger.info("The adapter %s stays as it was at step %d. %s", run.name, at, reason)
-            else:
-                run.call("on_train_begin")
+                self.left.add(run.name)
         # All that learn begin at one step.
         params.cur_step_num = next(run.params.cur_step_num for run in self.runs if run.ended is None)
-        params["how_to_go_on"] = self._how_to_go_on()
+        self.tell_how_to_go_on(params)
         self._write_record()
+
+    # What another Trainer does in another way.
+
+    def steps_and_loss(self, train_network: nn.Cell) -> Tuple[UpdatesOfAdapters, HeldOutLossCell]:
+        """Returns what takes the steps of all adapters, and what computes the held-out loss of each row."""
+        step = train_step_of(train_network)
+        model = base_of(step.network)
+        return step, HeldOutLossCell(model, ignore_token_id(model.config), by_row=True)
+
+    def set_initial_values(self, stack: AdapterStack) -> None:
+        """Gives the adapters their initial values."""
+        stack.set_initial_values()
+
+    def parameters_of(self, number: int, params: InternalCallbackParam) -> Dict[str, Any]:
+        """Returns what the callbacks of an adapter are told besides what is the same for all."""
+        dataset = datasets_of(params.train_dataset, len(self.nodes))[number]
+        return {
+            "train_dataset": dataset,
+            "batch_num": dataset.get_dataset_size(),
+            "run_configuration": self.nodes[number]["configuration"],
+        }
+
+    def begin(self, run: AdapterRun, node: Mapping[str, Any]) -> None:
+        """Begins the run of an adapter, or lets it stay where it had ended."""
+        if node.get("ended"):
+            run.stay(node["folder"], node["ended"])
+        else:
+            run.call("on_train_begin")
+
+    def tell_how_to_go_on(self, params: InternalCallbackParam) -> None:
+        """Keeps what is said where the run is stopped."""
+        params["how_to_go_on"] = (
+            f"All adapters are saved in {self.saved_in}. To go on, repeat the command with --resume, or set "
+            "resume: True in LoraCheckpoint."
+        )
+        if not any(isinstance(callback, LoraCheckpoint) for run in self.runs for callback in run.callbacks):
+            params["how_to_go_on"] = "Nothing was saved: callbacks has no LoraCheckpoint."
+
+    # The events of a run.
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Tells the callbacks of each adapter that learns."""
@@ -194,6 +237,7 @@ class EachAdapter(Callback):
             if run.ended is not None and params.cur_step_num < training_state.total_steps(params):
                 reason = run.ended["reason"] or "Its run has ended."
                 logger.warning("step %d: the adapter %s learns no more. %s", params.cur_step_num, run.name, reason)
+                self.left.add(run.name)
                 self._write_record()
         if not self._learning(params):
             run_context.request_stop()
@@ -205,6 +249,7 @@ class EachAdapter(Callback):
         comparisons = list(self._comparisons())
         for comparison in comparisons:
             logger.info("The adapters on %s:\n%s", comparison.measure.source, comparison)
+        os.makedirs(self.directory, exist_ok=True)
         write_json(os.path.join(self.directory, COMPARISON), [dataclasses.asdict(each) for each in comparisons])
         self._write_page(comparisons)
 
@@ -217,15 +262,6 @@ class EachAdapter(Callback):
     def _write_record(self):
         adapters = [{"name": run.name, "settings": run.settings, "ended": run.ended} for run in self.runs]
         several_adapters.write_record(self.saved_in, adapters)
-
-    def _how_to_go_on(self):
-        """Returns what is said where the run is stopped."""
-        if not any(isinstance(callback, LoraCheckpoint) for run in self.runs for callback in run.callbacks):
-            return "Nothing was saved: callbacks has no LoraCheckpoint."
-        return (
-            f"All adapters are saved in {self.saved_in}. To go on, repeat the command with --resume, or set "
-            "resume: True in LoraCheckpoint."
-        )
 
     def _comparisons(self):
         """Yields a Comparison of the adapters for each data that their held-out loss was measured on."""

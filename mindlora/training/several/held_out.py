@@ -6,15 +6,17 @@ from typing import Any, Dict, Tuple
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindlora.core.fields import ignore_token_id
 from mindlora.training.held_out.cells import HeldOutLossCell
 from mindlora.training.held_out.whole_batches import labeled_batches
-from mindlora.training.model.network import base_of
 from mindlora.training.several.train_step import RowsOfAdapters
 
 
 class HeldOutRows(nn.Cell):
     """The held-out loss of each row under each of K adapters.
+
+    Args:
+        cell (HeldOutLossCell): Of the network with the adapters, with ``by_row``.
+        adapters (int): K.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1], as for HeldOutLossCell.
@@ -23,11 +25,10 @@ class HeldOutRows(nn.Cell):
         Tuple of two tensors float32 [K, rows]: the sum of the losses of each row, and how many labels count in it.
     """
 
-    def __init__(self, network: nn.Cell, adapters: int):
+    def __init__(self, cell: HeldOutLossCell, adapters: int):
         super().__init__(auto_prefix=False)
-        model = base_of(network)
-        self.ignore_token_id = ignore_token_id(model.config)
-        self.network = RowsOfAdapters(HeldOutLossCell(model, self.ignore_token_id, by_row=True), adapters)
+        self.ignore_token_id = cell.ignore_token_id
+        self.network = RowsOfAdapters(cell, adapters)
         self.adapters = adapters
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
@@ -38,13 +39,16 @@ class HeldOutRows(nn.Cell):
 class HeldOutOfAdapters:
     """Measures the held-out loss of all adapters when that of one is asked for, once in each step.
 
+    Args:
+        cell, adapters: As for HeldOutRows.
+
     Attributes:
         rows (dict): Path of the data -> (losses [K, rows], counts [rows]) of its rows, as measured in this step.
         best (dict): Path of the data -> adapter -> (losses [rows], counts [rows], step) where its loss was least.
     """
 
-    def __init__(self, network: nn.Cell, adapters: int):
-        self.cell = HeldOutRows(network, adapters)
+    def __init__(self, cell: HeldOutLossCell, adapters: int):
+        self.cell = HeldOutRows(cell, adapters)
         self.rows: Dict[str, Tuple[np.ndarray, np.ndarray]] = {}
         self.best: Dict[str, Dict[int, Tuple[np.ndarray, np.ndarray, int]]] = {}
         self.step = 0

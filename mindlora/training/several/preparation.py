@@ -16,7 +16,7 @@ from mindlora.run.yaml_run import YamlRun
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.adamw import StackedAdamW
 from mindlora.training.several.data import DataOfAdapters, name_data, steps_in_epoch
-from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, trained_adapters
+from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, trained_adapters, write_to_own_folder
 from mindlora.training.several.train_step import StackedTrainOneStepCell
 from mindlora.training.step.packing import boundary_of
 
@@ -66,8 +66,6 @@ class AdapterRates(LearningRateSchedule):
 
 
 MindFormerRegister.register_cls(StackedAdamW, MindFormerModuleType.OPTIMIZER, legacy=True)
-# Arguments of callbacks that name the folder they write to.
-_WRITING = {"LoraCheckpoint": "lora_checkpoint", "LossCurve": "", "RunReport": ""}
 
 
 def prepare_adapters(config: MindFormerConfig) -> None:
@@ -124,8 +122,5 @@ def alone(configuration: Dict[str, Any], adapter: TrainedAdapter) -> Dict[str, A
         configuration["lr_schedule"]["learning_rate"] = adapter.learning_rate
     if adapter.data is not None:
         name_data(configuration["train_dataset"], adapter.data)
-    for callback in configuration["callbacks"]:
-        if callback["type"] in _WRITING:
-            folder = callback.get("directory") or get_output_root_path()
-            callback["directory"] = os.path.join(folder, adapter.name, _WRITING[callback["type"]])
+    write_to_own_folder(configuration["callbacks"], adapter.name, get_output_root_path())
     return configuration

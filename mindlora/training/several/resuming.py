@@ -75,24 +75,30 @@ def _ended(directory, adapters) -> Dict[str, Dict[str, Any]]:
             "there. Name its output folder, or leave resume out."
         )
     with open(path, encoding="utf-8") as file:
-        saved = {each["name"]: each for each in parse_object(file.read(), path, ConfigError)["adapters"]}
+        saved = parse_object(file.read(), path, ConfigError)["adapters"]
+    check_same_adapters(path, saved, adapters)
+    return {each["name"]: each["ended"] for each in saved if each["ended"]}
+
+
+def check_same_adapters(source: str, there: Sequence[Mapping[str, Any]], adapters: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError unless the adapters of a run are those that a saved one had, by "name" and "settings"."""
+    saved = {each["name"]: each["settings"] for each in there}
     now = {adapter["name"]: adapter["settings"] for adapter in adapters}
     differences = {
         "only there": [name for name in saved if name not in now],
         "only in this run": [name for name in now if name not in saved],
         "with other settings": [
-            f"{name} ({saved[name]['settings']} there, {settings} here)"
+            f"{name} ({saved[name]} there, {settings} here)"
             for name, settings in now.items()
-            if name in saved and saved[name]["settings"] != settings
+            if name in saved and saved[name] != settings
         ],
     }
     problems = [f"{problem}: {', '.join(names)}" for problem, names in differences.items() if names]
     if problems:
         raise ConfigError(
-            f"{path} names other adapters than pet_config.adapters. {'; '.join(problems)}. Resume with the adapters of "
-            "that run, or begin a new one in another output folder."
+            f"{source} names other adapters than pet_config.adapters. {'; '.join(problems)}. Resume with the adapters "
+            "of that run, or begin a new one in another output folder."
         )
-    return {name: each["ended"] for name, each in saved.items() if each["ended"]}
 
 
 def _steps(directory) -> Dict[int, str]:

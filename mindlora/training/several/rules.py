@@ -1,20 +1,22 @@
 """pet_config.adapters: several adapters that train in one run, and what they need from the rest of the YAML."""
 
+import copy
 import dataclasses
 import os
 import re
 import warnings
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import NOT_NEGATIVE, check_number
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.numerics.initializers import changes_base
-from mindlora.core.text import suggestion
-from mindlora.core.yaml_file import PET
+from mindlora.core.text import listed, shown, suggestion
+from mindlora.core.yaml_file import PET, value_at
 from mindlora.models.variants.registry import LORA
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.run.checks.pynative_adapter import merged
 from mindlora.run.checks.targets import check_targets
 from mindlora.run.keys import MODEL
 from mindlora.run.yaml_run import WRAPPER, YamlRun
@@ -50,6 +52,7 @@ _OF_ADAPTER = (
     *("EmptySteps", "HeldOutLoss", "TrainingGuard", "WarmUp", "ReduceOnPlateau", "GradientNormRate", "EarlyStopping"),
     *("LoraCheckpoint", "RunReport"),
 )
+_WITH_OTHERS = (*OF_RUN, *_OF_ADAPTER)
 # With RunReport's earlier name, which goes with the next version.
 OF_ADAPTER = (*_OF_ADAPTER, "LossCurve")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
@@ -62,6 +65,10 @@ _KNOWN_KEYS = {
     "runner_wrapper": ("type", "scale_sense", "use_clip_grad", "max_grad_norm", "loss_in_pieces"),
     "optimizer": ("type", "betas", "eps", "weight_decay"),
 }
+
+
+# Arguments of callbacks that name the folder they write to -> what they write to in the folder of an adapter.
+_WRITING = {"LoraCheckpoint": "lora_checkpoint", "LossCurve": "", "RunReport": ""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +150,14 @@ def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> Tr
         raise ConfigError(f"{where}: {refusal}") from refusal
 
 
+def write_to_own_folder(callbacks: List[Dict[str, Any]], name: str, output: str) -> None:
+    """Makes callbacks write to a folder of an adapter's name, in their own or in the output folder of the run."""
+    for callback in callbacks:
+        if callback["type"] in _WRITING:
+            folder = callback.get("directory") or output
+            callback["directory"] = os.path.join(folder, name, _WRITING[callback["type"]])
+
+
 def check_cells(run: YamlRun, pet_config: PetLoraConfig) -> List[Finding]:
     """Returns what check_targets says of pet_config, or of each of its adapters.
 
@@ -158,13 +173,18 @@ def check_cells(run: YamlRun, pet_config: PetLoraConfig) -> List[Finding]:
         except ConfigError:
             # check_adapters says what is wrong.
             return []
+    return _by_adapter({each.name: check_targets(run, each.config.for_network()) for each in adapters})
+
+
+def _by_adapter(found: Mapping[str, List[Finding]]) -> List[Finding]:
+    """Returns what was found of each adapter, which is by its name, as check_cells says it."""
     names_by_finding: Dict[Finding, List[str]] = {}
-    for adapter in adapters:
-        for finding in check_targets(run, adapter.config.for_network()):
-            names_by_finding.setdefault(finding, []).append(adapter.name)
+    for name, findings_of_one in found.items():
+        for finding in findings_of_one:
+            names_by_finding.setdefault(finding, []).append(name)
     findings = []
     for finding, names in names_by_finding.items():
-        if len(names) < len(adapters):
+        if len(names) < len(found):
             of_adapters = f"Adapter{'s' if len(names) > 1 else ''} {', '.join(names)}: {finding.found}"
             finding = dataclasses.replace(finding, found=of_adapters)
         findings.append(finding)
@@ -188,7 +208,8 @@ def check_adapters(run: YamlRun) -> Iterator[Finding]:
     except LoraError as refusal:
         yield error(KEY, str(refusal))
         return
-    yield from _check_kind(pet_config, adapters)
+    yield from _check_kind(pet_config, adapters, PET)
+    yield from _check_files(adapters, KEY)
     yield from _check_data(run, adapters)
     yield from _check_run(run)
     yield from _check_keys(run)
@@ -204,41 +225,47 @@ def check_adapters(run: YamlRun) -> Iterator[Finding]:
             yield error(
                 where,
                 f"{where} is for a run with one adapter, and pet_config has adapters.",
-                f"Remove it; there are {', '.join((*OF_RUN, *_OF_ADAPTER))}.",
+                f"Remove it; there are {', '.join(_WITH_OTHERS)}.",
             )
 
 
-def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter], node: str) -> Iterator[Finding]:
+    """Yields an error for each setting of pet_config, which is at ``node``, that adapters beside each other lack."""
+    key = f"{node}.adapters"
     if pet_config.variant is not LORA:
-        yield error(KEY, f"{pet_config.variant.field} is True, and only plain LoRA trains beside others.", "Remove it.")
+        yield error(key, f"{pet_config.variant.field} is True, and only plain LoRA trains beside others.", "Remove it.")
     for field in _NOT_WITH_OTHERS:
         if getattr(pet_config, field):
             yield error(
-                f"{PET}.{field}",
+                f"{node}.{field}",
                 f"{field} is {getattr(pet_config, field)!r}, which a run with several adapters does not carry out.",
                 "Remove it, or train one adapter at a time.",
             )
     for adapter in adapters:
         if changes_base(adapter.config.lora_init):
             yield error(
-                KEY,
+                key,
                 f"lora_init of {adapter.name} is {adapter.config.lora_init}, which changes the base that the other "
                 "adapters train on.",
                 "Use kaiming, gaussian or orthogonal.",
             )
 
 
-def _check_data(run: YamlRun, adapters: List[TrainedAdapter]) -> Iterator[Finding]:
-    own = [adapter for adapter in adapters if adapter.data]
-    for adapter in own:
-        path = adapter.data or ""
-        if not mindrecord_files(path) or not os.path.exists(path):
+def _check_files(adapters: List[TrainedAdapter], key: str) -> Iterator[Finding]:
+    """Yields an error for each adapter whose data is not there; ``key`` is that of the adapters."""
+    for adapter in adapters:
+        path = adapter.data
+        if path is not None and not (mindrecord_files(path) and os.path.exists(path)):
             yield error(
-                KEY,
+                key,
                 f"data of the adapter {adapter.name} is {path}, where there is no MindRecord (the current "
                 f"folder is {os.getcwd()}).",
                 "Correct the path.",
             )
+
+
+def _check_data(run: YamlRun, adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+    own = [adapter for adapter in adapters if adapter.data]
     if own and run.at("lr_schedule.warmup_epochs"):
         yield error(
             "lr_schedule.warmup_epochs",
@@ -304,3 +331,140 @@ def _check_keys(run: YamlRun) -> Iterator[Finding]:
             "runner_wrapper.scale_sense is a node, and a loss scale that moves with one adapter would move the others.",
             "Write a number.",
         )
+
+
+# Under MindFormers' PyNative Trainer: the YAML of a run with each adapter alone, and what is refused there.
+
+PYNATIVE_KEY = "pet_config.adapters"
+_PYNATIVE_MODEL = "Qwen3ForCausalLM"
+# Callbacks of mindlora that follow a run with one adapter.
+OF_ONE_ADAPTER = (
+    *("BaseCheck", "ReferenceCheck", "LoraInitialization", "AdapterHealth", "RankBudget", "SampleAnswers"),
+    *("Forgetting", "ForgettingBudget"),
+)
+_PYNATIVE_OPTIMIZER_KEYS = ("type", "betas", "eps", "weight_decay", "weight_decay_include", "weight_decay_exclude")
+# Keys that a run with several adapters does not carry out -> why.
+_NOT_WITH_ADAPTERS = {
+    "training.use_skip_step_on_nan": "each adapter skips such steps by itself",
+    "model.calculate_per_token_loss": "each adapter has its own mean loss",
+    "model.num_nextn_predict_layers": "a token further on has a loss that is not kept apart",
+    "preference": "preferences are learned by one adapter",
+}
+
+
+def alone_in_pynative(configuration: Mapping[str, Any], adapter: TrainedAdapter, output: str) -> Dict[str, Any]:
+    """Returns the YAML of a run with this adapter alone, which writes to a folder of its name in ``output``.
+
+    Its pet_config may select fewer cells than lora_config.
+    """
+    alone = copy.deepcopy(dict(configuration))
+    pet_config = {key: value for key, value in alone["pet_config"].items() if key != "adapters"}
+    alone["pet_config"] = {**pet_config, **adapter.own}
+    own = {key: value for key, value in adapter.own.items() if key in ("lora_rank", "lora_alpha")}
+    alone["lora_config"] = {**alone["lora_config"], **own}
+    if adapter.learning_rate is not None:
+        alone["lr_scheduler"] = {**(alone.get("lr_scheduler") or {}), "learning_rate": adapter.learning_rate}
+    if adapter.data is not None:
+        alone["train_dataset"]["dataloader"]["dataset_files"] = adapter.data
+    write_to_own_folder(alone.get("callbacks") or [], adapter.name, output)
+    return alone
+
+
+def check_of_each(config: Mapping[str, Any], check: Callable[[Mapping[str, Any]], Iterator[Finding]]) -> List[Finding]:
+    """Returns what a check finds in a YAML; with adapters, in the YAML of a run with each alone, as in check_cells."""
+    if not value_at(config, PYNATIVE_KEY):
+        return list(check(config))
+    try:
+        adapters = adapters_of(config)
+    except LoraError:
+        # check_pynative_adapters says what is wrong.
+        return []
+    return _by_adapter({each.name: list(check(alone_in_pynative(config, each, ""))) for each in adapters})
+
+
+def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each setting that keeps several adapters from training in one run of the PyNative Trainer.
+
+    ``config`` is the content of a YAML whose lora_config has no mistakes.
+    """
+    types = [node.get("type") for node in config.get("callbacks") or [] if isinstance(node, Mapping)]
+    if "EachAdapter" in types:
+        found = "callbacks has EachAdapter, which mindlora adds to a run with pet_config.adapters."
+        yield error("callbacks", found, "Remove it.")
+    if value_at(config, PYNATIVE_KEY) is None:
+        return
+    try:
+        adapters = adapters_of(config)
+        yield from _check_kind(PetLoraConfig.from_pet_config(_of_all(config)), adapters, "pet_config")
+    except LoraError as refusal:
+        yield error(PYNATIVE_KEY, str(refusal))
+        return
+    yield from _check_files(adapters, PYNATIVE_KEY)
+    yield from _check_pynative_data(config, adapters)
+    yield from _check_pynative_run(config)
+    alone = [name for name in types if name in OF_ONE_ADAPTER]
+    if alone:
+        found = f"callbacks has {listed(alone)}, for a run with one adapter, and pet_config has adapters."
+        yield error("callbacks", found, f"Remove it; there are {', '.join(_WITH_OTHERS)}.")
+
+
+def adapters_of(config: Mapping[str, Any]) -> List[TrainedAdapter]:
+    """Returns the adapters of a YAML; raises LoraError as trained_adapters does."""
+    with warnings.catch_warnings():
+        # They are given where the adapters are made.
+        warnings.simplefilter("ignore")
+        return trained_adapters(PetLoraConfig.from_pet_config(_of_all(config)))
+
+
+def _of_all(config: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns pet_config with what lora_config says for all adapters."""
+    # Which cells it is counts for nothing that is looked at here.
+    return merged(config["pet_config"], config["lora_config"], ["all-linear"], "float32")
+
+
+def _check_pynative_data(config: Mapping[str, Any], adapters: List[TrainedAdapter]) -> Iterator[Finding]:
+    own = [adapter for adapter in adapters if adapter.data]
+    if not own:
+        return
+    needed = (("train_dataset.dataloader.type", "MindDataset"), ("train_dataset.drop_remainder", True))
+    for key, value in needed:
+        # The Trainer leaves a remainder out where the YAML says nothing.
+        if value_at(config, key) not in (value, None):
+            yield error(
+                key,
+                f"{key} is {value_at(config, key)!r}, and {own[0].name} has data of its own, which is read as a "
+                "MindRecord and in batches of equal size.",
+                f"Set it to {value}.",
+            )
+
+
+def _check_pynative_run(config: Mapping[str, Any]) -> Iterator[Finding]:
+    model = config.get("model") or {}
+    classes = model.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else classes
+    if name != _PYNATIVE_MODEL:
+        yield error(
+            "model.architectures",
+            f"The model is {name}, and under MindFormers' PyNative Trainer several adapters train on {_PYNATIVE_MODEL} "
+            "alone.",
+            "Train one adapter at a time.",
+        )
+    optimizer = config.get("optimizer") or {}
+    kind = optimizer.get("type", OPTIMIZER)
+    if kind != OPTIMIZER:
+        found = f"optimizer.type is {kind!r}, and pet_config has adapters: it is the optimizer that keeps them apart."
+        yield error("optimizer.type", found, f"Set it to {OPTIMIZER}.")
+    for key, value in optimizer.items():
+        if key not in _PYNATIVE_OPTIMIZER_KEYS and value not in (None, False):
+            yield error(
+                f"optimizer.{key}",
+                f"optimizer.{key} is {shown(value)}, which a run with several adapters does not carry out.",
+                f"Remove it; there are {', '.join(_PYNATIVE_OPTIMIZER_KEYS)}.",
+            )
+    for key, reason in _NOT_WITH_ADAPTERS.items():
+        value = value_at(config, key)
+        if value:
+            yield error(key, f"{key} is {shown(value)}, and pet_config has adapters: {reason}.", "Remove it.")
+    if (model.get("chunk_loss_num") or 0) > 1:
+        found = f"model.chunk_loss_num is {model['chunk_loss_num']}, and the loss of each adapter is computed at once."
+        yield error("model.chunk_loss_num", found, "Remove it.")

@@ -16,6 +16,9 @@ from mindlora.network.cells.parallel_linear import LoRAParallelLinear, QLoRAPara
 from mindlora.network.cells.routed_experts import holders_with
 from mindlora.network.cells.stacked_dense import StackedLoRADense, StackedLoRAParallelLinear
 from mindlora.network.cells.stacked_experts import StackedLoRAExpertWeight
+from mindlora.network.pynative.linear import LoRAPyNativeLinear
+from mindlora.network.pynative.nf4 import QLoRAPyNativeLinear
+from mindlora.network.pynative.stacked import StackedLoRAPyNativeLinear
 from mindlora.network.quantize import quantize_base
 from mindlora.network.quantized.nf4 import QLoRADense
 from mindlora.network.tree import Tree, copy_cells, lora_cells, replace_children
@@ -27,6 +30,8 @@ _STACKED = {
     LoRAParallelLinear: StackedLoRAParallelLinear,
     QLoRAParallelLinear: StackedLoRAParallelLinear,
     LoRAExpertWeight: StackedLoRAExpertWeight,
+    LoRAPyNativeLinear: StackedLoRAPyNativeLinear,
+    QLoRAPyNativeLinear: StackedLoRAPyNativeLinear,
 }
 
 
@@ -143,17 +148,28 @@ def stack_adapters(
         np.random.set_state(state)
         with InitialDraws(seed):
             apply_lora(own, config)
-        _check_linear(own)
+            _check_linear(own)
+            _make_values(own)
         freeze_base(own)
         networks.append(own)
     cells = _stack(network, networks, first.compute_dtype)
     return AdapterStack(networks, cells, seeds)
 
 
+def _make_values(network):
+    """Makes the adapter of a PyNative model, which has no values yet, with those that it begins with."""
+    for _, cell in lora_cells(network):
+        unmade = [parameter for parameter in cell.lora_parameters() if getattr(parameter, "is_meta", False)]
+        for parameter in unmade:
+            parameter.data = ops.zeros(parameter.shape, parameter.dtype)
+        if unmade:
+            cell.reset_adapter()
+
+
 def _check_linear(network):
     """Raises UnsupportedCellError if an adapter is on cells that cannot be stacked."""
     cells = dict(lora_cells(network))
-    others = {path: type(cell).__name__ for path, cell in cells.items() if type(cell) not in _STACKED}
+    others = {path: type(cell).__name__ for path, cell in cells.items() if _type_of(cell) not in _STACKED}
     if others:
         path, kind = next(iter(others.items()))
         raise UnsupportedCellError(
@@ -178,13 +194,18 @@ def _stack(network, networks, compute_dtype):
         present = [each.get(name) for each in adapted]
         if any(present):
             first = next(cell for cell in present if cell is not None)
-            stacked = _STACKED[type(first)].from_cells(base, present, compute_dtype)
+            stacked = _STACKED[_type_of(first)].from_cells(base, present, compute_dtype)
             cells[first.adapter_path] = replacements[id(base)] = stacked
             if isinstance(base, ExpertWeight):
                 experts.append((base, stacked))
     replacements.update(holders_with(tree.modules, experts))
     replace_children(network, replacements)
     return cells
+
+
+def _type_of(cell):
+    """Returns the class of a cell with an adapter; in a PyNative model without MindFormers' Linear."""
+    return getattr(cell, "adapter_type", type(cell))
 
 
 def _by_name(network):

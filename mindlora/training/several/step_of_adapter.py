@@ -9,19 +9,22 @@ from mindspore.common import dtype as mstype
 
 from mindlora.training.several.held_out import HeldOutOfAdapters
 from mindlora.training.several.stack import AdapterStack, Slice, pull, push
-from mindlora.training.several.train_step import StackedTrainOneStepCell
+from mindlora.training.several.train_step import UpdatesOfAdapters
 from mindlora.training.step.train_step import StepRecord
+
+# What the names of an optimizer's parameters begin with: both moments, and float32 copies of weights in 16 bits.
+_BESIDE_WEIGHTS = ("adam_m", "adam_v", "main_param")
 
 
 class StepOfAdapter(nn.Cell):
-    """What callbacks read and set of a train step, for one adapter of a StackedTrainOneStepCell.
+    """What callbacks read and set of a train step, for one adapter of several.
 
     Its parameters have the names and shapes of a run with this adapter alone, so what is saved of it is what such a run
     saves. They hold the adapter's state between collect_state and distribute_state.
 
     Args:
         stack (AdapterStack): The adapters of the run.
-        step (StackedTrainOneStepCell): The train step of all of them.
+        step (UpdatesOfAdapters): What takes the steps of all of them.
         number (int): Which of them.
         held_out (HeldOutOfAdapters): What measures their held-out losses.
 
@@ -34,19 +37,23 @@ class StepOfAdapter(nn.Cell):
     loss_scaling_manager = exchange = None
     learns_preferences = False
 
-    def __init__(self, stack: AdapterStack, step: StackedTrainOneStepCell, number: int, held_out: HeldOutOfAdapters):
+    def __init__(self, stack: AdapterStack, step: UpdatesOfAdapters, number: int, held_out: HeldOutOfAdapters):
         super().__init__(auto_prefix=False)
         self.network = stack.networks[number]
         self.number = number
         self.rate_factors: Dict[str, float] = {}
-        self.scale_sense = Parameter(Tensor(step.scale_sense, mstype.float32), "scale_sense", requires_grad=False)
+        self.scale_sense = None
+        if step.scale_sense is not None:
+            self.scale_sense = Parameter(Tensor(step.scale_sense, mstype.float32), "scale_sense", requires_grad=False)
         optimizer = step.optimizer
         self.global_step = Parameter(Tensor([0], mstype.int32), "global_step", requires_grad=False)
         weights = stack.slices(number)
-        stacked = {p.name: p for p in (*optimizer.exp_avg, *optimizer.exp_avg_sq)}
-        moments = [_moment(stacked, prefix, weight) for prefix in ("adam_m", "adam_v") for weight in weights]
-        self.moments = tuple(moment.own for moment in moments)
-        self.slices = [*weights, *moments, Slice(optimizer.global_step, number, self.global_step)]
+        kept = {p.name: p for p in (*optimizer.exp_avg, *optimizer.exp_avg_sq, *optimizer.weights)}
+        beside = []
+        for prefix in _BESIDE_WEIGHTS:
+            beside += [_beside(kept, prefix, weight) for weight in weights if _name(prefix, weight.stacked) in kept]
+        self.moments = tuple(each.own for each in beside)
+        self.slices = [*weights, *beside, Slice(optimizer.global_step, number, self.global_step)]
         # Not cells of this one, whose parameters are the adapter's alone.
         self._all = (step, held_out)
 
@@ -59,7 +66,7 @@ class StepOfAdapter(nn.Cell):
         push(self.slices)
 
     def get_parameters(self, expand: bool = True) -> Iterator[Parameter]:
-        """As for a cell, with the moments."""
+        """As for a cell, with what the optimizer keeps beside the weights."""
         yield from super().get_parameters(expand)
         yield from self.moments
 
@@ -85,8 +92,12 @@ class StepOfAdapter(nn.Cell):
         return self._all[1].loss(self.number, dataset_dir, batch_size)
 
 
-def _moment(stacked, prefix, weight):
-    """Returns the slice of a moment, as that of its weight."""
+def _beside(kept, prefix, weight):
+    """Returns the slice of what the optimizer keeps beside a weight, as that of the weight."""
     zeros = Tensor(np.zeros(weight.own.shape, np.float32))
-    own = Parameter(zeros, f"{prefix}.{weight.own.name}", requires_grad=False)
-    return Slice(stacked[f"{prefix}.{weight.stacked.name}"], weight.number, own)
+    own = Parameter(zeros, _name(prefix, weight.own), requires_grad=False)
+    return Slice(kept[_name(prefix, weight.stacked)], weight.number, own)
+
+
+def _name(prefix, parameter):
+    return f"{prefix}.{parameter.name}"

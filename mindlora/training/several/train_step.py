@@ -41,11 +41,21 @@ class AdapterLosses(nn.Cell):
         self.adapters = adapters
 
     def construct(self, logits: Tensor, labels: Tensor, mask: Tensor) -> Tuple[Tensor, Tensor]:
-        log_probabilities, one_hot = self.log_softmax(logits, labels)
-        losses = self.negative_log_likelihood(log_probabilities, one_hot)
+        losses = self.of_tokens(logits, labels)
         # Selected, not multiplied: what does not count may be infinite.
         losses = ops.select(mask > 0, losses, ops.zeros_like(losses))
         return losses.reshape((self.adapters, -1)).sum(-1), mask.reshape((self.adapters, -1)).sum(-1) + 1e-8
+
+    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns the loss of each token, float32 [K n]."""
+        log_probabilities, one_hot = self.log_softmax(logits, labels)
+        return self.negative_log_likelihood(log_probabilities, one_hot)
+
+
+def rows_for_each(x: Tensor, adapters: int) -> Tensor:
+    """Returns [K rows, N], those of the first adapter first, of [rows, N], which all get, or of [rows, K, N]."""
+    rows = ops.tile(x, (adapters, 1)) if x.ndim == 2 else ops.swapaxes(x, 0, 1)
+    return rows.reshape((-1, x.shape[-1]))
 
 
 class RowsOfAdapters(nn.Cell):
@@ -68,8 +78,7 @@ class RowsOfAdapters(nn.Cell):
     def construct(self, *inputs: Tensor) -> Tuple[Tensor, ...]:
         batch = ()
         for x in inputs:
-            rows = ops.tile(x, (self.adapters, 1)) if x.ndim == 2 else ops.swapaxes(x, 0, 1)
-            batch += (rows.reshape((-1, x.shape[-1])),)
+            batch += (rows_for_each(x, self.adapters),)
         outputs = self.network(*batch)
         return (outputs[0], outputs[1]) if self.returns_others else outputs
 
@@ -101,13 +110,106 @@ def _sum_of_squares(gradient):
     return (gradient * gradient).reshape((gradient.shape[0], -1)).sum(-1)
 
 
-@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
-class StackedTrainOneStepCell(nn.Cell):
-    """A train step in which each of K adapters takes the step that LoraTrainOneStepCell would take with it alone.
+class UpdatesOfAdapters(nn.Cell):
+    """What a train step does with the gradients of K adapters, what it knows of each, and what callbacks set of it.
 
     An adapter's step is skipped, so that neither its weights, its moments nor its learning rate's step change, if its
     loss or the norm of its gradient is not finite or exceeds its limit, if no token of its rows counts, or if it has
-    been stopped. The others are not touched by that. mindlora-run sets this cell in the YAML of a run with
+    been stopped. The others are not touched by that.
+
+    Attributes:
+        scale_sense (float or None): The loss scale, if there is one.
+
+    Args:
+        optimizer (UpdateOfEach): Of the adapters' parameters.
+        max_grad_norm (float, optional): The largest norm of an adapter's gradient. Default: None, none is clipped.
+    """
+
+    scale_sense: Optional[float] = None
+
+    def __init__(self, optimizer: nn.Optimizer, max_grad_norm: Optional[float] = None):
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+        self.learning_rate = optimizer.learning_rate
+        self.adapters = optimizer.parameters[0].shape[0]
+        self.use_clip_grad = max_grad_norm is not None
+        self.max_grad_norm = Tensor(0.0 if max_grad_norm is None else max_grad_norm, mstype.float32)
+        self.hyper_map = ops.HyperMap()
+        # What callbacks set and read between two steps.
+        self.record = _transient("record", np.zeros((_RECORDED, self.adapters)))
+        self.limits = _transient("limits", np.full((2, self.adapters), np.inf))
+        self.rate_factors = _transient("rate_factors", np.ones(self.adapters))
+        self.stopped = _transient("stopped", np.zeros(self.adapters))
+
+    def update(
+        self, losses: Tensor, counts: Tensor, gradients: Tuple[Tensor, ...], factors: Tensor
+    ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Takes a step of each adapter.
+
+        Args:
+            losses (Tensor): float32 [K], the mean loss of each.
+            counts (Tensor): float32 [K], its tokens that count; 0 where there are none.
+            gradients (tuple of Tensor): [K, ...], in the shapes of the parameters.
+            factors (Tensor): float32 [K], what makes of these the gradients of the mean losses.
+
+        Returns:
+            As in MFTrainOneStepCell, over the adapters whose step was not skipped: mean loss, whether none was left,
+            largest learning rate, and largest gradient norm.
+        """
+        # As in LoraTrainOneStepCell: without a token that counts the loss is NaN.
+        losses = ops.select(counts > 0.5, losses, ops.full_like(losses, np.nan))
+        gradients = self.hyper_map(ops.partial(_scaled_by_adapter, factors), gradients)
+        norms = ops.sqrt(ops.stack(self.hyper_map(_squares_by_adapter, gradients)).sum(0))
+        if self.use_clip_grad:
+            # As LoraTrainOneStepCell clips.
+            clipping = self.max_grad_norm / (ops.maximum(norms, self.max_grad_norm) + 1e-6)
+            clipping = ops.minimum(clipping, Tensor(1, mstype.float32))
+            gradients = self.hyper_map(ops.partial(_scaled_by_adapter, clipping), gradients)
+        rates = self.learning_rate(self.optimizer.global_step) * self.rate_factors
+        # A comparison with NaN is false.
+        applied = ops.logical_and(losses <= self.limits[0], norms <= self.limits[1])
+        applied = ops.logical_and(applied, ops.logical_and(ops.isfinite(losses), ops.isfinite(norms)))
+        applied = ops.logical_and(applied, self.stopped == 0)
+        updated = self.optimizer(gradients, rates, applied)
+        record = ops.stack((losses, norms, counts, 1.0 - applied.astype(mstype.float32), rates))
+        recorded = ops.depend(ops.assign(self.record, record), updated)
+        left = applied.astype(mstype.float32)
+        kept = ops.select(applied, losses, ops.zeros_like(losses))
+        loss = ops.depend(kept.sum() / ops.maximum(left.sum(), Tensor(1, mstype.float32)), recorded)
+        return loss, left.sum() == 0, rates.max(), norms.max().reshape((1,))
+
+    def last_record(self) -> StepRecord:
+        """Returns the mean loss, the counted tokens and the largest rate of the adapters whose last step counted."""
+        losses, _, counts, skipped, rates = self.record.asnumpy()
+        counted = skipped == 0
+        if not counted.any():
+            return StepRecord(float("nan"), skipped=True)
+        tokens = float(counts[counted].sum())
+        return StepRecord(float(losses[counted].mean()), tokens=tokens, learning_rate=float(rates[counted].max()))
+
+    def record_of(self, adapter: int) -> StepRecord:
+        """Returns what the last step measured of one adapter."""
+        loss, norm, count, skipped, rate = (float(value) for value in self.record.asnumpy()[:, adapter])
+        return StepRecord(loss, norm, round(count), skipped > 0, learning_rate=rate)
+
+    def set_limits(self, adapter: int, loss: float, gradient_norm: float) -> None:
+        """Sets above which loss, or norm of the gradient before clipping, a step of an adapter is skipped."""
+        _set(self.limits, (slice(None), adapter), [loss, gradient_norm])
+
+    def set_rate_factor(self, adapter: int, factor: float) -> None:
+        """Sets what the learning rate of an adapter is multiplied by."""
+        _set(self.rate_factors, adapter, factor)
+
+    def stop(self, adapter: int) -> None:
+        """Lets an adapter be as it is from now on."""
+        _set(self.stopped, adapter, 1)
+
+
+@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
+class StackedTrainOneStepCell(UpdatesOfAdapters):
+    """A train step in which each of K adapters takes the step that LoraTrainOneStepCell would take with it alone.
+
+    Which steps are skipped is in UpdatesOfAdapters. mindlora-run sets this cell in the YAML of a run with
     pet_config.adapters.
 
     Args:
@@ -144,82 +246,27 @@ class StackedTrainOneStepCell(nn.Cell):
         scale_sense: float = 1.0,
         **others: Any,
     ):
-        super().__init__(auto_prefix=False)
+        super().__init__(optimizer, max_grad_norm if use_clip_grad else None)
         del others
         if packed_boundary is not None:
             install_segment_mask(base_of(network), packed_boundary)
         put_loss_in_pieces(network, loss_in_pieces, steps_by_mindlora=True)
         self.network = network
         self.network.set_grad()
-        self.optimizer = optimizer
-        self.learning_rate = optimizer.learning_rate
         self.weights = optimizer.parameters
-        self.adapters = optimizer.parameters[0].shape[0]
         self.micro_batches = micro_batches
-        self.use_clip_grad = use_clip_grad
-        self.max_grad_norm = Tensor(max_grad_norm, mstype.float32)
         self.scale_sense = float(scale_sense)
         losses = losses_of_adapters(network, self.adapters)
         self.token_gradients = TokenGradients(losses, self.weights, micro_batches, self.adapters, self.adapters)
-        self.hyper_map = ops.HyperMap()
-        # What callbacks set and read between two steps.
-        self.record = _transient("record", np.zeros((_RECORDED, self.adapters)))
-        self.limits = _transient("limits", np.full((2, self.adapters), np.inf))
-        self.rate_factors = _transient("rate_factors", np.ones(self.adapters))
-        self.stopped = _transient("stopped", np.zeros(self.adapters))
 
     def construct(self, *inputs: Tensor) -> Tuple:
         # As in LoraTrainOneStepCell: gradients of the size for which loss scales are chosen.
         positions = float(inputs[0].shape[0] * inputs[0].shape[-1])
         scale = Tensor(self.scale_sense / positions, mstype.float32)
         totals, counts, gradients = self.token_gradients(scale, *inputs)
-        # As in LoraTrainOneStepCell: without a token that counts the loss is NaN.
-        losses = ops.select(counts > 0.5, totals / counts, ops.full_like(totals, np.nan))
-        gradients = self.hyper_map(ops.partial(_scaled_by_adapter, positions / (self.scale_sense * counts)), gradients)
-        norms = ops.sqrt(ops.stack(self.hyper_map(_squares_by_adapter, gradients)).sum(0))
-        if self.use_clip_grad:
-            # As LoraTrainOneStepCell clips.
-            factors = self.max_grad_norm / (ops.maximum(norms, self.max_grad_norm) + 1e-6)
-            factors = ops.minimum(factors, Tensor(1, mstype.float32))
-            gradients = self.hyper_map(ops.partial(_scaled_by_adapter, factors), gradients)
-        rates = self.learning_rate(self.optimizer.global_step) * self.rate_factors
-        # A comparison with NaN is false.
-        applied = ops.logical_and(losses <= self.limits[0], norms <= self.limits[1])
-        applied = ops.logical_and(applied, ops.logical_and(ops.isfinite(losses), ops.isfinite(norms)))
-        applied = ops.logical_and(applied, self.stopped == 0)
-        updated = self.optimizer(gradients, rates, applied)
-        record = ops.stack((losses, norms, counts, 1.0 - applied.astype(mstype.float32), rates))
-        recorded = ops.depend(ops.assign(self.record, record), updated)
-        left = applied.astype(mstype.float32)
-        kept = ops.select(applied, losses, ops.zeros_like(losses))
-        loss = ops.depend(kept.sum() / ops.maximum(left.sum(), Tensor(1, mstype.float32)), recorded)
-        return loss, left.sum() == 0, scale, rates.max(), norms.max().reshape((1,))
-
-    def last_record(self) -> StepRecord:
-        """Returns the mean loss, the counted tokens and the largest rate of the adapters whose last step counted."""
-        losses, _, counts, skipped, rates = self.record.asnumpy()
-        counted = skipped == 0
-        if not counted.any():
-            return StepRecord(float("nan"), skipped=True)
-        tokens = float(counts[counted].sum())
-        return StepRecord(float(losses[counted].mean()), tokens=tokens, learning_rate=float(rates[counted].max()))
-
-    def record_of(self, adapter: int) -> StepRecord:
-        """Returns what the last step measured of one adapter."""
-        loss, norm, count, skipped, rate = (float(value) for value in self.record.asnumpy()[:, adapter])
-        return StepRecord(loss, norm, round(count), skipped > 0, learning_rate=rate)
-
-    def set_limits(self, adapter: int, loss: float, gradient_norm: float) -> None:
-        """Sets above which loss, or norm of the gradient before clipping, a step of an adapter is skipped."""
-        _set(self.limits, (slice(None), adapter), [loss, gradient_norm])
-
-    def set_rate_factor(self, adapter: int, factor: float) -> None:
-        """Sets what the learning rate of an adapter is multiplied by."""
-        _set(self.rate_factors, adapter, factor)
-
-    def stop(self, adapter: int) -> None:
-        """Lets an adapter be as it is from now on."""
-        _set(self.stopped, adapter, 1)
+        factors = positions / (self.scale_sense * counts)
+        loss, is_skipped, rate, norm = self.update(totals / counts, counts, gradients, factors)
+        return loss, is_skipped, scale, rate, norm
 
 
 def _transient(name, value):

@@ -60,9 +60,9 @@ def the_one(config, version=(2, 1)):
     [
         ({"pet_config": {"lora_rnak": 4}}, "pet_config", "unknown key 'lora_rnak'. Did you mean 'lora_rank'?"),
         ({"pet_config": {"lora_rank": 8}}, "pet_config", "pet_config.lora_rank is 8 and lora_config.lora_rank is 2"),
-        ({"pet_config": {"adapters": [{"name": "one"}]}}, "adapters", "which mindlora does not carry out"),
+        ({"pet_config": {"adapters": [{"name": "a/b"}]}}, "adapters", "must be the name of a folder"),
         ({"pet_config": {"use_adalora": True, "target_r": 1, "tfinal": 2}}, "pet_config", "leave none of the run's 2"),
-        ({"callbacks": [{"type": "EachAdapter"}]}, "callbacks", "callbacks has EachAdapter, which mindlora does not"),
+        ({"callbacks": [{"type": "EachAdapter"}]}, "callbacks", "callbacks has EachAdapter, which mindlora adds"),
         ({"runner_wrapper": {"type": "LoraTrainOneStepCell"}}, "runner_wrapper", "Remove it: the Trainer builds"),
         ({"preference": {"loss": "reward"}}, "preference", "the loss reward needs one score of a text"),
         ({"checkpoint": {}, "pet_config": {"use_dora": True, "use_miss": True}}, "pet_config", "use_miss is True"),

@@ -6,14 +6,11 @@ import pytest
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.run.checks.data_rows import BOUNDARY
 from tests.support import pynative_runs, tiny_runs
-from tests.support.pynative_runs import IGNORED, only_with_pynative_trainer
+from tests.support.pynative_runs import IGNORED, LORA, only_with_pynative_trainer
 from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS = 3
-# The cells after the last attention: through attention, backward() of MindSpore 2.10 on a CPU has gradients that depend
-# on how many rows there are.
-LORA = {**pynative_runs.LORA, "target_modules": r"layers\.1\.(self_attention.linear_proj|mlp.*linear)"}
 BEGIN, LENGTH = 2, tiny_runs.SEQUENCE
 
 

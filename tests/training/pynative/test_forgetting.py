@@ -132,7 +132,7 @@ def test_it_is_the_difference_of_two_held_out_losses_on_the_texts_of_the_base(fo
     assert messages["measured"] is messages["base"] is messages["tuned"] is None
     base, tuned = (records(folder / name, "held_out_loss")[-1] for name in ("base", "tuned"))
     measured = forgetting(folder, "measured")
-    assert len(measured) == STEPS and measured[-1] > 0.01
+    assert len(measured) == STEPS and measured[-1] > 0.005
     assert measured[-1] == pytest.approx(tuned - base, abs=1e-5)
     samples = state_of(folder, "measured")["Forgetting"]["samples"]
     assert all(sample[0] == MODEL["bos_token_id"] and 1 < len(sample) <= 10 for sample in samples)

@@ -89,7 +89,8 @@ def test_on_rows_that_begin_with_its_tokens_it_trains_as_plain_lora(folder, mess
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     found, expected = (pynative_runs.trained(folder / name) for name in ("from_the_first", "all_tokens"))
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, atol=1e-4, err_msg=name)
+        # Adam makes a step of its full length of a gradient near zero too, whatever its last bits are.
+        np.testing.assert_allclose(found[name], array, atol=1e-3, err_msg=name)
 
 
 def test_a_resumed_run_is_the_rest_of_the_whole_one(folder, messages):

@@ -22,11 +22,13 @@ RUNS = {
     "experts": ("deepseek_v3", LORA_WITH_EXPERTS, {}),
     "half": ("qwen3", LORA, {"param_init_type": "float16"}),
 }
+PROJECTIONS = ".*linear_proj"
+SEVERAL = {"adapters": [{"name": "one"}, {"name": "other", "lora_rank": 6, "target_modules": PROJECTIONS}]}
 
 
 def written(folder, name):
     """Returns the path of a run's YAML."""
-    model, lora, pet_config = RUNS[name]
+    model, lora, pet_config = RUNS.get(name, ("qwen3", LORA, SEVERAL))
     data = folder / "rows.mindrecord"
     config = pynative_runs.tiny_config(model, data, STEPS, lora_config=lora, pet_config=pet_config)
     saved = {"enable_save": True, "save_path": str(folder / f"{name}_saved"), "save_interleaved_steps": STEPS}
@@ -48,10 +50,10 @@ def folder(tmp_path_factory):
     pynative_runs.write_data(folder / "rows.mindrecord", rows=ROWS)
     pynative_runs.write_base(folder / "base", folder / "hf")
     configs = []
-    for name in RUNS:
+    for name in (*RUNS, "several"):
         with open(written(folder, name), encoding="utf-8") as file:
             configs.append(yaml.safe_load(file))
-    assert pynative_runs.series(configs, folder) == [None] * len(RUNS)
+    assert pynative_runs.series(configs, folder) == [None] * len(configs)
     return folder
 
 
@@ -75,6 +77,21 @@ def test_it_is_what_the_run_has(folder, name):
     assert plan.adapter_file == (None if name == "adalora" else weights.stat().st_size)
     states = load_file(folder / f"{name}_saved" / f"iteration_{STEPS:08d}" / BASE_FILE.replace("model", "opt", 1))
     assert line(plan, "optimizer") == sum(array.nbytes for array in states.values() if array.ndim and array.size > 1)
+
+
+@only_with_pynative_trainer
+def test_of_several_adapters_it_is_what_all_of_them_have(folder):
+    plan = make_plan(str(folder / "several.yaml"))
+    trained = pynative_runs.trained(folder / "several")
+    assert line(plan, "adapter") == sum(array.nbytes for array in trained.values())
+    states = load_file(folder / "several_saved" / f"iteration_{STEPS:08d}" / BASE_FILE.replace("model", "opt", 1))
+    assert line(plan, "optimizer") == sum(array.nbytes for name, array in states.items() if name.startswith("adam"))
+    files = list((folder / "several_peft").glob(f"*/lora_checkpoint/step_{STEPS}/adapter_model.safetensors"))
+    assert len(files) == 2 and plan.adapter_file == sum(file.stat().st_size for file in files)
+    assert plan.adapter == "2 adapters, each LoRA of rank 4, 6"
+    # Without what fills the smaller rank up.
+    of_other = sum(array[1].size for name, array in trained.items() if "linear_proj" in name)
+    assert plan.trained == make_plan(str(folder / "plain.yaml")).trained + of_other
 
 
 @only_with_pynative_trainer

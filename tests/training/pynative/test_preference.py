@@ -10,14 +10,12 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.run.checks.data_rows import BOUNDARY
 from mindlora.training.preference.settings import preference_settings
 from tests.support import preference_oracle, pynative_runs, tiny_runs
-from tests.support.pynative_runs import LORA, LORA_WITH_EXPERTS, QWEN3, only_with_pynative_trainer
+from tests.support.pynative_runs import LORA_WITH_EXPERTS, QWEN3, only_with_pynative_trainer
 from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS, ROWS, BEGIN, HALF, WIDTH = 4, 4, 2, 8, tiny_runs.SEQUENCE + 1
 COLUMNS = ["input_ids", "labels", "answers", "pairs"]
-# The cells after the last attention, whose gradients do not depend on how many rows there are (see test_features).
-LAST = {**LORA, "target_modules": r"layers\.1\.(self_attention.linear_proj|mlp.*linear)"}
 FROZEN = {"type": "ConstantWarmUpLR", "learning_rate": 0.0, "warmup_steps": 0}
 LOSSES = {
     "dpo": {"loss": "dpo", "beta": 0.5, "label_smoothing": 0.1},
@@ -122,9 +120,8 @@ def messages(folder, kept):
         "simpo": ("pairs", LOSSES["simpo"], {}),
         "kto": ("judged", LOSSES["kto"], {}),
         "untrained": ("pairs", dpo, untrained),
-        "once": ("pairs", dpo, {"lora_config": LAST}),
-        "parts": ("pairs", dpo, {"lora_config": LAST, **parts}),
-        "packed": ("packed", dpo, {"lora_config": LAST}),
+        "parts": ("pairs", dpo, parts),
+        "packed": ("packed", dpo, {}),
         "nf4": ("pairs", dpo, {"pet_config": {"quantize_base": "nf4"}}),
         "noisy": ("pairs", dpo, {"pet_config": {"neftune_alpha": 5.0}}),
         "experts": ("pairs", dpo, {"model": pynative_runs.DEEPSEEK_V3, "lora_config": LORA_WITH_EXPERTS, "loaded": {}}),
@@ -271,10 +268,10 @@ def test_a_base_that_lora_init_changes_has_a_kept_reference(folder, messages):
 @pytest.mark.parametrize("name, tolerance", [("parts", 1e-5), ("packed", 3e-4)])
 def test_micro_batches_and_packed_rows_are_the_whole_batch(folder, messages, name, tolerance):
     """MindFormers rounds rotary embeddings: logits depend on where an example begins."""
-    assert messages[name] is messages["once"] is None
-    found, expected = (pynative_runs.losses(folder / run) for run in (name, "once"))
+    assert messages[name] is messages["dpo"] is None
+    found, expected = (pynative_runs.losses(folder / run) for run in (name, "dpo"))
     np.testing.assert_allclose(found, expected, rtol=tolerance)
-    assert records(folder / name, "tokens") == records(folder / "once", "tokens")
+    assert records(folder / name, "tokens") == records(folder / "dpo", "tokens")
 
 
 @pytest.mark.parametrize(

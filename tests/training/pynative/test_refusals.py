@@ -23,7 +23,7 @@ CASES = {
         {"pet_config": {"lora_init": "gaussian"}, "lora_config": {**LORA, "lora_b_std": 0.1}},
         "pet_config.lora_init is 'gaussian' and lora_config.lora_b_std is 0.1: both set the initial values",
     ),
-    "adapters": ({"pet_config": {"adapters": [{"name": "one"}]}}, "pet_config.adapters is"),
+    "adapters": ({"pet_config": {"adapters": [{"name": "one"}, {"name": "one"}]}}, "adapters has the name 'one' twice"),
     "vera_on_joined_cells": (
         {"pet_config": {"use_vera": True}},
         "a VeRA adapter of such a cell cannot be saved. Leave them out of target_modules",
@@ -65,8 +65,8 @@ CASES = {
         "The YAML has runner_wrapper, which MindFormers' PyNative Trainer does not read. Remove it",
     ),
     "callbacks": (
-        {"callbacks": [{"type": "AdapterSlices"}, {"type": "EachAdapter"}]},
-        "callbacks has AdapterSlices, EachAdapter, which mindlora does not carry out",
+        {"callbacks": [{"type": "AdapterSlices"}, {"type": "ExchangeCheck"}]},
+        "callbacks has AdapterSlices, ExchangeCheck, which mindlora does not carry out",
     ),
     "unused": (
         {"callbacks": [{"type": "LeaveOut", "cell": "model.decoder.layers.1.self_attention.linear_proj"}]},

@@ -3,7 +3,6 @@
 import os
 import re
 
-from mindlora.run.checks import pynative_adapter
 from tests.conftest import ROOT
 from tests.support import pynative_runs
 
@@ -31,9 +30,3 @@ def test_every_callback_is_in_the_table_as_it_is(tmp_path):
     rows = rows_of_the_table()
     said = {name: row[2].split(",")[0] for row in rows for name in re.findall(r"`([A-Z]\w+)`", row[0])}
     assert said == {name: {"True": "works", "False": "refused"}[known] for name, known in works.items()}
-
-
-def test_every_refused_key_of_pet_config_is_in_the_table():
-    refused = set(pynative_adapter.NOT_YET)
-    rows = rows_of_the_table()
-    assert refused <= {name for row in rows if row[2] == "refused" for name in re.findall(r"`(\w+)`", row[0])}

@@ -7,6 +7,7 @@ from typing import Iterator, List, NamedTuple, NoReturn, Tuple
 from mindlora.core.errors import AdapterFormatError
 from mindlora.core.git_lfs import refuse_pointer
 from mindlora.files.adapters.dialects.dialect import listed_keys
+from mindlora.models.variants.registry import PYNATIVE_STACKED
 
 _GGUF = b"GGUF"
 # How deep, and into how many folders, to look for an adapter below a folder.
@@ -41,8 +42,10 @@ _RANKS = (
     "Join the slices of a sharded run with mindlora adapter gather; of a data-parallel run, give the file of one rank."
 )
 _MLX_WAY = "Train or save it with a version of mlx-lm that writes adapters.safetensors."
+_SEVERAL = "Give the folder of one of them, as LoraCheckpoint has written it: NAME/lora_checkpoint/step_N."
 
 FOREIGN = (
+    Foreign("a checkpoint of several adapters that train in one run", _SEVERAL, rf"\.{PYNATIVE_STACKED['A']}$"),
     Foreign("a LoHa adapter of LyCORIS", _LYCORIS, r"\.hada_(w[12]|t[12])"),
     Foreign("a LoKr adapter of LyCORIS", _LYCORIS, r"\.lokr_"),
     Foreign("an IA3 adapter of LyCORIS", _LYCORIS, r"^lora_.*\.on_input$|\.ia3_l$"),

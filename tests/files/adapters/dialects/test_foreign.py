@@ -21,6 +21,7 @@ KEYS = {
     "Stable Diffusion 3": "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_down.weight",
     "a Control-LoRA": "lora_controlnet",
     "a diffusion model other than Stable Diffusion": "transformer.transformer_blocks.0.attn.to_q.lora_A.weight",
+    "several adapters that train in one run": "decoder.layers.0.self_attention.linear_qkv.stacked_lora_a",
     "torchtune's checkpoint": "layers.0.attn.q_proj.lora_a.weight",
     "lit-gpt's adapter": "transformer.h.0.attn.attn.lora_A",
     "NeMo's adapter": "model.decoder.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_in.weight",

@@ -1,0 +1,86 @@
+"""EachAdapter under MindFormers' PyNative Trainer, whose checkpoints hold all adapters."""
+
+from typing import Any, Dict, Mapping, Tuple
+
+from mindspore import nn
+from mindspore.train.callback._callback import InternalCallbackParam
+
+from mindlora.core.text import listed
+from mindlora.core.yaml_file import value_at
+from mindlora.training.callbacks.common import register, report_event
+from mindlora.training.held_out.pynative import LossOfRows
+from mindlora.training.model.network import evaluated_model, train_step_of
+from mindlora.training.resume import training_state
+from mindlora.training.several import each_adapter
+from mindlora.training.several.resuming import check_same_adapters
+from mindlora.training.several.stack import AdapterStack
+from mindlora.training.several.train_step import UpdatesOfAdapters
+
+
+def run_facts(configuration: Mapping[str, Any]) -> Dict[str, Any]:
+    """Returns what a report says of a run with this YAML."""
+    dataloader = value_at(configuration, "train_dataset.dataloader") or {}
+    facts = {
+        "training data": dataloader.get("dataset_files") or dataloader.get("dataset_dir"),
+        "rows in a step": value_at(configuration, "training.global_batch_size"),
+    }
+    return {
+        "configuration": configuration,
+        "defaults": {},
+        "data": {name: fact for name, fact in facts.items() if fact},
+    }
+
+
+@register
+class EachAdapter(each_adapter.EachAdapter):
+    __doc__ = each_adapter.EachAdapter.__doc__
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        # What the checkpoint says: name of an adapter -> what training_state returned of it.
+        self.states: Dict[str, Dict[str, Any]] = {}
+
+    def steps_and_loss(self, train_network: nn.Cell) -> Tuple[UpdatesOfAdapters, LossOfRows]:
+        """Returns what takes the steps of all adapters, and what computes the held-out loss of each row."""
+        model = evaluated_model(train_network)
+        return train_step_of(train_network).updates, LossOfRows(model, model.config.ignore_token_id, by_row=True)
+
+    def set_initial_values(self, stack: AdapterStack) -> None:
+        """Leaves the adapters their values: MindFormers has made or loaded them."""
+
+    def parameters_of(self, number: int, params: InternalCallbackParam) -> Dict[str, Any]:
+        """Returns what the callbacks of an adapter are told besides what is the same for all."""
+        return {"run_facts": run_facts(self.nodes[number]["configuration"])}
+
+    def begin(self, run: each_adapter.AdapterRun, node: Mapping[str, Any]) -> None:
+        """Begins the run of an adapter, goes on with it, or lets it stay where it had ended."""
+        state = self.states.get(run.name, {"callbacks": {}, "ended": None})
+        anew = training_state.restore_callbacks(state["callbacks"], run.callbacks)
+        if anew and self.states:
+            found = f"The checkpoint holds nothing of {listed(anew)} of the adapter {run.name}: these begin anew."
+            report_event(run.params, "resume", f"{found} Resume with the callbacks of the run to go on exactly.")
+        if state["ended"]:
+            run.step.stop()
+            run.ended = dict(state["ended"])
+        else:
+            run.call("on_train_begin")
+
+    def tell_how_to_go_on(self, params: InternalCallbackParam) -> None:
+        """Leaves what is said as it is for one adapter."""
+
+    def training_state(self) -> Dict[str, Any]:
+        """Returns what a resumed run needs, as JSON values."""
+        return {
+            run.name: {
+                "settings": run.settings,
+                "ended": run.ended if run.name in self.left else None,
+                "callbacks": training_state.callback_states(run.callbacks),
+            }
+            for run in self.runs
+        }
+
+    def restore_training_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``training_state`` returned; raises ConfigError if it is of other adapters."""
+        saved = [{"name": name, "settings": each["settings"]} for name, each in state.items()]
+        check_same_adapters("The checkpoint", saved, self.nodes)
+        self.states = dict(state)
