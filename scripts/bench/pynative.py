@@ -194,6 +194,8 @@ def configuration(data: str, args: argparse.Namespace) -> Dict[str, Any]:
         data,
         steps,
         lora_config=lora,
+        # The LoRA is compared: the benchmark loss has the other.
+        pet_config={"loss_in_pieces": False},
         training={"steps": steps, "local_batch_size": 1, "global_batch_size": 1, "seed": 1},
         lr_scheduler={"type": "ConstantWarmUpLR", "learning_rate": 1e-4, "warmup_steps": 0},
         callbacks=[{"type": "FillWeights"}, {"type": "Pace"}],
