@@ -9,6 +9,7 @@ from mindspore.common import dtype as mstype
 from safetensors.numpy import load_file
 
 from mindlora.core.errors import ConfigError
+from mindlora.network.tree import lora_cells
 from tests.support import tiny_runs
 from tests.support.mcore_networks import in_training, tiny_qwen3, train, with_adapters
 from tests.support.what_runs import shows
@@ -31,6 +32,9 @@ def qwen3_losses(held, **keys):
     adapted = with_adapters(network, **PET)
     dtypes = {str(parameter.dtype) for parameter in adapted.get_parameters() if "mindpet" not in parameter.name}
     assert dtypes == {"BFloat16" if held == "bfloat16" else "Float32"}
+    bases = [cell.base for _, cell in lora_cells(adapted)]
+    bases += [cell.held for _, cell in adapted.cells_and_names() if hasattr(cell, "held")]
+    assert [base.holds for base in bases] == ([True] * 5 if held == "bfloat16" else [False] * 2)
     losses = train(adapted, 8)
     assert all(parameter.dtype == mstype.float32 for parameter in adapted.trainable_params())
     return losses
