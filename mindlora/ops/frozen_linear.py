@@ -1,6 +1,6 @@
 """frozen_linear: a frozen linear layer whose weight stays in 16 bits, for training on a CPU."""
 
-from typing import Tuple
+from typing import Callable, Tuple
 
 from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
@@ -41,8 +41,8 @@ class FrozenLinear(OperatorCell):
         super().__init__()
         self.rounds = rounds
         name = "FrozenLinearRounded" if rounds else "FrozenLinear"
-        self.kernel = CpuKernel(name, self.inputs)
         self.grad_kernel = CpuKernel(f"{name}Grad", self.inputs)
+        self.kernel = CpuKernel(name, self.inputs, bprop=_gradient(self.grad_kernel))
 
     def construct(self, x: Tensor, weight: Tensor) -> Tensor:
         check_fixed_dtypes(self.op, self.path, ("x",), (x.dtype,), (mstype.float32,))
@@ -53,8 +53,22 @@ class FrozenLinear(OperatorCell):
         """dy W, [tokens, K] of dy [tokens, N]; the gradient of x, which has none itself."""
         return self.grad_kernel(dy, weight)
 
-    def bprop(self, x: Tensor, weight: Tensor, out: Tensor, dout: Tensor) -> Tuple[Tensor, Tensor]:
-        return self.times(dout, weight), ops.zeros_like(weight)
+
+def _gradient(kernel: CpuKernel) -> Callable[..., Tuple[Tensor, Tensor]]:
+    """Returns the bprop of a product, whose gradient ``kernel`` computes.
+
+    It is the primitive's and not the cell's: what a cell's bprop takes is kept from the forward, and where gradients
+    are accumulated in a loop, MindSpore keeps a parameter as a copy.
+    """
+
+    def bprop(x, weight, out, dout):
+        return kernel(dout, weight), ops.zeros_like(weight)
+
+    return bprop
+
+
+def _no_gradient(ids, weight, like, out, dout):
+    return ops.zeros_like(ids), ops.zeros_like(weight), ops.zeros_like(like)
 
 
 class FrozenRows(OperatorCell):
@@ -77,16 +91,13 @@ class FrozenRows(OperatorCell):
 
     def __init__(self):
         super().__init__()
-        self.kernel = CpuKernel("FrozenRows", self.inputs)
+        self.kernel = CpuKernel("FrozenRows", self.inputs, bprop=_no_gradient)
         self.like = Tensor([0], mstype.float32)
 
     def construct(self, ids: Tensor, weight: Tensor) -> Tensor:
         check_fixed_dtypes(self.op, self.path, ("ids",), (ids.dtype,), (mstype.int32,))
         _check_weight(self.op, self.path, weight.dtype, False)
         return self.kernel(ids, weight, self.like)
-
-    def bprop(self, ids: Tensor, weight: Tensor, out: Tensor, dout: Tensor) -> Tuple[Tensor, Tensor]:
-        return ops.zeros_like(ids), ops.zeros_like(weight)
 
 
 @constexpr

@@ -1,7 +1,7 @@
 """What the cells of all operators share: the kernel of the path that was picked, and checks of the inputs."""
 
 import functools
-from typing import Any, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Callable, Optional, Sequence, Tuple, Type, Union
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -95,18 +95,21 @@ class CpuKernel(ops.Custom):
     """A function of the CPU library, wrapped as a primitive; with several outputs, it returns a tuple.
 
     Shapes and types are inferred in C++, and reg_info leaves the types open: only so do dynamic shapes work. If it
-    ``writes`` into an input, MindSpore does not reorder it with reads of that input.
+    ``writes`` into an input, MindSpore does not reorder it with reads of that input. ``bprop``, if its cell has none,
+    gets the inputs, the output, and the output's gradient.
     """
 
-    def __init__(self, name: str, inputs: int, writes: bool = False, outputs: int = 1):
-        self._arguments = (name, inputs, writes, outputs)
+    def __init__(
+        self, name: str, inputs: int, writes: bool = False, outputs: int = 1, bprop: Optional[Callable] = None
+    ):
+        self._arguments = (name, inputs, writes, outputs, bprop)
         info = CustomRegOp(f"mindlora_{name}_{inputs}")
         for i in range(inputs):
             info.input(i, f"input{i}")
         for i in range(outputs):
             info.output(i, f"output{i}")
         info.dtype_format(*[DataType.None_None] * (inputs + outputs)).target("CPU")
-        super().__init__(f"{LIBRARY}:{name}", None, None, "aot", reg_info=info.get_op_info())
+        super().__init__(f"{LIBRARY}:{name}", None, None, "aot", bprop, reg_info=info.get_op_info())
         if writes:
             self.add_prim_attr("side_effect_mem", True)
 

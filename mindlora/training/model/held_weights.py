@@ -136,8 +136,7 @@ def _hold(cell, path, rounds):
         cell.__class__, base = _HELD[type(cell)]
         cell.held = base(cell)
         cell.held.hold(rounds)
-    elif isinstance(cell, VocabParallelEmbedding):
-        cell.embedding_morph = FrozenRows()
+    elif isinstance(cell, VocabParallelEmbedding) and isinstance(cell.embedding_morph, FrozenRows):
         return None
     elif type(cell) is LlamaEmbedding:
         cell.gather = _TableFirst()

@@ -24,6 +24,7 @@ from mindspore.common import dtype as mstype
 from mindlora.network.cells.broadcasting import SwapHeads
 from mindlora.network.cells.grouped_matmul import grouped_matmul
 from mindlora.network.cells.routed_experts import RoutedExperts
+from mindlora.ops.frozen_linear import FrozenRows
 from mindlora.ops.masked_attention import MaskedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
@@ -247,7 +248,7 @@ def use_mcore_cpu_cells(network: nn.Cell) -> None:
 def _replace(cell):
     # A cell's parameters and settings stay, and whether it is recomputed, when its class changes.
     if isinstance(cell, VocabParallelEmbedding):
-        cell.embedding_morph = Lookup()
+        cell.embedding_morph = FrozenRows() if cell.weight.dtype in (mstype.bfloat16, mstype.float16) else Lookup()
     elif type(cell) is FusedRMSNorm:
         cell.fused, cell.fused_eps = RmsNorm(), Tensor([cell.eps], mstype.float32)
         cell.__class__ = CpuFusedRMSNorm

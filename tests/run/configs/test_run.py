@@ -52,6 +52,14 @@ def test_rows_give_length_batch_and_steps(folder):
     assert few.steps == 3 and few.content["runner_config"]["gradient_accumulation_steps"] == 5
 
 
+def test_on_a_cpu_the_base_stays_in_the_dtype_of_its_file_where_it_can(folder):
+    def held(of=folder, **asked):
+        return draft(of, **asked).content["model"]["model_config"]["param_init_type"]
+
+    assert folder.stored == held() == "bfloat16"
+    assert held(replace(folder, stored="float32")) == held(rows=replace(ROWS, loss="dpo")) == "float32"
+
+
 @pytest.mark.parametrize("loss, marks", [("dpo", "pairs"), ("kto", "judgments")])
 def test_preferences_get_their_loss_and_columns(folder, loss, marks):
     made = draft(folder, rows=replace(ROWS, loss=loss))

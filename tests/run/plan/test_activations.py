@@ -25,6 +25,7 @@ SOME = {**LORA, "target_modules": ["wq", "wv", "w2"]}
 SHAPES = {
     "on a CPU, all that is kept": ({}, LORA, {}, 2, "CPU"),
     "on a CPU, three adapters": ({}, SEVERAL, {}, 2, "CPU"),
+    "on a CPU, a base in bfloat16": ({"param_init_type": "bfloat16"}, LORA, {}, 2, "CPU"),
     "for an NPU, a wide model": ({**ASCEND, **WIDE}, SOME, {}, 3, "Ascend"),
     "for an NPU, one layer of two recomputed": ({**ASCEND, "vocab_size": 256}, SOME, {"recompute": [1]}, 2, "Ascend"),
 }
@@ -44,8 +45,10 @@ def assert_kept(model, pet, recompute, rows, device, make_llama, tmp_path, monke
     network = adapted(make_llama(**{**TINY, **model, "type": None, **parallel(recompute)}, batch_size=rows), pet)
     if device == "CPU":
         from mindlora.training.model.cpu_cells import use_cpu_cells
+        from mindlora.training.model.held_weights import hold_weights
 
         use_cpu_cells(network)
+        hold_weights(network, "float32")
     tokens = ms.Tensor(np.ones((rows * run.rows_of_model, run.seq_length + 1), np.int32))
     graph = compiled_graph(Step(network.set_train()), [tokens], tmp_path, monkeypatch)
     kept = sum(saved.size for saved in saved_tensors(graph) if "loss-CrossEntropyLoss" not in saved.scope)

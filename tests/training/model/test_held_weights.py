@@ -9,6 +9,7 @@ from mindspore.common import dtype as mstype
 from safetensors.numpy import load_file
 
 from mindlora.core.errors import ConfigError
+from mindlora.network.tree import lora_cells
 from tests.support import tiny_runs
 from tests.support.mcore_networks import in_training, tiny_qwen3, train, with_adapters
 from tests.support.what_runs import shows
@@ -31,6 +32,9 @@ def qwen3_losses(held, **keys):
     adapted = with_adapters(network, **PET)
     dtypes = {str(parameter.dtype) for parameter in adapted.get_parameters() if "mindpet" not in parameter.name}
     assert dtypes == {"BFloat16" if held == "bfloat16" else "Float32"}
+    bases = [cell.base for _, cell in lora_cells(adapted)]
+    bases += [cell.held for _, cell in adapted.cells_and_names() if hasattr(cell, "held")]
+    assert [base.holds for base in bases] == ([True] * 5 if held == "bfloat16" else [False] * 2)
     losses = train(adapted, 8)
     assert all(parameter.dtype == mstype.float32 for parameter in adapted.trainable_params())
     return losses
@@ -52,17 +56,19 @@ def llama_run(folder, name, **model):
         tiny_runs.write_data(data, 32)
         tiny_runs.write_data(held_out, 4, seed=1)
     callbacks = [
-        {"type": "HeldOutLoss", "dataset_dir": str(held_out), "every_steps": 8, "batch_size": 4},
-        {"type": "LoraCheckpoint", "save_steps": 8},
+        {"type": "HeldOutLoss", "dataset_dir": str(held_out), "every_steps": 4, "batch_size": 4},
+        {"type": "LoraCheckpoint", "save_steps": 4},
     ]
     config = tiny_runs.tiny_config(data, 1, callbacks)
     pet = config["model"]["model_config"]["pet_config"]
     pet.update(model.pop("pet", {}))
-    config["model"]["model_config"].update(model)
+    config["model"]["model_config"].update(model, num_layers=2)
+    # In a loop of the graph, MindSpore would copy the weights that it keeps for the backward, and cannot in bfloat16.
+    config["runner_config"]["gradient_accumulation_steps"] = 2
     result = tiny_runs.launch(config, folder / name)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    adapter = load_file(folder / name / "lora_checkpoint" / "step_8" / "adapter_model.safetensors")
+    adapter = load_file(folder / name / "lora_checkpoint" / "step_4" / "adapter_model.safetensors")
     return records, result.stdout + result.stderr, adapter
 
 
@@ -74,7 +80,7 @@ def test_a_llama_in_bfloat16_trains_is_evaluated_and_saves_its_adapter_in_float3
     expected, _, expected_adapter = llama_run(tmp_path, "float32")
     for key in ("loss", "held_out_loss"):
         found, wanted = ([record[key] for record in each if key in record] for each in (records, expected))
-        assert len(found) == (8 if key == "loss" else 1)
+        assert len(found) == (4 if key == "loss" else 1)
         np.testing.assert_allclose(found, wanted, rtol=5e-3, err_msg=key)
     assert "The base stays in bfloat16" in log and "products in bfloat16" in log and "tokens at a time" in log
     assert adapter.keys() == expected_adapter.keys()
