@@ -22,13 +22,13 @@ GRAPH_MODE_ALONE = ("mindlora.network.cells.broadcasting", "mindlora.training.mo
 
 
 def inputs_of(operator, *size):
-    """Returns the arrays of a table's inputs."""
-    return [array for array, _ in operator.inputs("float32", *size).values()]
+    """Returns the tensors of a table's inputs."""
+    return [Tensor(array, getattr(ms, dtype)) for array, dtype in operator.inputs("float32", *size).values()]
 
 
-def parameters(arrays):
-    """Returns a Parameter of each array."""
-    return [Parameter(Tensor(array), name=f"input{i}") for i, array in enumerate(arrays)]
+def parameters(tensors):
+    """Returns a Parameter of each tensor."""
+    return [Parameter(tensor, name=f"input{i}") for i, tensor in enumerate(tensors)]
 
 
 def packed_linear():
@@ -52,9 +52,9 @@ def _pynative(pynative_mode):
 
 @pytest.mark.parametrize("name", CELLS)
 def test_backward_gives_what_value_and_grad_gives_bit_by_bit(path, name):
-    make, arrays = CELLS[name]
+    make, tensors = CELLS[name]
     cell = make()
-    inputs = parameters(arrays())
+    inputs = parameters(tensors())
     dout = Tensor(normal(*cell(*inputs).shape, seed=8))
 
     gradients = backward_gradients(cell, inputs, dout)
@@ -69,9 +69,8 @@ def test_backward_gives_what_value_and_grad_gives_bit_by_bit(path, name):
 def test_backward_reaches_what_is_before_the_cell(path):
     # The cell's inputs are results here, and its result goes on.
     delta = LoraDelta()
-    *arrays, scale = inputs_of(lora_delta.LORA_DELTA, TOKENS, K, N, 3)
-    scale = Tensor(scale)
-    inputs = parameters(arrays)
+    *tensors, scale = inputs_of(lora_delta.LORA_DELTA, TOKENS, K, N, 3)
+    inputs = parameters(tensors)
 
     def loss(y0, x, a, b):
         return (ops.tanh(delta(ops.tanh(y0), ops.tanh(x), a, b, scale)) ** 2).sum()
