@@ -25,7 +25,6 @@ from mindlora.ops.measured import measured
 
 # The operators and their names in the CPU library.
 OP_TYPES = {
-    "frozen_linear": "FrozenLinear",
     "lora_delta": "LoraDelta",
     "lora_dropout": "LoraDropout",
     "lora_linear": "LoraLinear",
@@ -39,16 +38,17 @@ OP_TYPES = {
     "rotary_embedding": "RotaryEmbedding",
     "rounded_linear": "RoundedLinear",
     "paged_attention": "PagedAttention",
+    "frozen_linear": "FrozenLinear",
 }
 # Those on the cpu path alone, and MindSpore's own operators that do the same on an NPU.
 CPU_ONLY = {
-    "frozen_linear": "MatMul",
     "masked_attention": "FlashAttentionScore",
     "rms_norm": "RmsNorm",
     "routed_experts": "GroupedMatmul",
     "rotary_embedding": "ApplyRotaryPosEmb",
     "rounded_linear": "MatMul",
     "paged_attention": "PagedAttention with ReshapeAndCache",
+    "frozen_linear": "MatMul",
 }
 # The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
 ASCEND_OP_TYPES = {

@@ -27,11 +27,12 @@ def graph_of_training(mindformers):
 def qwen3_losses(held, **keys):
     """The losses of a tiny Qwen3 whose weights are numbers of bfloat16 and which holds them so, or in float32."""
     network = tiny_qwen3(params_dtype=held, **keys)
-    for parameter in network.get_parameters():
+    # MindFormers 1.8 keeps the state of a dropout as whole numbers.
+    weights = [parameter for parameter in network.get_parameters() if "Float" in str(parameter.dtype)]
+    assert {str(parameter.dtype) for parameter in weights} == {"BFloat16" if held == "bfloat16" else "Float32"}
+    for parameter in weights:
         parameter.set_data(parameter.astype(mstype.bfloat16).astype(parameter.dtype))
     adapted = with_adapters(network, **PET)
-    dtypes = {str(parameter.dtype) for parameter in adapted.get_parameters() if "mindpet" not in parameter.name}
-    assert dtypes == {"BFloat16" if held == "bfloat16" else "Float32"}
     bases = [cell.base for _, cell in lora_cells(adapted)]
     bases += [cell.held for _, cell in adapted.cells_and_names() if hasattr(cell, "held")]
     assert [base.holds for base in bases] == ([True] * 5 if held == "bfloat16" else [False] * 2)
