@@ -57,12 +57,12 @@ mindformers_without_dependencies() {
 
 # Installs the checkout, editable, with the extras that are named; does nothing where that was done before.
 make_environment() {
-    local wanted python
-    wanted="$STACK,$1 $(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT"/scripts/ms210*-requirements.txt | cksum)"
+    local wanted python installed extras=
+    wanted="$STACK $(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT"/scripts/ms210*-requirements.txt | cksum)"
     PYTHON=$VENV/bin/python
-    if [ "$(cat "$VENV/mindlora-installed" 2>/dev/null)" = "$wanted" ]; then
-        return
-    fi
+    installed=$(cat "$VENV/mindlora-installed" 2>/dev/null || true)
+    if [ "${installed%: *}" = "$wanted" ]; then extras=${installed##*: }; fi
+    if has_all "$extras" "$1"; then return; fi
     python=$(find_python) || return 1
     echo "Making the environment $VENV with $("$python" --version) (MindSpore is a download of about 1 GB) ..."
     "$python" -m venv "$VENV" || return 1
@@ -72,8 +72,16 @@ make_environment() {
     else
         pip_install --editable "${ROOT}[$STACK,$1]" || return 1
     fi
-    echo "$wanted" > "$VENV/mindlora-installed"
+    echo "$wanted: $extras,$1" > "$VENV/mindlora-installed"
     echo "Environment ready."
+}
+
+# has_all LIST NAMES: returns whether a list, separated by commas, holds all of some names.
+has_all() {
+    local name
+    for name in ${2//,/ }; do
+        case ",$1," in *",$name,"*) ;; *) return 1 ;; esac
+    done
 }
 
 # The environment in which tests run; tests/peers need a second one.

@@ -87,8 +87,8 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
     sizes.add_argument(
         "--product-dtype",
         choices=("float32", "bfloat16"),
-        help="what linear layers multiply in, on a CPU; bfloat16 rounds what they take, as vLLM does, and is faster on "
-        "processors that multiply it (default: float32)",
+        help="what linear layers multiply in, on a CPU; bfloat16 rounds what they take, as vLLM does (default: "
+        "bfloat16 where the base is in bfloat16 or NF4 and the processor multiplies bfloat16, else float32)",
     )
     sizes.add_argument(
         "--fixed-batches",
@@ -268,7 +268,10 @@ def build(
         from mindlora.training.launch.serve import build_engine
 
         tokenizer = arguments.tokenizer or arguments.model
-        return build_engine(config, overrides, tokenizer, registry, sizes, model_name, chosen)
+        engine = build_engine(config, overrides, tokenizer, registry, sizes, model_name, chosen)
+    if engine.runner.rounds and "product_dtype" not in sizes:
+        say("linear layers multiply in bfloat16, as this processor does; in float32 with --product-dtype float32")
+    return engine
 
 
 def prepare_imports() -> None:

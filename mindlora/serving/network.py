@@ -95,13 +95,11 @@ def add_pools(
     The network's weights must have been loaded. Returns adapter path -> pool, linear cells first. Raises ConfigError if
     they cannot be of settings.adapter_dtype, or products in settings.product_dtype.
     """
-    rounds = settings.product_dtype == "bfloat16"
+    rounds = _rounds(settings.product_dtype, cells, bool(stacked_experts(network)))
     dtype = None if settings.adapter_dtype is None else getattr(mstype, settings.adapter_dtype)
     slots_of_tokens = Parameter(
         initializer(-1, [settings.max_tokens_per_step], mstype.int32), name="slots_of_tokens", requires_grad=False
     )
-    if rounds:
-        _check_rounds(cells, bool(stacked_experts(network)))
     pooled = {
         path: MultiLoRADense.from_cell(cell, path, settings.slots, settings.max_rank, slots_of_tokens, dtype, rounds)
         for path, cell in cells.items()
@@ -121,38 +119,52 @@ def add_pools(
     return pools
 
 
-def _check_rounds(cells: Mapping[str, nn.Cell], has_experts: bool) -> None:
-    """Raises ConfigError unless products in bfloat16 are possible here, for some cells; warns if they save no time."""
-    if has_experts:
-        # Nor are the last bits of their router's product the same in each batch, and rounding would make more of it.
-        raise ConfigError(
-            "product_dtype is bfloat16 and the model has routed experts, which multiply in float32. Leave it out."
-        )
-    path = choose("rounded_linear")
-    if path.path != "cpu":
-        raise ConfigError(
-            f"product_dtype is bfloat16, which is for a CPU with mindlora's library: {path.reason}. Leave it out; on "
-            "an NPU set model.model_config.compute_dtype."
-        )
-    bases = {LinearBase.operators(cell)[2] for cell in cells.values() if not isinstance(cell, NF4Dense)}
-    if bases - {mstype.float32}:
-        raise ConfigError(
-            f"product_dtype is bfloat16 and the network computes in {(bases - {mstype.float32}).pop()}: set "
-            "model.model_config.compute_dtype: float32, or leave product_dtype out."
-        )
-    held = {weight_of(cell).dtype for cell in cells.values() if not isinstance(cell, NF4Dense)}
-    if mstype.bfloat16 not in held and not any(isinstance(cell, NF4Dense) for cell in cells.values()):
-        raise ConfigError(
-            f"product_dtype is bfloat16 and the linear cells hold their weights in {held.pop()}: hold them in bfloat16 "
-            "(model.model_config.param_init_type: bfloat16 with embedding_init_type: float32; params_dtype of an mcore "
-            "model) or in NF4, or leave product_dtype out."
-        )
+def _rounds(product_dtype: Optional[str], cells: Mapping[str, nn.Cell], has_experts: bool) -> bool:
+    """Returns whether linear cells multiply in bfloat16: where that is asked for, or nothing is and it is faster.
+
+    Raises ConfigError if it is asked for and not possible here, for any cell; warns if it saves no time.
+    """
+    if product_dtype == "float32":
+        return False
+    obstacle = _obstacle_to_rounding(cells, has_experts)
+    if product_dtype is None:
+        return not obstacle and multiplies_bfloat16()
+    if obstacle:
+        raise ConfigError(obstacle)
     if not multiplies_bfloat16():
         logger.warning(
             "product_dtype is bfloat16, and this processor has no instructions that multiply bfloat16 (AVX512_BF16): "
             "products are rounded, and take as long as without it, with weights in NF4 up to twice as long. Leave it "
             "out."
         )
+    return True
+
+
+def _obstacle_to_rounding(cells: Mapping[str, nn.Cell], has_experts: bool) -> str:
+    """Returns what keeps linear cells from multiplying in bfloat16 and what to do, or "" if nothing does."""
+    if has_experts:
+        # Nor are the last bits of their router's product the same in each batch, and rounding would make more of it.
+        return "product_dtype is bfloat16 and the model has routed experts, which multiply in float32. Leave it out."
+    path = choose("rounded_linear")
+    if path.path != "cpu":
+        return (
+            f"product_dtype is bfloat16, which is for a CPU with mindlora's library: {path.reason}. Leave it out; on "
+            "an NPU set model.model_config.compute_dtype."
+        )
+    bases = {LinearBase.operators(cell)[2] for cell in cells.values() if not isinstance(cell, NF4Dense)}
+    if bases - {mstype.float32}:
+        return (
+            f"product_dtype is bfloat16 and the network computes in {(bases - {mstype.float32}).pop()}: set "
+            "model.model_config.compute_dtype: float32, or leave product_dtype out."
+        )
+    held = {weight_of(cell).dtype for cell in cells.values() if not isinstance(cell, NF4Dense)}
+    if mstype.bfloat16 not in held and not any(isinstance(cell, NF4Dense) for cell in cells.values()):
+        return (
+            f"product_dtype is bfloat16 and the linear cells hold their weights in {held.pop()}: hold them in bfloat16 "
+            "(model.model_config.param_init_type: bfloat16 with embedding_init_type: float32; params_dtype of an mcore "
+            "model) or in NF4, or leave product_dtype out."
+        )
+    return ""
 
 
 def _check_pools(pools: Mapping[str, Union[MultiLoRADense, MultiLoRAExperts]]) -> None:

@@ -230,6 +230,8 @@ class ModelRunner:
         self.network = network
         self.settings = settings
         self.pools = SlotPools(cells, dtype)
+        # Whether linear cells multiply in bfloat16.
+        self.rounds = any(isinstance(cell, MultiLoRADense) and cell.rounds for cell in cells.values())
         self._tables = tables
         self._embedding = open_embedding(network, settings)
         compile_layers_once(network)

@@ -29,8 +29,9 @@ class EngineSettings:
         adapter_memory (int): Bytes of host memory for adapters that are ready to be copied into a slot.
         adapter_dtype (str or None): float32, float16 or bfloat16: what the pools hold adapters in. An adapter with
             numbers that it cannot hold exactly is refused. None for the dtype in which the network computes.
-        product_dtype (str): float32 or bfloat16: what linear cells round what they multiply to, on a CPU: see
-            RoundedLinear. All sums, and what lies between the cells, are float32.
+        product_dtype (str or None): float32 or bfloat16: what linear cells round what they multiply to, on a CPU: see
+            RoundedLinear. All sums, and what lies between the cells, are float32. None for bfloat16 where that is
+            faster, with weights in bfloat16 or NF4 on a processor that multiplies bfloat16, else for float32.
         prompt_lookup (int): Tokens of an answer that are guessed at a time, at most: see PromptLookup. 0 for none.
         fixed_batches (tuple of int): Numbers of requests, up to max_running; steps that decode so many get a graph
             each, of fixed shapes: see ModelRunner.
@@ -49,14 +50,14 @@ class EngineSettings:
     max_rank: int = 64
     adapter_memory: int = 2 << 30
     adapter_dtype: Optional[str] = None
-    product_dtype: str = "float32"
+    product_dtype: Optional[str] = None
     prompt_lookup: int = 0
     fixed_batches: Tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.adapter_dtype is not None:
             object.__setattr__(self, "adapter_dtype", dtype_name(self.adapter_dtype, "adapter_dtype"))
-        if self.product_dtype not in PRODUCT_DTYPES:
+        if self.product_dtype not in (None, *PRODUCT_DTYPES):
             raise ConfigError(
                 f"product_dtype is {self.product_dtype!r}: it must be one of {', '.join(PRODUCT_DTYPES)}."
             )

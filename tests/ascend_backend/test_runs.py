@@ -80,7 +80,7 @@ KEEPING_TWO = [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps
 SEVERAL = [{"name": "slow", "learning_rate": 1e-4}, {"name": "small", "learning_rate": 1e-3, "lora_rank": 4}]
 
 TRAINED = {
-    # The shipped YAMLs: alone, and as the first and the last of 8 devices.
+    # The shipped YAMLs: alone, and as the first and the last of 8 devices, in data parallel but for the experts.
     "llama alone": Row(rows=2),
     "llama, first of 8": Row(ranks=8),
     # Each device holds the whole adapter, and the first writes it.
@@ -105,12 +105,14 @@ TRAINED = {
     # Layouts.
     "llama, model parallel 2": Row(ranks=8, rows=8, keys=parallel(4, 2)),
     "llama, a pipeline of model parallel 4": Row(ranks=8, rank=7, rows=4, keys=ONE_STAGE_PER_HALF, always=True),
-    "llama, optimizer parallel": Row(ranks=8, keys={"parallel.enable_parallel_optimizer": True}),
+    "llama, optimizer parallel": Row(ranks=8, keys={**SEMI_AUTOMATIC, "parallel.enable_parallel_optimizer": True}),
     "llama, sequence parallel": Row(ranks=8, rows=8, keys=parallel(4, 2, use_seq_parallel=True)),
     "llama, context parallel": Row(ranks=8, rows=8, keys=parallel(4, context_parallel=2)),
     "llama with experts, its attention": Row(ranks=8, rows=8, keys=MIXTRAL),
     "llama, slices of the data": Row(
-        ranks=8, rows=16, keys={"parallel.full_batch": False, "parallel.dataset_strategy": [[8, 1], [8, 1]]}
+        ranks=8,
+        rows=16,
+        keys={**SEMI_AUTOMATIC, "parallel.full_batch": False, "parallel.dataset_strategy": [[8, 1], [8, 1]]},
     ),
     "qwen3, context and sequence parallel": Row(
         QWEN3, ranks=8, rows=4, keys=parallel(2, 2, context_parallel=2, use_seq_parallel=True)
@@ -158,8 +160,6 @@ TRAINED = {
     "pissa, data parallel": Row(
         ranks=8, keys={**DATA_PARALLEL, f"{PET}.lora_init": "pissa", f"{PET}.lora_dropout": 0.0}, values=True
     ),
-    "llama, data parallel": Row(ranks=8, keys=DATA_PARALLEL),
-    "qwen3, data parallel": Row(QWEN3, ranks=8, keys=DATA_PARALLEL, always=True),
     "qwen3 dora, data parallel": Row(
         QWEN3, ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_dora": True}, values=True, saves=False
     ),
@@ -203,36 +203,48 @@ TRAINED = {
     "answers, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, "callbacks": ANSWERING}, prepare=tokenizer),
     "eva, data parallel": Row(ranks=8, keys=DATA_PARALLEL, prepare=eva, values=True),
     "loftq, data parallel": Row(QLORA, ranks=8, keys=DATA_PARALLEL, prepare=loftq, values=True),
-    # What the semi-automatic mode has.
     "qwen3 on a base in 4 bits, data parallel": Row(
         QWEN3, ranks=8, keys=DATA_PARALLEL, prepare=qwen3_in_4_bits, values=True
     ),
-    "answers": Row(ranks=8, keys={"callbacks": ANSWERING}, prepare=tokenizer),
-    "answers, qwen3": Row(QWEN3, ranks=8, keys={"callbacks": ANSWERING}, prepare=tokenizer),
-    "eva": Row(ranks=8, prepare=eva, values=True),
+    # What the semi-automatic mode has.
+    "llama, semi-automatic": Row(ranks=8, keys=SEMI_AUTOMATIC),
+    "llama, semi-automatic at O0": Row(ranks=8, keys={**SEMI_AUTOMATIC, "context.jit_config.jit_level": "O0"}),
+    "qwen3, semi-automatic": Row(QWEN3, ranks=8, keys=SEMI_AUTOMATIC),
+    "answers": Row(ranks=8, keys={**SEMI_AUTOMATIC, "callbacks": ANSWERING}, prepare=tokenizer),
+    "answers, qwen3": Row(QWEN3, ranks=8, keys={**SEMI_AUTOMATIC, "callbacks": ANSWERING}, prepare=tokenizer),
+    "eva": Row(ranks=8, keys=SEMI_AUTOMATIC, prepare=eva, values=True),
     "rslora, lora+ and noise": Row(
-        ranks=8, keys={f"{PET}.use_rslora": True, f"{PET}.loraplus_lr_ratio": 16.0, f"{PET}.neftune_alpha": 5.0}
+        ranks=8,
+        keys={
+            **SEMI_AUTOMATIC,
+            f"{PET}.use_rslora": True,
+            f"{PET}.loraplus_lr_ratio": 16.0,
+            f"{PET}.neftune_alpha": 5.0,
+        },
     ),
-    "lora-fa": Row(ranks=8, keys={f"{PET}.freeze_lora_a": True}),
-    "accumulation": Row(ranks=8, rows=32, keys={"runner_config.gradient_accumulation_steps": 2}),
-    "without clipping": Row(ranks=8, keys={"runner_wrapper.use_clip_grad": False}),
-    "callbacks that measure": Row(ranks=8, keys={"callbacks": MEASURING}),
-    "callbacks that measure, qwen3": Row(QWEN3, ranks=8, keys={"callbacks": MEASURING}),
+    "lora-fa": Row(ranks=8, keys={**SEMI_AUTOMATIC, f"{PET}.freeze_lora_a": True}),
+    "accumulation": Row(ranks=8, rows=32, keys={**SEMI_AUTOMATIC, "runner_config.gradient_accumulation_steps": 2}),
+    "without clipping": Row(ranks=8, keys={**SEMI_AUTOMATIC, "runner_wrapper.use_clip_grad": False}),
+    "callbacks that measure": Row(ranks=8, keys={**SEMI_AUTOMATIC, "callbacks": MEASURING}),
+    "callbacks that measure, qwen3": Row(QWEN3, ranks=8, keys={**SEMI_AUTOMATIC, "callbacks": MEASURING}),
     "callbacks that measure, in a pipeline": Row(
         ranks=8, rank=7, rows=4, keys={**ONE_STAGE_PER_HALF, "callbacks": MEASURING}
     ),
-    "packed rows": Row(ranks=8, data="packed"),
+    "packed rows": Row(ranks=8, data="packed", keys=SEMI_AUTOMATIC),
     "packed rows, data parallel": Row(ranks=8, data="packed", keys=DATA_PARALLEL),
     "packed rows by flash attention": Row(
         ranks=8,
         data="packed, with ends",
         keys={
+            **SEMI_AUTOMATIC,
             "model.model_config.seq_length": 2048,
             "model.model_config.use_eod_attn_mask_compression": True,
             "train_dataset.input_columns": ["input_ids", "labels", "actual_seq_len"],
         },
     ),
-    "a classifier": Row(ranks=8, data="labels of two classes", keys={**CLASSIFIER, "callbacks": callbacks(HELD_OUT)}),
+    "a classifier": Row(
+        ranks=8, data="labels of two classes", keys={**SEMI_AUTOMATIC, **CLASSIFIER, "callbacks": callbacks(HELD_OUT)}
+    ),
     # What is alone or in data parallel.
     "dpo, data parallel": Row(
         ranks=8, data="pairs", keys={**DATA_PARALLEL, **PREFERENCE, "callbacks": callbacks(HELD_OUT)}
@@ -252,7 +264,7 @@ TRAINED = {
 
 REFUSED = {
     "dora, semi-automatic": Row(
-        ranks=8, keys={f"{PET}.use_dora": True}, refused="use_dora is not supported on sharded"
+        ranks=8, keys={**SEMI_AUTOMATIC, f"{PET}.use_dora": True}, refused="use_dora is not supported on sharded"
     ),
     "qwen3 in 4 bits, semi-automatic": Row(
         "configs/qwen3/qlora_qwen3_8b.yaml",
@@ -268,23 +280,30 @@ REFUSED = {
         refused="is sharded, and NF4 weights are not supported there",
     ),
     "alora, semi-automatic": Row(
-        ranks=8, keys={f"{PET}.alora_invocation_tokens": [5]}, refused="each device has tokens of its own"
+        ranks=8,
+        keys={**SEMI_AUTOMATIC, f"{PET}.alora_invocation_tokens": [5]},
+        refused="each device has tokens of its own",
     ),
     "dpo, semi-automatic": Row(
-        ranks=8, data="pairs", keys=PREFERENCE, refused="which learns from preferences alone and in data parallel"
+        ranks=8,
+        data="pairs",
+        keys={**SEMI_AUTOMATIC, **PREFERENCE},
+        refused="which learns from preferences alone and in data parallel",
     ),
     "compressed exchange, semi-automatic": Row(
         ranks=8,
-        keys={"runner_wrapper.gradient_exchange": "float16"},
+        keys={**SEMI_AUTOMATIC, "runner_wrapper.gradient_exchange": "float16"},
         refused="gradients are compressed only between ranks that each hold the whole adapter",
     ),
     "adalora, semi-automatic": Row(
         ranks=8,
-        keys={f"{PET}.use_adalora": True, f"{PET}.lora_rank": None},
+        keys={**SEMI_AUTOMATIC, f"{PET}.use_adalora": True, f"{PET}.lora_rank": None},
         refused="ranks are allocated by mindlora's train step, alone or in data parallel",
     ),
     "callbacks that control, semi-automatic": Row(
-        ranks=8, keys={"callbacks": CONTROLLING}, refused="needs mindlora's train step, alone or in data parallel"
+        ranks=8,
+        keys={**SEMI_AUTOMATIC, "callbacks": CONTROLLING},
+        refused="needs mindlora's train step, alone or in data parallel",
     ),
     "several adapters on 8 devices": Row(
         ranks=8,

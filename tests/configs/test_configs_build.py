@@ -83,13 +83,13 @@ def test_recompute_reaches_the_adapters(path):
 
 
 @pytest.mark.parametrize("path", ON_8)
-def test_the_products_of_an_adapter_are_split_by_rows_over_8_npus(path, monkeypatch):
+def test_the_products_of_an_adapter_are_split_by_rows_over_8_npus_in_the_semi_automatic_mode(path, monkeypatch):
     import mindspore as ms
     from mindformers.modules.transformer import op_parallel_config
 
     monkeypatch.setattr(op_parallel_config.D, "get_group_size", lambda: 8)
     config = prepared(path)
-    parallel = {**config.parallel, "parallel_mode": {1: "semi_auto_parallel"}[config.parallel.parallel_mode]}
+    parallel = {**config.parallel, "parallel_mode": "semi_auto_parallel", "full_batch": True}
     ms.set_auto_parallel_context(device_num=8, global_rank=0, **parallel)
     try:
         assert ms.get_auto_parallel_context("enable_parallel_optimizer") is False

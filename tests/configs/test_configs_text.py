@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from mindlora.models.label_losses import tokens_at_once
 from tests.conftest import ROOT
 from tests.support.config_files import ON_ASCEND, PATHS, QLORA, adapter_count, base_count, linear_shapes, load, read
 
@@ -87,11 +88,12 @@ def test_the_memory_is_what_its_factors_make(path):
     model = config.model.model_config
     lines = dict(re.findall(r"^#   (\w[\w ]+?)  +(.*? GB)$", read(path), re.M))
     tokens = config.runner_config.batch_size * model.seq_length
+    piece = tokens_at_once(tokens, model.hidden_size, model.vocab_size)
     factors = {
         "base weights": [base_count(config), 2],
         "adapter": [adapter_count(config), 4 + 4 + 8],
         "inputs of the layers": [model.num_layers, tokens, model.hidden_size, 2],
-        "logits": [tokens, model.vocab_size, 4],
+        "logits of a piece": [piece, model.vocab_size, 4],
     }
     if path == QLORA:
         packed = model.num_layers * sum(out * in_ for out, in_ in linear_shapes(model).values())

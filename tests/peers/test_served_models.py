@@ -98,8 +98,9 @@ CLASSIFIER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o
 
 
 def settings_for():
-    """The sizes of an engine for short texts."""
-    return EngineSettings(seq_length=64, block_size=8, max_running=16, max_tokens_per_step=300, slots=7, max_rank=8)
+    """The settings of an engine for short texts, which computes in float32 on every processor."""
+    sizes = {"seq_length": 64, "block_size": 8, "max_running": 16, "max_tokens_per_step": 300}
+    return EngineSettings(**sizes, slots=7, max_rank=8, product_dtype="float32")
 
 
 def read_texts(engine, names):

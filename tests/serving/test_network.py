@@ -318,6 +318,23 @@ def test_a_processor_on_which_products_in_bfloat16_save_no_time_is_named(
         assert ("this processor has no instructions that multiply bfloat16" in caplog.text) == warned
 
 
+@pytest.mark.parametrize("able", [False, True])
+def test_products_are_in_bfloat16_where_nothing_is_asked_for_and_that_is_faster(
+    library, mindformers, tmp_path, monkeypatch, able
+):
+    monkeypatch.setattr("mindlora.serving.network.multiplies_bfloat16", lambda: able)
+    from mindlora.files.base.quantize import quantize_checkpoint
+
+    wide, narrow, packed = (str(tmp_path / name) for name in ("wide.ckpt", "narrow.ckpt", "packed.safetensors"))
+    save_base(wide, base_weights())
+    save_base(narrow, in_bfloat16(base_weights()))
+    quantize_checkpoint(wide, packed)
+    assert Steps(narrow, product_dtype=None, **IN_BFLOAT16).runner.rounds == able
+    assert Steps(packed, quantize=True, product_dtype=None).runner.rounds == able
+    assert not Steps(wide, product_dtype=None).runner.rounds
+    assert not Steps(narrow, product_dtype="float32", **IN_BFLOAT16).runner.rounds
+
+
 def test_products_in_another_dtype_are_refused():
     with pytest.raises(ConfigError, match="^product_dtype is 'float16': it must be one of float32, bfloat16.$"):
         EngineSettings(seq_length=16, product_dtype="float16")

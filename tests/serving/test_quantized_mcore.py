@@ -28,7 +28,9 @@ from tests.support.mcore_serving import COMMON, ROUTED, checkpoint, node
 from tests.support.networks import randomize
 from tests.support.what_runs import shows
 
-SETTINGS = EngineSettings(seq_length=96, block_size=8, max_running=8, max_tokens_per_step=300, slots=3, max_rank=8)
+SETTINGS = EngineSettings(
+    seq_length=96, block_size=8, max_running=8, max_tokens_per_step=300, slots=3, max_rank=8, product_dtype="float32"
+)
 # In one batch they are for the graph of many tokens, and those of an answer for that of few.
 PROMPTS = (tuple(range(3, 9)), tuple(range(40, 110)))
 

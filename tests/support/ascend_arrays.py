@@ -1,6 +1,6 @@
 """Arrays of the kernels' dtypes. NumPy has no bfloat16, so its bits are stored as uint16."""
 
-from typing import Any, Dict, Sequence
+from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 
@@ -33,6 +33,12 @@ def normal(seed: int, dtype: str, *shapes: Sequence[int]) -> Any:
     generator = np.random.default_rng(seed)
     arrays = [store(generator.standard_normal(shape), dtype) for shape in shapes]
     return arrays[0] if len(shapes) == 1 else arrays
+
+
+def each_rank(dtypes: Sequence[str]) -> List[Tuple[str, int]]:
+    """Returns pairs of a dtype and a rank; bfloat16, which differs from float16 in its casts alone, has few."""
+    pairs = [(dtype, rank) for dtype in dtypes if dtype != "bfloat16" for rank in (1, 8, 13, 16, 64, 128, 256)]
+    return [*pairs, ("bfloat16", 13), ("bfloat16", 256)]
 
 
 def empty(dtype: str, *shape: int) -> np.ndarray:

@@ -27,7 +27,7 @@ class Figures(NamedTuple):
         recomputes (bool): Whether the layers are recomputed.
         pet (dict): Other values of pet_config.
         preference (bool): Whether the run is DPO.
-        sharded (bool): Whether it is rank 0 of the 8 devices of the YAML, and not alone.
+        sharded (bool): Whether it is rank 0 of the 8 devices of the YAML, in the semi-automatic mode, and not alone.
         pieces (bool): Whether head and loss go through the tokens in pieces.
         used (float): The peak without fragments.
         actual (float): The peak with fragments, or None if it was not read.
@@ -59,6 +59,7 @@ class Figures(NamedTuple):
             read_yaml(os.path.join(ROOT, path)),
             {
                 "use_parallel": self.sharded,
+                "parallel": {"parallel_mode": 1, "full_batch": True},
                 "runner_config": {"batch_size": self.rows},
                 "recompute_config": {"recompute": self.recomputes},
                 "runner_wrapper": {"loss_in_pieces": self.pieces},

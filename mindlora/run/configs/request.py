@@ -113,7 +113,7 @@ class Batch:
         available = request.rows.count if request.rows else _ROWS_PER_STEP * request.devices
         of_model = request.rows.of_model if request.rows else 1
         rows = max(1, min(_BATCH[request.device] // of_model, available // request.devices))
-        # On several devices it is MindFormers that would accumulate, and a batch of 4 rows on each is enough.
+        # On several devices, a batch of 4 rows on each is enough.
         accumulation = max(1, min(_ROWS_PER_STEP, available) // rows) if request.devices == 1 else 1
         per_step = rows * accumulation * request.devices
         return cls(rows, accumulation, per_step, request.rows.count // per_step if request.rows else None)
@@ -143,19 +143,9 @@ def check_request(folder: ModelFolder, request: Request) -> None:
         raise ConfigError(
             f"--devices is {request.devices}, and MindSpore divides nothing among CPU processes. Use one."
         )
-    if request.rows and request.rows.loss:
-        _check_preferences(request)
     if request.rows and request.rows.count < request.devices:
         raise ConfigError(
             f"{request.rows.path} has {request.rows.count} rows, too few for {request.devices} devices. Give more data."
-        )
-
-
-def _check_preferences(request: Request) -> None:
-    if request.devices > 1:
-        raise ConfigError(
-            f"--devices is {request.devices}, and preferences are learned on one device or in data parallel, for which "
-            "no YAML is written. Leave it out; in the YAML, set use_parallel: True and parallel.parallel_mode: 0."
         )
 
 

@@ -1,4 +1,4 @@
-"""What else could be done: the same run on other numbers of devices, and the smallest change with which it fits."""
+"""What else could be done: other numbers of devices, the smallest change with which a run fits, longer rows."""
 
 import dataclasses
 import re
@@ -20,6 +20,8 @@ from mindlora.run.yaml_run import WRAPPER
 _LEFT_ON_CPU = 1 / 10
 _LEFT_ON_NPU = 1 / 16
 _LIMIT = "context.max_device_memory"
+# The longest row is a multiple of the first, and where the model says nothing, at most the second.
+_TOKENS, _MOST_POSITIONS = 256, 2**17
 Keys = Dict[str, Any]
 
 
@@ -95,6 +97,20 @@ class Trial:
     fits: bool
 
 
+class LongestRow(NamedTuple):
+    """The longest rows with which a run fits.
+
+    Attributes:
+        batch_size (int): Rows on each device at a time.
+        seq_length (int): Their tokens, a multiple of 256; 0 if no row fits.
+        is_the_models (bool): Whether it is the model that has no more positions.
+    """
+
+    batch_size: int
+    seq_length: int
+    is_the_models: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """Whether a run fits, and what would make it fit.
@@ -106,6 +122,7 @@ class Fit:
         tried (tuple of Trial): The changes in the order in which they were tried; the last one fits, if any does.
         lines (str): What to change in the YAML so that the last one is made; empty if nothing is to change or none
             fits.
+        longest_rows (tuple of LongestRow): With the YAML's batch_size, and with 1; none if the run does not train.
     """
 
     memory: int
@@ -114,6 +131,7 @@ class Fit:
     fits: bool
     tried: Tuple[Trial, ...]
     lines: str
+    longest_rows: Tuple[LongestRow, ...]
 
 
 class _Change(NamedTuple):
@@ -127,9 +145,9 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
     ``devices`` says on how many devices the run may be divided.
     """
     usable, reason = _usable(run, memory)
-    needed = needed_by(run)
-    if needed <= usable:
-        return Fit(memory, usable, reason, True, (), "")
+    longest = _longest_rows(run, usable)
+    if needed_by(run) <= usable:
+        return Fit(memory, usable, reason, True, (), "", longest)
     tried: List[Trial] = []
     for variants in _ladder(run, devices):
         trial = None
@@ -140,10 +158,29 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
             trial = Trial(change.words, needed_then, needed_then <= usable)
             if trial.fits:
                 lines = str(yaml.safe_dump(change.keys, sort_keys=False, default_flow_style=False)).rstrip()
-                return Fit(memory, usable, reason, False, (*tried, trial), lines)
+                return Fit(memory, usable, reason, False, (*tried, trial), lines, longest)
         # Where several variants do not fit, the last one needs least.
         tried += [trial] if trial else []
-    return Fit(memory, usable, reason, False, tuple(tried), "")
+    return Fit(memory, usable, reason, False, tuple(tried), "", longest)
+
+
+def _longest_rows(run: Run, usable: int) -> Tuple[LongestRow, ...]:
+    if not run.yaml.trains:
+        return ()
+    return tuple(_longest_row(run, size, usable) for size in sorted({run.yaml.rows, 1}, reverse=True))
+
+
+def _longest_row(run: Run, batch_size: int, usable: int) -> LongestRow:
+    positions = run.model.get("max_position_embeddings") or run.model.get("max_position_embedding")
+    # In units: what fits, and what does not.
+    fitting, too_long = 0, (positions or _MOST_POSITIONS) // _TOKENS + 1
+    while fitting + 1 < too_long:
+        middle = (fitting + too_long) // 2
+        if needed_by(run.with_rows(batch_size, middle * _TOKENS)) <= usable:
+            fitting = middle
+        else:
+            too_long = middle
+    return LongestRow(batch_size, fitting * _TOKENS, positions is not None and fitting == positions // _TOKENS)
 
 
 def _usable(run: Run, memory: int) -> Tuple[int, str]:

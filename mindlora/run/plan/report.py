@@ -395,8 +395,9 @@ def _layouts(layouts: Sequence[Layout]) -> str:
 
 def _fit(fit: Fit, needed: int) -> str:
     limit = f"{gib(fit.memory)} GiB, of which {gib(fit.usable)} can be filled: {fit.reason}"
+    longest = wrapped("", _longest(fit), WIDTH)
     if fit.fits:
-        return wrapped("", f"The run fits: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)
+        return f"{wrapped('', f'The run fits: it needs {gib(needed)} GiB. A device has {limit}.', WIDTH)}\n{longest}"
     text = [wrapped("", f"The run does not fit: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)]
     rows = [(trial.change, gib(trial.needed), "fits" if trial.fits else "") for trial in fit.tried]
     text.append(_table(("change", "GiB", ""), rows, (">", "<")))
@@ -404,7 +405,16 @@ def _fit(fit: Fit, needed: int) -> str:
         text.append(f"\nTo make the last change, put into the YAML:\n\n{textwrap.indent(fit.lines, '  ')}")
     else:
         text.append("\nNone of these makes it fit: use more devices (--devices), or a smaller model or seq_length.")
-    return "\n".join(text)
+    return "\n".join([*text, "", longest])
+
+
+def _longest(fit: Fit) -> str:
+    """Returns in words how long rows can be."""
+    rows = []
+    for row in fit.longest_rows:
+        positions = ", all positions that the model has" if row.is_the_models else ""
+        rows.append(f"{row.seq_length:,} tokens at batch_size {row.batch_size}{positions}")
+    return f"Longest rows that fit: {'; '.join(rows)}." if rows else ""
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from mindlora.core.fields import dtype_name
 from mindlora.core.formats.mindrecord_files import column_shapes, mindrecord_files
 from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR
 from mindlora.core.text import listed, suggestion
-from mindlora.core.yaml_file import value_at
+from mindlora.core.yaml_file import merged, value_at
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture, Attention, ParameterSize
@@ -242,6 +242,14 @@ class Run:
     def steps_by_mindlora(self) -> bool:
         """Whether mindlora's train step makes the gradients, and not MindFormers'."""
         return self.yaml.train_step == WRAPPER and not self.division.sharded
+
+    def with_rows(self, batch_size: int, seq_length: int) -> "Run":
+        """Returns the run with other rows, on which neither network nor adapter depend."""
+        sizes = {"runner_config": {"batch_size": batch_size}, "model": {"model_config": {"seq_length": seq_length}}}
+        changed = dataclasses.replace(self, yaml=YamlRun(merged(self.yaml.config, sizes)))
+        # They are computed once, as they take longer than what depends on the rows.
+        vars(changed).update(selection=self.selection, weights=self.weights)
+        return changed
 
     def number(self, key: str, default: int) -> int:
         """Returns a whole number above 0 of model_config."""

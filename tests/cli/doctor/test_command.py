@@ -54,10 +54,10 @@ def test_it_works_where_nothing_is_installed(write):
 def test_a_run_on_npus_is_told_how_it_makes_no_logits_of_all_tokens(tmp_path, capsys):
     shipped, changed = os.path.join(ROOT, "configs", "llama3", "lora_llama3_8b.yaml"), tmp_path / "changed.yaml"
     config = yaml.safe_load(pathlib.Path(shipped).read_text(encoding="utf-8"))
-    config["parallel"].update(parallel_mode=0, full_batch=False)
+    config["parallel"].update(parallel_mode=1, full_batch=True)
     changed.write_text(yaml.safe_dump(config), encoding="utf-8")
     cli.main(["doctor", shipped, str(changed), "--json"])
-    whole, pieces = (
+    pieces, whole = (
         [finding for finding in one["findings"] if finding["key"] == "runner_wrapper.loss_in_pieces"]
         for one in json.loads(capsys.readouterr().out)["yamls"]
     )

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.support.ascend_arrays import ROUNDING, empty, moved, normal, store, widen
+from tests.support.ascend_arrays import ROUNDING, each_rank, empty, moved, normal, store, widen
 from tests.support.ascendc_model import kernels
 
 DTYPES = ("float16", "bfloat16")
-RANKS = (1, 8, 13, 16, 64, 128, 256)
 # Odd tails, one row in the last tile, several tiles.
 TOKENS = (17, 31, 64, 129)
 PREFILL = 2
@@ -45,8 +44,7 @@ def assert_near(reference, dtype, y, arrays, scale):
     assert np.all(error <= allowed), f"{np.sum(~(error <= allowed))} of {error.size} are off, {np.max(error / allowed)}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("dtype, rank", each_rank(DTYPES))
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_matches_the_oracle(run, reference, dtype, rank, tokens):
     cores = {17: 24, 31: 2, 64: 20, 129: 24}[tokens]

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from tests.support.ascend_arrays import LEAST, ROUNDING, empty, moved, normal, store, widen
+from tests.support.ascend_arrays import LEAST, ROUNDING, each_rank, empty, moved, normal, store, widen
 from tests.support.ascendc_model import kernels
 
 DTYPES = ("float16", "bfloat16")
-RANKS = (1, 8, 13, 16, 64, 128, 256)
 # Two rows are the fewest that do not make a vector; 16 fill a row of fractals.
-TOKENS = (2, 3, 8, 15, 16)
+TOKENS = (2, 15, 16)
 CORES = ((24, 48), (20, 40), (1, 2))
 VECTOR, CUBE = 1, 2
 
@@ -59,21 +58,18 @@ def arrays_of(dtype, tokens, k, n, rank, with_bias=True):
     return arrays if with_bias else arrays[:4] + [None]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("dtype, rank", each_rank(DTYPES))
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_equals_the_oracle(check, dtype, rank, tokens):
-    for (k, n), cores in zip(((100, 31), (257, 130), (515, 801)), CORES):
-        for with_bias in (False, True):
-            check(dtype, arrays_of(dtype, tokens, k, n, rank, with_bias), cores=cores)
+    for (k, n), cores, with_bias in zip(((100, 31), (257, 130), (515, 801)), CORES, (False, True, tokens == 15)):
+        check(dtype, arrays_of(dtype, tokens, k, n, rank, with_bias), cores=cores)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cores", [(1, 2), (2, 4), (7, 14), (20, 40), (24, 48), (24, 40)])
-def test_any_number_of_cores(check, dtype, cores):
+def test_any_number_of_cores(check, cores):
     """N is a multiple of 16 x cores, or one more."""
-    check(dtype, arrays_of(dtype, 5, 16 * 24, 16 * 24, 13), 2.0, cores)
-    check(dtype, arrays_of(dtype, 5, 16 * 24 + 1, 16 * 24 + 1, 13), 2.0, cores)
+    check("float16", arrays_of("float16", 5, 16 * 24, 16 * 24, 13), 2.0, cores)
+    check("float16", arrays_of("float16", 5, 16 * 24 + 1, 16 * 24 + 1, 13), 2.0, cores)
 
 
 @pytest.mark.parametrize("k, n", [(1, 1), (1, 300), (300, 1), (16, 16), (5000, 17), (17, 5000)])
@@ -117,10 +113,9 @@ def test_every_input_matters(run):
     assert np.array_equal(y, run("float16", arrays[:3] + [-arrays[3], arrays[4]], -1.0)[0])
 
 
-@pytest.mark.parametrize("d", (4096, 5120))
 @pytest.mark.parametrize("rank", (8, 16, 64))
-def test_little_more_than_the_least_bytes_are_moved(run, d, rank):
-    tokens = 8
+def test_little_more_than_the_least_bytes_are_moved(run, rank):
+    d, tokens = 5120, 8
     report = run("bfloat16", arrays_of("bfloat16", tokens, d, d, rank, False))[1]
     least = 2 * (d * d + 2 * d * rank + 2 * d * tokens) + 4
     assert least <= moved(report) <= 1.05 * least

@@ -5,6 +5,7 @@ import yaml
 
 from mindlora.core.yaml_file import merged
 from mindlora.run.plan.alternatives import fit, layouts_of
+from mindlora.run.plan.loading import needed_by
 from mindlora.run.plan.memory import memory_of
 from mindlora.run.plan.run import read_run
 from mindlora.run.plan.units import GIB
@@ -26,6 +27,24 @@ def test_a_run_that_fits_needs_no_change():
 def test_a_tenth_of_a_cpus_memory_is_not_filled():
     run = run_of()
     assert not fit(run, memory_of(run).total, [1]).fits
+
+
+def test_the_longest_rows_fit_and_longer_ones_do_not():
+    config = yaml_of(MODEL, runner_config={**ROWS, "batch_size": 2})
+    run = read_run(config)
+    found = fit(run, 8 * memory_of(run).total, [1])
+    assert [row.batch_size for row in found.longest_rows] == [2, 1]
+    for rows, tokens, is_the_models in found.longest_rows:
+        assert tokens % 256 == 0 and not is_the_models
+        assert 0 < needed_by(run.with_rows(rows, tokens)) <= found.usable < needed_by(run.with_rows(rows, tokens + 256))
+    changed = merged(config, {"runner_config": {"batch_size": 1}, "model": {"model_config": {"seq_length": 512}}})
+    assert memory_of(run.with_rows(1, 512)) == memory_of(read_run(changed))
+
+
+def test_rows_are_not_longer_than_the_positions_of_the_model():
+    run = run_of({**MODEL, "max_position_embedding": 1024}, runner_config={**ROWS, "batch_size": 1})
+    assert fit(run, 1000 * memory_of(run).total, [1]).longest_rows == ((1, 1024, True),)
+    assert fit(run, 1000, [1]).longest_rows == ((1, 0, False),)
 
 
 @pytest.mark.parametrize(

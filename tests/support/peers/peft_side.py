@@ -68,11 +68,11 @@ def make_adapter(model, folder, seed, kind, config, dtype, safetensors, embeddin
     adapted.save_pretrained(folder, safe_serialization=safetensors, save_embedding_layers=embeddings)
 
 
-def logits(model, ids, path, adapter=None):
-    """Saves the logits for token ids, with an adapter loaded as PEFT loads it."""
-    loaded = load_adapted(model, adapter) if adapter else load_model(model)
+def logits(model, ids, path, adapter=None, dtype="float32"):
+    """Saves the logits for token ids, with an adapter loaded as PEFT loads it, or of the model in another dtype."""
+    loaded = load_adapted(model, adapter) if adapter else load_model(model, getattr(torch, dtype))
     with torch.no_grad():
-        np.save(path, loaded(torch.tensor(ids)).logits.numpy())
+        np.save(path, loaded(torch.tensor(ids)).logits.float().numpy())
 
 
 def eva(model, batches, config, eva_config, folder):
@@ -194,9 +194,9 @@ def key_of(name):
     )
 
 
-def load_model(folder):
-    """Loads a model in float32, for inference."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def load_model(folder, dtype=torch.float32):
+    """Loads a model for inference."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def load_adapted(model, adapter, trainable=False):
