@@ -88,7 +88,7 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
         "--product-dtype",
         choices=("float32", "bfloat16"),
         help="what linear layers multiply in, on a CPU; bfloat16 rounds what they take, as vLLM does (default: "
-        "bfloat16 where the base is in bfloat16 or NF4 and the processor multiplies bfloat16, else float32)",
+        "bfloat16 where the base is in bfloat16 or NF4 and that is faster on the processor, else float32)",
     )
     sizes.add_argument(
         "--fixed-batches",
@@ -270,7 +270,7 @@ def build(
         tokenizer = arguments.tokenizer or arguments.model
         engine = build_engine(config, overrides, tokenizer, registry, sizes, model_name, chosen)
     if engine.runner.rounds and "product_dtype" not in sizes:
-        say("linear layers multiply in bfloat16, as this processor does; in float32 with --product-dtype float32")
+        say("linear layers multiply in bfloat16, which is faster here; in float32 with --product-dtype float32")
     return engine
 
 

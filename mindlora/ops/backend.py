@@ -227,6 +227,15 @@ def multiplies_bfloat16() -> bool:
     return _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_best_isa() >= _AVX512_BF16
 
 
+def rounds_faster() -> bool:
+    """Returns whether rounded_linear is faster than products in float32 for any number of tokens; as above.
+
+    With AVX512_BF16 on processors of AMD it is. Those with AMX, which are Intel's, multiply bfloat16 at half that rate
+    without it, and take 1.09 to 1.26 of the time of float32 for 8 to 64 tokens.
+    """
+    return _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_best_isa() == _AVX512_BF16
+
+
 def switch(op: str) -> str:
     """Returns the environment variable that forces the path of one operator, MINDLORA_BACKEND_<OPERATOR>."""
     return f"{VARIABLE}_{op.upper()}"

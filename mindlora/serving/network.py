@@ -15,7 +15,7 @@ from mindlora.network.cells.linear_base import LinearBase
 from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.network.serving.multi_lora_dense import JoinsLinears, MultiLoRADense, MultiLoRAExperts
 from mindlora.network.tree import adapter_path, replace_children, weight_of
-from mindlora.ops.backend import choose, multiplies_bfloat16
+from mindlora.ops.backend import choose, multiplies_bfloat16, rounds_faster
 from mindlora.serving.cpu_cells import CpuAttention, use_cpu_operators
 from mindlora.serving.mcore_network import McoreNetwork, build_mcore
 from mindlora.serving.settings import EngineSettings
@@ -128,7 +128,7 @@ def _rounds(product_dtype: Optional[str], cells: Mapping[str, nn.Cell], has_expe
         return False
     obstacle = _obstacle_to_rounding(cells, has_experts)
     if product_dtype is None:
-        return not obstacle and multiplies_bfloat16()
+        return not obstacle and rounds_faster()
     if obstacle:
         raise ConfigError(obstacle)
     if not multiplies_bfloat16():

@@ -30,7 +30,7 @@ class EngineSettings:
             numbers that it cannot hold exactly is refused. None for the dtype in which the network computes.
         product_dtype (str or None): float32 or bfloat16: what linear cells round what they multiply to, on a CPU: see
             RoundedLinear. All sums, and what lies between the cells, are float32. None for bfloat16 where that is
-            faster, with weights in bfloat16 or NF4 on a processor that multiplies bfloat16, else for float32.
+            faster, with weights in bfloat16 or NF4 on a processor with AVX512_BF16 and without AMX, else for float32.
         prompt_lookup (int): Tokens of an answer that are guessed at a time, at most: see PromptLookup. 0 for none.
         fixed_batches (tuple of int): Numbers of requests, up to max_running; steps that decode so many get a graph
             each, of fixed shapes: see ModelRunner.

@@ -339,7 +339,7 @@ def test_a_processor_on_which_products_in_bfloat16_save_no_time_is_named(
 def test_products_are_in_bfloat16_where_nothing_is_asked_for_and_that_is_faster(
     library, mindformers, tmp_path, monkeypatch, able
 ):
-    monkeypatch.setattr("mindlora.serving.network.multiplies_bfloat16", lambda: able)
+    monkeypatch.setattr("mindlora.serving.network.rounds_faster", lambda: able)
     from mindlora.files.base.quantize import quantize_checkpoint
 
     wide, narrow, packed = (str(tmp_path / name) for name in ("wide.ckpt", "narrow.ckpt", "packed.safetensors"))
