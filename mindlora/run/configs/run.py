@@ -25,7 +25,7 @@ _COMMENTS = {
     "model.model_config.pet_config.lora_rank": "more for more data",
     "model.model_config.pet_config.param_init_type": "the optimizer changes A and B in small steps",
     "parallel.gradients_mean": "the loss is already the mean over the rows of all NPUs",
-    "parallel.parallel_mode": "data parallel: each NPU has the whole model and rows of its own; docs/sharding.md has 1",
+    "parallel.parallel_mode": "data parallel: each NPU has the whole model; 1 divides it (docs/sharding.md)",
     "runner_wrapper.preference.loss": "docs/preferences.md has the others, and beta",
     "context.max_device_memory": "of an NPU with 64 GB",
     "recompute_config.recompute": "False is faster, and takes more memory (mindlora plan)",
