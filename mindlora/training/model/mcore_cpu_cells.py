@@ -248,7 +248,10 @@ def use_mcore_cpu_cells(network: nn.Cell) -> None:
 def _replace(cell):
     # A cell's parameters and settings stay, and whether it is recomputed, when its class changes.
     if isinstance(cell, VocabParallelEmbedding):
-        cell.embedding_morph = FrozenRows() if cell.weight.dtype in (mstype.bfloat16, mstype.float16) else Lookup()
+        # The embedding of further tokens has no table of its own.
+        table = getattr(cell, "weight", None)
+        is_held = table is not None and table.dtype in (mstype.bfloat16, mstype.float16)
+        cell.embedding_morph = FrozenRows() if is_held else Lookup()
     elif type(cell) is FusedRMSNorm:
         cell.fused, cell.fused_eps = RmsNorm(), Tensor([cell.eps], mstype.float32)
         cell.__class__ = CpuFusedRMSNorm
