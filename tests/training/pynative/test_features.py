@@ -97,7 +97,9 @@ def test_examples_of_a_packed_row_do_not_see_each_other(runs):
 
 def test_an_adapter_acts_from_its_tokens_on_in_each_example_of_a_packed_row(runs):
     (invoked, trained), (packed, expected) = runs["invoked"], runs["packed"]
-    np.testing.assert_allclose(invoked, packed, rtol=1e-5)
+    np.testing.assert_allclose(invoked[0], packed[0], rtol=1e-6)
+    # Below an attention, which rounds to float16, runs move apart.
+    np.testing.assert_allclose(invoked, packed, rtol=5e-5)
     for name, array in expected.items():
         np.testing.assert_allclose(trained[name], array, atol=1e-4, err_msg=name)
 
