@@ -51,15 +51,19 @@ def test_it_works_where_nothing_is_installed(write):
     assert "MindFormers  not installed" in done.stdout and "matches no linear cell" in done.stdout
 
 
-def test_a_run_on_npus_is_told_how_it_makes_no_logits_of_all_tokens(tmp_path, capsys):
-    shipped, changed = os.path.join(ROOT, "configs", "llama3", "lora_llama3_8b.yaml"), tmp_path / "changed.yaml"
+def test_a_run_on_npus_is_told_how_it_makes_no_logits_of_all_tokens_where_it_can(tmp_path, capsys):
+    shipped = os.path.join(ROOT, "configs", "llama3", "lora_llama3_8b.yaml")
+    paths = {name: str(tmp_path / f"{name}.yaml") for name in ("semi", "off")}
     config = yaml.safe_load(pathlib.Path(shipped).read_text(encoding="utf-8"))
     config["parallel"].update(parallel_mode=1, full_batch=True)
-    changed.write_text(yaml.safe_dump(config), encoding="utf-8")
-    cli.main(["doctor", shipped, str(changed), "--json"])
-    pieces, whole = (
+    pathlib.Path(paths["semi"]).write_text(yaml.safe_dump(config), encoding="utf-8")
+    config["runner_wrapper"]["loss_in_pieces"] = False
+    pathlib.Path(paths["off"]).write_text(yaml.safe_dump(config), encoding="utf-8")
+    cli.main(["doctor", shipped, *paths.values(), "--json"])
+    pieces, whole, off = (
         [finding for finding in one["findings"] if finding["key"] == "runner_wrapper.loss_in_pieces"]
         for one in json.loads(capsys.readouterr().out)["yamls"]
     )
     assert "as the train step is MindFormers' own" in whole[0]["found"] and "parallel_mode: 0" in whole[0]["advice"]
     assert "some tokens at a time" in pieces[0]["found"] and not pieces[0]["advice"]
+    assert "loss_in_pieces is False" in off[0]["found"] and not off[0]["advice"]
