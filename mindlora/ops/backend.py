@@ -52,7 +52,6 @@ CPU_ONLY = {
 }
 # The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
 ASCEND_OP_TYPES = {
-    "frozen_linear": "FrozenLinear",
     **OP_TYPES,
     "nf4_linear": "Nf4Dequantize",
     "lora_dropout": None,
@@ -224,7 +223,7 @@ def multiplies_bfloat16() -> bool:
 
     Without them rounded_linear is right, and no faster than products in float32; with NF4 it is slower.
     """
-    return _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_best_isa() >= _AVX512_BF16
+    return _best_isa() >= _AVX512_BF16
 
 
 def rounds_faster() -> bool:
@@ -233,7 +232,12 @@ def rounds_faster() -> bool:
     With AVX512_BF16 on processors of AMD it is. Those with AMX, which are Intel's, multiply bfloat16 at half that rate
     without it, and take 1.09 to 1.26 of the time of float32 for 8 to 64 tokens.
     """
-    return _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_best_isa() == _AVX512_BF16
+    return _best_isa() == _AVX512_BF16
+
+
+def _best_isa():
+    """Returns the number of the newest instruction set that this processor has and the library uses."""
+    return _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_best_isa()
 
 
 def switch(op: str) -> str:

@@ -2,11 +2,12 @@
 
 import argparse
 import os
+import types
 
 import pytest
 
 from mindlora import cli
-from mindlora.cli.engine import add_engine_options, read_adapters
+from mindlora.cli.engine import add_engine_options, build, read_adapters
 from mindlora.core.errors import ConfigError
 from tests.support.scripted_engine import write_adapter
 
@@ -59,3 +60,17 @@ def test_what_no_verb_knows_is_usage(words, capsys):
         cli.main(words)
     assert stopped.value.code == 2
     assert f"mindlora: error: unrecognized arguments: {words[-2]} 1\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, rounds, said", [([], True, True), ([], False, False), (["float32"], True, False)])
+def test_products_that_nobody_asked_for_are_named(tmp_path, monkeypatch, capsys, words, rounds, said):
+    made = types.SimpleNamespace(runner=types.SimpleNamespace(rounds=rounds))
+    monkeypatch.setattr("mindlora.training.launch.serve.build_engine", lambda *_: made)
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser, {})
+    (tmp_path / "run.yaml").write_text("{}", encoding="utf-8")
+    options = ["--config", str(tmp_path / "run.yaml"), *(f"--product-dtype={word}" for word in words)]
+    arguments = parser.parse_args(options)
+    arguments.overrides = []
+    assert build(arguments, registry=None) is made
+    assert ("multiply in bfloat16, which is faster here" in capsys.readouterr().err) == said

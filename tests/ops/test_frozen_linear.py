@@ -11,7 +11,7 @@ from mindlora.ops.frozen_linear import FrozenLinear, FrozenRows
 from tests.support.native import assert_near, normal, tensor, values
 from tests.support.op_paths import PATHS
 
-pytestmark = pytest.mark.skipif(PATHS[0] != "cpu", reason="there is no kernel for an NPU")
+pytestmark = pytest.mark.skipif(PATHS[0] != "cpu", reason="NPUs have no kernel for it")
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from tests.ops.operators.rounded_linear import IN_NF4
 from tests.support.native import call, normal
 from tests.support.op_paths import ISAS, PATHS
 
-pytestmark = pytest.mark.skipif(PATHS[0] != "cpu", reason="there is no kernel for an NPU")
+pytestmark = pytest.mark.skipif(PATHS[0] != "cpu", reason="NPUs have no kernel for it")
 
 
 @pytest.mark.parametrize("isa", ISAS[:4], indirect=True)

@@ -12,7 +12,7 @@ from tests.ops.operators.rounded_linear import IN_NF4, WITH_BIAS
 from tests.support.native import values
 from tests.support.op_paths import PATHS
 
-pytestmark = pytest.mark.skipif(PATHS[0] != "cpu", reason="there is no kernel for an NPU")
+pytestmark = pytest.mark.skipif(PATHS[0] != "cpu", reason="NPUs have no kernel for it")
 KINDS = pytest.mark.parametrize("kind", ["bfloat16", "nf4"])
 # K and each N, the last of them enough for several threads.
 SIZES = [(70, (53, 5)), (130, (64, 1, 37)), (1061, (530, 24, 253))]

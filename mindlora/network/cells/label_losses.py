@@ -11,7 +11,23 @@ from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.ops.operator_cell import CellWithBprop
 
 
-class LabelLosses(nn.Cell):
+class _OfHead(nn.Cell):
+    """What the losses of a head have in common: what it computes in, and what multiplies by its weight."""
+
+    def __init__(self, dtype: mstype.Type, piece: Optional[int], frozen: Optional[FrozenLinear]):
+        super().__init__(auto_prefix=False)
+        self.dtype = dtype
+        self.piece = piece
+        self.differentiates = True
+        self.holds = frozen is not None
+        self.head = _Head() if frozen is None else frozen
+
+    def operand(self, weight: Tensor) -> Tensor:
+        """Returns the weight as the head's product takes it: in its dtype, or in the 16 bits in which it is held."""
+        return weight if self.holds else weight.astype(self.dtype)
+
+
+class LabelLosses(_OfHead):
     """The loss of each label, loss[i] = log(sum_v exp(z[i, v])) - z[i, labels[i]] with the logits z = x W^T.
 
     With p = softmax(z) and e the rows of the identity, dx[i] = dloss[i] (p[i] - e[labels[i]]) W. That is known as soon
@@ -46,18 +62,11 @@ class LabelLosses(nn.Cell):
     def __init__(
         self, dtype: mstype.Type, trained: bool, piece: Optional[int] = None, frozen: Optional[FrozenLinear] = None
     ):
-        super().__init__(auto_prefix=False)
-        self.dtype = dtype
-        self.piece = piece
-        self.differentiates = True
-        self.holds = frozen is not None
-        self.head = _Head() if frozen is None else frozen
+        super().__init__(dtype, piece, frozen)
         self.with_gradient = _Trained(piece, self.head) if trained else _Frozen(piece, self.head)
 
     def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        hidden = hidden.astype(self.dtype)
-        if not self.holds:
-            weight = weight.astype(self.dtype)
+        hidden, weight = hidden.astype(self.dtype), self.operand(weight)
         counted, labels = _in_vocabulary(labels, weight)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, weight, labels)
@@ -67,7 +76,7 @@ class LabelLosses(nn.Cell):
         return ops.select(counted, losses, ops.zeros_like(losses))
 
 
-class AdaptedLabelLosses(nn.Cell):
+class AdaptedLabelLosses(_OfHead):
     """The losses of LabelLosses where the head has an adapter and its weight is frozen: z = x W^T + u B^T.
 
     u = (dropout(x) A^T) * scale is of the width of the rank, so it comes for all tokens at once, and A learns by its
@@ -94,18 +103,12 @@ class AdaptedLabelLosses(nn.Cell):
     """
 
     def __init__(self, dtype: mstype.Type, piece: Optional[int] = None, frozen: Optional[FrozenLinear] = None):
-        super().__init__(auto_prefix=False)
-        self.dtype = dtype
-        self.piece = piece
-        self.differentiates = True
-        self.holds = frozen is not None
-        self.head = _Head() if frozen is None else frozen
+        super().__init__(dtype, piece, frozen)
         self.with_gradient = _Adapted(piece, self.head)
 
     def construct(self, hidden: Tensor, low_rank: Tensor, weight: Tensor, b: Tensor, labels: Tensor) -> Tensor:
         hidden, low_rank, b = hidden.astype(self.dtype), low_rank.astype(self.dtype), b.astype(self.dtype)
-        if not self.holds:
-            weight = weight.astype(self.dtype)
+        weight = self.operand(weight)
         counted, labels = _in_vocabulary(labels, weight)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, low_rank, weight, b, labels)
