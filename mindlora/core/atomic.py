@@ -56,10 +56,13 @@ def replace_folder(path: str) -> Iterator[str]:
                 os.chmod(os.path.join(folder, name), 0o644)
                 _sync(os.path.join(folder, name))
             _sync(folder)
-        if os.path.lexists(path):
-            _swap(written, path)
-        else:
+        try:
             os.rename(written, path)
+        except OSError as error:
+            # Another process may have put its own there a moment ago, so only the renaming itself can tell.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            _swap(written, path)
         _sync(parent)
     finally:
         # This is the half-written folder after an exception, and the replaced one after a swap.

@@ -1,9 +1,11 @@
 """Replacing files and folders: the old one or the new one is there, whatever happens in between."""
 
+import concurrent.futures
 import contextlib
 import errno
 import os
 import stat
+import threading
 
 import pytest
 
@@ -103,6 +105,22 @@ def test_a_folder_is_replaced(tmp_path, swap, end):
     assert {stat.S_IMODE((path / name).stat().st_mode) for name in NEW} == {0o644}
 
 
+def test_writers_that_end_at_the_same_moment(tmp_path):
+    writers, rounds = 4, 30
+    together = threading.Barrier(writers)
+
+    def write(content):
+        for number in range(rounds):
+            with atomic.replace_folder(tmp_path / f"adapter{number}") as written:
+                fill(written, content)
+                together.wait(timeout=10)
+
+    with concurrent.futures.ThreadPoolExecutor(writers) as pool:
+        for written in [pool.submit(write, {"a": str(writer)}) for writer in range(writers)]:
+            written.result()
+    assert sorted(os.listdir(tmp_path)) == sorted(f"adapter{number}" for number in range(rounds))
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("old", [None, OLD])
 def test_an_exception_leaves_the_old_folder(tmp_path, swap, error, old):
@@ -153,7 +171,7 @@ def kill_between_renames(path, monkeypatch):
     rename, remove = os.rename, atomic.shutil.rmtree
 
     def killed(first, second):
-        if str(second) == str(path):
+        if str(second) == str(path) and not os.path.exists(path):
             raise Killed
         rename(first, second)
 
