@@ -12,6 +12,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.linear_base import LinearBase
+from mindlora.network.graph_cache import CompiledOnce
 from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.network.serving.multi_lora_dense import JoinsLinears, MultiLoRADense, MultiLoRAExperts
 from mindlora.network.tree import adapter_path, replace_children, weight_of
@@ -182,7 +183,7 @@ def _check_pools(pools: Mapping[str, Union[MultiLoRADense, MultiLoRAExperts]]) -
         )
 
 
-class ServedStep(nn.Cell):
+class ServedStep(CompiledOnce):
     """One step of a MindFormers model over its cache: chunks of prompts with decode tokens beside them, or only these.
 
     The network is one of build_network, after add_pools; ``slots_of_tokens`` is the Parameter that all pools share, or
@@ -264,7 +265,7 @@ class ServedStep(nn.Cell):
         return self.head(hidden, slots, last), hidden
 
 
-class ServedHead(nn.Cell):
+class ServedHead(CompiledOnce):
     """The logits after some tokens of a step, a few at a time: those of all tokens could be larger than the model.
 
     Inputs:
@@ -295,7 +296,7 @@ class ServedHead(nn.Cell):
         return self.cast(logits, mstype.float32)
 
 
-class ServedEmbedding(nn.Cell):
+class ServedEmbedding(CompiledOnce):
     """The base's embedding; for the tokens of some adapters, rows of the adapter's own.
 
     Inputs:

@@ -87,3 +87,14 @@ def test_the_folder_answers_with_the_adapter(trained, model):
     report = json.loads(run(f"{asked} --max-tokens 4 --json", trained))
     assert [answer["adapter"] for answer in report["answers"]] == [None, "best"]
     assert not any(answer["error"] for answer in report["answers"])
+
+
+def test_a_second_start_takes_its_graphs_from_the_cache_and_answers_alike(trained, model, monkeypatch):
+    monkeypatch.setenv("MINDLORA_GRAPH_CACHE", str(trained / "graphs"))
+    asked = commands("mindlora generate", "mindlora serve")[0].replace(NAMED, model)
+    _, *words = shlex.split(f"{asked} --max-tokens 4 --json --verbose", comments=True)
+    first, second = (python(["-m", PROGRAMS["mindlora"], *words], trained) for _ in range(2))
+    texts = [[answer["text"] for answer in json.loads(succeeded(start))["answers"]] for start in (first, second)]
+    assert texts[0] == texts[1]
+    compiled = list((trained / "graphs").glob("*.mindir"))
+    assert second.stderr.count("was taken from") == len(compiled) > 0 and "was taken from" not in first.stderr

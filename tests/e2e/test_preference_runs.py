@@ -118,12 +118,15 @@ class McoreRuns(Runs):
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
-    """Runs of the model that a test asks for."""
+    """Runs of the model that a test asks for, with a cache of graphs."""
     folder = tmp_path_factory.mktemp("preferences")
-    if request.param == "llama":
-        return Runs(folder, request.getfixturevalue("base"))
-    request.getfixturevalue("mindformers")
-    return McoreRuns(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINDLORA_GRAPH_CACHE", str(folder / "graphs"))
+        if request.param == "llama":
+            yield Runs(folder, request.getfixturevalue("base"))
+        else:
+            request.getfixturevalue("mindformers")
+            yield McoreRuns(folder)
 
 
 def of_models(*names):
@@ -205,6 +208,8 @@ def test_an_adapter_made_from_the_base_begins_at_its_own_reference(runs, tmp_pat
 def test_a_resumed_run_equals_the_uninterrupted_one(runs, plain):
     run = runs.start("resumed", resume=plain.output / "lora_checkpoint" / "step_8")
     assert run.process.returncode == 0, run.process.stderr[-3000:]
+    # Its graphs, for training and for the held-out loss, are those of the other run.
+    assert run.process.stdout.count("was taken from") == 2
     assert run.losses == {step: loss for step, loss in plain.losses.items() if step > 8}
     tiny_runs.assert_same_state(*(each.output / "lora_checkpoint" / f"step_{STEPS}" for each in (plain, run)))
 

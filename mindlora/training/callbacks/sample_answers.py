@@ -10,6 +10,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
 from mindlora.data import tokenizers
 from mindlora.data.templates import prompt_template
+from mindlora.network.graph_cache import CompiledOnce
 from mindlora.training.callbacks.common import register
 from mindlora.training.held_out.whole_batches import missing_rows, parts_of_batch
 from mindlora.training.log import logger
@@ -90,7 +91,7 @@ class SampleAnswers(Callback):
         return start + tokenizers.encode(self.tokenizer, self.template.prompt(record))
 
 
-class _LastLogits(nn.Cell):
+class _LastLogits(CompiledOnce):
     """The logits at one position of each row: tokens [rows, N] and flat positions [rows] -> [rows, vocabulary]."""
 
     def __init__(self, network):

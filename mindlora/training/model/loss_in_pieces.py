@@ -15,6 +15,7 @@ from mindlora.network.cells.label_losses import AdaptedLabelLosses, LabelLosses
 from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.cells.score import score_of
 from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.graph_cache import CompiledOnce
 from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.training.log import logger
 from mindlora.training.model.held_weights import HeldColumnParallelLinear, HeldLinear
@@ -207,7 +208,7 @@ def losses_of_head(network: nn.Cell) -> Optional[LossesOfHead]:
     return next(_losses_of_heads(network), None)
 
 
-class EvaluatedInPieces(nn.Cell):
+class EvaluatedInPieces(CompiledOnce):
     """A cell around a network that computes losses in evaluation, without logits where training makes none.
 
     Attributes:

@@ -6,6 +6,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.network.graph_cache import CompiledOnce
 from mindlora.training.preference.precomputed import from_column
 from mindlora.training.preference.settings import PreferenceSettings
 
@@ -96,7 +97,7 @@ SUMS = (
 _TOKENS_CHOSEN, _TOKENS_REJECTED = SUMS.index("tokens_chosen"), SUMS.index("tokens_rejected")
 
 
-class PreferenceLoss(nn.Cell):
+class PreferenceLoss(CompiledOnce):
     """The sum of the losses of all examples of a batch, and what describes them.
 
     An example is a pair of answers to one prompt, the chosen and the rejected one, or with KTO one answer that is

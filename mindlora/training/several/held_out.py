@@ -4,14 +4,15 @@ import math
 from typing import Any, Dict, Tuple
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
+from mindlora.network.graph_cache import CompiledOnce
 from mindlora.training.held_out.cells import HeldOutLossCell
 from mindlora.training.held_out.whole_batches import labeled_batches
 from mindlora.training.several.train_step import RowsOfAdapters
 
 
-class HeldOutRows(nn.Cell):
+class HeldOutRows(CompiledOnce):
     """The held-out loss of each row under each of K adapters.
 
     Args:

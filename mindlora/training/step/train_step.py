@@ -14,6 +14,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
 from mindlora.core.heap import give_back_freed_memory
 from mindlora.models.names import TRANSIENT
+from mindlora.network.graph_cache import CompiledOnce
 from mindlora.network.tree import allocates_ranks, lora_cells
 from mindlora.training.adalora.rank_budget import RankBudget
 from mindlora.training.exchange.exchange import Exchange, FlatLayout, make_exchange
@@ -82,7 +83,7 @@ class StepRecord(NamedTuple):
 
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
-class LoraTrainOneStepCell(MFTrainOneStepCell):
+class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
     """A train step for CPUs as well as for Ascend, alone or data parallel.
 
     The loss is the mean over the counted tokens of all micro-batches of all ranks, and every rank reports this one. A

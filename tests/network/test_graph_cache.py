@@ -1,0 +1,130 @@
+"""The cache of compiled graphs: processes that begin after each other, over one folder."""
+
+import json
+import os
+
+import pytest
+
+from tests.support import forked
+from tests.support.runs import succeeded
+
+# Compiles the cells that its arguments name, in their order, and prints what they compute and what came from the cache.
+PROGRAM = """
+import json, logging, sys, threading
+import mindspore as ms, numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindlora.network.graph_cache import CompiledOnce
+
+ms.set_context(mode=ms.GRAPH_MODE)
+ms.set_device("CPU")
+
+class Scale(CompiledOnce):
+    def __init__(self, factor, weight):
+        super().__init__()
+        self.factor = factor
+        self.weight = Parameter(Tensor(np.full(3, weight, np.float32)), name="weight")
+
+    def construct(self, x):
+        return x * self.factor + self.weight + SHIFT
+
+SHIFT = 0
+
+class Other(nn.Cell):
+    def construct(self, x):
+        return x - 1
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+
+lines = []
+logger = logging.getLogger("mindlora")
+logger.setLevel(logging.INFO)
+logger.addHandler(Lines())
+given = json.loads(sys.argv[1])
+x = Tensor(np.arange(3, dtype=np.float32))
+sums = []
+for factor in given["factors"]:
+    Other()(x)
+    cell = Scale(factor, given["weight"])
+    if given.get("lock"):
+        cell.lock = threading.Lock()
+    sums += [float(cell(x).asnumpy().sum()), float(cell(x + 1).asnumpy().sum())]
+print(json.dumps({"sums": sums, "lines": lines}))
+"""
+
+
+@pytest.fixture
+def start(tmp_path, mindformers):
+    """Returns a function that begins a process and returns what it printed."""
+
+    def started(*factors, weight=1.0, shift=0, variables=(), **given):
+        environment = {**os.environ, "PYTHONPATH": forked.ROOT, "MINDLORA_GRAPH_CACHE": str(tmp_path / "graphs")}
+        (tmp_path / "program.py").write_text(PROGRAM.replace("SHIFT = 0", f"SHIFT = {shift}"), encoding="utf-8")
+        words = ("program.py", json.dumps({"factors": factors, "weight": weight, **given}))
+        printed = succeeded(forked.run(words, tmp_path, {**environment, **dict(variables)}))
+        answer = json.loads(printed.splitlines()[-1])
+        expected = [3 * (factor + weight + shift) for factor in factors]
+        assert answer["sums"][::2] == pytest.approx(expected)
+        assert answer["sums"][1::2] == pytest.approx([first + 3 * factor for first, factor in zip(expected, factors)])
+        return sum("was taken from" in line for line in answer["lines"]), answer["lines"]
+
+    return started
+
+
+def graphs(tmp_path):
+    return sorted(path.name for path in (tmp_path / "graphs").iterdir())
+
+
+def test_the_second_start_takes_all_graphs(start, tmp_path):
+    assert start(2.0, 3.0)[0] == 0
+    kept = graphs(tmp_path)
+    # Two graphs and MindSpore's hash; the folder of the process is gone.
+    assert len(kept) == 3 and sum(name.endswith(".mindir") for name in kept) == 2
+    assert start(2.0, 3.0)[0] == 2 and graphs(tmp_path) == kept
+
+
+def test_graphs_are_found_by_what_they_are_and_not_by_their_number(start, tmp_path):
+    start(2.0, 3.0)
+    # Another order, other weights, and after one that is not there those that are there are compiled again.
+    assert start(3.0, weight=5.0)[0] == 1
+    assert start(3.0, 2.0, weight=7.0)[0] == 2
+    assert start(3.0, 4.0, 2.0)[0] == 1
+    assert start(4.0, 2.0, 3.0)[0] == 3
+
+
+def test_a_module_of_the_user_that_has_changed_is_compiled(start):
+    start(2.0)
+    assert start(2.0, shift=1)[0] == 0
+    assert start(2.0)[0] == start(2.0, shift=1)[0] == 1
+
+
+def test_files_may_be_deleted(start, tmp_path):
+    start(2.0, 3.0)
+    for path in (tmp_path / "graphs").glob("*.mindir"):
+        path.unlink()
+    assert start(2.0)[0] == 0 and start(2.0)[0] == 1
+    next((tmp_path / "graphs").glob("*.hash")).unlink()
+    assert start(2.0)[0] == 0 and start(2.0)[0] == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"no graph", None])
+def test_a_damaged_file(start, tmp_path, content):
+    start(2.0)
+    (kept,) = (tmp_path / "graphs").glob("*.mindir")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    assert start(2.0)[0] == 0 and start(2.0)[0] == 1
+
+
+def test_a_cell_without_a_key_is_compiled_and_the_log_says_so(start, tmp_path):
+    for _ in range(2):
+        taken, lines = start(2.0, lock=True)
+        assert taken == 0 and "The graph of Scale is not kept, as Scale.lock is a _thread.lock" in "".join(lines)
+    assert graphs(tmp_path) == []
+
+
+def test_beside_mindspores_own_cache_none_is_kept(start, tmp_path):
+    own = {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(tmp_path / "own")}
+    taken, lines = start(2.0, variables=own)
+    assert taken == 0 and "MS_COMPILER_CACHE_ENABLE is 1" in "".join(lines) and not (tmp_path / "graphs").exists()
