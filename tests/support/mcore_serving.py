@@ -58,7 +58,7 @@ FEED_FORWARD = {
 # Adapter -> its path, in the folders that write_folder and write_adapters fill.
 ADAPTERS = {"apart": "apart", "joined": "joined.safetensors"}
 # In one batch they are for the graph of many tokens, and those of an answer for that of few; one repeats itself.
-PROMPTS = (tuple(range(3, 9)), tuple(range(40, 110)), (5, 6, 7) * 6)
+PROMPTS = (tuple(range(3, 9)), tuple(range(40, 80)), (5, 6, 7) * 6)
 
 
 def node(kind, **keys):
