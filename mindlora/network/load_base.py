@@ -1,7 +1,7 @@
 """load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses one that lacks any."""
 
 import os
-from typing import Any, Dict, Set
+from typing import Any, Dict, List, Set
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -27,7 +27,7 @@ _CACHES = (".key_cache", ".value_cache")
 _OF_GROUPS = tuple(TENSOR_NAMES[field] for field in ("scales", "offsets"))
 
 
-def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
+def load_base(network: nn.Cell, path: str, mapped: bool = False) -> List[str]:
     """Fills the parameters of a network from a checkpoint of its base.
 
     One tensor at a time is read and takes the parameter's dtype, so that the host holds one copy of the base and one
@@ -43,6 +43,9 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
             come into memory when they are used, and processes share them. What is written to a parameter stays in this
             process. The file must not be written to as long as the network is used. Default: False.
 
+    Returns:
+        list of str, what users should know: which weights were quantized in the file, and what holds them now.
+
     Raises:
         ConfigError: There is no path, or nothing is there.
         CheckpointError: The file cannot be read, or lacks parameters, or one has another shape or kind of dtype.
@@ -55,7 +58,8 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
     if not os.path.exists(path):
         raise ConfigError(f"load_checkpoint: {path} does not exist. Correct the path (--load_checkpoint).")
     parameters = _parameters_of_base(network)
-    with BaseCheckpoint(path, mapped) as base:
+    # A weight in a quantized form is rounded once, to the parameter's dtype.
+    with BaseCheckpoint(path, mapped, decode_to=np.dtype(np.float32)) as base:
         tensors = _tensors_for(network, parameters, base)
         new = _new_heads(network) - set(tensors)
         computed = set(filter(names.is_computed, parameters))
@@ -71,6 +75,8 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
             _check(parameter, tensors[name], path)
         for name, parameter in filled.items():
             _fill(parameter, tensors[name])
+        dtypes = sorted({str(parameter.dtype).lower() for name, parameter in filled.items() if parameter.ndim > 1})
+        return base.decoded.notes(" and ".join(dtypes)) if base.decoded else []
 
 
 def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:

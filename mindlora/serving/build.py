@@ -126,7 +126,7 @@ def make_engine(
     elif quantize:
         quantize_base(network, quantize_exclude)
     # Elsewhere weights are copied to the device.
-    load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
+    notes = load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
     cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
     shapes = {**cell_shapes(network, cells), **_expert_shapes(network)}
@@ -164,7 +164,7 @@ def make_engine(
     )
     ends = end_tokens(tokenizer, network.config.eos_token_id)
     folder = checkpoint if os.path.isdir(checkpoint) else None
-    return Engine(runner, scheduler, adapters, tokenizer, ends, model_name, folder)
+    return Engine(runner, scheduler, adapters, tokenizer, ends, model_name, folder, tuple(notes))
 
 
 def _fingerprints(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> List[Callable[[Iterable[str]], Optional[dict]]]:

@@ -215,7 +215,7 @@ def quantize_checkpoint(
     """
     started = time.perf_counter()
     _check_output(source, output, overwrite, adapter, config)
-    with BaseCheckpoint(source) as base:
+    with BaseCheckpoint(source, decode_to=np.dtype(np.float32)) as base:
         tensors, notes = _parameters(base, source)
         chosen = select_quantized(_paths(tensor.name for tensor in tensors), exclude)
         _check_floats(source, tensors, chosen)
