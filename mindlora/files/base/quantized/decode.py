@@ -11,6 +11,7 @@ from mindlora.core.json_files import parse_object
 from mindlora.core.numerics.dtypes import BFLOAT16, FLOAT8_E4M3, dtype_name, from_float32
 from mindlora.core.text import examples
 from mindlora.files.base.quantized.bitsandbytes import STATE
+from mindlora.files.base.quantized.modelslim import DESCRIPTION
 from mindlora.files.base.quantized.registry import FORMS, Form
 from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
 
@@ -117,6 +118,9 @@ def decoded_config(config: Mapping[str, Any], dtype: np.dtype) -> Dict[str, Any]
 
 def _settings(stored: StoredTensors, config: Mapping[str, Any], folder: str) -> Optional[Mapping[str, Any]]:
     """Returns the settings of the quantization, with quant_method; None if nothing says that there is one."""
+    described = [name for name in sorted(os.listdir(folder)) if name.startswith(DESCRIPTION) and name.endswith(".json")]
+    if described:
+        return {**_read(os.path.join(folder, described[0])), "quant_method": "msmodelslim"}
     for key in SETTINGS:
         settings = config.get(key)
         if settings is None:
@@ -127,13 +131,17 @@ def _settings(stored: StoredTensors, config: Mapping[str, Any], folder: str) -> 
     for name, method in _OWN_FILES.items():
         path = os.path.join(folder, name)
         if os.path.isfile(path):
-            with open(path, "rb") as file:
-                return {"quant_method": method, **parse_object(file.read(), path, CheckpointError)}
+            return {"quant_method": method, **_read(path)}
     if any(info.dtype == FLOAT8_E4M3 for info in stored.tensors.values()):
         return {"quant_method": "fp8"}
     if any(STATE in name for name in stored.tensors):
         return {"quant_method": "bitsandbytes"}
     return None
+
+
+def _read(path: str) -> Dict[str, Any]:
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, CheckpointError)
 
 
 def _form_of(settings: Mapping[str, Any], path: str) -> Form:

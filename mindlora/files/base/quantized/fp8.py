@@ -35,7 +35,7 @@ def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWe
     Raises CheckpointError, naming the tensor, if a scale is missing or not one of the weight's.
     """
     block = settings.get("weight_block_size")
-    if block is not None and not _is_block(block):
+    if block is not None and not is_block(block):
         raise CheckpointError(
             f"{stored.path}: weight_block_size of quantization_config is {block!r}, which is not two whole numbers of "
             "at least 1. Copy config.json again."
@@ -106,5 +106,6 @@ def _rows(
     return decoded
 
 
-def _is_block(block: Any) -> bool:
+def is_block(block: Any) -> bool:
+    """Returns whether these are the rows and columns of a block."""
     return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)

@@ -2,7 +2,7 @@
 
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Tuple
 
-from mindlora.files.base.quantized import bitsandbytes, fp8
+from mindlora.files.base.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelslim
 from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
 
 
@@ -21,8 +21,18 @@ class Form(NamedTuple):
     of_activations: Tuple[str, ...] = ()
 
 
-# quant_method of quantization_config -> the form.
+# Scales of quantized keys and values, which stay in float too.
+_OF_CACHE = ("k_scale", "v_scale", "kv_cache_scale", "kv_cache_offset")
+# quant_method of quantization_config -> the form. msModelSlim's has a description of its own.
 FORMS: Dict[str, Form] = {
-    "fp8": Form("FP8", fp8.weights, ("activation_scale", "input_scale", "k_scale", "v_scale")),
+    "fp8": Form("FP8", fp8.weights, ("activation_scale", "input_scale", *_OF_CACHE)),
     "bitsandbytes": Form("bitsandbytes", bitsandbytes.weights),
+    "gptq": Form("GPTQ", gptq.weights),
+    "awq": Form("AWQ", awq.weights),
+    "compressed-tensors": Form(
+        "compressed-tensors", compressed_tensors.weights, ("input_scale", "input_zero_point", "output_scale", *_OF_CACHE)
+    ),
+    "msmodelslim": Form(
+        "msModelSlim", modelslim.weights, ("input_scale", "input_offset", "quant_bias", "deq_scale", *_OF_CACHE)
+    ),
 }
