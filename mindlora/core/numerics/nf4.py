@@ -6,7 +6,7 @@ Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
 
 import dataclasses
 import math
-from typing import Dict, Tuple
+from typing import Dict, Optional, Tuple
 
 import numpy as np
 
@@ -132,6 +132,31 @@ def dequantize(array: Nf4Array) -> np.ndarray:
     for half, pairs in enumerate(BYTE_VALUES):
         np.multiply(pairs[codes], back[:, :, None], out=weight[:, :, half])
     return np.ascontiguousarray(weight.reshape(rows, -1)[:, :columns])
+
+
+def repacked(weight: np.ndarray) -> Optional[Nf4Array]:
+    """Returns the Nf4Array that decodes to the bits of ``weight``, or None if there is none.
+
+    It is there for a weight that was in NF4 with blocks of 64 numbers of a row, as another library had packed it. Its
+    absmax are float32 numbers, which no 256 steps of a group hold exactly, so each block is a group: its offset is the
+    absmax, its scale 0. That takes 5.13 bits for each number.
+
+    Args:
+        weight (ndarray): float32 [N, K].
+    """
+    rows, columns = weight.shape
+    if columns % BLOCK:
+        return None
+    exact = _absmax(weight, columns // BLOCK)
+    zeros = np.zeros(exact.size, np.float32)
+    array = Nf4Array(_encode(weight, exact), np.zeros(exact.shape, np.uint8), zeros, exact.reshape(-1), (rows, columns))
+    return array if np.array_equal(dequantize(array), weight) else None
+
+
+def repacked_layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype]]:
+    """Returns what ``layout`` does, for an array that ``repacked`` returns."""
+    groups = (rows * columns // BLOCK,), np.dtype(np.float32)
+    return {**layout(rows, columns), "scales": groups, "offsets": groups}
 
 
 def layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype]]:

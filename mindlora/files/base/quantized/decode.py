@@ -40,6 +40,11 @@ class DecodedWeights(NamedTuple):
     left_out: List[str]
     dtype: np.dtype
 
+    @property
+    def forms(self) -> List[str]:
+        """The forms of the weights, in words."""
+        return list(dict.fromkeys(weight.form for weight in self.weights.values()))
+
     def info(self, name: str) -> TensorInfo:
         """Returns the dtype and shape of a decoded weight."""
         shape = self.weights[name].shape
@@ -57,8 +62,8 @@ class DecodedWeights(NamedTuple):
 
     def notes(self, held: str = "") -> List[str]:
         """Returns what was decoded, into which dtype (``held``, or that of the rows), and what was left out."""
-        forms = "; ".join(dict.fromkeys(weight.form for weight in self.weights.values()))
-        notes = [f"{len(self.weights)} weights are decoded from {forms} to {held or dtype_name(self.dtype)}."]
+        to = held or dtype_name(self.dtype)
+        notes = [f"{len(self.weights)} weights are decoded from {'; '.join(self.forms)} to {to}."]
         if self.left_out:
             notes.append(
                 f"Left out, as of quantized activations, which stay in float: {len(self.left_out)} tensors: "
