@@ -156,11 +156,12 @@ def _groups(
 ) -> int:
     """Returns into how many groups of columns the scales divide a weight."""
     rows, columns = shape
-    groups = stored.part(name, scale).shape[-1] if len(stored.tensors[scale].shape) == 2 else 1
+    of_scale = stored.part(name, scale).shape
+    groups = of_scale[1] if len(of_scale) == 2 else 1
     shapes = [(rows, groups), (rows,), (1,), (1, 1), ()]
     stored.check(scale, shapes, FLOATS, name)
     sizes = schemes.groups if schemes and groups > 1 else []
-    if columns % groups or sizes and columns // groups not in sizes:
+    if not groups or columns % groups or sizes and columns // groups not in sizes:
         raise CheckpointError(
             f"{stored.path}: {scale} has {groups} groups for the {columns} in_channels of {name}, and group_size in "
             f"config.json is {sizes}. Copy the model and its config.json again."
