@@ -200,16 +200,16 @@ def group_size(blocks: int, groups: int) -> int:
 def by_row(of_groups: np.ndarray, rows: int, blocks: int) -> np.ndarray:
     """Returns the scales or offsets of groups that do not cross rows: [rows, groups of a row].
 
-    Each group of 256 blocks becomes several that have its scale and offset, so that rows can be taken out of a weight:
-    what they decode to stays the same to the last bit.
+    Each group becomes several that have its scale and offset, so that rows can be taken out of a weight: what they
+    decode to stays the same to the last bit.
 
     Args:
         of_groups (ndarray): [groups].
         rows, blocks (int): Of the weight, and of each of its rows.
     """
-    size = math.gcd(blocks, GROUP)
-    first = np.arange(0, rows * blocks, size)
-    return of_groups[first // GROUP].reshape(rows, -1)
+    of_weight = group_size(rows * blocks, len(of_groups))
+    first = np.arange(0, rows * blocks, math.gcd(blocks, of_weight))
+    return of_groups[first // of_weight].reshape(rows, -1)
 
 
 def _blocked(weight: np.ndarray, blocks: int) -> np.ndarray:
