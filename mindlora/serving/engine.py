@@ -109,8 +109,8 @@ class Engine:
 
     One thread, which start() begins, runs the network. Everything else can be called from any thread; a step of the
     network is never waited for. ``ends`` are tokens that end an answer (see end_tokens), ``adapters`` those of the
-    scheduler; callers name the base ``model_name``, and ``base_folder`` is where it lies, if it is a folder; ``base_notes``
-    are what load_base returned. A prompt and its answer have ``seq_length`` tokens at most.
+    scheduler; callers name the base ``model_name``, and ``base_folder`` is where it lies, if it is a folder;
+    ``base_notes`` are what load_base returned. A prompt and its answer have ``seq_length`` tokens at most.
     """
 
     def __init__(

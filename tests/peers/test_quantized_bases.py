@@ -1,4 +1,4 @@
-"""Quantized models: what mindlora decodes is what the program that quantized them decodes, weights, logits, adapters."""
+"""Quantized models: weights, logits and adapters are those of the program that quantized them."""
 
 import numpy as np
 import pytest

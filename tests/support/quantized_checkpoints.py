@@ -1,4 +1,4 @@
-"""Checkpoints in the quantized forms of mindlora.files.base.quantized, packed number by number, and what they decode to."""
+"""Checkpoints in quantized forms, packed number by number, and what they decode to."""
 
 import json
 import math

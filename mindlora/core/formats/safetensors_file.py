@@ -93,8 +93,7 @@ class TensorFile:
         """Returns columns [begin, end) of a matrix in memory of their own; the pages that hold them are read."""
         info = self.tensors[key]
         # Beyond the end of a file, a mapped page would kill the process.
-        if os.fstat(self._file.fileno()).st_size < info.offset + info.size:
-            raise self._shorter()
+        self._check_there(os.fstat(self._file.fileno()).st_size >= info.offset + info.size)
         return np.ndarray(info.shape, info.dtype, self._pages, info.offset)[:, begin:end].copy()
 
     @functools.cached_property
@@ -112,14 +111,14 @@ class TensorFile:
         done = 0
         while done < len(view):
             count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
-            if not count:
-                raise self._shorter()
+            self._check_there(count > 0)
             done += count
 
-    def _shorter(self) -> TruncatedAdapterError:
-        return TruncatedAdapterError(
-            f"{self.path} became shorter while it was read. Try again when nothing writes to it any more."
-        )
+    def _check_there(self, is_there: bool) -> None:
+        if not is_there:
+            raise TruncatedAdapterError(
+                f"{self.path} became shorter while it was read. Try again when nothing writes to it any more."
+            )
 
 
 def layout(

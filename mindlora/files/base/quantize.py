@@ -191,9 +191,11 @@ def quantize_checkpoint(
     """Writes a base checkpoint with linear weights and routed experts in 4 bits, under MindFormers' names, atomically.
 
     The weights are those that quantize_base quantizes in a network, and they get the same bytes. All other tensors keep
-    their bytes and their dtype; the state of an optimizer is left out. Of a source in a quantized form, weights are
-    decoded to float32; where they are in NF4, in blocks of 64 numbers of a row, they keep their values (nf4.repacked). Safetensors are read a million numbers at a
+    their bytes and their dtype; the state of an optimizer is left out. Safetensors are read a million numbers at a
     time; a .ckpt is read into memory as a whole.
+
+    Weights of a source in a quantized form are decoded to float32; those in NF4, in blocks of 64 numbers of a row, keep
+    their values (nf4.repacked).
 
     With ``adapter`` and ``config``, LoftQ makes an adapter too: for each weight that target_modules selects, it
     determines the 4-bit weight and the pair in turn, so that both together are near the weight in float (see
@@ -354,8 +356,8 @@ def _notes_on_kept(base: BaseCheckpoint, kept: Set[str], chosen: List[str]) -> L
     anew = [path for path in chosen if path not in kept]
     if kept:
         notes.append(
-            f"{len(kept)} weights keep the values of their NF4 bit by bit, in 5.13 bits for each number; operators of a CPU "
-            "alone decode them. For an NPU, run mindlora base convert --to hf first, and quantize the result."
+            f"{len(kept)} weights keep the values of their NF4 bit by bit, in 5.13 bits for each number; operators of "
+            "a CPU alone decode them. For an NPU, run mindlora base convert --to hf first, and quantize the result."
         )
     if base.decoded is not None and anew:
         notes.append(f"{len(anew)} weights are rounded to NF4 from what they decode to: {examples(anew)}.")
@@ -387,8 +389,8 @@ def _contents(
         small: Dict[str, List[np.ndarray]] = {field: [] for field in ("absmax", "scales", "offsets")}
         for begin, end in _pieces(tensor, math.lcm(tensor.unit, GROUP // math.gcd(blocks, GROUP))):
             rows = to_float32(tensor.rows(begin, end))
-            array = repacked(rows) if _path(tensor.name) in kept else None
-            array = array or quantize(rows, f"{tensor.name}, from row {begin} on,")
+            same = repacked(rows) if _path(tensor.name) in kept else None
+            array = quantize(rows, f"{tensor.name}, from row {begin} on,") if same is None else same
             yield array.codes
             for field, parts in small.items():
                 parts.append(getattr(array, field))

@@ -70,8 +70,9 @@ class BaseCheckpoint:
             index, a .safetensors file, or a .ckpt file, which is held in memory; or the folder of a step of MindFormers
             2's PyNative trainer, or that of all its steps, for the last one.
         mapped (bool): Whether rows of safetensors stay in the file until they are used: see TensorFile. Default: False.
-        decode_to (dtype): What weights in a quantized form (mindlora.files.base.quantized) are decoded to: they are read
-            as if they were stored in it, under their plain names. Default: None, the dtype of config.json, or float32.
+        decode_to (dtype): What weights in a quantized form (mindlora.files.base.quantized) are decoded to: they are
+            read as if they were stored in it, under their plain names. Default: None, the dtype of config.json, or
+            float32.
 
     Attributes:
         files (dict): Name of a file -> the open file, in the order of the names.

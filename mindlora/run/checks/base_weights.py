@@ -130,8 +130,8 @@ def _check_not_quantized(path: str, key: str) -> Iterator[Finding]:
     if decoded:
         yield error(
             key,
-            f"{key}: {path} holds quantized weights ({'; '.join(decoded.forms)}), and in this run MindFormers loads the "
-            "base, which cannot decode them.",
+            f"{key}: {path} holds quantized weights ({'; '.join(decoded.forms)}), and in this run MindFormers loads "
+            "the base, which cannot decode them.",
             f"Convert it once: mindlora base convert {path} base --to hf",
         )
 

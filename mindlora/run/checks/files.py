@@ -122,8 +122,8 @@ def check_quantized_base(run: YamlRun) -> Iterator[Finding]:
         if smaller and not run.on_cpu:
             yield error(
                 "load_checkpoint",
-                f"load_checkpoint: {path} keeps the NF4 of another library ({examples(smaller)}), which operators of a CPU "
-                "alone decode.",
+                f"load_checkpoint: {path} keeps the NF4 of another library ({examples(smaller)}), which operators of a "
+                "CPU alone decode.",
                 "For an NPU, run mindlora base convert --to hf on the original folder, and quantize the result.",
             )
     elif is_safetensors:

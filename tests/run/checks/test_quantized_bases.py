@@ -54,4 +54,6 @@ def test_nf4_of_another_library_is_for_a_cpu(tmp_path):
     nf4 = {"pet_type": "lora", "quantize_base": "nf4", "target_modules": "all-linear"}
     assert not list(check_quantized_base(run(path, "CPU", nf4)))
     (found,) = check_quantized_base(run(path, "Ascend", nf4))
-    assert "keeps the NF4 of another library (model.layers.0.attention.wq.weight), which operators of a CPU" in str(found)
+    assert "keeps the NF4 of another library (model.layers.0.attention.wq.weight), which operators of a CPU" in str(
+        found
+    )

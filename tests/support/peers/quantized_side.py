@@ -33,7 +33,7 @@ _BLOCK = 32
 
 
 def quantize_folder(model, folder, form, weights):
-    """Saves a model in a quantized form, and to ``weights`` its linear weights as the form's own program decodes them."""
+    """Saves a model in a quantized form, and to ``weights`` its linear weights as the form's program decodes them."""
     if form in BITSANDBYTES:
         settings = BitsAndBytesConfig(**BITSANDBYTES[form])
         quantized = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, quantization_config=settings)

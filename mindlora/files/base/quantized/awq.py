@@ -30,8 +30,8 @@ def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWe
     for key, value, readable in (("bits", bits, _BITS), ("version", version, "gemm")):
         if value != readable:
             raise CheckpointError(
-                f"{stored.path} is in AWQ with {key} {value!r}, and {readable} can be read. Take the original model, or "
-                "one in the version gemm."
+                f"{stored.path} is in AWQ with {key} {value!r}, and {readable} can be read. Take the original "
+                "model, or one in the version gemm."
             )
     size = group_size(stored, settings)
     names = [name for name in stored.tensors if name.endswith(QWEIGHT)]

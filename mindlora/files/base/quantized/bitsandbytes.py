@@ -8,7 +8,7 @@ Sources: Dettmers et al., QLoRA, 2023, and LLM.int8(), 2022; bitsandbytes' Quant
 
 import functools
 import math
-from typing import Any, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def _eight_bits(stored: StoredTensors, name: str) -> PackedWeight:
     shape = stored.matrix(name)
     stored.part(name, scb)
     stored.check(scb, [(shape[0],)], [_FLOAT], name)
-    parts = (name, scb)
+    parts: Tuple[str, ...] = (name, scb)
     if layout in stored.tensors:
         parts += (layout,)
         if stored.read(layout).any():
@@ -87,8 +87,10 @@ def _eight_bits(stored: StoredTensors, name: str) -> PackedWeight:
 
 def _four_bits(stored: StoredTensors, name: str, kind: str) -> PackedWeight:
     described = f"{name}{STATE}{kind}"
-    state = parse_object(stored.read(described).tobytes(), f"{stored.path}: {described}", CheckpointError)
-    shape, block = state.get("shape"), state.get("blocksize")
+    content = stored.read(described).tobytes()
+    state: Dict[str, Any] = parse_object(content, f"{stored.path}: {described}", CheckpointError)
+    shape: Any = state.get("shape")
+    block: Any = state.get("blocksize")
     if (
         kind not in _KINDS
         or state.get("quant_type") != kind
@@ -97,8 +99,8 @@ def _four_bits(stored: StoredTensors, name: str, kind: str) -> PackedWeight:
         or name not in stored.tensors
     ):
         raise CheckpointError(
-            f"{stored.path}: {described} says {dict(state)}, which does not describe a matrix {name} in nf4 or fp4. Copy "
-            "the model again."
+            f"{stored.path}: {described} says {dict(state)}, which does not describe a matrix {name} in nf4 or fp4. "
+            "Copy the model again."
         )
     numbers = math.prod(shape)
     codes = stored.tensors[name]

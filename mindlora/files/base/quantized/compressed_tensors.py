@@ -65,8 +65,8 @@ def _schemes(stored: StoredTensors, settings: Mapping[str, Any]) -> _Schemes:
     blocks = [one["block_structure"] for one in of_weights if one.get("block_structure") is not None]
     if blocks and not is_block(blocks[0]):
         raise CheckpointError(
-            f"{stored.path}: block_structure of config_groups is {blocks[0]!r}, which is not two whole numbers of at least "
-            "1. Copy config.json again."
+            f"{stored.path}: block_structure of config_groups is {blocks[0]!r}, which is not two whole numbers of at "
+            "least 1. Copy config.json again."
         )
     unknown = [one for one in formats if one not in (None, "mixed-precision", "dense", *_FORMATS)]
     sparse = _objects(stored, settings, "sparsity_config").get("format") not in (None, "dense")
@@ -74,8 +74,8 @@ def _schemes(stored: StoredTensors, settings: Mapping[str, Any]) -> _Schemes:
     if unknown or sparse or rotated:
         what = f"format {unknown[0]!r}" if unknown else "transform_config" if rotated else "sparsity_config"
         raise CheckpointError(
-            f"{stored.path} is of compressed-tensors with {what}, which cannot be read: {', '.join(_FORMATS)} can, without "
-            "sparsity and transforms. Take the original model, or one in these formats."
+            f"{stored.path} is of compressed-tensors with {what}, which cannot be read: {', '.join(_FORMATS)} can, "
+            "without sparsity and transforms. Take the original model, or one in these formats."
         )
     return _Schemes(
         [one["num_bits"] for one in of_weights if one.get("num_bits") in _BITS],
@@ -103,8 +103,8 @@ def _packed(stored: StoredTensors, path: str, schemes: _Schemes) -> PackedWeight
     candidates = [bits for bits in schemes.bits if words == words_for(shape[1], bits)]
     if shape[0] != rows or shape[1] < 1 or not candidates:
         raise CheckpointError(
-            f"{stored.path}: {packed} is {[rows, words]} of int32, which are not the {list(shape)} that {sizes} says in the "
-            f"num_bits of config.json, {schemes.bits}. Copy the model and its config.json again."
+            f"{stored.path}: {packed} is {[rows, words]} of int32, which are not the {list(shape)} that {sizes} says "
+            f"in the num_bits of config.json, {schemes.bits}. Copy the model and its config.json again."
         )
     bits, columns = candidates[0], shape[1]
     why = f"{packed} in {bits} bits"
@@ -151,9 +151,7 @@ def _in_int8(stored: StoredTensors, path: str) -> PackedWeight:
     return PackedWeight(name, (rows, columns), tuple(parts), form, decoded)
 
 
-def _groups(
-    stored: StoredTensors, scale: str, name: str, shape: Tuple[int, int], schemes: Optional[_Schemes]
-) -> int:
+def _groups(stored: StoredTensors, scale: str, name: str, shape: Tuple[int, int], schemes: Optional[_Schemes]) -> int:
     """Returns into how many groups of columns the scales divide a weight."""
     rows, columns = shape
     of_scale = stored.part(name, scale).shape

@@ -22,7 +22,7 @@ _STATED = ("dtype", "torch_dtype")
 CONFIG_NOTE = "The config.json that was written does not say quantization_config any more."
 # A file of its own beside config.json, as AutoGPTQ and AutoAWQ wrote it -> the method, which it does not always say.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-_DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": BFLOAT16}
+_DTYPES: Dict[str, np.dtype] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": BFLOAT16}
 # In what no model has a weight that is not quantized.
 _CODES = (FLOAT8_E4M3, *map(np.dtype, ("i1", "u1", "<i4")))
 
@@ -115,7 +115,7 @@ def decoded_weights(
 
 
 def decoded_config(config: Mapping[str, Any], dtype: np.dtype) -> Dict[str, Any]:
-    """Returns the content of a config.json for weights decoded to ``dtype``: it does not say that they are quantized."""
+    """Returns the content of a config.json for weights decoded to ``dtype``, without the settings of quantization."""
     content = {key: value for key, value in config.items() if key not in SETTINGS}
     content.update({key: dtype_name(dtype) for key in _STATED if key in config})
     return content

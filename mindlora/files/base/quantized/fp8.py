@@ -3,8 +3,8 @@
 DeepSeek-V3 and Qwen3-FP8 have blocks of 128 x 128 and call the scales weight_scale_inv, which they are multiplied with
 all the same; others have weight_scale.
 
-Sources: DeepSeek-V3's inference code and transformers' finegrained_fp8, whose decoding this is; Micikevicius et al., FP8
-Formats for Deep Learning, 2022, for E4M3.
+Sources: DeepSeek-V3's inference code and transformers' finegrained_fp8, whose decoding this is; Micikevicius et al.,
+FP8 Formats for Deep Learning, 2022, for E4M3.
 """
 
 import functools
@@ -49,8 +49,8 @@ def in_float8(stored: StoredTensors, name: str, block: Optional[List[int]]) -> P
     info = stored.tensors[name]
     if len(info.shape) != 2 or not name.endswith(".weight"):
         raise CheckpointError(
-            f"{stored.path}: {name} is float8_e4m3 {list(info.shape)}, and only the weights of linear cells, [out, in], "
-            "are decoded from FP8. Save the model in bfloat16 with transformers."
+            f"{stored.path}: {name} is float8_e4m3 {list(info.shape)}, and only the weights of linear cells, [out, "
+            "in], are decoded from FP8. Save the model in bfloat16 with transformers."
         )
     scales = [f"{name}_scale_inv", f"{name}_scale"]
     if all(scale in stored.tensors for scale in scales):

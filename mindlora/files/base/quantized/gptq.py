@@ -28,13 +28,13 @@ def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWe
 
     Raises CheckpointError, naming the setting or the tensor, if they cannot be decoded.
     """
-    bits = settings.get("bits")
+    bits: Any = settings.get("bits")
     version = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     for key, value, choices in (("bits", bits, _BITS), ("checkpoint_format", version, tuple(_ZERO_OFFSETS))):
         if value not in choices:
             raise CheckpointError(
-                f"{stored.path} is in GPTQ with {key} {value!r}, and {', '.join(map(str, choices))} can be read. Take the "
-                "original model, or save it again with GPTQModel."
+                f"{stored.path} is in GPTQ with {key} {value!r}, and {', '.join(map(str, choices))} can be read. Take "
+                "the original model, or save it again with GPTQModel."
             )
     size = group_size(stored, settings)
     names = [name for name in stored.tensors if name.endswith(QWEIGHT)]

@@ -45,9 +45,7 @@ def _weight(stored: StoredTensors, name: str, kind: str) -> PackedWeight:
         stored.check(part, [(rows, 1), (rows,)], FLOATS, name)
 
     def decoded(begin: int, end: int) -> np.ndarray:
-        zeros, scales = (
-            to_float32(stored.read_rows(part, begin, end)).reshape(-1, 1) for part in (offset, scale)
-        )
+        zeros, scales = (to_float32(stored.read_rows(part, begin, end)).reshape(-1, 1) for part in (offset, scale))
         return from_groups(stored.read_rows(name, begin, end), zeros, scales)
 
     return PackedWeight(name, (rows, columns), (name, scale, offset), f"msModelSlim's {kind}", decoded)

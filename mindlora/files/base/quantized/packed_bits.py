@@ -1,4 +1,4 @@
-"""Codes of a few bits that are packed one after the other, the first one in the lowest bits, and what they decode to."""
+"""Codes of a few bits that are packed one after the other, the first in the lowest bits, and what they decode to."""
 
 from typing import Optional
 

@@ -30,7 +30,9 @@ FORMS: Dict[str, Form] = {
     "gptq": Form("GPTQ", gptq.weights),
     "awq": Form("AWQ", awq.weights),
     "compressed-tensors": Form(
-        "compressed-tensors", compressed_tensors.weights, ("input_scale", "input_zero_point", "output_scale", *_OF_CACHE)
+        "compressed-tensors",
+        compressed_tensors.weights,
+        ("input_scale", "input_zero_point", "output_scale", *_OF_CACHE),
     ),
     "msmodelslim": Form(
         "msModelSlim", modelslim.weights, ("input_scale", "input_offset", "quant_bias", "deq_scale", *_OF_CACHE)

@@ -85,6 +85,6 @@ class StoredTensors:
         stated = " or ".join(dict.fromkeys(map(dtype_name, dtypes)))
         sizes = " or ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
         raise CheckpointError(
-            f"{self.path}: {name} is {dtype_name(info.dtype)} {list(info.shape)}, and {why} needs it as {stated} {sizes}. "
-            "Copy the model again."
+            f"{self.path}: {name} is {dtype_name(info.dtype)} {list(info.shape)}, and {why} needs it as {stated} "
+            f"{sizes}. Copy the model again."
         )

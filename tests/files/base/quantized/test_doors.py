@@ -73,7 +73,9 @@ def test_nf4_of_bitsandbytes_becomes_mindlora_s_bit_by_bit(tmp_path):
             np.testing.assert_array_equal(dequantize(array), weight)
             assert 8 * array.nbytes / weight.size == 5.125
     assert len(with_smaller_groups({name: array.shape for name, array in written.items()})) == 6
-    assert any(re.match("6 weights keep the values of their NF4 bit by bit, in 5.13 bits", note) for note in report.notes)
+    assert any(
+        re.match("6 weights keep the values of their NF4 bit by bit, in 5.13 bits", note) for note in report.notes
+    )
     assert "1 weights are rounded to NF4 from what they decode to: model.layers.0.feed_forward.w3." in report.notes
 
 

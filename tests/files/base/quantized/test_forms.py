@@ -15,7 +15,11 @@ from tests.support.llama_checkpoints import HUGGING_FACE, assert_same, llama, lo
 from tests.support.quantized_checkpoints import FORMS, GROUP, awq, gptq, quantized_llama, save_quantized
 
 FLOAT32 = np.dtype("<f4")
-GPTQMODEL = {3: ["7bc2b401a64ccfd5", "d038309808f54747", "e01ef7c86b15a3db"], 4: ["d46d44a54a3d01b7", "8602ad52ab257e57", "2bab1d165cbf7cc7"], "awq": ["2cee107c6e6a7756", "b52f27420bcd5459", "c03bd814da513d9a"]}
+GPTQMODEL = {
+    3: ["7bc2b401a64ccfd5", "d038309808f54747", "e01ef7c86b15a3db"],
+    4: ["d46d44a54a3d01b7", "8602ad52ab257e57", "2bab1d165cbf7cc7"],
+    "awq": ["2cee107c6e6a7756", "b52f27420bcd5459", "c03bd814da513d9a"],
+}
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -58,7 +62,9 @@ def test_codes_of_three_bits_go_on_in_the_next_word(tmp_path):
 def test_weights_are_rounded_once_to_the_dtype_of_config_json(tmp_path):
     tensors, decoded = quantized_llama("gptq")
     read = load(save_quantized(tmp_path / "base", "gptq", tensors))
-    assert_same(read, {name: from_float32(array, BFLOAT16) if "_proj" in name else array for name, array in decoded.items()})
+    assert_same(
+        read, {name: from_float32(array, BFLOAT16) if "_proj" in name else array for name, array in decoded.items()}
+    )
 
 
 @pytest.mark.parametrize("form", ["fp8-blocks", "nf4", "gptq", "packed-zeros"])
@@ -108,7 +114,9 @@ def test_a_decoded_base_is_written_under_the_same_names(tmp_path):
 def test_a_decoded_base_gets_mindformers_names(tmp_path):
     tensors, decoded = quantized_llama("gptq-order")
     output = str(tmp_path / "new.safetensors")
-    convert_base(save_quantized(tmp_path / "base", "gptq-order", tensors), output, "hf", "mindformers", True, dtype="float32")
+    convert_base(
+        save_quantized(tmp_path / "base", "gptq-order", tensors), output, "hf", "mindformers", True, dtype="float32"
+    )
     with BaseCheckpoint(output) as base:
         joined = base.read_rows("model.layers.0.feed_forward.w_gate_hidden.weight", 0, 96)
     up, gate = (decoded[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("up", "gate"))
@@ -123,7 +131,9 @@ def test_dtype_is_of_a_quantized_base_alone(tmp_path):
 
 def test_a_file_beside_a_quantized_folder_s_config_is_read_as_it_is(tmp_path):
     """As a converted base that was written into the folder of its source."""
-    folder = save_base(tmp_path / "base", llama(), **HUGGING_FACE, quantization_config={"quant_method": "gptq", "bits": 4})
+    folder = save_base(
+        tmp_path / "base", llama(), **HUGGING_FACE, quantization_config={"quant_method": "gptq", "bits": 4}
+    )
     assert_same(load(f"{folder}/model-0.safetensors"), llama())
 
 

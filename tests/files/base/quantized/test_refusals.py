@@ -55,9 +55,21 @@ def beyond(array):
 # form, what is done to its tensors, and what the error says, after the folder.
 TENSORS = [
     ("fp8-blocks", without("weight_scale_inv"), r"holds .*down_proj.weight and lacks .*weight_scale_inv or .*_scale,"),
-    ("fp8-blocks", instead("weight_scale_inv", cut(0)), r"weight_scale_inv is float32 \[1, 2\], and .* needs .*\[2, 2\]"),
-    ("fp8-blocks", instead("weight_scale_inv", as_int64), r"weight_scale_inv is int64 .* needs it as float64 or float32"),
-    ("fp8-blocks", lambda t: t.update({f"{PATH}.weight_scale": np.ones(1, "f4")}), r"holds both .* one of them is wrong"),
+    (
+        "fp8-blocks",
+        instead("weight_scale_inv", cut(0)),
+        r"weight_scale_inv is float32 \[1, 2\], and .* needs .*\[2, 2\]",
+    ),
+    (
+        "fp8-blocks",
+        instead("weight_scale_inv", as_int64),
+        r"weight_scale_inv is int64 .* needs it as float64 or float32",
+    ),
+    (
+        "fp8-blocks",
+        lambda t: t.update({f"{PATH}.weight_scale": np.ones(1, "f4")}),
+        r"holds both .* one of them is wrong",
+    ),
     ("fp8-rows", instead("weight_scale", cut(0)), r"weight_scale is float32 \[31, 1\], .* \[32\] or \[32, 1\]"),
     ("fp8-rows", instead("weight", lambda array: array[None]), r"weight is float8_e4m3 \[1, 32, 48\], and only"),
     ("nf4", without("weight.absmax"), r"holds .*down_proj.weight and lacks .*weight.absmax, without which"),
@@ -108,7 +120,11 @@ def test_a_wrong_tensor_is_named(form, change, said, tmp_path):
 
 # form, quantization_config in place of its own, and what the error says.
 SETTINGS = [
-    ("gptq", {"quant_method": "hqq"}, r"quant_method 'hqq', which cannot be read: fp8 \(FP8\), .*Take the original model"),
+    (
+        "gptq",
+        {"quant_method": "hqq"},
+        r"quant_method 'hqq', which cannot be read: fp8 \(FP8\), .*Take the original model",
+    ),
     ("gptq", {}, r"quant_method None, which cannot be read"),
     ("gptq", "gptq", r"quantization_config is 'gptq', not an object"),
     ("gptq", {"quant_method": "awq", "group_size": 16}, r"qweight has 6 in_channels, which group_size 16"),
@@ -121,10 +137,22 @@ SETTINGS = [
     ("awq", {**FORMS["awq"][2], "bits": 3}, r"AWQ with bits 3, and 4 can be read"),
     ("fp8-blocks", {"quant_method": "fp8", "weight_block_size": [0, 16]}, r"weight_block_size .* is \[0, 16\]"),
     ("fp8-blocks", {"quant_method": "fp8"}, r"weight_scale_inv is float32 \[2, 2\], and .* needs it as .*\[32, 1\]"),
-    ("packed", {**FORMS["packed"][2], "format": "nvfp4-pack-quantized"}, r"format 'nvfp4-pack-quantized', which cannot"),
+    (
+        "packed",
+        {**FORMS["packed"][2], "format": "nvfp4-pack-quantized"},
+        r"format 'nvfp4-pack-quantized', which cannot",
+    ),
     ("packed", {**FORMS["packed"][2], "config_groups": [1]}, r"config_groups of config.json is \[1\], not an object"),
-    ("packed", {**FORMS["packed"][2], "sparsity_config": {"format": "sparse-24"}}, r"with sparsity_config, which cannot"),
-    ("packed", {**FORMS["packed"][2], "transform_config": {"config_groups": {"a": 1}}}, r"with transform_config, which"),
+    (
+        "packed",
+        {**FORMS["packed"][2], "sparsity_config": {"format": "sparse-24"}},
+        r"with sparsity_config, which cannot",
+    ),
+    (
+        "packed",
+        {**FORMS["packed"][2], "transform_config": {"config_groups": {"a": 1}}},
+        r"with transform_config, which",
+    ),
     ("packed", FORMS["packed-3"][2], r"which are not the \[32, 48\] .* num_bits of config.json, \[3\]"),
 ]
 
