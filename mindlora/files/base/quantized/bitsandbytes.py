@@ -67,9 +67,9 @@ def _eight_bits(stored: StoredTensors, name: str) -> PackedWeight:
     shape = stored.matrix(name)
     stored.part(name, scb)
     stored.check(scb, [(shape[0],)], [_FLOAT], name)
-    parts: Tuple[str, ...] = (name, scb)
+    parts = [name, scb]
     if layout in stored.tensors:
-        parts += (layout,)
+        parts.append(layout)
         if stored.read(layout).any():
             raise CheckpointError(
                 f"{stored.path}: {layout} says that {name} has its rows in the order of a GPU's kernel. Save the model "
@@ -82,7 +82,7 @@ def _eight_bits(stored: StoredTensors, name: str) -> PackedWeight:
         decoded *= _OF_127
         return decoded
 
-    return PackedWeight(name, shape, parts, "bitsandbytes' 8 bits by rows", rows)
+    return PackedWeight(name, shape, tuple(parts), "bitsandbytes' 8 bits by rows", rows)
 
 
 def _four_bits(stored: StoredTensors, name: str, kind: str) -> PackedWeight:
