@@ -12,10 +12,10 @@ from mindlora.core.numerics.nf4 import TENSOR_NAMES
 from mindlora.core.text import listed
 from mindlora.files.base.convert import in_hugging_face_names, in_mindformers_names
 from mindlora.files.base.joined import join, parts_of
-from mindlora.files.base.reader import BaseCheckpoint
+from mindlora.files.base.reader import WORLDS, BaseCheckpoint
 from mindlora.files.base.writer import OutputTensor
 from mindlora.models import names
-from mindlora.models.architectures.architecture import HF, LEGACY
+from mindlora.models.architectures.architecture import HF, LEGACY, Architecture
 from mindlora.network.cells.score import score_of
 from mindlora.network.cells.stacked_dense import StackedLoRADense
 from mindlora.network.tensors import to_tensor
@@ -75,8 +75,14 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> List[str]:
             _check(parameter, tensors[name], path)
         for name, parameter in filled.items():
             _fill(parameter, tensors[name])
-        dtypes = sorted({str(parameter.dtype).lower() for name, parameter in filled.items() if parameter.ndim > 1})
-        return base.decoded.notes(" and ".join(dtypes)) if base.decoded else []
+        return base.decoded.notes(_dtypes_of_linear(filled, base.architecture)) if base.decoded else []
+
+
+def _dtypes_of_linear(filled: Dict[str, Parameter], architecture: Architecture) -> str:
+    """Returns the dtype of the weights of linear cells, or the dtypes if they differ."""
+    tables = [table(world) for table in (architecture.embedding_table, architecture.head_weight) for world in WORLDS]
+    weights = [parameter for name, parameter in filled.items() if parameter.ndim > 1 and name not in tables]
+    return " and ".join(sorted({str(parameter.dtype).lower() for parameter in weights}))
 
 
 def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:
