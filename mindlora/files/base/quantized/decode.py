@@ -17,6 +17,8 @@ from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
 
 # What config.json calls the settings of a quantization. compressed-tensors' first versions had the second.
 SETTINGS = ("quantization_config", "compression_config")
+# What msModelSlim adds to it, such as "w8a8".
+_MODELSLIMS = "quantize"
 # What config.json calls the dtype of a model: since transformers 5, and before.
 _STATED = ("dtype", "torch_dtype")
 CONFIG_NOTE = "The config.json that was written does not say quantization_config any more."
@@ -116,7 +118,7 @@ def decoded_weights(
 
 def decoded_config(config: Mapping[str, Any], dtype: np.dtype) -> Dict[str, Any]:
     """Returns the content of a config.json for weights decoded to ``dtype``, without the settings of quantization."""
-    content = {key: value for key, value in config.items() if key not in SETTINGS}
+    content = {key: value for key, value in config.items() if key not in (*SETTINGS, _MODELSLIMS)}
     content.update({key: dtype_name(dtype) for key in _STATED if key in config})
     return content
 
@@ -151,6 +153,9 @@ def _read(path: str) -> Dict[str, Any]:
 
 def _form_of(settings: Mapping[str, Any], path: str) -> Form:
     method = settings.get("quant_method")
+    # transformers named no method when bitsandbytes' was the only one.
+    if method is None and any(settings.get(key) is True for key in ("load_in_4bit", "load_in_8bit")):
+        method = "bitsandbytes"
     form = FORMS.get(str(method))
     if form is None:
         known = ", ".join(f"{name} ({form.title})" for name, form in FORMS.items())

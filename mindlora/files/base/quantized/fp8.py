@@ -76,12 +76,12 @@ def scaled(
         kind (str): What the codes are, for reports.
     """
     rows, columns = stored.tensors[name].shape
-    form = f"{kind}, one scale for each tensor"
+    form = f"{kind} with one scale"
     if block is None:
         height, width = rows, columns
         stored.check(scale, [(), (1,), (1, 1), (rows,), (rows, 1)], FLOATS, name)
         if stored.tensors[scale].shape in ((rows,), (rows, 1)):
-            height, form = 1, f"{kind}, a scale for each row"
+            height, form = 1, f"{kind} with a scale for each row"
     else:
         height, width = block
         form = f"{kind} in blocks of {height} x {width}"

@@ -63,7 +63,8 @@ def groups_of(stored: StoredTensors, name: str, columns: int, size: Optional[int
 
 
 def _weight(stored: StoredTensors, path: str, bits: int, size: Optional[int], offset: int) -> PackedWeight:
-    qweight, qzeros, scales, g_idx = (f"{path}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx"))
+    names = (f"{path}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx", "bias"))
+    qweight, qzeros, scales, g_idx, bias = names
     words, rows = stored.matrix(qweight)
     columns = words * 32 // bits
     groups = groups_of(stored, qweight, columns, size)
@@ -78,6 +79,9 @@ def _weight(stored: StoredTensors, path: str, bits: int, size: Optional[int], of
     if g_idx in stored.tensors:
         parts.append(g_idx)
         order = group_order(stored, g_idx, columns, groups, why)
+    if bias in stored.tensors and not to_float32(stored.read(bias)).any():
+        # Some programs give each cell a bias, of zeros where the model has none.
+        parts.append(bias)
 
     def decoded(begin: int, end: int) -> np.ndarray:
         codes = unpacked(stored.read_columns(qweight, begin, end).T, bits, columns)
@@ -88,7 +92,7 @@ def _weight(stored: StoredTensors, path: str, bits: int, size: Optional[int], of
         zeros = (zeros + np.uint8(offset) & np.uint8((1 << bits) - 1)).T.astype(np.float32)
         return from_groups(codes, zeros, to_float32(stored.read_columns(scales, begin, end)).T, order)
 
-    form = f"GPTQ in {bits} bits" + (", with desc_act" if order is not None else "")
+    form = f"GPTQ in {bits} bits" + (" with desc_act" if order is not None else "")
     return PackedWeight(f"{path}.weight", (rows, columns), tuple(parts), form, decoded)
 
 

@@ -51,6 +51,21 @@ def test_the_words_of_awq_are_those_of_gptqmodel():
     assert [digest(tensors["cell.qweight"]), digest(tensors["cell.qzeros"]), digest(weight)] == GPTQMODEL["awq"]
 
 
+def test_a_bias_of_zeros_that_the_quantizing_program_added_is_left_out(tmp_path):
+    tensors, _ = quantized_llama("gptq")
+    names = [f"model.layers.{layer}.mlp.down_proj.bias" for layer in range(2)]
+    biases = {names[0]: np.zeros(32, "f2"), names[1]: np.ones(32, "f2")}
+    with BaseCheckpoint(save_quantized(tmp_path / "base", "gptq", {**tensors, **biases})) as base:
+        assert names[0] not in base.tensors and names[1] in base.tensors
+
+
+def test_settings_of_bitsandbytes_need_not_name_it(tmp_path):
+    tensors, decoded = quantized_llama("int8")
+    folder = save_quantized(tmp_path / "base", "int8", tensors, settings={"load_in_8bit": True})
+    with BaseCheckpoint(folder, decode_to=FLOAT32) as base:
+        assert base.read_rows(WEIGHT, 0, 32).tobytes() == decoded[WEIGHT].tobytes()
+
+
 def test_codes_of_three_bits_go_on_in_the_next_word(tmp_path):
     rng = np.random.default_rng(3)
     tensors = {name: array for name, array in llama().items() if "layers.1" not in name and "q_proj" not in name}
