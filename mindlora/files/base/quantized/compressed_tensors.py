@@ -31,11 +31,13 @@ class _Schemes(NamedTuple):
         bits (list of int): num_bits.
         groups (list of int): group_size.
         block (list or None): block_structure, [rows, columns].
+        has_zeros (bool): Whether all schemes are asymmetric, so that every weight has zeros.
     """
 
     bits: List[int]
     groups: List[int]
     block: Optional[List[int]]
+    has_zeros: bool
 
 
 def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWeight]:
@@ -49,7 +51,7 @@ def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWe
         if name.endswith(_PACKED):
             made.append(_packed(stored, name[: -len(_PACKED)], schemes))
         elif name.endswith(".weight") and info.dtype == _INT8:
-            made.append(_in_int8(stored, name[: -len(".weight")]))
+            made.append(_in_int8(stored, name[: -len(".weight")], schemes))
         elif name.endswith(".weight") and info.dtype == FLOAT8_E4M3:
             stored.matrix(name)
             stored.part(name, f"{name}_scale")
@@ -78,9 +80,10 @@ def _schemes(stored: StoredTensors, settings: Mapping[str, Any]) -> _Schemes:
             "without sparsity and transforms. Take the original model, or one in these formats."
         )
     return _Schemes(
-        [one["num_bits"] for one in of_weights if one.get("num_bits") in _BITS],
+        [one["num_bits"] for one in of_weights if type(one.get("num_bits")) is int and one["num_bits"] in _BITS],
         [one["group_size"] for one in of_weights if one.get("group_size") not in (None, -1)],
         blocks[0] if blocks else None,
+        bool(of_weights) and all(one.get("symmetric") is False for one in of_weights),
     )
 
 
@@ -111,6 +114,8 @@ def _packed(stored: StoredTensors, path: str, schemes: _Schemes) -> PackedWeight
     stored.check(packed, [(rows, words)], [INT32], why)
     groups = _groups(stored, scale, packed, (rows, columns), schemes)
     parts = [packed, scale, sizes]
+    if schemes.has_zeros:
+        stored.part(packed, zero)
     if zero in stored.tensors:
         parts.append(zero)
         stored.check(zero, [(words_for(rows, bits), groups)], [INT32], why)
@@ -133,11 +138,13 @@ def _packed(stored: StoredTensors, path: str, schemes: _Schemes) -> PackedWeight
     return PackedWeight(f"{path}.weight", (rows, columns), tuple(parts), form, decoded)
 
 
-def _in_int8(stored: StoredTensors, path: str) -> PackedWeight:
+def _in_int8(stored: StoredTensors, path: str, schemes: _Schemes) -> PackedWeight:
     name, scale, zero = f"{path}.weight", f"{path}.weight_scale", f"{path}.weight_zero_point"
     rows, columns = stored.matrix(name)
     groups = _groups(stored, scale, name, (rows, columns), None)
     parts = [name, scale]
+    if schemes.has_zeros:
+        stored.part(name, zero)
     if zero in stored.tensors:
         parts.append(zero)
         stored.check(zero, [stored.tensors[scale].shape], [_INT8], name)

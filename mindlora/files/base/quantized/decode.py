@@ -89,7 +89,9 @@ def decoded_weights(
     Raises CheckpointError if they are in a form that is not known, or a tensor of one is missing or wrong.
     """
     settings = _settings(stored, config, folder)
-    if settings is None:
+    has_codes = any(info.dtype in _CODES for info in stored.tensors.values())
+    # A file of another form may be beside the folder's own.
+    if settings is None or not is_folder and not has_codes:
         return None
     form = _form_of(settings, stored.path)
     weights = form.weights(stored, settings)
@@ -102,6 +104,11 @@ def decoded_weights(
             "weights are in float."
         )
     parts = {part for weight in weights for part in weight.parts}
+    twice = [weight for weight in weights if weight.name in stored.tensors and weight.name not in weight.parts]
+    if twice:
+        raise CheckpointError(
+            f"{stored.path} holds {twice[0].name}, and {twice[0].parts[0]}, which decodes to it. Copy the model again."
+        )
     left_out = [name for name in stored.tensors if name not in parts and name.endswith(form.of_activations)]
     surplus = [
         name

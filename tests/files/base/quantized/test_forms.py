@@ -146,10 +146,11 @@ def test_dtype_is_of_a_quantized_base_alone(tmp_path):
         convert_base(folder, str(tmp_path / "new"), None, "mindformers", dtype="float32")
 
 
-def test_a_file_beside_a_quantized_folder_s_config_is_read_as_it_is(tmp_path):
+@pytest.mark.parametrize("method", ["gptq", "hqq"])
+def test_a_file_beside_a_quantized_folder_s_config_is_read_as_it_is(method, tmp_path):
     """As a converted base that was written into the folder of its source."""
     folder = save_base(
-        tmp_path / "base", llama(), **HUGGING_FACE, quantization_config={"quant_method": "gptq", "bits": 4}
+        tmp_path / "base", llama(), **HUGGING_FACE, quantization_config={"quant_method": method, "bits": 4}
     )
     assert_same(load(f"{folder}/model-0.safetensors"), llama())
 

@@ -100,6 +100,8 @@ TENSORS = [
     ("packed-zeros", without("weight_shape"), r"lacks .*weight_shape"),
     ("packed-zeros", without("weight_scale"), r"lacks .*weight_scale"),
     ("packed-zeros", instead("weight_shape", beyond), r"which are not the \[72, 88\] that .*weight_shape says"),
+    ("packed-zeros", without("weight_zero_point"), r"lacks .*weight_zero_point"),
+    ("w8a8-zeros", without("weight_zero_point"), r"lacks .*weight_zero_point"),
     ("packed-zeros", instead("weight_zero_point", cut(1)), r"weight_zero_point is int32 \[4, 2\]"),
     ("packed-zeros", instead("weight_scale", cut(1)), r"weight_scale has 2 groups for the 48 .* group_size .* \[16\]"),
     ("packed-order", instead("weight_g_idx", beyond), r"weight_g_idx has groups 40 to 42"),
@@ -107,6 +109,11 @@ TENSORS = [
     ("w8a8-zeros", instead("weight_zero_point", cut(0)), r"weight_zero_point is int8 \[31, 1\]"),
     ("modelslim", without("weight_offset"), r"lacks .*weight_offset"),
     ("modelslim", instead("weight_scale", cut(0)), r"weight_scale is float32 \[31, 1\]"),
+    (
+        "gptq",
+        lambda t: t.update({f"{PATH}.weight": np.ones((32, 48), "f4")}),
+        r"down_proj.weight, and .*qweight, which",
+    ),
     ("gptq", lambda t: t.update({f"{PATH}.g_idy": np.zeros(3, "<i4")}), r"is in GPTQ and holds .*g_idy as int32"),
 ]
 
@@ -153,6 +160,7 @@ SETTINGS = [
         {**FORMS["packed"][2], "transform_config": {"config_groups": {"a": 1}}},
         r"with transform_config, which",
     ),
+    ("packed", {**FORMS["packed"][2], "config_groups": {"a": {"weights": {"num_bits": 4.0}}}}, r"config.json, \[\]"),
     ("packed", FORMS["packed-3"][2], r"which are not the \[32, 48\] .* num_bits of config.json, \[3\]"),
 ]
 
