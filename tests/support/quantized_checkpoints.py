@@ -198,7 +198,11 @@ FORMS = {
     "awq": (awq, {}, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "packed": (compressed, {"zeros": False}, _compressed_settings("pack-quantized", **_GROUPS)),
     "packed-zeros": (compressed, {}, _compressed_settings("pack-quantized", **_GROUPS, symmetric=False)),
-    "packed-order": (compressed, {"in_turn": False}, _compressed_settings("pack-quantized", **_GROUPS)),
+    "packed-order": (
+        compressed,
+        {"in_turn": False},
+        _compressed_settings("pack-quantized", **_GROUPS, symmetric=False, actorder="group"),
+    ),
     "packed-3": (compressed, {"bits": 3, "groups": 1}, _compressed_settings("pack-quantized", num_bits=3)),
     "w8a8": (in_int8, {"zeros": False}, _compressed_settings("int-quantized", num_bits=8)),
     "w8a8-zeros": (in_int8, {}, _compressed_settings("int-quantized", num_bits=8, symmetric=False)),

@@ -32,12 +32,14 @@ class _Schemes(NamedTuple):
         groups (list of int): group_size.
         block (list or None): block_structure, [rows, columns].
         has_zeros (bool): Whether all schemes are asymmetric, so that every weight has zeros.
+        has_order (bool): Whether all have their columns out of turn (actorder "group"), so that every weight says how.
     """
 
     bits: List[int]
     groups: List[int]
     block: Optional[List[int]]
     has_zeros: bool
+    has_order: bool
 
 
 def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWeight]:
@@ -84,6 +86,7 @@ def _schemes(stored: StoredTensors, settings: Mapping[str, Any]) -> _Schemes:
         [one["group_size"] for one in of_weights if one.get("group_size") not in (None, -1)],
         blocks[0] if blocks else None,
         bool(of_weights) and all(one.get("symmetric") is False for one in of_weights),
+        bool(of_weights) and all(one.get("actorder") == "group" for one in of_weights),
     )
 
 
@@ -120,6 +123,8 @@ def _packed(stored: StoredTensors, path: str, schemes: _Schemes) -> PackedWeight
         parts.append(zero)
         stored.check(zero, [(words_for(rows, bits), groups)], [INT32], why)
     order = None
+    if schemes.has_order:
+        stored.part(packed, g_idx)
     if g_idx in stored.tensors:
         parts.append(g_idx)
         order = group_order(stored, g_idx, columns, groups, why)

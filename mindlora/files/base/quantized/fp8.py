@@ -75,7 +75,7 @@ def scaled(
         values (ndarray): The float32 value of each of 256 codes.
         kind (str): What the codes are, for reports.
     """
-    rows, columns = stored.tensors[name].shape
+    rows, columns = stored.matrix(name)
     form = f"{kind} with one scale"
     if block is None:
         height, width = rows, columns

@@ -38,6 +38,9 @@ def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWe
             )
     size = group_size(stored, settings)
     names = [name for name in stored.tensors if name.endswith(QWEIGHT)]
+    if settings.get("desc_act"):
+        for name in names:
+            stored.part(name, f"{name[: -len(QWEIGHT)]}.g_idx")
     return [_weight(stored, name[: -len(QWEIGHT)], int(bits), size, _ZERO_OFFSETS[version]) for name in names]
 
 
