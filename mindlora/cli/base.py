@@ -39,6 +39,11 @@ def _convert_options(parser):
         "heads there are, by which tensors are joined and split, and gives a folder with --to hf its config.json",
         BASE_HEADS,
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="what quantized weights (FP8, GPTQ, ...) are decoded to (default: the dtype that config.json says)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, _convert_base)
 
@@ -62,6 +67,7 @@ def _convert_base(arguments: argparse.Namespace) -> Any:
             model_config=model.config if model.is_graph_yaml else None,
             config=model.config if is_folder else None,
             progress=bar,
+            dtype=arguments.dtype,
         )
 
 

@@ -269,6 +269,8 @@ def build(
 
         tokenizer = arguments.tokenizer or arguments.model
         engine = build_engine(config, overrides, tokenizer, registry, sizes, model_name, chosen)
+    for note in engine.base_notes:
+        say(note)
     if engine.runner.rounds and "product_dtype" not in sizes:
         say("linear layers multiply in bfloat16, which is faster here; in float32 with --product-dtype float32")
     return engine

@@ -1,7 +1,7 @@
 """load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses one that lacks any."""
 
 import os
-from typing import Any, Dict, Set
+from typing import Any, Dict, List, Set
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -12,10 +12,10 @@ from mindlora.core.numerics.nf4 import TENSOR_NAMES
 from mindlora.core.text import listed
 from mindlora.files.base.convert import in_hugging_face_names, in_mindformers_names
 from mindlora.files.base.joined import join, parts_of
-from mindlora.files.base.reader import BaseCheckpoint
+from mindlora.files.base.reader import WORLDS, BaseCheckpoint
 from mindlora.files.base.writer import OutputTensor
 from mindlora.models import names
-from mindlora.models.architectures.architecture import HF, LEGACY
+from mindlora.models.architectures.architecture import HF, LEGACY, Architecture
 from mindlora.network.cells.score import score_of
 from mindlora.network.cells.stacked_dense import StackedLoRADense
 from mindlora.network.tensors import to_tensor
@@ -27,7 +27,7 @@ _CACHES = (".key_cache", ".value_cache")
 _OF_GROUPS = tuple(TENSOR_NAMES[field] for field in ("scales", "offsets"))
 
 
-def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
+def load_base(network: nn.Cell, path: str, mapped: bool = False) -> List[str]:
     """Fills the parameters of a network from a checkpoint of its base.
 
     One tensor at a time is read and takes the parameter's dtype, so that the host holds one copy of the base and one
@@ -43,6 +43,9 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
             come into memory when they are used, and processes share them. What is written to a parameter stays in this
             process. The file must not be written to as long as the network is used. Default: False.
 
+    Returns:
+        list of str, what users should know: which weights were quantized in the file, and what holds them now.
+
     Raises:
         ConfigError: There is no path, or nothing is there.
         CheckpointError: The file cannot be read, or lacks parameters, or one has another shape or kind of dtype.
@@ -55,7 +58,8 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
     if not os.path.exists(path):
         raise ConfigError(f"load_checkpoint: {path} does not exist. Correct the path (--load_checkpoint).")
     parameters = _parameters_of_base(network)
-    with BaseCheckpoint(path, mapped) as base:
+    # A weight in a quantized form is rounded once, to the parameter's dtype.
+    with BaseCheckpoint(path, mapped, decode_to=np.dtype(np.float32)) as base:
         tensors = _tensors_for(network, parameters, base)
         new = _new_heads(network) - set(tensors)
         computed = set(filter(names.is_computed, parameters))
@@ -71,6 +75,14 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> None:
             _check(parameter, tensors[name], path)
         for name, parameter in filled.items():
             _fill(parameter, tensors[name])
+        return base.decoded.notes(_dtypes_of_linear(filled, base.architecture)) if base.decoded else []
+
+
+def _dtypes_of_linear(filled: Dict[str, Parameter], architecture: Architecture) -> str:
+    """Returns the dtype of the weights of linear cells, or the dtypes if they differ."""
+    tables = [table(world) for table in (architecture.embedding_table, architecture.head_weight) for world in WORLDS]
+    weights = [parameter for name, parameter in filled.items() if parameter.ndim > 1 and name not in tables]
+    return " and ".join(sorted({str(parameter.dtype).lower() for parameter in weights}))
 
 
 def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:

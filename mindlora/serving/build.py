@@ -10,12 +10,11 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.dtypes import BFLOAT16
-from mindlora.core.numerics.nf4 import GROUP, tensor_name
 from mindlora.core.text import examples, listed
 from mindlora.files.adapters.fingerprint import ROW_ORDERS
 from mindlora.files.adapters.matching import CellShape
 from mindlora.files.base.convert import in_hugging_face_names
-from mindlora.files.base.quantized_names import quantized_weights
+from mindlora.files.base.quantized_names import quantized_weights, with_smaller_groups
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models.lora_config import Patterns
 from mindlora.network.adapter_matching import cell_shapes
@@ -77,11 +76,7 @@ def check_groups(shapes: Mapping[str, Tuple[int, ...]], checkpoint: str) -> None
     Raises:
         ConfigError: There are such weights: parts of a joined weight of the checkpoint.
     """
-    smaller = []
-    for weight in quantized_weights(shapes):
-        rows, blocks = shapes[tensor_name(weight, "absmax")]
-        if shapes[tensor_name(weight, "scales")] != (-(-rows * blocks // GROUP),):
-            smaller.append(weight)
+    smaller = with_smaller_groups(shapes)
     if smaller:
         raise ConfigError(
             f"{checkpoint} joins weights in NF4, and an NPU does not decode their parts: {examples(smaller)}. Serve it "
@@ -126,7 +121,7 @@ def make_engine(
     elif quantize:
         quantize_base(network, quantize_exclude)
     # Elsewhere weights are copied to the device.
-    load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
+    notes = load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
     cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
     shapes = {**cell_shapes(network, cells), **_expert_shapes(network)}
@@ -164,7 +159,7 @@ def make_engine(
     )
     ends = end_tokens(tokenizer, network.config.eos_token_id)
     folder = checkpoint if os.path.isdir(checkpoint) else None
-    return Engine(runner, scheduler, adapters, tokenizer, ends, model_name, folder)
+    return Engine(runner, scheduler, adapters, tokenizer, ends, model_name, folder, tuple(notes))
 
 
 def _fingerprints(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> List[Callable[[Iterable[str]], Optional[dict]]]:

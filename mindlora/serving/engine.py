@@ -109,8 +109,8 @@ class Engine:
 
     One thread, which start() begins, runs the network. Everything else can be called from any thread; a step of the
     network is never waited for. ``ends`` are tokens that end an answer (see end_tokens), ``adapters`` those of the
-    scheduler; callers name the base ``model_name``, and ``base_folder`` is where it lies, if it is a folder. A prompt
-    and its answer have ``seq_length`` tokens at most.
+    scheduler; callers name the base ``model_name``, and ``base_folder`` is where it lies, if it is a folder;
+    ``base_notes`` are what load_base returned. A prompt and its answer have ``seq_length`` tokens at most.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class Engine:
         ends: FrozenSet[int],
         model_name: str = "base",
         base_folder: Optional[str] = None,
+        base_notes: Tuple[str, ...] = (),
     ):
         self.runner = runner
         self.scheduler = scheduler
@@ -129,6 +130,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.base_folder = base_folder
+        self.base_notes = base_notes
         self.seq_length = scheduler.seq_length
         self._decoder = TextDecoder(tokenizer)
         self._ends = ends

@@ -64,7 +64,8 @@ def test_what_no_verb_knows_is_usage(words, capsys):
 
 @pytest.mark.parametrize("words, rounds, said", [([], True, True), ([], False, False), (["float32"], True, False)])
 def test_products_that_nobody_asked_for_are_named(tmp_path, monkeypatch, capsys, words, rounds, said):
-    made = types.SimpleNamespace(runner=types.SimpleNamespace(rounds=rounds))
+    notes = ("14 weights are decoded from GPTQ in 4 bits to bfloat16.",)
+    made = types.SimpleNamespace(runner=types.SimpleNamespace(rounds=rounds), base_notes=notes)
     monkeypatch.setattr("mindlora.training.launch.serve.build_engine", lambda *_: made)
     parser = argparse.ArgumentParser()
     add_engine_options(parser, {})
@@ -73,4 +74,6 @@ def test_products_that_nobody_asked_for_are_named(tmp_path, monkeypatch, capsys,
     arguments = parser.parse_args(options)
     arguments.overrides = []
     assert build(arguments, registry=None) is made
-    assert ("multiply in bfloat16, which is faster here" in capsys.readouterr().err) == said
+    printed = capsys.readouterr().err
+    assert ("multiply in bfloat16, which is faster here" in printed) == said
+    assert f"mindlora: {notes[0]}\n" in printed

@@ -4,6 +4,7 @@ The safetensors library decides whether a file is sound. It does not read and wr
 bfloat16 for NumPy and takes all tensors at once for writing.
 """
 
+import functools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from mindlora.core.errors import AdapterFormatError, TruncatedAdapterError
 from mindlora.core.json_files import refuse_duplicates
-from mindlora.core.numerics.dtypes import BFLOAT16
+from mindlora.core.numerics.dtypes import BFLOAT16, FLOAT8_E4M3
 
 _DTYPES: Dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -31,7 +32,9 @@ _DTYPES: Dict[str, np.dtype] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Only the weights of a base are read from it, by a caller who knows that.
+_FLOAT8 = {"F8_E4M3": FLOAT8_E4M3}
+_NAMES = {dtype: name for name, dtype in {**_DTYPES, **_FLOAT8}.items()}
 
 # NumPy's limits.
 _MAX_AXES = 32
@@ -57,11 +60,13 @@ class TensorFile:
 
     With ``mapped``, what is read lies in the file: its pages come into memory when they are used, and processes share
     them. What is written to such an array stays in this process. The file must not be written to while they exist.
+
+    Tensors in float8 (E4M3) are an error unless ``float8`` says that the caller decodes them.
     """
 
-    def __init__(self, path: str, mapped: bool = False):
+    def __init__(self, path: str, mapped: bool = False, float8: bool = False):
         self.path = str(path)
-        self.tensors, self.metadata = _read_header(self.path)
+        self.tensors, self.metadata = _read_header(self.path, {**_DTYPES, **(_FLOAT8 if float8 else {})})
         self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed on __exit__)
         self._map = np.memmap(self.path, np.uint8, "c") if mapped else None
 
@@ -84,6 +89,17 @@ class TensorFile:
         row = info.size // max(info.shape[0], 1)
         return self._array((end - begin,) + info.shape[1:], info.dtype, info.offset + begin * row)
 
+    def read_columns(self, key: str, begin: int, end: int) -> np.ndarray:
+        """Returns columns [begin, end) of a matrix in memory of their own; the pages that hold them are read."""
+        info = self.tensors[key]
+        # Beyond the end of a file, a mapped page would kill the process.
+        self._check_there(os.fstat(self._file.fileno()).st_size >= info.offset + info.size)
+        return np.ndarray(info.shape, info.dtype, self._pages, info.offset)[:, begin:end].copy()
+
+    @functools.cached_property
+    def _pages(self) -> np.ndarray:
+        return np.memmap(self._file, np.uint8, "r") if self._map is None else self._map
+
     def _array(self, shape: Tuple[int, ...], dtype: np.dtype, offset: int) -> np.ndarray:
         if self._map is not None:
             return np.ndarray(shape, dtype, self._map, offset)
@@ -95,11 +111,14 @@ class TensorFile:
         done = 0
         while done < len(view):
             count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
-            if not count:
-                raise TruncatedAdapterError(
-                    f"{self.path} became shorter while it was read. Try again when nothing writes to it any more."
-                )
+            self._check_there(count > 0)
             done += count
+
+    def _check_there(self, is_there: bool) -> None:
+        if not is_there:
+            raise TruncatedAdapterError(
+                f"{self.path} became shorter while it was read. Try again when nothing writes to it any more."
+            )
 
 
 def layout(
@@ -153,7 +172,7 @@ def write_arrays(path: str, tensors: Dict[str, np.ndarray], metadata: Optional[D
     )
 
 
-def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
+def _read_header(path: str, dtypes: Dict[str, np.dtype]) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
     try:
         with safe_open(path, framework="np"):
             pass
@@ -177,10 +196,10 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
             f"{path} is not a safetensors file: the entry of {odd[0]} in its header is not an object. Save it again."
         )
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in dtypes:
             raise AdapterFormatError(
                 f"{path}: {key} is stored as {entry['dtype']}, which is not supported: save it as one of "
-                f"{', '.join(_DTYPES)}."
+                f"{', '.join(dtypes)}."
             )
         if len(entry["shape"]) > _MAX_AXES or math.prod(size or 1 for size in entry["shape"]) > _MAX_ELEMENTS:
             # An empty tensor can declare any size along its other axes.
@@ -188,5 +207,5 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
                 f"{path}: {key} is {entry['shape']}, which is not a valid array shape. Copy or save the file again."
             )
         begin, end = entry["data_offsets"]
-        tensors[key] = TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
+        tensors[key] = TensorInfo(dtypes[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
     return tensors, metadata

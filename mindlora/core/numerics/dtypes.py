@@ -1,4 +1,4 @@
-"""The dtypes of stored tensors in NumPy, bfloat16 included, and conversion to float32 and back with one rounding."""
+"""The dtypes of stored tensors in NumPy, bfloat16 and float8 included; to float32 and back with one rounding."""
 
 from typing import Tuple
 
@@ -6,6 +6,8 @@ import numpy as np
 
 # NumPy has no bfloat16. This dtype holds the 16 bits in a named field, so that no code takes them for an integer.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+# The 8 bits of float8_e4m3fn, which only weights in FP8 have (mindlora.files.base.quantized).
+FLOAT8_E4M3 = np.dtype([("float8_e4m3", "u1")])
 # Largest error of rounding to nearest: relative, and absolute near zero.
 ROUNDING = {"float32": (2.0**-24, 2.0**-150), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
 
@@ -54,7 +56,7 @@ def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]
 
 def dtype_name(dtype: np.dtype) -> str:
     """Returns float32, float16, bfloat16, ... for a dtype."""
-    return "bfloat16" if dtype == BFLOAT16 else np.dtype(dtype).name
+    return dtype.names[0] if dtype.names else np.dtype(dtype).name
 
 
 def named_dtype(name: str) -> np.dtype:

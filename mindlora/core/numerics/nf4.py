@@ -6,7 +6,7 @@ Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
 
 import dataclasses
 import math
-from typing import Dict, Tuple
+from typing import Dict, Optional, Tuple
 
 import numpy as np
 
@@ -134,6 +134,31 @@ def dequantize(array: Nf4Array) -> np.ndarray:
     return np.ascontiguousarray(weight.reshape(rows, -1)[:, :columns])
 
 
+def repacked(weight: np.ndarray) -> Optional[Nf4Array]:
+    """Returns the Nf4Array that decodes to the bits of ``weight``, or None if there is none.
+
+    It is there for a weight that was in NF4 with blocks of 64 numbers of a row, as another library had packed it. Its
+    absmax are float32 numbers, which no 256 steps of a group hold exactly, so each block is a group: its offset is the
+    absmax, its scale 0. That takes 5.13 bits for each number.
+
+    Args:
+        weight (ndarray): float32 [N, K].
+    """
+    rows, columns = weight.shape
+    if columns % BLOCK:
+        return None
+    exact = _absmax(weight, columns // BLOCK)
+    zeros = np.zeros(exact.size, np.float32)
+    array = Nf4Array(_encode(weight, exact), np.zeros(exact.shape, np.uint8), zeros, exact.reshape(-1), (rows, columns))
+    return array if np.array_equal(dequantize(array), weight) else None
+
+
+def repacked_layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype]]:
+    """Returns what ``layout`` does, for an array that ``repacked`` returns."""
+    groups = (rows * columns // BLOCK,), np.dtype(np.float32)
+    return {**layout(rows, columns), "scales": groups, "offsets": groups}
+
+
 def layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype]]:
     """Returns field of Nf4Array -> (shape, dtype) for a weight [rows, columns]."""
     blocks = -(-columns // BLOCK)
@@ -175,16 +200,16 @@ def group_size(blocks: int, groups: int) -> int:
 def by_row(of_groups: np.ndarray, rows: int, blocks: int) -> np.ndarray:
     """Returns the scales or offsets of groups that do not cross rows: [rows, groups of a row].
 
-    Each group of 256 blocks becomes several that have its scale and offset, so that rows can be taken out of a weight:
-    what they decode to stays the same to the last bit.
+    Each group becomes several that have its scale and offset, so that rows can be taken out of a weight: what they
+    decode to stays the same to the last bit.
 
     Args:
         of_groups (ndarray): [groups].
         rows, blocks (int): Of the weight, and of each of its rows.
     """
-    size = math.gcd(blocks, GROUP)
-    first = np.arange(0, rows * blocks, size)
-    return of_groups[first // GROUP].reshape(rows, -1)
+    of_weight = group_size(rows * blocks, len(of_groups))
+    first = np.arange(0, rows * blocks, math.gcd(blocks, of_weight))
+    return of_groups[first // of_weight].reshape(rows, -1)
 
 
 def _blocked(weight: np.ndarray, blocks: int) -> np.ndarray:

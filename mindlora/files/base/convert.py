@@ -8,9 +8,11 @@ import time
 from typing import Callable, List, Mapping, Optional, Tuple
 
 from mindlora.core.errors import CheckpointError
+from mindlora.core.numerics.dtypes import named_dtype
 from mindlora.core.text import examples
 from mindlora.files.base import experts, pynative
 from mindlora.files.base.hugging_face_config import hugging_face_config
+from mindlora.files.base.quantized.decode import CONFIG_NOTE
 from mindlora.files.base.quantized_names import quantized_weights, taken_apart
 from mindlora.files.base.reader import CONFIG, WORLDS, BaseCheckpoint
 from mindlora.files.base.renaming import Plan, tensor_of
@@ -74,8 +76,11 @@ def convert_base(
     model_config: Optional[Mapping] = None,
     config: Optional[Mapping] = None,
     progress: Optional[Callable[[int, int], None]] = None,
+    dtype: Optional[str] = None,
 ) -> ConvertBaseReport:
-    """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
+    """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype, unless it is quantized.
+
+    Weights in a quantized form (mindlora.files.base.quantized) are decoded in float32 and rounded to ``dtype``.
 
     With MindFormers' qkv_concat, q, k and v are one tensor w_qkv, whose rows are ordered by key-value head [heads of q
     that share it | k | v], and w1 and w3 are one tensor w_gate_hidden, in which their rows alternate. For Hugging Face,
@@ -103,6 +108,8 @@ def convert_base(
         config (dict): The content of the model's config.json, if there is none beside the source; a folder for Hugging
             Face gets it. Default: None.
         progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
+        dtype (str): "float32", "float16" or "bfloat16": what quantized weights are decoded to. Default: None, the dtype
+            that the config.json beside them says, or float32.
 
     Returns:
         ConvertBaseReport.
@@ -119,7 +126,12 @@ def convert_base(
             f"None or one of {', '.join(map(repr, WORLDS))}."
         )
     check_checkpoint_output(output, [source], overwrite)
-    with BaseCheckpoint(source) as base:
+    with BaseCheckpoint(source, decode_to=named_dtype(dtype) if dtype else None) as base:
+        if dtype and not base.decoded:
+            raise CheckpointError(
+                f"dtype is {dtype}, and {source} holds no quantized weights: each tensor keeps its dtype. Leave dtype "
+                "(--dtype) out."
+            )
         has_config = bool(base.config)
         base.config = base.config or dict(config or {})
         written = _world_of(base, to)
@@ -133,6 +145,9 @@ def convert_base(
         contents = {}
         if to in (HF, PYNATIVE) and not is_file_name(output):
             companions = base.companions()
+        if companions and base.decoded and has_config:
+            contents[CONFIG] = base.config
+            notes.append(CONFIG_NOTE)
         if to == HF and not is_file_name(output):
             if not has_config and base.config:
                 contents[CONFIG] = base.config
@@ -195,7 +210,7 @@ def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: b
             f"{base.path} has mcore's names and shapes, from which the PyNative trainer's differ. Convert it --to hf "
             "first."
         )
-    if _world_of(base, to) == base.world:
+    if _world_of(base, to) == base.world and not base.decoded:
         raise CheckpointError(f"{base.path} has {WORLDS[base.world]} names already: use it as it is.")
     if concat and to == "hf":
         raise CheckpointError(

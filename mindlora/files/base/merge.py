@@ -22,6 +22,7 @@ from mindlora.files.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.files.adapters.matching import CellShape, arrange, rename_for
 from mindlora.files.base import llama_cpp, pynative
 from mindlora.files.base.adapter_tokenizer import tokenizer_files
+from mindlora.files.base.quantized.decode import CONFIG_NOTE
 from mindlora.files.base.reader import CONFIG, WORLDS, BaseCheckpoint
 from mindlora.files.base.trained_base import check_trained_base
 from mindlora.files.base.turn_end import GENERATION, stopping_at_turn_end
@@ -142,7 +143,8 @@ def merge_checkpoint(
             llama_cpp.check(source.folder, source.world, source.config, outtype)
         merging = _Merging(source, content, str(adapter), kv_heads, on_base_mismatch)
         shards = merging.shards
-        config = {**source.config, **merging.changed_config} if merging.changed_config and source.config else None
+        changed = {**source.config, **merging.changed_config}
+        config = changed if source.config and (merging.changed_config or source.decoded) else None
         tokenizer = tokenizer_files(str(adapter), source.folder, source.companions(), merging.tokens)
         if source.is_pynative:
             shards = pynative.shards(shards, source.expert_heights)
@@ -155,6 +157,7 @@ def merge_checkpoint(
             if not is_file_name(output):
                 generation, stopping = stopping_at_turn_end(tokenizer.companions, merging.tokens)
                 contents.update({GENERATION: generation} if generation else {})
+                merging.notes.extend([CONFIG_NOTE] if source.decoded and config else [])
             files = write(output, shards, written, tokenizer.companions, contents, progress)
     count = len(content.paths)
     # An adapted module whose own weight is in the adapter too counts as merged, once.

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Set, Tuple, Union
 
 import numpy as np
 
@@ -15,7 +15,18 @@ from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.core.formats.safetensors_file import TensorFile, write
 from mindlora.core.numerics import initializers
 from mindlora.core.numerics.dtypes import FLOATS, dtype_name, to_float32
-from mindlora.core.numerics.nf4 import BLOCK, GROUP, TENSOR_NAMES, Nf4Array, dequantize, layout, quantize, tensor_name
+from mindlora.core.numerics.nf4 import (
+    BLOCK,
+    GROUP,
+    TENSOR_NAMES,
+    Nf4Array,
+    dequantize,
+    layout,
+    quantize,
+    repacked,
+    repacked_layout,
+    tensor_name,
+)
 from mindlora.core.text import examples, listed
 from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters.adapter import Adapter
@@ -183,6 +194,9 @@ def quantize_checkpoint(
     their bytes and their dtype; the state of an optimizer is left out. Safetensors are read a million numbers at a
     time; a .ckpt is read into memory as a whole.
 
+    Weights of a source in a quantized form are decoded to float32; those in NF4, in blocks of 64 numbers of a row, keep
+    their values (nf4.repacked).
+
     With ``adapter`` and ``config``, LoftQ makes an adapter too: for each weight that target_modules selects, it
     determines the 4-bit weight and the pair in turn, so that both together are near the weight in float (see
     mindlora.core.numerics.initializers.loftq). The adapter is written as a PEFT folder for pet_config.adapter_path.
@@ -215,19 +229,21 @@ def quantize_checkpoint(
     """
     started = time.perf_counter()
     _check_output(source, output, overwrite, adapter, config)
-    with BaseCheckpoint(source) as base:
+    with BaseCheckpoint(source, decode_to=np.dtype(np.float32)) as base:
         tensors, notes = _parameters(base, source)
         chosen = select_quantized(_paths(tensor.name for tensor in tensors), exclude)
         _check_floats(source, tensors, chosen)
         weights = {_path(tensor.name): tensor for tensor in tensors if names.is_linear(_path(tensor.name))}
         loftq = LoftqInitializer(weights, chosen, config) if config is not None else None
-        entries = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
+        kept = _kept(base, tensors, chosen, loftq)
+        notes += _notes_on_kept(base, kept, chosen)
+        entries = [entry for tensor in tensors for entry in _entries(tensor, chosen, kept)]
         total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in entries)
         # Each output replaces what was there only when both are complete.
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(atomic.replace_folder(adapter)) if adapter is not None else ""
             path = stack.enter_context(atomic.replace_file(output))
-            contents = _reported(_contents(tensors, chosen, loftq), progress, total)
+            contents = _reported(_contents(tensors, chosen, kept, loftq), progress, total)
             write(path, entries, contents, {"format": "ms", "mindlora": json.dumps({"quantize_base": "nf4"})})
             if loftq is not None:
                 adapter_files.write(loftq.adapter(), folder)
@@ -255,7 +271,7 @@ def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) ->
 
     ``exclude`` is the run's quantize_exclude. Only the file's header is read.
     """
-    with TensorFile(path) as file:
+    with TensorFile(path, float8=True) as file:
         quantized = quantized_paths(file.tensors)
         if not quantized:
             raise CheckpointError(
@@ -319,15 +335,45 @@ def _check_floats(source, tensors, chosen):
             )
 
 
-def _entries(tensor, chosen) -> list:
+def _kept(
+    base: BaseCheckpoint, tensors: List[OutputTensor], chosen: List[str], loftq: Optional[LoftqInitializer]
+) -> Set[str]:
+    """Returns the paths of the weights whose values can be kept bit by bit: they are in NF4 in the source already."""
+    in_nf4 = base.decoded is not None and any(weight.nf4 for weight in base.decoded.weights.values())
+    if not in_nf4 or loftq is not None:
+        return set()
+    kept = set()
+    for tensor in tensors:
+        pieces = (to_float32(tensor.rows(*rows)) for rows in _pieces(tensor, tensor.unit))
+        if _path(tensor.name) in chosen and all(repacked(piece) is not None for piece in pieces):
+            kept.add(_path(tensor.name))
+    return kept
+
+
+def _notes_on_kept(base: BaseCheckpoint, kept: Set[str], chosen: List[str]) -> List[str]:
+    """Returns notes on a source in 4 or 8 bits: which weights keep their values, and which are rounded once more."""
+    notes = []
+    anew = [path for path in chosen if path not in kept]
+    if kept:
+        notes.append(
+            f"{len(kept)} weights keep the values of their NF4 bit by bit, in 5.13 bits for each number; operators of "
+            "a CPU alone decode them. For an NPU, run mindlora base convert --to hf first, and quantize the result."
+        )
+    if base.decoded is not None and anew:
+        notes.append(f"{len(anew)} weights are rounded to NF4 from what they decode to: {examples(anew)}.")
+    return notes
+
+
+def _entries(tensor, chosen, kept) -> list:
     """Returns (name, dtype, shape) of each tensor that is written in place of ``tensor``."""
     if _path(tensor.name) not in chosen:
         return [tensor[:3]]
-    return [(tensor_name(tensor.name, field), dtype, shape) for field, (shape, dtype) in layout(*tensor.shape).items()]
+    fields = repacked_layout(*tensor.shape) if _path(tensor.name) in kept else layout(*tensor.shape)
+    return [(tensor_name(tensor.name, field), dtype, shape) for field, (shape, dtype) in fields.items()]
 
 
 def _contents(
-    tensors: List[OutputTensor], chosen: List[str], loftq: Optional[LoftqInitializer]
+    tensors: List[OutputTensor], chosen: List[str], kept: Set[str], loftq: Optional[LoftqInitializer]
 ) -> Iterator[np.ndarray]:
     """Yields the pieces of all tensors, in the order of their entries."""
     for tensor in tensors:
@@ -342,7 +388,9 @@ def _contents(
         blocks = -(-tensor.shape[1] // BLOCK)
         small: Dict[str, List[np.ndarray]] = {field: [] for field in ("absmax", "scales", "offsets")}
         for begin, end in _pieces(tensor, math.lcm(tensor.unit, GROUP // math.gcd(blocks, GROUP))):
-            array = quantize(to_float32(tensor.rows(begin, end)), f"{tensor.name}, from row {begin} on,")
+            rows = to_float32(tensor.rows(begin, end))
+            same = repacked(rows) if _path(tensor.name) in kept else None
+            array = quantize(rows, f"{tensor.name}, from row {begin} on,") if same is None else same
             yield array.codes
             for field, parts in small.items():
                 parts.append(getattr(array, field))

@@ -1,10 +1,10 @@
 """A quantized base under Hugging Face's names, its joined weights taken apart: what they decode to stays the same."""
 
-from typing import Iterable, List
+from typing import Iterable, List, Mapping, Tuple
 
 import numpy as np
 
-from mindlora.core.numerics.nf4 import by_row, split_name, tensor_name
+from mindlora.core.numerics.nf4 import GROUP, by_row, split_name, tensor_name
 from mindlora.files.base import experts
 from mindlora.files.base.joined import split
 from mindlora.files.base.reader import BaseCheckpoint
@@ -21,6 +21,19 @@ _ABSMAX = tensor_name("", "absmax")
 def quantized_weights(tensor_names: Iterable[str]) -> List[str]:
     """Returns the names of the weights that are 4-bit, given the names of a checkpoint's tensors."""
     return [name[: -len(_ABSMAX)] for name in tensor_names if name.endswith(_ABSMAX)]
+
+
+def with_smaller_groups(shapes: Mapping[str, Tuple[int, ...]]) -> List[str]:
+    """Returns the names of 4-bit weights with groups of fewer than 256 blocks, which operators of a CPU alone decode.
+
+    ``shapes`` is name -> shape of a checkpoint's tensors.
+    """
+    smaller = []
+    for weight in quantized_weights(shapes):
+        rows, blocks = shapes[tensor_name(weight, "absmax")]
+        if shapes[tensor_name(weight, "scales")] != (-(-rows * blocks // GROUP),):
+            smaller.append(weight)
+    return smaller
 
 
 def taken_apart(base: BaseCheckpoint, heads: int, kv_heads: int) -> List[OutputTensor]:

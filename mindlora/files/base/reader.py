@@ -19,6 +19,8 @@ from mindlora.core.json_files import parse_object
 from mindlora.core.numerics.nf4 import split_name
 from mindlora.core.text import examples
 from mindlora.files.base import mcore_view
+from mindlora.files.base.quantized.decode import DecodedWeights, decoded_config, decoded_weights
+from mindlora.files.base.quantized.stored import StoredTensors
 from mindlora.models import bare, names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import HF, LEGACY, MCORE, Architecture
@@ -68,13 +70,18 @@ class BaseCheckpoint:
             index, a .safetensors file, or a .ckpt file, which is held in memory; or the folder of a step of MindFormers
             2's PyNative trainer, or that of all its steps, for the last one.
         mapped (bool): Whether rows of safetensors stay in the file until they are used: see TensorFile. Default: False.
+        decode_to (dtype): What weights in a quantized form (mindlora.files.base.quantized) are decoded to: they are
+            read as if they were stored in it, under their plain names. Default: None, the dtype of config.json, or
+            float32.
 
     Attributes:
         files (dict): Name of a file -> the open file, in the order of the names.
         tensors (dict): Name of a tensor -> TensorInfo, file by file in the order of the bytes.
         world (str): Whose names the tensors have: "hf", "mindformers" or "mcore".
         architecture (Architecture): The record that knows their names.
-        config (dict): Content of the config.json beside the tensors; empty if there is none.
+        config (dict): Content of the config.json beside the tensors; empty if there is none. It does not say that
+            weights are quantized which are decoded here.
+        decoded (DecodedWeights or None): The weights that the files hold in a quantized form.
         is_step (bool): Whether it is a step that MindFormers 2's PyNative trainer saved.
         is_pynative (bool): Whether its tensors are named and shaped as that trainer has them; here they are as mcore
             has them (see mindlora.files.base.mcore_view).
@@ -88,7 +95,7 @@ class BaseCheckpoint:
     Raises CheckpointError if nothing there can be read or the names are not known, AdapterError if a file is damaged.
     """
 
-    def __init__(self, path: str, mapped: bool = False):
+    def __init__(self, path: str, mapped: bool = False, decode_to: Optional[np.dtype] = None):
         self.path = os.path.abspath(path)
         atomic.finish_interrupted_swap(self.path)
         self.path = step_folder.last_step(self.path)
@@ -112,6 +119,9 @@ class BaseCheckpoint:
                 self._add(name)
             if weight_map is not None:
                 self._check_index(weight_map)
+            config = os.path.join(self.folder, CONFIG)
+            self.config = _read_object(config) if os.path.isfile(config) else {}
+            self.decoded = self._decode(decode_to)
             # An optimizer's tensors are called as its parameters, after a prefix.
             of_parameters = {name for name in self._file_of if name.partition(".")[2] in self._file_of}
             self.training_state = [
@@ -127,8 +137,6 @@ class BaseCheckpoint:
             self._complete_names()
             self.architecture = names.architecture_of(self.tensors)
             self.world = detect_world(self.path, self.tensors, self.architecture)
-            config = os.path.join(self.folder, CONFIG)
-            self.config = _read_object(config) if os.path.isfile(config) else {}
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "BaseCheckpoint":
@@ -140,12 +148,12 @@ class BaseCheckpoint:
     @functools.cached_property
     def tensors(self) -> Dict[str, TensorInfo]:
         """Name of a tensor -> TensorInfo."""
-        return {name: self.files[file].tensors[self._stored[name]] for name, file in self._file_of.items()}
+        return {name: self._info(self._stored[name], file) for name, file in self._file_of.items()}
 
     @property
     def left_out(self) -> List[str]:
-        """Notes for reports: of names that were completed, of training_state, and of an adapter's tensors."""
-        notes = []
+        """Notes for reports: of decoded weights, completed names, training_state, and an adapter's tensors."""
+        notes = self.decoded.notes() if self.decoded else []
         if self.bare_prefix:
             notes.append(f"Its names are a bare model's (AutoModel's): read with {self.bare_prefix!r} before them.")
         if self.training_state:
@@ -173,11 +181,31 @@ class BaseCheckpoint:
 
     def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
         """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row."""
-        return self.files[self._file_of[name]].read_rows(self._stored[name], begin, end)
+        stored = self._stored[name]
+        if self.decoded and stored in self.decoded.weights:
+            return self.decoded.read_rows(stored, begin, end)
+        return self.files[self._file_of[name]].read_rows(stored, begin, end)
 
     def companions(self) -> List[str]:
         """Returns the paths of the configuration and the tokenizer in the same folder."""
         return companions_in(self.folder)
+
+    def _info(self, stored: str, file: str) -> TensorInfo:
+        if self.decoded and stored in self.decoded.weights:
+            return self.decoded.info(stored)
+        return self.files[file].tensors[stored]
+
+    def _decode(self, dtype: Optional[np.dtype]) -> Optional[DecodedWeights]:
+        """Returns the weights in a quantized form, whose parts give way to their names in _file_of; None without."""
+        files = {name: file for name, file in self.files.items() if isinstance(file, TensorFile)}
+        if len(files) < len(self.files):
+            return None
+        stored = StoredTensors(self.path, files, self._file_of)
+        decoded = decoded_weights(stored, self.config, self.folder, os.path.isdir(self.path), dtype)
+        if decoded:
+            self._file_of = decoded.renamed(self._file_of)
+            self.config = decoded_config(self.config, decoded.dtype)
+        return decoded
 
     def _as_mcore(self, file: "OpenFile") -> "OpenFile":
         """Returns a file of MindFormers 2's PyNative trainer with mcore's names, any other file as it is."""
@@ -332,4 +360,4 @@ def _read_object(path: str) -> dict:
 
 def _open(path: str, mapped: bool) -> Union[TensorFile, CkptFile]:
     refuse_pointer(path, CheckpointError)
-    return CkptFile(path) if path.endswith(".ckpt") else TensorFile(path, mapped)
+    return CkptFile(path) if path.endswith(".ckpt") else TensorFile(path, mapped, float8=True)

@@ -79,6 +79,8 @@ class Plan:
 
     def _made_of(self, name: str) -> List[OutputTensor]:
         """Returns the tensors that are written in place of ``name``."""
+        if self._to == self.base.world:
+            return [tensor_of(self.base, name)]
         expert = self._expert(name)
         joined = self._joined_of(name)
         parts = self._parts_of(name)

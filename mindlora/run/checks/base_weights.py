@@ -4,12 +4,13 @@ import os
 import re
 from typing import Dict, Iterator, Mapping, Optional, Tuple
 
-from mindlora.core.errors import ConfigError
+from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.formats import ckpt_file
 from mindlora.core.formats.safetensors_file import TensorFile
 from mindlora.core.git_lfs import refuse_pointer
 from mindlora.core.text import examples
 from mindlora.files.base import quantize
+from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models import bare
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.parallel import is_scattered
@@ -81,6 +82,9 @@ def check_base_weights(run: YamlRun) -> Iterator[Finding]:
     in parallel, whose checkpoint may be divided, only the names of a bare model are looked for.
     """
     path = run.base[1]
+    # Where a model only answers, mindlora loads it.
+    if path and os.path.isdir(path) and run.at("run_mode") != "predict" and not loads_by_tensor(run):
+        yield from _check_not_quantized(path, run.base[0])
     format_ = run.at("load_ckpt_format")
     expected = {} if run.in_parallel else _shapes_of_model(run)
     file = _file_of(path, format_) if path else None
@@ -113,6 +117,23 @@ def check_base_weights(run: YamlRun) -> Iterator[Finding]:
     # check_quantized_base says what to do with a quantized base.
     elif file == path and not quantize.quantized_paths(stored):
         yield from _compare(path, stored, expected)
+
+
+def _check_not_quantized(path: str, key: str) -> Iterator[Finding]:
+    """Yields an error if a folder that MindFormers itself is to load holds weights that mindlora's reader decodes."""
+    try:
+        with BaseCheckpoint(path) as base:
+            decoded = base.decoded
+    except LoraError:
+        # What is damaged, or of another model, is refused where it is read.
+        return
+    if decoded:
+        yield error(
+            key,
+            f"{key}: {path} holds quantized weights ({'; '.join(decoded.forms)}), and in this run MindFormers loads "
+            "the base, which cannot decode them.",
+            f"Convert it once: mindlora base convert {path} base --to hf",
+        )
 
 
 def _compare(path: str, stored: Mapping[str, Tuple[int, ...]], expected: Mapping[str, Tuple[int, ...]]):
@@ -170,7 +191,7 @@ def _shapes_of_model(run: YamlRun) -> Dict[str, Tuple[int, ...]]:
 def _stored_shapes(path: str) -> Dict[str, Tuple[int, ...]]:
     if path.endswith(".ckpt"):
         return ckpt_file.shapes(path)
-    with TensorFile(path) as file:
+    with TensorFile(path, float8=True) as file:
         return {name: tensor.shape for name, tensor in file.tensors.items()}
 
 

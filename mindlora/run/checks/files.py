@@ -8,8 +8,10 @@ from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.formats.safetensors_file import TensorFile
 from mindlora.core.git_lfs import refuse_pointer
+from mindlora.core.text import examples
 from mindlora.core.yaml_file import PET
 from mindlora.files.base import quantize
+from mindlora.files.base.quantized_names import with_smaller_groups
 from mindlora.run.checks.finding import Finding, error, note
 from mindlora.run.yaml_run import YamlRun
 
@@ -114,8 +116,18 @@ def check_quantized_base(run: YamlRun) -> Iterator[Finding]:
             quantize.check_quantized_base(path, run.pet_config.get("quantize_exclude"))
         except CheckpointError as refusal:
             yield error("load_checkpoint", str(refusal))
-    elif is_safetensors:
+            return
         with TensorFile(path) as file:
+            smaller = with_smaller_groups({name: info.shape for name, info in file.tensors.items()})
+        if smaller and not run.on_cpu:
+            yield error(
+                "load_checkpoint",
+                f"load_checkpoint: {path} keeps the NF4 of another library ({examples(smaller)}), which operators of a "
+                "CPU alone decode.",
+                "For an NPU, run mindlora base convert --to hf on the original folder, and quantize the result.",
+            )
+    elif is_safetensors:
+        with TensorFile(path, float8=True) as file:
             quantized = quantize.quantized_paths(file.tensors)
         if quantized:
             yield error(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.json_files import parse_object
@@ -29,6 +29,7 @@ class ModelFolder:
         ids (SpecialIds): The tokens with which `mindlora data` begins, ends and pads rows.
         ends (int or list of int): The tokens that end an answer.
         stored (str): The dtype of the weights' matrices; "float32" if they differ.
+        decoded (list of str): Notes on the weights that the folder holds in a quantized form; empty without.
         unstated_end (TurnEnd or None): That of ``ends`` which the chat template has, and the folder's files do not.
     """
 
@@ -39,6 +40,7 @@ class ModelFolder:
     ids: SpecialIds
     ends: Union[int, List[int]]
     stored: str = "float32"
+    decoded: List[str] = dataclasses.field(default_factory=list)
     unstated_end: Optional[TurnEnd] = None
 
     @property
@@ -64,15 +66,8 @@ def read_folder(path: str, to_train: bool = False) -> ModelFolder:
     draft = architecture.from_hugging_face if architecture is not None else None
     if architecture is None or draft is None or not _is_taken(architecture, to_train):
         raise ConfigError(_unknown_model(config, to_train))
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(
-            f"{config.path} has quantization_config ({method}): MindFormers cannot load such weights. Save the model "
-            "in bfloat16 first, or take the original one."
-        )
     model_config = draft(config)
-    stored = _check_weights(path, architecture, model_config)
+    stored, decoded = _check_weights(path, architecture, model_config)
     ids = special_ids(load_tokenizer(path))
     files = companions_in(path)
     ends = list(stated_ends(files) or (ids.eos,))
@@ -82,7 +77,7 @@ def read_folder(path: str, to_train: bool = False) -> ModelFolder:
     else:
         ends.append(end.token)
     return ModelFolder(
-        path, config, architecture, model_config, ids, ends[0] if len(ends) == 1 else ends, stored, unstated_end=end
+        path, config, architecture, model_config, ids, ends[0] if len(ends) == 1 else ends, stored, decoded, end
     )
 
 
@@ -116,14 +111,16 @@ def _unknown_model(config: HuggingFaceConfig, to_train: bool) -> str:
     return f"{described}: such a model cannot be taken from its folder. Choose one of model_type {kinds}."
 
 
-def _check_weights(folder: str, architecture: Architecture, model_config: Dict[str, Any]) -> str:
-    """Raises ConfigError unless the tensors are those of the model that config.json describes; returns their dtype.
+def _check_weights(folder: str, architecture: Architecture, model_config: Dict[str, Any]) -> Tuple[str, List[str]]:
+    """Raises ConfigError unless the tensors are those of the model that config.json describes.
 
-    What MindFormers did not find it would leave random, and what it has no place for it would drop.
+    What MindFormers did not find it would leave random, and what it has no place for it would drop. Returns the dtype
+    of the matrices, quantized ones as they are decoded, and notes on the latter.
     """
     tied = bool(model_config.get("tie_word_embeddings"))
     with BaseCheckpoint(folder) as base:
         stored = {tensor.name: tuple(tensor.shape) for tensor in in_mindformers_names(base)[0]}
+        decoded = base.decoded.notes() if base.decoded else []
         dtypes = {tensor.dtype for tensor in base.tensors.values() if len(tensor.shape) > 1}
         head = architecture.head_weight(base.world)
         if head not in base.tensors and not tied:
@@ -149,4 +146,4 @@ def _check_weights(folder: str, architecture: Architecture, model_config: Dict[s
             f"{folder}: {name} has the shape {list(stored[name])}, and as {CONFIG} says it has {list(expected[name])}. "
             "Copy the model again."
         )
-    return dtype_name(dtypes.pop()) if len(dtypes) == 1 and dtypes <= set(FLOATS) else "float32"
+    return dtype_name(dtypes.pop()) if len(dtypes) == 1 and dtypes <= set(FLOATS) else "float32", decoded

@@ -10,6 +10,7 @@ from mindlora.run.configs.folder import ModelFolder
 from mindlora.run.configs.model import CPU, NPU, model_nodes, seq_length_of
 from mindlora.run.configs.request import EPOCHS, Batch, Request, check_request, row_length
 from mindlora.run.configs.text import yaml_text
+from mindlora.run.keys import MODEL
 from mindlora.run.plan.run import read_run
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.preference.settings import LOSSES
@@ -61,6 +62,15 @@ def notes_on(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
             "(runner_wrapper.preference; docs/preferences.md has the others)"
         )
     return tuple(notes)
+
+
+def _notes_on_decoding(folder: ModelFolder, content: Mapping[str, Any]) -> List[str]:
+    """Returns what is done with weights that the folder holds in a quantized form, and what holds them in the run."""
+    run = YamlRun(content)
+    held = run.model.get(dtype_key(run), "float32")
+    if not folder.decoded:
+        return []
+    return [*folder.decoded, f"the run holds the decoded weights in {held} ({MODEL}.{dtype_key(run)})"]
 
 
 def commands_of(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
@@ -152,7 +162,7 @@ def draft_run(folder: ModelFolder, request: Request) -> Draft:
     trained = sum(weight.count for weight in weights if weight.trained)
     header = header_of(folder, request, batch, trained, parameters)
     text = yaml_text(header, content, comments_of(folder, request))
-    notes = notes_on(folder, request)
+    notes = (*_notes_on_decoding(folder, content), *notes_on(folder, request))
     return Draft(content, parameters, trained, batch.steps, notes, commands_of(folder, request), text)
 
 

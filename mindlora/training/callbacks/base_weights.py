@@ -5,6 +5,7 @@ from mindspore.train import RunContext
 
 from mindlora.network.load_base import load_base
 from mindlora.training.callbacks.common import register
+from mindlora.training.log import logger
 from mindlora.training.model.network import base_of
 
 
@@ -26,5 +27,6 @@ class BaseWeights(Callback):
     def on_train_begin(self, run_context: RunContext) -> None:
         """Loads the base, and draws what is not of the base: the adapter, and the optimizer's states."""
         network = run_context.original_args().train_network
-        load_base(base_of(network), self.path)
+        for note in load_base(base_of(network), self.path):
+            logger.info("%s: %s", self.path, note)
         network.init_parameters_data()

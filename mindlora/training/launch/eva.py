@@ -22,6 +22,7 @@ from mindlora.run.keys import MODEL
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
+from mindlora.training.log import logger
 from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
 
 
@@ -50,7 +51,8 @@ def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rh
     network = build_network(node)
     if run.is_mcore:
         use_mcore_cpu_cells(network)
-    load_base(network, yaml.load_checkpoint)
+    for note in load_base(network, yaml.load_checkpoint):
+        logger.info("%s: %s", yaml.load_checkpoint, note)
     return eva_adapter(network, batches, lora, rho, tau)
 
 

@@ -21,6 +21,7 @@ from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch import hooks  # noqa: F401  importing hooks registers mindlora
 from mindlora.training.launch.launcher import build_config
 from mindlora.training.launch.serve import set_up_context
+from mindlora.training.log import logger
 from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.model.network import base_of, check_loaded_base
 from mindlora.training.preference.precomputed import add_reference, reference_fingerprint
@@ -96,7 +97,8 @@ def _network(yaml: MindFormerConfig, batch_size: int) -> nn.Cell:
     node.model_config.update(batch_size=batch_size, checkpoint_name_or_path="")
     with ms.nn.utils.no_init_parameters():
         network = build_network(node)
-    load_base(base_of(network), yaml.load_checkpoint)
+    for note in load_base(base_of(network), yaml.load_checkpoint):
+        logger.info("%s: %s", yaml.load_checkpoint, note)
     network.init_parameters_data()
     check_loaded_base(network)
     return network

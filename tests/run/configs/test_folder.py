@@ -94,7 +94,6 @@ def test_a_scaled_rotary_embedding_is_carried(make):
         ),
         ({"model_type": "glm4", "hidden_act": "gelu"}, r"hidden_act is 'gelu', and MindFormers' GLM4 has silu alone"),
         ({"model_type": "glm4", "rope_scaling": YARN}, r"does not scale the rotary embedding of GLM4"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"has quantization_config \(fp8\)"),
         ({"head_dim": 16}, r"head_dim is 16, and the heads of MindFormers' Llama have .* 8 elements here"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'"),
         ({"mlp_bias": True}, r"mlp_bias is True"),

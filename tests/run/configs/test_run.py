@@ -18,6 +18,7 @@ from mindlora.run.yaml_run import YamlRun
 from mindlora.training.preference.rules import check_preference
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
+from tests.support.quantized_checkpoints import quantized_llama, save_quantized
 
 ROWS = Rows("rows.mindrecord", 100, 65, 1, None, None)
 
@@ -58,6 +59,21 @@ def test_on_a_cpu_the_base_stays_in_the_dtype_of_its_file_where_it_can(folder):
 
     assert folder.stored == held() == "bfloat16"
     assert held(replace(folder, stored="float32")) == held(rows=replace(ROWS, loss="dpo")) == "float32"
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_what_holds_the_weights_of_a_quantized_folder_is_said(device, tmp_path):
+    tensors, _ = quantized_llama("gptq")
+    path = save_quantized(tmp_path / "model", "gptq", tensors, max_position_embeddings=128)
+    chat_tokenizer(CHATML).save_pretrained(path)
+    read = read_folder(path, to_train=True)
+    written = draft(read, device=device)
+    held = written.content["model"]["model_config"]["param_init_type"]
+    assert read.stored == "bfloat16"
+    assert written.notes[:2] == (
+        "14 weights are decoded from GPTQ in 4 bits to bfloat16.",
+        f"the run holds the decoded weights in {held} (model.model_config.param_init_type)",
+    )
 
 
 @pytest.mark.parametrize("loss, marks", [("dpo", "pairs"), ("kto", "judgments")])

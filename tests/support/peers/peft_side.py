@@ -34,6 +34,7 @@ from peft.tuners.lora import LoraLayer  # noqa: E402
 from peft.tuners.miss import MissLayer  # noqa: E402
 from peft.tuners.vera import VeraLayer  # noqa: E402
 from peft.utils.loftq_utils import _low_rank_decomposition  # noqa: E402
+from quantized_side import quantize_folder, quantized_logits  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
@@ -323,6 +324,8 @@ VERBS = {
         make_model,
         make_folder,
         make_adapter,
+        quantize_folder,
+        quantized_logits,
         logits,
         generate,
         gradients,

@@ -1,0 +1,178 @@
+"""Which weights of a checkpoint are quantized, in what form, and the checkpoint with those weights decoded."""
+
+import os
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+
+import numpy as np
+
+from mindlora.core.errors import CheckpointError
+from mindlora.core.formats.safetensors_file import TensorInfo
+from mindlora.core.json_files import parse_object
+from mindlora.core.numerics.dtypes import BFLOAT16, FLOAT8_E4M3, dtype_name, from_float32
+from mindlora.core.text import examples
+from mindlora.files.base.quantized.bitsandbytes import STATE
+from mindlora.files.base.quantized.modelslim import DESCRIPTION
+from mindlora.files.base.quantized.registry import FORMS, Form
+from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
+
+# What config.json calls the settings of a quantization. compressed-tensors' first versions had the second.
+SETTINGS = ("quantization_config", "compression_config")
+# What msModelSlim adds to it, such as "w8a8".
+_MODELSLIMS = "quantize"
+# What config.json calls the dtype of a model: since transformers 5, and before.
+_STATED = ("dtype", "torch_dtype")
+CONFIG_NOTE = "The config.json that was written does not say quantization_config any more."
+# A file of its own beside config.json, as AutoGPTQ and AutoAWQ wrote it -> the method, which it does not always say.
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_DTYPES: Dict[str, np.dtype] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": BFLOAT16}
+# In what no model has a weight that is not quantized.
+_CODES = (FLOAT8_E4M3, *map(np.dtype, ("i1", "u1", "<i4")))
+
+
+class DecodedWeights(NamedTuple):
+    """The quantized weights of a checkpoint.
+
+    Attributes:
+        weights (dict): Name -> PackedWeight, under the names that they have where they are not quantized.
+        left_out (list of str): Tensors by which activations are quantized.
+        dtype (dtype): What the weights are decoded to.
+    """
+
+    weights: Dict[str, PackedWeight]
+    left_out: List[str]
+    dtype: np.dtype
+
+    @property
+    def forms(self) -> List[str]:
+        """The forms of the weights, in words."""
+        return list(dict.fromkeys(weight.form for weight in self.weights.values()))
+
+    def info(self, name: str) -> TensorInfo:
+        """Returns the dtype and shape of a decoded weight."""
+        shape = self.weights[name].shape
+        return TensorInfo(self.dtype, shape, 0, int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize)
+
+    def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Returns rows [begin, end) of a weight, decoded in float32 and rounded once."""
+        return from_float32(self.weights[name].rows(begin, end), self.dtype)
+
+    def renamed(self, file_of: Mapping[str, str]) -> Dict[str, str]:
+        """Returns name -> file of a checkpoint's tensors with each weight in the place of its first part."""
+        weight_of = {weight.parts[0]: name for name, weight in self.weights.items()}
+        gone = {part for weight in self.weights.values() for part in weight.parts[1:]}.union(self.left_out)
+        return {weight_of.get(name, name): file for name, file in file_of.items() if name not in gone}
+
+    def notes(self, held: str = "") -> List[str]:
+        """Returns what was decoded, into which dtype (``held``, or that of the rows), and what was left out."""
+        to = held or dtype_name(self.dtype)
+        notes = [f"{len(self.weights)} weights are decoded from {'; '.join(self.forms)} to {to}."]
+        if self.left_out:
+            notes.append(
+                f"Left out, as of quantized activations, which stay in float: {len(self.left_out)} tensors: "
+                f"{examples(self.left_out)}."
+            )
+        return notes
+
+
+def decoded_weights(
+    stored: StoredTensors, config: Mapping[str, Any], folder: str, is_folder: bool, dtype: Optional[np.dtype]
+) -> Optional[DecodedWeights]:
+    """Returns the quantized weights of a checkpoint, or None if it has none.
+
+    Args:
+        stored (StoredTensors): All its tensors.
+        config (mapping): The content of config.json.
+        folder (str): Where it is.
+        is_folder (bool): Whether the checkpoint is all of the folder, which config.json then describes.
+        dtype (dtype): What weights are decoded to; None for the dtype that config.json says, or float32.
+
+    Raises CheckpointError if they are in a form that is not known, or a tensor of one is missing or wrong.
+    """
+    settings = _settings(stored, config, folder)
+    has_codes = any(info.dtype in _CODES for info in stored.tensors.values())
+    # A file of another form may be beside the folder's own.
+    if settings is None or not is_folder and not has_codes:
+        return None
+    form = _form_of(settings, stored.path)
+    weights = form.weights(stored, settings)
+    if not weights and not is_folder:
+        return None
+    if not weights:
+        raise CheckpointError(
+            f"{os.path.join(folder, 'config.json')} says that the weights are in {form.title}, and {stored.path} holds "
+            f"none of them: {examples(stored.tensors)}. Copy the model again, or remove quantization_config if the "
+            "weights are in float."
+        )
+    parts = {part for weight in weights for part in weight.parts}
+    twice = [weight for weight in weights if weight.name in stored.tensors and weight.name not in weight.parts]
+    if twice:
+        raise CheckpointError(
+            f"{stored.path} holds {twice[0].name}, and {twice[0].parts[0]}, which decodes to it. Copy the model again."
+        )
+    left_out = [name for name in stored.tensors if name not in parts and name.endswith(form.of_activations)]
+    surplus = [
+        name
+        for name, info in stored.tensors.items()
+        if name not in parts and name not in left_out and info.dtype in _CODES
+    ]
+    if surplus:
+        raise CheckpointError(
+            f"{stored.path} is in {form.title} and holds {examples(surplus)} as "
+            f"{dtype_name(stored.tensors[surplus[0]].dtype)}, which are not of any weight of it. Copy the model again."
+        )
+    return DecodedWeights({weight.name: weight for weight in weights}, left_out, dtype or _stated_dtype(config))
+
+
+def decoded_config(config: Mapping[str, Any], dtype: np.dtype) -> Dict[str, Any]:
+    """Returns the content of a config.json for weights decoded to ``dtype``, without the settings of quantization."""
+    content = {key: value for key, value in config.items() if key not in (*SETTINGS, _MODELSLIMS)}
+    content.update({key: dtype_name(dtype) for key in _STATED if key in config})
+    return content
+
+
+def _settings(stored: StoredTensors, config: Mapping[str, Any], folder: str) -> Optional[Mapping[str, Any]]:
+    """Returns the settings of the quantization, with quant_method; None if nothing says that there is one."""
+    described = [name for name in sorted(os.listdir(folder)) if name.startswith(DESCRIPTION) and name.endswith(".json")]
+    if described:
+        return {**_read(os.path.join(folder, described[0])), "quant_method": "msmodelslim"}
+    for key in SETTINGS:
+        settings = config.get(key)
+        if settings is None:
+            continue
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{folder}/config.json: {key} is {settings!r}, not an object. Copy it again.")
+        return settings
+    for name, method in _OWN_FILES.items():
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            return {"quant_method": method, **_read(path)}
+    if any(info.dtype == FLOAT8_E4M3 for info in stored.tensors.values()):
+        return {"quant_method": "fp8"}
+    if any(STATE in name for name in stored.tensors):
+        return {"quant_method": "bitsandbytes"}
+    return None
+
+
+def _read(path: str) -> Dict[str, Any]:
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, CheckpointError)
+
+
+def _form_of(settings: Mapping[str, Any], path: str) -> Form:
+    method = settings.get("quant_method")
+    # transformers named no method when bitsandbytes' was the only one.
+    if method is None and any(settings.get(key) is True for key in ("load_in_4bit", "load_in_8bit")):
+        method = "bitsandbytes"
+    form = FORMS.get(str(method))
+    if form is None:
+        known = ", ".join(f"{name} ({form.title})" for name, form in FORMS.items())
+        raise CheckpointError(
+            f"{path} is quantized by quant_method {method!r}, which cannot be read: {known} can. Take the original "
+            "model, or save it in bfloat16 with transformers (dequantize, save_pretrained)."
+        )
+    return form
+
+
+def _stated_dtype(config: Mapping[str, Any]) -> np.dtype:
+    stated = next((config[key] for key in _STATED if key in config), None)
+    return _DTYPES.get(str(stated), np.dtype("<f4"))

@@ -1,0 +1,112 @@
+"""GPTQ's weights: W[n, k] = (code[k, n] - zero[group of k, n]) * scale[group of k, n], in 2, 3, 4 or 8 bits.
+
+qweight packs the codes along in_channels, qzeros the zeros along out_channels. Files of version 1, which are most, hold
+zero - 1; those of checkpoint_format gptq_v2 hold the zero. With desc_act the columns of a group are not in turn: g_idx
+has the group of each.
+
+Sources: Frantar et al., GPTQ, 2023; the layouts are AutoGPTQ's and GPTQModel's.
+"""
+
+from typing import Any, List, Mapping, Optional
+
+import numpy as np
+
+from mindlora.core.errors import CheckpointError
+from mindlora.core.numerics.dtypes import FLOATS, to_float32
+from mindlora.files.base.quantized.packed_bits import from_groups, unpacked, words_for
+from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
+
+QWEIGHT = ".qweight"
+INT32 = np.dtype("<i4")
+_BITS = (2, 3, 4, 8)
+# checkpoint_format -> what is added to a stored zero.
+_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+
+
+def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWeight]:
+    """Returns the weights in GPTQ; ``settings`` has bits, group_size and checkpoint_format.
+
+    Raises CheckpointError, naming the setting or the tensor, if they cannot be decoded.
+    """
+    bits: Any = settings.get("bits")
+    version = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    for key, value, choices in (("bits", bits, _BITS), ("checkpoint_format", version, tuple(_ZERO_OFFSETS))):
+        if value not in choices:
+            raise CheckpointError(
+                f"{stored.path} is in GPTQ with {key} {value!r}, and {', '.join(map(str, choices))} can be read. Take "
+                "the original model, or save it again with GPTQModel."
+            )
+    size = group_size(stored, settings)
+    names = [name for name in stored.tensors if name.endswith(QWEIGHT)]
+    if settings.get("desc_act"):
+        for name in names:
+            stored.part(name, f"{name[: -len(QWEIGHT)]}.g_idx")
+    return [_weight(stored, name[: -len(QWEIGHT)], int(bits), size, _ZERO_OFFSETS[version]) for name in names]
+
+
+def group_size(stored: StoredTensors, settings: Mapping[str, Any]) -> Optional[int]:
+    """Returns how many columns share a scale; None for all of them."""
+    size = settings.get("group_size", settings.get("q_group_size", -1))
+    if type(size) is not int or size == 0 or size < -1:
+        raise CheckpointError(
+            f"{stored.path}: group_size of its quantization is {size!r}, which is neither -1 nor a whole number of at "
+            "least 1. Copy config.json again."
+        )
+    return None if size == -1 else size
+
+
+def groups_of(stored: StoredTensors, name: str, columns: int, size: Optional[int]) -> int:
+    """Returns the number of groups of ``columns``; raises CheckpointError if ``size`` does not divide them."""
+    if size is not None and columns % size:
+        raise CheckpointError(
+            f"{stored.path}: {name} has {columns} in_channels, which group_size {size} does not divide. Copy the model "
+            "and its config.json again."
+        )
+    return columns // (size or columns)
+
+
+def _weight(stored: StoredTensors, path: str, bits: int, size: Optional[int], offset: int) -> PackedWeight:
+    names = (f"{path}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx", "bias"))
+    qweight, qzeros, scales, g_idx, bias = names
+    words, rows = stored.matrix(qweight)
+    columns = words * 32 // bits
+    groups = groups_of(stored, qweight, columns, size)
+    why = f"{qweight} in {bits} bits"
+    stored.check(qweight, [(words_for(columns, bits), rows)], [INT32], why)
+    stored.part(qweight, qzeros)
+    stored.part(qweight, scales)
+    stored.check(qzeros, [(groups, words_for(rows, bits))], [INT32], why)
+    stored.check(scales, [(groups, rows)], FLOATS, why)
+    parts = [qweight, qzeros, scales]
+    order = None
+    if g_idx in stored.tensors:
+        parts.append(g_idx)
+        order = group_order(stored, g_idx, columns, groups, why)
+    if bias in stored.tensors and not to_float32(stored.read(bias)).any():
+        # Some programs give each cell a bias, of zeros where the model has none.
+        parts.append(bias)
+
+    def decoded(begin: int, end: int) -> np.ndarray:
+        codes = unpacked(stored.read_columns(qweight, begin, end).T, bits, columns)
+        # Zeros are packed along the rows: 32 of them begin with a word.
+        first = begin // 32 * 32
+        read = stored.read_columns(qzeros, first * bits // 32, words_for(end, bits))
+        zeros = unpacked(read, bits, end - first)[:, begin - first :]
+        zeros = (zeros + np.uint8(offset) & np.uint8((1 << bits) - 1)).T.astype(np.float32)
+        return from_groups(codes, zeros, to_float32(stored.read_columns(scales, begin, end)).T, order)
+
+    form = f"GPTQ in {bits} bits" + (" with desc_act" if order is not None else "")
+    return PackedWeight(f"{path}.weight", (rows, columns), tuple(parts), form, decoded)
+
+
+def group_order(stored: StoredTensors, name: str, columns: int, groups: int, why: str) -> Optional[np.ndarray]:
+    """Returns the group of each column, as the tensor ``name`` has it; None if they are in turn."""
+    stored.check(name, [(columns,)], [INT32], why)
+    order = stored.read(name)
+    if order.min() < 0 or order.max() >= groups:
+        raise CheckpointError(
+            f"{stored.path}: {name} has groups {order.min()} to {order.max()}, and {why} has {groups} groups. Copy the "
+            "model again."
+        )
+    in_turn = np.array_equal(order, np.arange(columns) // (columns // groups))
+    return None if in_turn else order
