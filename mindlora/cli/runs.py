@@ -1,4 +1,4 @@
-"""mindlora doctor, plan, report, suggest, plugin-path: around a training run."""
+"""mindlora doctor, plan, report, runs, suggest, plugin-path: around a training run."""
 
 import argparse
 import dataclasses
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mindlora.cli.doctor import DoctorReport
     from mindlora.run.plan.pynative import PynativePlan
     from mindlora.run.plan.report import PlanReport
+    from mindlora.training.report.run_list import RunList
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
@@ -126,6 +127,21 @@ def _report(arguments: argparse.Namespace) -> PageReport:
     return PageReport(output, tuple(arguments.runs))
 
 
+def _runs_options(parser: argparse.ArgumentParser) -> None:
+    parser.description += (
+        " Each with its state, the last step and its loss, the lowest held-out loss, and when it last wrote: running, "
+        "finished, stopped by a signal, failed, or silent, which has neither ended nor written for long."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="folder in which training runs have their output folders")
+    add_command(parser, _runs)
+
+
+def _runs(arguments: argparse.Namespace) -> "RunList":
+    from mindlora.training.report.run_list import list_runs
+
+    return list_runs(arguments.folder)
+
+
 def _suggest_options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " From the gradients and singular values that the callback AdapterHealth recorded: cells whose update matters "
@@ -170,6 +186,7 @@ VERBS = (
     Verb("doctor", "Show what is installed, and check the YAMLs of a run.", _doctor_options),
     Verb("plan", "Say what a run will take: memory, steps, files, and what to change so that it fits.", _plan_options),
     Verb("report", "Make the page of a training run, or one that compares several.", _report_options),
+    Verb("runs", "List the training runs below a folder.", _runs_options),
     Verb("suggest", "Suggest ranks for each cell, from a run.", _suggest_options),
     Verb(
         "plugin-path", "Print the folder for --register_path of MindFormers' run_mindformer.py.", _plugin_path_options

@@ -1,4 +1,4 @@
-"""mindlora report: the page of a run."""
+"""mindlora report and runs: the page of a run, and a list of runs."""
 
 import json
 
@@ -33,3 +33,14 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"mindlora: error: {tmp_path} has no metrics.jsonl: name the output folder")
     assert not (tmp_path / "x.html").exists()
+
+
+def test_runs_are_listed(tmp_path, capsys):
+    write_history(tmp_path / "run", steps=20)
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["run", "finished", "20", "of", "20"]
+    assert cli.main(["runs", str(tmp_path), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["path"], run["state"], run["step"], run["held_out_step"]) == (str(tmp_path / "run"), "finished", 20, 20)
+    assert cli.main(["runs", str(tmp_path / "run" / "nothing")]) == 1
+    assert "is not a folder" in capsys.readouterr().err
