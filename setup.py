@@ -62,7 +62,7 @@ setup(
         "mindlora.training.launch": ["register_path/*.py"],
         "mindlora.ops": ["lib/*.so"],
         "mindlora.serving.server.page": ["page.*", "*.js"],
-        "mindlora.training.report": ["page.*"],
+        "mindlora.training.report": ["page.*", "live.js"],
     },
     cmdclass={"build_py": BuildPy},
     distclass=PlatformDistribution,

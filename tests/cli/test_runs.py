@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from mindlora import cli
 from tests.support.histories import write_history
 
@@ -44,3 +46,16 @@ def test_runs_are_listed(tmp_path, capsys):
     assert (run["path"], run["state"], run["step"], run["held_out_step"]) == (str(tmp_path / "run"), "finished", 20, 20)
     assert cli.main(["runs", str(tmp_path / "run" / "nothing")]) == 1
     assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--port", "0"), "--port is that of the page that a browser is shown: add --live."),
+        (("--live", "--output", "x.html"), "--live writes no file: leave out --output."),
+    ],
+)
+def test_options_of_the_file_and_of_the_live_page_exclude_each_other(tmp_path, capsys, words, said):
+    write_history(tmp_path / "run", steps=2)
+    assert cli.main(["report", str(tmp_path / "run"), *words]) == 1
+    assert capsys.readouterr().err == f"mindlora: error: {said}\n"
