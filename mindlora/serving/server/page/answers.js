@@ -20,9 +20,14 @@ class Answer {
     cell.append(root);
   }
 
+  // Its calls, if all of them came to their ends: the arguments of one that was cut off are not JSON.
+  get wholeCalls() {
+    return this.finish === "tool_calls" ? this.calls : [];
+  }
+
   // Whether the conversation can go on after it.
   get counts() {
-    return !this.error && (this.text !== "" || this.calls.length > 0);
+    return !this.error && (this.text !== "" || this.wholeCalls.length > 0);
   }
 
   stop() {
@@ -101,7 +106,7 @@ class Answer {
     if (this.error) {
       this.parts.error.textContent = this.error;
       this.parts.error.hidden = false;
-    } else if (!this.counts && this.finish !== "stopped") {
+    } else if (!this.text && !this.calls.length && this.finish !== "stopped") {
       this.shown.data = say.nothing;
       this.parts.text.classList.add("quiet");
     }
@@ -146,7 +151,7 @@ class Answer {
   messages() {
     const message = { role: "assistant", content: this.text || null };
     if (this.thought) message.reasoning_content = this.thought;
-    if (this.calls.length) {
+    if (this.wholeCalls.length) {
       message.tool_calls = this.calls.map((call) => (
         { id: call.id, type: "function", function: { name: call.name, arguments: call.text } }));
     }

@@ -103,7 +103,7 @@ async function answer(side, fields, follow) {
   running = running.filter((other) => other !== begun);
   showRunning();
   if (begun.status === 401) askKey(begun.error);
-  if (begun.calls.length && begun.finish === "tool_calls") {
+  if (begun.wholeCalls.length) {
     begun.takeResults(() => {
       const now = settings();
       if (!now) return;
@@ -114,12 +114,16 @@ async function answer(side, fields, follow) {
   follow();
 }
 
-// Returns a function that keeps the end of the conversation in sight while the reader is there.
+// Returns a function that keeps the end of the conversation in sight, until the reader scrolls up.
 function follower() {
   const talk = at("talk");
-  let seen = Infinity;
+  let seen = 0;
+  let follows = true;
   return () => {
-    if (talk.scrollTop >= seen - 60 || seen === Infinity) talk.scrollTop = talk.scrollHeight;
+    const end = talk.scrollHeight - talk.clientHeight;
+    if (talk.scrollTop < seen - 4) follows = false;
+    else if (talk.scrollTop > end - 20) follows = true;
+    if (follows) talk.scrollTop = end;
     seen = talk.scrollTop;
   };
 }

@@ -217,6 +217,33 @@ def test_thoughts_are_folded_and_calls_shown_whose_results_go_back(page):
     )
 
 
+def test_the_conversation_goes_on_after_a_call_that_was_cut_off(page):
+    page.open().ready().choose("caller", "caller")
+    page.window.run("document.querySelector('details').open = true")
+    page.window.find("[name=tools]").send_keys(json.dumps(TOOLS))
+    page.window.find("[name=max_tokens]").send_keys("60")
+    page.send("How many cats?")
+    page.answers()
+    assert "cut off" in page.window.texts(".figures")[0] and page.window.texts(".call pre")[0] == '{"ci'
+    page.window.find("[name=max_tokens]").clear()
+    page.send("again")
+    page.answers()
+    assert page.window.texts("article .error") == 4 * [""]
+    assert page.asked()[-1][1] == [("user", "How many cats?"), ("assistant", "Let me see."), ("user", "again")]
+
+
+def test_the_end_stays_in_sight_until_the_reader_scrolls_up(page):
+    page.open(height=400).ready().choose(BASE, "pirate")
+    page.engine.runner.delay = 0.02
+    page.send("hello " * 40)
+    until(lambda: page.window.run("const talk = document.getElementById('talk'); return talk.scrollTop > 60"))
+    page.window.run("document.getElementById('talk').scrollTop -= 50")
+    height = page.window.run("return document.getElementById('talk').scrollTop")
+    tokens = len(page.window.texts("article .text")[0])
+    until(lambda: len(page.window.texts("article .text")[0]) > tokens + 40)
+    assert page.window.run("return document.getElementById('talk').scrollTop") == height
+
+
 def test_text_of_a_model_is_text(page):
     page.open().ready().choose("markup", "markup")
     page.send(MARKUP)
