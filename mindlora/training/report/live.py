@@ -3,6 +3,7 @@
 import http.server
 import os
 import secrets
+import sys
 import threading
 from typing import Any, Sequence, Tuple
 
@@ -67,6 +68,11 @@ class LiveReport(http.server.ThreadingHTTPServer):
                 self._made = (tag, render(histories, live=self._nonce).encode())
             return self._made
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a browser that leaves before it has the page."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 def _version(directory: str) -> str:
     """Returns what is another text once a history has been written to."""
@@ -82,8 +88,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers with the page, with 304 if the browser has it, or with the reason why there is none."""
-        name = self.headers.get("Host", "").rpartition(":")[0]
-        if name not in _NAMES:
+        if self.headers.get("Host", "").split(":")[0] not in _NAMES:
             self._send(403, f"Open {self.server.url}.")
         elif self.path != "/":
             self._send(404, f"There is nothing here. Open {self.server.url}.")

@@ -4,6 +4,8 @@ import contextlib
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -75,6 +77,18 @@ def test_what_cannot_be_shown_is_said_until_it_can(tmp_path):
         assert client.get("/").status_code == 200
         assert client.get("/metrics.jsonl").status_code == 404
         assert client.get("/", headers={"Host": f"evil.example:{live.server_port}"}).status_code == 403
+
+
+def test_a_browser_that_leaves_is_no_news(tmp_path, capfd):
+    grow(tmp_path, 1, 10)
+    with shown(tmp_path) as live:
+        for _ in range(5):
+            with socket.create_connection(live.server_address) as leaving:
+                # It is reset when it is closed.
+                leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                leaving.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert httpx.get(live.url).status_code == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_the_page_runs_its_own_scripts_alone_and_the_file_is_as_before(tmp_path):
