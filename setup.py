@@ -61,7 +61,8 @@ setup(
         "mindlora.run.dry_run": ["cann/*.cc", "cann/*.h", "host/*.cc"],
         "mindlora.training.launch": ["register_path/*.py"],
         "mindlora.ops": ["lib/*.so"],
-        "mindlora.training.report": ["page.*"],
+        "mindlora.serving.server.page": ["page.*", "*.js"],
+        "mindlora.training.report": ["page.*", "live.js"],
     },
     cmdclass={"build_py": BuildPy},
     distclass=PlatformDistribution,
@@ -92,7 +93,7 @@ setup(
             *("datasets", "gguf>=0.10", "jinja2", "pyarrow", "tokenizers", "transformers"),
             LM_EVAL,
             *("fastapi>=0.110", "httpx", "jsonschema", "llguidance>=1.3", "openai"),
-            *("prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"),
+            *("prometheus_client>=0.20", "pydantic>=2.5", "selenium>=4.20", "uvicorn>=0.29"),
         ],
     },
     entry_points={

@@ -1,9 +1,11 @@
-"""mindlora doctor, plan, report, suggest, plugin-path: around a training run."""
+"""mindlora doctor, plan, report, runs, suggest, plugin-path: around a training run."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import pathlib
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any, Tuple, Union
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from mindlora.cli.doctor import DoctorReport
     from mindlora.run.plan.pynative import PynativePlan
     from mindlora.run.plan.report import PlanReport
+    from mindlora.training.report.run_list import RunList
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
@@ -104,6 +107,17 @@ class PageReport:
         return f"{self.output}: {', '.join(self.runs)}"
 
 
+@dataclasses.dataclass(frozen=True)
+class LivePageReport:
+    """Where mindlora report --live showed the page, and the folders of the runs on it."""
+
+    url: str
+    runs: Tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.url} showed {', '.join(self.runs)}"
+
+
 def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.description += " It may go on meanwhile, or have been killed."
     parser.add_argument(
@@ -114,16 +128,53 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page to write (default: report.html in RUN; comparison.html in the current folder for several runs)",
     )
+    parser.add_argument(
+        "--live", action="store_true", help="show it to browsers of this machine until Ctrl-C, with growing curves"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="port of --live; 0 for any that is free (default: 8001)")
     add_command(parser, _report)
 
 
-def _report(arguments: argparse.Namespace) -> PageReport:
+def _report(arguments: argparse.Namespace) -> Union[PageReport, LivePageReport]:
+    from mindlora.core.errors import ConfigError
     from mindlora.training.report import write_report
 
+    if arguments.live:
+        return _show_live(arguments)
+    if arguments.port is not None:
+        raise ConfigError("--port is that of the page that a browser is shown: add --live.")
     one = os.path.join(arguments.runs[0], "report.html") if len(arguments.runs) == 1 else "comparison.html"
     output = arguments.output or one
     write_report(arguments.runs, output)
     return PageReport(output, tuple(arguments.runs))
+
+
+def _show_live(arguments: argparse.Namespace) -> LivePageReport:
+    from mindlora.core.errors import ConfigError
+    from mindlora.training.report.live import LiveReport
+
+    if arguments.output is not None:
+        raise ConfigError("--live writes no file: leave out --output.")
+    with LiveReport(arguments.runs, 8001 if arguments.port is None else arguments.port) as live:
+        print(f"mindlora: open {live.url}; Ctrl-C ends it.", file=sys.stderr, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            live.serve_forever()
+        return LivePageReport(live.url, tuple(arguments.runs))
+
+
+def _runs_options(parser: argparse.ArgumentParser) -> None:
+    parser.description += (
+        " Each with its state, the last step and its loss, the lowest held-out loss, and when it last wrote: running, "
+        "finished, stopped by a signal, failed, or silent, which has neither ended nor written for long."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="folder in which training runs have their output folders")
+    add_command(parser, _runs)
+
+
+def _runs(arguments: argparse.Namespace) -> "RunList":
+    from mindlora.training.report.run_list import list_runs
+
+    return list_runs(arguments.folder)
 
 
 def _suggest_options(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +221,7 @@ VERBS = (
     Verb("doctor", "Show what is installed, and check the YAMLs of a run.", _doctor_options),
     Verb("plan", "Say what a run will take: memory, steps, files, and what to change so that it fits.", _plan_options),
     Verb("report", "Make the page of a training run, or one that compares several.", _report_options),
+    Verb("runs", "List the training runs below a folder.", _runs_options),
     Verb("suggest", "Suggest ranks for each cell, from a run.", _suggest_options),
     Verb(
         "plugin-path", "Print the folder for --register_path of MindFormers' run_mindformer.py.", _plugin_path_options

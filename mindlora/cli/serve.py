@@ -76,6 +76,7 @@ def _add_access(group: Any) -> None:
         metavar="ORIGIN",
         help="origin whose web pages may use the server, such as https://chat.example.org; may be given repeatedly",
     )
+    group.add_argument("--no-page", action="store_true", help="have no page for browsers at /")
     group.add_argument(
         "--allow-runtime-loading",
         action="store_true",
@@ -107,6 +108,7 @@ def serve(arguments: argparse.Namespace) -> ServeReport:
     names = ("host", "port", "api_key_file", "no_auth", "allow_runtime_loading", "log_prompts", "request_log")
     settings = ServerSettings(
         cors_origins=tuple(arguments.cors_origin),
+        page=not arguments.no_page,
         chat_template=arguments.chat_template,
         template=arguments.template,
         **{name: getattr(arguments, name) for name in names},

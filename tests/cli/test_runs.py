@@ -1,6 +1,8 @@
-"""mindlora report: the page of a run."""
+"""mindlora report and runs: the page of a run, and a list of runs."""
 
 import json
+
+import pytest
 
 from mindlora import cli
 from tests.support.histories import write_history
@@ -33,3 +35,27 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"mindlora: error: {tmp_path} has no metrics.jsonl: name the output folder")
     assert not (tmp_path / "x.html").exists()
+
+
+def test_runs_are_listed(tmp_path, capsys):
+    write_history(tmp_path / "run", steps=20)
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["run", "finished", "20", "of", "20"]
+    assert cli.main(["runs", str(tmp_path), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["path"], run["state"], run["step"], run["held_out_step"]) == (str(tmp_path / "run"), "finished", 20, 20)
+    assert cli.main(["runs", str(tmp_path / "run" / "nothing")]) == 1
+    assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--port", "0"), "--port is that of the page that a browser is shown: add --live."),
+        (("--live", "--output", "x.html"), "--live writes no file: leave out --output."),
+    ],
+)
+def test_options_of_the_file_and_of_the_live_page_exclude_each_other(tmp_path, capsys, words, said):
+    write_history(tmp_path / "run", steps=2)
+    assert cli.main(["report", str(tmp_path / "run"), *words]) == 1
+    assert capsys.readouterr().err == f"mindlora: error: {said}\n"

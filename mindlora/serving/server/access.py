@@ -12,8 +12,8 @@ from typing import Any, Dict, Iterator, Mapping, Optional
 from mindlora.core.errors import ConfigError
 from mindlora.serving.server.errors import CLIENT_GONE, ApiError
 
-# What a load balancer asks tells nothing about anyone.
-_OPEN = ("/health", "/ready")
+# What a load balancer asks tells nothing about anyone, and neither does the page, which asks for a key itself.
+_OPEN = ("/", "/health", "/ready")
 
 
 class ApiKeys:

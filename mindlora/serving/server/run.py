@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mindlora import __version__
@@ -25,6 +25,7 @@ from mindlora.serving.server.access import BodyLimit, FramingCheck, HostCheck, K
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import ApiError, answer_error
 from mindlora.serving.server.generation import check_ready, still_starting
+from mindlora.serving.server.page.page import page
 from mindlora.serving.server.request_log import Recorder
 from mindlora.serving.server.settings import ServerSettings
 
@@ -129,6 +130,8 @@ def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
         part.add_routes(router)
     _add_token_routes(router)
     _add_health(router)
+    if settings.page:
+        _add_page(router)
     app.include_router(router)
     # From the innermost to the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
@@ -162,10 +165,22 @@ class HeadAsGet:
         await self._app(scope, receive, send)
 
 
-async def answer_while_loading(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-    """The app while the model is loaded: /health says that the process lives, all else that the server starts."""
-    answer: Response = PlainTextResponse("ok") if scope["path"] == "/health" else still_starting().response()
-    await answer(scope, receive, send)
+class AnswersWhileLoading:
+    """The app while the model is loaded: /health says that the process lives, and all else that the server starts.
+
+    The page is there already, and waits.
+    """
+
+    def __init__(self, settings: ServerSettings):
+        self._page = settings.page
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        answer: Response = still_starting().response()
+        if scope["path"] == "/health":
+            answer = PlainTextResponse("ok")
+        elif self._page and scope["path"] == "/":
+            answer = _page()
+        await answer(scope, receive, send)
 
 
 def _add_health(router: APIRouter) -> None:
@@ -177,6 +192,17 @@ def _add_health(router: APIRouter) -> None:
     async def ready(request: Request) -> Response:
         check_ready(context_of(request))
         return PlainTextResponse("ok")
+
+
+def _add_page(router: APIRouter) -> None:
+    @router.get("/", include_in_schema=False)
+    async def show_page() -> Response:
+        return _page()
+
+
+def _page() -> Response:
+    content, headers = page()
+    return HTMLResponse(content, headers=headers)
 
 
 logger = logging.getLogger("mindlora")
@@ -212,7 +238,7 @@ def run(
 @contextlib.contextmanager
 def _answering_meanwhile(listening_socket: socket.socket, settings: ServerSettings) -> Iterator[None]:
     """Answers from a thread of its own, while the context lasts and this thread loads a model."""
-    listener = _listener(answer_while_loading, settings)
+    listener = _listener(AnswersWhileLoading(settings), settings)
     # It closes the sockets that it gets.
     serving = listener.serve(sockets=[listening_socket.dup()])
     thread = threading.Thread(target=asyncio.run, args=(serving,))

@@ -38,6 +38,7 @@ class ServerSettings:
         grace (float): Seconds that running requests get to finish when the server is told to stop.
         request_log (str or None): File for one JSON line a request; None for standard error.
         log_prompts (bool): Write prompts into it.
+        page (bool): Have a page for browsers at /.
         adapter_labels (int): Adapters that have labels of their own in the metrics: the busiest ones.
 
     Raises:
@@ -64,6 +65,7 @@ class ServerSettings:
     grace: float = 30.0
     request_log: Optional[str] = None
     log_prompts: bool = False
+    page: bool = True
     adapter_labels: int = 20
 
     def __post_init__(self):

@@ -1,4 +1,8 @@
-"""ProgressBar: steps, losses, tokens per second and remaining time on stderr."""
+"""ProgressBar: steps, losses, tokens per second and remaining time on stderr, as a bar or in lines."""
+
+import os
+import sys
+import time
 
 from mindformers.tools.utils import get_real_rank
 from mindspore import Callback
@@ -8,10 +12,18 @@ from tqdm import tqdm
 from mindlora.training.callbacks.common import register, reported_metrics, step_record
 from mindlora.training.resume import training_state
 
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
+_LINE = "{desc}: {n_fmt}/{total_fmt} steps ({percentage:.0f}%), {remaining} left{postfix}"
+# Between two lines in a file, if nothing happens meanwhile.
+_SECONDS = 30.0
+
 
 @register
 class ProgressBar(Callback):
     """Shows steps, remaining time, loss, held-out loss and tokens per second on stderr while training, on rank 0.
+
+    Where stderr is not a terminal, it gets a line each half a minute, after the first and the last step, and after a
+    step at which the held-out loss is measured or a guard or a schedule does something.
 
     Args:
         label (str): Text before the bar. Default: "training".
@@ -21,6 +33,10 @@ class ProgressBar(Callback):
         super().__init__()
         self.label = label
         self.bar = self.held_out_loss = None
+        self.in_lines = False
+        self.events = 0
+        # The step of the last line, and when it was written; -inf: none was.
+        self.line_step, self.line_time = -1, -float("inf")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Opens the bar."""
@@ -28,14 +44,18 @@ class ProgressBar(Callback):
         if self.bar is not None:
             return
         params = run_context.original_args()
+        shows = get_real_rank() == 0
+        self.in_lines = shows and not sys.stderr.isatty()
         self.bar = tqdm(
             total=training_state.total_steps(params),
             initial=params.cur_step_num,
             desc=self.label,
             unit="step",
-            disable=get_real_rank() != 0,
+            disable=not shows,
             dynamic_ncols=True,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}",
+            # Lines are printed here, and what tqdm would draw between them goes nowhere.
+            file=open(os.devnull, "w", encoding="utf-8") if self.in_lines else None,  # noqa: SIM115
+            bar_format=_LINE if self.in_lines else _BAR,
         )
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -44,13 +64,19 @@ class ProgressBar(Callback):
             return
         params = run_context.original_args()
         record = step_record(params)
-        self.held_out_loss = reported_metrics(params).get("held_out_loss", self.held_out_loss)
+        measured = reported_metrics(params).get("held_out_loss")
+        self.held_out_loss = self.held_out_loss if measured is None else measured
         shown = [f"loss {record.loss:.3f}"]
         if self.held_out_loss is not None:
             shown.append(f"held-out {self.held_out_loss:.3f}")
         shown += self._speed(record.tokens)
         self.bar.set_postfix_str(", ".join(shown), refresh=False)
         self.bar.update(params.cur_step_num - self.bar.n)
+        events = len(params.get("training_events") or [])
+        is_due = time.monotonic() - self.line_time >= _SECONDS
+        if self.in_lines and (is_due or measured is not None or events > self.events):
+            self._print_line()
+        self.events = events
 
     def _speed(self, tokens):
         """Returns the tokens per second as the bar measures time, once a step has been timed."""
@@ -58,7 +84,16 @@ class ProgressBar(Callback):
         steps_per_second = timed["rate"] or (timed["n"] - timed["initial"]) / timed["elapsed"]
         return [] if tokens is None or not steps_per_second else [f"{tokens * steps_per_second:,.0f} tokens/s"]
 
+    def _print_line(self):
+        self.line_step, self.line_time = self.bar.n, time.monotonic()
+        print(self.bar, file=sys.stderr, flush=True)
+
     def on_train_end(self, run_context: RunContext) -> None:
         """Closes the bar."""
-        if self.bar is not None:
-            self.bar.close()
+        if self.bar is None:
+            return
+        if self.in_lines and self.line_step < self.bar.n:
+            self._print_line()
+        self.bar.close()
+        if self.in_lines:
+            self.bar.fp.close()

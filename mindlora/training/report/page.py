@@ -118,8 +118,11 @@ class Run:
     facts: List[Tuple[str, List[Tuple[str, str]]]]
 
 
-def render(histories: Sequence[History], comparisons: Sequence[Any] = ()) -> str:
-    """Returns the HTML page of the runs with these histories, and of comparisons of their answers."""
+def render(histories: Sequence[History], comparisons: Sequence[Any] = (), live: Optional[str] = None) -> str:
+    """Returns the HTML page of the runs with these histories, and of comparisons of their answers.
+
+    With ``live``, the nonce of its style and scripts, it asks where it comes from for itself again and again.
+    """
     try:
         import jinja2
     except ImportError as error:
@@ -138,6 +141,7 @@ def render(histories: Sequence[History], comparisons: Sequence[Any] = ()) -> str
     return environment.get_template("page.html").render(
         runs=[_run(history, name, number) for number, (history, name) in enumerate(zip(histories, names))],
         comparisons=comparisons,
+        live=live,
         charts=charts.charts(histories, names),
         differing=differing([_latest_run(history) for history in histories]),
         heat=heat_map,

@@ -1,6 +1,12 @@
-"""HeldOutLoss against NumPy, the old name of RunReport, and a ProgressBar that writes to stderr only."""
+"""HeldOutLoss against NumPy, the old name of RunReport, and what ProgressBar writes to a terminal and a file."""
 
+import contextlib
+import fcntl
+import itertools
 import os
+import re
+import struct
+import termios
 import types
 
 import mindspore as ms
@@ -8,11 +14,12 @@ import numpy as np
 import pytest
 from mindformers.models.build_model import build_network
 from mindformers.tools.register import MindFormerConfig
-from mindspore import Tensor, nn
+from mindspore import Callback, Tensor, nn
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.tree import lora_cells
-from mindlora.training.callbacks import loss_curve
+from mindlora.training.callbacks import loss_curve, progress_bar
+from mindlora.training.callbacks.common import report_event
 from mindlora.training.callbacks.registry import HeldOutLoss, LossCurve, ProgressBar, RunReport
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
 from mindlora.training.launch import hooks  # noqa: F401
@@ -234,13 +241,52 @@ def test_loss_curve_is_a_run_report_and_says_so_once(tmp_path, monkeypatch, list
     assert renamed.startswith('"LossCurve" is called "RunReport" now')
 
 
-@pytest.mark.parametrize("start, beginning", [(0, "  0%|          | 0/8"), (6, " 75%|███████▌  | 6/8")])
-def test_progress_bar_writes_to_stderr_only(capfd, start, beginning):
-    play([ProgressBar("fine-tuning")], [0.5] * (8 - start), start)
+def on_a_terminal(do):
+    """Calls a function with stderr on a terminal of 80 columns; returns what has been written there."""
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with open(writer, "w", encoding="utf-8") as stderr, contextlib.redirect_stderr(stderr):
+        do()
+        os.set_blocking(reader, False)
+        written = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    return written
+
+
+@pytest.mark.parametrize("start, beginning", [(0, r"  0%\|[ ]+\| 0/8"), (6, r" 75%\|█+.?[ ]+\| 6/8")])
+def test_progress_bar_draws_on_a_terminal(capfd, start, beginning):
+    drawn = on_a_terminal(lambda: play([ProgressBar("fine-tuning")], [0.5] * (8 - start), start))
+    first, *_, last = drawn.strip().split("\r")
+    assert re.match(f"fine-tuning: {beginning} steps", first)
+    assert re.fullmatch(r"fine-tuning: 100%\|█+\| 8/8 steps, 00:00 left, loss 0.500", last)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_in_a_file_the_progress_is_a_line_each_half_a_minute(capfd, monkeypatch):
+    clock = itertools.count(step=8.0)
+    monkeypatch.setattr(progress_bar, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    play([ProgressBar("fine-tuning")], [0.5] * 40)
     printed = capfd.readouterr()
-    assert printed.out == ""
-    assert printed.err.strip().startswith(f"fine-tuning: {beginning} steps")
-    assert printed.err.strip().endswith("fine-tuning: 100%|██████████| 8/8 steps, 00:00 left, loss 0.500")
+    assert printed.out == "" and "\r" not in printed.err and printed.err.endswith("\n")
+    lines = printed.err.splitlines()
+    form = r"fine-tuning: (\d+)/40 steps \(\d+%\), [\d:]+ left, loss 0.500"
+    steps = [int(re.fullmatch(form, line).group(1)) for line in lines]
+    # The clock goes on by 8 seconds when it is looked at: after each step, and once more for a line.
+    assert steps == [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 40] and lines[1].startswith("fine-tuning: 5/40 steps (12%)")
+
+
+def test_in_a_file_an_event_and_a_measurement_have_a_line_of_their_own(capfd):
+    class Eventful(Callback):
+        def on_train_step_end(self, run_context):
+            params = run_context.original_args()
+            params["eval_results"] = {"held_out_loss": 0.25} if params.cur_step_num == 4 else {}
+            if params.cur_step_num == 7:
+                report_event(params, "learning_rate", "lower")
+
+    play([Eventful(), ProgressBar()], [0.5] * 10)
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split("/")[0] for line in lines] == [f"training: {step}" for step in (1, 4, 7, 10)]
+    assert [line.split("left")[1] for line in lines] == [", loss 0.500", *[", loss 0.500, held-out 0.250"] * 3]
 
 
 def test_only_rank_0_shows_progress_and_writes_a_history(capfd, tmp_path, monkeypatch):

@@ -2,15 +2,14 @@
 
 import json
 import re
-import shutil
 import subprocess
 
 import pytest
 
 from mindlora.training.report import write_report
+from tests.support.chromium import CHROMIUM
 from tests.support.histories import write_history
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 # Moves the pointer over the first chart, and writes what the page then looks like into its title.

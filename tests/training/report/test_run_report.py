@@ -225,4 +225,4 @@ def test_the_progress_bar_shows_what_was_measured(capfd):
     bar, held_out = ProgressBar(), Report("held_out_loss", {2: 0.75})
     train([held_out, bar], LOSSES, step=MeasuredStep(Model()))
     last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
-    assert "5/5 steps, 00:00 left, loss 0.200, held-out 0.750, " in last and last.endswith(" tokens/s")
+    assert "5/5 steps (100%), 00:00 left, loss 0.200, held-out 0.750, " in last and last.endswith(" tokens/s")
