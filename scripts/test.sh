@@ -3,8 +3,8 @@
 #   bash scripts/test.sh                       everything, in two processes side by side
 #   bash scripts/test.sh -m quick              what is quick, while a change is made (tests/conftest.py names it)
 #   bash scripts/test.sh tests/network -x          one folder, stop at the first failure
-#   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB, and
-#                                              tests/clients, and tests/trackers
+#   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB,
+#                                              tests/clients and tests/trackers
 #   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes
 #   bash scripts/test.sh tests/clients         with clients of OpenAI's API, in another environment that it makes
 #   bash scripts/test.sh tests/trackers        with trackers of runs, in one more environment that it makes
