@@ -2,6 +2,7 @@
 
 import os
 
+import mindspore  # noqa: F401  must come before protobuf
 from tensorboardX.proto import event_pb2
 
 

@@ -7,6 +7,7 @@ adapters beside each other; writes what each tracker holds to FOLDER/found.json.
 import glob
 import json
 import os
+import pathlib
 import sys
 
 import mindspore as ms
@@ -135,7 +136,7 @@ def found_by_swanlab():
                 kind = "html" if record.media.key.endswith("report") else "text"
                 items = [item.filename for item in record.media.value.items]
                 paths = [os.path.join(os.path.dirname(path), "media", kind, name) for name in items]
-                texts = [open(each, encoding="utf-8").read() for each in paths]
+                texts = [pathlib.Path(each).read_text(encoding="utf-8") for each in paths]
                 found["media"].append([record.media.key, record.media.step, texts])
         with open(os.path.join(os.path.dirname(path), "files", "config.yaml"), encoding="utf-8") as file:
             found["config"] = file.read()

@@ -8,9 +8,4 @@ from mindlora.training.trackers.tensorboard import TensorBoard
 from mindlora.training.trackers.tracker import Tracker
 from mindlora.training.trackers.wandb import WandB
 
-TRACKERS: Dict[str, Type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "swanlab": SwanLab,
-    "wandb": WandB,
-    "mlflow": MLflow,
-}
+TRACKERS: Dict[str, Type[Tracker]] = {"tensorboard": TensorBoard, "swanlab": SwanLab, "wandb": WandB, "mlflow": MLflow}

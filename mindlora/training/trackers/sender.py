@@ -40,7 +40,7 @@ class Sender(threading.Thread):
         self._behind = self._has_warned = False
 
     def wake(self) -> None:
-        """Has what is new in metrics.jsonl sent."""
+        """Sends what is new in metrics.jsonl."""
         self._news.set()
 
     def finish(self, report: str, failed: bool) -> None:
@@ -59,7 +59,7 @@ class Sender(threading.Thread):
             self._try(lambda: self.tracker.end(self.failed))
         if self.is_alive() or self._behind:
             logger.warning(
-                "%s has not taken all of the run, which ends without it. metrics.jsonl has everything.",
+                "%s has not taken all of the run, which ends without it. Read what is missing in metrics.jsonl.",
                 self.tracker_name,
             )
 
@@ -87,7 +87,7 @@ class Sender(threading.Thread):
                 self._has_warned = True
                 logger.warning(
                     "%s does not take the run (%s: %s). Training goes on, metrics.jsonl has everything, and what is "
-                    "missing is sent again every %d seconds and when the run ends. Look at its server and its log.",
+                    "missing is sent again every %d seconds and when the run ends. Check the tracker's server.",
                     self.tracker_name,
                     type(error).__name__,
                     error,

@@ -83,7 +83,7 @@ class Trackers(Callback):
             atexit.register(self._finish, failed=True)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Has the step sent."""
+        """Sends the step."""
         for sender in self.senders:
             sender.wake()
 
@@ -108,15 +108,13 @@ class Trackers(Callback):
             return
         folder = os.path.dirname(self.directory) if self.adapter else self.directory
         default = os.path.basename(folder)
-        run = TrackedRun(
-            self.directory, step, self.project, self.name, default, self.adapter, self.tags, ids.get(name)
-        )
+        run = TrackedRun(self.directory, step, self.project, self.name, default, self.adapter, self.tags, ids.get(name))
         try:
             ids[name] = tracker.begin(run)
         except Exception as error:
             logger.warning(
-                "%s cannot begin (%s: %s), and the run goes on without it; metrics.jsonl is written. Look at its "
-                "settings and its server%s.",
+                "%s cannot begin (%s: %s), and the run goes on without it; metrics.jsonl is written. Check its settings "
+                "and its server%s.",
                 name,
                 type(error).__name__,
                 error,
@@ -148,5 +146,5 @@ def _read_ids(directory: str) -> Dict[str, str]:
         with open(path, "rb") as file:
             return parse_object(file.read(), path, ConfigError)
     except LoraError as error:
-        logger.warning("%s Trackers begin new runs.", error)
+        logger.warning("The trackers begin new runs. To go on with those of before, read this: %s", error)
         return {}

@@ -130,7 +130,8 @@ def test_a_resumed_run_goes_on_as_the_same_run(tmp_path):
 
 def test_the_id_of_a_run_is_kept_for_its_resumption_and_no_longer(tmp_path, scripted):
     def callbacks(**resume):
-        return [LoraCheckpoint(2, str(tmp_path / "saved"), **resume), RunReport(str(tmp_path / "run")), Trackers("wandb")]
+        saving = LoraCheckpoint(2, str(tmp_path / "saved"), **resume)
+        return [saving, RunReport(str(tmp_path / "run")), Trackers("wandb")]
 
     train([*callbacks(), StopAt(3)], LOSSES)
     train(callbacks(resume=str(tmp_path / "saved" / "step_2")), LOSSES, skip=2)
