@@ -113,8 +113,8 @@ class Trackers(Callback):
             ids[name] = tracker.begin(run)
         except Exception as error:
             logger.warning(
-                "%s cannot begin (%s: %s), and the run goes on without it; metrics.jsonl is written. Check its settings "
-                "and its server%s.",
+                "%s cannot begin (%s: %s), and the run goes on without it; metrics.jsonl is written. Check its "
+                "settings and its server%s.",
                 name,
                 type(error).__name__,
                 error,
