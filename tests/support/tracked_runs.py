@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import pathlib
+import signal
 import sys
 
 import mindspore as ms
@@ -26,10 +27,15 @@ EVENT, ANSWERS = "The loss is high.", [{"prompt": "Who?", "answer": "A model."}]
 
 
 class Tell(ms.Callback):
-    """Reports an event at step 4, and answers when the run ends."""
+    """Reports an event at step 4, and answers when the run ends; notes who handles Ctrl-C at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.handlers = []
 
     def on_train_step_end(self, run_context):
         params = run_context.original_args()
+        self.handlers.append(signal.getsignal(signal.SIGINT))
         if params.cur_step_num == 4:
             report_event(params, "guard", EVENT)
 
@@ -66,7 +72,10 @@ class OfAdapter(ms.Callback):
 
 
 def run(folder):
-    """Trains a run that is stopped and resumed, and callbacks of two adapters in one run."""
+    """Trains a run that is stopped and resumed, and callbacks of two adapters in one run.
+
+    Returns whether the handler of Ctrl-C was another one while it trained or after that.
+    """
     remember_configuration(CONFIGURATION)
 
     def callbacks(**resume):
@@ -75,8 +84,10 @@ def run(folder):
 
     held_out = Report("held_out_loss", {2: 0.75, 4: 0.5})
     train([held_out, *callbacks(), StopAt(3)], LOSSES)
-    train([held_out, Tell(), *callbacks(resume=os.path.join("saved", "step_2"))], LOSSES, skip=2)
+    tell, handler = Tell(), signal.getsignal(signal.SIGINT)
+    train([held_out, tell, *callbacks(resume=os.path.join("saved", "step_2"))], LOSSES, skip=2)
     train([OfAdapter("small"), OfAdapter("large")], LOSSES[:2])
+    return set(tell.handlers) != {handler} or signal.getsignal(signal.SIGINT) is not handler
 
 
 def found_by_wandb():
@@ -175,8 +186,13 @@ def main():
     """Trains, and writes what the trackers have."""
     folder = sys.argv[1]
     os.chdir(folder)
-    run(os.path.join(folder, "run"))
-    found = {"wandb": found_by_wandb(), "swanlab": found_by_swanlab(), "mlflow": found_by_mlflow()}
+    changed = run(os.path.join(folder, "run"))
+    found = {
+        "took_interrupts": changed,
+        "wandb": found_by_wandb(),
+        "swanlab": found_by_swanlab(),
+        "mlflow": found_by_mlflow(),
+    }
     with open("found.json", "w", encoding="utf-8") as file:
         json.dump(found, file, indent=1)
 

@@ -62,6 +62,10 @@ def test_what_the_runs_are_called_is_kept(folder, found):
     assert len(found["mlflow"]) == 3
 
 
+def test_ctrl_c_stays_mindloras(found):
+    assert found["took_interrupts"] is False
+
+
 def test_wandb(found, recorded):
     first, resumed, small, large = found["wandb"]
     assert first["project"] == "mindlora" and first["tags"] == ["tiny", "cpu"]

@@ -3,11 +3,25 @@
 It tracks one run in a process: adapters that train beside each other share it, each with its name before its numbers.
 """
 
+import contextlib
 import os
 import pathlib
-from typing import Any, ClassVar, Mapping, Optional, Sequence, Set
+import signal
+import threading
+from typing import Any, ClassVar, Iterator, Mapping, Optional, Sequence, Set
 
 from mindlora.training.trackers.tracker import TrackedRun, Tracker, as_text
+
+
+@contextlib.contextmanager
+def _keeping_interrupts() -> Iterator[None]:
+    """Leaves Ctrl-C to GracefulStop: SwanLab's handler would end its run, which goes on until the step is saved."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)
 
 
 class SwanLab(Tracker):
@@ -28,13 +42,15 @@ class SwanLab(Tracker):
         else:
             environment = os.environ.get
             self.sharing.clear()
-            self.run = swanlab.init(
-                project=run.project or environment("SWANLAB_PROJ_NAME") or environment("SWANLAB_PROJECT") or "mindlora",
-                name=run.name or environment("SWANLAB_EXP_NAME") or run.default_name,
-                tags=list(run.tags) or None,
-                id=run.id,
-                resume="allow" if run.id else None,
-            )
+            project = run.project or environment("SWANLAB_PROJ_NAME") or environment("SWANLAB_PROJECT") or "mindlora"
+            with _keeping_interrupts():
+                self.run = swanlab.init(
+                    project=project,
+                    name=run.name or environment("SWANLAB_EXP_NAME") or run.default_name,
+                    tags=list(run.tags) or None,
+                    id=run.id,
+                    resume="allow" if run.id else None,
+                )
         self.sharing.add(self.adapter)
         return self.run.id
 
@@ -62,7 +78,8 @@ class SwanLab(Tracker):
     def end(self, failed: bool) -> None:
         self.sharing.discard(self.adapter)
         if not self.sharing:
-            self.run.finish("crashed" if failed else "success", "The run has failed." if failed else None)
+            with _keeping_interrupts():
+                self.run.finish("crashed" if failed else "success", "The run has failed." if failed else None)
 
     def _log(self, step, values):
         self.last_step = step
