@@ -49,7 +49,7 @@ class OfAdapter(ms.Callback):
 
     def __init__(self, name):
         super().__init__()
-        self.callbacks = [RunReport(os.path.join("swept", name)), Trackers(NAMES, adapter=name)]
+        self.callbacks = [RunReport(os.path.join("swept", name)), Trackers(NAMES, "several", adapter=name)]
 
     def on_train_begin(self, run_context):
         self._call("on_train_begin", run_context)

@@ -1,6 +1,7 @@
 """MLflow. Its environment variables hold, MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME for instance."""
 
 import os
+import threading
 import time
 from typing import Any, Mapping, Sequence
 
@@ -8,6 +9,8 @@ from mindlora.training.trackers.tracker import TrackedRun, Tracker, as_text, fla
 
 # What a server takes at once, and how long a parameter may be.
 _METRICS, _PARAMETERS, _LENGTH = 1000, 100, 500
+# Adapters that train beside each other begin beside each other.
+_ONE_BEGINS = threading.Lock()
 
 
 class MLflow(Tracker):
@@ -16,21 +19,28 @@ class MLflow(Tracker):
     def begin(self, run: TrackedRun) -> str:
         from mlflow import MlflowClient
 
-        self.client = MlflowClient()
         self.step = run.step
         self.events = 0
+        with _ONE_BEGINS:
+            self.client = MlflowClient()
+            self.run_id = run.id or self._new_run(run)
         if run.id:
             self.client.update_run(run.id, status="RUNNING")
-            self.run_id = run.id
-            return self.run_id
+        return self.run_id
+
+    def _new_run(self, run):
+        """Returns the id of a run that is made in the experiment, which is made if there is none of that name."""
         tags = dict.fromkeys(run.tags, "true")
         group = run.group_or(None)
         if group:
             tags["group"] = group
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") if run.project is None else None
+        if experiment is None:
+            name = run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "mindlora"
+            known = self.client.get_experiment_by_name(name)
+            experiment = known.experiment_id if known else self.client.create_experiment(name)
         name = run.name_or(os.environ.get("MLFLOW_RUN_NAME"))
-        created = self.client.create_run(self._experiment(run.project), run_name=name, tags=tags)
-        self.run_id = created.info.run_id
-        return self.run_id
+        return self.client.create_run(experiment, run_name=name, tags=tags).info.run_id
 
     def configuration(self, facts: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
@@ -63,11 +73,3 @@ class MLflow(Tracker):
 
     def end(self, failed: bool) -> None:
         self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED", int(time.time() * 1000))
-
-    def _experiment(self, project):
-        """Returns the id of the experiment, which is made if there is none of that name."""
-        if project is None and os.environ.get("MLFLOW_EXPERIMENT_ID"):
-            return os.environ["MLFLOW_EXPERIMENT_ID"]
-        name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "mindlora"
-        experiment = self.client.get_experiment_by_name(name)
-        return experiment.experiment_id if experiment else self.client.create_experiment(name)

@@ -3,11 +3,11 @@
 import os
 import threading
 import time
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from mindlora.training.log import logger
 from mindlora.training.report.history import HistoryReader
-from mindlora.training.trackers.tracker import Tracker, measured
+from mindlora.training.trackers.tracker import TrackedRun, Tracker, measured
 
 # Seconds after which a record that could not be sent is tried again, and those that the end of a run waits.
 RETRY_AFTER = 60.0
@@ -23,21 +23,33 @@ class Sender(threading.Thread):
 
     Args:
         name (str): The name of the tracker, as in report_to.
-        tracker (Tracker): The tracker, which has begun.
+        tracker (Tracker): The tracker, which has not begun.
+        run (TrackedRun): The run.
         reader (HistoryReader): Reads what the tracker has not got.
+        note (callable): Takes the tracker's name and what it calls the run, once it has begun.
     """
 
-    def __init__(self, name: str, tracker: Tracker, reader: HistoryReader):
+    def __init__(
+        self, name: str, tracker: Tracker, run: TrackedRun, reader: HistoryReader, note: Callable[[str, str], None]
+    ):
         # A run ends without it where the tracker never answers.
         super().__init__(name=f"mindlora-{name}", daemon=True)
         self.tracker_name = name
         self.tracker = tracker
+        self.tracked = run
         self.reader = reader
-        self.ending = self.failed = False
+        self.note = note
+        self.begun = self.ending = self.failed = False
         self.report = ""
         self._news = threading.Event()
         self._failed_at = 0.0
         self._behind = self._has_warned = False
+
+    def start(self) -> None:
+        """Begins the run, and to send."""
+        if self.tracker.on_main_thread:
+            self._begin()
+        super().start()
 
     def wake(self) -> None:
         """Sends what is new in metrics.jsonl."""
@@ -55,7 +67,7 @@ class Sender(threading.Thread):
         self.ending = True
         self.wake()
         self.join(END_WITHIN)
-        if not self.is_alive() and self.tracker.ends_on_main_thread:
+        if not self.is_alive() and self.begun and self.tracker.on_main_thread:
             self._try(lambda: self.tracker.end(self.failed))
         if self.is_alive() or self._behind:
             logger.warning(
@@ -65,6 +77,10 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         """Sends until the run ends."""
+        if not self.tracker.on_main_thread:
+            self._begin()
+        if not self.begun:
+            return
         ending = False
         while not ending:
             self._news.wait()
@@ -74,8 +90,23 @@ class Sender(threading.Thread):
                 self._behind = not self._try(self._send)
         if os.path.isfile(self.report):
             self._try(lambda: self.tracker.report(self.report))
-        if not self.tracker.ends_on_main_thread:
+        if not self.tracker.on_main_thread:
             self._try(lambda: self.tracker.end(self.failed))
+
+    def _begin(self):
+        try:
+            self.note(self.tracker_name, self.tracker.begin(self.tracked))
+            self.begun = True
+        except Exception as error:
+            known = self.tracked.id
+            logger.warning(
+                "%s cannot begin (%s: %s), and the run goes on without it; metrics.jsonl is written. Check its "
+                "settings and its server%s.",
+                self.tracker_name,
+                type(error).__name__,
+                error,
+                f", or delete trackers.json, which says that the run goes on with {known}" if known else "",
+            )
 
     def _try(self, call):
         """Returns whether the tracker did what it was called for; warns once if it did not."""

@@ -26,8 +26,8 @@ def _keeping_interrupts() -> Iterator[None]:
 
 class SwanLab(Tracker):
     package = "swanlab"
-    # It puts back the handlers of signals.
-    ends_on_main_thread = True
+    # It sets handlers of signals, and puts back those of before.
+    on_main_thread = True
     # The adapters that send to the run of the process.
     sharing: ClassVar[Set[Optional[str]]] = set()
 

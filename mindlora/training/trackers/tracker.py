@@ -41,15 +41,15 @@ class TrackedRun:
 class Tracker:
     """A tracker of one run. A subclass sends what its methods are told, or raises whatever its package raises.
 
-    ``begin`` is called on the main thread, the others one after another on a thread of the tracker's own.
+    All are called one after another, on a thread of the tracker's own.
 
     Attributes:
         package (str): What has to be importable. The extra of mindlora that installs it is called like the tracker.
-        ends_on_main_thread (bool): Whether ``end`` is called on the main thread too.
+        on_main_thread (bool): Whether ``begin`` and ``end`` are called on the main thread.
     """
 
     package = ""
-    ends_on_main_thread = False
+    on_main_thread = False
 
     @classmethod
     def is_installed(cls) -> bool:

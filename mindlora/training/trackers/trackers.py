@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import threading
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from mindformers.tools.utils import get_real_rank
@@ -58,6 +59,8 @@ class Trackers(Callback):
         self.directory = ""
         self.senders: List[Sender] = []
         self.has_begun = False
+        self.ids: Dict[str, str] = {}
+        self.lock = threading.Lock()
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Raises ConfigError if nothing records the run."""
@@ -73,11 +76,10 @@ class Trackers(Callback):
         report = next(report for report in self._reports(run_context) if report.history is not None)
         self.directory = report.directory
         step = report.step_before
-        ids = _read_ids(self.directory) if step else {}
+        self.ids = _read_ids(self.directory) if step else {}
+        self._write_ids()
         for name in self.names:
-            self._begin(name, report.history, step, ids)
-        with atomic.replace_file(os.path.join(self.directory, FILE_NAME)) as path:
-            write_json(path, ids)
+            self._begin(name, report.history, step)
         if self.senders:
             # An error under the PyNative Trainer ends the run without a word to its callbacks.
             atexit.register(self._finish, failed=True)
@@ -95,8 +97,8 @@ class Trackers(Callback):
         """Ends the runs as failed ones, if an error has ended training."""
         self._finish(failed=error[0] is not None)
 
-    def _begin(self, name, history, step, ids):
-        """Begins the run of a tracker, and notes its id."""
+    def _begin(self, name, history, step):
+        """Begins the run of a tracker."""
         tracker = TRACKERS[name]()
         if not tracker.is_installed():
             logger.warning(
@@ -107,24 +109,24 @@ class Trackers(Callback):
             )
             return
         folder = os.path.dirname(self.directory) if self.adapter else self.directory
-        default = os.path.basename(folder)
-        run = TrackedRun(self.directory, step, self.project, self.name, default, self.adapter, self.tags, ids.get(name))
-        try:
-            ids[name] = tracker.begin(run)
-        except Exception as error:
-            logger.warning(
-                "%s cannot begin (%s: %s), and the run goes on without it; metrics.jsonl is written. Check its "
-                "settings and its server%s.",
-                name,
-                type(error).__name__,
-                error,
-                f", or delete {FILE_NAME}, which says that the run goes on with {run.id}" if run.id else "",
-            )
-            return
+        known = self.ids.get(name)
+        run = TrackedRun(
+            self.directory, step, self.project, self.name, os.path.basename(folder), self.adapter, self.tags, known
+        )
         # A tracker that the run did not have before gets all of it.
-        sender = Sender(name, tracker, HistoryReader(history.path, history.start if run.id else 0))
-        self.senders.append(sender)
-        sender.start()
+        reader = HistoryReader(history.path, history.start if known else 0)
+        self.senders.append(Sender(name, tracker, run, reader, self._note))
+        self.senders[-1].start()
+
+    def _note(self, name, identifier):
+        """Keeps what a tracker calls the run."""
+        with self.lock:
+            self.ids[name] = identifier
+            self._write_ids()
+
+    def _write_ids(self):
+        with atomic.replace_file(os.path.join(self.directory, FILE_NAME)) as path:
+            write_json(path, self.ids)
 
     def _finish(self, failed):
         senders, self.senders = self.senders, []
