@@ -3,15 +3,14 @@
 import os
 import threading
 import time
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, ClassVar, Mapping
 
 from mindlora.training.log import logger
 from mindlora.training.report.history import HistoryReader
 from mindlora.training.trackers.tracker import TrackedRun, Tracker, measured
 
-# Seconds after which a record that could not be sent is tried again, and those that the end of a run waits.
+# Seconds after which a record that could not be sent is tried again.
 RETRY_AFTER = 60.0
-END_WITHIN = 60.0
 _DESCRIPTION = ("configuration", "data", "versions", "machine", "total_steps")
 
 
@@ -28,6 +27,8 @@ class Sender(threading.Thread):
         reader (HistoryReader): Reads what the tracker has not got.
         note (callable): Takes the tracker's name and what it calls the run, once it has begun.
     """
+
+    patience: ClassVar[float] = 60.0
 
     def __init__(
         self, name: str, tracker: Tracker, run: TrackedRun, reader: HistoryReader, note: Callable[[str, str], None]
@@ -55,8 +56,8 @@ class Sender(threading.Thread):
         """Sends what is new in metrics.jsonl."""
         self._news.set()
 
-    def finish(self, report: str, failed: bool) -> None:
-        """Ends the tracker's run once it has all records; waits END_WITHIN seconds for that at most.
+    def end(self, report: str, failed: bool) -> None:
+        """Ends the tracker's run once it has all records; ``wait`` waits for that.
 
         Args:
             report (str): The path of report.html, whether or not it is there.
@@ -66,8 +67,14 @@ class Sender(threading.Thread):
         self.failed = failed
         self.ending = True
         self.wake()
-        self.join(END_WITHIN)
-        if not self.is_alive() and self.begun and self.tracker.on_main_thread:
+
+    def wait(self) -> None:
+        """Waits until the tracker's run has ended; all that wait in vain do it for ``patience`` seconds together."""
+        began = time.monotonic()
+        self.join(Sender.patience)
+        if self.is_alive():
+            Sender.patience = max(0.0, Sender.patience - (time.monotonic() - began))
+        elif self.begun and self.tracker.on_main_thread:
             self._try(lambda: self.tracker.end(self.failed))
         if self.is_alive() or self._behind:
             logger.warning(

@@ -131,7 +131,9 @@ class Trackers(Callback):
     def _finish(self, failed):
         senders, self.senders = self.senders, []
         for sender in senders:
-            sender.finish(os.path.join(self.directory, REPORT_NAME), failed)
+            sender.end(os.path.join(self.directory, REPORT_NAME), failed)
+        for sender in senders:
+            sender.wait()
         atexit.unregister(self._finish)
 
     @staticmethod

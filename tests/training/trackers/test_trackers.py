@@ -6,6 +6,7 @@ The other trackers, as they are, have tests/trackers.
 import importlib.util
 import logging
 import math
+import threading
 import time
 
 import mindspore as ms
@@ -16,8 +17,9 @@ from mindlora.training.callbacks.common import report_event
 from mindlora.training.callbacks.registry import LoraCheckpoint, RunReport, Trackers
 from mindlora.training.report.history import read_history
 from mindlora.training.run_configuration import remember_configuration
-from mindlora.training.trackers import sender, trackers
+from mindlora.training.trackers import trackers
 from mindlora.training.trackers.registry import TRACKERS
+from mindlora.training.trackers.sender import Sender
 from mindlora.training.trackers.tracker import Tracker
 from tests.support.event_files import scalars_of, texts_of
 from tests.support.histories import health
@@ -171,13 +173,17 @@ def test_a_server_that_stays_away_ends_no_run(tmp_path, caplog, scripted):
 
 
 def test_a_tracker_that_never_answers_ends_no_run(tmp_path, caplog, monkeypatch, scripted):
-    monkeypatch.setattr(sender, "END_WITHIN", 0.2)
-    answer = sender.threading.Event()
+    monkeypatch.setattr(Sender, "patience", 0.5)
+    answer = threading.Event()
     monkeypatch.setattr(scripted, "numbers", lambda *values: answer.wait(20))
     train([RunReport(str(tmp_path)), Trackers("wandb")], LOSSES)
-    answer.set()
     assert "wandb has not taken all of the run" in warnings(caplog)[-1]
     assert len(read_history(str(tmp_path)).steps) == 5
+    # Another run of the process does not wait as long again.
+    began = time.monotonic()
+    train([RunReport(str(tmp_path / "other")), Trackers("wandb")], LOSSES[:1])
+    assert Sender.patience == 0 and time.monotonic() - began < 10
+    answer.set()
 
 
 def test_a_tracker_that_cannot_begin_is_left_out(tmp_path, caplog, monkeypatch, scripted):
