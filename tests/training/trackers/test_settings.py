@@ -6,6 +6,8 @@ import pytest
 
 from mindlora.cli import main
 from mindlora.core.errors import ConfigError
+from mindlora.run.checks.examine import check_settings as check_settings_of_run
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.trackers.registry import TRACKERS
 from mindlora.training.trackers.rules import check_pynative_trackers
 from mindlora.training.trackers.settings import NAMES, check_settings, tracker_names
@@ -37,9 +39,11 @@ def test_refusals(settings, message):
         check_settings(**settings)
     (finding,) = check_pynative_trackers({"callbacks": [{"type": "RunReport"}, {"type": "Trackers", **settings}]})
     assert finding.key == "callbacks.Trackers" and re.search(message, str(finding))
+    yaml = {"run_mode": "finetune", "callbacks": [{"type": "RunReport"}, {"type": "Trackers", **settings}]}
+    assert check_settings_of_run(YamlRun(yaml)).count(finding) == 1
 
 
-def test_an_unknown_key_in_a_yaml_of_the_pynative_trainer():
+def test_an_unknown_key_in_a_yaml():
     (finding,) = check_pynative_trackers({"callbacks": [{"type": "Trackers", "report_to": "wandb", "tag": ["a"]}]})
     assert "has no argument 'tag'" in str(finding) and "tags" in str(finding)
     assert not list(check_pynative_trackers({"callbacks": [{"type": "Trackers", "report_to": "wandb"}]}))
