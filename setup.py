@@ -83,6 +83,12 @@ setup(
         "plot": ["matplotlib"],
         # MindFormers needs it too; named for a machine that only looks at runs.
         "report": ["jinja2"],
+        # What the callback Trackers reports to, each by itself: nobody needs all, and each brings much of its own. The
+        # first is MindFormers' too. MLflow's client, with what it takes to write into a file; its server is in mlflow.
+        "tensorboard": ["tensorboardX>=2.6"],
+        "swanlab": ["swanlab>=0.10"],
+        "wandb": ["wandb>=0.20"],
+        "mlflow": ["mlflow-skinny>=3", "alembic", "sqlalchemy>=2"],
         # llama.cpp's files, which convert and merge write.
         "gguf": ["gguf>=0.10"],
         "serve": ["fastapi>=0.110", "llguidance>=1.3", "prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"],

@@ -16,6 +16,12 @@
 #   MINDLORA_CLIENTS_VENV    where it stands              (default: .venv-clients in the checkout)
 #   MINDLORA_CLIENTS_PYTHON  a Python that has what tests/clients/requirements.txt names; then nothing is made
 #
+# For tests/trackers another one holds trackers of runs, on top of the environment of the stack:
+#
+#   MINDLORA_TRACKERS_VENV    where it stands             (default: the stack's environment with -trackers at the end)
+#   MINDLORA_TRACKERS_PYTHON  a Python that has the stack and what tests/trackers/requirements.txt names; then nothing is
+#                             made
+#
 # For scripts/lint.sh and the documentation one more holds linters and mkdocs:
 #
 #   MINDLORA_LINT_VENV     where it stands                (default: .venv-lint in the checkout)
@@ -26,6 +32,7 @@ if [ "$STACK" = ms29 ]; then DEFAULT_VENV=$ROOT/.venv; else DEFAULT_VENV=$ROOT/.
 VENV=${MINDLORA_VENV:-$DEFAULT_VENV}
 PEERS_VENV=${MINDLORA_PEERS_VENV:-$ROOT/.venv-peers}
 CLIENTS_VENV=${MINDLORA_CLIENTS_VENV:-$ROOT/.venv-clients}
+TRACKERS_VENV=${MINDLORA_TRACKERS_VENV:-$VENV-trackers}
 LINT_VENV=${MINDLORA_LINT_VENV:-$ROOT/.venv-lint}
 
 # Worker threads that spin between kernels cost more than they gain on few cores.
@@ -118,6 +125,17 @@ torch there first ..."
 # Makes the environment of tests/clients and sets $MINDLORA_CLIENTS_PYTHON; does nothing where that was done before.
 make_clients_environment() {
     make_other_environment clients "$CLIENTS_VENV" MINDLORA_CLIENTS_PYTHON "It is a download of about 150 MB ..."
+}
+
+# Makes the environment of tests/trackers, where make_tests_environment has made that of the stack, and sets
+# $MINDLORA_TRACKERS_PYTHON; does nothing where that was done before. Trackers work in the process that trains, so what
+# they do not bring is the stack's.
+make_trackers_environment() {
+    if [ -z "${MINDLORA_TRACKERS_PYTHON:-}" ] && [ ! -x "$TRACKERS_VENV/bin/python" ]; then
+        "$PYTHON" -m venv "$TRACKERS_VENV" || return 1
+        echo "$VENV"/lib/python3.*/site-packages > "$(echo "$TRACKERS_VENV"/lib/python3.*/site-packages)/stack.pth"
+    fi
+    make_other_environment trackers "$TRACKERS_VENV" MINDLORA_TRACKERS_PYTHON "It is a download of about 60 MB ..."
 }
 
 # make_other_environment NAME VENV VARIABLE NOTE: makes the environment VENV of tests/NAME, and sets VARIABLE to its Python.

@@ -3,10 +3,11 @@
 #   bash scripts/test.sh                       everything, in two processes side by side
 #   bash scripts/test.sh -m quick              what is quick, while a change is made (tests/conftest.py names it)
 #   bash scripts/test.sh tests/network -x          one folder, stop at the first failure
-#   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB, and
-#                                              tests/clients
+#   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB,
+#                                              tests/clients and tests/trackers
 #   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes
 #   bash scripts/test.sh tests/clients         with clients of OpenAI's API, in another environment that it makes
+#   bash scripts/test.sh tests/trackers        with trackers of runs, in one more environment that it makes
 #   MINDLORA_STACK=ms27 bash scripts/test.sh   with an older pair of MindSpore and MindFormers; ms210: with a newer one
 set -eu
 # shellcheck source=scripts/environment.sh
@@ -26,7 +27,7 @@ selects() {
     [ $elsewhere = no ]
 }
 
-OTHERS=(peers clients)
+OTHERS=(peers clients trackers)
 if [ "${1:-}" = --without-peers ]; then
     shift
     OTHERS=()
@@ -34,7 +35,7 @@ elif [ "$*" = "-m quick" ]; then
     OTHERS=()
 fi
 make_tests_environment
-LEFT_OUT=(--ignore=tests/peers --ignore=tests/clients)
+LEFT_OUT=(--ignore=tests/peers --ignore=tests/clients --ignore=tests/trackers)
 for place in "${!OTHERS[@]}"; do
     if selects "${OTHERS[place]}" "$@"; then
         "make_${OTHERS[place]}_environment"

@@ -46,7 +46,7 @@ from tests.support import what_runs  # noqa: E402
 
 # Folders whose files share what takes long to make: PEFT's answers, a server, kernels compiled for the model.
 # With several processes (pytest -n 2) all of such a folder runs in one of them.
-TOGETHER = ("tests/clients", "tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
+TOGETHER = ("tests/clients", "tests/peers", "tests/trackers", "tests/ops/ascendc", "tests/ops/ascendc_model")
 # What takes longest, so that none of it is left at the end.
 FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/training")
 # What `-m quick` runs, for each change: these folders and the files beside this one.

@@ -29,6 +29,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # Flags of servers and of converters, of which messages speak too.
 OF_OTHERS = [
     {"--max-lora-rank", "--tensor-parallel-size", "--fully-sharded-loras", "--enforce-eager", "--lora"},
+    {"--enable-mixed-moe-lora-format", "--max-lora-cls-labels", "--runner"},
     {"--save-lora-to-hf", "--lora-load"},
 ]
 BEGINS = r"(^|[.:;,(?] )((?i:and|or|so|then) )?|(?<=\w) (and|or|then) |… (?=[A-Z])"

@@ -15,6 +15,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.overrides import read_value
 from mindlora.core.yaml_file import PET, read_merged, read_yaml, value_at
 from mindlora.run.checks.pynative import is_pynative
+from mindlora.training.trackers.settings import NAMES, tracker_names
 
 # Option -> the key of an adapter that it sets, and how a folder's name begins where it varies.
 _OPTIONS = {
@@ -64,6 +65,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alpha", metavar="X,X", help="alphas, in place of lora_alpha")
     parser.add_argument("--seed", metavar="N,N", help="seeds of the initial values")
     parser.add_argument("--output_dir", metavar="FOLDER", help="output folder (default: that of the YAML)")
+    trackers = f"trackers that show each adapter as a run: {', '.join(NAMES)}"
+    parser.add_argument("--report-to", metavar="NAME,NAME", help=trackers)
     parser.add_argument("--resume", action="store_true", help="go on with the same sweep, which was stopped")
     parser.set_defaults(overrides=[])
     add_command(parser, _sweep)
@@ -84,6 +87,8 @@ def _sweep(arguments: argparse.Namespace) -> SweepReport:
     if pet_config.get("adapters"):
         raise ConfigError(f"{arguments.yaml} has pet_config.adapters already: start it with mindlora-run.")
     pet_config["adapters"] = adapters
+    if arguments.report_to is not None:
+        config["callbacks"] = _with_trackers(config.get("callbacks") or [], arguments.report_to)
     output = os.path.abspath(arguments.output_dir or config.get("output_dir") or "output")
     os.makedirs(output, exist_ok=True)
     path = os.path.join(output, "sweep.yaml")
@@ -108,6 +113,14 @@ def _sweep(arguments: argparse.Namespace) -> SweepReport:
             best = next((found["best"] for found in json.load(file)), "")
     names = tuple(adapter["name"] for adapter in adapters)
     return SweepReport(path, os.path.join(output, _PAGE), names, best, exit_code)
+
+
+def _with_trackers(callbacks: List[Dict[str, Any]], report_to: str) -> List[Dict[str, Any]]:
+    """Returns callbacks with a Trackers that reports to the trackers named, and is else as it was."""
+    names = list(tracker_names(report_to.split(","), "--report-to"))
+    tracking = next((callback for callback in callbacks if callback.get("type") == "Trackers"), {"type": "Trackers"})
+    others = [callback for callback in callbacks if callback is not tracking]
+    return [*others, {**tracking, "report_to": names}]
 
 
 def _adapters(arguments: argparse.Namespace) -> List[Dict[str, Any]]:

@@ -105,15 +105,15 @@ def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
 def base_weights(adapter: Adapter, cells: Dict[str, nn.Cell], source: str) -> Callable[[str], np.ndarray]:
     """Returns a function that returns the base's weight [out, in] of a cell, float32, from its path.
 
-    The adapter is one that PEFT saved as PiSSA or OLoRA trained it; for any other, nobody calls the function. It raises
-    LoraError if the weight is not the one that the initial pairs were computed from.
+    The adapter is one that PEFT saved as PiSSA, OLoRA or KaSA trained it; for any other, nobody calls the function. It
+    raises LoraError if the weight is not the one that the initial pairs were computed from.
     """
 
     def weight_of(path: str) -> np.ndarray:
         problem, advice = _unusable(cells[path])
         if problem:
             raise LoraError(
-                f"{source} was trained with init_lora_weights {adapter.initializer!r}, whose initial pairs follow from "
+                f"{source} was trained with PEFT's {adapter.initializer!r}, whose initial pairs follow from "
                 f"the base, and the weight of {path or 'the cell'} {problem}. {advice}"
             )
         return to_float32(to_array(weight_of_cell(cells[path])))

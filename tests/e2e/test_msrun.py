@@ -1,6 +1,7 @@
 """scripts/msrun_launcher.sh: two processes train what one trains on the joined batch; failures are reported."""
 
 import json
+import pathlib
 import re
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file
 
 from mindlora.files.base.quantize import quantize_checkpoint
 from mindlora.training.report.history import read_history
+from tests.support.event_files import scalars_of
 from tests.support.runs import (
     LAUNCHER,
     LORA_YAML,
@@ -89,9 +91,13 @@ def on_a_base(base, tmp_path_factory):
 def two(unevenly_counted, on_a_base, tmp_path_factory):
     """The folder of a run with two processes, each of which takes its batch in two micro-batches."""
     folder = tmp_path_factory.mktemp("two")
+    tracked = "callbacks:\n  - {type: Trackers, report_to: tensorboard}\n"
+    text = pathlib.Path(LORA_YAML).read_text(encoding="utf-8").replace("callbacks:\n", tracked)
+    (folder / "tracked.yaml").write_text(text, encoding="utf-8")
     command = [
         ENTRY,
         *TRAINING,
+        *("--config", folder / "tracked.yaml"),
         *on_a_base,
         "--train_dataset_dir",
         unevenly_counted,
@@ -174,6 +180,14 @@ def test_rank_0_alone_writes(two):
         "best",
         f"step_{STEPS}",
     }
+
+
+def test_rank_0_alone_sends_to_trackers(two):
+    (events,) = two.rglob("events.out.tfevents*")
+    assert events.parent == two / "output" / "tensorboard"
+    scalars = scalars_of(events.parent)
+    steps, losses = read_history(str(two / "output")).series("loss")
+    assert [scalars["loss", step] for step in steps] == pytest.approx(list(losses), rel=1e-6)
 
 
 def test_a_failure_of_the_workers_is_reported(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from mindlora.training.report.history import read_history
 from tests.support import stories260k
+from tests.support.event_files import scalars_of, texts_of
 from tests.support.runs import ROOT, python, succeeded
 
 ADAPTERS = ("lr1e-3_r2", "lr1e-3_r8", "lr1e-2_r2", "lr1e-2_r8")
@@ -21,7 +22,9 @@ def folder(library, tmp_path_factory):
     text = (ROOT / "docs" / "sweep.md").read_text(encoding="utf-8")
     succeeded(python(["-c", re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1]], folder))
     for command in re.search(r"^```\n(mindlora data .*?)^```", text, re.M | re.S)[1].splitlines():
-        succeeded(python(["-m", "mindlora.cli", *shlex.split(command)[1:]], folder))
+        words = shlex.split(command)[1:]
+        tracked = ["--report-to", "tensorboard"] if words[0] == "sweep" else []
+        succeeded(python(["-m", "mindlora.cli", *words, *tracked], folder))
     return folder
 
 
@@ -52,3 +55,15 @@ def test_each_adapter_has_its_rank_in_a_folder_of_its_own(folder):
         best = folder / "output" / name / "lora_checkpoint" / "best"
         settings = json.loads((best / "adapter_config.json").read_text(encoding="utf-8"))
         assert settings["r"] == int(name.rpartition("r")[2])
+
+
+def test_each_adapter_is_a_run_of_the_tracker(folder):
+    for name in ADAPTERS:
+        events = folder / "output" / name / "tensorboard"
+        history = read_history(str(folder / "output" / name))
+        scalars = scalars_of(events)
+        for field in ("loss", "learning_rate", "held_out_loss"):
+            steps, values = history.series(field)
+            assert [scalars[field, step] for step in steps] == pytest.approx(list(values), rel=1e-6)
+        described = texts_of(events)["configuration/text_summary", 0]
+        assert f"name: {name}" in described and f"lora_rank: {name.rpartition('r')[2]}" in described

@@ -135,6 +135,19 @@ def test_peft_reads_stacks_of_different_ranks_that_resize_wrote(peer, base, made
     check_merged_experts(peer, base, tmp_path / "small", tmp_path / "merged", {"weight1": 1, "weight2": 2})
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate_proj", "up_proj", "down_proj"]])
+def test_modules_that_transformers_5_has_as_parameters(peer, base, judged, tmp_path, targets):
+    """PEFT makes target_parameters of their names, and of gate_proj and up_proj one pair of twice the rank."""
+    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": targets}
+    settings = {"dtype": "float32", "safetensors": True, "embeddings": False}
+    peer.make_adapter(model=base, folder=tmp_path / "made", seed=2, kind="LoraConfig", config=config, **settings)
+    found = adapter_files.read(str(tmp_path / "made"))
+    assert ("model.layers.0.mlp.router" in found.paths) == (targets == "all-linear")
+    check_merged_experts(peer, base, tmp_path / "made", tmp_path / "merged", {"weight1": 2 * RANK, "weight2": RANK})
+    adapter_files.write(found, str(tmp_path / "again"))
+    np.testing.assert_array_equal(judged(tmp_path / "again"), judged(tmp_path / "made"))
+
+
 def check_merged_experts(peer, base, folder, merged, ranks):
     adapter = adapter_files.read(str(folder))
     peer.merge(model=base, adapter=folder, folder=merged)

@@ -23,6 +23,10 @@ FORMS = {
     "olora": ("grouped", {**_Q, "init_lora_weights": "olora", "use_rslora": True}),
     "pissa-joined": ("grouped", {**_JOINED, "init_lora_weights": "pissa", "alpha_pattern": {"v_proj": 9}}),
     "olora-joined": ("grouped", {**_JOINED, "init_lora_weights": "olora", "alpha_pattern": {"q_proj": 2}}),
+    "kasa": ("plain", {**_Q, "kasa_config": {"beta": 1e-4, "gamma": 1e-3}}),
+    "kasa-joined": ("grouped", {**_JOINED, "kasa_config": {"beta": 1e-4}, "alpha_pattern": {"v_proj": 9}}),
+    # B is not trained, and the base stays as it was.
+    "mica": ("plain", {**_Q, "init_lora_weights": "mica"}),
     "dora-joined": (
         "grouped",
         {**_Q, "target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": "olora", "use_dora": True},

@@ -13,6 +13,8 @@ from mindlora.core.fields import COUNT, check_number
 from mindlora.core.numerics.principal_components import randomized_svd
 
 NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
+# What PEFT's KaSA does to a base; nothing here is trained so.
+KASA = "kasa"
 _PISSA = re.compile(r"pissa(?:_niter_(\d+))?")
 _LOFTQ = re.compile(r"loftq(?:_iter_([1-9]\d*))?")
 Quantized = TypeVar("Quantized")
@@ -83,7 +85,9 @@ def orthogonal(
 
 
 def of_base(name: str, weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns (A, B), as ``pissa`` does, of an initializer that changes the base: pissa, pissa_niter_N or olora."""
+    """Returns (A, B), as ``pissa`` does, of what changes the base: pissa, pissa_niter_N, olora or kasa."""
+    if name == KASA:
+        return kasa(weight, rank, scale)
     if name == "olora":
         return olora(weight, rank, scale)
     match = _PISSA.fullmatch(name)
@@ -121,6 +125,18 @@ def pissa(
     )
     root = np.sqrt(s[:rank] / np.float32(scale))
     return root[:, None] * vt[:rank], u[:, :rank] * root
+
+
+def kasa(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
+    """What KaSA takes away, the r smallest singular values of W = U S V^T and their vectors: scale B A = U_r S_r V_r^T.
+
+    Args, Returns and Raises are those of ``pissa``; r must be smaller than both sides.
+
+    Source: Wang et al., KaSA: Knowledge-Aware Singular-Value Adaptation of Large Language Models, 2024.
+    """
+    check_rank(rank + 1, weight, KASA)
+    u, s, vt = np.linalg.svd(weight, full_matrices=False)
+    return vt[-rank:], u[:, -rank:] * (s[-rank:] / np.float32(scale))
 
 
 def olora(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:

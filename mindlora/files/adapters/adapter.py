@@ -68,7 +68,7 @@ class Adapter:
         projection_key (int): Seed that VeRA's A and B were drawn from; 0 if it is not known.
         peft_fields (dict): The fields of PEFT's configuration that change nothing here, as the file has them:
             task_type, modules_to_save, revision, ...; empty for an adapter that was not PEFT's.
-        initializer (str): "pissa" or "olora", if A and B are for the base that this initializer changed (see
+        initializer (str): "pissa", "olora" or "kasa", if A and B are for the base that it changed (see
             mindlora.files.adapters.initial_pairs); None otherwise.
         token_rows (dict): Path of an embedding -> (indices [n], rows [n, dim]) that replace rows of its table.
         invocation_tokens (tuple of int): The tokens from whose last place in a prompt on it acts (Greenewald et al.,

@@ -50,7 +50,7 @@ def append(adapter: Adapter, path: str, a: np.ndarray, b: np.ndarray) -> None:
 
 
 def complete(adapter: Adapter, base: Base) -> None:
-    """Makes a plain LoRA of an adapter that PEFT saved as PiSSA or OLoRA trained it; does nothing to any other.
+    """Makes a plain LoRA of an adapter that PEFT saved as PiSSA, OLoRA or KaSA trained it; does nothing to any other.
 
     As PEFT does when it loads one, the initial pairs are computed again from the base, in float32. Only linear cells
     have them, and none whose own weight is in the file (an adapted output head): that is the changed one. Pairs for
@@ -72,12 +72,13 @@ def complete(adapter: Adapter, base: Base) -> None:
             continue
         if not np.isfinite(weight).all():
             raise LoraError(
-                f"The weight of {path or 'the cell'} holds NaN or infinity, so the initial pairs of init_lora_weights "
-                f"{name!r} cannot be computed from it. Take another copy of the base."
+                f"The weight of {path or 'the cell'} holds NaN or infinity, so the initial pairs of {name!r} cannot be "
+                "computed from it. Take another copy of the base."
             )
         append(adapter, path, *initializers.of_base(name, weight, adapter.rank(path), adapter.scale(path)))
     adapter.initializer = None
-    adapter.initialization = name
+    # As what mindlora trains it, which knows no KaSA.
+    adapter.initialization = name if initializers.changes_base(name) else None
 
 
 def _weight_of(base: Base, adapter: Adapter, path: str, joined: Optional[str]) -> Optional[np.ndarray]:
@@ -89,7 +90,7 @@ def _weight_of(base: Base, adapter: Adapter, path: str, joined: Optional[str]) -
         return joined_pairs.member_weights(adapter, joined, base.weight_of(joined), *base.rows_of(joined))[path]
     if is_single(path):
         raise LoraError(
-            f"{path} was trained with init_lora_weights {adapter.initializer!r}, whose initial pair follows from the "
+            f"{path} was trained with PEFT's {adapter.initializer!r}, whose initial pair follows from the "
             "weight of this expert alone, and the base has no such weight: those of the experts are stacked. Merge the "
             "adapter into Hugging Face's checkpoint, which has them apart."
         )

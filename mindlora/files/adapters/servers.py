@@ -110,8 +110,8 @@ class Server(NamedTuple):
 _VLLM = "vllm/lora (peft_helper.py, lora_model.py, model_manager.py)"
 SERVERS: Dict[str, Server] = {
     "vllm": Server(
-        "0.32.0",
-        f"{_VLLM} of 0.32.0, of main earlier in 2026 and of 0.11.0; stacked experts: SkyRL#1852",
+        "0.33.0",
+        f"{_VLLM} of 0.33.0, 0.32.0, of main earlier in 2026 and of 0.11.0; stacked experts: SkyRL#1852",
         vllm_rules.vllm_problems,
         vllm_rules.vllm_notes,
     ),

@@ -1,4 +1,4 @@
-"""What vLLM and the servers that are built on it take of an adapter, version by version."""
+"""What vLLM, up to 0.33.0, and the servers that are built on it take of an adapter, version by version."""
 
 import math
 import os
@@ -26,6 +26,8 @@ _SERVED_KEY = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$|\.(embed_tokens
 _MERGE = "Merge it into the base (mindlora base merge), and serve that."
 # The first versions of vLLM that take adapters of experts, stacked experts in PEFT's layout, and one scale a cell.
 _EXPERTS, _STACKED, _PATTERNS = (0, 12), (0, 23), (0, 32)
+# The first one that takes the whole head of a classifier, in every kind of classification, and the names of that head.
+_HEADS_SINCE, _HEADS = (0, 33), ("classifier", "score")
 # What of these mindlora's records name keeps the experts of a layer apart in vLLM (is_3d_moe_weight is False).
 _APART = ("qwen3_moe", "deepseek_v3")
 
@@ -38,6 +40,12 @@ def vllm_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str
 def vllm_notes(adapter: Adapter, version: Version) -> Iterator[str]:
     """Yields what vLLM must be told, or have."""
     yield from _notes(adapter)
+    heads = _saved_heads(adapter)
+    if heads and version >= _HEADS_SINCE:
+        yield (
+            f"It has a whole head ({listed(heads)}): vLLM must run the model as a classifier (--runner pooling), and "
+            "with --max-lora-cls-labels if the head has more labels than the base's."
+        )
     if stacked_paths(adapter):
         yield (
             "Its experts are stacked in PEFT's layout, which vLLM takes for models whose experts it keeps in one "
@@ -85,7 +93,8 @@ def _problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
         config = json_object(config_file)
     if not adapter.variant.is_plain:
         yield f"It is a {adapter.variant.name} adapter ({adapter.variant.field}), which is refused. {_MERGE}"
-    if config.get("modules_to_save") or (not config and adapter.saved_modules):
+    saved = config.get("modules_to_save") or (not config and adapter.saved_modules)
+    if saved and not (version >= _HEADS_SINCE and _saved_heads(adapter) == adapter.trained_modules):
         yield f"It has modules_to_save ({listed(adapter.saved_modules)}), which are refused. {_MERGE}"
     if config.get("bias", "none") != "none":
         yield (
@@ -101,6 +110,11 @@ def _problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
     yield from _key_problems(path, adapter, config)
     yield from _cell_problems(path, adapter, version)
     yield from _scale_problems(adapter, config, version)
+
+
+def _saved_heads(adapter: Adapter) -> List[str]:
+    """Returns what an adapter has of the whole head of a classifier."""
+    return [name for name in adapter.trained_modules if name.rpartition(".")[0].rpartition(".")[2] in _HEADS]
 
 
 def _key_problems(path: str, adapter: Adapter, config: dict) -> Iterator[str]:
@@ -130,9 +144,11 @@ def _cell_problems(path: str, adapter: Adapter, version: Version) -> Iterator[st
     stacked = stacked_paths(adapter)
     apart = known_base(adapter).config.get("model_type") in _APART
     if stacked and (apart or version < _STACKED):
+        option = ", unless it runs with --enable-mixed-moe-lora-format and is given is_3d_lora_weight: true with it"
         yield (
             f"It has one pair for all experts of a layer ({listed(stacked)}), and this server takes pairs of each "
-            f"expert by itself. Write those: mindlora adapter convert {path} served --to peft --experts single"
+            f"expert by itself{option if version >= _STACKED else ''}. Write those: mindlora adapter convert {path} "
+            "served --to peft --experts single"
         )
     elif stacked:
         lone = _lone_stacks(stacked)

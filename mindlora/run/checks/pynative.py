@@ -27,6 +27,7 @@ from mindlora.run.yaml_run import YamlRun, data_of
 from mindlora.training.classifier.rules import check_pynative_classifier
 from mindlora.training.preference.rules import check_pynative_preference
 from mindlora.training.several.rules import check_of_each, check_pynative_adapters
+from mindlora.training.trackers.rules import check_pynative_trackers
 
 # Which cells the PyNative trainer puts LoRA on: its search for target_modules, and what MindFormers 2.0 adds to it.
 
@@ -195,7 +196,7 @@ def check_pynative(
     if misshapen:
         return misshapen
     findings = [*_check_checkpoint_keys(config, version), *_check_rows(config)]
-    findings += [*check_graph_mode(config), *check_pynative_classifier(config)]
+    findings += [*check_graph_mode(config), *check_pynative_classifier(config), *check_pynative_trackers(config)]
     findings += check_pynative_preference(config, first_rows)
     if first_rows is not None:
         findings += check_pynative_labels(config, first_rows)

@@ -29,6 +29,8 @@ STEPS = 2
 _PROGRAM = "mindlora.training.launch.trial"
 # What a key that holds a path ends in.
 _PATH_ENDINGS = ("dir", "path", "file", "files", "checkpoint", "data")
+# Callbacks that save or show a run.
+_OF_A_REAL_RUN = ("LoraCheckpoint", "Trackers")
 _WEIGHTS = (".safetensors", ".bin", ".ckpt", ".pth", ".index.json")
 # An error of MindSpore's compiler or runtime; ME is its Python side, whose errors end the program.
 _LOGGED_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\] (?!ME\()\w+\(.*?\[\S+:\d+\] (?P<text>.+)$", re.MULTILINE)
@@ -136,8 +138,9 @@ def _check_can_be_tried(run: YamlRun) -> None:
 def trial_yaml(config: Dict[str, Any], folder: str) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     """Returns what the trial runs, and the rows that it makes up.
 
-    The YAML is that of the run with no base, without LoraCheckpoint, and with its output in ``folder``. The rows are
-    path of a MindRecord -> {"columns": name -> shape, "count": rows, "tokens": how many tokens there are, ...}.
+    The YAML is that of the run with no base, without LoraCheckpoint and Trackers, and with its output in ``folder``.
+    The rows are path of a MindRecord -> {"columns": name -> shape, "count": rows, "tokens": how many tokens there are,
+    ...}.
     """
     tried = copy.deepcopy(config)
     _make_paths_absolute(tried)
@@ -152,7 +155,7 @@ def trial_yaml(config: Dict[str, Any], folder: str) -> Tuple[Dict[str, Any], Dic
     if changes_base(pet.get("lora_init")):
         # It begins with the base's values, and leaves the shapes as they are.
         del pet["lora_init"]
-    callbacks = [callback for callback in tried.get("callbacks") or [] if callback.get("type") != "LoraCheckpoint"]
+    callbacks = [callback for callback in tried.get("callbacks") or [] if callback.get("type") not in _OF_A_REAL_RUN]
     tried["callbacks"] = callbacks
     for callback in callbacks:
         callback.pop("directory", None)

@@ -26,6 +26,7 @@ from mindlora.training.held_out.held_out_loss import HeldOutLoss
 from mindlora.training.preference.reference_check import ReferenceCheck
 from mindlora.training.report.run_report import RunReport
 from mindlora.training.several.each_adapter import EachAdapter
+from mindlora.training.trackers.trackers import Trackers
 
 # The order in which callbacks run, whatever it is in the YAML: what measures comes before what decides and saves.
 
@@ -55,6 +56,7 @@ ORDER = (
     "LossCurve",
     "ProgressBar",
     "RunReport",
+    "Trackers",
 )
 # What every training run gets.
 ADDED = ("EmptySteps", "GracefulStop", "RunReport")
@@ -92,6 +94,7 @@ __all__ = [
     "ReferenceCheck",
     "RunReport",
     "SampleAnswers",
+    "Trackers",
     "TrainingGuard",
     "WarmUp",
 ]

@@ -28,6 +28,8 @@ _DATA_KINDS = {
 }
 # Settings that MindFormers' Trainer reads itself, beside the arguments of the class.
 _READ_BY_TRAINER = {"lr_schedule": ("warmup_epochs",)}
+# Callbacks whose arguments have a rule of run/checks.
+_RULED = ("Trackers",)
 # These take any argument and ignore what they do not know, so that a misspelt one has no effect. One that is as near to
 # an argument as this is a misspelt one.
 _NEAR = 0.85
@@ -52,7 +54,8 @@ def check_classes(run: YamlRun) -> Iterator[Finding]:
     yield from _missing_rate(run)
     for where, callback in run.callbacks if run.trains else ():
         yield from _unknown(where, MindFormerModuleType.CALLBACK, callback)
-        yield from _wrong_arguments(where, callback) or _wrong_values(where, callback)
+        if callback.get("type") not in _RULED:
+            yield from _wrong_arguments(where, callback) or _wrong_values(where, callback)
 
 
 def _nodes(node: Any) -> List[dict]:

@@ -61,12 +61,14 @@ class HistoryWriter:
 
     Attributes:
         moved (int): How many records of an earlier run were moved.
+        start (int): The byte of the file at which this run's records begin.
     """
 
     def __init__(self, directory: str, step: Optional[int]):
         os.makedirs(directory, exist_ok=True)
         self.path = os.path.join(directory, FILE_NAME)
         self.moved = _set_aside(self.path, math.inf if step is None else step)
+        self.start = os.path.getsize(self.path)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run goes on
 
     def append(self, step: int, **record: Any) -> None:
@@ -77,6 +79,32 @@ class HistoryWriter:
     def close(self) -> None:
         """Closes the file; nothing can be appended after that."""
         self._file.close()
+
+
+class HistoryReader:
+    """Reads metrics.jsonl while it is written.
+
+    Args:
+        path (str): The file.
+        start (int): The byte at which to begin, where a record does.
+    """
+
+    def __init__(self, path: str, start: int):
+        self.path = path
+        self.position = start
+
+    def records(self) -> Iterator[Tuple[str, dict]]:
+        """Yields (kind, record) of what is new; a record counts as read when the next one is asked for.
+
+        Raises DataError if a record is damaged.
+        """
+        with open(self.path, "rb") as file:
+            file.seek(self.position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                yield _record(line.decode("utf-8"), f"{self.path} at byte {self.position}")
+                self.position += len(line)
 
 
 @dataclasses.dataclass

@@ -50,7 +50,7 @@ _NOT_WITH_OTHERS = (
 OF_RUN = ("MFLossMonitor", "ProgressBar", "GracefulStop")
 _OF_ADAPTER = (
     *("EmptySteps", "HeldOutLoss", "TrainingGuard", "WarmUp", "ReduceOnPlateau", "GradientNormRate", "EarlyStopping"),
-    *("LoraCheckpoint", "RunReport"),
+    *("LoraCheckpoint", "RunReport", "Trackers"),
 )
 _WITH_OTHERS = (*OF_RUN, *_OF_ADAPTER)
 # With RunReport's earlier name, which goes with the next version.
@@ -151,8 +151,13 @@ def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> Tr
 
 
 def write_to_own_folder(callbacks: List[Dict[str, Any]], name: str, output: str) -> None:
-    """Makes callbacks write to a folder of an adapter's name, in their own or in the output folder of the run."""
+    """Makes callbacks write to a folder of an adapter's name, in their own or in the output folder of the run.
+
+    Trackers have the adapter's name too.
+    """
     for callback in callbacks:
+        if callback["type"] == "Trackers":
+            callback["adapter"] = name
         if callback["type"] in _WRITING:
             folder = callback.get("directory") or output
             callback["directory"] = os.path.join(folder, name, _WRITING[callback["type"]])

@@ -129,6 +129,17 @@ def test_what_loads_in_peft_and_not_in_vllm(rename, fields, message):
     assert any(message in problem for problem in problems), problems
 
 
+@pytest.mark.parametrize(
+    "name, version, accepted", [("score", "0.33", True), ("score", "0.32", False), ("norm", "0.33", False)]
+)
+def test_the_whole_head_of_a_classifier_is_served_since_vllm_0_33(name, version, accepted):
+    written(make(saved_modules={f"{name}.weight": np.ones((3, 8), np.float32)}))
+    report = check_for_server("adapter", f"vllm=={version}")
+    assert report.accepted == accepted
+    assert any("--runner pooling" in note for note in report.notes) == accepted
+    assert accepted or f"It has modules_to_save ({name}.weight), which are refused" in report.problems[0]
+
+
 def dora():
     adapter = make()
     for path in (WQ, WV):
@@ -152,7 +163,7 @@ def test_the_command_ends_with_1_where_it_would_not_be_served(capsys):
     assert "Did you mean 'vllm'?" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="No rules are known of a server 'tgi'"):
         check_for_server("adapter", "tgi")
-    with pytest.raises(ConfigError, match="The version of 'vllm==new' is not a number. Write it as in vllm==0.32.0"):
+    with pytest.raises(ConfigError, match="The version of 'vllm==new' is not a number. Write it as in vllm==0.33.0"):
         check_for_server("adapter", "vllm==new")
 
 
@@ -183,6 +194,8 @@ def test_stacked_experts_are_split_where_vllm_keeps_them_apart(tmp_path, capsys)
     adapter = stacked(tmp_path, "qwen3_moe")
     (problem,) = check_for_server(adapter, "vllm").problems
     assert problem.endswith("mindlora adapter convert adapter served --to peft --experts single")
+    assert "unless it runs with --enable-mixed-moe-lora-format" in problem
+    assert "--enable-mixed" not in check_for_server(adapter, "vllm==0.22").problems[0]
     assert cli.main(problem.rpartition("mindlora ")[2].split()) == 0, capsys.readouterr().err
     assert check_for_server("served", "vllm").accepted
     assert not check_for_server("served", "vllm==0.11").accepted

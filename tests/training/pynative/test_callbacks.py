@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support import pynative_runs
+from tests.support.event_files import scalars_of
 from tests.support.pynative_runs import only_with_pynative_trainer
 from tests.support.what_runs import shows
 
@@ -32,7 +33,8 @@ def messages(folder):
     pynative_runs.write_data(data, rows=4)
     runs = {
         "measured": (
-            *({"type": "RunReport"}, {"type": "AdapterHealth", "every_steps": 2}),
+            *({"type": "Trackers", "report_to": ["tensorboard"], "tags": ["tiny"]}, {"type": "RunReport"}),
+            {"type": "AdapterHealth", "every_steps": 2},
             {"type": "HeldOutLoss", "dataset_dir": str(data), "every_steps": 1, "batch_size": 3},
             {"type": "WarmUp", "steps": 2, "start_factor": 0.5},
         ),
@@ -102,6 +104,15 @@ def test_rates_tokens_and_health_are_recorded(folder, messages):
         for cell in report["cells"].values():
             assert all(part["gradient_norm"] > 0 and part["update"] > 0 for part in cell["parts"].values())
     assert (folder / "measured" / "report.html").is_file()
+
+
+def test_trackers_get_what_is_recorded(folder, messages):
+    assert messages["measured"] is None
+    scalars = scalars_of(folder / "measured" / "tensorboard")
+    for name in ("loss", "held_out_loss", "learning_rate"):
+        found = [scalars[name, step] for step in range(1, STEPS + 1)]
+        assert found == pytest.approx(records(folder / "measured", name), rel=1e-6)
+    assert {step for name, step in scalars if name.startswith("health/")} == {2, STEPS}
 
 
 def test_a_run_ends_early_if_nothing_improves(folder, messages):

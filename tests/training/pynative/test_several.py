@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.run.checks.data_rows import BOUNDARY
 from tests.support import pynative_runs, tiny_runs
+from tests.support.event_files import scalars_of
 from tests.support.pynative_runs import LORA, only_with_pynative_trainer
 from tests.support.what_runs import shows
 
@@ -147,7 +148,8 @@ SWEEP = """
 from tests.support import pynative_cpu
 pynative_cpu.install()
 from mindlora import cli
-raise SystemExit(cli.main(["sweep", "sweep.yaml", "--lr", "0.0,6e-3", "--seed", "1", "--output_dir", "swept"]))
+raise SystemExit(cli.main(["sweep", "sweep.yaml", "--lr", "0.0,6e-3", "--seed", "1", "--output_dir", "swept",
+                           "--report-to", "tensorboard"]))
 """
 
 
@@ -162,6 +164,9 @@ def test_a_sweep_compares_what_it_has_tried(folder, messages):
     assert f"{swept / 'comparison.html'}\nbest: lr6e-3_seed1, in {swept / 'lr6e-3_seed1'}" in run.stdout
     assert len(records(swept / "lr0.0_seed1", "held_out_loss")) == 2
     assert (swept / "lr6e-3_seed1" / "report.html").is_file()
+    for name in ("lr0.0_seed1", "lr6e-3_seed1"):
+        scalars = scalars_of(swept / name / "tensorboard")
+        assert [scalars["loss", step] for step in (1, 2)] == pytest.approx(records(swept / name, "loss"), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

@@ -11,7 +11,6 @@ import pytest
 import yaml
 from mindformers.tools.register import MindFormerConfig
 from mindformers.utils import tensorboard
-from tensorboardX.proto import event_pb2
 
 from mindlora.training.callbacks.common import report_event
 from mindlora.training.callbacks.registry import LoraCheckpoint, ProgressBar, RunReport, arrange_callbacks
@@ -21,6 +20,7 @@ from mindlora.training.report.history import read_history
 from mindlora.training.run_configuration import remember_configuration
 from mindlora.training.step.train_step import StepRecord
 from tests.support import tiny_runs
+from tests.support.event_files import scalars_of
 from tests.support.histories import health
 from tests.support.scripted_runs import Model, Report, ScriptedStep, StopAt, train
 
@@ -178,18 +178,6 @@ def test_tensorboard_gets_what_mflossmonitor_leaves_out(tmp_path, monkeypatch):
     assert scalars["held-out-loss", 2] == 1
     for record in read_history(str(tmp_path)).steps:
         np.testing.assert_allclose(scalars["memory-bytes", record["step"]], record["memory_bytes"], rtol=1e-6)
-
-
-def scalars_of(folder):
-    """Returns {(tag, step): value} from an event file: records of a length, its checksum, an event, its checksum."""
-    (path,) = folder.iterdir()
-    content, position, found = path.read_bytes(), 0, {}
-    while position < len(content):
-        length = int.from_bytes(content[position : position + 8], "little")
-        event = event_pb2.Event.FromString(content[position + 12 : position + 12 + length])
-        found.update({(value.tag, event.step): value.simple_value for value in event.summary.value})
-        position += 12 + length + 4
-    return found
 
 
 def test_the_configuration_comes_with_what_is_known_of_defaults(tmp_path):

@@ -22,7 +22,7 @@ from mindlora.core.text import listed
 from mindlora.files.adapters import metadata as adapter_metadata
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.adapters.dialects import peft_config as peft_selection
-from mindlora.files.adapters.dialects import peft_experts, peft_tuners
+from mindlora.files.adapters.dialects import peft_experts, peft_kasa, peft_tuners
 from mindlora.files.adapters.dialects.dialect import Dialect, File, Keys, unknown_tensors
 from mindlora.files.adapters.dialects.peft_config import PeftConfig
 from mindlora.files.adapters.expert_pairs import stacked_paths
@@ -69,6 +69,9 @@ class Peft(Dialect):
 
     def matches(self, file: File) -> bool:
         return any(map(parse_key, file.keys))
+
+    def read(self, file: File) -> Adapter:
+        return super().read(peft_kasa.without_diagonals(file))
 
     def sort(self, file: File) -> Keys:
         part_keys: Dict[str, PartKey] = {}

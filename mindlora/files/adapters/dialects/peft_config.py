@@ -8,6 +8,7 @@ from typing import Any, Collection, Dict, List, Mapping, Optional, Tuple
 from mindlora.core.errors import AdapterError, AdapterFormatError
 from mindlora.core.fields import Range
 from mindlora.core.json_files import parse_object
+from mindlora.core.numerics import initializers
 from mindlora.core.text import shown
 from mindlora.files.adapters.adapter import ALPHA
 from mindlora.files.adapters.dialects import peft_tuners
@@ -106,7 +107,6 @@ _OF_INITIALIZERS = ("corda_config", "eva_config", "loftq_config", "lora_ga_confi
 # Fields that change the forward or the base.
 _UNSUPPORTED = {
     "arrow_config": "the adapter is then a mixture of several",
-    "kasa_config": "the update then has singular values of its own",
     "layer_replication": "the base then repeats layers",
     "lora_bias": "B then has a bias",
     "monteclora_config": "the update is then sampled",
@@ -116,6 +116,8 @@ _UNSUPPORTED = {
 }
 # Initializers that subtract from the base what they put into A and B; two of them always find the same.
 _EXACT_INITIALIZERS = ("pissa", "olora")
+# KaSA, whose change follows from the base too.
+_KASA = "kasa_config"
 _BASE_CHANGING_INITIALIZERS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _USED = (
     "alora_invocation_tokens",
@@ -124,6 +126,7 @@ _USED = (
     # PEFT resets it where a cell is linear, and a file of A and B is the same either way.
     "fan_in_fan_out",
     "init_lora_weights",
+    _KASA,
     "lora_alpha",
     "lora_dropout",
     "modules_to_save",
@@ -142,7 +145,7 @@ class Extras:
     """What a reader can take besides plain pairs.
 
     Attributes:
-        initial_pairs (bool): An adapter as PiSSA or OLoRA trains it, whose initial pairs follow from the base.
+        initial_pairs (bool): An adapter as PiSSA, OLoRA or KaSA trains it, whose initial pairs follow from the base.
         token_rows (bool): Single rows of the embedding (trainable_token_indices).
         invocation_tokens (bool): An adapter that acts from its invocation tokens on (alora_invocation_tokens).
         refusals (list of str): If given, what cannot be read is added to it in words, and the rest is read.
@@ -190,7 +193,7 @@ class PeftConfig:
         selection (dict): The fields that select modules, as they are.
         base_model (str): base_model_name_or_path, or None.
         bias (str): "none", or which biases of the base were trained.
-        initializer (str): "pissa" or "olora", if the adapter is for the base that this initializer changed; or None.
+        initializer (str): "pissa", "olora" or "kasa", if the adapter is for the base that it changed; or None.
         token_rows (dict): Module -> indices of the rows of its weight that were trained (trainable_token_indices).
         invocation_tokens (tuple of int): The tokens from which on it acts (alora_invocation_tokens); empty if on all.
         kept (dict): The fields that change nothing here and are written again as they are, unknown ones among them.
@@ -331,13 +334,22 @@ def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
             f"initializer changed. {_way_out(initializer)}"
         )
         extras.refuse(AdapterFormatError(message))
+    elif content.get(_KASA) and not extras.initial_pairs:
+        message = (
+            f"{path}: {_KASA} is {shown(content[_KASA])}, so the adapter belongs to a base without its smallest "
+            "singular values. Load it (load_lora) or merge it, where they are computed from the base."
+        )
+        extras.refuse(AdapterFormatError(message))
 
 
 def _exact_initializer(content: dict) -> Optional[str]:
     """Returns the initializer whose initial pairs are the same whenever they are computed, or None."""
     initializer = content.get("init_lora_weights")
-    exact = initializer.lower() if isinstance(initializer, str) else None
-    return exact if exact in _EXACT_INITIALIZERS else None
+    name = initializer.lower() if isinstance(initializer, str) else ""
+    if content.get(_KASA):
+        # On a base that something else has changed too, it would not be exact.
+        return None if name.startswith(_BASE_CHANGING_INITIALIZERS) else initializers.KASA
+    return name if name in _EXACT_INITIALIZERS else None
 
 
 def _way_out(initializer: str) -> str:

@@ -2,11 +2,23 @@
 
 from typing import Dict, Tuple
 
-from mindlora.files.adapters.dialects import diffusers, foreign, kohya, mcore, mindformers, mlx, peft, pynative, slora
+from mindlora.files.adapters.dialects import (
+    diffusers,
+    foreign,
+    kohya,
+    mcore,
+    mindformers,
+    mlx,
+    peft,
+    pynative,
+    slora,
+    tinker,
+)
 from mindlora.files.adapters.dialects.dialect import Dialect, File
 
 # A file is in the first of them that matches.
 DIALECTS: Tuple[Dialect, ...] = (
+    tinker.Tinker(),
     peft.Peft(),
     mlx.Mlx(),
     kohya.Kohya(),

@@ -77,7 +77,6 @@ def test_flags_must_be_true_or_false(tmp_path, value):
     "field, value",
     [
         ("arrow_config", {"top_k": 2}),
-        ("kasa_config", {"a": 1}),
         ("layer_replication", [[0, 4], [2, 5]]),
         ("lora_bias", True),
         ("monteclora_config", {"a": 1}),
@@ -103,6 +102,20 @@ def test_an_adapter_that_acts_from_some_tokens_on_is_for_those_who_take_it(tmp_p
     assert peft_config.read(path, peft_config.Extras(invocation_tokens=True)).invocation_tokens == (7, 2)
     for value in (None, []):
         assert peft_config.read(written(tmp_path, {**PLAIN, "alora_invocation_tokens": value})).invocation_tokens == ()
+
+
+def test_an_adapter_of_kasa_is_for_those_who_have_the_base(tmp_path):
+    path = written(tmp_path, {**PLAIN, "kasa_config": {"beta": 0.1}})
+    refused(
+        path,
+        ": kasa_config is {'beta': 0.1}, so the adapter belongs to a base without its smallest singular values. Load "
+        "it (load_lora) or merge it, where they are computed from the base.",
+    )
+    extras = peft_config.Extras(initial_pairs=True)
+    assert peft_config.read(path, extras).initializer == "kasa"
+    both = written(tmp_path, {**PLAIN, "kasa_config": {"beta": 0.1}, "init_lora_weights": "pissa"})
+    with pytest.raises(AdapterFormatError, match="init_lora_weights is 'pissa', so the adapter belongs to a base"):
+        peft_config.read(both, extras)
 
 
 @pytest.mark.parametrize("value", [7, "7", [7.0], [True], [-1], {"7": 2}])

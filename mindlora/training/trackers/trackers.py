@@ -1,0 +1,154 @@
+"""Trackers: what a run records, sent to TensorBoard, SwanLab, Weights & Biases and MLflow."""
+
+import atexit
+import os
+import threading
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+from mindformers.tools.utils import get_real_rank
+from mindspore import Callback
+from mindspore.train import RunContext
+
+from mindlora.core import atomic
+from mindlora.core.errors import ConfigError, LoraError
+from mindlora.core.json_files import parse_object, write_json
+from mindlora.training.callbacks.common import register
+from mindlora.training.log import logger
+from mindlora.training.report.history import HistoryReader
+from mindlora.training.report.run_report import REPORT_NAME, RunReport
+from mindlora.training.trackers.registry import TRACKERS
+from mindlora.training.trackers.sender import Sender
+from mindlora.training.trackers.settings import check_settings
+from mindlora.training.trackers.tracker import TrackedRun
+
+# What the trackers call the run, beside metrics.jsonl: a resumed run goes on as the same one.
+FILE_NAME = "trackers.json"
+
+
+@register
+class Trackers(Callback):
+    """Sends what RunReport records to trackers: numbers, configuration, events, answers and, in the end, the report.
+
+    Rank 0 sends, on a thread for each tracker. Whatever a tracker does, training goes on, and metrics.jsonl has
+    everything. A resumed run goes on as the same run of each tracker, whose ids are in trackers.json.
+
+    Args:
+        report_to (str or list of str): tensorboard, swanlab, wandb and mlflow, one or some of them.
+        project (str): The project, or MLflow's experiment. Default: None, what the tracker's environment variable
+            says, or "mindlora".
+        name (str): What the run is called. Default: None, what the tracker's environment variable says, or the name of
+            the output folder.
+        tags (list of str): Tags of the run. Default: (), none.
+        adapter (str): Which adapter it is about, in a run with several, where mindlora sets it. Default: None.
+
+    Raises:
+        ConfigError: An argument has a wrong value, or no RunReport is among the callbacks.
+    """
+
+    def __init__(
+        self,
+        report_to: Union[str, Sequence[str]],
+        project: Optional[str] = None,
+        name: Optional[str] = None,
+        tags: Sequence[str] = (),
+        adapter: Optional[str] = None,
+    ):
+        super().__init__()
+        self.names = check_settings(report_to, project, name, tags, adapter)
+        self.project, self.name, self.tags, self.adapter = project, name, tuple(tags), adapter
+        self.directory = ""
+        self.senders: List[Sender] = []
+        self.has_begun = False
+        self.ids: Dict[str, str] = {}
+        self.lock = threading.Lock()
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Raises ConfigError if nothing records the run."""
+        if not self._reports(run_context):
+            raise ConfigError("Trackers sends what RunReport records: add RunReport to callbacks, before Trackers.")
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Begins the run of each tracker."""
+        # RunReport, which comes before, has begun the history by now, on rank 0.
+        if self.has_begun or get_real_rank() != 0:
+            return
+        self.has_begun = True
+        report = next(report for report in self._reports(run_context) if report.history is not None)
+        self.directory = report.directory
+        step = report.step_before
+        self.ids = _read_ids(self.directory) if step else {}
+        self._write_ids()
+        for name in self.names:
+            self._begin(name, report.history, step)
+        if self.senders:
+            # An error under the PyNative Trainer ends the run without a word to its callbacks.
+            atexit.register(self._finish, failed=True)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Sends the step."""
+        for sender in self.senders:
+            sender.wake()
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Ends the run of each tracker, with the report."""
+        self._finish(failed=False)
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends the runs as failed ones, if an error has ended training."""
+        self._finish(failed=error[0] is not None)
+
+    def _begin(self, name, history, step):
+        """Begins the run of a tracker."""
+        tracker = TRACKERS[name]()
+        if not tracker.is_installed():
+            logger.warning(
+                "Trackers: %s is not installed, and the run goes on without it: pip install 'mindlora[%s]'. "
+                "metrics.jsonl is written.",
+                tracker.package,
+                name,
+            )
+            return
+        folder = os.path.dirname(self.directory) if self.adapter else self.directory
+        known = self.ids.get(name)
+        run = TrackedRun(
+            self.directory, step, self.project, self.name, os.path.basename(folder), self.adapter, self.tags, known
+        )
+        # A tracker that the run did not have before gets all of it.
+        reader = HistoryReader(history.path, history.start if known else 0)
+        self.senders.append(Sender(name, tracker, run, reader, self._note))
+        self.senders[-1].start()
+
+    def _note(self, name, identifier):
+        """Keeps what a tracker calls the run."""
+        with self.lock:
+            self.ids[name] = identifier
+            self._write_ids()
+
+    def _write_ids(self):
+        with atomic.replace_file(os.path.join(self.directory, FILE_NAME)) as path:
+            write_json(path, self.ids)
+
+    def _finish(self, failed):
+        senders, self.senders = self.senders, []
+        for sender in senders:
+            sender.end(os.path.join(self.directory, REPORT_NAME), failed)
+        for sender in senders:
+            sender.wait()
+        atexit.unregister(self._finish)
+
+    @staticmethod
+    def _reports(run_context):
+        return [each for each in run_context.original_args().list_callback if isinstance(each, RunReport)]
+
+
+def _read_ids(directory: str) -> Dict[str, str]:
+    """Returns what trackers.json has: name of a tracker -> id of the run; empty if it is not there or damaged."""
+    path = os.path.join(directory, FILE_NAME)
+    if not os.path.isfile(path):
+        return {}
+    try:
+        with open(path, "rb") as file:
+            return parse_object(file.read(), path, ConfigError)
+    except LoraError as error:
+        logger.warning("The trackers begin new runs. To go on with those of before, read this: %s", error)
+        return {}

@@ -1,0 +1,40 @@
+"""TensorBoard's event files read without TensorBoard: records of a length, its checksum, an event, its checksum."""
+
+import os
+
+import mindspore  # noqa: F401  must come before protobuf
+from tensorboardX.proto import event_pb2
+
+
+def events_of(folder):
+    """Returns the events of all event files in a folder, in the order in which they were written."""
+    events = []
+    for name in sorted(os.listdir(folder)):
+        with open(os.path.join(folder, name), "rb") as file:
+            content = file.read()
+        position = 0
+        while position < len(content):
+            length = int.from_bytes(content[position : position + 8], "little")
+            events.append(event_pb2.Event.FromString(content[position + 12 : position + 12 + length]))
+            position += 12 + length + 4
+    return events
+
+
+def scalars_of(folder):
+    """Returns {(tag, step): value}, without what a run that goes on earlier hides, as TensorBoard shows it."""
+    return {place: value.simple_value for place, value in _values(folder).items() if not value.HasField("tensor")}
+
+
+def texts_of(folder):
+    """Returns {(tag, step): text} in the same way."""
+    tensors = {place: value.tensor for place, value in _values(folder).items() if value.HasField("tensor")}
+    return {place: tensor.string_val[0].decode("utf-8") for place, tensor in tensors.items()}
+
+
+def _values(folder):
+    shown = {}
+    for event in events_of(folder):
+        if event.HasField("session_log"):
+            shown = {(tag, step): value for (tag, step), value in shown.items() if step < event.step}
+        shown.update({(value.tag, event.step): value for value in event.summary.value})
+    return shown
