@@ -220,7 +220,7 @@ def _merge(arguments: argparse.Namespace) -> Any:
 
 
 class _Bar:
-    """A progress bar on stderr, shown after a second; call it with the bytes just done and the bytes in all."""
+    """A progress bar on a terminal, shown after a second; call it with the bytes just done and the bytes in all."""
 
     def __init__(self, name):
         self._name = name
@@ -237,7 +237,7 @@ class _Bar:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(desc=self._name, total=total, unit="B", unit_scale=True, delay=1)
+            self._bar = tqdm(desc=self._name, total=total, unit="B", unit_scale=True, delay=1, disable=None)
         self._bar.update(nbytes)
 
 

@@ -112,6 +112,7 @@ def test_neither_imports_mindspore(base, adapter, tmp_path):
 def test_a_bar_after_more_than_a_second(base, tmp_path, monkeypatch, capsys):
     from mindlora.cli import base as verbs
 
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with verbs._Bar("base convert") as bar:
         bar(1, 10)
         assert "base convert" not in capsys.readouterr().err
@@ -122,3 +123,13 @@ def test_a_bar_after_more_than_a_second(base, tmp_path, monkeypatch, capsys):
     assert "base convert:  50%" in capsys.readouterr().err
     assert cli.main(["base", "convert", base, str(tmp_path / "out"), "--to", "mindformers"]) == 0
     assert "base convert" not in capsys.readouterr().err
+
+
+def test_no_bar_in_a_file(capsys):
+    from mindlora.cli import base as verbs
+
+    with verbs._Bar("base convert") as bar:
+        bar(1, 10)
+        bar._bar.start_t = 0
+        bar(9, 10)
+    assert capsys.readouterr().err == ""
