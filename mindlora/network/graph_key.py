@@ -20,7 +20,7 @@ from mindspore.common.generator import Generator
 
 # What MindSpore notes in every cell: numbers of this process, and what it found out while it compiled.
 _BOOKKEEPING = {
-    *("_create_time", "_id", "_compile_cache", "_phase_cache", "_phase", "_compile_phase", "compile_phase"),
+    *("_create_time", "_id", "_compile_cache", "_phase_cache", "_compile_phase", "compile_phase"),
     *("_compiled", "current_phase", "arguments_key", "_exist_objs", "_exist_names", "_init_flag"),
     *("_has_mutable_args_list", "sequence_modified", "_lazy_construct_sig", "__parse_method__", "is_top_cell"),
     "_is_check_and_refresh",

@@ -63,6 +63,7 @@ def other_construct(self, x):
     "change",
     [
         lambda cell: cell.set_train(),
+        lambda cell: setattr(cell, "phase", "prefill"),
         lambda cell: cell.sizes["rows"].append(3),
         lambda cell: cell.add.add_prim_attr("mark", 1),
         lambda cell: setattr(cell, "product", ops.MatMul()),
