@@ -36,6 +36,8 @@ LEFT = {
     "mindlora-run --config my.yaml --load_checkpoint Qwen3-tiny": "the same",
     "mindlora generate --model Qwen3-tiny": "the same",
     "mindlora data alpaca --input ../../scripts/quickstart_data": "the same",
+    "mindlora base convert Qwen3-8B-FP8": "reads a model of 8 GB",
+    "mindlora base quantize Qwen3-8B-bnb-4bit": "the same, in 4 bits",
     "mindlora plan run.yaml --verify": "compiles a run for an NPU, which takes MindSpore's Ascend backend minutes",
 }
 

@@ -207,7 +207,8 @@ def load_adapted(model, adapter, trainable=False):
         # A warning that PEFT and transformers cause between themselves.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         # PEFT looks for the patterns of stacked experts among the modules, finds none, and then uses them.
-        warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys .*\.mlp\.experts\.")
+        of_experts = r"The following (rank|alpha)_pattern keys .*(\.mlp\.experts\.|\.gate_up_proj)"
+        warnings.filterwarnings("ignore", message=of_experts)
         # That merging in PEFT changes the one table for embedding and head.
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer is part of")
         adapted = PeftModel.from_pretrained(load_model(model), adapter, is_trainable=trainable).eval()

@@ -41,7 +41,7 @@ def without_diagonals(file: File) -> File:
         if key not in diagonals:
             return array
         diagonal = file.fetch(diagonals[key])
-        if array.ndim != 2 or diagonal.shape != array.shape[1:]:
+        if len(array.shape) != 2 or diagonal.shape != array.shape[1:]:
             raise ShapeMismatchError(
                 f"{file.path}: {diagonals[key]} is {list(diagonal.shape)}, and {key} {list(array.shape)}; it must have "
                 "a number for each column. Save the adapter with PEFT again."

@@ -61,7 +61,7 @@ def _pairs(adapter: Adapter, path: str, source: str) -> Iterator[Pair]:
     a, b = (adapter.tensors.get((path, half)) for half in "AB")
     if a is None or b is None:
         raise MissingTensorsError(f"{source} holds one of A and B of {path} alone. Save the adapter again.")
-    counts = sorted({len(a), len(b)} - {1}) if a.ndim == b.ndim == 3 else []
+    counts = sorted({len(a), len(b)} - {1}) if len(a.shape) == len(b.shape) == 3 else []
     if len(counts) != 1:
         raise ShapeMismatchError(
             f"{source}: A of {path} is {list(a.shape)} and B {list(b.shape)}; they must be [experts, r, in] and "
