@@ -18,7 +18,7 @@ def main() -> int:
     words = sys.argv[1:]
     if "--terminal" in words:
         words.remove("--terminal")
-        sys.stdout.isatty = lambda: True
+        sys.stdout.isatty = sys.stderr.isatty = lambda: True
     return launcher.main(words)
 
 
