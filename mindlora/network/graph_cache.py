@@ -37,7 +37,7 @@ class CompiledOnce(nn.Cell):
         if cache is None:
             super().compile(*args, **kwargs)
         else:
-            cache.compile(self, args, functools.partial(super().compile, *args, **kwargs))
+            cache.compile(self, (*args, *kwargs.items()), functools.partial(super().compile, *args, **kwargs))
 
 
 def graph_cache() -> Optional["GraphCache"]:
@@ -60,7 +60,11 @@ def _cache_in(folder: str, process: int) -> Optional["GraphCache"]:
     if not hasattr(_cell_graph_executor, "_set_compile_cache_dep_files"):
         logger.warning("%s has no effect with MindSpore %s. Unset it.", VARIABLE, ms.__version__)
         return None
-    return GraphCache(pathlib.Path(folder))
+    try:
+        return GraphCache(pathlib.Path(folder))
+    except OSError as error:
+        logger.warning("%s has no effect: %s. Name a folder that can be written to.", VARIABLE, error)
+        return None
 
 
 class GraphCache:
@@ -131,9 +135,12 @@ class GraphCache:
         """Keeps the graph that was compiled, unless it is the one that MindSpore was shown."""
         file = self._file()
         if file.exists() and file.stat().st_mtime_ns != self._shown_at:
-            for source, target in ((file, kept), (self._place / _HASH, self._hash)):
-                with replace_file(str(target)) as unfinished:
-                    shutil.copyfile(source, unfinished)
+            try:
+                for source, target in ((file, kept), (self._place / _HASH, self._hash)):
+                    with replace_file(str(target)) as unfinished:
+                        shutil.copyfile(source, unfinished)
+            except OSError as error:
+                logger.warning("A compiled graph is not kept: %s. Make room in %s.", error, self._folder)
         elif self._shown_at:
             logger.info("A compiled graph was taken from %s.", kept)
 

@@ -10,6 +10,7 @@ import os
 import pathlib
 import platform
 import sys
+import sysconfig
 import types
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -47,7 +48,7 @@ def graph_key(cell: nn.Cell, arguments: Tuple[Any, ...]) -> str:
 
     Args:
         cell (nn.Cell): The cell that is to be compiled.
-        arguments (tuple): What its ``construct`` is called with.
+        arguments (tuple): What its ``construct`` is called with; of keywords a pair each, name and value.
 
     Raises:
         NoKeyError: The cell holds something whose content cannot be seen, such as a lock.
@@ -122,7 +123,7 @@ class _Walk:
             self._token(type(value).__name__, value.name if isinstance(value, logging.Logger) else value.__name__)
         elif isinstance(value, type):
             self._class(value, where)
-        elif callable(value) and isinstance(value, _FUNCTIONS):
+        elif isinstance(value, _FUNCTIONS):
             self._function(value, where)
         else:
             self._object(value, where)
@@ -240,7 +241,9 @@ def _files() -> str:
 def _other_modules() -> List[Tuple[str, str]]:
     """Returns name and digest of each loaded module that is not installed: a user's own cells, and what they use."""
     files = {name: getattr(module, "__file__", None) for name, module in sorted(sys.modules.items())}
-    installed = (sys.prefix, sys.base_prefix, str(pathlib.Path(__file__).parents[1]))
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders = [*places, str(pathlib.Path(__file__).parents[1])]
+    installed = tuple(os.path.join(folder, "") for folder in folders)
     return [
         (name, hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest())
         for name, file in files.items()

@@ -24,8 +24,8 @@ class Scale(CompiledOnce):
         self.factor = factor
         self.weight = Parameter(Tensor(np.full(3, weight, np.float32)), name="weight")
 
-    def construct(self, x):
-        return x * self.factor + self.weight + SHIFT
+    def construct(self, x, minus=0):
+        return x * self.factor + self.weight + SHIFT - minus
 
 SHIFT = 0
 
@@ -49,7 +49,8 @@ for factor in given["factors"]:
     cell = Scale(factor, given["weight"])
     if given.get("lock"):
         cell.lock = threading.Lock()
-    sums += [float(cell(x).asnumpy().sum()), float(cell(x + 1).asnumpy().sum())]
+    keywords = {"minus": given["minus"]} if "minus" in given else {}
+    sums += [float(cell(x, **keywords).asnumpy().sum()), float(cell(x + 1, **keywords).asnumpy().sum())]
 print(json.dumps({"sums": sums, "lines": lines}))
 """
 
@@ -64,7 +65,7 @@ def start(tmp_path, mindformers):
         words = ("program.py", json.dumps({"factors": factors, "weight": weight, **given}))
         printed = succeeded(forked.run(words, tmp_path, {**environment, **dict(variables)}))
         answer = json.loads(printed.splitlines()[-1])
-        expected = [3 * (factor + weight + shift) for factor in factors]
+        expected = [3 * (factor + weight + shift - given.get("minus", 0)) for factor in factors]
         assert answer["sums"][::2] == pytest.approx(expected)
         assert answer["sums"][1::2] == pytest.approx([first + 3 * factor for first, factor in zip(expected, factors)])
         return sum("was taken from" in line for line in answer["lines"]), answer["lines"]
@@ -122,6 +123,18 @@ def test_a_cell_without_a_key_is_compiled_and_the_log_says_so(start, tmp_path):
         taken, lines = start(2.0, lock=True)
         assert taken == 0 and "The graph of Scale is not kept, as Scale.lock is a _thread.lock" in "".join(lines)
     assert graphs(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named_and_the_run_goes_on(start, tmp_path):
+    (tmp_path / "graphs").write_text("a file")
+    taken, lines = start(2.0)
+    assert taken == 0 and "MINDLORA_GRAPH_CACHE has no effect" in "".join(lines) and str(tmp_path) in "".join(lines)
+
+
+def test_keywords_tell_graphs_apart(start):
+    assert start(2.0, minus=1)[0] == 0
+    assert start(2.0, minus=2)[0] == 0
+    assert start(2.0, minus=2)[0] == start(2.0, minus=1)[0] == 1
 
 
 def test_beside_mindspores_own_cache_none_is_kept(start, tmp_path):

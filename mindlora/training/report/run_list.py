@@ -75,7 +75,7 @@ def list_runs(folder: str, now: Optional[float] = None) -> RunList:
         now (float, optional): The time, in seconds since 1970. Default: None, that of the clock.
 
     Raises:
-        DataError: There is no such folder, or no run in it.
+        DataError: The folder does not exist, or holds no run.
     """
     if not os.path.isdir(folder):
         raise DataError(f"{folder} is not a folder: name one that training runs write to.")
