@@ -23,7 +23,7 @@ from mindlora.network.tree import lora_cells, saved_module_parameters
 
 _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
 # What a network for serving has besides the base's weights.
-_CACHES = (".key_cache", ".value_cache")
+CACHES = (".key_cache", ".value_cache")
 _OF_GROUPS = tuple(TENSOR_NAMES[field] for field in ("scales", "offsets"))
 
 
@@ -93,7 +93,7 @@ def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:
     return {
         parameter.name: parameter
         for parameter in network.get_parameters()
-        if parameter.name not in others and not parameter.name.endswith(_CACHES)
+        if parameter.name not in others and not parameter.name.endswith(CACHES)
     }
 
 

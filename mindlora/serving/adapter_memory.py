@@ -143,6 +143,7 @@ class _Entry:
         packed (Any): What ``prepare`` made of them; None if it is not in memory.
         fresh (bool): In memory and not yet asked for by take().
         seen (Stamp or None): What a request saw on the disk meanwhile; None if no request has come.
+        published (bool): It came from memory (publish): no file is looked at, and it makes room for no other.
     """
 
     stamp: Optional[Stamp] = None
@@ -152,6 +153,7 @@ class _Entry:
     fresh: bool = False
     load: Load = Load.IDLE
     seen: Optional[Stamp] = None
+    published: bool = False
 
     def forget(self) -> None:
         """Forgets the files, not the read."""
@@ -202,13 +204,30 @@ class AdapterMemory:
         for thread in self._threads:
             thread.start()
 
+    def publish(self, name: str, packed: Any) -> None:
+        """Makes ``packed`` the adapter of that name from the next request on, with a version of its own.
+
+        Its name must be registered, by AdapterRegistry.publish. So what was computed with the values of before, the
+        keys and values of a prompt, is not used with the new ones.
+        """
+        with self._changed:
+            entry = self._entry(name)
+            entry.published = True
+            entry.packed = packed
+            entry.version = next(self._versions)
+
     def prefetch(self, name: str, held: Optional[int] = None) -> None:
         """Asks for the adapter's files unless they are known as they are now, or a slot has that version (``held``).
 
         A request has come. Raises AdapterNotFoundError if the adapter is not registered.
         """
         self.registry.refresh()
-        stamp = stamp_of(self.registry.path(name))
+        path = self.registry.path(name)
+        with self._changed:
+            entry = self._entry(name)
+            if entry.published:
+                return
+        stamp = stamp_of(path)
         with self._changed:
             entry = self._entry(name)
             if entry.load is not Load.IDLE:
@@ -246,7 +265,8 @@ class AdapterMemory:
             _raise(entry)
             if entry.packed is not None:
                 entry.fresh = False
-                self._recent.move_to_end(name)
+                if not entry.published:
+                    self._recent.move_to_end(name)
                 return Loaded(entry.version, entry.packed)
             self._hurry(name, entry)
             return None
@@ -302,8 +322,9 @@ class AdapterMemory:
     def _drop(self, name: str, entry: _Entry) -> None:
         """Takes an adapter out of memory, if it is there; what is known about its files stays."""
         if entry.packed is not None:
-            del self._recent[name]
-            self._nbytes -= entry.packed.nbytes
+            if not entry.published:
+                del self._recent[name]
+                self._nbytes -= entry.packed.nbytes
             entry.packed = None
             entry.fresh = False
 

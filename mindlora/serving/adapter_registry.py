@@ -133,6 +133,12 @@ class AdapterRegistry:
             self._merge()
         return before
 
+    def publish(self, name: str) -> None:
+        """Adds the name of an adapter that lies in memory alone (AdapterMemory.publish); it stands for its path too."""
+        with self._lock:
+            self._named[_checked_name(name)] = name
+            self._merge()
+
     def unregister(self, name: str) -> None:
         """Removes a name; a subfolder of that name stays hidden until the name is registered again.
 

@@ -1,7 +1,7 @@
 """Puts an engine together: network, the base's weights, pools, adapter cache, scheduler."""
 
 import os
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -122,6 +122,24 @@ def make_engine(
         quantize_base(network, quantize_exclude)
     # Elsewhere weights are copied to the device.
     notes = load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
+    folder = checkpoint if os.path.isdir(checkpoint) else None
+    return engine_of(network, tokenizer, registry, settings, quantize, model_name, folder, notes)
+
+
+def engine_of(
+    network: nn.Cell,
+    tokenizer: Any,
+    registry: AdapterRegistry,
+    settings: EngineSettings,
+    quantize: bool = False,
+    model_name: str = "base",
+    base_folder: Optional[str] = None,
+    base_notes: Sequence[str] = (),
+) -> Engine:
+    """Puts pools of adapters on a network of build_network that has its weights, and returns an engine around it.
+
+    Arguments are those of make_engine and Engine.
+    """
     cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
     shapes = {**cell_shapes(network, cells), **_expert_shapes(network)}
@@ -158,8 +176,7 @@ def make_engine(
         FEW_TOKENS,
     )
     ends = end_tokens(tokenizer, network.config.eos_token_id)
-    folder = checkpoint if os.path.isdir(checkpoint) else None
-    return Engine(runner, scheduler, adapters, tokenizer, ends, model_name, folder, tuple(notes))
+    return Engine(runner, scheduler, adapters, tokenizer, ends, model_name, base_folder, tuple(base_notes))
 
 
 def _fingerprints(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> List[Callable[[Iterable[str]], Optional[dict]]]:

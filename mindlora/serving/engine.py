@@ -18,6 +18,7 @@ from mindlora.serving.runner import ModelRunner
 from mindlora.serving.sampling import Sampled, Sampler, sample_batch, score_token
 from mindlora.serving.scheduler import Scheduler
 from mindlora.serving.score_head import ScoreHead
+from mindlora.serving.turns import Turns
 
 # The log-probabilities of the tokens of prompts, for requests that ask how likely a given text is.
 
@@ -107,10 +108,13 @@ class EngineSnapshot:
 class Engine:
     """Continuous batching of requests to one base with many adapters.
 
-    One thread, which start() begins, runs the network. Everything else can be called from any thread; a step of the
-    network is never waited for. ``ends`` are tokens that end an answer (see end_tokens), ``adapters`` those of the
-    scheduler; callers name the base ``model_name``, and ``base_folder`` is where it lies, if it is a folder;
-    ``base_notes`` are what load_base returned. A prompt and its answer have ``seq_length`` tokens at most.
+    One thread, which start() begins, runs the network, a step at a time. Another thread that computes with MindSpore in
+    this process does so within ``turns.turn()``, in parts that are about as long as a step. Everything else can be
+    called from any thread; a step of the network is never waited for.
+
+    ``ends`` are tokens that end an answer (see end_tokens), ``adapters`` those of the scheduler; callers name the base
+    ``model_name``, and ``base_folder`` is where it lies, if it is a folder; ``base_notes`` are what load_base returned.
+    A prompt and its answer have ``seq_length`` tokens at most.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class Engine:
         self.base_folder = base_folder
         self.base_notes = base_notes
         self.seq_length = scheduler.seq_length
+        self.turns = Turns()
         self._decoder = TextDecoder(tokenizer)
         self._ends = ends
         # Guards the scheduler and what follows. It is not held while the network computes.
@@ -289,22 +294,27 @@ class Engine:
                 stream.put(Piece(finish_reason="error", error=problem))
 
     def _run(self) -> None:
-        self._warm_up()
+        with self.turns.turn():
+            self._warm_up()
         self._ready.set()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or self._answers)
                 if self._stopping:
                     return
-                self.adapters.begin_step()
-                parts = self.scheduler.plan()
-                pieces = self._failed()
-                if not parts and not pieces:
-                    self._changed.wait(_LOOK_AGAIN)
-            if parts:
-                pieces += self._step(parts)
+            # The plan writes adapters into their slots, which is a graph too.
+            with self.turns.turn():
+                with self._changed:
+                    self.adapters.begin_step()
+                    parts = self.scheduler.plan()
+                    pieces = self._failed()
+                if parts:
+                    pieces += self._step(parts)
             for stream, piece in pieces:
                 stream.put(piece)
+            if not parts and not pieces:
+                with self._changed:
+                    self._changed.wait(_LOOK_AGAIN)
 
     def _step(self, parts: List[Part]) -> List[Tuple[Stream, Piece]]:
         try:

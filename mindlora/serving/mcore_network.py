@@ -1,11 +1,12 @@
 """The network by which Qwen3, Qwen3-MoE and GLM4 are served: MindFormers' own inference of them takes no adapters.
 
 What it computes otherwise on Ascend than on a CPU is in mcore_operators. Cells and parameters have Hugging Face's
-names, with q, k, v, gate and up apart: adapters in joined pairs are split.
+names, with q, k, v, gate and up apart: adapters in joined pairs are split. A network that is to hold the weights of one
+in training has them joined, as that one has.
 """
 
 import types
-from typing import Any, Mapping, Optional, cast
+from typing import Any, Mapping, NamedTuple, Optional, Tuple, cast
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -17,6 +18,7 @@ from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import HF, Architecture
 from mindlora.models.architectures.decoder_sizes import DecoderSizes, decoder_sizes
 from mindlora.network.serving.multi_lora_dense import JoinsLinears
+from mindlora.ops.frozen_linear import FrozenRows
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import YamlRun
@@ -33,12 +35,35 @@ from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import StackedExperts
 
 
-def build_mcore(model_config: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
+class JoinedRows(NamedTuple):
+    """How the rows of joined weights lie in the network in training whose weights a served one is to hold.
+
+    Attributes:
+        by_head (bool): Whether linear_qkv has for each key-value head those of q, k and v; else those of all heads of
+            q come first, then k's, then v's.
+        alternates (bool): Whether those of gate and up alternate in linear_fc1; else gate's come first.
+    """
+
+    by_head: bool
+    alternates: bool
+
+    @classmethod
+    def of(cls, model_config: Mapping[str, Any]) -> "JoinedRows":
+        """Returns those of the mcore model that the model_config of a YAML describes."""
+        return cls(
+            by_head=not model_config.get("use_contiguous_weight_layout_attention"),
+            alternates=model_config.get("use_interleaved_weight_layout_mlp") is not False,
+        )
+
+
+def build_mcore(
+    model_config: Mapping[str, Any], settings: EngineSettings, rows: Optional[JoinedRows] = None
+) -> nn.Cell:
     """Builds the network of an mcore YAML with a paged key-value cache, for the device of the context.
 
     On a CPU it computes in float32, and the weights of linear cells are held in params_dtype; on Ascend it computes in
-    compute_dtype. Its parameters have no values until load_base fills them. Raises ConfigError if it is not one that is
-    served.
+    compute_dtype. Its parameters have no values until load_base fills them, or, with ``rows``, until it is given those
+    of a network in training. Raises ConfigError if it is not one that is served.
     """
     context = {"device_target": ms.get_context("device_target")}
     run = YamlRun({"use_legacy": False, "context": context, "model": {"model_config": model_config}})
@@ -46,7 +71,7 @@ def build_mcore(model_config: Mapping[str, Any], settings: EngineSettings) -> nn
     architecture = cast(Architecture, registry.by_model_type(run.family))
     sizes = decoder_sizes(architecture, dict(model_config))
     with no_init_parameters():
-        network = McoreNetwork(sizes, settings, dtypes_of(dict(model_config)))
+        network = McoreNetwork(sizes, settings, dtypes_of(dict(model_config)), rows)
     network.config.eos_token_id = model_config.get("eos_token_id")
     return network.set_train(False)
 
@@ -61,12 +86,12 @@ class McoreNetwork(nn.Cell):
 
     parameter_names = HF
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes, rows: Optional[JoinedRows]):
         super().__init__()
         self.config = types.SimpleNamespace(
             vocab_size=sizes.vocabulary, num_heads=sizes.heads, n_kv_heads=sizes.kv_heads, eos_token_id=None
         )
-        self.model = Decoder(sizes, settings, dtypes)
+        self.model = Decoder(sizes, settings, dtypes, rows)
         self.lm_head = _linear(sizes.hidden, sizes.vocabulary, dtypes)
         if sizes.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -86,10 +111,10 @@ class Decoder(nn.Cell):
         Tensor [T, hidden], of the dtype in which the network computes.
     """
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes, rows: Optional[JoinedRows]):
         super().__init__()
         self.embed_tokens = Embedding(sizes.vocabulary, sizes.hidden, dtypes.table)
-        self.layers = nn.CellList([DecoderLayer(sizes, settings, dtypes) for _ in range(sizes.layers)])
+        self.layers = nn.CellList([DecoderLayer(sizes, settings, dtypes, rows) for _ in range(sizes.layers)])
         self.norm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
         self.positions = positions_of(sizes, settings, dtypes)
 
@@ -113,12 +138,15 @@ class Decoder(nn.Cell):
 class DecoderLayer(nn.Cell):
     """h = x + attention(norm(x)); y = h + feed_forward(norm(h)); both sums may take norms of what is added."""
 
-    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes):
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes, rows: Optional[JoinedRows]):
         super().__init__()
         self.input_layernorm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
-        self.self_attn = Attention(sizes, settings, dtypes)
+        if rows is None:
+            self.self_attn = Attention(sizes, settings, dtypes)
+        else:
+            self.self_attn = JoinedAttention(sizes, settings, dtypes, rows.by_head)
         self.post_attention_layernorm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
-        self.mlp = _feed_forward(sizes, dtypes)
+        self.mlp = _feed_forward(sizes, dtypes, rows)
         self.has_output_norms = sizes.has_output_norms
         if self.has_output_norms:
             self.post_self_attn_layernorm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
@@ -131,30 +159,28 @@ class DecoderLayer(nn.Cell):
         return hidden + (self.post_mlp_layernorm(fed) if self.has_output_norms else fed)
 
 
-def _feed_forward(sizes: DecoderSizes, dtypes: Dtypes) -> nn.Cell:
+def _feed_forward(sizes: DecoderSizes, dtypes: Dtypes, rows: Optional[JoinedRows]) -> nn.Cell:
     if sizes.experts:
         return RoutedFeedForward(sizes, dtypes)
+    if rows is not None:
+        return JoinedFeedForward(sizes.hidden, sizes.inner, dtypes, rows.alternates)
     kind = JoinedFeedForward if sizes.joins_gate_up else FeedForward
     return kind(sizes.hidden, sizes.inner, dtypes)
 
 
-class Attention(JoinsLinears):
-    """Causal attention over the cache, with biases on q, k and v and with norms of the heads of q and k if asked for.
+class CachedAttention(JoinsLinears):
+    """Causal attention over the cache, with norms of the heads of q and k if asked for.
+
+    A subclass makes q, k and v.
 
     Attributes:
         n_kv_head, head_dim (int): By them adapters on linear_qkv are split for q, k and v.
     """
 
-    joined = ("q_proj", "k_proj", "v_proj")
-
     def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes):
         super().__init__()
         self.n_kv_head, self.head_dim = sizes.kv_heads, sizes.head_dim
-        queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.q_proj = _linear(sizes.hidden, queries, dtypes, sizes.has_bias)
-        self.k_proj = _linear(sizes.hidden, keys, dtypes, sizes.has_bias)
-        self.v_proj = _linear(sizes.hidden, keys, dtypes, sizes.has_bias)
-        self.o_proj = _linear(queries, sizes.hidden, dtypes)
+        self.o_proj = _linear(sizes.heads * sizes.head_dim, sizes.hidden, dtypes)
         self.has_norms = sizes.has_head_norms
         if self.has_norms:
             self.q_norm = Norm(sizes.head_dim, sizes.norm_eps, dtypes)
@@ -162,14 +188,62 @@ class Attention(JoinsLinears):
         self.attention = cached_attention(sizes, settings, dtypes.compute)
         self.reshape = ops.Reshape()
 
-    def construct(self, x, positions):
-        query, key, value = self.together(x) if self.joins else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+    def construct(self, x: Tensor, positions: Tuple) -> Tensor:
+        query, key, value = self.projected(x)
         if self.has_norms:
             query, key = self._by_head(query, self.q_norm), self._by_head(key, self.k_norm)
         return self.o_proj(self.attention(query, key, value, positions))
 
     def _by_head(self, x, norm):
         return self.reshape(norm(self.reshape(x, (-1, self.head_dim))), x.shape)
+
+
+class Attention(CachedAttention):
+    """CachedAttention with a cell for each of q, k and v, and biases on them if asked for."""
+
+    joined = ("q_proj", "k_proj", "v_proj")
+
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes):
+        super().__init__(sizes, settings, dtypes)
+        queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.q_proj = _linear(sizes.hidden, queries, dtypes, sizes.has_bias)
+        self.k_proj = _linear(sizes.hidden, keys, dtypes, sizes.has_bias)
+        self.v_proj = _linear(sizes.hidden, keys, dtypes, sizes.has_bias)
+
+    def projected(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v, [T, heads * head_dim] each."""
+        return self.together(x) if self.joins else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+
+class JoinedAttention(CachedAttention):
+    """CachedAttention with one cell for q, k and v, as a network in training has it.
+
+    Args:
+        by_head (bool): As in JoinedRows.
+    """
+
+    joined = ()
+
+    def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes, by_head: bool):
+        super().__init__(sizes, settings, dtypes)
+        self.queries, self.keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.groups = sizes.kv_heads if by_head else 1
+        self.linear_qkv = _linear(sizes.hidden, self.queries + 2 * self.keys, dtypes, sizes.has_bias)
+
+    def join_linears(self) -> None:
+        """They are one already."""
+
+    def projected(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v, [T, heads * head_dim] each."""
+        rows = self.reshape(self.linear_qkv(x), (-1, self.groups, (self.queries + 2 * self.keys) // self.groups))
+        query = ops.narrow(rows, 2, 0, self.queries // self.groups)
+        key = ops.narrow(rows, 2, self.queries // self.groups, self.keys // self.groups)
+        value = ops.narrow(rows, 2, (self.queries + self.keys) // self.groups, self.keys // self.groups)
+        return (
+            self.reshape(query, (-1, self.queries)),
+            self.reshape(key, (-1, self.keys)),
+            self.reshape(value, (-1, self.keys)),
+        )
 
 
 class FeedForward(JoinsLinears):
@@ -190,17 +264,22 @@ class FeedForward(JoinsLinears):
 
 
 class JoinedFeedForward(nn.Cell):
-    """FeedForward with one cell for gate and up, whose rows follow each other."""
+    """FeedForward with one cell for gate and up, whose rows follow each other or alternate."""
 
-    def __init__(self, hidden: int, inner: int, dtypes: Dtypes):
+    def __init__(self, hidden: int, inner: int, dtypes: Dtypes, alternates: bool = False):
         super().__init__()
         self.inner = inner
+        self.alternates = alternates
         self.gate_up_proj = _linear(hidden, 2 * inner, dtypes)
         self.down_proj = _linear(inner, hidden, dtypes)
         self.silu = nn.SiLU()
 
     def construct(self, x: Tensor) -> Tensor:
         both = self.gate_up_proj(x)
+        if self.alternates:
+            pairs = ops.reshape(both, (-1, self.inner, 2))
+            gate, up = ops.reshape(pairs[:, :, 0], (-1, self.inner)), ops.reshape(pairs[:, :, 1], (-1, self.inner))
+            return self.down_proj(self.silu(gate) * up)
         gate, up = ops.narrow(both, -1, 0, self.inner), ops.narrow(both, -1, self.inner, self.inner)
         return self.down_proj(self.silu(gate) * up)
 
@@ -241,9 +320,14 @@ class Embedding(nn.Cell):
     def __init__(self, vocabulary: int, hidden: int, dtype: mstype.Type):
         super().__init__()
         self.weight = _weight(dtype, vocabulary, hidden)
+        self.dtype = dtype
         self.gather = ops.Gather()
+        # A table that is shared with training may be in 16 bits, whose rows MindSpore has no operator for on a CPU.
+        self.held_rows = FrozenRows()
 
     def construct(self, tokens: Tensor) -> Tensor:
+        if self.weight.dtype != self.dtype:
+            return ops.cast(self.held_rows(tokens, self.weight), self.dtype)
         return self.gather(self.weight, tokens, 0)
 
 

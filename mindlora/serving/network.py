@@ -18,7 +18,7 @@ from mindlora.network.serving.multi_lora_dense import JoinsLinears, MultiLoRADen
 from mindlora.network.tree import adapter_path, replace_children, weight_of
 from mindlora.ops.backend import choose, multiplies_bfloat16, rounds_faster
 from mindlora.serving.cpu_cells import CpuAttention, use_cpu_operators
-from mindlora.serving.mcore_network import McoreNetwork, build_mcore
+from mindlora.serving.mcore_network import JoinedRows, McoreNetwork, build_mcore
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import StackedExperts
 
@@ -28,17 +28,19 @@ logger = logging.getLogger("mindlora")
 FEW_TOKENS = 64
 
 
-def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
+def build_network(model: Mapping[str, Any], settings: EngineSettings, in_training: bool = False) -> nn.Cell:
     """Builds a causal language model with a paged key-value cache, for single processes.
 
     It is MindFormers' own, but for mcore models (see mcore_network), which have no ``type`` in model_config.
 
-    The model is in evaluation mode, and its parameters have no values until load_base fills them. pet_config in
-    ``model``, that node of a YAML, is not looked at. Raises ConfigError if MindFormers cannot build the model, or its
+    The model is in evaluation mode, and its parameters have no values until load_base fills them, or, for a network
+    that is ``in_training``, share_base gives it that network's. pet_config in ``model``, that node of a YAML, is not
+    looked at. Raises ConfigError if MindFormers cannot build the model, or its
     attention has no paged cache.
     """
     if not model["model_config"].get("type"):
-        return build_mcore(model["model_config"], settings)
+        model_config = model["model_config"]
+        return build_mcore(model_config, settings, JoinedRows.of(model_config) if in_training else None)
     from mindformers.models.build_model import build_network as build
     from mindformers.tools.register import MindFormerConfig
 

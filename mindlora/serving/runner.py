@@ -103,9 +103,11 @@ class SlotPools:
         gained (set of int): The slots whose adapter has gains (DoRA).
         tables (dict): Slot -> AdapterTables, of adapters with an embedding or an output head of their own.
         scores (dict): Slot -> ScoreHead, of classifiers.
+        dtype (dtype): What the pools hold adapters in.
     """
 
     def __init__(self, cells: Mapping[str, MultiLoRADense], dtype: np.dtype):
+        self.dtype = dtype
         self._paths = list(cells)
         self._write = _WriteAll(list(cells.values()))
         gained = {path: cell for path, cell in cells.items() if isinstance(cell, MultiLoRADense)}

@@ -1,0 +1,128 @@
+"""An engine over a network in training: it has that network's weights, not copies, and its adapter as it is now."""
+
+from typing import Any, Dict, Mapping
+
+import numpy as np
+from mindspore import Parameter, nn
+
+from mindlora.core.errors import UnsupportedCellError
+from mindlora.core.numerics.dtypes import from_float32
+from mindlora.core.text import listed
+from mindlora.models import names
+from mindlora.network.cells.cell import LoRACell
+from mindlora.network.load_base import CACHES
+from mindlora.network.tensors import to_array
+from mindlora.network.tree import lora_cells, weight_of
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.build import engine_of
+from mindlora.serving.engine import Engine
+from mindlora.serving.mcore_network import McoreNetwork
+from mindlora.serving.network import build_network, linear_cells
+from mindlora.serving.packed_adapter import Block, PackedAdapter
+from mindlora.serving.settings import EngineSettings
+
+# By which requests ask for the adapter that trains.
+TRAINED = "trained"
+# The joined cells of a served mcore network, and the cell of Hugging Face's whose name tells theirs in training.
+_JOINED = {"linear_qkv": ("q_proj", "linear_q", "linear_qkv"), "gate_up_proj": ("gate_proj", "gating", "linear_fc1")}
+
+
+class TrainedEngine:
+    """An engine for the model that a network trains, in the same process, with one copy of the weights.
+
+    Its own are the key-value cache and one slot of each pool. Requests for the adapter TRAINED get it as it was when
+    ``publish`` was called last, others (None) the base. While the engine has requests, training computes in turns
+    (Engine.turns).
+
+    Args:
+        network (Cell): MindFormers' model in training, with plain LoRA on linear cells; its weights have been loaded.
+        model (mapping): The node ``model`` of its YAML.
+        tokenizer: As load_tokenizer returns it.
+        settings (EngineSettings): The engine's sizes.
+
+    Raises:
+        ConfigError: The model is not one that is served.
+        UnsupportedCellError: An adapter is of a variant, or on a cell, that is not published from memory.
+    """
+
+    def __init__(self, network: nn.Cell, model: Mapping[str, Any], tokenizer: Any, settings: EngineSettings):
+        # Else MindSpore draws the values of a new adapter when it compiles training, after the first was published.
+        network.init_parameters_data()
+        served = build_network(model, settings, in_training=True)
+        share_base(served, network)
+        trained = {id(weight_of(cell)): cell for _, cell in lora_cells(network)}
+        cells = linear_cells(served)
+        # A tied head has the embedding's weight, and no adapter of its own.
+        self._adapted: Dict[str, LoRACell] = {
+            path: trained[id(weight_of(cell))] for path, cell in cells.items() if id(weight_of(cell)) in trained
+        }
+        _check_published(network, self._adapted)
+        registry = AdapterRegistry()
+        registry.publish(TRAINED)
+        self.engine: Engine = engine_of(served, tokenizer, registry, settings)
+        self.publish()
+
+    def publish(self) -> None:
+        """Gives the requests that come from now on the adapter as it is."""
+        blocks = {}
+        for path, cell in self._adapted.items():
+            a, b = cell.pair()
+            rows = from_float32(np.concatenate([a, b.T], axis=1).astype(np.float32), self.engine.runner.pools.dtype)
+            blocks[path] = Block(rows, float(cell.scale))
+        nbytes = sum(block.nbytes for block in blocks.values())
+        rank = max((len(block.rows) for block in blocks.values()), default=0)
+        self.engine.adapters.memory.publish(TRAINED, PackedAdapter("the adapter that trains", blocks, nbytes, rank))
+
+
+def share_base(served: nn.Cell, network: nn.Cell) -> None:
+    """Gives a network of build_network(in_training=True) the weights of the one in training, in place.
+
+    Raises:
+        UnsupportedCellError: The network in training holds the weights in another form.
+    """
+    trained = {parameter.name: parameter for parameter in network.get_parameters()}
+    for _, cell in served.cells_and_names():
+        for attribute, parameter in list(cell.parameters_and_names(expand=False)):
+            if parameter.name.endswith(CACHES):
+                continue
+            name = _name_in_training(parameter.name) if isinstance(served, McoreNetwork) else parameter.name
+            found = trained.get(name)
+            if found is None or found.shape != parameter.shape:
+                has = "no such parameter" if found is None else f"one of shape {found.shape}"
+                raise UnsupportedCellError(
+                    f"The sampler needs {name} of shape {parameter.shape}, and the network in training has {has}: "
+                    "train this model by reinforcement on a base in float, with its cells as mindlora configs writes "
+                    "them."
+                )
+            setattr(cell, attribute, _as_served(parameter, found))
+
+
+def _as_served(parameter: Parameter, trained: Parameter) -> Parameter:
+    """Returns the parameter in training; of a vector in another dtype, as of norms in 16 bits, a copy."""
+    if trained.dtype == parameter.dtype or trained.ndim > 1:
+        return trained
+    return Parameter(trained.astype(parameter.dtype), name=parameter.name, requires_grad=False)
+
+
+def _name_in_training(name: str) -> str:
+    """Returns MindFormers' name in an mcore model of a parameter of a served mcore network."""
+    *path, cell, leaf = name.split(".")
+    part, part_there, joined = _JOINED.get(cell, (cell, "", ""))
+    there = names.parameter_to_mcore(".".join([*path, part, leaf])) or name
+    return there.replace(f".{part_there}.", f".{joined}.") if joined else there
+
+
+def _check_published(network: nn.Cell, adapted: Mapping[str, LoRACell]) -> None:
+    """Raises UnsupportedCellError if requests would not get the whole adapter."""
+    served = set(map(id, adapted.values()))
+    left_out = [path for path, cell in lora_cells(network) if id(cell) not in served]
+    if left_out:
+        raise UnsupportedCellError(
+            f"The sampler has no place for the adapters on {listed(left_out)}: leave these cells out of target_modules."
+        )
+    rescaled = [path for path, cell in lora_cells(network) if cell.variant.row_norms or cell.invocation_tokens]
+    if rescaled:
+        raise UnsupportedCellError(
+            f"The adapters on {listed(rescaled)} do more than add B A to a weight, which the sampler takes from files "
+            "alone: use plain LoRA, without use_dora and alora_invocation_tokens."
+        )
