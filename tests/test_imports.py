@@ -12,7 +12,11 @@ from tests.conftest import ROOT
 # The rooms of mindlora, lowest first: a module imports only its own room and lower ones.
 ROOMS = ("core", "models", "files", "ops", "network", "data", "run", "serving", "training", "cli")
 # What a feature of training says of a YAML stands in its folder, and on the floor of those who ask it.
-FLOOR_OF_FEATURES = {"settings": "models", "rules": "run"}
+# What rates answers and computes losses of them needs NumPy alone: settings name the functions, which run elsewhere.
+FLOOR_OF_FEATURES = {
+    **{"settings": "models", "rules": "run", "policy_loss": "models"},
+    **dict.fromkeys(("reward_functions", "reward_process", "rewards"), "models"),
+}
 # They work only on files, with the settings and rules of training's features.
 WITHOUT_MINDSPORE = ("core", "models", "files", "run")
 # It runs in a process of its own, on MindSpore's Ascend backend.

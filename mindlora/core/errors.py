@@ -114,6 +114,10 @@ class DivergenceError(LoraError):
     """A training run went wrong again and again, and TrainingGuard has ended it."""
 
 
+class RewardError(LoraError):
+    """A reward function failed, did not return in time, or returned something other than rewards."""
+
+
 class RunStopped(LoraError):
     """A training run was asked to stop before its end, and has saved its state.
 

@@ -1,0 +1,326 @@
+r"""The losses of GRPO and RLOO, in NumPy: from rewards to advantages, and from log-probabilities to gradients.
+
+A step has P prompts with G answers each; row i of its arrays is an answer, those to one prompt stand behind each other.
+Of token t of answer i, l is the log-probability under the policy that trains, l_old under the one that sampled, l_ref
+under the reference. The policy learns from
+
+.. math::
+    L(l), \qquad c_{it} = \partial L / \partial l_{it}
+
+The coefficients c are all that a trainer needs: sum(c l), with c held constant, has the gradient of L. All is computed
+in float64. tests/peers compares every case with TRL's trainers.
+
+Sources: GRPO (Shao et al., 2024), RLOO (Ahmadian et al., 2024), DAPO (Yu et al., 2025), Dr. GRPO (Liu et al., 2025),
+GSPO (Zheng et al., 2025), the upper limit delta (INTELLECT-2, Prime Intellect, 2025), the estimate k3 of the KL
+divergence (Schulman, 2020).
+"""
+
+from typing import Dict, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from mindlora.training.rl.settings import RlSettings
+
+# What TRL adds to a standard deviation before it divides by it.
+_EPSILON = 1e-4
+
+
+class Advantages(NamedTuple):
+    """How much better than the others each answer is.
+
+    Attributes:
+        values (array): float64 [rows]; 0 for an answer that no function has rated.
+        rewards (array): float64 [rows], the weighted sum of the functions' rewards, without a KL penalty; NaN for an
+            answer that no function has rated.
+        measures (dict): reward, reward_std, frac_reward_zero_std, and rewards/NAME/mean and /std for each function.
+    """
+
+    values: np.ndarray
+    rewards: np.ndarray
+    measures: Dict[str, float]
+
+
+class StepTotals(NamedTuple):
+    """By what the sums of a step are divided.
+
+    Attributes:
+        rows (int): Answers of the step, whether they count or not.
+        tokens (int): Tokens that count.
+    """
+
+    rows: int
+    tokens: int
+
+
+class PolicyLoss(NamedTuple):
+    """A loss and its gradient.
+
+    Attributes:
+        loss (float): L, or the part of it that some rows of a step have.
+        coefficients (array): float64 [rows, tokens], dL / dl; 0 where the mask is False.
+        measures (dict): clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean and, with a reference, kl:
+            means over the given tokens, or over the rows where ratios are those of answers.
+    """
+
+    loss: float
+    coefficients: np.ndarray
+    measures: Dict[str, float]
+
+
+class Agreement(NamedTuple):
+    """How far the sampler's log-probabilities are from the trainer's, in nats.
+
+    Attributes:
+        max (float): The largest difference of a token; NaN if one of them is.
+        k1 (float): mean(sampler - trainer), an estimate of KL(sampler || trainer) that can be negative.
+        k2 (float): mean((sampler - trainer)^2 / 2), another one that cannot (Schulman, 2020).
+    """
+
+    max: float
+    k1: float
+    k2: float
+
+    def holds(self, limit: float) -> bool:
+        """Returns whether no token differs by more than ``limit``; False if a log-probability is NaN."""
+        return self.max <= limit
+
+
+def counted(mask: np.ndarray, truncated: np.ndarray, settings: RlSettings) -> np.ndarray:
+    """Returns which tokens count in the loss: all of answers, or with mask_truncated_completions of those that ended.
+
+    Args:
+        mask (array): bool [rows, tokens], where an answer has a token.
+        truncated (array): bool [rows], the answers that max_completion_length has cut.
+        settings (RlSettings): The run's.
+    """
+    return mask & ~truncated[:, None] if settings.mask_truncated_completions else mask.copy()
+
+
+def step_totals(mask: np.ndarray) -> StepTotals:
+    """Returns the totals of a whole step, of its mask as ``counted`` gives it, bool [rows, tokens]."""
+    return StepTotals(len(mask), int(mask.sum()))
+
+
+def answer_kl(log_probs: np.ndarray, reference_log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    r"""Returns float64 [rows], sum_t (l - l_ref) of each answer: RLOO's estimate of the KL divergence, k1.
+
+    Args:
+        log_probs (array): [rows, tokens], of the policy that sampled.
+        reference_log_probs (array): [rows, tokens].
+        mask (array): bool [rows, tokens], as ``counted`` gives it.
+    """
+    return np.where(mask, _float64(log_probs) - _float64(reference_log_probs), 0).sum(1)
+
+
+def advantages(rewards: np.ndarray, settings: RlSettings, kl: Optional[np.ndarray] = None) -> Advantages:
+    r"""Compares the rewards of the answers to a prompt with each other.
+
+    With r_i = sum_f w_f r_if over the functions f that have rated answer i, and over the rated answers of its prompt,
+
+    .. math::
+        GRPO: A_i = \frac{r_i - mean(r)}{std(r) + 10^{-4}}, \qquad
+        RLOO: A_i = r'_i - \frac{1}{n - 1} \sum_{j \ne i} r'_j, \quad r'_i = r_i - \beta KL_i
+
+    std has n - 1 in its divisor; scale_rewards "batch" takes that of all answers, "none" does not divide. RLOO's
+    normalize_advantages brings the A of all answers to mean 0 and standard deviation 1.
+
+    Args:
+        rewards (array): [rows, functions], NaN where a function has not rated an answer.
+        settings (RlSettings): The run's; rows are a multiple of its num_generations.
+        kl (array): [rows], what ``answer_kl`` returns; needed by RLOO with beta. Default: None.
+
+    Returns:
+        The advantages, and what is reported of the rewards.
+    """
+    rewards = _float64(rewards)
+    unrated = np.isnan(rewards).all(1)
+    total = np.where(unrated, np.nan, np.nansum(rewards * np.asarray(settings.reward_weights), axis=1))
+    is_rloo = settings.algorithm == "rloo"
+    penalized = total - settings.beta * _float64(kl) if is_rloo and settings.beta else total
+    groups = penalized.reshape(-1, settings.num_generations)
+    deviation = _std(groups, 1)
+    if is_rloo:
+        rated = (~np.isnan(groups)).sum(1, keepdims=True)
+        # A prompt with one rated answer has nothing to compare it with: 0 / 0.
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values = groups - (np.nansum(groups, 1, keepdims=True) - groups) / (rated - 1)
+        if settings.normalize_advantages:
+            values = (values - _mean(values)) / (_std(values) + _EPSILON)
+    else:
+        values = groups - _mean(groups, 1)
+        if settings.scale_rewards == "batch":
+            deviation = np.broadcast_to(_std(groups), deviation.shape)
+        if settings.scale_rewards != "none":
+            values = values / (deviation + _EPSILON)
+    measures = {
+        "reward": float(_mean(total).item()),
+        "reward_std": float(_std(total).item()),
+        "frac_reward_zero_std": float(np.isclose(deviation, 0).mean()),
+    }
+    for name, column in zip(settings.reward_names, rewards.T):
+        measures[f"rewards/{name}/mean"] = float(_mean(column).item())
+        measures[f"rewards/{name}/std"] = float(_std(column).item())
+    return Advantages(np.nan_to_num(values.reshape(-1)), total, measures)
+
+
+def policy_loss(
+    log_probs: np.ndarray,
+    old_log_probs: Optional[np.ndarray],
+    reference_log_probs: Optional[np.ndarray],
+    advantages: np.ndarray,
+    mask: np.ndarray,
+    settings: RlSettings,
+    totals: Optional[StepTotals] = None,
+) -> PolicyLoss:
+    r"""Returns the loss of answers, and its derivative by each log-probability.
+
+    The ratio of a token is r = exp(l - l_old); with importance_sampling_level "sequence", its logarithm is the mean of
+    the answer. GRPO's loss of a token is
+
+    .. math::
+        L_{it} = -\min(\min(r, \delta) A_i,\; clip(r, 1 - \epsilon, 1 + \epsilon_{high}) A_i)
+            + \beta r (e^{l_{ref} - l} - (l_{ref} - l) - 1)
+
+    and L is their sum with the weight of loss_type: 1 / (rows |o_i|) for grpo, |o_i| being the tokens of the answer;
+    1 / tokens for dapo; 1 / (rows max_completion_length) for dr_grpo. TRL's bnpo divides by the tokens of a
+    micro-batch; here a step is one batch, however it is taken apart, so that bnpo is dapo.
+
+    RLOO's ratio is that of the whole answer, r_i = exp(sum_t l - l_old), and
+
+    .. math::
+        L = -\frac{1}{rows} \sum_i \min(r_i A_i,\; clip(r_i, 1 - \epsilon, 1 + \epsilon_{high}) A_i)
+
+    Args:
+        log_probs (array): [rows, tokens], l.
+        old_log_probs (array): [rows, tokens], l_old; None takes l itself, so that all ratios are 1.
+        reference_log_probs (array): [rows, tokens], l_ref; needed by GRPO with beta, and with RLOO for the measure kl
+            alone. None: no reference.
+        advantages (array): [rows].
+        mask (array): bool [rows, tokens], as ``counted`` gives it. What the arrays hold elsewhere does not matter.
+        settings (RlSettings): The run's.
+        totals (StepTotals): Those of the whole step, where the rows are a part of it; losses of parts add up. Default:
+            None, the rows are the step.
+
+    Returns:
+        The loss, the coefficients and what is reported.
+    """
+    totals = totals or step_totals(mask)
+    log_probs = np.where(mask, _float64(log_probs), 0)
+    old = log_probs if old_log_probs is None else np.where(mask, _float64(old_log_probs), 0)
+    reference = None if reference_log_probs is None else np.where(mask, _float64(reference_log_probs), 0)
+    advantages = _float64(advantages)[:, None]
+    if settings.algorithm == "rloo":
+        return _rloo(log_probs, old, reference, advantages, mask, settings, totals)
+    of_sequence = settings.importance_sampling_level == "sequence"
+    lengths = np.maximum(mask.sum(1, keepdims=True), 1)
+    difference = log_probs - old
+    ratio = np.exp(difference.sum(1, keepdims=True) / lengths if of_sequence else difference)
+    gain, slope = _clipped(ratio, advantages, settings, settings.delta)
+    losses, slopes = -gain, -slope
+    weights = mask * _weight(lengths, settings, totals)
+    measures = _clip_measures(np.minimum(ratio, settings.delta or np.inf), advantages, mask, settings)
+    direct = 0.0
+    if settings.beta:
+        away = reference - log_probs
+        k3 = np.exp(away) - away - 1
+        measures["kl"] = _mean_of(k3 * ratio, mask)
+        losses, slopes = losses + settings.beta * k3 * ratio, slopes + settings.beta * k3 * ratio
+        direct = settings.beta * ratio * (1 - np.exp(away))
+    # By the logarithm of the ratio, then by l: for an answer, each of its tokens has a share of all.
+    by_ratio = (slopes * weights).sum(1, keepdims=True) * mask / lengths if of_sequence else slopes * weights
+    coefficients = by_ratio + direct * weights
+    return PolicyLoss(float((losses * weights).sum()), coefficients, measures)
+
+
+def _rloo(log_probs, old, reference, advantages, mask, settings: RlSettings, totals: StepTotals) -> PolicyLoss:
+    ratio = np.exp((log_probs - old).sum(1, keepdims=True))
+    gain, slope = _clipped(ratio, advantages, settings, None)
+    measures = _clip_measures(ratio, advantages, mask, settings)
+    if reference is not None:
+        measures["kl"] = _mean_of(old - reference, mask)
+    return PolicyLoss(float(-gain.sum() / totals.rows), -slope * mask / totals.rows, measures)
+
+
+def _clipped(ratio, advantages, settings: RlSettings, delta: Optional[float]) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns the smaller one of the ratio and the clipped ratio, times A, and its derivative by log(ratio)."""
+    low, high = 1 - settings.epsilon, 1 + settings.epsilon_high
+    limit = np.inf if delta is None else delta
+    free, clipped = np.minimum(ratio, limit) * advantages, np.clip(ratio, low, high) * advantages
+    is_free = free <= clipped
+    moves = np.where(is_free, ratio <= limit, (low <= ratio) & (ratio <= high))
+    return np.where(is_free, free, clipped), np.where(moves, ratio, 0) * advantages
+
+
+def _weight(lengths, settings: RlSettings, totals: StepTotals):
+    """Returns the weight of a token, [rows, 1] or a number."""
+    if settings.loss_type == "grpo":
+        return 1 / (totals.rows * lengths)
+    if settings.loss_type == "dr_grpo":
+        return 1 / (totals.rows * settings.max_completion_length)
+    return 1 / max(totals.tokens, 1)
+
+
+def _clip_measures(ratio, advantages, mask, settings: RlSettings) -> Dict[str, float]:
+    low = (ratio < 1 - settings.epsilon) & (advantages < 0)
+    high = (ratio > 1 + settings.epsilon_high) & (advantages > 0)
+    clipped = {"low": low, "high": high, "region": low | high}
+    return {f"clip_ratio/{name}_mean": _mean_of(values, mask) for name, values in clipped.items()}
+
+
+def _mean_of(values, mask) -> float:
+    """Returns the mean over the tokens of a mask, or over rows if there is one value for each row."""
+    if values.shape[1] == 1 < mask.shape[1]:
+        return float(values.mean())
+    return float((values * mask).sum() / max(mask.sum(), 1))
+
+
+def answer_measures(mask: np.ndarray, truncated: np.ndarray) -> Dict[str, float]:
+    """Returns completions/mean_length, /min_length, /max_length, /clipped_ratio, the share of answers that were cut,
+    and /mean_terminated_length, of those that were not; 0 if all were.
+
+    Args:
+        mask (array): bool [rows, tokens], where an answer has a token.
+        truncated (array): bool [rows].
+    """
+    lengths = mask.sum(1)
+    ended = lengths[~truncated]
+    return {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(truncated.mean()),
+        "completions/mean_terminated_length": float(ended.mean()) if len(ended) else 0.0,
+    }
+
+
+def agreement(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> Agreement:
+    """Compares the log-probabilities of trainer and sampler, both [rows, tokens], at the tokens of a mask.
+
+    Args:
+        trainer (array): Of the weights that sampled, before the step.
+        sampler (array): As they were when the tokens were chosen.
+        mask (array): bool [rows, tokens], where an answer has a token.
+    """
+    difference = (_float64(sampler) - _float64(trainer))[mask]
+    if not difference.size:
+        return Agreement(0.0, 0.0, 0.0)
+    return Agreement(
+        float(np.abs(difference).max()), float(difference.mean()), float(np.square(difference).mean() / 2)
+    )
+
+
+def _float64(values: Sequence) -> np.ndarray:
+    return np.asarray(values, np.float64)
+
+
+def _mean(values: np.ndarray, axis: Optional[int] = None) -> np.ndarray:
+    """Returns the mean of what is not NaN, with all axes; NaN where nothing is left."""
+    with np.errstate(invalid="ignore"):
+        return np.nansum(values, axis, keepdims=True) / (~np.isnan(values)).sum(axis, keepdims=True)
+
+
+def _std(values: np.ndarray, axis: Optional[int] = None) -> np.ndarray:
+    """Returns the standard deviation of what is not NaN, with n - 1 in the divisor; NaN where less than two are."""
+    count = (~np.isnan(values)).sum(axis, keepdims=True)
+    squares = np.nansum(np.square(values - _mean(values, axis)), axis, keepdims=True)
+    return np.sqrt(np.where(count > 1, squares / np.maximum(count - 1, 1), np.nan))

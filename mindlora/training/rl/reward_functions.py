@@ -1,0 +1,392 @@
+"""What rl.reward_funcs may name: functions of a Python file, built-in ones, and reward models that are served.
+
+Each is a Reward. Its ``load`` returns the function that rates answers, as TRL calls it: function(prompts, completions,
+**columns) -> a number, or None, for each completion. Only the process of the rewards calls ``load``
+(mindlora.training.rl.reward_process).
+"""
+
+import importlib.util
+import json
+import os
+import re
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import MISSING, dataclass, fields
+from decimal import Decimal
+from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Sequence, Type
+
+from mindlora.core.errors import ConfigError, InstallationError, RewardError
+from mindlora.core.fields import INDEX, check_number, check_patterns
+from mindlora.core.text import shown, suggestion
+
+RewardFunction = Callable[..., Sequence[Optional[float]]]
+# A number as texts have it, with or without commas between thousands.
+_NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
+# So many texts go into a request: the least that a server takes by default is twice that.
+_TEXTS = 32
+
+
+class Reward:
+    """A reward function as a YAML names it.
+
+    Attributes:
+        name (str): What it is called in metrics and messages.
+    """
+
+    name: str
+
+    def load(self, folder: str) -> RewardFunction:
+        """Returns the function; relative paths begin at ``folder``.
+
+        Raises LoraError if there is no such function, or what it needs is missing.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PythonFunction(Reward):
+    """The function ``function`` of the Python file ``path``."""
+
+    path: str
+    function: str
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The function's own name."""
+        return self.function
+
+    def load(self, folder: str) -> RewardFunction:
+        """Runs the file, whose folder is on sys.path meanwhile and afterwards, as that of a program is."""
+        path = os.path.abspath(os.path.join(folder, self.path))
+        if not os.path.isfile(path):
+            raise ConfigError(f"rl.reward_funcs names {self.path}, and there is no file {path}. Correct the path.")
+        module = sys.modules.get(_module_name(path))
+        if module is None:
+            spec = importlib.util.spec_from_file_location(_module_name(path), path)
+            module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+            sys.modules[spec.name] = module  # type: ignore[union-attr]
+            sys.path.insert(0, os.path.dirname(path))
+            spec.loader.exec_module(module)  # type: ignore[union-attr]
+        found = getattr(module, self.function, None)
+        if not callable(found):
+            functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            raise ConfigError(f"{path} has no function {self.function}.{suggestion(self.function, functions)}")
+        return found
+
+
+def _module_name(path: str) -> str:
+    # Two files of one name in two folders are two modules.
+    return f"rewards of {path}"
+
+
+@dataclass(frozen=True)
+class ExactAnswer(Reward):
+    """1 where a completion is the text of a column, apart from the space around it, else 0.
+
+    Args:
+        column (str): The column of the data that has the right answer. Default: "answer".
+    """
+
+    name: ClassVar[str] = "exact_answer"
+    column: str = "answer"
+
+    def __post_init__(self):
+        _check_column(self)
+
+    def load(self, folder: str) -> RewardFunction:
+        """Returns the function."""
+        return self._rate
+
+    def _rate(self, prompts, completions, **columns):
+        answers = _column(self, columns)
+        return [float(text.strip() == str(answer).strip()) for text, answer in zip(completions, answers)]
+
+
+@dataclass(frozen=True)
+class NumericAnswer(Reward):
+    """1 where the last number of a completion equals the last one of a column's text, else 0.
+
+    So it takes GSM8K's answers, which end with #### and the number, as they are. 1,000.0 and 1000 are equal.
+
+    Args:
+        column (str): The column of the data that has the right answer, a text or a number. Default: "answer".
+    """
+
+    name: ClassVar[str] = "numeric_answer"
+    column: str = "answer"
+
+    def __post_init__(self):
+        _check_column(self)
+
+    def load(self, folder: str) -> RewardFunction:
+        """Returns the function."""
+        return self._rate
+
+    def _rate(self, prompts, completions, **columns):
+        answers = [_last_number(str(answer)) for answer in _column(self, columns)]
+        if None in answers:
+            answer = columns[self.column][answers.index(None)]
+            raise RewardError(
+                f"numeric_answer: the column {self.column} holds {shown(answer)}, in which there is no number. Correct "
+                "the row, or use exact_answer."
+            )
+        return [float(_last_number(text) == answer) for text, answer in zip(completions, answers)]
+
+
+def _last_number(text: str) -> Optional[Decimal]:
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+@dataclass(frozen=True)
+class Regex(Reward):
+    """1 where a regular expression is found in a completion, else 0; (?s), ^ and \\Z are Python's.
+
+    Args:
+        pattern (str): The expression.
+    """
+
+    name: ClassVar[str] = "regex"
+    pattern: str
+
+    def __post_init__(self):
+        if not isinstance(self.pattern, str):
+            raise ConfigError(f"regex: pattern is {self.pattern!r}: it must be a regular expression.")
+        check_patterns(self.pattern, "regex: pattern")
+
+    def load(self, folder: str) -> RewardFunction:
+        """Returns the function."""
+        search = re.compile(self.pattern).search
+        return lambda prompts, completions, **columns: [float(search(text) is not None) for text in completions]
+
+
+@dataclass(frozen=True)
+class JsonSchema(Reward):
+    """1 where a completion is JSON that matches a schema, else 0.
+
+    Args:
+        schema (mapping or str): The schema, or the path of a JSON file with it.
+    """
+
+    name: ClassVar[str] = "json_schema"
+    schema: Any
+
+    def __post_init__(self):
+        if not isinstance(self.schema, (Mapping, str)):
+            raise ConfigError(
+                f"json_schema: schema is {self.schema!r}: it must be a schema, such as {{type: object}}, or the path "
+                "of a file with one."
+            )
+
+    def load(self, folder: str) -> RewardFunction:
+        """Returns the function, after checking the schema itself."""
+        try:
+            import jsonschema
+        except ImportError as missing:
+            raise InstallationError(
+                "The reward json_schema needs the package jsonschema. Install it: pip install mindlora[rl]"
+            ) from missing
+        schema = self.schema
+        if isinstance(schema, str):
+            path = os.path.join(folder, schema)
+            try:
+                with open(path, encoding="utf-8") as file:
+                    schema = json.load(file)
+            except (OSError, ValueError) as problem:
+                raise ConfigError(
+                    f"json_schema: schema is {schema}, and {path} cannot be read as JSON: {problem}. Correct the path, "
+                    "or the file."
+                ) from problem
+        checker = jsonschema.validators.validator_for(schema)
+        try:
+            checker.check_schema(schema)
+        except jsonschema.SchemaError as problem:
+            raise ConfigError(
+                f"json_schema: schema is not a JSON schema: {problem.message}. Correct {shown(problem.instance)}."
+            ) from problem
+        validator = checker(schema)
+        return lambda prompts, completions, **columns: [float(_matches(text, validator)) for text in completions]
+
+
+def _matches(text: str, validator: Any) -> bool:
+    try:
+        return validator.is_valid(json.loads(text, parse_constant=_refuse_constant))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse_constant(name: str) -> None:
+    # Python reads NaN and Infinity, which JSON does not have.
+    raise ValueError(name)
+
+
+@dataclass(frozen=True)
+class Length(Reward):
+    """0 where the number of words is in a range; outside, minus the distance by the nearer limit, at least -1.
+
+    Args:
+        min_words (int): Default: 0.
+        max_words (int): Default: None, no limit.
+    """
+
+    name: ClassVar[str] = "length"
+    min_words: int = 0
+    max_words: Optional[int] = None
+
+    def __post_init__(self):
+        check_number(self.min_words, "length: min_words", INDEX)
+        if self.max_words is None and self.min_words == 0:
+            raise ConfigError("length: min_words and max_words are missing. Set one of them, or both.")
+        if self.max_words is not None:
+            check_number(self.max_words, "length: max_words", INDEX)
+            if self.max_words < self.min_words:
+                raise ConfigError(
+                    f"length: max_words is {self.max_words} and min_words is {self.min_words}. Raise max_words, or "
+                    "lower min_words."
+                )
+
+    def load(self, folder: str) -> RewardFunction:
+        """Returns the function."""
+        return lambda prompts, completions, **columns: [self._rate(len(text.split())) for text in completions]
+
+    def _rate(self, words: int) -> float:
+        limit = min(max(words, self.min_words), words if self.max_words is None else self.max_words)
+        return -min(1.0, abs(words - limit) / max(limit, 1))
+
+
+@dataclass(frozen=True)
+class RewardModel(Reward):
+    """The score that a reward model gives to a prompt and its completion, read as one text.
+
+    ``mindlora serve`` serves it; so does whatever has /v1/classify as vLLM does.
+
+    Args:
+        url (str): Where the server is, such as http://localhost:8000.
+        model (str): The name of the reward model there. Default: None, the only adapter of the server.
+    """
+
+    url: str
+    model: Optional[str] = None
+
+    def __post_init__(self):
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            raise ConfigError(f"{self.url}: model is {self.model!r}: it must be the name of a model.")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The name of the model."""
+        return self.model or "reward_model"
+
+    def load(self, folder: str) -> RewardFunction:
+        """Returns the function, after asking the server which model it means."""
+        model = self.model or self._only_adapter()
+
+        def rate(prompts, completions, **columns):
+            texts = [prompt + completion for prompt, completion in zip(prompts, completions)]
+            scores: List[float] = []
+            for begin in range(0, len(texts), _TEXTS):
+                scores += self._scores(model, texts[begin : begin + _TEXTS])
+            return scores
+
+        return rate
+
+    def _only_adapter(self) -> str:
+        models = self._ask("models")["data"]
+        adapters = [model["id"] for model in models if model.get("parent")]
+        if len(adapters) != 1:
+            raise ConfigError(
+                f"rl.reward_funcs names {self.url}, which serves {len(adapters)} adapters: {', '.join(adapters)}. Name "
+                f"the reward model: {{type: {self.url}, model: NAME}}."
+            )
+        return adapters[0]
+
+    def _scores(self, model: str, texts: List[str]) -> List[float]:
+        answer = self._ask("classify", {"model": model, "input": texts, "use_activation": False})
+        rows = [row["probs"] for row in sorted(answer["data"], key=lambda row: row["index"])]
+        if any(len(scores) != 1 for scores in rows):
+            raise RewardError(
+                f"{model} of {self.url} gives {len(rows[0])} scores to a text, and a reward model gives one. Name a "
+                "reward model."
+            )
+        return [scores[0] for scores in rows]
+
+    def _ask(self, path: str, body: Optional[Mapping[str, Any]] = None) -> Any:
+        """Returns the answer of a path of the server; the caller has a time limit for all of it."""
+        data = None if body is None else json.dumps(body).encode()
+        address = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/{path}"
+        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as refusal:
+            said = refusal.read().decode("utf-8", "replace")
+            raise RewardError(
+                f"{address} answered {refusal.code}: {shown(said)}. Check the server, and the name of the model."
+            ) from refusal
+        except (OSError, ValueError) as problem:
+            raise RewardError(
+                f"{address} does not answer: {problem}. Start the server (mindlora serve), or correct the address."
+            ) from problem
+
+
+def _check_column(reward: Any) -> None:
+    if not isinstance(reward.column, str) or not reward.column:
+        raise ConfigError(f"{reward.name}: column is {reward.column!r}: it must be the name of a column.")
+
+
+def _column(reward: Any, columns: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
+    if reward.column not in columns:
+        raise RewardError(
+            f"{reward.name} needs the column {reward.column}, which the data does not have. Add it, or set column."
+            f"{suggestion(reward.column, list(columns))}"
+        )
+    return columns[reward.column]
+
+
+BUILT_IN: Dict[str, Type[Any]] = {kind.name: kind for kind in (ExactAnswer, NumericAnswer, JsonSchema, Regex, Length)}
+
+
+def reward_of(entry: Any, key: str) -> Reward:
+    """Returns the reward function that an entry of rl.reward_funcs names.
+
+    Args:
+        entry (str or mapping): ``path/to/file.py:function``, a name of BUILT_IN, the address of a server
+            (``http://...``), or a mapping with one of these as ``type`` and the function's arguments.
+        key (str): Where it stands, for messages.
+
+    Raises:
+        ConfigError: It names nothing of these, or an argument is missing, unknown or wrong.
+    """
+    arguments = {"type": entry} if isinstance(entry, str) else entry
+    if not isinstance(arguments, Mapping) or not isinstance(arguments.get("type"), str):
+        raise ConfigError(
+            f"{key} is {entry!r}, but it must be a name, such as rewards.py:helpful, or a node with a type, such as "
+            "{type: regex, pattern: '^yes'}."
+        )
+    arguments = dict(arguments)
+    named = arguments.pop("type")
+    path, _, function = named.rpartition(":")
+    if named.startswith(("http://", "https://")):
+        kind, given = RewardModel, {"url": named}
+    elif path.endswith(".py") and function.isidentifier():
+        kind, given = PythonFunction, {"path": path, "function": function}
+    elif named in BUILT_IN:
+        kind, given = BUILT_IN[named], {}
+    else:
+        raise ConfigError(
+            f"{key} names {named!r}, which is neither a function (rewards.py:helpful) nor a server (http://...) nor "
+            f"built in.{suggestion(named, list(BUILT_IN))}"
+        )
+    allowed = [field.name for field in fields(kind) if field.name not in given]
+    for name in arguments:
+        if name not in allowed:
+            choice = suggestion(str(name), allowed) if allowed else " It takes no arguments. Remove it."
+            raise ConfigError(f"{key}: {named} has no argument {name!r}.{choice}")
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in {**arguments, **given}:
+            raise ConfigError(f"{key}: {named} needs {field.name}. Write {{type: {named}, {field.name}: ...}}.")
+    try:
+        return kind(**given, **arguments)
+    except ConfigError as refusal:
+        raise ConfigError(f"{key}: {refusal}") from refusal

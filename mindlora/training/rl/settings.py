@@ -1,0 +1,197 @@
+"""RlSettings: how a run learns from rewards, as the section rl of its YAML says it, with TRL's names."""
+
+from collections import Counter
+from dataclasses import dataclass, fields
+from typing import Any, Dict, Mapping, Optional, Tuple
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.fields import (
+    COUNT,
+    FACTOR,
+    INDEX,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    check_flag,
+    check_names,
+    check_number,
+    whole_numbers,
+)
+from mindlora.core.text import suggestion
+from mindlora.training.rl.reward_functions import Reward, reward_of
+
+# The values of each key that names one of several things, its default first.
+CHOICES: Dict[str, Tuple[str, ...]] = {
+    "algorithm": ("grpo", "rloo"),
+    "loss_type": ("dapo", "grpo", "dr_grpo", "bnpo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+}
+# Key -> the algorithm that alone has it.
+_OWN = {
+    **dict.fromkeys(("loss_type", "delta", "scale_rewards", "importance_sampling_level"), "grpo"),
+    "normalize_advantages": "rloo",
+}
+_WEIGHT = Range("a number", lambda value: abs(value) < float("inf"))
+
+
+@dataclass(frozen=True)
+class RlSettings:
+    """How a run learns from rewards. Names and meanings are those of TRL's GRPOConfig and RLOOConfig.
+
+    Args:
+        reward_funcs (list or one): What rates the answers, as mindlora.training.rl.reward_functions.reward_of reads
+            it; here a tuple of Reward.
+        reward_weights (list of float): The weight of each function in the sum. Default: None, 1 for all.
+        algorithm (str): grpo (Shao et al., 2024) or rloo (Ahmadian et al., 2024). Default: "grpo".
+        prompts_per_step (int): Prompts of a step of the optimizer. Default: 8.
+        num_generations (int): Answers to each prompt. Default: 8.
+        num_iterations (int): Steps of the optimizer on the same answers. Default: 1.
+        beta (float): Weight of the KL divergence from the reference: in GRPO's loss, or in RLOO's reward. Default: 0,
+            no reference.
+        epsilon (float): A ratio of probabilities counts down to 1 - epsilon. Default: 0.2.
+        epsilon_high (float): It counts up to 1 + epsilon_high. Default: None, epsilon.
+        delta (float): GRPO: the most that a ratio counts where the advantage is negative (INTELLECT-2, 2025). Default:
+            None, no limit.
+        loss_type (str): GRPO: what the sum over tokens is divided by: dapo, grpo, dr_grpo or bnpo. Default: "dapo".
+        scale_rewards (str): GRPO: whether advantages are divided by the standard deviation of a prompt's rewards
+            ("group"), of all ("batch") or not at all ("none"). True and False are "group" and "none". Default: "group".
+        normalize_advantages (bool): RLOO: whether advantages are brought to mean 0 and standard deviation 1. Default:
+            False.
+        importance_sampling_level (str): GRPO: whether the ratio is that of a token, or of an answer ("sequence", GSPO).
+            Default: "token".
+        mask_truncated_completions (bool): Whether answers that were cut at max_completion_length are left out of the
+            loss. Default: False.
+        max_completion_length (int): Tokens of an answer. Default: 512.
+        temperature (float): Default: 1.
+        top_p (float): Share of the probability that is sampled from. Default: 1, all.
+        top_k (int): Tokens that are sampled from. Default: 0, all.
+        stop (list of str): Texts that end an answer, as the end token does. Default: none.
+        max_disagreement (float): The run ends where trainer and sampler differ by more on a token's log-probability, in
+            nats. Default: 1e-3.
+        reward_timeout (float): Seconds that a reward function may take for the answers of a step. Default: 60.
+
+    Raises:
+        ConfigError: A value is out of range, or belongs to the other algorithm.
+    """
+
+    reward_funcs: Any
+    reward_weights: Any = None
+    algorithm: str = CHOICES["algorithm"][0]
+    prompts_per_step: int = 8
+    num_generations: int = 8
+    num_iterations: int = 1
+    beta: float = 0.0
+    epsilon: float = 0.2
+    epsilon_high: Optional[float] = None
+    delta: Optional[float] = None
+    loss_type: str = CHOICES["loss_type"][0]
+    scale_rewards: str = CHOICES["scale_rewards"][0]
+    normalize_advantages: bool = False
+    importance_sampling_level: str = CHOICES["importance_sampling_level"][0]
+    mask_truncated_completions: bool = False
+    max_completion_length: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: Any = ()
+    max_disagreement: float = 1e-3
+    reward_timeout: float = 60.0
+
+    def __post_init__(self):
+        if isinstance(self.scale_rewards, bool):
+            object.__setattr__(self, "scale_rewards", "group" if self.scale_rewards else "none")
+        if self.epsilon_high is None:
+            object.__setattr__(self, "epsilon_high", self.epsilon)
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(
+                    f"rl.{name} is {value!r}, but it must be one of {', '.join(choices)}."
+                    f"{suggestion(str(value), list(choices))}"
+                )
+        for name, allowed in _RANGES.items():
+            check_number(getattr(self, name), f"rl.{name}", allowed)
+        if self.delta is not None:
+            check_number(self.delta, "rl.delta", POSITIVE)
+        for name in ("normalize_advantages", "mask_truncated_completions"):
+            check_flag(getattr(self, name), f"rl.{name}")
+        if self.stop != ():
+            check_names(self.stop, "rl.stop")
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "reward_funcs", _functions(self.reward_funcs))
+        object.__setattr__(self, "reward_weights", self._weights())
+
+    def _weights(self) -> Tuple[float, ...]:
+        """Returns the weights, one for each function."""
+        count = len(self.reward_funcs)
+        if self.reward_weights is None:
+            return (1.0,) * count
+        if not isinstance(self.reward_weights, (list, tuple)) or len(self.reward_weights) != count:
+            raise ConfigError(
+                f"rl.reward_weights is {self.reward_weights!r}, and rl.reward_funcs has {count} functions: write a "
+                "list with a number for each."
+            )
+        for weight in self.reward_weights:
+            check_number(weight, "rl.reward_weights", _WEIGHT)
+        return tuple(map(float, self.reward_weights))
+
+    @property
+    def rows(self) -> int:
+        """Answers of a step: those to all of its prompts, the answers to a prompt behind each other."""
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def reward_names(self) -> Tuple[str, ...]:
+        """What each function is called in metrics; where several have a name, they are numbered from the second on."""
+        found: Counter = Counter()
+        names = []
+        for function in self.reward_funcs:
+            found[function.name] += 1
+            number = found[function.name]
+            names.append(function.name if number == 1 else f"{function.name}_{number}")
+        return tuple(names)
+
+
+_RANGES = {
+    **dict.fromkeys(("prompts_per_step", "num_iterations", "max_completion_length"), COUNT),
+    # The others' rewards are what one is compared with.
+    "num_generations": whole_numbers(2),
+    **dict.fromkeys(("beta", "epsilon", "epsilon_high"), NOT_NEGATIVE),
+    **dict.fromkeys(("temperature", "max_disagreement", "reward_timeout"), POSITIVE),
+    "top_p": FACTOR,
+    "top_k": INDEX,
+}
+
+
+def _functions(value: Any) -> Tuple[Reward, ...]:
+    """Returns the reward functions that rl.reward_funcs names."""
+    if isinstance(value, (str, Mapping)):
+        return (reward_of(value, "rl.reward_funcs"),)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(
+            f"rl.reward_funcs is {value!r}, but it must name a reward function or several, such as rewards.py:helpful "
+            "or [exact_answer, rewards.py:short]."
+        )
+    return tuple(reward_of(entry, f"rl.reward_funcs[{index}]") for index, entry in enumerate(value))
+
+
+def rl_settings(node: Mapping[str, Any]) -> RlSettings:
+    """Returns the settings of a YAML's section ``rl``, a node with the fields of RlSettings.
+
+    Raises ConfigError if it is not a node, a key is missing, unknown or belongs to the other algorithm, or a value is
+    out of range.
+    """
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"rl is {node!r}, but it must be a node, such as {{reward_funcs: rewards.py:helpful}}.")
+    keys = [field.name for field in fields(RlSettings)]
+    for key in node:
+        if key not in keys:
+            raise ConfigError(f"rl has no key {key!r}.{suggestion(str(key), keys)}")
+    if "reward_funcs" not in node:
+        raise ConfigError("rl has no reward_funcs. Name what rates the answers, such as rewards.py:helpful.")
+    settings = RlSettings(**node)
+    for key in node:
+        if _OWN.get(key, settings.algorithm) != settings.algorithm:
+            raise ConfigError(f"rl.{key} belongs to {_OWN[key]}, and rl.algorithm is {settings.algorithm}. Remove it.")
+    return settings
