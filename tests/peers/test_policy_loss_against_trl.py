@@ -60,9 +60,9 @@ def numbers():
     truncated[[3, 6]] = False
     rewards = rng.normal(size=(rows, 2))
     rewards[GENERATIONS : 2 * GENERATIONS] = [0.25, 0.5]
-    rewards[[0, 9], 0] = np.nan
-    rewards[[2, 3, 8], 1] = np.nan
-    rewards[[3, 10, 11]] = np.nan
+    rewards[0, 0] = np.nan
+    rewards[[2, 8], 1] = np.nan
+    rewards[[3, 9, 10, 11]] = np.nan
     log_probs = -rng.uniform(0.1, 3, (rows, TOKENS))
     return {
         "rewards": rewards,

@@ -2,8 +2,8 @@
 
 ``python trl_policy_side.py request.json`` with {"folder", "rewards", "log_probs", "old_log_probs",
 "reference_log_probs", "completions", "cases"}; ``cases`` is name -> {"algorithm", "arguments"}. The trainers' own code
-scores and computes; what is replaced is the text that they sample, the rewards and the log-probabilities, so that all of
-it is in float64. It writes results.json: name -> {"advantages", "mask", "loss", "gradient", "metrics"}.
+scores and computes; what is replaced is the text that they sample, the rewards and the log-probabilities, so that all
+of it is in float64. It writes results.json: name -> {"advantages", "mask", "loss", "gradient", "metrics"}.
 """
 
 import json
