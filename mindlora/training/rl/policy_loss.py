@@ -269,7 +269,7 @@ def _clip_measures(ratio, advantages, mask, settings: RlSettings) -> Dict[str, f
 
 def _mean_of(values, mask) -> float:
     """Returns the mean over the tokens of a mask, or over rows if there is one value for each row."""
-    if values.shape[1] == 1 < mask.shape[1]:
+    if values.shape != mask.shape:
         return float(values.mean())
     return float((values * mask).sum() / max(mask.sum(), 1))
 
@@ -304,9 +304,7 @@ def agreement(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> Agr
     difference = (_float64(sampler) - _float64(trainer))[mask]
     if not difference.size:
         return Agreement(0.0, 0.0, 0.0)
-    return Agreement(
-        float(np.abs(difference).max()), float(difference.mean()), float(np.square(difference).mean() / 2)
-    )
+    return Agreement(float(np.abs(difference).max()), float(difference.mean()), float(np.square(difference).mean() / 2))
 
 
 def _float64(values: Sequence) -> np.ndarray:
