@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 
 _NODES = (
-    "runner_wrapper.preference",
+    *("runner_wrapper.preference", "runner_wrapper.rl"),
     *("trainer", "runner_config", "optimizer", "lr_schedule", "runner_wrapper", "context", "parallel"),
     *("parallel_config", "recompute_config", "swap_config", "moe_config", "checkpoint", "train_dataset_task"),
     *("train_dataset", "train_dataset.data_loader", "eval_dataset", "eval_dataset.data_loader", "eval_dataset_task"),

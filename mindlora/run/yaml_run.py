@@ -273,6 +273,11 @@ class YamlRun:
         return self.at("runner_wrapper.preference")
 
     @functools.cached_property
+    def rl(self) -> Any:
+        """The node runner_wrapper.rl, or None where the run does not learn from rewards."""
+        return self.at("runner_wrapper.rl")
+
+    @functools.cached_property
     def rows(self) -> int:
         """Rows in a batch on each device; with gradient accumulation, in a micro-batch."""
         return self.setting("runner_config.batch_size") * self.setting("micro_batch_interleave_num")

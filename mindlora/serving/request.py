@@ -52,6 +52,8 @@ class Sampling:
         stop_tokens (tuple of int): Tokens that end the answer as the end token does, whatever ignore_eos says.
         ignore_eos (bool): Go on after the end token, up to max_tokens.
         logprobs (int or None): How many of the likeliest tokens to report beside the chosen one; None for no report.
+        tempered_logprobs (bool): Whether log-probabilities of tokens that are drawn are those of the logits divided by
+            the temperature, as a policy that is trained at this temperature has them.
         prompt_logprobs (int or None): The same for the tokens of the prompt, from scored_from on; None for no report.
         scored_from (int): Index of the first token of the prompt to report; at least 1, since nothing predicts the
             first.
@@ -78,6 +80,7 @@ class Sampling:
     stop_tokens: Tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: Optional[int] = None
+    tempered_logprobs: bool = False
     prompt_logprobs: Optional[int] = None
     scored_from: int = 1
     grammar: Optional[Any] = None

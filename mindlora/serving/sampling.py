@@ -271,6 +271,8 @@ class Sampler:
             tokens, masses = self._masses(adjusted)
             place = draw(masses, self._random.random())
             token = place if tokens is None else int(tokens[place])
+        if self.sampling.tempered_logprobs and not self.greedy:
+            logits = logits / np.float32(self.sampling.temperature)
         return _reported(token, logits, likeliest, self.sampling.logprobs)
 
     def _adjusted(self, logits, generated):

@@ -23,12 +23,13 @@ from mindlora.run.yaml_run import YamlRun
 from mindlora.training.adalora.rules import check_rank_budget
 from mindlora.training.classifier.rules import check_classifier
 from mindlora.training.preference.rules import check_preference, check_preference_rows
+from mindlora.training.rl.rules import check_rl
 from mindlora.training.several.rules import check_adapters, check_cells
 from mindlora.training.trackers.rules import check_trackers
 
 # What settings are together: each check takes a run whose values are right one by one.
 _CHECKS_OF_SETTINGS = (
-    *(check_sizes, check_training, check_rank_budget, check_preference, check_adapters, check_classifier),
+    *(check_sizes, check_training, check_rank_budget, check_preference, check_rl, check_adapters, check_classifier),
     *(check_invocation, check_sharded, check_dataset_strategy, check_packing, check_trackers),
 )
 

@@ -38,7 +38,7 @@ def check_files(run: YamlRun, complete: bool = False) -> Iterator[Finding]:
     """
     yield from _check_base(run, complete)
     evaluating = run.mode == "eval" or bool(run.at("do_eval"))
-    if run.trains:
+    if run.trains and run.rl is None:
         yield from _check_data(run, "train", complete)
     if evaluating:
         yield from _check_data(run, "eval", complete)

@@ -131,12 +131,13 @@ def _check_metrics(run: YamlRun) -> Iterator[Finding]:
     others = run.at("do_eval") or any(callback.get("auto_register") for _, callback in run.callbacks)
     held_out = ["held_out_loss", *(_OF_PREFERENCES if run.preference else ())]
     held_out += _OF_LABELS if run.model_config.get("num_labels") else ()
+    reported = [*_METRICS, *(("reward", "held_out_reward") if run.rl is not None else ())]
     for where, callback in run.callbacks_of("LoraCheckpoint"):
         metric = callback.get("best_metric", "loss")
         if metric in held_out:
             yield from _check_held_out(run, where, callback)
-        elif metric not in _METRICS and not others:
-            hint = suggestion(str(metric), [*_METRICS, *held_out[1:]])
+        elif metric not in reported and not others:
+            hint = suggestion(str(metric), [*reported, *held_out[1:]])
             yield error(where, f"{where}: best_metric is {metric!r}, which nothing reports.{hint}")
 
 

@@ -25,6 +25,7 @@ from mindlora.training.health.training_guard import TrainingGuard
 from mindlora.training.held_out.held_out_loss import HeldOutLoss
 from mindlora.training.preference.reference_check import ReferenceCheck
 from mindlora.training.report.run_report import RunReport
+from mindlora.training.rl.callback import RlReport
 from mindlora.training.several.each_adapter import EachAdapter
 from mindlora.training.trackers.trackers import Trackers
 
@@ -40,6 +41,7 @@ ORDER = (
     "ExchangeCheck",
     "EmptySteps",
     "HeldOutLoss",
+    "RlReport",
     "Forgetting",
     "AdapterHealth",
     "RankBudget",
@@ -92,6 +94,7 @@ __all__ = [
     "RankBudget",
     "ReduceOnPlateau",
     "ReferenceCheck",
+    "RlReport",
     "RunReport",
     "SampleAnswers",
     "Trackers",

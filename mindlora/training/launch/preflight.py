@@ -29,6 +29,7 @@ from mindlora.training.launch.registry_checks import check_classes
 from mindlora.training.log import logger
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.resume import training_state
+from mindlora.training.rl.preparation import prepare_rl
 from mindlora.training.run_configuration import remember_configuration
 from mindlora.training.several import resuming as several_adapters
 from mindlora.training.several.data import DataOfAdapters
@@ -185,6 +186,7 @@ def fill(config: MindFormerConfig) -> None:
         for sentence in rows_left_out(run):
             logger.info(sentence)
         packing.set_boundary(config)
+        prepare_rl(config)
         set_micro_batches(config)
         prepare_exchange(config)
         prepare_budget(config)

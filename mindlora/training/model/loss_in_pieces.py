@@ -232,12 +232,12 @@ class EvaluatedInPieces(CompiledOnce):
         return self
 
 
-def forward_only(network: nn.Cell) -> None:
-    """Lets the losses of a network be computed without their gradients, in training too."""
+def set_differentiates(network: nn.Cell, differentiates: bool) -> None:
+    """Sets whether graphs that are compiled from now on make the gradients of a network's losses beside the losses."""
     for cell in _losses_of_heads(network):
-        cell.losses.differentiates = False
+        cell.losses.differentiates = differentiates
         if cell.adapted is not None:
-            cell.adapted.differentiates = False
+            cell.adapted.differentiates = differentiates
 
 
 def _losses_of_heads(network: nn.Cell) -> Iterator[LossesOfHead]:

@@ -5,7 +5,7 @@ from mindspore import Tensor, nn
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.repeated_layers import mark_reference
-from mindlora.training.model.loss_in_pieces import EvaluatedInPieces, forward_only
+from mindlora.training.model.loss_in_pieces import EvaluatedInPieces, set_differentiates
 from mindlora.training.model.mcore_model import is_gpt_model, replace_loss
 from mindlora.training.model.network import base_of, with_loss
 from mindlora.training.preference.loss import PreferenceLoss
@@ -16,6 +16,10 @@ from mindlora.training.preference.settings import PreferenceSettings
 class LabelLogProbabilities(nn.Cell):
     """The log-probability of each label, by the parts of MindFormers' CrossEntropyLoss, which know how it is sharded.
 
+    Args:
+        loss (CrossEntropyLoss): The model's loss.
+        temperature (float): T: probabilities are those of the logits divided by it. Default: 1.
+
     Inputs:
         - **logits** (Tensor) - float32 [n, vocabulary], or what the head takes where put_loss_in_pieces was called.
         - **labels** (Tensor) - int32 [n]; one that is not a token, such as ignore_token_id, does not count.
@@ -25,12 +29,16 @@ class LabelLogProbabilities(nn.Cell):
         float32 [n]; 0 for labels that do not count.
     """
 
-    def __init__(self, loss: CrossEntropyLoss):
+    def __init__(self, loss: CrossEntropyLoss, temperature: float = 1.0):
         super().__init__()
         self.log_softmax = loss._log_softmax
         self.negative_log_likelihood = loss._nllloss
+        self.temperature = temperature
 
     def construct(self, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        if self.temperature != 1:
+            # The head is linear in what it takes, so that this divides its logits too.
+            logits = logits / self.temperature
         log_probabilities, one_hot = self.log_softmax(logits, labels)
         return -self.negative_log_likelihood(log_probabilities, one_hot)
 
@@ -72,26 +80,48 @@ class RowLogProbabilities(EvaluatedInPieces):
         return self.of_labels(logits.reshape((-1, logits.shape[-1])), labels.reshape((-1,)), mask)
 
 
+def row_log_probabilities(
+    network: nn.Cell, key: str, scores: bool = False, temperature: float = 1.0
+) -> RowLogProbabilities:
+    """Returns the log-probabilities that a MindFormers model gives labels, whose loss is replaced in place.
+
+    Args:
+        network (nn.Cell): The model, or a cell around it.
+        key (str): What of the YAML needs them, for the error.
+        scores (bool): Whether it is a reward model, whose scores take their place. Default: False.
+        temperature (float): As of LabelLogProbabilities. Default: 1.
+
+    Raises ConfigError if the model's loss does not get the logits of all tokens.
+    """
+    model = with_loss(network)
+    if model is None:
+        raise ConfigError(
+            f"{key} needs the logits of every token, and {type(base_of(network)).__name__} does not give them to "
+            "a CrossEntropyLoss of MindFormers'. Use a model such as LlamaForCausalLM or Qwen3ForCausalLM."
+        )
+    loss = Rewards() if scores else LabelLogProbabilities(model.loss, temperature)
+    if is_gpt_model(model):
+        replace_loss(model, loss)
+    else:
+        model.loss = loss
+    return RowLogProbabilities(network, model.loss)
+
+
+def reference_of(policy: RowLogProbabilities) -> RowLogProbabilities:
+    """Returns the log-probabilities of the model as training finds it, without a second copy of the base."""
+    reference = reference_network(policy.network)
+    mark_reference(reference)
+    set_differentiates(reference, False)
+    return RowLogProbabilities(reference, policy.of_labels)
+
+
 def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> PreferenceLoss:
     """Returns the loss of a MindFormers model on preferences. The loss of the model is replaced in place.
 
     Raises ConfigError if the model's loss does not get the logits of all tokens, or the reference is missing.
     """
-    model = with_loss(network)
-    if model is None:
-        raise ConfigError(
-            f"preference needs the logits of every token, and {type(base_of(network)).__name__} does not give them to "
-            "a CrossEntropyLoss of MindFormers'. Use a model such as LlamaForCausalLM or Qwen3ForCausalLM."
-        )
-    loss = Rewards() if settings.kind.scores else LabelLogProbabilities(model.loss)
-    if is_gpt_model(model):
-        replace_loss(model, loss)
-    else:
-        model.loss = loss
+    policy = row_log_probabilities(network, "preference", settings.kind.scores)
     reference = None
     if settings.kind.uses_reference and not settings.precomputed_reference:
-        reference = reference_network(network)
-        mark_reference(reference)
-        forward_only(reference)
-        reference = RowLogProbabilities(reference, model.loss)
-    return PreferenceLoss(RowLogProbabilities(network, model.loss), reference, settings)
+        reference = reference_of(policy)
+    return PreferenceLoss(policy, reference, settings)

@@ -124,7 +124,7 @@ class RunReport(Callback):
             "bytes_exchanged": None if exchange is None else exchange.bytes_per_step,
             "memory_bytes": _memory(),
             "skipped": record.skipped,
-            **(record.preference or {}),
+            **(record.measures or {}),
         }
 
     def _record(self, step, **record):

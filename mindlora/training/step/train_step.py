@@ -64,8 +64,8 @@ class StepRecord(NamedTuple):
         skipped (bool): Whether the step changed nothing.
         stop (bool): Whether some rank has asked to stop.
         learning_rate (float or None): The rate that was used, or would have been in a skipped step.
-        preference (dict or None): What preference_measures tells of the step, where it learns from preferences; then
-            the loss is a mean over examples, and the tokens are those of the answers.
+        measures (dict or None): What else is reported of a step that learns from preferences (preference_measures),
+            where the loss is a mean over examples, or from rewards; then the tokens are those of the answers.
     """
 
     loss: float
@@ -74,7 +74,7 @@ class StepRecord(NamedTuple):
     skipped: bool = False
     stop: bool = False
     learning_rate: Optional[float] = None
-    preference: Optional[Dict[str, float]] = None
+    measures: Optional[Dict[str, float]] = None
 
     @property
     def is_empty(self) -> bool:
@@ -173,7 +173,7 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         self.learns_preferences = self.preference is not None
         self.counts_tokens = False
         counts = len(SUMS) if self.learns_preferences else 1
-        self.token_gradients = TokenGradients(self._model(network), self.weights, micro_batches, counts)
+        self.token_gradients = self._gradients(network, micro_batches, counts)
         self.exchange = None
         if self.is_distributed_step and not self.is_mindformers_step:
             layout = FlatLayout(self.weights)
@@ -196,6 +196,10 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         if not self.was_compiled:
             self.was_compiled = True
             give_back_freed_memory()
+
+    def _gradients(self, network, micro_batches, counts):
+        """Returns the cell that gives the sum of a batch's losses, how many there are, and the gradients of the sum."""
+        return TokenGradients(self._model(network), self.weights, micro_batches, counts)
 
     def _model(self, network):
         """Returns what is differentiated: it gives the sum of losses and how many there are."""

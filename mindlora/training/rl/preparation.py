@@ -1,0 +1,43 @@
+"""What the YAML of a run that learns from rewards becomes."""
+
+import os
+
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.data.files import read_rows
+from mindlora.run.yaml_run import YamlRun
+from mindlora.training.log import logger
+from mindlora.training.rl.callback import RlReport
+from mindlora.training.rl.data import RlSteps
+from mindlora.training.rl.rules import steps_of, tokenizer_of
+from mindlora.training.rl.settings import rl_settings
+from mindlora.training.rl.step import RlTrainOneStepCell
+from mindlora.training.run_configuration import plain
+
+
+def prepare_rl(config: MindFormerConfig) -> None:
+    """Turns a YAML with runner_wrapper.rl into one that MindFormers trains, in place; it must have no mistakes."""
+    run = YamlRun(config)
+    if run.rl is None:
+        return
+    settings = rl_settings(run.rl)
+    config.runner_wrapper.type = RlTrainOneStepCell.__name__
+    config.runner_wrapper.sampler = MindFormerConfig(
+        model={"model_config": run.model} if run.is_mcore else plain(config.model),
+        tokenizer=tokenizer_of(run),
+        seed=int(config.seed or 0),
+        rows=min(run.rows, settings.rows),
+        folder=os.getcwd(),
+    )
+    steps = steps_of(len(read_rows(settings.prompts, None, ()).rows), config.runner_config.epochs, settings)
+    config.train_dataset_task = MindFormerConfig(
+        type=RlSteps.__name__, dataset_config=config.train_dataset or MindFormerConfig(), steps=steps
+    )
+    # Its passes over the prompts are one over the steps.
+    config.runner_config.epochs = 1
+    config.callbacks = [MindFormerConfig(type=RlReport.__name__), *(config.callbacks or [])]
+    for _, callback in YamlRun(config).callbacks_of("LoraCheckpoint"):
+        if "best_metric" not in callback:
+            metric = "held_out_reward" if settings.held_out_prompts else "reward"
+            callback.update(best_metric=metric, best_mode="max")
+            logger.info("LoraCheckpoint keeps the adapter with the largest %s.", metric)

@@ -1,0 +1,100 @@
+"""The prompts that a policy answers: rows of a file, as TRL's trainers read them."""
+
+import difflib
+from typing import Any, Dict, List, NamedTuple, Optional, Union
+
+import numpy as np
+
+from mindlora.core.errors import DataError, LoraError
+from mindlora.core.text import shown
+from mindlora.data.files import read_rows
+from mindlora.data.tokenizers import encode, special_ids
+from mindlora.serving.chat_prompt import make_chat_prompt
+
+PROMPT = "prompt"
+
+
+class Prompt(NamedTuple):
+    """One prompt.
+
+    Attributes:
+        given (str or list of dict): A text, or messages for the tokenizer's chat template, as the file has it.
+        tokens (list of int): What the policy answers.
+        columns (dict): The other fields of the row, which reward functions get.
+    """
+
+    given: Union[str, List[Dict[str, Any]]]
+    tokens: List[int]
+    columns: Dict[str, Any]
+
+
+def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:
+    """Returns the prompts of a file: rows with ``prompt``, a text or messages, and whatever rewards need beside it.
+
+    A text is taken as it is, behind the tokenizer's token that begins a sequence, if it has one; messages go through
+    the tokenizer's chat template.
+
+    Args:
+        path (str): A .jsonl, .json, .csv or .parquet file.
+        tokenizer: As load_tokenizer returns it.
+        longest (int): Tokens of a prompt, at most.
+
+    Raises:
+        DataError: The file cannot be read, a row has no prompt, or one that is too long, or rows differ in their
+            fields.
+    """
+    rows = read_rows(path, None, ())
+    if not rows.rows:
+        raise DataError(f"{path} has no rows. Write one for each prompt.")
+    begin = special_ids(tokenizer).bos
+    prompts: List[Prompt] = []
+    for row in rows.rows:
+        where = f"{path}, {row.location}"
+        given = row.record.get(PROMPT) if isinstance(row.record, dict) else None
+        if not given or not isinstance(given, (str, list)):
+            raise DataError(f'{where}: there is no "{PROMPT}", a text or a list of messages.{_alike(row.record)}')
+        tokens = _tokens(given, tokenizer, begin, where)
+        if len(tokens) > longest:
+            raise DataError(
+                f"{where}: the prompt has {len(tokens)} tokens, and seq_length less max_completion_length leaves "
+                f"{longest}. Shorten it, lower rl.max_completion_length, or raise model.model_config.seq_length."
+            )
+        columns = {name: value for name, value in row.record.items() if name != PROMPT}
+        if prompts and set(columns) != set(prompts[0].columns):
+            differing = sorted(set(columns) ^ set(prompts[0].columns))
+            raise DataError(
+                f"{where}: {shown(differing[0])} is a field of some rows alone. Give every row the same fields."
+            )
+        prompts.append(Prompt(given, tokens, columns))
+    return prompts
+
+
+def _tokens(given: Union[str, list], tokenizer: Any, begin: Optional[int], where: str) -> List[int]:
+    if isinstance(given, str):
+        return ([] if begin is None else [begin]) + encode(tokenizer, given)
+    try:
+        return list(make_chat_prompt(tokenizer).tokens(given))
+    except LoraError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _alike(record: Any) -> str:
+    close = difflib.get_close_matches(PROMPT, list(record) if isinstance(record, dict) else [], n=1)
+    return f" It has {shown(close[0])}." if close else ""
+
+
+def prompts_of_step(prompts: int, step: int, count: int, seed: int) -> np.ndarray:
+    """Returns which prompts a step answers: int64 [count].
+
+    Each pass over the prompts has an order of its own, which follows from the seed; what is left of a pass after its
+    last whole step is dropped.
+
+    Args:
+        prompts (int): How many there are.
+        step (int): The step, from 0.
+        count (int): Prompts of a step.
+        seed (int): The run's.
+    """
+    epoch, place = divmod(step, prompts // count)
+    order = np.random.default_rng([seed, epoch]).permutation(prompts)
+    return order[place * count : (place + 1) * count]

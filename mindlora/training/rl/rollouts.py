@@ -1,0 +1,142 @@
+"""What a policy answers to the prompts of a step, as rows for its trainer."""
+
+import dataclasses
+from typing import Any, Dict, List, Optional, Sequence
+
+import numpy as np
+from mindspore import nn
+
+from mindlora.serving.in_training import TRAINED, TrainedEngine
+from mindlora.serving.request import Sampling
+from mindlora.serving.settings import EngineSettings
+from mindlora.training.rl.prompts import Prompt
+from mindlora.training.rl.settings import RlSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """The answers to the prompts of a step, those to one prompt behind each other.
+
+    Position i of a row predicts token i + 1, so that arrays of log-probabilities are [rows, N] for rows of N + 1.
+
+    Attributes:
+        prompts (list of Prompt): That of each row.
+        texts (list of str): Without special tokens.
+        tokens (array): int32 [rows, N + 1], prompt and answer, filled up.
+        labels (array): int32 [rows, N + 1]: the tokens of the answers, elsewhere the id that is ignored.
+        log_probabilities (array): float64 [rows, N], the sampler's; 0 elsewhere.
+        truncated (array): bool [rows], which answers max_completion_length has cut.
+    """
+
+    prompts: List[Prompt]
+    texts: List[str]
+    tokens: np.ndarray
+    labels: np.ndarray
+    log_probabilities: np.ndarray
+    truncated: np.ndarray
+    ignored: int
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Where a row has a token of its answer to predict: bool [rows, N]."""
+        return self.labels[:, 1:] != self.ignored
+
+    def columns(self) -> Dict[str, List[Any]]:
+        """Returns the fields of the prompts' rows, a value for each answer."""
+        return {name: [prompt.columns[name] for prompt in self.prompts] for name in self.prompts[0].columns}
+
+
+class Rollouts:
+    """Samples from the network that trains, by mindlora's engine over its weights.
+
+    Args:
+        network (Cell): MindFormers' model in training. Its weights have been loaded.
+        model (mapping): The node ``model`` of its YAML.
+        tokenizer: As load_tokenizer returns it.
+        settings (RlSettings): The run's.
+        pad, ignored (int): The ids that fill a row of tokens, and one of labels, up.
+        rank (int): The largest rank of the adapter.
+
+    Raises:
+        ConfigError, UnsupportedCellError: As TrainedEngine.
+    """
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        model: Dict[str, Any],
+        tokenizer: Any,
+        settings: RlSettings,
+        pad: int,
+        ignored: int,
+        rank: int,
+    ):
+        self._length = model["model_config"]["seq_length"]
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._pad, self._ignored = pad, ignored
+        running = min(settings.rows, _MOST_RUNNING)
+        sizes = EngineSettings(
+            self._length, max_running=running, max_tokens_per_step=max(512, running), slots=1, max_rank=rank
+        )
+        self._trained = TrainedEngine(network, model, tokenizer, sizes)
+        self.engine = self._trained.engine
+        self.publish = self._trained.publish
+
+    def answers(self, prompts: Sequence[Prompt], seed: Sequence[int], generations: Optional[int] = None) -> Answers:
+        """Returns answers to each prompt: ``generations``, or num_generations if it is None.
+
+        ``seed`` and the number of a row make its random stream.
+        """
+        if not self.engine.alive:
+            self.engine.start(scores=False)
+        asked = [prompt for prompt in prompts for _ in range(generations or self._settings.num_generations)]
+        seeds = np.random.SeedSequence(list(seed)).generate_state(len(asked), np.uint64)
+        streams = [
+            self.engine.submit(prompt.tokens, self._sampling(int(number)), TRAINED)
+            for prompt, number in zip(asked, seeds)
+        ]
+        tokens = np.full((len(asked), self._length + 1), self._pad, np.int32)
+        labels = np.full(tokens.shape, self._ignored, np.int32)
+        log_probabilities = np.zeros((len(asked), self._length))
+        truncated = np.zeros(len(asked), bool)
+        texts = []
+        for row, (prompt, stream) in enumerate(zip(asked, streams)):
+            begin = len(prompt.tokens)
+            answered: List[int] = []
+            likely: List[float] = []
+            for piece in stream:
+                answered += piece.tokens
+                likely += [sampled.logprob for sampled in piece.logprobs or ()]
+                truncated[row] = piece.finish_reason == "length"
+            tokens[row, :begin] = prompt.tokens
+            tokens[row, begin : begin + len(answered)] = answered
+            labels[row, begin : begin + len(answered)] = answered
+            log_probabilities[row, begin - 1 : begin - 1 + len(answered)] = likely
+            texts.append(self._tokenizer.decode(answered, skip_special_tokens=True))
+        return Answers(asked, texts, tokens, labels, log_probabilities, truncated, self._ignored)
+
+    def close(self) -> None:
+        """Ends the engine."""
+        if self.engine.alive:
+            self.engine.stop()
+
+    def _sampling(self, seed: int) -> Sampling:
+        settings = self._settings
+        # A row in training is filled up with the pad token, which the model does not see there.
+        padding = () if self._pad == self._tokenizer.eos_token_id else ((self._pad,),)
+        return Sampling(
+            max_tokens=settings.max_completion_length,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop=settings.stop,
+            bad_words=padding,
+            seed=seed,
+            logprobs=0,
+            tempered_logprobs=True,
+        )
+
+
+# More requests are answered one after another: the cache has room for so many of seq_length tokens.
+_MOST_RUNNING = 64

@@ -1,0 +1,148 @@
+"""Learning from rewards: what runner_wrapper.rl needs from the rest of a YAML."""
+
+import os
+from typing import Any, Iterator
+
+from mindlora.core.errors import ConfigError
+from mindlora.core.numerics.initializers import changes_base
+from mindlora.core.yaml_file import PET
+from mindlora.run.checks.finding import Finding, error
+from mindlora.run.checks.mcore import check_served
+from mindlora.run.yaml_run import WRAPPER, YamlRun
+from mindlora.training.rl.settings import RlSettings, rl_settings
+
+KEY = "runner_wrapper.rl"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+# Callbacks that read rows with labels, which this run has not.
+_OF_ROWS = ("HeldOutLoss", "Forgetting", "ForgettingBudget", "RankBudget")
+# Settings of the run with which sampler and trainer would not be one policy, or which the sampler has no place for.
+_OF_ADAPTERS = {
+    "use_dora": "the sampler takes DoRA's gains from files alone",
+    "adapters": "several adapters learn from the labels of one data",
+    "alora_invocation_tokens": "the sampler's adapter acts on all tokens",
+    "quantize_base": "the sampler has the base in float",
+    "neftune_noise_alpha": "the sampler adds no noise",
+}
+
+
+def check_rl(run: YamlRun) -> Iterator[Finding]:
+    """Yields an error for each setting that keeps a training run from learning from rewards as the YAML asks."""
+    if run.rl is None or not run.trains:
+        return
+    try:
+        settings = rl_settings(run.rl)
+    except ConfigError as refusal:
+        yield error(KEY, str(refusal))
+        return
+    if not run.steps_by_mindlora or run.in_parallel:
+        yield error(
+            KEY,
+            f"rl is an argument of {WRAPPER} in one process; runner_wrapper.type is {run.train_step}, and use_parallel "
+            f"is {run.in_parallel}.",
+            f"Set runner_wrapper.type: {WRAPPER} and use_parallel: False.",
+        )
+    if run.preference is not None:
+        yield error(KEY, "runner_wrapper has rl and preference, and a run learns from one of them.", "Remove one.")
+    yield from _check_adapter(run)
+    yield from _check_sizes(run, settings)
+    yield from _check_saving(run, settings)
+    yield from _check_files(run, settings)
+    yield from check_served(run)
+
+
+def _check_adapter(run: YamlRun) -> Iterator[Finding]:
+    pet_config = run.pet_config
+    if not pet_config:
+        yield error(PET, "rl trains an adapter, and there is no pet_config.", "Add one (pet_type: lora).")
+        return
+    dropout = pet_config.get("lora_dropout") or 0
+    if dropout:
+        yield error(
+            f"{PET}.lora_dropout",
+            f"pet_config.lora_dropout is {dropout}, with which the trainer's log-probabilities are not those of the "
+            "sampler.",
+            "Set it to 0.0.",
+        )
+    for key, reason in _OF_ADAPTERS.items():
+        if pet_config.get(key):
+            yield error(f"{PET}.{key}", f"pet_config has {key}, and runner_wrapper rl: {reason}.", f"Remove {key}.")
+    if changes_base(pet_config.get("lora_init")) and not pet_config.get("adapter_path"):
+        yield error(
+            f"{PET}.lora_init",
+            f"pet_config.lora_init is {pet_config['lora_init']}, which changes the base, and the base is the reference "
+            "of rl.",
+            "Use another one.",
+        )
+
+
+def _check_sizes(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
+    length = run.model.get("seq_length")
+    if isinstance(length, int) and settings.max_completion_length >= length:
+        yield error(
+            f"{KEY}.max_completion_length",
+            f"rl.max_completion_length is {settings.max_completion_length} and seq_length {length}, which leaves no "
+            "room for a prompt.",
+            "Lower the first, or raise the second.",
+        )
+    if run.accumulation > 1:
+        yield error(
+            "runner_config.gradient_accumulation_steps",
+            "runner_config.gradient_accumulation_steps is above 1, and a step of rl takes its answers in batches of "
+            "runner_config.batch_size rows as it is.",
+            "Set it to 1.",
+        )
+    if run.at("runner_config.sink_mode"):
+        yield error("runner_config.sink_mode", "A step of rl samples on the host, between two graphs.", "Set it to False.")
+
+
+def _check_saving(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
+    for where, callback in run.callbacks:
+        if callback.get("type") in _OF_ROWS:
+            yield error(where, f"{where} needs rows with labels, and a run with rl has prompts alone.", "Remove it.")
+    for where, callback in run.callbacks_of("LoraCheckpoint"):
+        if callback.get("save_steps", 100) % settings.num_iterations:
+            yield error(
+                f"{where}.save_steps",
+                f"{where}: save_steps is {callback.get('save_steps', 100)} and rl.num_iterations is "
+                f"{settings.num_iterations}: a run could not go on between two steps on the same answers.",
+                "Make save_steps a multiple of it.",
+            )
+
+
+def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
+    for name in ("prompts", "held_out_prompts"):
+        path = getattr(settings, name)
+        if path and not os.path.exists(path):
+            yield error(f"{KEY}.{name}", f"rl.{name}: {path} does not exist.", "Correct the path.")
+    try:
+        tokenizer_of(run)
+    except ConfigError as refusal:
+        yield error(f"{KEY}.tokenizer", str(refusal))
+
+
+def tokenizer_of(run: YamlRun) -> str:
+    """Returns where the tokenizer of a run is: rl.tokenizer, or beside its base.
+
+    Raises ConfigError if there is none.
+    """
+    named = rl_settings(run.rl).tokenizer
+    if named:
+        return named
+    base: Any = run.base[1] or ""
+    folder = base if os.path.isdir(base) else os.path.dirname(os.path.abspath(base))
+    if base and any(os.path.exists(os.path.join(folder, name)) for name in _TOKENIZERS):
+        return folder
+    raise ConfigError("There is no tokenizer beside the base, and rl.tokenizer names none. Name its folder.")
+
+
+def steps_of(prompts: int, epochs: int, settings: RlSettings) -> int:
+    """Returns how many steps of the optimizer a run has.
+
+    Raises ConfigError if there are fewer prompts than a step answers.
+    """
+    if prompts < settings.prompts_per_step:
+        raise ConfigError(
+            f"{settings.prompts} has {prompts} prompts, and rl.prompts_per_step is {settings.prompts_per_step}. Lower "
+            "it, or write more prompts."
+        )
+    return prompts // settings.prompts_per_step * epochs * settings.num_iterations

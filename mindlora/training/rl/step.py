@@ -1,0 +1,284 @@
+"""The train step of a run that learns from rewards: it answers prompts, rates the answers, and learns from them."""
+
+import dataclasses
+import time
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Tensor, nn
+from mindspore.common import dtype as mstype
+
+from mindlora.core.errors import DivergenceError
+from mindlora.core.fields import ignore_token_id, pad_token_id
+from mindlora.data.tokenizers import load_tokenizer
+from mindlora.network.tree import lora_cells
+from mindlora.training.log import logger
+from mindlora.training.model.network import base_of
+from mindlora.training.preference.step import reference_of, row_log_probabilities
+from mindlora.training.rl.gradients import GivenGradients, PolicyGradients, PolicyLogProbabilities
+from mindlora.training.rl.policy_loss import (
+    StepTotals,
+    advantages,
+    agreement,
+    answer_kl,
+    answer_measures,
+    counted,
+    policy_loss,
+    step_totals,
+)
+from mindlora.training.rl.prompts import prompts_of_step, read_prompts
+from mindlora.training.rl.rewards import Rewards
+from mindlora.training.rl.rollouts import Answers, Rollouts
+from mindlora.training.rl.settings import rl_settings
+from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
+
+
+# In the place of a step's number, which is smaller.
+_HELD_OUT = 2**32 - 1
+
+
+@dataclasses.dataclass
+class Experience:
+    """The answers of a step and what is known of them, for num_iterations steps of the optimizer.
+
+    Attributes:
+        advantages (array): float64 [rows].
+        counted (array): bool [rows, N], the tokens that the loss counts.
+        reference (array or None): float64 [rows, N], their log-probabilities under the reference.
+        old (array or None): float64 [rows, N], under the policy before the first step on them; None until then.
+        measures (dict): What is reported of them.
+    """
+
+    answers: Answers
+    advantages: np.ndarray
+    counted: np.ndarray
+    reference: Optional[np.ndarray]
+    measures: Dict[str, float]
+    old: Optional[np.ndarray] = None
+
+
+@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
+class RlTrainOneStepCell(LoraTrainOneStepCell):
+    """LoraTrainOneStepCell for a run with ``rl``, which mindlora-run puts in its place.
+
+    A call samples the answers to the prompts of a step, has them rated, adds up the gradient of the policy's loss over
+    batches of rows, and takes the optimizer's step as LoraTrainOneStepCell does: clipping, limits, learning rate and
+    record are its.
+
+    Args:
+        rl (dict): The fields of RlSettings.
+        sampler (dict): ``model``, that node of the YAML; ``tokenizer``, its path; ``seed``; ``rows``, how many the
+            gradient takes at a time; ``folder``, where relative paths of reward functions begin.
+        **kwargs: As for LoraTrainOneStepCell.
+
+    Inputs:
+        - **step** (Tensor) - int32 [1, 1]: the number of the step, from 0.
+
+    Raises:
+        ConfigError: An argument is out of range, or cannot hold in the parallel mode.
+    """
+
+    def __init__(self, network: nn.Cell, optimizer: nn.Optimizer, rl: Mapping, sampler: Mapping, **kwargs: Any):
+        self.settings = rl_settings(rl)
+        self.sampler = dict(sampler)
+        super().__init__(network, optimizer, **kwargs)
+        self.counts_tokens = False
+        self.experience: Optional[Experience] = None
+        self.measures: Dict[str, float] = {}
+        self.tokens_of_step = 0.0
+        self.rollouts: Optional[Rollouts] = None
+        self.tokenizer: Any = None
+
+    def _gradients(self, network, micro_batches, counts):
+        """Returns what gives the gradients to the train step: another graph has added them up."""
+        self.policy = row_log_probabilities(network, "rl", temperature=self.settings.temperature)
+        self.reference = None
+        if self.settings.beta:
+            self.reference = PolicyLogProbabilities(reference_of(self.policy), is_reference=True)
+        self.policy_gradients = PolicyGradients(self.policy, self.weights)
+        self.log_probabilities = PolicyLogProbabilities(self.policy)
+        return GivenGradients(self.policy_gradients.gradients)
+
+    def __call__(self, step: Tensor) -> Tuple:
+        number = int(step.asnumpy().reshape(-1)[0])
+        iteration = number % self.settings.num_iterations
+        began = time.perf_counter()
+        if iteration == 0 or self.experience is None:
+            self.experience = self.new_experience(number // self.settings.num_iterations)
+        sampled = time.perf_counter()
+        totals = step_totals(self.experience.counted)
+        divisor = self.divisor(totals)
+        loss, measures = self.add_gradients(self.experience, totals, divisor)
+        outputs = super().__call__(Tensor(loss * divisor, mstype.float32), Tensor(divisor, mstype.float32))
+        self.rollouts.publish()
+        seconds = {"seconds_sampling": sampled - began, "seconds_training": time.perf_counter() - sampled}
+        self.measures = {**self.experience.measures, **measures, **seconds}
+        self.tokens_of_step = float(totals.tokens)
+        return outputs
+
+    def divisor(self, totals: StepTotals) -> float:
+        """Returns what the sums of a step are divided by: the gradients that are added up are those of the sums."""
+        if self.settings.algorithm == "rloo" or self.settings.loss_type == "grpo":
+            return float(totals.rows)
+        if self.settings.loss_type == "dr_grpo":
+            return float(totals.rows * self.settings.max_completion_length)
+        return float(totals.tokens)
+
+    def new_experience(self, number: int) -> Experience:
+        """Returns the answers to the prompts of a step, rated.
+
+        Raises DivergenceError if the sampler does not agree with the trainer, and RewardError if a reward fails.
+        """
+        self.open()
+        settings = self.settings
+        chosen = prompts_of_step(len(self.prompts), number, settings.prompts_per_step, self.sampler["seed"])
+        answers = self.rollouts.answers([self.prompts[index] for index in chosen], (self.sampler["seed"], number))
+        rewards = self.rewards.of([prompt.given for prompt in answers.prompts], answers.texts, answers.columns())
+        counts = counted(answers.mask, answers.truncated, settings)
+        reference, kl = None, None
+        if self.reference is not None:
+            reference = self.forward(self.reference, answers)
+            kl = answer_kl(answers.log_probabilities, reference, counts)
+        compared = advantages(rewards, settings, kl)
+        measures = {**compared.measures, **answer_measures(answers.mask, answers.truncated)}
+        self.samples = _best_and_worst(answers, compared.rewards)
+        return Experience(answers, compared.values, counts, reference, measures)
+
+    def held_out_reward(self) -> float:
+        """Returns the mean reward of one answer to each prompt that is held out; the same draws each time."""
+        answers = self.rollouts.answers(self.held_out, (self.sampler["seed"], _HELD_OUT), generations=1)
+        rewards = self.rewards.of([prompt.given for prompt in answers.prompts], answers.texts, answers.columns())
+        weighted = np.where(np.isnan(rewards).all(1), np.nan, np.nansum(rewards * self.settings.reward_weights, 1))
+        return float(np.nanmean(weighted))
+
+    def add_gradients(
+        self, experience: Experience, totals: StepTotals, divisor: float
+    ) -> Tuple[float, Dict[str, float]]:
+        """Adds up the gradients of a step's loss, times ``divisor``; returns the loss, and what is reported of it."""
+        answers = experience.answers
+        is_first = experience.old is None
+        policy = answers.log_probabilities
+        if not is_first or self.reference is not None:
+            policy = self.forward(self.log_probabilities, answers)
+        if is_first and self.reference is not None:
+            self.check_agreement(experience, policy)
+        loss = policy_loss(
+            policy,
+            experience.old,
+            experience.reference,
+            experience.advantages,
+            experience.counted,
+            self.settings,
+            totals,
+        )
+        coefficients = (loss.coefficients * divisor).astype(np.float32)
+        learned = []
+        for number, batch in enumerate(self.batches(len(answers.tokens))):
+            goes_on = Tensor(float(number > 0), mstype.float32)
+            arrays = (answers.tokens[batch], answers.labels[batch], coefficients[batch])
+            with self.rollouts.engine.turns.turn():
+                learned.append(self.policy_gradients(*map(Tensor, self.filled_up(*arrays)), goes_on).asnumpy())
+        trained = np.concatenate(learned)[: len(answers.tokens)].astype(np.float64)
+        if is_first:
+            self.check_agreement(experience, trained)
+            experience.old = trained
+        return loss.loss, loss.measures
+
+    def forward(self, cell: PolicyLogProbabilities, answers: Answers) -> np.ndarray:
+        """Returns the log-probabilities of the answers' tokens, float64 [rows, N]."""
+        found = []
+        for batch in self.batches(len(answers.tokens)):
+            tokens, labels, _ = self.filled_up(answers.tokens[batch], answers.labels[batch])
+            with self.rollouts.engine.turns.turn():
+                found.append(cell(Tensor(tokens), Tensor(labels)).asnumpy())
+        return np.concatenate(found)[: len(answers.tokens)].astype(np.float64)
+
+    def batches(self, rows: int) -> List[slice]:
+        """Returns the parts of so many rows that a graph takes at a time."""
+        size = self.sampler["rows"]
+        return [slice(begin, begin + size) for begin in range(0, rows, size)]
+
+    def filled_up(
+        self, tokens: np.ndarray, labels: np.ndarray, coefficients: Optional[np.ndarray] = None
+    ) -> Tuple[np.ndarray, ...]:
+        """Returns the arrays with rows behind them that teach nothing, so that one graph does for all batches."""
+        missing = self.sampler["rows"] - len(tokens)
+        ignored = ignore_token_id(base_of(self.network).config)
+        nothing = np.full((missing, labels.shape[1]), ignored, np.int32)
+        if coefficients is None:
+            coefficients = np.zeros((len(tokens), tokens.shape[1] - 1), np.float32)
+        return (
+            np.concatenate([tokens, np.repeat(tokens[-1:], missing, 0)]),
+            np.concatenate([labels, nothing]),
+            np.concatenate([coefficients, np.zeros((missing, coefficients.shape[1]), np.float32)]),
+        )
+
+    def check_agreement(self, experience: Experience, trained: np.ndarray) -> None:
+        """Measures how far the sampler's log-probabilities are from the trainer's, of the same weights and tokens.
+
+        Raises DivergenceError if they differ by more than rl.max_disagreement.
+        """
+        answers = experience.answers
+        found = agreement(trained, answers.log_probabilities, answers.mask)
+        experience.measures.update(
+            {"agreement/max": found.max, "agreement/k1": found.k1, "agreement/k2": found.k2}
+        )
+        if not found.holds(self.settings.max_disagreement):
+            raise DivergenceError(
+                f"Sampler and trainer differ by {found.max:.2g} nats on a token's log-probability, and "
+                f"rl.max_disagreement is {self.settings.max_disagreement:g}: the policy would learn from answers that "
+                "are not its own. Raise it if the network computes in 16 bits; else report this, with the YAML."
+            )
+
+    def open(self) -> None:
+        """Makes sampler and rewards, which need the loaded weights, at the first step."""
+        if self.rollouts is not None:
+            return
+        network = base_of(self.network)
+        self.tokenizer = load_tokenizer(self.sampler["tokenizer"])
+        longest = self.sampler["model"]["model_config"]["seq_length"] - self.settings.max_completion_length
+        self.prompts = read_prompts(self.settings.prompts, self.tokenizer, longest)
+        self.held_out = []
+        if self.settings.held_out_prompts:
+            self.held_out = read_prompts(self.settings.held_out_prompts, self.tokenizer, longest)
+        self.rewards = Rewards(self.settings, self.sampler["folder"])
+        self.rollouts = Rollouts(
+            network,
+            self.sampler["model"],
+            self.tokenizer,
+            self.settings,
+            pad_token_id(network.config),
+            ignore_token_id(network.config),
+            max(cell.lora_rank for _, cell in lora_cells(network)),
+        )
+        logger.info(
+            "rl: %d prompts; each step has %d answers to %d of them.",
+            len(self.prompts),
+            self.settings.rows,
+            self.settings.prompts_per_step,
+        )
+
+    def close(self) -> None:
+        """Ends the processes and threads of the sampler and the rewards."""
+        if self.rollouts is not None:
+            self.rollouts.close()
+            self.rewards.close()
+
+    def last_record(self) -> StepRecord:
+        """Returns what the last step measured."""
+        record = super().last_record()
+        return record._replace(tokens=self.tokens_of_step, measures=self.measures)
+
+
+def _best_and_worst(answers: Answers, rewards: np.ndarray) -> List[Dict[str, Any]]:
+    """Returns the answers with the highest and the lowest reward, for the report."""
+    rated = np.flatnonzero(~np.isnan(rewards))
+    if not len(rated):
+        return []
+    found = []
+    for row in (rated[rewards[rated].argmax()], rated[rewards[rated].argmin()]):
+        prompt = answers.prompts[row].given
+        said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        found.append({"prompt": said, "answer": answers.texts[row], "reward": float(rewards[row])})
+    return found
