@@ -1,0 +1,107 @@
+"""The process in which rewards are computed: python -m mindlora.training.rl.reward_process DESCRIPTOR.
+
+It never imports MindSpore. Its parent (mindlora.training.rl.rewards) sends one request after the other by the
+connection with that descriptor; the answer is JSON, {"result": ...} or {"error": text}. It ends with the connection.
+"""
+
+import asyncio
+import faulthandler
+import inspect
+import json
+import math
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+
+from mindlora.core.errors import LoraError, RewardError
+from mindlora.core.text import shown
+from mindlora.training.rl.reward_functions import Reward, RewardFunction
+
+# The last lines of a traceback say what went wrong.
+_LINES = 12
+
+
+class Functions:
+    """The loaded functions; its public methods are what can be asked for."""
+
+    def __init__(self) -> None:
+        self._functions: List[RewardFunction] = []
+
+    def load(self, reward: Reward, folder: str) -> None:
+        """Loads the next function, whose relative paths begin at ``folder``."""
+        self._functions.append(reward.load(folder))
+
+    def rate(
+        self, number: int, prompts: List[str], completions: List[str], columns: Mapping[str, Sequence[Any]]
+    ) -> List[Optional[float]]:
+        """Returns the rewards that the function with this number gives to completions."""
+        result = self._functions[number](prompts=prompts, completions=completions, **columns)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        return checked_rewards(result, len(completions))
+
+
+def serve(connection: Connection) -> None:
+    """Does what comes by a connection, until it ends.
+
+    A request is (seconds, name of a method of Functions, its arguments). One that takes longer ends the process,
+    whatever it does: where it was is written to stderr, and nothing is left running if the parent has ended before.
+    """
+    functions = Functions()
+    while True:
+        try:
+            seconds, method, arguments = connection.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        answer = _answer(getattr(functions, method), arguments)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(json.dumps(answer).encode())
+
+
+def _answer(method: Callable[..., Any], arguments: Sequence[Any]) -> Dict[str, Any]:
+    try:
+        return {"result": method(*arguments)}
+    except LoraError as refusal:
+        return {"error": str(refusal)}
+    except (Exception, SystemExit) as problem:
+        frames = traceback.extract_tb(problem.__traceback__)
+        theirs = [frame for frame in frames if frame.filename != __file__]
+        lines = [*traceback.format_list(theirs), *traceback.format_exception_only(type(problem), problem)]
+        last = "".join(lines).rstrip().splitlines()[-_LINES:]
+        return {"error": "\n".join([f"it raised {type(problem).__name__}:", *last, "Correct the function."])}
+
+
+def checked_rewards(result: Any, count: int) -> List[Optional[float]]:
+    """Returns what a function returned as floats, None for an answer that it does not rate.
+
+    Raises RewardError if that is not a list of ``count`` finite numbers or None.
+    """
+    try:
+        values = list(result)
+    except TypeError:
+        raise RewardError(
+            f"it returned {shown(result)}, but it must return a list with a number for each completion."
+        ) from None
+    if len(values) != count:
+        raise RewardError(f"it returned {len(values)} rewards for {count} completions. Return one for each.")
+    return [None if value is None else _number(value, index) for index, value in enumerate(values)]
+
+
+def _number(value: Any, index: int) -> float:
+    try:
+        # A text is none, whatever it holds.
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardError(
+            f"it returned {shown(value)} for completion {index}, but a reward must be a finite number, or None where "
+            "there is none."
+        )
+    return number
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

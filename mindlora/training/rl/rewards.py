@@ -1,0 +1,176 @@
+"""Rewards: the reward functions of a run, in a process of their own that is started once."""
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any, Deque, Mapping, Optional, Sequence, Tuple, Type
+
+import numpy as np
+
+from mindlora.core.errors import RewardError
+from mindlora.training.rl.settings import RlSettings
+
+logger = logging.getLogger("mindlora")
+
+_ROOT = pathlib.Path(__file__).resolve().parents[3]
+# Python, and what a file of rewards imports, may take this long to load.
+_LOADING = 300.0
+# Seconds after which a process that has not ended by itself, at its time limit or without its parent, is killed.
+_GRACE = 5.0
+# Lines of its output that an error shows.
+_LINES = 15
+# What a function's other arguments are called.
+_ARGUMENTS = ("prompts", "completions")
+
+
+class Rewards:
+    """Rates answers. A function that hangs, crashes or raises ends in one error, and never takes the trainer along.
+
+    What the functions print goes to the log, line by line.
+
+    Args:
+        settings (RlSettings): The run's: its functions and the time that each may take.
+        folder (str): The folder of the YAML, where the paths of functions begin.
+
+    Raises:
+        RewardError: A function cannot be loaded.
+    """
+
+    def __init__(self, settings: RlSettings, folder: str):
+        self._settings = settings
+        self._output: Deque[str] = deque(maxlen=_LINES)
+        self._connection, theirs = multiprocessing.Pipe()
+        path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with theirs:
+            self._process = subprocess.Popen(
+                # Without a buffer, so that what a function prints is there when it crashes.
+                [sys.executable, "-u", "-m", "mindlora.training.rl.reward_process", str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                # Ctrl-C is the trainer's, and what the functions start ends with them.
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._log_output, daemon=True)
+        self._reader.start()
+        try:
+            for function, name in zip(settings.reward_funcs, settings.reward_names):
+                self._ask(name, _LOADING, "load", (function, os.path.abspath(folder)))
+        except BaseException:
+            self.close()
+            raise
+
+    def of(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> np.ndarray:
+        """Returns float64 [rows, functions], NaN where a function returned None.
+
+        Args:
+            prompts (list of str): The prompt of each answer.
+            completions (list of str): The answers.
+            columns (dict): Name of a further column of the data -> its value for each answer.
+
+        Raises:
+            RewardError: A function took longer than reward_timeout, crashed, raised, or returned something other than
+                a number or None for each answer; or no answer has a reward.
+        """
+        for name in _ARGUMENTS:
+            if name in columns:
+                raise RewardError(
+                    f"The data has a column {name}, and reward functions get the {name} of a step by that name. Rename "
+                    "the column."
+                )
+        settings = self._settings
+        rewards = np.empty((len(completions), len(settings.reward_funcs)))
+        for number, name in enumerate(settings.reward_names):
+            arguments = (number, list(prompts), list(completions), dict(columns))
+            # None becomes NaN.
+            rewards[:, number] = np.array(self._ask(name, settings.reward_timeout, "rate", arguments), np.float64)
+        if np.isnan(rewards).all():
+            raise RewardError(
+                f"rl.reward_funcs: {', '.join(settings.reward_names)} returned None for all {len(completions)} "
+                "completions of a step, so there is nothing to learn from. Return a number for each completion that "
+                "the function can rate."
+            )
+        return rewards
+
+    def close(self) -> None:
+        """Ends the process, and what its functions have started."""
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        self._kill()
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], traceback: Optional[TracebackType]
+    ) -> None:
+        self.close()
+
+    def _ask(self, name: str, seconds: float, method: str, arguments: Tuple[Any, ...]) -> Any:
+        """Returns what a method of the process' Functions returns; where there is no answer, the process is gone.
+
+        ``name`` is the function's, for messages.
+        """
+        begin = time.monotonic()
+        try:
+            self._connection.send((seconds, method, arguments))
+            # The process ends itself when the time is over.
+            if self._connection.poll(seconds + _GRACE):
+                answer = json.loads(self._connection.recv_bytes())
+                if "error" in answer:
+                    raise RewardError(f"rl.reward_funcs: {name}: {answer['error']}")
+                return answer["result"]
+        except (EOFError, OSError):
+            pass
+        is_late = time.monotonic() - begin >= seconds
+        # An end that is under way has an exit code of its own.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        self._kill()
+        self._reader.join(_GRACE)
+        output = "".join(f"\n{line}" for line in self._output)
+        shown = f" The end of its output:{output}" if output else ""
+        if is_late and method == "load":
+            raise RewardError(f"rl.reward_funcs: {name} has not loaded after {seconds:g} s. Make it faster.{shown}")
+        if is_late:
+            raise RewardError(
+                f"rl.reward_funcs: {name} has not returned after {seconds:g} s and was stopped. Make it faster, or "
+                f"raise rl.reward_timeout.{shown}"
+            )
+        raise RewardError(
+            f"rl.reward_funcs: {name} has ended its process ({_end(self._process.returncode)}). Correct the function."
+            f"{shown}"
+        )
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _log_output(self) -> None:
+        with self._process.stdout as lines:  # type: ignore[union-attr]
+            for line in lines:
+                self._output.append(line.rstrip("\n"))
+                logger.info("rl.reward_funcs: %s", line.rstrip("\n"))
+
+
+def _end(code: Optional[int]) -> str:
+    """Returns how a process has ended."""
+    return f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
