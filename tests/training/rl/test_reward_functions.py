@@ -1,14 +1,18 @@
 """What rl.reward_funcs names: Python functions, built-in ones, and reward models behind an address."""
 
+import contextlib
 import json
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import numpy as np
 import pytest
 
 from mindlora.core.errors import ConfigError, InstallationError, RewardError
 from mindlora.training.rl.reward_functions import reward_of
+from mindlora.training.rl.rewards import Rewards
+from mindlora.training.rl.settings import rl_settings
+from tests.support.scripted_engine import HIDDEN, make_engine, started, write_adapter
+from tests.support.served_apps import live, make_app
 
 
 def rate(entry, completions, folder="", **columns):
@@ -84,61 +88,52 @@ def test_without_jsonschema(monkeypatch):
         rate({"type": "json_schema", "schema": SCHEMA}, [])
 
 
-class Classifier(BaseHTTPRequestHandler):
-    """A server with two adapters, of which ``length`` scores a text by its length, and ``kind`` has two labels."""
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory):
+    """Returns a context manager: mindlora serve with adapters that have a score head, name -> labels; yields (url,
+    engine). A text's score follows from the last of its tokens.
+    """
 
-    adapters = ("length",)
-    asked = None
+    @contextlib.contextmanager
+    def serving(labels, max_waiting=64):
+        folder = tmp_path_factory.mktemp("adapters")
+        for name, count in labels.items():
+            score = np.random.default_rng(count).normal(size=(count, HIDDEN)).astype(np.float32)
+            write_adapter(folder, name, score=score)
+        with started(make_engine(str(folder), max_waiting=max_waiting)) as engine, live(make_app(engine)) as url:
+            yield url, engine
 
-    def do_GET(self):
-        models = [{"id": "base", "parent": None}, *({"id": name, "parent": "base"} for name in self.adapters)]
-        self.respond(200, {"data": models})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        type(self).asked = (self.path, body["use_activation"], len(body["input"]))
-        if body["model"] not in ("length", "kind"):
-            self.respond(404, {"error": {"message": "There is no such model."}})
-            return
-        labels = 1 if body["model"] == "length" else 2
-        data = [{"index": index, "probs": [len(text)] * labels} for index, text in enumerate(body["input"])]
-        self.respond(200, {"data": data[::-1]})
-
-    def respond(self, status, content):
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
-
-    def log_message(self, *arguments):
-        """Nothing is written to stderr."""
+    return serving
 
 
-@pytest.fixture
-def address():
-    """The address of a server as mindlora serve is, for the two paths that are asked."""
-    with HTTPServer(("127.0.0.1", 0), Classifier) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+def test_the_only_reward_model_of_a_server(serve):
+    texts = [f"cats {count}" for count in range(70)]
+    with serve({"helpful": 1}) as (url, engine):
+        tokens = [engine.tokenizer.encode("Q: " + text)[-1] for text in texts]
+        expected = engine.score_head("helpful").scores(engine.runner.hidden[tokens])[:, 0]
+        for end in ("", "/", "/v1"):
+            np.testing.assert_allclose(rate(url + end, texts), expected, rtol=1e-6)
+    assert len(set(expected.tolist())) > 5
 
 
-@pytest.mark.parametrize("end", ["", "/", "/v1"])
-def test_the_only_reward_model_of_a_server(address, end):
-    assert rate(address + end, ["a" * count for count in range(40)]) == [3 + count for count in range(40)]
-    assert Classifier.asked == ("/v1/classify", False, 8)
+def test_a_server_of_several_models(serve):
+    with serve({"helpful": 1, "kind": 2}) as (url, _):
+        with pytest.raises(ConfigError, match="serves 2 adapters: helpful, kind. Name the reward model: {type: http:"):
+            rate(url, ["a"])
+        assert len(rate({"type": url, "model": "helpful"}, ["a"])) == 1
+        with pytest.raises(RewardError, match="kind of http.* gives 2 scores to a text, and a reward model gives one"):
+            rate({"type": url, "model": "kind"}, ["a"])
+        with pytest.raises(RewardError, match="/v1/classify answered 404: .*other.*Check the server"):
+            rate({"type": url, "model": "other"}, ["a"])
 
 
-def test_a_server_of_several_models(address, monkeypatch):
-    monkeypatch.setattr(Classifier, "adapters", ("kind", "length"))
-    with pytest.raises(ConfigError, match="serves 2 adapters: kind, length. Name the reward model: {type: http:"):
-        rate(address, ["a"])
-    assert rate({"type": address, "model": "length"}, ["a"]) == [4]
-    with pytest.raises(RewardError, match="kind of http.* gives 2 scores to a text, and a reward model gives one"):
-        rate({"type": address, "model": "kind"}, ["a"])
-    with pytest.raises(RewardError, match="/v1/classify answered 404: .*There is no such model.*Check the server"):
-        rate({"type": address, "model": "other"}, ["a"])
+def test_a_server_whose_queue_is_full_is_asked_again(serve, tmp_path):
+    with serve({"helpful": 1}, max_waiting=2) as (url, _):
+        settings = rl_settings({"reward_funcs": {"type": url, "model": "helpful"}, "reward_timeout": 2.5})
+        with Rewards(settings, str(tmp_path)) as rewards:
+            assert rewards.of(["Q: "], ["cats"], {}).shape == (1, 1)
+            with pytest.raises(RewardError, match="(?s)helpful has not returned after 2.5 s.*classify answered 429"):
+                rewards.of(["Q: "] * 32, ["cats"] * 32, {})
 
 
 def test_no_server():
