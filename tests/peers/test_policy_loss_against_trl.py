@@ -132,4 +132,5 @@ def test_advantages_losses_gradients_and_measures(case, trl):
 
 
 def assert_close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-13)
+    # TRL's factor n / (n - 1) of a variance is in float32, the rest in float64.
+    np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-12)

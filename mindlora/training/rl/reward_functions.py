@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import time
 import urllib.error
 import urllib.request
 from dataclasses import MISSING, dataclass, fields
@@ -312,22 +313,26 @@ class RewardModel(Reward):
         return [scores[0] for scores in rows]
 
     def _ask(self, path: str, body: Optional[Mapping[str, Any]] = None) -> Any:
-        """Returns the answer of a path of the server; the caller has a time limit for all of it."""
+        """Returns the answer of a path of the server, which is asked again while its queue is full; the caller has a
+        time limit for all of it.
+        """
         data = None if body is None else json.dumps(body).encode()
         address = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/{path}"
         request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as refusal:
-            said = refusal.read().decode("utf-8", "replace")
-            raise RewardError(
-                f"{address} answered {refusal.code}: {shown(said)}. Check the server, and the name of the model."
-            ) from refusal
-        except (OSError, ValueError) as problem:
-            raise RewardError(
-                f"{address} does not answer: {problem}. Start the server (mindlora serve), or correct the address."
-            ) from problem
+        while True:
+            try:
+                with urllib.request.urlopen(request) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as refusal:
+                said = f"{address} answered {refusal.code}: {shown(refusal.read().decode('utf-8', 'replace'))}"
+                if refusal.code != 429:
+                    raise RewardError(f"{said}. Check the server, and the name of the model.") from refusal
+                print(f"{said}. Asking again.")
+                time.sleep(1)
+            except (OSError, ValueError) as problem:
+                raise RewardError(
+                    f"{address} does not answer: {problem}. Start the server (mindlora serve), or correct the address."
+                ) from problem
 
 
 def _check_column(reward: Any) -> None:
