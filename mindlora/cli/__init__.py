@@ -25,6 +25,7 @@ from mindlora.cli import (
     eval,
     generate,
     reference,
+    rl,
     runs,
     serve,
     sweep,
@@ -33,7 +34,7 @@ from mindlora.cli.verb import add_verbs
 from mindlora.core.errors import LoraError
 from mindlora.core.overrides import split_overrides
 
-_MODULES = (data, adapters, base, configs, runs, eva, reference, generate, chat, classify, eval, serve, sweep)
+_MODULES = (data, adapters, base, configs, runs, eva, reference, generate, chat, classify, eval, serve, sweep, rl)
 # What verbs were called before there were groups -> their names. They go with the next version.
 _EARLIER = {
     **{verb.name: ("adapter", verb.name) for verb in adapters.OF_ADAPTERS},

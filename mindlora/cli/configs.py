@@ -14,7 +14,7 @@ from mindlora.core.text import fields, suggestion
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 # Options that say how the YAML of --from is to be, and nothing without it.
-_OF_A_DRAFT = ("device", "devices", "seq_length", "recipe", "data")
+_OF_A_DRAFT = ("device", "devices", "seq_length", "recipe", "data", "prompts", "rewards")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,10 @@ def _configs_options(parser: argparse.ArgumentParser) -> None:
     drafts.add_argument("--device", choices=("cpu", "npu"), help="what it trains on (default: npu)")
     drafts.add_argument("--devices", type=int, metavar="N", help="how many of them (default: 1)")
     drafts.add_argument("--data", metavar="PATH", help="the MindRecord that it trains on, as mindlora data writes it")
+    drafts.add_argument("--prompts", metavar="FILE", help="prompts whose answers it learns from (docs/rl.md)")
+    drafts.add_argument(
+        "--rewards", metavar="NAME,NAME", help="what rates the answers to --prompts, such as rewards.py:FUNCTION"
+    )
     drafts.add_argument(
         "--seq-length", type=int, metavar="N", help="tokens of a row (default: those of --data, or at most 2048)"
     )
@@ -127,6 +131,8 @@ def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
         arguments.seq_length,
         arguments.recipe,
         rows,
+        arguments.prompts,
+        tuple(arguments.rewards.split(",")) if arguments.rewards else (),
     )
     folder = read_folder(arguments.folder, to_train=True)
     draft = draft_run(folder, request)

@@ -63,6 +63,7 @@ def check_names(run: YamlRun) -> Iterator[Finding]:
     """
     unread = set() if run.trains else set(_TRAINING_NODES)
     unread |= {"moe_config"} if run.is_mcore else set()
+    unread |= {"train_dataset_task"} if run.at("runner_wrapper.rl") is not None else set()
     for node, allowed in CLOSED_NODES.items():
         names = (run.at(node) or {}) if node and node not in unread else ()
         for name in names:

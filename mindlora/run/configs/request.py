@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from typing import Optional
+from typing import Optional, Sequence
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
@@ -81,6 +81,8 @@ class Request:
         seq_length (int): Tokens of a row. Default: None, those of ``rows``, or 2048 if the model takes as many.
         recipe (str): One of config.PRESETS. Default: None.
         rows (Rows): The data. Default: None.
+        prompts (str): A file of prompts, whose answers are rated, in the place of data. Default: None.
+        rewards (sequence of str): What rates them, as rl.reward_funcs takes it. Default: none.
     """
 
     output: str
@@ -89,6 +91,8 @@ class Request:
     seq_length: Optional[int] = None
     recipe: Optional[str] = None
     rows: Optional[Rows] = None
+    prompts: Optional[str] = None
+    rewards: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +143,11 @@ def check_request(folder: ModelFolder, request: Request) -> None:
             f"--seq-length is {request.seq_length}, and the rows of {request.rows.path} have {request.rows.tokens} "
             f"tokens, which are of seq_length {row_length(folder, request.rows)}. Leave it out."
         )
+    if bool(request.prompts) != bool(request.rewards):
+        raise ConfigError("A run that learns from rewards has prompts and rewards. Give --prompts and --rewards.")
+    if request.prompts and (request.rows or request.devices > 1):
+        what = f"--data {request.rows.path}" if request.rows else f"--devices {request.devices}"
+        raise ConfigError(f"A run that learns from rewards has prompts for its data, and one device. Leave {what} out.")
     if request.device == CPU and request.devices > 1:
         raise ConfigError(
             f"--devices is {request.devices}, and MindSpore divides nothing among CPU processes. Use one."

@@ -28,6 +28,11 @@ _COMMENTS = {
     "parallel.gradients_mean": "the loss is already the mean over the rows of all NPUs",
     "parallel.parallel_mode": "data parallel: each NPU has the whole model; 1 divides it (docs/sharding.md)",
     "runner_wrapper.preference.loss": "docs/preferences.md has the others, and beta",
+    "runner_wrapper.rl": "docs/rl.md has all keys",
+    "runner_wrapper.rl.num_generations": "answers to each prompt",
+    "runner_wrapper.rl.prompts_per_step": "prompts whose answers make a step of the optimizer",
+    "runner_wrapper.rl.max_completion_length": "tokens of an answer",
+    "runner_wrapper.rl.beta": "above 0 keeps the policy near the base",
     "context.max_device_memory": "of an NPU with 64 GB",
     "recompute_config.recompute": "False is faster, and takes more memory (mindlora plan)",
     "model.model_config.seq_length": "the rows have one token more",
@@ -81,7 +86,9 @@ def commands_of(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
         workers = f"--worker_num={request.devices} --local_worker_num={request.devices}"
         run = f"msrun {workers} --join=True $(which mindlora-run) --config {shlex.quote(request.output)}"
     commands = []
-    if request.rows is None:
+    if request.prompts:
+        run = f"mindlora rl {shlex.quote(request.output)}"
+    elif request.rows is None:
         length = seq_length_of(folder, request.seq_length)
         rows = "--input rows.jsonl --output rows.mindrecord"
         commands.append(f"mindlora data alpaca {rows} --tokenizer {model} --seq-length {length}")
@@ -99,6 +106,8 @@ def _where(request: Request) -> str:
 
 
 def _about_steps(request: Request, batch: Batch) -> List[str]:
+    if request.prompts:
+        return [f"a step: {_PROMPTS * _GENERATIONS} answers, which are rated by {', '.join(request.rewards)}"]
     if request.rows is None:
         return [f"a step: {batch.per_step} rows"]
     return [
@@ -127,6 +136,9 @@ def comments_of(folder: ModelFolder, request: Request) -> Dict[str, str]:
 # Where no recipe says: those of the YAMLs in configs/.
 _ADAPTER = {"lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 _LEARNING_RATE = 1e-4
+# Of a run that learns from rewards, which its policy must not leave behind too fast.
+_RATE_OF_REWARDS = 2e-5
+_PROMPTS, _GENERATIONS = 8, 8
 _TRAIN_STEP = {"type": "LoraTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": True, "max_grad_norm": 1.0}
 
 
@@ -193,10 +205,34 @@ def _content(folder: ModelFolder, request: Request, batch: Batch) -> Dict[str, A
         **nodes,
         "runner_wrapper": {**_TRAIN_STEP, **preference},
     }
+    if request.prompts:
+        _learn_from_rewards(content, request)
     run = YamlRun(content)
     if run.on_cpu and folder.stored != "float32" and not why_not_held(run):
         content["model"]["model_config"][dtype_key(run)] = folder.stored
     return content
+
+
+def _learn_from_rewards(content: Dict[str, Any], request: Request) -> None:
+    """Makes the YAML of a run on data that of one on prompts, in place."""
+    for node in ("train_dataset", "train_dataset_task"):
+        del content[node]
+    content["runner_config"].update(batch_size=8, gradient_accumulation_steps=1, sink_mode=False)
+    content["runner_config"].pop("sink_size", None)
+    content["lr_schedule"] = {
+        "type": "ConstantWarmUpLR", "learning_rate": _RATE_OF_REWARDS, "warmup_ratio": 0.0, "total_steps": -1
+    }  # fmt: skip
+    # Sampler and trainer are one policy.
+    content["model"]["model_config"]["pet_config"]["lora_dropout"] = 0.0
+    content["callbacks"][-1]["save_steps"] = 20
+    content["runner_wrapper"]["rl"] = {
+        "prompts": request.prompts,
+        "reward_funcs": list(request.rewards),
+        "prompts_per_step": _PROMPTS,
+        "num_generations": _GENERATIONS,
+        "max_completion_length": min(256, content["model"]["model_config"]["seq_length"] // 2),
+        "beta": 0.0,
+    }
 
 
 def _optimization(request: Request, batch: Batch, rate: float) -> Dict[str, Any]:

@@ -111,7 +111,9 @@ class TrainingGuard(Callback):
                 f"gradient norm {record.gradient_norm:.4g} (limit {highest:.4g})."
             )
             report_event(params, "skipped_step", message)
-        reason = self.guard.step(record.loss, record.gradient_norm, record.skipped)
+        # The loss of a policy says nothing of how well it does: the guard then knows gradient norms alone.
+        loss = record.loss if record.loss_falls else math.nan
+        reason = self.guard.step(loss, record.gradient_norm, record.skipped)
         if reason is not None:
             self._go_back(run_context, step, reason)
         elif self.snapshots.is_due(params.cur_step_num) and self.guard.is_healthy:
@@ -219,7 +221,7 @@ class RunGuard(Rule):
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped >= self.max_skipped:
             return f"{self.skipped} steps in a row were skipped"
-        if skipped:
+        if skipped or not self.losses:
             return None
         smoothed = self._smoothed()
         self.best = min(self.best, smoothed)
@@ -239,8 +241,11 @@ class RunGuard(Rule):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last step was done and the smoothed loss is nearer to its best than to the ceiling."""
-        is_judged = len(self.losses) >= ENOUGH and not self.skipped
+        """Whether the last step was done and the smoothed loss, if losses are known, is nearer to its best than to the
+        ceiling."""
+        is_judged = max(len(self.losses), len(self.norms)) >= ENOUGH and not self.skipped
+        if not self.losses:
+            return is_judged
         return is_judged and self._smoothed() <= math.sqrt(self.best * self._ceiling())
 
     def forget(self) -> None:

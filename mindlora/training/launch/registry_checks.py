@@ -41,7 +41,8 @@ def check_classes(run: YamlRun) -> Iterator[Finding]:
     Keys of the model that nothing reads are warnings: YAMLs of MindFormers' own have ``num_block`` and
     ``max_position_embeddings``.
     """
-    data = "train" if run.trains else run.mode
+    # A run that learns from rewards has prompts for its data.
+    data = run.mode if not run.trains else "train" if run.rl is None else None
     data_kinds = {key.format(data): kind for key, kind in _DATA_KINDS.items()} if data in ("train", "eval") else {}
     needed = {**({} if run.is_mcore else _LEGACY_KINDS), **data_kinds}
     for key, kind in {**_KINDS, **(_TRAINING_KINDS if run.trains else {}), **needed}.items():

@@ -268,7 +268,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
     def last_record(self) -> StepRecord:
         """Returns what the last step measured."""
         record = super().last_record()
-        return record._replace(tokens=self.tokens_of_step, measures=self.measures)
+        return record._replace(tokens=self.tokens_of_step, measures=self.measures, loss_falls=False)
 
 
 def _best_and_worst(answers: Answers, rewards: np.ndarray) -> List[Dict[str, Any]]:

@@ -66,6 +66,8 @@ class StepRecord(NamedTuple):
         learning_rate (float or None): The rate that was used, or would have been in a skipped step.
         measures (dict or None): What else is reported of a step that learns from preferences (preference_measures),
             where the loss is a mean over examples, or from rewards; then the tokens are those of the answers.
+        loss_falls (bool): Whether the loss falls as the model learns; that of a policy, whose gradient alone means
+            something, need not.
     """
 
     loss: float
@@ -75,6 +77,7 @@ class StepRecord(NamedTuple):
     stop: bool = False
     learning_rate: Optional[float] = None
     measures: Optional[Dict[str, float]] = None
+    loss_falls: bool = True
 
     @property
     def is_empty(self) -> bool:

@@ -1,0 +1,50 @@
+"""mindlora rl: a training run that learns from rewards."""
+
+import argparse
+import dataclasses
+
+from mindlora.cli.verb import Verb, add_command
+from mindlora.core.errors import ConfigError
+from mindlora.core.yaml_file import read_merged, value_at
+from mindlora.training.rl.rules import KEY
+
+
+@dataclasses.dataclass(frozen=True)
+class RlRun:
+    """A run that has ended.
+
+    Attributes:
+        yaml (str): Its YAML.
+        exit_code (int): That of mindlora-run.
+    """
+
+    yaml: str
+    exit_code: int
+
+    def __str__(self) -> str:
+        return f"{self.yaml}: {'the run has failed.' if self.exit_code else 'the run has ended.'}"
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.description += (
+        " It samples answers to prompts, has them rated, and learns from that, over one copy of the weights: "
+        "mindlora-run on a YAML with runner_wrapper.rl, as mindlora configs --prompts writes it. --a.b.c VALUE and the "
+        "flags of mindlora-run override keys of the YAML."
+    )
+    parser.add_argument("yaml", metavar="YAML", help="complete MindFormers YAML of a training run with runner_wrapper.rl")
+    parser.set_defaults(overrides=[])
+    add_command(parser, _rl)
+
+
+def _rl(arguments: argparse.Namespace) -> RlRun:
+    if value_at(read_merged(arguments.yaml), KEY) is None:
+        raise ConfigError(
+            f"{arguments.yaml} has no {KEY}, which names prompts and rewards. Write such a YAML with mindlora configs "
+            "--from FOLDER --prompts FILE --rewards NAME, or train on data with mindlora-run."
+        )
+    from mindlora.training.launch import launcher
+
+    return RlRun(arguments.yaml, launcher.main(["--config", arguments.yaml, *arguments.overrides]))
+
+
+VERBS = (Verb("rl", "Train an adapter on rewards for its own answers (GRPO, RLOO).", _options),)
