@@ -32,6 +32,7 @@ FEATURES = {
     "packed": "packed rows",
     "hugging_face_data": "MindFormers' HFDataLoader",
     "preference": "preferences",
+    "rl": "rewards (GRPO, RLOO)",
     "classifier": "classifiers and reward models",
     "held_out": "HeldOutLoss, AdapterHealth",
     "guard": "TrainingGuard and what else controls a run",

@@ -30,9 +30,15 @@ _QUANTITIES = (
 
 
 # The charts of classifiers and of preference training: field of a step, title.
-_PREFERENCES = (
+_LEARNED = (
     ("accuracy", "Share of the labels that are right"),
     ("f1", "F1, the mean over labels"),
+    ("reward", "Reward of the answers"),
+    ("frac_reward_zero_std", "Share of prompts whose answers all have one reward"),
+    ("completions/mean_length", "Tokens of an answer"),
+    ("completions/clipped_ratio", "Share of answers that were cut"),
+    ("clip_ratio/region_mean", "Share of clipped ratios"),
+    ("agreement/max", "Largest difference between sampler and trainer, in nats"),
     ("reward_accuracy", "Share of the examples with the right reward"),
     ("reward_margin", "Reward of the chosen answer above the rejected one's"),
     ("reward_chosen", "Reward of the chosen answer"),
@@ -94,7 +100,7 @@ def charts(histories: Sequence[History], names: Sequence[str]) -> List[Chart]:
         return []
     timeline = step_axis(min(steps), max(steps)), events
     drawn = [_loss_of_one(histories[0], timeline)] if len(histories) == 1 else _losses(histories, names, timeline)
-    drawn += [_preference(histories, names, timeline, field, title) for field, title in _PREFERENCES]
+    drawn += [_learned(histories, names, timeline, field, title) for field, title in _LEARNED]
     for field, title, in_bytes, from_zero, may_be_logarithmic in _QUANTITIES:
         lines = _lines(histories, names, field)
         factor, unit = _bytes(lines) if in_bytes else (1.0, "")
@@ -104,9 +110,9 @@ def charts(histories: Sequence[History], names: Sequence[str]) -> List[Chart]:
 
 
 def _loss_unit(histories: Sequence[History]) -> str:
-    """Returns the unit of the losses: those of preference training are means over examples, and have none."""
-    learns_preferences = any(len(history.series("reward_chosen")[0]) for history in histories)
-    return "" if learns_preferences else "nats per token"
+    """Returns the unit of the losses: those of runs that learn from preferences or rewards have none."""
+    measures = [history.series(name)[0] for history in histories for name in ("reward_chosen", "reward")]
+    return "" if any(map(len, measures)) else "nats per token"
 
 
 def _loss_of_one(history: History, timeline: _Timeline):
@@ -138,8 +144,8 @@ def _losses(histories: Sequence[History], names: Sequence[str], timeline: _Timel
     ]
 
 
-def _preference(histories: Sequence[History], names: Sequence[str], timeline: _Timeline, field: str, title: str):
-    """Returns a chart of what preference training measures, in training and on held-out data, or None."""
+def _learned(histories: Sequence[History], names: Sequence[str], timeline: _Timeline, field: str, title: str):
+    """Returns a chart of what preferences or rewards teach, in training and on held-out data, or None."""
     training = [line._replace(values=smoothed(line.values)) for line in _lines(histories, names, field)]
     lines = training + [line._replace(style="marked") for line in _lines(histories, names, f"held_out_{field}")]
     return draw(title, "", lines, *timeline) if lines else None

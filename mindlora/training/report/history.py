@@ -8,7 +8,7 @@ Every record has "step" and one of the keys in KINDS, which says what it holds:
 - "forgetting": the divergence from the base, in nats per token, on what the base says itself.
 - "event": what a guard or a schedule did, with "message".
 - "health": a measurement of the adapter.
-- "answers": a list of {"prompt", "answer"}.
+- "answers": a list of {"prompt", "answer"}, with the "reward" of an answer that was rated.
 - "evaluation": what mindlora eval found: "tables" of {"title", "rows"}, rows of texts, and "verdicts", a list of texts.
 
 JSON has no NaN and no infinity; they are written as the texts "nan", "inf" and "-inf", which float() reads.

@@ -202,7 +202,8 @@ def _answers(history: History) -> List[Tuple[str, List[Tuple[int, str]]]]:
     answers: dict = {}
     for record in sorted(history.answers, key=lambda record: record["step"]):
         for row in record["answers"]:
-            answers.setdefault(str(row["prompt"]), []).append((record["step"], str(row["answer"])))
+            rated = f" (reward {row['reward']:.3g})" if "reward" in row else ""
+            answers.setdefault(str(row["prompt"]), []).append((record["step"], f"{row['answer']}{rated}"))
     return [(prompt, [versions[0]] + versions[1:][-1:]) for prompt, versions in answers.items()]
 
 

@@ -1,12 +1,26 @@
 """RlReport: what a run that learns from rewards reports beside the numbers of its steps."""
 
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List
 
 from mindspore.train import RunContext
 
 from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
 from mindlora.training.log import logger
 from mindlora.training.model.network import train_step_of
+from mindlora.training.resume.training_state import total_steps
+
+# What other callbacks can choose the best adapter by.
+_METRICS = ("reward", "held_out_reward")
+# Measure -> what the log calls it.
+_LOGGED = {
+    "reward": "reward",
+    "reward_std": "spread",
+    "held_out_reward": "held-out reward",
+    "kl": "kl",
+    "completions/mean_length": "tokens of an answer",
+    "completions/clipped_ratio": "share that was cut",
+    "agreement/max": "sampler and trainer differ by",
+}
 
 
 @register
@@ -28,27 +42,24 @@ class RlReport(PeriodicCallback):
         """Reports what the step measured."""
         params = run_context.original_args()
         step = train_step_of(params.train_network)
-        metrics = {**reported_metrics(params), "reward": step.measures["reward"]}
-        metrics.pop("held_out_reward", None)
-        is_last = self.is_due(params)
-        every = step.settings.held_out_steps
-        if step.settings.held_out_prompts and (params.cur_step_num % every == 0 or params.cur_step_num == params.batch_num * params.epoch_num):
-            metrics["held_out_reward"] = step.held_out_reward()
+        number = params.cur_step_num
+        is_due = self.is_due(params)
+        is_last = number >= total_steps(params)
+        if step.settings.held_out_prompts and (is_last or number % step.settings.held_out_steps == 0):
+            step.measures["held_out_reward"] = step.held_out_reward()
+        metrics = {name: value for name, value in reported_metrics(params).items() if name not in _METRICS}
+        metrics.update({name: step.measures[name] for name in _METRICS if name in step.measures})
         params["eval_results"] = metrics
-        logger.info("step %d: %s", params.cur_step_num, _in_words(step.measures, metrics))
-        if is_last or params.cur_step_num == 1:
+        logger.info("step %d: %s", number, _in_words(step.measures))
+        if is_due or number == 1:
             shown: List[Dict[str, Any]] = [*(params.get("training_answers") or [])]
-            params["training_answers"] = [*shown, {"step": params.cur_step_num, "answers": step.samples}]
-        self.step_before = params.cur_step_num
+            params["training_answers"] = [*shown, {"step": number, "answers": step.samples}]
+        self.step_before = number
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Ends the sampler and the process of the rewards."""
         train_step_of(run_context.original_args().train_network).close()
 
 
-def _in_words(measures: Dict[str, float], metrics: Dict[str, Optional[float]]) -> str:
-    names = ("reward", "reward_std", "kl", "completions/mean_length", "completions/clipped_ratio", "agreement/max")
-    values = {name: measures[name] for name in names if name in measures}
-    if metrics.get("held_out_reward") is not None:
-        values["held_out_reward"] = metrics["held_out_reward"]
-    return ", ".join(f"{name.rpartition('/')[2] if name != 'agreement/max' else 'disagreement'} {value:.4g}" for name, value in values.items())
+def _in_words(measures: Dict[str, float]) -> str:
+    return ", ".join(f"{words} {measures[name]:.4g}" for name, words in _LOGGED.items() if name in measures)

@@ -48,6 +48,12 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
     yield from _check_saving(run, settings)
     yield from _check_files(run, settings)
     yield from check_served(run)
+    if run.is_mcore and run.model.get("num_experts"):
+        yield error(
+            "model.model_config.num_experts",
+            "The model has routed experts, whose weights training holds in another form than the sampler.",
+            "Learn from rewards on a model without them.",
+        )
 
 
 def _check_adapter(run: YamlRun) -> Iterator[Finding]:
@@ -106,6 +112,14 @@ def _check_saving(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
                 f"{where}: save_steps is {callback.get('save_steps', 100)} and rl.num_iterations is "
                 f"{settings.num_iterations}: a run could not go on between two steps on the same answers.",
                 "Make save_steps a multiple of it.",
+            )
+        measured = settings.held_out_prompts and callback.get("best_metric", "held_out_reward") == "held_out_reward"
+        if measured and callback.get("save_steps", 100) % settings.held_out_steps:
+            yield error(
+                f"{where}.save_steps",
+                f"{where}: save_steps is {callback.get('save_steps', 100)}, and held_out_reward is measured every "
+                f"{settings.held_out_steps} steps (rl.held_out_steps).",
+                "Make save_steps a multiple of that.",
             )
 
 

@@ -1,0 +1,99 @@
+"""runner_wrapper.rl in a YAML: what it needs from the rest of it."""
+
+import re
+
+import pytest
+
+from mindlora.core.yaml_file import PET
+from mindlora.run.yaml_run import YamlRun
+from mindlora.training.rl.rules import KEY, check_rl, steps_of
+from mindlora.training.rl.settings import rl_settings
+
+RL = {"prompts": "prompts.jsonl", "reward_funcs": "exact_answer", "max_completion_length": 8, "tokenizer": "model"}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("prompts.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+
+
+def config(rl=RL, pet=(), model=(), **changes):
+    """A YAML that learns from rewards."""
+    sizes = {"type": "LlamaConfig", "seq_length": 32, **dict(model)}
+    return {
+        "run_mode": "finetune",
+        "use_parallel": False,
+        "context": {"device_target": "CPU"},
+        "runner_wrapper": {"type": "LoraTrainOneStepCell", "rl": rl},
+        "model": {"model_config": {**sizes, "pet_config": {"pet_type": "lora", **dict(pet)}}},
+        **changes,
+    }
+
+
+def found(yaml):
+    return [(finding.severity, finding.key, str(finding)) for finding in check_rl(YamlRun(yaml))]
+
+
+def test_a_yaml_without_faults():
+    assert found(config()) == []
+    assert found(config({**RL, "held_out_prompts": "held_out.jsonl", "beta": 0.1})) == []
+    assert found(config({}, run_mode="predict")) == []
+    assert found({"run_mode": "finetune", "runner_wrapper": {}}) == []
+
+
+@pytest.mark.parametrize(
+    "yaml, key, message",
+    [
+        (config({**RL, "betta": 1}), KEY, "rl has no key 'betta'. Did you mean 'beta'"),
+        (config({"reward_funcs": "exact_answer"}), KEY, "rl has no prompts"),
+        (config(runner_wrapper={"type": "MFTrainOneStepCell", "rl": RL}), KEY, "type is MFTrainOneStepCell"),
+        (config(use_parallel=True, parallel={"parallel_mode": 0}), KEY, "in one process.*use_parallel: False"),
+        (
+            config(runner_wrapper={"type": "LoraTrainOneStepCell", "rl": RL, "preference": {}}),
+            KEY,
+            "has rl and preference",
+        ),
+        (config(pet={"lora_dropout": 0.1}), f"{PET}.lora_dropout", "is 0.1, .* Set it to 0.0"),
+        (config(pet={"use_dora": True}), f"{PET}.use_dora", "Remove use_dora"),
+        (config(pet={"quantize_base": "nf4"}), f"{PET}.quantize_base", "the base in float"),
+        (config(pet={"lora_init": "pissa"}), f"{PET}.lora_init", "the base is the reference"),
+        (config({**RL, "max_completion_length": 32}), f"{KEY}.max_completion_length", "leaves no room for a prompt"),
+        (
+            config(runner_config={"gradient_accumulation_steps": 4}),
+            "runner_config.gradient_accumulation_steps",
+            "Set it to 1",
+        ),
+        (config(runner_config={"sink_mode": True}), "runner_config.sink_mode", "Set it to False"),
+        (config(callbacks=[{"type": "HeldOutLoss"}]), "callbacks.HeldOutLoss", "prompts alone. Remove it"),
+        (
+            config({**RL, "num_iterations": 3}, callbacks=[{"type": "LoraCheckpoint", "save_steps": 10}]),
+            "callbacks.LoraCheckpoint.save_steps",
+            "Make save_steps a multiple",
+        ),
+        (
+            config({**RL, "held_out_prompts": "held_out.jsonl"}, callbacks=[{"type": "LoraCheckpoint", "save_steps": 15}]),
+            "callbacks.LoraCheckpoint.save_steps",
+            "held_out_reward is measured every 10 steps",
+        ),
+        (config({**RL, "prompts": "nowhere.jsonl"}), f"{KEY}.prompts", "nowhere.jsonl does not exist"),
+        (config({**RL, "tokenizer": None}), f"{KEY}.tokenizer", "rl.tokenizer names none"),
+        (
+            config(use_legacy=False, model={"model_type": "qwen3_moe", "num_experts": 4}),
+            "model.model_config.num_experts",
+            "routed experts",
+        ),
+        (config(use_legacy=False, model={"model_type": "deepseek_v3"}), "use_legacy", "mindlora serves Qwen3"),
+    ],
+)
+def test_what_does_not_go_with_rl_is_an_error(yaml, key, message):
+    matching = [text for severity, where, text in found(yaml) if (severity, where) == ("error", key)]
+    assert any(re.search(message, text) for text in matching), found(yaml)
+
+
+def test_steps_are_those_of_all_passes_over_the_prompts():
+    settings = rl_settings({**RL, "prompts_per_step": 4, "num_iterations": 2})
+    assert steps_of(11, 3, settings) == 2 * 3 * 2
+    with pytest.raises(Exception, match="has 3 prompts, and rl.prompts_per_step is 4"):
+        steps_of(3, 1, settings)

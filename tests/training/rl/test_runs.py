@@ -1,0 +1,110 @@
+"""Runs that learn from rewards, on a Qwen3: they learn, resume bit for bit, and end with one error where they must."""
+
+import json
+import re
+
+import pytest
+
+from mindlora.data import tokenizers
+from mindlora.training.report.history import read_history
+from tests.support import tiny_runs
+from tests.support.mcore_networks import tiny_config
+from tests.support.what_runs import shows
+
+PET = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.0}
+SIZES = {"vocab_size": 300, "seq_length": 32, "eos_token_id": 1, "pad_token_id": 2, "bos_token_id": 0}
+REWARDS = """
+def share_of_e(prompts, completions, **columns):
+    assert columns["answer"] == ["e"] * len(prompts), columns
+    return [text.count("e") / max(len(text), 1) for text in completions]
+
+def forgets(prompts, completions, **columns):
+    return [0.0]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tokenizer, prompts and rewards."""
+    folder = tmp_path_factory.mktemp("rl")
+    texts = ["the cat sees the tree", "she sees three bees", "a dog and a boat on a hill"] * 5
+    made = tokenizers.fit_tokenizer(texts, SIZES["vocab_size"])
+    made.save_pretrained(folder / "model")
+    (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    rows = [{"prompt": text, "answer": "e"} for text in ("the cat", "she sees", "a dog", "three bees")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def start(folder, name, resume=False, **rl):
+    """Runs it; returns the process and its output folder."""
+    config = tiny_config("", 3, [{"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}], PET)
+    config["model"]["model_config"].update(SIZES)
+    config["runner_config"]["batch_size"] = 6
+    config["lr_schedule"].update(learning_rate=5e-2, type="ConstantWarmUpLR", warmup_ratio=0.0)
+    config["lr_schedule"].pop("lr_end", None)
+    for node in ("train_dataset", "train_dataset_task"):
+        del config[node]
+    config["runner_wrapper"]["rl"] = {
+        "prompts": "prompts.jsonl",
+        "reward_funcs": "rewards.py:share_of_e",
+        "prompts_per_step": 2,
+        "num_generations": 7,
+        "max_completion_length": 8,
+        "tokenizer": "model",
+        "held_out_prompts": "prompts.jsonl",
+        "held_out_steps": 2,
+        "beta": 0.02,
+        "max_disagreement": 1e-4,
+        **rl,
+    }
+    config["callbacks"][-1]["resume"] = resume
+    return tiny_runs.launch(config, folder / name), folder / name
+
+
+@pytest.fixture(scope="module")
+def whole(library, folder):
+    """A run of six steps."""
+    result, output = start(folder, "whole")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return output
+
+
+@shows("rl", "qwen3")
+def test_every_step_reports_rewards_and_how_far_sampler_and_trainer_are_apart(whole):
+    history = read_history(str(whole))
+    for name in ("reward", "reward_std", "kl", "completions/mean_length", "frac_reward_zero_std"):
+        assert len(history.series(name)[0]) == 6, name
+    assert 0 < max(history.series("agreement/max")[1]) < 1e-4
+    assert 0 <= max(history.series("agreement/k2")[1]) < 1e-10
+    kl = history.series("kl")[1]
+    # The adapter begins as the reference.
+    assert abs(kl[0]) < 1e-6 < kl[-1]
+    assert history.series("held_out_reward")[0].tolist() == [2, 4, 6]
+    assert [len(shown["answers"]) for shown in history.answers] == [2, 2]
+
+
+def test_the_adapter_with_the_largest_held_out_reward_is_kept(whole):
+    best = json.loads((whole / "lora_checkpoint" / "best" / "best.json").read_text(encoding="utf-8"))
+    steps, rewards = read_history(str(whole)).series("held_out_reward")
+    assert best["step"] == steps[rewards.argmax()]
+
+
+def test_a_resumed_run_samples_and_learns_the_same(folder, whole):
+    result, output = start(folder, "resumed", str(whole / "lora_checkpoint" / "step_4"))
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    tiny_runs.assert_same_state(*(run / "lora_checkpoint" / "step_6" for run in (whole, output)))
+
+
+@pytest.mark.parametrize(
+    "rl, message",
+    [
+        ({"reward_funcs": "rewards.py:forgets"}, "forgets: it returned 1 rewards for 14 completions"),
+        ({"max_disagreement": 1e-9}, "Sampler and trainer differ by .* rl.max_disagreement is 1e-09"),
+    ],
+)
+def test_a_reward_that_fails_and_a_sampler_that_disagrees_end_the_run(folder, rl, message):
+    result, _ = start(folder, "failed", **rl)
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith("mindlora-run: error:")]
+    assert len(lines) == 1 and re.search(message, lines[0]), result.stderr[-2000:]
