@@ -9,8 +9,8 @@ from mindspore import nn
 
 from mindlora.core.errors import ConfigError, DataError, UnsupportedCellError
 from mindlora.core.fields import FRACTION, check_number, numbers
+from mindlora.core.numerics.initializers import PrincipalComponents
 from mindlora.core.numerics.pair_shapes import LINEAR
-from mindlora.core.numerics.principal_components import PrincipalComponents
 from mindlora.core.text import listed
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.models.description import AdaptableCell
