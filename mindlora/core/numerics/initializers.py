@@ -1,4 +1,4 @@
-"""Initializers of A and B beyond the plain ones, in NumPy: orthogonal, PiSSA, OLoRA, LoftQ; what EVA and VeRA begin with.
+"""Initializers of A and B in NumPy, beyond the plain ones: orthogonal, PiSSA, OLoRA, LoftQ, EVA's and VeRA's.
 
 PiSSA, OLoRA and LoftQ take the initial pair from the base weight and subtract its product: W' = W - scale B0 A0.
 """

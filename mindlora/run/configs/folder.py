@@ -11,7 +11,7 @@ from mindlora.core.text import examples
 from mindlora.data.tokenizers import SpecialIds, load_tokenizer, special_ids
 from mindlora.files.base.convert import in_mindformers_names
 from mindlora.files.base.reader import CONFIG, BaseCheckpoint, companions_in
-from mindlora.files.base.turn_end import TurnEnd, stated_ends, turn_end
+from mindlora.files.base.tokenizer_files import TurnEnd, stated_ends, turn_end
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture

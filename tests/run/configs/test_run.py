@@ -8,7 +8,7 @@ import yaml
 
 from mindlora.core.errors import ConfigError
 from mindlora.data.mindrecord import first_rows, write_mindrecord
-from mindlora.files.base.turn_end import TurnEnd
+from mindlora.files.base.tokenizer_files import TurnEnd
 from mindlora.models.lora_config import PRESETS
 from mindlora.run.configs.folder import read_folder
 from mindlora.run.configs.model import CPU, model_nodes

@@ -7,7 +7,7 @@ import pytest
 
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.files.base.reader import companions_in
-from mindlora.files.base.turn_end import stated_ends, turn_end
+from mindlora.files.base.tokenizer_files import stated_ends, turn_end
 from tests.support.chat_templates import CHATML, HERMES_TOOLS, LLAMA3, MARKED, MISTRAL, PHI, THINKING, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
 from tests.support.merged_checkpoints import DTYPES, Q, pairs, save_adapter
