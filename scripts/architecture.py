@@ -21,7 +21,7 @@ FEATURES = {
     "AdaLoRA": ("training/adalora/*.py", "**/adalora.py", "core/numerics/rank_schedule.py"),
     "aLoRA": ("**/invocation.py",),
     "classifiers and rewards": ("training/classifier/*.py", "**/*classif*.py", "**/score.py", "**/score_head.py"),
-    "EVA": ("**/eva.py", "network/cell_inputs.py"),
+    "EVA": ("**/eva.py",),
     "exchange in fewer bits": ("training/exchange/*.py",),
     "forgetting": ("training/forgetting/*.py", "**/forgetting.py"),
     "guard and health": ("training/health/*.py",),

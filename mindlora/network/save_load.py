@@ -34,7 +34,7 @@ from mindlora.network.adapter_matching import (
 from mindlora.network.apply import put_lora
 from mindlora.network.base_fingerprint import base_fingerprint, fingerprint_of
 from mindlora.network.cells.score import score_of
-from mindlora.network.description import without_adapter
+from mindlora.network.registry import without_adapter
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import Tree, adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 

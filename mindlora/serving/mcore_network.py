@@ -15,7 +15,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import HF, Architecture
-from mindlora.models.architectures.decoder_sizes import DecoderSizes, decoder_sizes
+from mindlora.models.architectures.mcore_sizes import DecoderSizes, decoder_sizes
 from mindlora.network.serving.multi_lora_dense import JoinsLinears
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.mcore import check_served

@@ -11,7 +11,7 @@ import pytest
 from mindspore import Tensor
 
 from mindlora.core.errors import ConfigError
-from mindlora.models.architectures.decoder_sizes import DecoderSizes
+from mindlora.models.architectures.mcore_sizes import DecoderSizes
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import YamlRun
 from mindlora.serving.grouped_experts import check_slots

@@ -21,7 +21,7 @@ from mindlora.core.numerics.pair_shapes import LINEAR, Shape
 from mindlora.files.adapters import expert_pairs, initial_pairs, joined_pairs
 from mindlora.files.adapters.adapter import Adapter, listed_parts, name_of
 from mindlora.files.adapters.fingerprint import base_difference, forms_of, forms_that_differ
-from mindlora.models import bare, names
+from mindlora.models import names
 from mindlora.models.architectures.architecture import LEGACY, MCORE, Architecture
 from mindlora.models.architectures.joined_rows import RowLayout
 from mindlora.models.target_modules import select_targets
@@ -302,15 +302,15 @@ def rename(adapter: Adapter, new_paths: Mapping[str, str]) -> None:
 
 def complete_bare_names(adapter: Adapter) -> None:
     """Gives an adapter of a bare model the names of the model with a head; any other keeps its names."""
-    prefix = bare.missing_prefix([*adapter.paths, *adapter.token_rows])
+    prefix = names.missing_prefix([*adapter.paths, *adapter.token_rows])
     if prefix:
         adapter.bare_prefix = prefix
-        _rename_all(adapter, lambda name: bare.with_prefix(name, prefix))
+        _rename_all(adapter, lambda name: names.with_prefix(name, prefix))
 
 
 def shorten_to_bare_names(adapter: Adapter, paths: Collection[str]) -> None:
     """Gives an adapter the names of a bare model where the network, whose cells are at ``paths``, is one."""
-    prefix = bare.missing_prefix(paths)
+    prefix = names.missing_prefix(paths)
     if prefix:
         _rename_all(adapter, lambda name: name.removeprefix(prefix))
 

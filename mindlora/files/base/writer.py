@@ -133,9 +133,7 @@ def _write_folder(folder, shards, world, tick) -> List[str]:
     for file, shard in zip(files, shards):
         _write_shard(os.path.join(folder, file), shard, world, tick)
     if count > 1 and world != PYNATIVE:
-        weight_map = {
-            tensor.name: file for file, shard in zip(files, shards) for tensor in shard.tensors
-        }
+        weight_map = {tensor.name: file for file, shard in zip(files, shards) for tensor in shard.tensors}
         size = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
         write_json(os.path.join(folder, INDEX), {"metadata": {"total_size": size}, "weight_map": weight_map})
         if world != "hf":

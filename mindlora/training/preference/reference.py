@@ -8,7 +8,7 @@ from mindspore import Parameter, nn
 from mindlora.core.errors import ConfigError
 from mindlora.models.names import TRANSIENT
 from mindlora.network.cells.cell import LoRACell
-from mindlora.network.cells.noisy_embedding import NoisyEmbedding
+from mindlora.network.cells.embedding import NoisyEmbedding
 from mindlora.network.tree import copy_cells, lora_cells, replace_children
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
-from mindlora.models.bare import missing_prefix, with_prefix
+from mindlora.models.names import missing_prefix, with_prefix
 
 ARCHITECTURES = [(architecture, world) for architecture in registry.ARCHITECTURES for world in (HF, LEGACY)]
 

@@ -7,7 +7,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.core.errors import ConfigError, UnsupportedCellError
-from mindlora.network.cells.noisy_embedding import NoisyEmbedding, add_embedding_noise
+from mindlora.network.cells.embedding import NoisyEmbedding, add_embedding_noise
 from mindlora.run.checks.pet_config import PetLoraConfig
 from tests.support.lora_dense import Each
 from tests.support.networks import randomize
