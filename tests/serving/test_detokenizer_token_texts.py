@@ -3,8 +3,7 @@
 import pytest
 
 from mindlora.data import tokenizers
-from mindlora.serving.detokenizer import TextDecoder
-from mindlora.serving.token_texts import TokenTexts
+from mindlora.serving.detokenizer import TextDecoder, TokenTexts
 
 TEXTS = ["cats and dogs", " é, 温太医 😈!\n"]
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from mindlora.files.base.convert import convert_base
-from mindlora.run.plan.loading import loading_of, needed_by
-from mindlora.run.plan.memory import memory_of
+from mindlora.run.plan.memory import loading_of, memory_of, needed_while_loading
 from tests.support.llama_checkpoints import CONFIG, llama, save_base
 from tests.support.planned_runs import LORA, run_of
 
@@ -50,5 +49,5 @@ def test_a_file_that_is_there_counts_with_its_own_size(tmp_path):
 def test_on_a_cpu_a_run_needs_what_loading_takes_where_that_is_more_than_a_step():
     model = {"seq_length": 1, "vocab_size": 4096}
     on_cpu, on_npu = (run_of(model, context={"device_target": target}) for target in ("CPU", "Ascend"))
-    assert needed_by(on_cpu) == loading_of(on_cpu).size > memory_of(on_cpu).total
-    assert needed_by(on_npu) == memory_of(on_npu).total
+    assert needed_while_loading(on_cpu) == loading_of(on_cpu).size > memory_of(on_cpu).total
+    assert needed_while_loading(on_npu) == memory_of(on_npu).total
