@@ -26,7 +26,7 @@ from mindlora.core.interrupts import Interrupts
 if TYPE_CHECKING:
     from mindlora.serving.chat_prompt import PromptForm
     from mindlora.serving.engine import Engine
-    from mindlora.serving.evaluation.choices import Question, Task
+    from mindlora.serving.evaluation.questions import Question, Task
     from mindlora.serving.evaluation.report import EvalReport
     from mindlora.serving.evaluation.statistics import Measure
     from mindlora.serving.evaluation.texts import Model, ScoredText
@@ -139,7 +139,7 @@ def _check(arguments: argparse.Namespace, adapters: Adapters) -> None:
 
 def _read(arguments: argparse.Namespace) -> _Inputs:
     """Reads what can be read without the model, so that a mistake in it is told at once."""
-    from mindlora.serving.evaluation.choices import read_questions, read_tasks
+    from mindlora.serving.evaluation.questions import read_questions, read_tasks
     from mindlora.serving.evaluation.texts import read_documents
 
     separator = arguments.separator.replace("\\n", "\n")
@@ -173,7 +173,7 @@ def _measure_all(
     passages: Sequence[Tuple[str, List["ScoredText"]]],
     models: Sequence["Model"],
 ) -> List["Measure"]:
-    from mindlora.serving.evaluation.choices import measure_answers, measure_choices
+    from mindlora.serving.evaluation.questions import measure_answers, measure_choices
     from mindlora.serving.evaluation.texts import measure_forgetting, measure_texts
 
     seed = arguments.seed or 0

@@ -7,7 +7,7 @@ import pytest
 
 from mindlora.core.errors import DataError
 from mindlora.serving.chat_prompt import choose_prompt_form
-from mindlora.serving.evaluation.choices import Question, measure_choices, passages_of, read_questions, split_tokens
+from mindlora.serving.evaluation.questions import Question, measure_choices, passages_of, read_questions, split_tokens
 from mindlora.serving.evaluation.texts import start_tokens
 from tests.support.tiny_serving import tokenizer
 

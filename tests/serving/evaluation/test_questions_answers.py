@@ -6,7 +6,7 @@ import pytest
 
 from mindlora.core.errors import DataError, RequestError
 from mindlora.serving.chat_prompt import choose_prompt_form
-from mindlora.serving.evaluation.choices import Task, exact, measure_answers, number, read_tasks
+from mindlora.serving.evaluation.questions import Task, exact, measure_answers, number, read_tasks
 from mindlora.serving.request import Sampling
 from tests.support.tiny_serving import tokenizer
 
