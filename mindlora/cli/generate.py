@@ -150,8 +150,7 @@ def _answered(
 ) -> GenerateReport:
     """Submits everything at once and waits for it; writes the text to ``live`` as it comes, unless that is None."""
     from mindlora.serving.answer import await_answer, figures_of
-    from mindlora.serving.detokenizer import TextDecoder
-    from mindlora.serving.token_texts import TokenTexts
+    from mindlora.serving.detokenizer import TextDecoder, TokenTexts
 
     streams = [
         (prompt, engine.submit(tokens, sampling, adapter))

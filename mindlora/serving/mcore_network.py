@@ -16,7 +16,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import HF, Architecture
-from mindlora.models.architectures.decoder_sizes import DecoderSizes, decoder_sizes
+from mindlora.models.architectures.mcore_sizes import DecoderSizes, decoder_sizes
 from mindlora.network.serving.multi_lora_dense import JoinsLinears
 from mindlora.ops.frozen_linear import FrozenRows
 from mindlora.run.checks.finding import refuse

@@ -10,12 +10,11 @@ from typing import Callable, List, Mapping, Optional, Tuple
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import named_dtype
 from mindlora.core.text import examples
-from mindlora.files.base import experts, pynative
+from mindlora.files.base import joined, writer
 from mindlora.files.base.hugging_face_config import hugging_face_config
 from mindlora.files.base.quantized.decode import CONFIG_NOTE
-from mindlora.files.base.quantized_names import quantized_weights, taken_apart
 from mindlora.files.base.reader import CONFIG, WORLDS, BaseCheckpoint
-from mindlora.files.base.renaming import Plan, tensor_of
+from mindlora.files.base.renaming import Plan, quantized_weights, taken_apart, tensor_of
 from mindlora.files.base.writer import PYNATIVE, OutputTensor, check_checkpoint_output, is_file_name, write
 from mindlora.models import names
 from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
@@ -157,7 +156,9 @@ def convert_base(
                 notes.append(_NO_CONFIG)
         shards = plan.shards
         if to == PYNATIVE:
-            shards = pynative.shards(shards, {t.name: t.unit for t in tensors if names.is_expert_weight(t.name)})
+            shards = writer.shards_in_trainers_form(
+                shards, {t.name: t.unit for t in tensors if names.is_expert_weight(t.name)}
+            )
         files = write(output, shards, PYNATIVE if to == PYNATIVE else written, companions, contents, progress)
     return ConvertBaseReport(
         str(source),
@@ -187,7 +188,7 @@ def in_hugging_face_names(base: BaseCheckpoint, heads: int, kv_heads: int) -> Li
     """Returns the tensors of ``base`` as convert_base would write them for Hugging Face.
 
     By the numbers of heads joined tensors are split. The weights of a layer's routed experts are stacked, as
-    transformers 5 has them. Of a quantized base see mindlora.files.base.quantized_names.
+    transformers 5 has them. Of a quantized base see mindlora.files.base.renaming.
     """
     if base.world == HF:
         tensors = [tensor_of(base, name) for name in base.tensors]
@@ -196,7 +197,7 @@ def in_hugging_face_names(base: BaseCheckpoint, heads: int, kv_heads: int) -> Li
     else:
         plan = Plan(base, HF, False, heads, kv_heads)
         tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
-    return experts.stacked(tensors, base.architecture.experts)
+    return joined.stack_experts(tensors, base.architecture.experts)
 
 
 def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: bool) -> None:

@@ -5,8 +5,8 @@ from typing import Any, Dict, Mapping, Sequence, Tuple
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import dtype_name
 from mindlora.core.text import listed
-from mindlora.models.architectures.decoder_sizes import decoder_sizes
 from mindlora.models.architectures.llama import LLAMA
+from mindlora.models.architectures.mcore_sizes import decoder_sizes
 from mindlora.models.architectures.qwen3 import QWEN3
 from mindlora.models.architectures.qwen3_moe import QWEN3_MOE
 from mindlora.models.architectures.registry import by_hugging_face_type

@@ -21,9 +21,8 @@ from mindlora.core.numerics.initializers import InitialPair
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.variants.registry import PARAMETERS, PYNATIVE_INITIAL, PYNATIVE_PARAMETERS
 from mindlora.models.variants.variant import SHARDED
-from mindlora.network.cells.cell import refuse_unsupported
+from mindlora.network.cells.cell import InitialDraws, refuse_unsupported
 from mindlora.network.cells.dense import LoRADense
-from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
 from mindlora.network.tensors import fill, to_array

@@ -22,7 +22,7 @@ from mindlora.core.mindformers_version import release, require_mindformers
 from mindlora.data.mindrecord import first_rows
 from mindlora.models.architectures.classifiers import with_score
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
-from mindlora.network.cells.initial_values import InitialDraws
+from mindlora.network.cells.cell import InitialDraws
 from mindlora.network.cells.score import score_of
 from mindlora.network.invocation import pack_invocations
 from mindlora.network.tree import lora_cells
