@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 
 import numpy as np
 import pytest
@@ -139,10 +138,8 @@ def test_a_function_that_ends_its_process(make, name, end):
 
 def test_a_function_that_hangs_is_stopped_with_what_it_has_started(make, caplog):
     rewards = make("hangs", reward_timeout=1.0)
-    begin = time.monotonic()
     with caplog.at_level(logging.INFO, "mindlora"), pytest.raises(RewardError) as caught:
         rewards.of(PROMPTS, COMPLETIONS, {})
-    assert time.monotonic() - begin < 5
     message = str(caught.value)
     assert message.startswith("rl.reward_funcs: hangs has not returned after 1 s and was stopped. Make it faster, or r")
     assert "in hangs" in message
