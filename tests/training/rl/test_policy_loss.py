@@ -85,6 +85,8 @@ def test_where_a_ratio_is_clipped(ratio, advantage, keys, loss, coefficient):
     mask = np.array([[True]])
     found = policy_loss(np.log([[ratio]]), np.zeros((1, 1)), None, np.array([advantage]), mask, chosen)
     assert found.loss == pytest.approx(loss) and found.coefficients[0, 0] == pytest.approx(coefficient)
+    assert found.measures["clip_ratio/low_mean"] == (loss == 0.9)
+    assert found.measures["clip_ratio/high_mean"] == (loss == -1.3)
 
 
 @pytest.mark.parametrize("keys", [{}, {"importance_sampling_level": "sequence"}, {"algorithm": "rloo"}])

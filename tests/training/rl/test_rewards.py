@@ -114,7 +114,7 @@ def test_what_functions_print_goes_to_the_log(make, caplog):
         ("number", "number: it returned 1.0, but it must return a list"),
         ("text", "text: it returned '1.0' for completion 0, but a reward must be a finite number, or None"),
         ("not_finite", "not_finite: it returned nan for completion 1, but a reward must be a finite number"),
-        ("nothing", "nothing returned None for all 2 completions of a step, so there is nothing to learn from. Return"),
+        ("nothing", "nothing returned None for all 2 completions of a step, so there is nothing to learn from. Change"),
     ],
 )
 def test_what_a_function_can_do_wrong(make, name, message):
