@@ -129,7 +129,8 @@ def test_what_a_function_can_do_wrong(make, name, message):
 
 
 @pytest.mark.parametrize("name, end", [("crashes", "exit code 3"), ("aborts", "SIGABRT")])
-def test_a_function_that_ends_its_process(make, name, end):
+def test_a_function_that_ends_its_process(make, monkeypatch, name, end):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     rewards = make(name)
     with pytest.raises(RewardError, match=f"{name} has ended its process \\({end}\\). Correct the function") as caught:
         rewards.of(PROMPTS, COMPLETIONS, {})
