@@ -386,8 +386,8 @@ def reward_of(entry: Any, key: str) -> Reward:
     allowed = [field.name for field in fields(kind) if field.name not in given]
     for name in arguments:
         if name not in allowed:
-            choice = suggestion(str(name), allowed) if allowed else " It takes no arguments. Remove it."
-            raise ConfigError(f"{key}: {named} has no argument {name!r}.{choice}")
+            advice = suggestion(str(name), allowed) if allowed else " It takes no arguments. Remove it."
+            raise ConfigError(f"{key}: {named} has no argument {name!r}.{advice}")
     for field in fields(kind):
         if field.default is MISSING and field.name not in {**arguments, **given}:
             raise ConfigError(f"{key}: {named} needs {field.name}. Write {{type: {named}, {field.name}: ...}}.")
