@@ -289,7 +289,7 @@ def comments_of(folder: ModelFolder, request: Request) -> Dict[str, str]:
 # Where no recipe says: those of the YAMLs in configs/.
 _ADAPTER = {"lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 _LEARNING_RATE = 1e-4
-# Of a run that learns from rewards, which its policy must not leave behind too fast.
+# Where a run learns from rewards: its policy must not move faster than its answers are sampled.
 _RATE_OF_REWARDS = 2e-5
 _PROMPTS, _GENERATIONS = 8, 8
 _TRAIN_STEP = {"type": "LoraTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": True, "max_grad_norm": 1.0}

@@ -89,7 +89,7 @@ def row_log_probabilities(
         network (nn.Cell): The model, or a cell around it.
         key (str): What of the YAML needs them, for the error.
         scores (bool): Whether it is a reward model, whose scores take their place. Default: False.
-        temperature (float): As of LabelLogProbabilities. Default: 1.
+        temperature (float): As for LabelLogProbabilities. Default: 1.
 
     Raises ConfigError if the model's loss does not get the logits of all tokens.
     """

@@ -116,7 +116,7 @@ class GivenGradients(nn.Cell):
         - **total**, **count** (Tensor) - float32 [] each: the sum of the losses, and what it is divided by.
 
     Outputs:
-        As of TokenGradients.
+        As in TokenGradients.
     """
 
     def __init__(self, gradients: ParameterTuple):

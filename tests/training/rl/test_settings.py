@@ -110,7 +110,7 @@ def test_the_page_has_every_key_and_every_function():
     with open(os.path.join(ROOT, "docs", "rl.md"), encoding="utf-8") as file:
         page = file.read()
     (example,) = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)]
-    assert rl_settings(example["rl"]).reward_weights == (0.5, 1.0, 1.0, 0.2)
+    assert rl_settings(example["runner_wrapper"]["rl"]).reward_weights == (0.5, 1.0, 1.0, 0.2)
     rows = re.findall(r"^\| (`[^|]+`) \|", page.partition("## Keys")[2].partition("## Losses")[0], re.M)
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == {field.name for field in dataclasses.fields(RlSettings)}
     assert all(re.search(rf"^\| `{name}` \|", page, re.M) for name in BUILT_IN)
