@@ -11,7 +11,6 @@ from mindlora.core.text import listed
 from mindlora.models import names
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.load_base import CACHES
-from mindlora.network.tensors import to_array
 from mindlora.network.tree import lora_cells, weight_of
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import engine_of

@@ -39,7 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Dict[str, Any]:
     """Prints a table for each size and returns the figures."""
     if not os.environ.get(PYTHON):
-        raise SystemExit(f"{PYTHON} names no Python with TRL: make the environment by bash scripts/test.sh tests/peers.")
+        raise SystemExit(
+            f"{PYTHON} names no Python with TRL: make the environment by bash scripts/test.sh tests/peers."
+        )
     sizes = QUICK_SIZES if args.quick else {name: SIZES[name] for name in args.sizes or SIZES}
     figures: Dict[str, Any] = {}
     print(f"{'':<20}{'step s':>9}{'sampling s':>12}{'peak GiB':>10}")
@@ -83,7 +85,16 @@ def prepare(folder: str, size: Size) -> None:
 def measure_mindlora(folder: str, steps: int) -> Dict[str, float]:
     """Returns seconds and bytes of mindlora rl."""
     path = os.path.join(folder, "run.yaml")
-    writing = ["configs", "--from", "base", "--prompts", "prompts.jsonl", "--rewards", "rewards.py:words", "--overwrite"]
+    writing = [
+        "configs",
+        "--from",
+        "base",
+        "--prompts",
+        "prompts.jsonl",
+        "--rewards",
+        "rewards.py:words",
+        "--overwrite",
+    ]
     sizes = ["--device", "cpu", "--seq-length", "64", "--output", path]
     finished([sys.executable, "-m", "mindlora.cli", *writing, *sizes], folder)
     with open(path, encoding="utf-8") as file:

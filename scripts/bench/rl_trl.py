@@ -72,7 +72,13 @@ def main() -> None:
             seconds["step"].append(time.perf_counter() - self.began)
 
     trainer = Timed(
-        model, words, args=config, train_dataset=data, processing_class=tokenizer, peft_config=adapter, callbacks=[Clock()]
+        model,
+        words,
+        args=config,
+        train_dataset=data,
+        processing_class=tokenizer,
+        peft_config=adapter,
+        callbacks=[Clock()],
     )
     trainer.train()
     with open(times, "w", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ from mindlora.network.tree import lora_cells
 from mindlora.serving.in_training import TRAINED, TrainedEngine
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
-from mindlora.training.preference.step import row_log_probabilities
+from mindlora.training.model.log_probabilities import row_log_probabilities
 from tests.support.mcore_networks import TINY, tiny_qwen3, with_adapters
 from tests.support.tiny_serving import tokenizer
 
@@ -36,7 +36,9 @@ def trained_network(**keys):
 
 def engine_of(network, **keys):
     model_config = {**TINY, "vocab_size": VOCABULARY, "seq_length": LENGTH, "model_type": "qwen3", **keys}
-    return TrainedEngine(network, {"model_config": {**model_config, "architectures": "Qwen3ForCausalLM"}}, tokenizer(), SETTINGS)
+    return TrainedEngine(
+        network, {"model_config": {**model_config, "architectures": "Qwen3ForCausalLM"}}, tokenizer(), SETTINGS
+    )
 
 
 def move(network, rng, scale):
@@ -79,9 +81,7 @@ def test_sampler_and_trainer_agree_whatever_the_adapter_is_and_hold_one_copy(tra
     network, made = trained
     own = {id(parameter) for parameter in network.get_parameters()}
     weights = [
-        parameter
-        for parameter in made.engine.runner.network.get_parameters()
-        if parameter.name.endswith(".weight")
+        parameter for parameter in made.engine.runner.network.get_parameters() if parameter.name.endswith(".weight")
     ]
     assert len(weights) > 8 and all(id(parameter) in own for parameter in weights)
     policy = row_log_probabilities(network, "rl")

@@ -8,8 +8,8 @@ from mindspore.common import dtype as mstype
 
 from mindlora.models.names import TRANSIENT
 from mindlora.network.graph_cache import CompiledOnce
+from mindlora.training.model.log_probabilities import RowLogProbabilities
 from mindlora.training.model.loss_in_pieces import set_differentiates
-from mindlora.training.preference.step import RowLogProbabilities
 from mindlora.training.step.token_gradients import TokenGradients
 
 
@@ -59,7 +59,9 @@ class PolicyGradients(CompiledOnce):
         super().__init__(auto_prefix=False)
         self.token_gradients = TokenGradients(WeightedLogProbabilities(log_probabilities), weights)
         self.gradients = ParameterTuple(
-            Parameter(np.zeros(weight.shape, np.float32), name=f"{TRANSIENT}gradient.{weight.name}", requires_grad=False)
+            Parameter(
+                np.zeros(weight.shape, np.float32), name=f"{TRANSIENT}gradient.{weight.name}", requires_grad=False
+            )
             for weight in weights
         )
         self.one = Tensor(1, mstype.float32)

@@ -35,7 +35,7 @@ class Reward:
         name (str): What it is called in metrics and messages.
     """
 
-    name: str
+    name: ClassVar[str]
 
     def load(self, folder: str) -> RewardFunction:
         """Returns the function; relative paths begin at ``folder``.
@@ -372,6 +372,7 @@ def reward_of(entry: Any, key: str) -> Reward:
     arguments = dict(arguments)
     named = arguments.pop("type")
     path, _, function = named.rpartition(":")
+    kind: Type[Reward]
     if named.startswith(("http://", "https://")):
         kind, given = RewardModel, {"url": named}
     elif path.endswith(".py") and function.isidentifier():

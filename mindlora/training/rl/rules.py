@@ -98,7 +98,9 @@ def _check_sizes(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
             "Set it to 1.",
         )
     if run.at("runner_config.sink_mode"):
-        yield error("runner_config.sink_mode", "A step of rl samples on the host, between two graphs.", "Set it to False.")
+        yield error(
+            "runner_config.sink_mode", "A step of rl samples on the host, between two graphs.", "Set it to False."
+        )
 
 
 def _check_saving(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:

@@ -14,8 +14,9 @@ from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.network.tree import lora_cells
 from mindlora.training.log import logger
+from mindlora.training.model.log_probabilities import row_log_probabilities
 from mindlora.training.model.network import base_of
-from mindlora.training.preference.step import reference_of, row_log_probabilities
+from mindlora.training.preference.step import reference_of
 from mindlora.training.rl.gradients import GivenGradients, PolicyGradients, PolicyLogProbabilities
 from mindlora.training.rl.policy_loss import (
     StepTotals,
@@ -32,7 +33,6 @@ from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rollouts import Answers, Rollouts
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
-
 
 # In the place of a step's number, which is smaller.
 _HELD_OUT = 2**32 - 1
@@ -221,9 +221,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         """
         answers = experience.answers
         found = agreement(trained, answers.log_probabilities, answers.mask)
-        experience.measures.update(
-            {"agreement/max": found.max, "agreement/k1": found.k1, "agreement/k2": found.k2}
-        )
+        experience.measures.update({"agreement/max": found.max, "agreement/k1": found.k1, "agreement/k2": found.k2})
         if not found.holds(self.settings.max_disagreement):
             raise DivergenceError(
                 f"Sampler and trainer differ by {found.max:.2g} nats on a token's log-probability, and "
