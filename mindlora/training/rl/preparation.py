@@ -12,7 +12,6 @@ from mindlora.training.rl.data import RlSteps
 from mindlora.training.rl.rules import steps_of, tokenizer_of
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.rl.step import RlTrainOneStepCell
-from mindlora.training.run_configuration import plain
 
 
 def prepare_rl(config: MindFormerConfig) -> None:
@@ -23,7 +22,6 @@ def prepare_rl(config: MindFormerConfig) -> None:
     settings = rl_settings(run.rl)
     config.runner_wrapper.type = RlTrainOneStepCell.__name__
     config.runner_wrapper.sampler = MindFormerConfig(
-        model={"model_config": run.model} if run.is_mcore else plain(config.model),
         tokenizer=tokenizer_of(run),
         seed=int(config.seed or 0),
         rows=min(run.rows, settings.rows),
