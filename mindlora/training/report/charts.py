@@ -209,6 +209,8 @@ def charts(histories: Sequence[History], names: Sequence[str]) -> List[Chart]:
         return []
     timeline = step_axis(min(steps), max(steps)), events
     drawn = [_loss_of_one(histories[0], timeline)] if len(histories) == 1 else _losses(histories, names, timeline)
+    if all(map(is_of_policy, histories)):
+        drawn = []
     drawn += [_learned(histories, names, timeline, field, title) for field, title in _LEARNED]
     for field, title, in_bytes, from_zero, may_be_logarithmic in _QUANTITIES:
         lines = _lines(histories, names, field)
@@ -216,6 +218,11 @@ def charts(histories: Sequence[History], names: Sequence[str]) -> List[Chart]:
         lines = [line._replace(values=line.values / factor) for line in lines]
         drawn.append(draw(title, unit, lines, *timeline, from_zero, may_be_logarithmic) if lines else None)
     return [chart for chart in drawn if chart]
+
+
+def is_of_policy(history: History) -> bool:
+    """Returns whether a run learned from rewards: the loss of a policy says nothing of how well it does."""
+    return len(history.series("reward")[0]) > 0
 
 
 def _loss_unit(histories: Sequence[History]) -> str:
