@@ -323,12 +323,12 @@ class Embedding(nn.Cell):
         self.dtype = dtype
         self.gather = ops.Gather()
         # A table that is shared with training may be in 16 bits, whose rows MindSpore has no operator for on a CPU.
-        self.held_rows = FrozenRows()
+        self.held_rows = FrozenRows() if on_cpu() else None
 
     def construct(self, tokens: Tensor) -> Tensor:
-        if self.weight.dtype != self.dtype:
-            return ops.cast(self.held_rows(tokens, self.weight), self.dtype)
-        return self.gather(self.weight, tokens, 0)
+        if self.held_rows is not None and self.weight.dtype != self.dtype:
+            return self.held_rows(tokens, self.weight)
+        return ops.cast(self.gather(self.weight, tokens, 0), self.dtype)
 
 
 class Norm(nn.Cell):
