@@ -23,7 +23,7 @@ FEATURES = {
     "classifiers and rewards": ("training/classifier/*.py", "**/*classif*.py", "**/score.py", "**/score_head.py"),
     "EVA": ("**/eva.py",),
     "exchange in fewer bits": ("training/exchange/*.py",),
-    "forgetting": ("training/forgetting/*.py", "**/forgetting.py"),
+    "forgetting": ("**/forgetting.py",),
     "guard and health": ("training/health/*.py",),
     "NF4, QLoRA, LoftQ": ("network/quantized/*.py", "**/*nf4*.py", "**/*quantize*.py"),
     "preference training": ("training/preference/*.py",),

@@ -11,7 +11,7 @@ from mindlora.network.save_load import load_lora
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.log import logger
-from mindlora.training.preference.precomputed import reference_fingerprint
+from mindlora.training.preference.reference import reference_fingerprint
 from mindlora.training.preference.settings import PreferenceSettings
 from mindlora.training.pynative.callback_states import restore_fingerprint, saved_reference
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from mindlora.core.errors import ConfigError
 from mindlora.training.report import charts, heat_map
+from mindlora.training.report.charts import unit_of_bytes
 from mindlora.training.report.history import History
-from mindlora.training.report.scales import unit_of_bytes
 
 # The configurations of runs as tables: all keys, those set to other values than the defaults, those that differ.
 

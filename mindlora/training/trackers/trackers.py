@@ -3,7 +3,7 @@
 import atexit
 import os
 import threading
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Type, Union
 
 from mindformers.tools.utils import get_real_rank
 from mindspore import Callback
@@ -16,13 +16,17 @@ from mindlora.training.callbacks.common import register
 from mindlora.training.log import logger
 from mindlora.training.report.history import HistoryReader
 from mindlora.training.report.run_report import REPORT_NAME, RunReport
-from mindlora.training.trackers.registry import TRACKERS
+from mindlora.training.trackers.mlflow import MLflow
+from mindlora.training.trackers.rules import check_settings
 from mindlora.training.trackers.sender import Sender
-from mindlora.training.trackers.settings import check_settings
-from mindlora.training.trackers.tracker import TrackedRun
+from mindlora.training.trackers.swanlab import SwanLab
+from mindlora.training.trackers.tensorboard import TensorBoard
+from mindlora.training.trackers.tracker import TrackedRun, Tracker
+from mindlora.training.trackers.wandb import WandB
 
 # What the trackers call the run, beside metrics.jsonl: a resumed run goes on as the same one.
 FILE_NAME = "trackers.json"
+TRACKERS: Dict[str, Type[Tracker]] = {"tensorboard": TensorBoard, "swanlab": SwanLab, "wandb": WandB, "mlflow": MLflow}
 
 
 @register

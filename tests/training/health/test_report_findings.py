@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from mindlora.training.health.findings import RULES, HealthRules
-from mindlora.training.health.report import CellHealth, HealthReport, PartHealth
+from mindlora.training.health.report import RULES, CellHealth, HealthReport, HealthRules, PartHealth
 
 LATE, SIZE = 200, 10_000
 PATHS = [f"model.layers.{layer}.attention.{name}" for layer in range(4) for name in ("wq", "wv")]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mindlora.training.health.measures import CellValues, change_factors, effective_rank, measure
+from mindlora.training.health.adapter_health import CellValues, change_factors, effective_rank, measure
 from mindlora.training.health.report import CellHealth, Finding, HealthReport, PartHealth
 
 SCALE = 1.5

@@ -6,7 +6,7 @@ from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.core.errors import DataError
-from mindlora.training.preference.precomputed import from_column, reference_fingerprint, to_column
+from mindlora.training.preference.reference import from_column, reference_fingerprint, to_column
 
 
 def test_a_column_keeps_log_probabilities_as_exactly_as_float32_adds_them():
