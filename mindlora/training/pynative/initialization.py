@@ -13,7 +13,7 @@ from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.log import logger
 from mindlora.training.preference.reference import reference_fingerprint
 from mindlora.training.preference.settings import PreferenceSettings
-from mindlora.training.pynative.callback_states import restore_fingerprint, saved_reference
+from mindlora.training.pynative.checkpoints import restore_fingerprint, saved_reference
 
 require_mindformers("2.0")
 from mindformers.pynative.callback import TrainerCallback  # noqa: E402
