@@ -27,7 +27,7 @@ from mindlora.network.cells.cell import InitialDraws, refuse_unsupported
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
-from mindlora.network.cells.stacked_dense import StackedLoRAParallelLinear
+from mindlora.network.cells.stacked import StackedLoRAParallelLinear
 from mindlora.network.tensors import fill, to_array
 from mindlora.network.variants.adalora import AdaLoRADense
 from mindlora.network.variants.dora import DoRADense

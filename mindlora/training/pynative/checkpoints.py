@@ -18,7 +18,7 @@ from mindlora.core.text import listed
 from mindlora.models import names
 from mindlora.models.architectures.classifiers import is_of_head
 from mindlora.network.cells.cell import LoRACell
-from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.quantized.nf4 import packed_parameters
 from mindlora.network.tree import lora_cells
 from mindlora.training.resume.training_state import callback_states, restore_callbacks
