@@ -21,7 +21,7 @@ from mindlora.core.json_files import write_json
 from mindlora.files.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.files.base.reader import INDEX
 
-# MindFormers 2's PyNative trainer: mcore's names, but for base.pynative's, in the folder of a step.
+# MindFormers 2's PyNative trainer: mcore's names, but for those of mcore_view, in the folder of a step.
 PYNATIVE = "pynative"
 # Bytes of a block, so that it fits into a core's cache with what it is computed from.
 _BLOCK = 2**20

@@ -15,8 +15,7 @@ from mindlora.core.fields import IGNORE_TOKEN_ID
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.data import tokenizers
 from mindlora.data.conversion import progress
-from mindlora.data.files import bare_name, pieces, read_text
-from mindlora.data.sources import Layout, read_inputs
+from mindlora.data.sources import Layout, bare_name, pieces, read_inputs, read_text
 from mindlora.run.checks.data_rows import BOUNDARY
 from mindlora.serving.answer import Stream
 from mindlora.serving.engine import Engine

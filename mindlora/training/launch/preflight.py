@@ -322,12 +322,9 @@ def _unknown(where: str, kind: str, node: dict) -> Iterator[Finding]:
     # A class of the user's own is registered when MindFormers imports the module that auto_register names.
     if name is None or node.get("auto_register") or MindFormerRegister.is_exist(kind, name):
         return
-    hint = suggestion(str(name), sorted(_names(kind)))
+    registered = [each for each in MindFormerRegister.registry.get(kind, {}) if not each.startswith("_")]
+    hint = suggestion(str(name), sorted(registered))
     yield error(f"{where}.type", f"{where}.type is {name!r}, which is not registered.{hint}")
-
-
-def _names(kind: str) -> List[str]:
-    return [name for name in MindFormerRegister.registry.get(kind, {}) if not name.startswith("_")]
 
 
 def _missing_rate(run: YamlRun) -> Iterator[Finding]:

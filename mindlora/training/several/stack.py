@@ -14,10 +14,9 @@ from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.parallel_linear import LoRAParallelLinear, QLoRAParallelLinear
 from mindlora.network.cells.routed_experts import holders_with
-from mindlora.network.cells.stacked_dense import StackedLoRADense, StackedLoRAExpertWeight, StackedLoRAParallelLinear
-from mindlora.network.pynative.linear import LoRAPyNativeLinear
+from mindlora.network.cells.stacked import StackedLoRADense, StackedLoRAExpertWeight, StackedLoRAParallelLinear
+from mindlora.network.pynative.linear import LoRAPyNativeLinear, StackedLoRAPyNativeLinear
 from mindlora.network.pynative.nf4 import QLoRAPyNativeLinear
-from mindlora.network.pynative.stacked import StackedLoRAPyNativeLinear
 from mindlora.network.quantize import quantize_base
 from mindlora.network.quantized.nf4 import QLoRADense
 from mindlora.network.tree import Tree, copy_cells, lora_cells, replace_children

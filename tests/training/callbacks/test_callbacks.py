@@ -291,7 +291,7 @@ def test_in_a_file_an_event_and_a_measurement_have_a_line_of_their_own(capfd):
 
 
 def test_only_rank_0_shows_progress_and_writes_a_history(capfd, tmp_path, monkeypatch):
-    for module in ("report.run_report", "callbacks.loss_curve", "callbacks.progress_bar"):
+    for module in ("report.run_report", "callbacks.progress_bar"):
         monkeypatch.setattr(f"mindlora.training.{module}.get_real_rank", lambda: 1)
     play([ProgressBar(), LossCurve("run")], [0.5])
     assert capfd.readouterr().err == "" and not (tmp_path / "run").exists()

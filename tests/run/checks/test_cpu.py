@@ -2,8 +2,7 @@
 
 import pytest
 
-from mindlora.run.checks.cpu import check_cpu
-from mindlora.run.checks.held_base import check_held_base, held_dtype
+from mindlora.run.checks.cpu import check_cpu, check_held_base, held_dtype
 from mindlora.run.yaml_run import YamlRun
 from tests.support.cpu_llama import ON_CPU
 

@@ -7,7 +7,7 @@ from mindspore import Tensor
 
 from mindlora import LoraConfig
 from mindlora.network.cells.dense import LoRADense
-from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.cells.stacked import StackedLoRADense
 from tests.support.networks import WeightedSum, as_array, assert_close, linear_cell, lora_forward, normal
 
 IN, OUT, ROWS = 7, 5, 3

@@ -5,7 +5,7 @@ import pytest
 from mindspore import Parameter, Tensor
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from mindlora.training.several.adamw import StackedAdamW
+from mindlora.training.several.train_step import StackedAdamW
 
 RATES = np.array([0.1, 0.02], np.float32)
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
