@@ -43,7 +43,7 @@ def answered(tmp_path_factory):
     for model in ASKED:
         made, sizes = MODELS[model]
         folder = tmp_path_factory.mktemp("model")
-        jobs.append({"folder": str(write_folder(str(folder), **made)), "seq_length": 96, **sizes})
+        jobs.append({"folder": str(write_folder(str(folder), **made, layers=1)), "seq_length": 96, **sizes})
     folder = tmp_path_factory.mktemp("runs")
     cpu = forked.run([str(PROGRAM), json.dumps(jobs)], folder, {**os.environ, "PYTHONPATH": ROOT})
     assert cpu.returncode == 0, cpu.stderr[-3000:]

@@ -21,9 +21,10 @@ import types
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # What nearly every run imports sooner or later, and none of it knows mindlora: with graph mode's Trainer, and with the
 # PyNative one, which takes the stand-ins of pynative_cpu while it is imported.
+OTHERS = ("mindspore.mindrecord", "asttokens", "jinja2", "llguidance")
 IMPORTED = {
-    "graph": ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", "mindspore.mindrecord"),
-    "pynative": ("mindformers", "mindformers.pynative.trainer", "mindspore.mindrecord"),
+    "graph": ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", *OTHERS),
+    "pynative": ("mindformers", "mindformers.pynative.trainer", *OTHERS),
 }
 TIMEOUT = 300  # seconds, after which a process is ended by SIGALRM, unless it is given others
 # Variables that the loader has read before Python runs: each value of them has a process of its own to be forked from.
@@ -83,16 +84,43 @@ def _next_request(trainer):
     inspect.getmodule(_run.__code__)
     set_meanwhile = {name: value for name, value in os.environ.items() if given.get(name) != value}
     sys.stdout.flush()
-    gc.freeze()
     for line in sys.stdin:
+        parsed = os.path.abspath("parsed.json")
+        _parse_before(parsed)
+        gc.freeze()
         child = os.fork()
         if not child:
             os.close(answers)
             request = json.loads(line)
-            return {**request, "environment": {**set_meanwhile, **request["environment"]}}
+            return {**request, "environment": {**set_meanwhile, **request["environment"]}, "parsed": parsed}
         _, status = os.waitpid(child, 0)
         os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(status))
     return None
+
+
+def _parse_before(path):
+    """Parses what the processes forked so far had to parse, as the next one may compile the same functions."""
+    if os.path.exists(path):
+        from mindspore._extends.parse.parser import Parser
+
+        with open(path, encoding="utf-8") as file:
+            for key, text, column in json.load(file):
+                Parser.ast_cache[key] = (sys.modules["asttokens"].ASTTokens(text, parse=True), column)
+        os.unlink(path)
+
+
+def _note_what_is_parsed(path):
+    """Lets this process write down at its end what it had to parse; MindSpore finds it by the hash of its text."""
+    from mindspore._extends.parse.parser import Parser
+
+    def note():
+        new = [(key, tokens.text, column) for key, (tokens, column) in Parser.ast_cache.items() if key not in known]
+        if new:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(new, file)
+
+    known = set(Parser.ast_cache)
+    atexit.register(note)
 
 
 def _replace_operators():
@@ -137,4 +165,5 @@ if __name__ == "__main__":
     asked = _next_request(sys.argv[1])
     if asked:
         _become(asked)
+        _note_what_is_parsed(asked["parsed"])
         _run(*asked["arguments"])
