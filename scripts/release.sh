@@ -44,8 +44,8 @@ check_tools() {
     local python compiler
     [ "$(uname -m)" = x86_64 ] || fail "this machine is $(uname -m): the wheel for x86-64 is installed and run, so take one."
     for python in "${PYTHONS[@]}"; do
-        "$python" -c 'import ensurepip' 2> /dev/null ||
-            fail "$python cannot make environments: put it on PATH, or name others in MINDLORA_RELEASE_PYTHONS."
+        "$python" -c "" 2> /dev/null ||
+            fail "$python does not start: put it on PATH, or name others in MINDLORA_RELEASE_PYTHONS."
     done
     for compiler in x86_64-linux-gnu-g++ aarch64-linux-gnu-g++; do
         command -v $compiler > /dev/null ||
@@ -99,8 +99,8 @@ check_wheel() {
 check_installed() {
     local environment=$WORK/environment
     rm -rf "$environment"
-    "$1" -m venv "$environment"
-    "$environment/bin/pip" install --quiet --disable-pip-version-check "$2" ||
+    "$TOOLS/uv" venv --quiet --python "$1" "$environment"
+    "$TOOLS/uv" pip install --quiet --python "$environment/bin/python" "$2" ||
         fail "$(basename "$2") cannot be installed with $1."
     (cd "$WORK" && CXX=none GLOG_v=3 "$environment/bin/python" -I "$ROOT/scripts/release_check.py" "$2") ||
         fail "$(basename "$2") does not work with $1."

@@ -1,4 +1,4 @@
-"""Checks mindlora where scripts/release.sh installed it: `python release_check.py PACKAGE`, its wheel or source archive.
+"""Checks mindlora where scripts/release.sh installed it: `python release_check.py PACKAGE`, a wheel or source archive.
 
 It must be this version, hold a library (that of the wheel, byte for byte), and compute an operator on the CPU as NumPy
 does. The reference is the checkout's, everything else the installed package.
