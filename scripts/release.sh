@@ -51,7 +51,7 @@ check_tools() {
         command -v $compiler > /dev/null ||
             fail "$compiler is missing: install it (apt-get install g++ g++-aarch64-linux-gnu on x86-64)."
     done
-    "${PYTHONS[0]}" -m venv "$WORK/tools"
+    "${PYTHONS[-1]}" -m venv "$WORK/tools"
     "$TOOLS/pip" install --quiet --disable-pip-version-check --requirement scripts/release-requirements.txt
 }
 
