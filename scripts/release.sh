@@ -74,8 +74,8 @@ build_wheel() {
         "-C--build-option=--plat-name=linux_$1" "$folder" > "$folder.log" 2>&1 ||
         fail "the wheel for $1 cannot be built: $(tail -n 5 "$folder.log")"
     # libgomp stays the system's, which MindSpore needs too: a second one would bring its own threads.
-    PATH=$TOOLS:$PATH "$TOOLS/auditwheel" --quiet repair --exclude libgomp.so.1 --wheel-dir "$DIST" \
-        "$folder/wheel/"*.whl
+    PATH=$TOOLS:$PATH "$TOOLS/auditwheel" repair --exclude libgomp.so.1 --wheel-dir "$DIST" "$folder/wheel/"*.whl \
+        > "$folder.log" 2>&1 || fail "the wheel for $1 fits no manylinux: $(tail -n 5 "$folder.log")"
 }
 
 # check_wheel MACHINE: the name says one library for this machine and no newer glibc than the oldest system has.
