@@ -1,7 +1,7 @@
 """Checks mindlora where scripts/release.sh installed it: `python release_check.py PACKAGE`, a wheel or source archive.
 
-It must be this version, hold a library (that of the wheel, byte for byte), and compute an operator on the CPU as NumPy
-does. The reference is the checkout's, everything else the installed package.
+It must be this version, hold the YAMLs of configs/ and a library (that of the wheel, byte for byte), and compute an
+operator on the CPU as NumPy does. The reference is the checkout's, everything else the installed package.
 """
 
 import os
@@ -12,10 +12,11 @@ import sys
 import time
 import zipfile
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = Path(__file__).resolve().parent.parent
 # Half a unit in the last place, relative, of the largest output; float32 is for sums in another order.
 TOLERANCES = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
@@ -30,7 +31,7 @@ def check_version(package: str) -> str:
     import mindlora
 
     wanted = re.search(r"mindlora-([^-]+?)(?:-py3|\.tar)", os.path.basename(package)).group(1)
-    check(not mindlora.__file__.startswith(ROOT + "/mindlora/"), f"{mindlora.__file__} is the checkout's.")
+    check(not mindlora.__file__.startswith(f"{ROOT}/mindlora/"), f"{mindlora.__file__} is the checkout's.")
     check(mindlora.__version__ == wanted, f"mindlora.__version__ is {mindlora.__version__}, not {wanted}.")
     command = os.path.join(os.path.dirname(sys.executable), "mindlora")
     printed = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
@@ -48,6 +49,16 @@ def check_library(package: str) -> None:
         check(same, f"{LIBRARY} is not the one in the wheel: it was built again.")
 
 
+def check_configs() -> None:
+    import mindlora
+
+    def names(folder):
+        return {path.relative_to(folder) for path in folder.glob("*/*.yaml")}
+
+    missing = names(ROOT / "configs") - names(Path(mindlora.__file__).parent / "configs")
+    check(not missing, f"the package lacks YAMLs of configs/: {', '.join(map(str, sorted(missing)))}.")
+
+
 def largest_error(dtype: str) -> float:
     """Returns the largest difference of lora_delta from its reference, relative to the largest output."""
     import mindspore as ms
@@ -61,7 +72,7 @@ def largest_error(dtype: str) -> float:
     cell = LoraDelta()
     check(cell.path == "cpu", f"lora_delta takes the path {cell.path}, not cpu.")
     output = cell(*tensors, ms.Tensor(2.0, ms.float32)).astype(ms.float32).asnumpy()
-    reference = runpy.run_path(os.path.join(ROOT, "ops", "lora_delta", "reference.py"))
+    reference = runpy.run_path(str(ROOT / "ops" / "lora_delta" / "reference.py"))
     expected = reference["lora_delta"](*rounded, 2.0)
     return float(np.abs(output - expected).max() / np.abs(expected).max())
 
@@ -70,6 +81,7 @@ def main() -> None:
     package, start = sys.argv[1], time.time()
     wanted = check_version(package)
     check_library(package)
+    check_configs()
     import mindspore as ms
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
