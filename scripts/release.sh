@@ -12,7 +12,7 @@ WORK=$ROOT/build/release
 TOOLS=$WORK/tools/bin
 DIST=$ROOT/dist
 read -ra PYTHONS <<< "${MINDLORA_RELEASE_PYTHONS:-python3.9 python3.10 python3.11 python3.12}"
-# MindSpore's oldest systems have this one (Ubuntu 18.04); a wheel that asks for more was built with another compiler.
+# That of Ubuntu 18.04. A wheel that asks for more was built with a newer compiler than Debian 12's.
 OLDEST_GLIBC=2.27
 
 fail() {
