@@ -83,6 +83,12 @@ def test_the_documents_are_found():
     assert len(DIVISIONS) == 9
 
 
+@pytest.mark.parametrize("page", [path for path in DOCUMENTS if path.startswith(f"docs{os.sep}")])
+def test_a_page_can_be_skimmed(page):
+    characters = len(text_of(page))
+    assert characters < 15 * 1024, f"{page} has {characters:,} characters: put details on a page of their own."
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_exist(document):
     missing = [
