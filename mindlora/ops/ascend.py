@@ -1,12 +1,12 @@
 """The Ascend C kernels: whether they can be used on this machine, and how MindSpore calls them.
 
-scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend.md says how. MindSpore looks for it
-where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU library
-infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work.
+scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend/build.md says how. MindSpore looks for
+it where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU
+library infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work.
 
 PyNative calls them by a C++ module on MindSpore's AclnnOpRunner, or by ops.Custom without it. build_pynative.py builds
-the module. It fits the one version of MindSpore that it was built for. Graph mode has ops.Custom always; docs/ascend.md
-compares the two.
+the module. It fits the one version of MindSpore that it was built for. Graph mode has ops.Custom always;
+docs/ascend/calls.md compares the two.
 """
 
 import functools
