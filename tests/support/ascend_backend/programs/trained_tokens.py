@@ -38,7 +38,8 @@ yaml.context.mode = 0
 set_up_context(yaml)
 sizes = EngineSettings(96, max_running=8, max_tokens_per_step=64, slots=1, max_rank=4)
 model = {"model_config": dict(yaml.model.model_config)}
-engine = TrainedEngine(Weights(f"{folder}/mcore.safetensors"), model, load_tokenizer(f"{folder}/base"), sizes).engine.start(scores=False)
+tokenizer = load_tokenizer(f"{folder}/base")
+engine = TrainedEngine(Weights(f"{folder}/mcore.safetensors"), model, tokenizer, sizes).engine.start(scores=False)
 found = {}
 for number, stream in enumerate([engine.submit(list(prompt), SAMPLING) for prompt in PROMPTS]):
     sampled = [one for piece in stream for one in piece.logprobs or ()]
