@@ -6,6 +6,7 @@ MindFormers read from the environment while they are imported is the same for al
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import inspect
@@ -36,16 +37,20 @@ OF_THE_LOADER = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 _servers = {}
 
 
-def run(arguments, folder, environment, trainer="graph", timeout=TIMEOUT):
+def run(arguments, folder, environment, trainer="graph", timeout=TIMEOUT, typed=""):
     """Does what ``subprocess.run([sys.executable, *arguments], ...)`` does, and returns the completed process.
 
-    ``trainer`` is a key of IMPORTED.
+    ``trainer`` is a key of IMPORTED, ``typed`` what stands in stdin.
     """
     words = [str(word) for word in arguments]
-    with tempfile.NamedTemporaryFile("w+") as stdout, tempfile.NamedTemporaryFile("w+") as stderr:
+    with contextlib.ExitStack() as stack:
+        stdin, stdout, stderr = (stack.enter_context(tempfile.NamedTemporaryFile("w+")) for _ in range(3))
+        stdin.write(typed)
+        stdin.flush()
+        streams = [stream.name for stream in (stdin, stdout, stderr)]
         request = {"arguments": words, "folder": str(folder), "environment": environment, "timeout": timeout}
         server = _running_server(trainer, environment)
-        server.stdin.write(json.dumps({**request, "stdout": stdout.name, "stderr": stderr.name}) + "\n")
+        server.stdin.write(json.dumps({**request, "streams": streams}) + "\n")
         server.stdin.flush()
         code = server.stdout.readline()
         assert code, f"the process that forks ended with exit code {server.wait()}"
@@ -116,8 +121,11 @@ def _note_what_is_parsed(path):
     def note():
         new = [(key, tokens.text, column) for key, (tokens, column) in Parser.ast_cache.items() if key not in known]
         if new:
-            with open(path, "w", encoding="utf-8") as file:
+            # The ranks that a forked process forks end at once.
+            own = f"{path}.{os.getpid()}"
+            with open(own, "w", encoding="utf-8") as file:
                 json.dump(new, file)
+            os.replace(own, path)
 
     known = set(Parser.ast_cache)
     atexit.register(note)
@@ -141,7 +149,7 @@ def _become(request):
     os.environ.update(request["environment"])
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
-    for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
+    for number, path in enumerate(request["streams"]):
         os.dup2(os.open(path, os.O_RDWR), number)
     np.random.seed()
     signal.alarm(request["timeout"])
