@@ -22,10 +22,7 @@ def prepare_rl(config: MindFormerConfig) -> None:
     settings = rl_settings(run.rl)
     config.runner_wrapper.type = RlTrainOneStepCell.__name__
     config.runner_wrapper.sampler = MindFormerConfig(
-        tokenizer=tokenizer_of(run),
-        seed=int(config.seed or 0),
-        rows=min(run.rows, settings.rows),
-        folder=os.getcwd(),
+        tokenizer=tokenizer_of(run), seed=int(config.seed or 0), rows=min(run.rows, settings.rows), folder=os.getcwd()
     )
     steps = steps_of(len(read_rows(settings.prompts, None, ()).rows), config.runner_config.epochs, settings)
     config.train_dataset_task = MindFormerConfig(
