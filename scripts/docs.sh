@@ -7,5 +7,7 @@ set -eu
 source "$(dirname "$0")/environment.sh"
 make_lint_environment
 cd "$ROOT"
+# The theme warns of a MkDocs 2.0 that docs/requirements.txt does not take.
+export NO_MKDOCS_2_WARNING=true
 if [ "${1:-build}" = serve ]; then exec "$LINT/mkdocs" serve; fi
 exec "$LINT/mkdocs" build --strict --quiet

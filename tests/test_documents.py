@@ -18,9 +18,9 @@ from mindlora.cli import main
 from mindlora.run.checks.pet_config import PetLoraConfig
 from tests.conftest import ROOT
 
-PATTERNS = ("README*.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.md", "examples/*.md", "ops/*/README.md")
+PATTERNS = ("README*.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*.md", "ops/*/README.md")
 DOCUMENTS = sorted(
-    os.path.relpath(path, ROOT) for pattern in PATTERNS for path in glob.glob(os.path.join(ROOT, pattern))
+    os.path.relpath(path, ROOT) for pattern in PATTERNS for path in glob.glob(os.path.join(ROOT, pattern), recursive=True)
 )
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 # Relative to the top of the checkout; <...> and * mark where a name varies.

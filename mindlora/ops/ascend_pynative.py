@@ -1,7 +1,7 @@
 """How PyNative calls the Ascend C kernels: by a C++ module on MindSpore's AclnnOpRunner, or by ops.Custom without it.
 
 build_pynative.py builds the module. It fits the one version of MindSpore that it was built for. Graph mode has
-ops.Custom always; docs/ascend.md compares the two.
+ops.Custom always; docs/ascend/calls.md compares the two.
 """
 
 import functools

@@ -95,7 +95,7 @@ class PyNativeBase(LinearBase):
         return ops.MatMul(transpose_b=True), ops.Add() if cell.has_bias else None, cell.compute_dtype
 
     def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
-        # MindFormers shards later. Where it does not, fused operators saved no time either (docs/pynative.md).
+        # MindFormers shards later. Where it does not, fused operators saved no time either (docs/pynative_details.md).
         return composed_low_rank(dropout_rate, "a cell that may be sharded takes MindSpore's operators alone")
 
 
