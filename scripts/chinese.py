@@ -40,12 +40,12 @@ def outdated(page: str) -> str:
     mark = MARK.search((ROOT / page).read_text(encoding="utf-8"))
     if not (ROOT / source).is_file():
         return f"{page} has no English page: {source} is not there. Move or remove it."
-    renewal = f"  python scripts/chinese.py --renew {page}"
+    mending = f"  python scripts/chinese.py --renew {page}"
     if mark is None or mark[1] != source:
-        return f"{page} does not end with the mark of {source}. Compare the two, then write it:\n{renewal}"
+        return f"{page} does not end with the mark of {source}. Compare the two, then write it:\n{mending}"
     if mark[2] != blob(source):
-        comparison = f"  git diff {mark[2]} {source}"
-        return f"{page} is from an earlier {source}. See what has changed, bring it in and renew the mark:\n{comparison}\n{renewal}"
+        mending = f"  git diff {mark[2]} {source}\n{mending}"
+        return f"{page} is from an earlier {source}. See what has changed, bring it in and renew the mark:\n{mending}"
     return ""
 
 

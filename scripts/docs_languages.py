@@ -1,7 +1,7 @@
 """What MkDocs calls (hooks in mkdocs.yml) so that one site has two languages: docs/ in English, docs/zh-CN/ in Chinese.
 
-The theme takes one language for a site. Here each page gets its own: the theme's words, the navigation, the pages before
-and after it, and a switch that leads to the same page in the other language, or to its index where there is none.
+The theme takes one language for a site. Here each page gets its own: the theme's words, the navigation, the pages
+before and after it, and a switch to the same page in the other language, or to its index where there is none.
 """
 
 import copy

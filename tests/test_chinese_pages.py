@@ -72,7 +72,9 @@ def differences(english_text, chinese_text):
     for what, of in WHAT_IS_EQUAL.items():
         ours, theirs = Counter(of(english_text)), Counter(of(chinese_text))
         if ours != theirs:
-            found.append(f"{what}: missing {list((ours - theirs).elements())}, added {list((theirs - ours).elements())}")
+            found.append(
+                f"{what}: missing {list((ours - theirs).elements())}, added {list((theirs - ours).elements())}"
+            )
     return found
 
 
