@@ -1,5 +1,6 @@
 """The pages in Chinese say what the English ones say: the same code, keys, figures and links, of the page as it is."""
 
+import glob
 import importlib.util
 import os
 import re
@@ -20,6 +21,7 @@ SPEC.loader.exec_module(chinese)
 
 PAGES = chinese.pages()
 PAIRS = [("README.md", "README.zh-CN.md"), *((chinese.english(page), page) for page in PAGES)]
+DRAWINGS = [(chinese.english(path), path) for path in sorted(glob.glob("docs/zh-CN/images/*.svg", root_dir=ROOT))]
 # A number with its unit, such as 3.12, 1.9.0, 0.995x or 4.3e-6.
 FIGURE = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?:e-\d+)?x?")
 COMMENT = re.compile(r"(?:(?<=\s)|^)#\s.*$", re.M)
@@ -99,11 +101,17 @@ def test_a_page_has_the_code_the_keys_and_the_figures_of_the_english_page(source
 
 @pytest.mark.parametrize("source, page", PAIRS)
 def test_a_page_links_to_what_the_english_page_links_to_in_chinese_where_it_is(source, page):
-    in_chinese = dict(PAIRS)
+    in_chinese = dict(PAIRS + DRAWINGS)
     # Without the links between the two languages.
     expected = {in_chinese.get(target, target) for target in linked_from(source)} - {source, page}
     found = linked_from(page) - {source, page}
     assert found == expected, f"{page} lacks links to {expected - found}, and links to {found - expected}"
+
+
+@pytest.mark.parametrize("source, drawing", DRAWINGS)
+def test_a_drawing_differs_from_the_english_one_in_its_words_alone(source, drawing):
+    words = re.compile(r">[^<\n]+<")
+    assert words.sub("><", text_of(drawing)) == words.sub("><", text_of(source))
 
 
 @pytest.mark.parametrize("page", [page for _, page in PAIRS])
