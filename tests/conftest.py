@@ -67,6 +67,7 @@ LONG = (
     "tests/training/adalora/test_runs.py::test_two_processes",
     "tests/scripts/test_bench_scale.py",
     "tests/test_documented_runs.py::test_commands_with_a_model_are_done",
+    "tests/test_documents.py::test_what_dividing_a_model_saves_is_what_plan_says",
     "tests/training/exchange/test_ranks.py::test_all_ranks",
 )
 

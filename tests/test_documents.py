@@ -6,8 +6,10 @@ import functools
 import glob
 import importlib
 import io
+import json
 import os
 import re
+import shlex
 
 import pytest
 import yaml
@@ -151,6 +153,30 @@ def test_the_plan_that_is_shown_is_what_the_command_prints(document, table, caps
     printed = " ".join(capsys.readouterr().out.split())
     for part in shown.split("..."):
         assert " ".join(part.split()) in printed
+
+
+DIVISIONS = re.findall(
+    r"^\| (\d)(, `parallel_mode: 0`)? \| (\d) \| (\d) \| (yes|no) \| \d+ \| ([\d.]+) \| ([\d.]+) \|$",
+    text_of("docs/beyond_one_machine.md"),
+    re.M,
+)
+
+
+@pytest.mark.parametrize("data, alone, model, stages, shards, small, large", DIVISIONS)
+def test_what_dividing_a_model_saves_is_what_plan_says(data, alone, model, stages, shards, small, large, capsys):
+    command = re.search(r"^mindlora plan configs/.*?$(?<!\\)", text_of("docs/beyond_one_machine.md"), re.M | re.S)[0]
+    words = shlex.split(command.replace("\\\n", " "))
+    sizes = words[words.index("--model.model_config.hidden_size") : words.index("--parallel.parallel_mode")]
+    words = ["plan", os.path.join(ROOT, "configs", "qwen3", "lora_qwen3_8b.yaml"), "--json"]
+    words += ["--parallel_config.data_parallel", data, "--parallel_config.model_parallel", model]
+    words += [] if alone else ["--parallel.parallel_mode", "1", "--parallel.full_batch", "True"]
+    words += [] if stages == "1" else ["--parallel_config.pipeline_stage", stages, "--parallel_config.micro_batch_num", "4"]
+    if shards == "yes":
+        words += ["--parallel.enable_parallel_optimizer", "True"]
+        words += ["--recompute_config.parallel_optimizer_comm_recompute", "True"]
+    for more, gib in (([], small), (sizes, large)):
+        assert main([*words, *more]) in (0, None)
+        assert f"{json.loads(capsys.readouterr().out)['needed'] / 2**30:.2f}" == gib
 
 
 @pytest.mark.parametrize("document", ("README.md", "docs/finetune.md", "docs/mcore.md", "docs/adalora.md"))
