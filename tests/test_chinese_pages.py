@@ -1,7 +1,6 @@
 """The pages in Chinese say what the English ones say: the same code, keys, figures and links, of the page as it is."""
 
 import glob
-import importlib.util
 import os
 import re
 import shutil
@@ -11,13 +10,9 @@ from collections import Counter
 
 import pytest
 
+from scripts import chinese
 from tests.conftest import ROOT
 from tests.test_documents import FENCE, text_of
-
-SCRIPT = os.path.join(ROOT, "scripts", "chinese.py")
-SPEC = importlib.util.spec_from_file_location("chinese", SCRIPT)
-chinese = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(chinese)
 
 PAGES = chinese.pages()
 PAIRS = [("README.md", "README.zh-CN.md"), *((chinese.english(page), page) for page in PAGES)]
@@ -160,7 +155,7 @@ def test_what_does_not_count_as_different(english_text, chinese_text):
 def checkout(tmp_path):
     """A checkout with the script, one English page and its page in Chinese, which has no mark yet."""
     (tmp_path / "scripts").mkdir()
-    shutil.copy(SCRIPT, tmp_path / "scripts")
+    shutil.copy(chinese.__file__, tmp_path / "scripts")
     (tmp_path / "docs" / "zh-CN").mkdir(parents=True)
     (tmp_path / "docs" / "data.md").write_text("# Data\n", encoding="utf-8")
     (tmp_path / "docs" / "zh-CN" / "data.md").write_text("# 数据\n", encoding="utf-8")
