@@ -1,7 +1,7 @@
 """Writes three parts of docs/architecture.md: the tree of the package, the order of imports, what each feature costs.
 
-The tree has the first docstring line of each folder and root module; the order is that of tests/test_imports.py; the costs
-are files, packages and lines.
+The tree has the first docstring line of each folder and root module; the order is that of tests/test_imports.py; the
+costs are files, packages and lines.
 
 python scripts/architecture.py            rewrites all of them
 python scripts/architecture.py --check    exits with 1 if the document shows something else

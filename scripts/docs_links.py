@@ -1,4 +1,4 @@
-"""What MkDocs calls (hooks in mkdocs.yml): links to files outside of docs/, which the site lacks, become their paths."""
+"""What MkDocs calls (hooks in mkdocs.yml): links to files outside of docs/, which the site lacks, become paths."""
 
 import posixpath
 import re

@@ -21,9 +21,7 @@ from mindlora.run.checks.pet_config import PetLoraConfig
 from tests.conftest import ROOT
 
 PATTERNS = ("README*.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*.md", "ops/*/README.md")
-DOCUMENTS = sorted(
-    os.path.relpath(path, ROOT) for pattern in PATTERNS for path in glob.glob(os.path.join(ROOT, pattern), recursive=True)
-)
+DOCUMENTS = sorted(path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=ROOT, recursive=True))
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 # Relative to the top of the checkout; <...> and * mark where a name varies.
 FOLDERS = "mindlora|ops|configs|scripts|tests|docs|examples"
@@ -80,6 +78,13 @@ def help_of(*words):
 
 def test_the_documents_are_found():
     assert {"README.md", "CONTRIBUTING.md", "README.zh-CN.md", os.path.join("docs", "finetune.md")} <= set(DOCUMENTS)
+    assert len(DIVISIONS) == 9
+
+
+@pytest.mark.parametrize("page", [path for path in DOCUMENTS if path.startswith(f"docs{os.sep}")])
+def test_a_page_can_be_skimmed(page):
+    characters = len(text_of(page))
+    assert characters < 15 * 1024, f"{page} has {characters:,} characters: put details on a page of their own."
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -170,7 +175,8 @@ def test_what_dividing_a_model_saves_is_what_plan_says(data, alone, model, stage
     words = ["plan", os.path.join(ROOT, "configs", "qwen3", "lora_qwen3_8b.yaml"), "--json"]
     words += ["--parallel_config.data_parallel", data, "--parallel_config.model_parallel", model]
     words += [] if alone else ["--parallel.parallel_mode", "1", "--parallel.full_batch", "True"]
-    words += [] if stages == "1" else ["--parallel_config.pipeline_stage", stages, "--parallel_config.micro_batch_num", "4"]
+    if stages != "1":
+        words += ["--parallel_config.pipeline_stage", stages, "--parallel_config.micro_batch_num", "4"]
     if shards == "yes":
         words += ["--parallel.enable_parallel_optimizer", "True"]
         words += ["--recompute_config.parallel_optimizer_comm_recompute", "True"]

@@ -1,9 +1,9 @@
 """The Ascend C kernels: whether they can be used on this machine, and how MindSpore calls them.
 
-scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend/build.md says how. MindSpore looks for it
-where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU library
-infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work. In PyNative
-the C++ module of ascend_pynative.py calls the kernels where it was built, and ops.Custom otherwise.
+scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend/build.md says how. MindSpore looks for
+it where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU
+library infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work. In
+PyNative the C++ module of ascend_pynative.py calls the kernels where it was built, and ops.Custom otherwise.
 """
 
 import json
