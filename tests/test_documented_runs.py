@@ -110,10 +110,6 @@ def test_what_is_left_is_on_the_pages():
     assert [start for start in LEFT if not any(command.startswith(start) for command in every)] == []
 
 
-def test_the_two_readmes_have_the_same_commands():
-    assert commands_of("README.zh-CN.md") == commands_of("README.md")
-
-
 # The lines of a shell around commands that load a model, which train and answer in processes of their own.
 PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
 # What is added to a command: a few steps are enough, and a port that is free.
@@ -129,7 +125,7 @@ CHANGED = {
         "model.model_config.num_labels": 2,
     }
 }
-WITH_A_MODEL = [path for path in WITH_COMMANDS if path not in OF_FILES_ALONE and path != "README.zh-CN.md"]
+WITH_A_MODEL = [path for path in WITH_COMMANDS if path not in OF_FILES_ALONE]
 
 
 def run_here(words, typed, folder):

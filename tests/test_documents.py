@@ -29,8 +29,6 @@ PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./<>*-]*[\w>*/]|(?<![\w/])\.(?
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
 NAME = re.compile(r"(?<![\w./-])mindlora(?:\.[A-Za-z_]\w*)+")
 LISTED = re.compile(r'"(\w+)"')
-# A number with its unit, such as 3.12, 1.9.0, 0.995x or 4.3e-6.
-FIGURE = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?:e-\d+)?x?")
 COMMAND = re.compile(r"(?:^|\$\()mindlora ([a-z][\w-]*)([^|#\n]*)", re.M)
 # Verbs that are followed by another verb.
 GROUPS = ("data", "adapter", "base")
@@ -185,23 +183,6 @@ def test_what_dividing_a_model_saves_is_what_plan_says(data, alone, model, stage
     for more, gib in (([], small), (sizes, large)):
         assert main([*words, *more]) in (0, None)
         assert f"{json.loads(capsys.readouterr().out)['needed'] / 2**30:.2f}" == gib
-
-
-def test_readme_in_chinese_has_the_code_and_the_figures_of_the_english_one():
-    english, chinese = text_of("README.md"), text_of("README.zh-CN.md")
-    assert FENCE.findall(chinese) == FENCE.findall(english)
-    assert figures_of(chinese) == figures_of(english)
-    assert links_of(chinese) == links_of(english)
-
-
-def figures_of(text):
-    """Returns the numbers outside of blocks of code, sorted: languages differ in the order of words."""
-    return sorted(FIGURE.findall(FENCE.sub("", text)))
-
-
-def links_of(text):
-    """Returns where a README's links lead, apart from those to the other language."""
-    return sorted(set(LINK.findall(FENCE.sub("", text))) - {"README.md", "README.zh-CN.md"})
 
 
 @pytest.mark.parametrize("document", ("README.md", "docs/finetune.md", "docs/mcore.md", "docs/adalora.md"))
