@@ -278,7 +278,8 @@ class JoinedFeedForward(nn.Cell):
         both = self.gate_up_proj(x)
         if self.alternates:
             pairs = ops.reshape(both, (-1, self.inner, 2))
-            gate, up = ops.reshape(pairs[:, :, 0], (-1, self.inner)), ops.reshape(pairs[:, :, 1], (-1, self.inner))
+            gate, up = ops.narrow(pairs, 2, 0, 1), ops.narrow(pairs, 2, 1, 1)
+            gate, up = ops.reshape(gate, (-1, self.inner)), ops.reshape(up, (-1, self.inner))
             return self.down_proj(self.silu(gate) * up)
         gate, up = ops.narrow(both, -1, 0, self.inner), ops.narrow(both, -1, self.inner, self.inner)
         return self.down_proj(self.silu(gate) * up)
