@@ -4,7 +4,7 @@ import os
 
 from mindformers.tools.register import MindFormerConfig
 
-from mindlora.data.files import read_rows
+from mindlora.data.sources import read_rows
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
 from mindlora.training.rl.callback import RlReport

@@ -7,7 +7,7 @@ import numpy as np
 
 from mindlora.core.errors import DataError, LoraError
 from mindlora.core.text import shown
-from mindlora.data.files import read_rows
+from mindlora.data.sources import read_rows
 from mindlora.data.tokenizers import encode, special_ids
 from mindlora.serving.chat_prompt import make_chat_prompt
 
