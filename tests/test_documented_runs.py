@@ -32,6 +32,7 @@ LEFT = {
     "mindlora doctor --adopt": "takes the report of an NPU",
     "mindlora-run --config my.yaml --mode 1": "needs an NPU: MindFormers' PyNative Trainer has no operators on a CPU",
     "mindlora sweep my.yaml": "the same",
+    "mindlora report --live": "serves until Ctrl-C",
     "mindlora plan my.yaml": "reads the base and the tokenizer of scripts/quickstart.sh, which trains for minutes",
     "mindlora doctor my.yaml": "the same",
     "mindlora-run --config my.yaml --load_checkpoint Qwen3-tiny": "the same",
