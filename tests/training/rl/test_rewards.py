@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 
 import numpy as np
 import pytest
@@ -145,6 +146,10 @@ def test_a_function_that_hangs_is_stopped_with_what_it_has_started(make, caplog)
     assert message.startswith("rl.reward_funcs: hangs has not returned after 1 s and was stopped. Make it faster, or r")
     assert "in hangs" in message
     (child,) = [int(line.split()[-1]) for line in caplog.messages if "child" in line]
+    # The system ends it; that can take a moment.
+    until = time.monotonic() + 10
+    while not ended(child) and time.monotonic() < until:
+        time.sleep(0.05)
     assert ended(child)
 
 
