@@ -95,7 +95,7 @@ TRAINED = {
     "eva alone": Row(rows=2, prepare=eva, values=True),
     "loftq alone": Row(QLORA, rows=2, prepare=loftq, values=True),
     "qwen3 alone": Row(QWEN3, rows=2),
-    "qwen3, first of 8": Row(QWEN3, ranks=8, always=True),
+    "qwen3, first of 8": Row(QWEN3, ranks=8),
     "qwen3, last of 8": Row(QWEN3, ranks=8, rank=7, saves=False),
     "qwen3 at O1": Row(QWEN3, ranks=8, keys={"context.jit_config.jit_level": "O1"}),
     "qwen3 in 4 bits": Row("configs/qwen3/qlora_qwen3_8b.yaml", rows=2, values=True),

@@ -159,7 +159,7 @@ def test_the_rewards_come_into_the_right_order(plain):
     assert kl[0] == 0 and kl[-1] > 0.01 and len(held_out(plain, "kl")) == STEPS // 8
 
 
-@of_models("llama", "qwen3")
+@of_models("qwen3")
 def test_with_the_commands_of_the_page_a_kept_reference_is_the_one_of_each_step(kept, plain):
     page = (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")
     block = re.search(r"^```\n(mindlora reference .*?)^```", page, re.M | re.S)[1]
@@ -218,12 +218,11 @@ ADALORA = {"use_adalora": True, "lora_rank": None, "init_r": 6, "target_r": 3, "
 
 
 @of_models("qwen3")
-@pytest.mark.parametrize("name, pet_config", [("neftune", {"neftune_alpha": 5.0}), ("adalora", ADALORA)])
-def test_it_goes_with(name, pet_config, runs):
-    run = runs.start(name, pet_config=pet_config)
+def test_it_goes_with_adalora_and_noise(runs):
+    run = runs.start("others", pet_config={**ADALORA, "neftune_alpha": 5.0})
     assert run.process.returncode == 0, run.process.stderr[-3000:]
     # The reference has no noise.
-    assert (abs(run.losses[1] - BEGIN) < 1e-5) == (name != "neftune")
+    assert abs(run.losses[1] - BEGIN) > 1e-5
     losses = held_out(run, "loss")
     assert losses[-1] < losses[0] and held_out(run, "reward_margin")[-1] > 0.03
 
