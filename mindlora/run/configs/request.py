@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
@@ -83,6 +83,7 @@ class Request:
         rows (Rows): The data. Default: None.
         prompts (str): A file of prompts, whose answers are rated, in the place of data. Default: None.
         rewards (sequence of str): What rates them, as rl.reward_funcs takes it. Default: none.
+        teacher (str or dict): Whose log-probabilities of them the run learns, as rl.teacher takes it. Default: None.
     """
 
     output: str
@@ -93,6 +94,7 @@ class Request:
     rows: Optional[Rows] = None
     prompts: Optional[str] = None
     rewards: Sequence[str] = ()
+    teacher: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +145,11 @@ def check_request(folder: ModelFolder, request: Request) -> None:
             f"--seq-length is {request.seq_length}, and the rows of {request.rows.path} have {request.rows.tokens} "
             f"tokens, which are of seq_length {row_length(folder, request.rows)}. Leave it out."
         )
-    if bool(request.prompts) != bool(request.rewards):
-        raise ConfigError("A run that learns from rewards has prompts and rewards. Give --prompts and --rewards.")
+    if bool(request.prompts) != bool(request.rewards or request.teacher):
+        raise ConfigError(
+            "A run that learns from its own answers has prompts, and rewards or a teacher. Give --prompts, and --rewards or "
+            "--teacher."
+        )
     if request.prompts and (request.rows or request.devices > 1):
         what = f"--data {request.rows.path}" if request.rows else f"--devices {request.devices}"
         raise ConfigError(f"A run that learns from rewards has prompts for its data, and one device. Leave {what} out.")

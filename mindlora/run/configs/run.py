@@ -107,7 +107,8 @@ def _where(request: Request) -> str:
 
 def _about_steps(request: Request, batch: Batch) -> List[str]:
     if request.prompts:
-        return [f"a step: {_PROMPTS * _GENERATIONS} answers, which are rated by {', '.join(request.rewards)}"]
+        judges = [*request.rewards, *(["a teacher"] if request.teacher else [])]
+        return [f"a step: {_PROMPTS * _GENERATIONS} answers, which are rated by {', '.join(judges)}"]
     if request.rows is None:
         return [f"a step: {batch.per_step} rows"]
     return [
@@ -225,9 +226,12 @@ def _learn_from_rewards(content: Dict[str, Any], request: Request) -> None:
     # Sampler and trainer are one policy.
     content["model"]["model_config"]["pet_config"]["lora_dropout"] = 0.0
     content["callbacks"][-1]["save_steps"] = 20
+    judges: Dict[str, Any] = {"reward_funcs": list(request.rewards)} if request.rewards else {}
+    if request.teacher:
+        judges["teacher"] = request.teacher
     content["runner_wrapper"]["rl"] = {
         "prompts": request.prompts,
-        "reward_funcs": list(request.rewards),
+        **judges,
         "prompts_per_step": _PROMPTS,
         "num_generations": _GENERATIONS,
         "max_completion_length": min(256, content["model"]["model_config"]["seq_length"] // 2),

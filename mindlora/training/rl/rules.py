@@ -10,6 +10,7 @@ from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.rl.settings import RlSettings, rl_settings
+from mindlora.training.rl.teacher import BASE
 
 KEY = "runner_wrapper.rl"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -128,6 +129,13 @@ def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
         path = getattr(settings, name)
         if path and not os.path.exists(path):
             yield error(f"{KEY}.{name}", f"rl.{name}: {path} does not exist.", "Correct the path.")
+    teacher = settings.teacher
+    if isinstance(teacher, str) and teacher != BASE and not os.path.exists(teacher):
+        yield error(
+            f"{KEY}.teacher",
+            f"rl.teacher: there is no adapter at {teacher}.",
+            "Correct the path, or write base or {url: ..., model: ...}.",
+        )
     try:
         tokenizer_of(run)
     except ConfigError as refusal:
