@@ -143,9 +143,7 @@ class ServedCells(NamedTuple):
 def served_cells(network: nn.Cell) -> ServedCells:
     """Returns those of a network of build_network that has its weights and no pools yet."""
     cells = linear_cells(network)
-    return ServedCells(
-        cells, {**cell_shapes(network, cells), **_expert_shapes(network)}, _fingerprints(network, cells)
-    )
+    return ServedCells(cells, {**cell_shapes(network, cells), **_expert_shapes(network)}, _fingerprints(network, cells))
 
 
 def engine_of(

@@ -90,9 +90,7 @@ def test_sampler_and_trainer_agree_whatever_the_adapter_is_and_hold_one_copy(tra
     network, made = trained
     own = {id(parameter) for parameter in network.get_parameters()}
     weights = [
-        parameter
-        for parameter in made.engine.runner.network.get_parameters()
-        if parameter.name.endswith(".weight")
+        parameter for parameter in made.engine.runner.network.get_parameters() if parameter.name.endswith(".weight")
     ]
     assert len(weights) > 8 and all(id(parameter) in own for parameter in weights)
     policy = row_log_probabilities(network, "rl")

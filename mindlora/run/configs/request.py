@@ -147,8 +147,8 @@ def check_request(folder: ModelFolder, request: Request) -> None:
         )
     if bool(request.prompts) != bool(request.rewards or request.teacher):
         raise ConfigError(
-            "A run that learns from its own answers has prompts, and rewards or a teacher. Give --prompts, and --rewards or "
-            "--teacher."
+            "A run that learns from its own answers has prompts, and rewards or a teacher. Give --prompts, and "
+            "--rewards or --teacher."
         )
     if request.prompts and (request.rows or request.devices > 1):
         what = f"--data {request.rows.path}" if request.rows else f"--devices {request.devices}"

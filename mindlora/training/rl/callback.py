@@ -29,8 +29,8 @@ class RlReport(PeriodicCallback):
     """Reports the metric ``reward`` of each step, ``held_out_reward`` where prompts are held out, and ``teacher/kl``
     where there is a teacher.
 
-    The answers with the highest and the lowest reward, or, without rewards, those that the teacher thinks most and least
-    of, go into the report, where ``samples_every`` says. mindlora-run
+    The answers with the highest and the lowest reward, or, without rewards, those of which the teacher thinks most and
+    least, go into the report, where ``samples_every`` says. mindlora-run
     adds this callback to a run with runner_wrapper.rl.
 
     Args:

@@ -59,7 +59,9 @@ class PolicyGradients(CompiledOnce):
         super().__init__(auto_prefix=False)
         self.token_gradients = TokenGradients(WeightedLogProbabilities(log_probabilities), weights)
         self.gradients = ParameterTuple(
-            Parameter(np.zeros(weight.shape, np.float32), name=f"{TRANSIENT}gradient.{weight.name}", requires_grad=False)
+            Parameter(
+                np.zeros(weight.shape, np.float32), name=f"{TRANSIENT}gradient.{weight.name}", requires_grad=False
+            )
             for weight in weights
         )
         self.one = Tensor(1, mstype.float32)

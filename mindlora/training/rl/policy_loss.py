@@ -186,9 +186,10 @@ def distillation(
     .. math::
         A_{it} = c (l_{T,it} - l_{it})
 
-    Its policy gradient is that of c times the reverse KL divergence of each token from the teacher, sum_v p(v) (log p(v) -
-    log p_T(v)), whose estimate k1 is the mean of l - l_T (GKD with the student's own answers, Agarwal et al., 2024; a
-    token answers for its own divergence alone, discount 0, and nothing is subtracted, Lu and Thinking Machines Lab, 2025).
+    Its policy gradient is that of c times the reverse KL divergence of each token from the teacher, sum_v p(v)
+    (log p(v) - log p_T(v)), whose estimate k1 is the mean of l - l_T (GKD with the student's own answers, Agarwal et
+    al., 2024). A token answers for its own divergence alone, discount 0, and nothing is subtracted (Lu and Thinking
+    Machines Lab, 2025).
 
     Args:
         log_probs (array): [rows, tokens], l, of the policy that sampled.

@@ -12,7 +12,7 @@ from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from mindlora.training.rl.prompts import Prompt
 from mindlora.training.rl.settings import RlSettings
-from mindlora.training.rl.teacher import BASE, ServedTeacher
+from mindlora.training.rl.teacher import ServedTeacher
 
 # By which requests ask for a teacher that is an adapter.
 _TEACHER = "teacher"
@@ -82,12 +82,12 @@ class Rollouts:
         self._settings = settings
         self._tokenizer = tokenizer
         self._pad, self._ignored = pad, ignored
-        adapters = {}
-        if settings.teacher is not None and settings.teacher != BASE and not isinstance(settings.teacher, ServedTeacher):
-            adapters[_TEACHER] = settings.teacher
+        adapters: Dict[str, str] = {}
+        if settings.teacher_adapter is not None:
+            adapters[_TEACHER] = settings.teacher_adapter
             # Among legacy models, one joins q, k and v if its YAML says so.
             joins_cells = not model["model_config"].get("type") or bool(model["model_config"].get("qkv_concat"))
-            rank = max(rank, rank_needed(settings.teacher, joins_cells))
+            rank = max(rank, rank_needed(settings.teacher_adapter, joins_cells))
         running = min(settings.rows, _MOST_RUNNING)
         sizes = EngineSettings(
             self._length,
@@ -142,9 +142,7 @@ class Rollouts:
         counts = answers.mask.sum(1)
         answered = np.flatnonzero(counts)
         begins = answers.mask[answered].argmax(1) + 1
-        rows = [
-            answers.tokens[row, : begin + counts[row]].tolist() for row, begin in zip(answered, begins.tolist())
-        ]
+        rows = [answers.tokens[row, : begin + counts[row]].tolist() for row, begin in zip(answered, begins.tolist())]
         if isinstance(self._settings.teacher, ServedTeacher):
             scores = self._settings.teacher.scores(rows, begins.tolist())
         else:

@@ -10,7 +10,6 @@ from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.rl.settings import RlSettings, rl_settings
-from mindlora.training.rl.teacher import BASE
 
 KEY = "runner_wrapper.rl"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -99,7 +98,9 @@ def _check_sizes(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
             "Set it to 1.",
         )
     if run.at("runner_config.sink_mode"):
-        yield error("runner_config.sink_mode", "A step of rl samples on the host, between two graphs.", "Set it to False.")
+        yield error(
+            "runner_config.sink_mode", "A step of rl samples on the host, between two graphs.", "Set it to False."
+        )
 
 
 def _check_saving(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
@@ -129,8 +130,8 @@ def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
         path = getattr(settings, name)
         if path and not os.path.exists(path):
             yield error(f"{KEY}.{name}", f"rl.{name}: {path} does not exist.", "Correct the path.")
-    teacher = settings.teacher
-    if isinstance(teacher, str) and teacher != BASE and not os.path.exists(teacher):
+    teacher = settings.teacher_adapter
+    if teacher is not None and not os.path.exists(teacher):
         yield error(
             f"{KEY}.teacher",
             f"rl.teacher: there is no adapter at {teacher}.",

@@ -19,7 +19,7 @@ from mindlora.core.fields import (
 )
 from mindlora.core.text import suggestion
 from mindlora.training.rl.reward_functions import Reward, reward_of
-from mindlora.training.rl.teacher import teacher_of
+from mindlora.training.rl.teacher import BASE, teacher_of
 
 # The values of each key that names one of several things, its default first.
 CHOICES: Dict[str, Tuple[str, ...]] = {
@@ -36,13 +36,7 @@ _OWN = {
 # What says how rewards count.
 _OF_REWARDS = ("reward_weights", "scale_rewards", "reward_timeout", "held_out_prompts", "held_out_steps")
 # What else a teacher's log-probabilities cannot be compared with: key -> the only value that it may have.
-_WITH_TEACHER = {
-    "algorithm": "grpo",
-    "importance_sampling_level": "token",
-    "temperature": 1,
-    "top_p": 1,
-    "top_k": 0,
-}
+_WITH_TEACHER = {"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0}
 _WEIGHT = Range("a number", lambda value: abs(value) < float("inf"))
 
 
@@ -184,6 +178,11 @@ class RlSettings:
         return self.prompts_per_step * self.num_generations
 
     @property
+    def teacher_adapter(self) -> Optional[str]:
+        """The path of the adapter that is the teacher, if it is one."""
+        return self.teacher if isinstance(self.teacher, str) and self.teacher != BASE else None
+
+    @property
     def reward_names(self) -> Tuple[str, ...]:
         """What each function is called in metrics; where several have a name, they are numbered from the second on."""
         found: Counter = Counter()
@@ -220,8 +219,8 @@ def _functions(value: Any) -> Tuple[Reward, ...]:
 def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     """Returns the settings of a YAML's section ``rl``, a node with the fields of RlSettings.
 
-    Raises ConfigError if it is not a node, a key is missing, unknown, belongs to the other algorithm or is about rewards
-    where there are none, or a value is out of range.
+    Raises ConfigError if it is not a node, a key is missing, unknown, belongs to the other algorithm or is about
+    rewards where there are none, or a value is out of range.
     """
     if not isinstance(node, Mapping):
         raise ConfigError(f"rl is {node!r}, but it must be a node, such as {{reward_funcs: rewards.py:helpful}}.")
@@ -233,14 +232,15 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
         raise ConfigError("rl has no prompts. Name a file with a prompt in each row, such as prompts.jsonl.")
     if "reward_funcs" not in node and node.get("teacher") is None:
         raise ConfigError(
-            "rl has no reward_funcs. Name what rates the answers, such as rewards.py:helpful, or a teacher to learn from."
+            "rl has no reward_funcs. Name what rates the answers, such as rewards.py:helpful, or a teacher to learn "
+            "from."
         )
-    settings = RlSettings(**node)
     for key in node:
-        if key in _OF_REWARDS and not settings.reward_funcs:
+        if key in _OF_REWARDS and "reward_funcs" not in node:
             raise ConfigError(f"rl.{key} is about rewards, and rl has a teacher and no reward_funcs. Remove it.")
-    if "teacher_coef" in node and settings.teacher is None:
+    if "teacher_coef" in node and node.get("teacher") is None:
         raise ConfigError("rl has teacher_coef and no teacher. Name a teacher, or remove teacher_coef.")
+    settings = RlSettings(**node)
     for key in node:
         if _OWN.get(key, settings.algorithm) != settings.algorithm:
             raise ConfigError(f"rl.{key} belongs to {_OWN[key]}, and rl.algorithm is {settings.algorithm}. Remove it.")

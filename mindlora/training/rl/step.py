@@ -35,7 +35,6 @@ from mindlora.training.rl.settings import rl_settings
 from mindlora.training.rl.teacher import ServedTeacher
 from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
 
-
 # In the place of a step's number, which is smaller.
 _HELD_OUT = 2**32 - 1
 
@@ -237,9 +236,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         """
         answers = experience.answers
         found = agreement(trained, answers.log_probabilities, answers.mask)
-        experience.measures.update(
-            {"agreement/max": found.max, "agreement/k1": found.k1, "agreement/k2": found.k2}
-        )
+        experience.measures.update({"agreement/max": found.max, "agreement/k1": found.k1, "agreement/k2": found.k2})
         if not found.holds(self.settings.max_disagreement):
             raise DivergenceError(
                 f"Sampler and trainer differ by {found.max:.2g} nats on a token's log-probability, and "

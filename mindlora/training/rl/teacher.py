@@ -50,8 +50,8 @@ class ServedTeacher:
     def __post_init__(self):
         if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"rl.teacher: url is {self.url!r}, but it must be the address of a server. Write it with http://, as in "
-                "http://localhost:8000."
+                f"rl.teacher: url is {self.url!r}, but it must be the address of a server. Write it with http://, as "
+                "in http://localhost:8000."
             )
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"rl.teacher: model is {self.model!r}. Write the name of a model that {self.url} serves.")
@@ -114,9 +114,9 @@ class ServedTeacher:
             scores = np.array([])
         if scores.shape != (len(row) - begin,) or not np.isfinite(scores).all():
             raise TeacherError(
-                f"rl.teacher: {path} answered {shown(answer)} to a prompt of {len(row)} tokens, without a finite number "
-                "for each in logprobs.token_logprobs. Use a server that scores prompts (echo with logprobs), such as "
-                "vLLM or mindlora serve."
+                f"rl.teacher: {path} answered {shown(answer)} to a prompt of {len(row)} tokens, without a finite "
+                "number for each in logprobs.token_logprobs. Use a server that scores prompts (echo with logprobs), "
+                "such as vLLM or mindlora serve."
             )
         return scores
 
@@ -133,8 +133,8 @@ def _ask(path: str, body: Mapping[str, Any], end: float) -> Any:
         left = end - time.monotonic()
         if left <= 0:
             raise TeacherError(
-                f"rl.teacher: {path} has not scored the answers of a step in time: {said}. Raise rl.teacher.timeout, or "
-                "give the server more room."
+                f"rl.teacher: {path} has not scored the answers of a step in time: {said}. Raise rl.teacher.timeout, "
+                "or give the server more room."
             )
         try:
             with urllib.request.urlopen(request, timeout=left) as answer:
@@ -151,8 +151,8 @@ def _ask(path: str, body: Mapping[str, Any], end: float) -> Any:
             if isinstance(getattr(problem, "reason", None), socket.timeout):
                 continue
             raise TeacherError(
-                f"rl.teacher: {path} does not answer as a server of models: {problem}. Start the server (mindlora serve, "
-                "or vLLM), or correct url."
+                f"rl.teacher: {path} does not answer as a server of models: {problem}. Start the server (mindlora "
+                "serve, or vLLM), or correct url."
             ) from problem
 
 

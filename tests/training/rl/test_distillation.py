@@ -43,7 +43,7 @@ def test_coefficients_are_the_gradient_where_each_token_has_an_advantage(keys):
 
 
 def test_on_average_the_gradient_is_that_of_the_reverse_divergence():
-    """Over all tokens that a policy may draw, each as often as it does: E[sum c grad log p] = grad coef KL(p || teacher)."""
+    """Over all tokens that a policy may draw, each as often as it does: E[c grad log p] is the gradient of the KL."""
     rng = np.random.default_rng(1)
     logits, teacher = rng.normal(size=(1, 6)), np.log(rng.dirichlet(np.ones(6)))
     chosen = settings(teacher_coef=0.5)
@@ -73,12 +73,10 @@ def folder(tmp_path_factory):
     tokenizers.fit_tokenizer(texts, SIZES["vocab_size"]).save_pretrained(folder / "model")
     rows = [{"prompt": text} for text in ("the cat", "she sees", "a dog", "three bees")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    rng, made = np.random.default_rng(0), Adapter({})
-    for leaf, (out, wide) in {"attention.wq": (48, 32), "attention.wv": (24, 32), "feed_forward.w2": (32, 40)}.items():
-        cell = f"model.layers.0.{leaf}"
-        made.tensors[cell, "A"] = rng.normal(0, wide**-0.5, (4, wide)).astype(np.float32)
-        made.tensors[cell, "B"] = rng.normal(0, 1, (out, 4)).astype(np.float32)
-        made.alphas[cell] = 8.0
+    rng, made, cell = np.random.default_rng(0), Adapter({}), "model.layers.0.feed_forward.w2"
+    made.tensors[cell, "A"] = rng.normal(0, 40**-0.5, (4, 40)).astype(np.float32)
+    made.tensors[cell, "B"] = rng.normal(0, 0.3, (32, 4)).astype(np.float32)
+    made.alphas[cell] = 8.0
     files.write(made, str(folder / "teacher"))
     return folder
 
@@ -88,7 +86,7 @@ def start(folder, name, **rl):
     config = tiny_config("", 8, [{"type": "LoraCheckpoint", "save_steps": 4}], PET)
     # Large weights, so that the hidden states say something of the answers.
     config["model"]["model_config"].update(SIZES, initializer_range=0.3)
-    config["runner_config"]["batch_size"] = 16
+    config["runner_config"]["batch_size"] = 32
     config["lr_schedule"].update(learning_rate=3e-2, type="ConstantWarmUpLR", warmup_ratio=0.0)
     config["lr_schedule"].pop("lr_end", None)
     for node in ("train_dataset", "train_dataset_task"):
@@ -96,7 +94,7 @@ def start(folder, name, **rl):
     config["runner_wrapper"]["rl"] = {
         "prompts": "prompts.jsonl",
         "prompts_per_step": 4,
-        "num_generations": 8,
+        "num_generations": 32,
         "max_completion_length": 12,
         "tokenizer": "model",
         "max_disagreement": 1e-4,
@@ -112,7 +110,6 @@ def test_a_student_comes_nearer_to_its_teacher(library, folder):
     history = read_history(str(output))
     steps, found = history.series("teacher/kl")
     assert steps.tolist() == list(range(1, 9))
-    print(found)
-    assert found[0] > 0.3 and found[-2:].mean() < 0.6 * found[0]
+    assert found[0] > 0.3 and found[-2:].mean() < 0.6 * found[:2].mean()
     best = json.loads((output / "lora_checkpoint" / "best" / "best.json").read_text(encoding="utf-8"))
-    assert best["value"] == min(found[3], found[7])
+    assert best["step"] == min((4, 8), key=lambda step: found[step - 1])
