@@ -127,7 +127,7 @@ def make_engine(
 
 
 class ServedCells(NamedTuple):
-    """The cells of a network that get a pool, and what tells whether an adapter of a file matches them.
+    """The cells of a network that get a pool, and what says whether an adapter of a file matches them.
 
     Attributes:
         linear (dict): Adapter path -> linear cell.

@@ -1,6 +1,7 @@
 """The train step of a run that learns from rewards: it answers prompts, rates the answers, and learns from them."""
 
 import dataclasses
+import functools
 import time
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
@@ -11,7 +12,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import DivergenceError
 from mindlora.core.fields import ignore_token_id, pad_token_id
-from mindlora.data.tokenizers import load_tokenizer
+from mindlora.data.tokenizers import encode, load_tokenizer
 from mindlora.network.tree import lora_cells
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of
@@ -256,7 +257,9 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         if self.settings.held_out_prompts:
             self.held_out = read_prompts(self.settings.held_out_prompts, self.tokenizer, longest)
         teacher = self.settings.teacher
-        if isinstance(teacher, ServedTeacher) and not teacher.check_tokenizer(self.tokenizer):
+        if isinstance(teacher, ServedTeacher) and not teacher.check_tokenizer(
+            functools.partial(encode, self.tokenizer)
+        ):
             logger.warning(
                 "rl.teacher: %s has no /tokenize, so that nothing compares its tokenizer with the student's. Make sure "
                 "that it is the same.",

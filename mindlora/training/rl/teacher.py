@@ -7,14 +7,13 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, fields
-from typing import Any, List, Mapping, Sequence, Union
+from typing import Any, Callable, List, Mapping, Sequence, Union
 
 import numpy as np
 
 from mindlora.core.errors import ConfigError, TeacherError
 from mindlora.core.fields import POSITIVE, check_number
 from mindlora.core.text import shown, suggestion
-from mindlora.data.tokenizers import encode
 
 # The model without the adapter that trains.
 BASE = "base"
@@ -61,8 +60,10 @@ class ServedTeacher:
     def _root(self) -> str:
         return self.url.rstrip("/").removesuffix("/v1")
 
-    def check_tokenizer(self, tokenizer: Any) -> bool:
-        """Compares how the teacher and a tokenizer take a text apart, by /tokenize; returns whether the server has it.
+    def check_tokenizer(self, encode: Callable[[str], List[int]]) -> bool:
+        """Compares how teacher and student take a text apart, by /tokenize; returns whether the server has that.
+
+        ``encode`` is the student's: it gives the ids of a text, without special tokens.
 
         Raises TeacherError if they differ, or the server does not answer.
         """
@@ -72,7 +73,7 @@ class ServedTeacher:
             answer = _ask(path, body, time.monotonic() + self.timeout)
         except _NoSuchPath:
             return False
-        tokens = encode(tokenizer, _PROBE)
+        tokens = encode(_PROBE)
         if not isinstance(answer, Mapping) or answer.get("tokens") != tokens:
             theirs = answer.get("tokens") if isinstance(answer, Mapping) else answer
             raise TeacherError(
@@ -161,18 +162,18 @@ def teacher_of(value: Any) -> Union[str, ServedTeacher]:
 
     Raises ConfigError if it is none of these, or a key of the node is missing, unknown or wrong.
     """
-    forms = "Write base, the path of an adapter, or a node {url: http://localhost:8000, model: NAME}."
+    advice = "Write base, the path of an adapter, or a node {url: http://localhost:8000, model: NAME}."
     if isinstance(value, str) and value:
         if value.startswith(("http://", "https://")):
             raise ConfigError(f"rl.teacher is {value!r}, without a model. Write {{url: {value}, model: NAME}}.")
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"rl.teacher is {value!r}. {forms}")
+        raise ConfigError(f"rl.teacher is {value!r}. {advice}")
     keys = [field.name for field in fields(ServedTeacher)]
     for key in value:
         if key not in keys:
             raise ConfigError(f"rl.teacher has no key {key!r}.{suggestion(str(key), keys)}")
     missing = [key for key in ("url", "model") if key not in value]
     if missing:
-        raise ConfigError(f"rl.teacher has no {missing[0]}. {forms}")
+        raise ConfigError(f"rl.teacher has no {missing[0]}. {advice}")
     return ServedTeacher(**value)
