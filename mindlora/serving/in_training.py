@@ -16,7 +16,7 @@ from mindlora.network.base_fingerprint import fingerprints_of
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.load_base import CACHES
 from mindlora.network.registry import adaptable_linear_types
-from mindlora.network.tree import adapter_path, lora_cells, weight_of
+from mindlora.network.tree import lora_cells, weight_of
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import ServedCells, engine_of
 from mindlora.serving.engine import Engine
@@ -104,11 +104,16 @@ class TrainedEngine:
 
 
 def _linear_cells_by_weight(network: nn.Cell) -> Dict[int, Tuple[str, nn.Cell]]:
-    """Returns id of a weight -> (adapter path, cell) of the linear cells of a network in training."""
+    """Returns id of a weight -> (adapter path, cell) of the linear cells of a network in training.
+
+    The weight's name has that path, whatever wrappers the network has; a tied head's weight has the embedding's.
+    """
     found = {}
     for path, cell in network.cells_and_names():
-        if isinstance(cell, (*adaptable_linear_types(), LoRACell)) and weight_of(cell) is not None:
-            found[id(weight_of(cell))] = adapter_path(cell, path), cell
+        weight = weight_of(cell) if isinstance(cell, (*adaptable_linear_types(), LoRACell)) else None
+        prefix = "" if weight is None else weight.name.rpartition(".")[0]
+        if prefix and prefix.rpartition(".")[2] == path.rpartition(".")[2]:
+            found[id(weight)] = prefix, cell
     return found
 
 

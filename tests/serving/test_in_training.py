@@ -39,9 +39,9 @@ APART = {
 SAMPLING = {"max_tokens": NEW, "logprobs": 0, "ignore_eos": True, "bad_words": ((0,),)}
 
 
-def trained_network(seed=0, **keys):
+def trained_network(seed=0, targets="all-linear", **keys):
     made = tiny_qwen3(seed, vocab_size=VOCABULARY, seq_length=LENGTH, **keys)
-    return with_adapters(made, lora_rank=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear")
+    return with_adapters(made, lora_rank=4, lora_alpha=8, lora_dropout=0.0, target_modules=targets)
 
 
 def engine_of(network, adapters=None, **keys):
@@ -147,7 +147,8 @@ def write_apart(path):
 @pytest.mark.parametrize("form", FORMS)
 def test_an_adapter_of_a_file_scores_texts_as_load_lora_has_it(form, library, graph_mode, tmp_path):
     keys, path = FORMS[form], write_apart(tmp_path / "teacher")
-    network = trained_network(**keys)
+    # The teacher has adapters on cells without a student's.
+    network = trained_network(targets=".*fc2|.*qkv", **keys)
     move(network, np.random.default_rng(0), 0.3)
     teacher = tiny_qwen3(vocab_size=VOCABULARY, seq_length=LENGTH, **keys)
     load_lora(teacher, path)
