@@ -75,7 +75,9 @@ def test_a_yaml_without_faults():
             "Make save_steps a multiple",
         ),
         (
-            config({**RL, "held_out_prompts": "held_out.jsonl"}, callbacks=[{"type": "LoraCheckpoint", "save_steps": 15}]),
+            config(
+                {**RL, "held_out_prompts": "held_out.jsonl"}, callbacks=[{"type": "LoraCheckpoint", "save_steps": 15}]
+            ),
             "callbacks.LoraCheckpoint.save_steps",
             "held_out_reward is measured every 10 steps",
         ),
