@@ -5,6 +5,7 @@ import re
 import runpy
 
 from setuptools import Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = pathlib.Path(__file__).parent
@@ -48,6 +49,13 @@ class PlatformDistribution(Distribution):
         return True
 
 
+class Wheel(bdist_wheel):
+    """MindSpore loads the library, which knows nothing of Python: one wheel is for every Python."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     name="mindlora",
     version=VERSION,
@@ -64,7 +72,7 @@ setup(
         "mindlora.serving.server.page": ["page.*", "*.js"],
         "mindlora.training.report": ["page.*", "live.js"],
     },
-    cmdclass={"build_py": BuildPy},
+    cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel},
     distclass=PlatformDistribution,
     python_requires=">=3.9,<3.13",
     install_requires=[
@@ -93,6 +101,8 @@ setup(
         "gguf": ["gguf>=0.10"],
         "serve": ["fastapi>=0.110", "llguidance>=1.3", "prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"],
         "eval": [LM_EVAL],
+        # The reward json_schema.
+        "rl": ["jsonschema"],
         "data": ["datasets", "jinja2", "pyarrow", "tokenizers", "transformers"],
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "matplotlib"),

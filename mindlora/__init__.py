@@ -3,7 +3,7 @@
 import importlib
 from typing import Any, List
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> module, imported at first use, so that `mindlora --help` does not wait for MindSpore.
 _HOME = {

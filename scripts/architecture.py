@@ -1,8 +1,9 @@
-"""Writes two parts of docs/architecture.md: the tree of the package, and what each feature costs.
+"""Writes three parts of docs/architecture.md: the tree of the package, the order of imports, what each feature costs.
 
-The tree has the first docstring line of each folder and root module; the costs are files, packages and lines.
+The tree has the first docstring line of each folder and root module; the order is that of tests/test_imports.py; the
+costs are files, packages and lines.
 
-python scripts/architecture.py            rewrites both
+python scripts/architecture.py            rewrites all of them
 python scripts/architecture.py --check    exits with 1 if the document shows something else
 """
 
@@ -13,6 +14,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mindlora"
 DOCUMENT = ROOT / "docs" / "architecture.md"
+# The test that holds the order of imports, as tables.
+IMPORTS = ROOT / "tests" / "test_imports.py"
 # What stands between these lines of the document is written here.
 BEGIN = "<!-- The {} is written by scripts/architecture.py. -->\n"
 END = "\n<!-- End of the {}. -->"
@@ -21,13 +24,14 @@ FEATURES = {
     "AdaLoRA": ("training/adalora/*.py", "**/adalora.py", "core/numerics/rank_schedule.py"),
     "aLoRA": ("**/invocation.py",),
     "classifiers and rewards": ("training/classifier/*.py", "**/*classif*.py", "**/score.py", "**/score_head.py"),
-    "EVA": ("**/eva.py", "network/cell_inputs.py", "core/numerics/principal_components.py"),
+    "EVA": ("**/eva.py",),
     "exchange in fewer bits": ("training/exchange/*.py",),
-    "forgetting": ("training/forgetting/*.py", "**/forgetting.py"),
+    "forgetting": ("**/forgetting.py",),
     "guard and health": ("training/health/*.py",),
     "NF4, QLoRA, LoftQ": ("network/quantized/*.py", "**/*nf4*.py", "**/*quantize*.py"),
     "preference training": ("training/preference/*.py",),
     "PyNative Trainer": ("training/pynative/*.py", "network/pynative/*.py", "**/*pynative*.py"),
+    "rewards": ("training/rl/*.py", "cli/rl.py", "serving/in_training.py"),
     "routed experts": ("**/*experts*.py",),
     "several adapters in one run": ("training/several/*.py", "cli/sweep.py"),
     "sharded adapters": ("files/adapters/sharding/*.py", "**/sharded_*.py", "**/collectives.py"),
@@ -61,6 +65,20 @@ def first_line(module: pathlib.Path) -> str:
     return line.removeprefix(f"{module.stem}: ")
 
 
+def order() -> str:
+    """Returns the order of imports as the test's tables have it, and which rooms work without MindSpore."""
+    tables = {}
+    for statement in ast.parse(IMPORTS.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]).isupper():
+            tables[ast.unparse(statement.targets[0])] = statement.value
+    rooms, without, inside = (
+        ast.literal_eval(tables[name]) for name in ("ROOMS", "WITHOUT_MINDSPORE", "IN_A_FUNCTION")
+    )
+    lines = ["```", " <- ".join(rooms), "```", "", f"- Without MindSpore: {', '.join(without)}."]
+    modules = ", ".join(f"{name.removeprefix('mindlora.').replace('.', '/')}.py" for name in inside)
+    return "\n".join([*lines, f"- MindFormers is imported under training/, and inside a function in {modules}."])
+
+
 def costs() -> str:
     """Returns the table of features: files, packages at the root of mindlora/, and lines, rounded to hundreds."""
     rows = ["| feature | files | packages | lines |", "| --- | --- | --- | --- |"]
@@ -84,7 +102,9 @@ def replaced(text: str, part: str, content: str) -> str:
 
 def main() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    updated = replaced(replaced(text, "tree", f"```\n{tree()}\n```"), "table", f"\n{costs()}\n")
+    updated = text
+    for part, content in (("tree", f"```\n{tree()}\n```"), ("order", f"\n{order()}\n"), ("table", f"\n{costs()}\n")):
+        updated = replaced(updated, part, content)
     if "--check" in sys.argv[1:]:
         if updated != text:
             raise SystemExit("docs/architecture.md shows another package. Run: python scripts/architecture.py")

@@ -16,7 +16,20 @@ from bench import common
 
 # One module of scripts/bench each. It has `add_options(parser)`, `run(args)`, which prints tables and returns figures,
 # and, if it measures in processes of its own, `child(args, words)`, which is what these do.
-BENCHMARKS = ("ops", "train", "pynative", "qlora", "preference", "loss", "exchange", "serving", "io", "scale", "sweep")
+BENCHMARKS = (
+    "ops",
+    "train",
+    "pynative",
+    "qlora",
+    "preference",
+    "loss",
+    "exchange",
+    "serving",
+    "io",
+    "scale",
+    "sweep",
+    "rl",
+)
 
 
 def main() -> None:

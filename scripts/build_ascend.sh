@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the Ascend C kernels into an operator package of CANN and installs it. Needs CANN 8.3 or newer and cmake; no
-# NPU and no driver. docs/ascend.md has the steps around it.
+# NPU and no driver. docs/ascend/build.md has the steps around it.
 #   bash scripts/build_ascend.sh                              for Atlas A2 and A3
 #   bash scripts/build_ascend.sh --soc ascend910b             for Atlas A2 alone
 #   bash scripts/build_ascend.sh --install-path /opt/mindlora into another folder than mindlora/ops/lib/ascend

@@ -172,7 +172,7 @@ make_lint_environment() {
     fi
     python=$(find_python) || return 1
     echo "Making the environment $LINT_VENV with $("$python" --version) ..."
-    "$python" -m venv "$LINT_VENV" || return 1
+    [ -x "$LINT/python" ] || "$python" -m venv "$LINT_VENV" || return 1
     "$LINT/python" -m pip install --quiet --disable-pip-version-check \
         --requirement "$ROOT/scripts/lint-requirements.txt" --requirement "$ROOT/docs/requirements.txt" || return 1
     echo "$wanted" > "$LINT_VENV/lint-installed"

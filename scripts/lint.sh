@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the linters, the formatters' checks and the type checker, in an environment of their own that is made where it
-# is missing (without MindSpore). Fails on any finding.
+# Runs the linters, the formatters' checks, the type checker and the check of workflows, in an environment of their own
+# that is made where it is missing (without MindSpore). Fails on any finding.
 #   bash scripts/lint.sh         only looks
 #   bash scripts/lint.sh --fix   also lets ruff and clang-format change files
 set -eu
@@ -22,3 +22,6 @@ fi
 "$LINT/clang-format" --dry-run --Werror "${CPP[@]}"
 "$LINT/shellcheck" --external-sources "${SHELL_SCRIPTS[@]}"
 "$LINT/mypy"
+"$LINT/check-jsonschema" --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+# Versions stay open: those of Debian's packages, and of what setup.py bounds.
+"$LINT/hadolint" --ignore DL3008 --ignore DL3013 scripts/docker/*

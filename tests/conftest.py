@@ -67,6 +67,7 @@ LONG = (
     "tests/training/adalora/test_runs.py::test_two_processes",
     "tests/scripts/test_bench_scale.py",
     "tests/test_documented_runs.py::test_commands_with_a_model_are_done",
+    "tests/test_documents.py::test_what_dividing_a_model_saves_is_what_plan_says",
     "tests/training/exchange/test_ranks.py::test_all_ranks",
 )
 
@@ -211,6 +212,14 @@ def module_in_graph_mode(mindformers):
         yield
 
 
+@pytest.fixture(scope="module")
+def kept_graphs(tmp_path_factory):
+    """Keeps the graphs that a module's runs compile: to resume a run takes a third of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINDLORA_GRAPH_CACHE", str(tmp_path_factory.mktemp("graphs")))
+        yield
+
+
 @pytest.fixture
 def graph_mode():
     """Runs a test in graph mode alone."""
@@ -227,12 +236,13 @@ def pynative_mode():
 
 @pytest.fixture(scope="session")
 def library():
-    """The CPU library, built where it is missing or older than its sources."""
+    """The CPU library, built where it is missing or older than its sources; one that is given is taken as it is."""
     # Imported here: some tests need no MindSpore.
     from mindlora.ops import build
     from tests.support import native
+    from tests.support.operator_process import GIVEN_LIBRARY
 
-    if not build.is_current(native.LIBRARY):
+    if not GIVEN_LIBRARY and not build.is_current(native.LIBRARY):
         build.build(native.LIBRARY)
     return native.library()
 

@@ -31,6 +31,8 @@ LEFT = {
     "mindlora-run --config configs/qwen3/": "trains Qwen3 8B on NPUs",
     "mindlora doctor --adopt": "takes the report of an NPU",
     "mindlora-run --config my.yaml --mode 1": "needs an NPU: MindFormers' PyNative Trainer has no operators on a CPU",
+    "mindlora sweep my.yaml": "the same",
+    "mindlora report --live": "serves until Ctrl-C",
     "mindlora plan my.yaml": "reads the base and the tokenizer of scripts/quickstart.sh, which trains for minutes",
     "mindlora doctor my.yaml": "the same",
     "mindlora-run --config my.yaml --load_checkpoint Qwen3-tiny": "the same",
@@ -108,10 +110,6 @@ def test_what_is_left_is_on_the_pages():
     assert [start for start in LEFT if not any(command.startswith(start) for command in every)] == []
 
 
-def test_the_two_readmes_have_the_same_commands():
-    assert commands_of("README.zh-CN.md") == commands_of("README.md")
-
-
 # The lines of a shell around commands that load a model, which train and answer in processes of their own.
 PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
 # What is added to a command: a few steps are enough, and a port that is free.
@@ -127,7 +125,7 @@ CHANGED = {
         "model.model_config.num_labels": 2,
     }
 }
-WITH_A_MODEL = [path for path in WITH_COMMANDS if path not in OF_FILES_ALONE and path != "README.zh-CN.md"]
+WITH_A_MODEL = [path for path in WITH_COMMANDS if path not in OF_FILES_ALONE]
 
 
 def run_here(words, typed, folder):

@@ -6,8 +6,10 @@ import functools
 import glob
 import importlib
 import io
+import json
 import os
 import re
+import shlex
 
 import pytest
 import yaml
@@ -18,10 +20,8 @@ from mindlora.cli import main
 from mindlora.run.checks.pet_config import PetLoraConfig
 from tests.conftest import ROOT
 
-PATTERNS = ("README*.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.md", "examples/*.md", "ops/*/README.md")
-DOCUMENTS = sorted(
-    os.path.relpath(path, ROOT) for pattern in PATTERNS for path in glob.glob(os.path.join(ROOT, pattern))
-)
+PATTERNS = ("README*.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*.md", "ops/*/README.md")
+DOCUMENTS = sorted(path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=ROOT, recursive=True))
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 # Relative to the top of the checkout; <...> and * mark where a name varies.
 FOLDERS = "mindlora|ops|configs|scripts|tests|docs|examples"
@@ -29,8 +29,6 @@ PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./<>*-]*[\w>*/]|(?<![\w/])\.(?
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
 NAME = re.compile(r"(?<![\w./-])mindlora(?:\.[A-Za-z_]\w*)+")
 LISTED = re.compile(r'"(\w+)"')
-# A number with its unit, such as 3.12, 1.9.0, 0.995x or 4.3e-6.
-FIGURE = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?:e-\d+)?x?")
 COMMAND = re.compile(r"(?:^|\$\()mindlora ([a-z][\w-]*)([^|#\n]*)", re.M)
 # Verbs that are followed by another verb.
 GROUPS = ("data", "adapter", "base")
@@ -80,6 +78,13 @@ def help_of(*words):
 
 def test_the_documents_are_found():
     assert {"README.md", "CONTRIBUTING.md", "README.zh-CN.md", os.path.join("docs", "finetune.md")} <= set(DOCUMENTS)
+    assert len(DIVISIONS) == 9
+
+
+@pytest.mark.parametrize("page", [path for path in DOCUMENTS if path.startswith(f"docs{os.sep}")])
+def test_a_page_can_be_skimmed(page):
+    characters = len(text_of(page))
+    assert characters < 15 * 1024, f"{page} has {characters:,} characters: put details on a page of their own."
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -155,21 +160,29 @@ def test_the_plan_that_is_shown_is_what_the_command_prints(document, table, caps
         assert " ".join(part.split()) in printed
 
 
-def test_readme_in_chinese_has_the_code_and_the_figures_of_the_english_one():
-    english, chinese = text_of("README.md"), text_of("README.zh-CN.md")
-    assert FENCE.findall(chinese) == FENCE.findall(english)
-    assert figures_of(chinese) == figures_of(english)
-    assert links_of(chinese) == links_of(english)
+DIVISIONS = re.findall(
+    r"^\| (\d)(, `parallel_mode: 0`)? \| (\d) \| (\d) \| (yes|no) \| \d+ \| ([\d.]+) \| ([\d.]+) \|$",
+    text_of("docs/beyond_one_machine.md"),
+    re.M,
+)
 
 
-def figures_of(text):
-    """Returns the numbers outside of blocks of code, sorted: languages differ in the order of words."""
-    return sorted(FIGURE.findall(FENCE.sub("", text)))
-
-
-def links_of(text):
-    """Returns where a README's links lead, apart from those to the other language."""
-    return sorted(set(LINK.findall(FENCE.sub("", text))) - {"README.md", "README.zh-CN.md"})
+@pytest.mark.parametrize("data, alone, model, stages, shards, small, large", DIVISIONS)
+def test_what_dividing_a_model_saves_is_what_plan_says(data, alone, model, stages, shards, small, large, capsys):
+    command = re.search(r"^mindlora plan configs/.*?$(?<!\\)", text_of("docs/beyond_one_machine.md"), re.M | re.S)[0]
+    words = shlex.split(command.replace("\\\n", " "))
+    sizes = words[words.index("--model.model_config.hidden_size") : words.index("--parallel.parallel_mode")]
+    words = ["plan", os.path.join(ROOT, "configs", "qwen3", "lora_qwen3_8b.yaml"), "--json"]
+    words += ["--parallel_config.data_parallel", data, "--parallel_config.model_parallel", model]
+    words += [] if alone else ["--parallel.parallel_mode", "1", "--parallel.full_batch", "True"]
+    if stages != "1":
+        words += ["--parallel_config.pipeline_stage", stages, "--parallel_config.micro_batch_num", "4"]
+    if shards == "yes":
+        words += ["--parallel.enable_parallel_optimizer", "True"]
+        words += ["--recompute_config.parallel_optimizer_comm_recompute", "True"]
+    for more, gib in (([], small), (sizes, large)):
+        assert main([*words, *more]) in (0, None)
+        assert f"{json.loads(capsys.readouterr().out)['needed'] / 2**30:.2f}" == gib
 
 
 @pytest.mark.parametrize("document", ("README.md", "docs/finetune.md", "docs/mcore.md", "docs/adalora.md"))

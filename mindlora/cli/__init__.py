@@ -14,27 +14,12 @@ import sys
 from typing import Iterator, Optional, Sequence, TextIO
 
 from mindlora import __version__
-from mindlora.cli import (
-    adapters,
-    base,
-    chat,
-    classify,
-    configs,
-    data,
-    eva,
-    eval,
-    generate,
-    reference,
-    rl,
-    runs,
-    serve,
-    sweep,
-)
+from mindlora.cli import adapters, base, chat, classify, configs, data, eval, generate, rl, runs, serve, sweep
 from mindlora.cli.verb import add_verbs
 from mindlora.core.errors import LoraError
 from mindlora.core.overrides import split_overrides
 
-_MODULES = (data, adapters, base, configs, runs, eva, reference, generate, chat, classify, eval, serve, sweep, rl)
+_MODULES = (data, adapters, base, configs, runs, generate, chat, classify, eval, serve, sweep, rl)
 # What verbs were called before there were groups -> their names. They go with the next version.
 _EARLIER = {
     **{verb.name: ("adapter", verb.name) for verb in adapters.OF_ADAPTERS},

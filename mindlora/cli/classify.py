@@ -108,7 +108,7 @@ def _classify(arguments: argparse.Namespace) -> Optional[ClassifyReport]:
 
 def _read_names(labels: Optional[str]) -> Optional[List[str]]:
     """Returns the names of --labels, which are a list or in a file; None if it was not given."""
-    from mindlora.data.files import read_text
+    from mindlora.data.sources import read_text
     from mindlora.serving.score_head import read_names
 
     if labels is None:

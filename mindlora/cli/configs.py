@@ -140,8 +140,7 @@ def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
     quiet_transformers()
     from mindlora.data.mindrecord import first_rows
     from mindlora.run.configs.folder import read_folder
-    from mindlora.run.configs.request import read_rows
-    from mindlora.run.configs.run import Request, draft_run
+    from mindlora.run.configs.run import Request, draft_run, read_rows
 
     rows = None if arguments.data is None else read_rows(arguments.data, first_rows)
     request = Request(

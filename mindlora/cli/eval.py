@@ -26,12 +26,10 @@ from mindlora.core.interrupts import Interrupts
 if TYPE_CHECKING:
     from mindlora.serving.chat_prompt import PromptForm
     from mindlora.serving.engine import Engine
-    from mindlora.serving.evaluation.answers import Task
-    from mindlora.serving.evaluation.choices import Question
+    from mindlora.serving.evaluation.questions import Question, Task
     from mindlora.serving.evaluation.report import EvalReport
-    from mindlora.serving.evaluation.scoring import Model
     from mindlora.serving.evaluation.statistics import Measure
-    from mindlora.serving.evaluation.texts import ScoredText
+    from mindlora.serving.evaluation.texts import Model, ScoredText
     from mindlora.serving.request import Sampling
 
 MAX_TOKENS = 256
@@ -141,8 +139,7 @@ def _check(arguments: argparse.Namespace, adapters: Adapters) -> None:
 
 def _read(arguments: argparse.Namespace) -> _Inputs:
     """Reads what can be read without the model, so that a mistake in it is told at once."""
-    from mindlora.serving.evaluation.answers import read_tasks
-    from mindlora.serving.evaluation.choices import read_questions
+    from mindlora.serving.evaluation.questions import read_questions, read_tasks
     from mindlora.serving.evaluation.texts import read_documents
 
     separator = arguments.separator.replace("\\n", "\n")
@@ -176,10 +173,8 @@ def _measure_all(
     passages: Sequence[Tuple[str, List["ScoredText"]]],
     models: Sequence["Model"],
 ) -> List["Measure"]:
-    from mindlora.serving.evaluation.answers import measure_answers
-    from mindlora.serving.evaluation.choices import measure_choices
-    from mindlora.serving.evaluation.forgetting import measure_forgetting
-    from mindlora.serving.evaluation.texts import measure_texts
+    from mindlora.serving.evaluation.questions import measure_answers, measure_choices
+    from mindlora.serving.evaluation.texts import measure_forgetting, measure_texts
 
     seed = arguments.seed or 0
     measures: List["Measure"] = []

@@ -150,8 +150,7 @@ def _answered(
 ) -> GenerateReport:
     """Submits everything at once and waits for it; writes the text to ``live`` as it comes, unless that is None."""
     from mindlora.serving.answer import await_answer, figures_of
-    from mindlora.serving.detokenizer import TextDecoder
-    from mindlora.serving.token_texts import TokenTexts
+    from mindlora.serving.detokenizer import TextDecoder, TokenTexts
 
     streams = [
         (prompt, engine.submit(tokens, sampling, adapter))
@@ -174,7 +173,7 @@ def read_prompts(texts: Sequence[str], path: Optional[str]) -> List[str]:
     A file has a prompt a line, or, if it ends in .json, a list of texts; "-" stands for lines from standard input.
     Raises DataError if it holds something else, and ConfigError if there is no prompt.
     """
-    from mindlora.data.files import read_text
+    from mindlora.data.sources import read_text
 
     prompts = list(texts)
     if path is not None and path.endswith(".json"):

@@ -15,8 +15,7 @@ from mindlora.cli.model_source import source_of
 from mindlora.core.errors import ConfigError, RequestError
 from mindlora.core.overrides import split_overrides
 from mindlora.core.text import suggestion
-from mindlora.serving.evaluation.scoring import Passage, ask, score
-from mindlora.serving.evaluation.texts import start_tokens, windows
+from mindlora.serving.evaluation.texts import Passage, ask, score, start_tokens, windows
 from mindlora.serving.request import Sampling
 
 # What lm-eval passes to every model, and nothing here needs: the engine batches by itself, on the device of the YAML.

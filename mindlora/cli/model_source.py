@@ -67,8 +67,7 @@ def yaml_of(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.config is not None:
         yield arguments.config
         return
-    from mindlora.run.configs.folder import read_folder
-    from mindlora.run.configs.model import served_content
+    from mindlora.run.configs.folder import read_folder, served_content
     from mindlora.run.configs.text import yaml_text
 
     content = served_content(read_folder(arguments.model), _device(arguments))
@@ -82,7 +81,7 @@ def yaml_of(arguments: argparse.Namespace) -> Iterator[str]:
 def _device(arguments: argparse.Namespace) -> str:
     import mindspore
 
-    from mindlora.run.configs.model import CPU, NPU
+    from mindlora.run.configs.folder import CPU, NPU
 
     asked = dict(keys_and_texts(arguments.overrides))
     target = asked.get("device_target") or asked.get("context.device_target")

@@ -31,7 +31,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "mindlora-run on a YAML with runner_wrapper.rl, as mindlora configs --prompts writes it. --a.b.c VALUE and the "
         "flags of mindlora-run override keys of the YAML."
     )
-    parser.add_argument("yaml", metavar="YAML", help="complete MindFormers YAML of a training run with runner_wrapper.rl")
+    parser.add_argument(
+        "yaml", metavar="YAML", help="complete MindFormers YAML of a training run with runner_wrapper.rl"
+    )
     parser.set_defaults(overrides=[])
     add_command(parser, _rl)
 

@@ -15,7 +15,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.overrides import read_value
 from mindlora.core.yaml_file import PET, read_merged, read_yaml, value_at
 from mindlora.run.checks.pynative import is_pynative
-from mindlora.training.trackers.settings import NAMES, tracker_names
+from mindlora.training.trackers.rules import NAMES, tracker_names
 
 # Option -> the key of an adapter that it sets, and how a folder's name begins where it varies.
 _OPTIONS = {

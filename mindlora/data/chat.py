@@ -10,7 +10,7 @@ from mindlora.data.conversations import LAYOUT, Conversation, has_nulls, read_co
 from mindlora.data.conversion import DataReport, Encoded, Examples, UnusableRow
 from mindlora.data.pipeline import Settings, convert_examples
 from mindlora.files.base.reader import companions_in
-from mindlora.files.base.turn_end import TurnEnd, stated_ends
+from mindlora.files.base.tokenizer_files import TurnEnd, stated_ends
 
 _ENDLESS = (
     "in {} rows, a turn of the assistant ends without a special token: a model may not learn from them when to stop"

@@ -17,8 +17,8 @@ from mindlora.core.errors import DataError, TokenizerError
 from mindlora.data import thoughts
 from mindlora.data.conversations import Conversation
 from mindlora.data.conversion import Encoded, UnusableRow
-from mindlora.data.files import read_text
-from mindlora.files.base.turn_end import token_behind_answer
+from mindlora.data.sources import read_text
+from mindlora.files.base.tokenizer_files import token_behind_answer
 
 # Where a span of characters begins and ends.
 Span = Tuple[int, int]

@@ -23,10 +23,9 @@ from mindlora.data.conversion import (
     describe_skipped,
     progress,
 )
-from mindlora.data.files import Row
 from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord, write_rows
 from mindlora.data.packing import Boundary, best_fit, find_boundary, pack, packed_columns
-from mindlora.data.sources import Source, read_inputs
+from mindlora.data.sources import Row, Source, read_inputs
 
 # Statistics of the lengths of examples: how long they are, how much of the rows is padding; and their histogram.
 

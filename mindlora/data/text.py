@@ -9,8 +9,8 @@ from mindlora.core.errors import DataError
 from mindlora.core.fields import IGNORE_TOKEN_ID
 from mindlora.data import tokenizers
 from mindlora.data.conversion import DataReport, Encoded, RowFormat, check_seq_length, progress
-from mindlora.data.files import CHARACTERS_PER_CALL, pieces, read_text
 from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord, write_rows
+from mindlora.data.sources import CHARACTERS_PER_CALL, pieces, read_text
 
 
 def convert_text(

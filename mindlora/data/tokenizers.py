@@ -12,7 +12,7 @@ from mindlora.core.git_lfs import refuse_pointer
 from mindlora.core.json_files import parse_object
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.text import first_ten
-from mindlora.data.files import bare_name, pieces, read_text
+from mindlora.data.sources import bare_name, pieces, read_text
 from mindlora.files.base.reader import BaseCheckpoint
 
 if TYPE_CHECKING:

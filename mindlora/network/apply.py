@@ -15,11 +15,10 @@ from mindlora.models.lora_config import LoraConfig
 from mindlora.models.trainable import freeze, select
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.routed_experts import holders_with
-from mindlora.network.description import describe
 from mindlora.network.invocation import invocation_marker
 from mindlora.network.quantize import quantize_with_adapters
 from mindlora.network.quantized.nf4 import parameter_count
-from mindlora.network.registry import kind_of
+from mindlora.network.registry import describe, kind_of
 from mindlora.network.tree import (
     Tree,
     is_saved_module,

@@ -1,30 +1,39 @@
 """EVA: A begins with the strongest directions of what each cell reads, and ranks go where they explain the most."""
 
+import contextlib
 import dataclasses
 import re
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
+import mindspore as ms
 import numpy as np
-from mindspore import nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from mindlora.core.errors import ConfigError, DataError, UnsupportedCellError
 from mindlora.core.fields import FRACTION, check_number, numbers
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.core.numerics.initializers import PrincipalComponents
 from mindlora.core.numerics.pair_shapes import LINEAR
-from mindlora.core.numerics.principal_components import PrincipalComponents
 from mindlora.core.text import listed
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.models.description import AdaptableCell
 from mindlora.models.lora_config import LoraConfig
-from mindlora.models.path_patterns import patterns_of
+from mindlora.models.target_modules import patterns_of
 from mindlora.models.trainable import select
 from mindlora.network.adapter_matching import split_joined
 from mindlora.network.base_fingerprint import fingerprint_of
-from mindlora.network.cell_inputs import reading
-from mindlora.network.description import describe
-from mindlora.network.tree import Tree
+from mindlora.network.cells.cell import carry_settings
+from mindlora.network.cells.linear_base import channels_of, parallel_linear_types
+from mindlora.network.registry import describe
+from mindlora.network.tensors import to_array
+from mindlora.network.tree import Tree, replace_children
 
 # Tokens [B, S], and whether each of them counts.
 Batch = Tuple[np.ndarray, np.ndarray]
+# Paths of cells that share an input -> that input, float32 [tokens, in].
+Rows = Dict[Tuple[str, ...], np.ndarray]
+# Runs the network on tokens, int32 [B, S], and returns the rows of those that count, bool [B, S].
+Read = Callable[[np.ndarray, np.ndarray], Rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,3 +237,111 @@ def _keys(config: LoraConfig, adapter: Adapter, ranks: Mapping[str, int]) -> Dic
     elif without:
         keys["exclude_modules"] = [*(config.exclude_modules or ()), *without]
     return keys
+
+
+@contextlib.contextmanager
+def reading(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> Iterator[Read]:
+    """Lets the inputs of linear cells of a network, by path, be read as long as the context lasts.
+
+    MindFormers' mcore models run as a graph, which no hook sees into; other networks run in PyNative mode.
+
+    Yields:
+        Read. Batches have the same S; those after the first have at most its B.
+    """
+    in_graph = any(isinstance(cell, parallel_linear_types()) for cell in cells.values())
+    mode, training = ms.get_context("mode"), network.training
+    ms.set_context(mode=ms.GRAPH_MODE if in_graph else ms.PYNATIVE_MODE)
+    network.set_train(False)
+    try:
+        with (_kept_in_graph if in_graph else _hooked)(network, cells) as read:
+            yield read
+    finally:
+        network.set_train(training)
+        ms.set_context(mode=mode)
+
+
+@contextlib.contextmanager
+def _hooked(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> Iterator[Read]:
+    seen: List[Tuple[str, Tensor]] = []
+
+    def reader(path: str) -> Callable[[nn.Cell, Tuple[Tensor, ...]], None]:
+        def see(_: nn.Cell, inputs: Tuple[Tensor, ...]) -> None:
+            seen.append((path, inputs[0]))
+
+        return see
+
+    def read(tokens: np.ndarray, counted: np.ndarray) -> Rows:
+        seen.clear()
+        network(Tensor(tokens))
+        sharing: Dict[int, List[str]] = {}
+        tensors: Dict[int, Tensor] = {}
+        for path, tensor in seen:
+            sharing.setdefault(id(tensor), []).append(path)
+            tensors[id(tensor)] = tensor
+        rows = {}
+        for number, paths in sharing.items():
+            array = to_float32(to_array(tensors[number]))
+            rows[tuple(paths)] = array.reshape(-1, array.shape[-1])[counted.reshape(-1)]
+        seen.clear()
+        return rows
+
+    hooks = [cell.register_forward_pre_hook(reader(path)) for path, cell in cells.items()]
+    try:
+        yield read
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Keeper(nn.Cell):
+    """A linear cell of an mcore model that keeps what it reads.
+
+    Args:
+        cell (nn.Cell): The cell; its parameters keep their names.
+        path (str): Its path.
+
+    Inputs:
+        - **x** (Tensor) - Shape [S, B, in].
+        - **weight** (Tensor) - The embedding's table, which a tied output layer is handed. Default: None.
+
+    Outputs:
+        What the cell returns.
+    """
+
+    def __init__(self, cell: nn.Cell, path: str, tokens: int):
+        super().__init__(auto_prefix=False)
+        self.cell = cell
+        self.width = channels_of(cell)[0]
+        kept = Parameter(ops.zeros((tokens, self.width), cell.compute_dtype), name=f"{path}.input", requires_grad=False)
+        # Past nn.Cell, which would list them among the network's parameters; it is the graph that reads the weight.
+        self.__dict__.update(kept=kept, weight=cell.weight)
+        carry_settings(cell, self)
+
+    def construct(self, x: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Parameter]]:
+        rows = x.reshape((-1, self.width)).astype(self.kept.dtype)
+        x = ops.depend(x, ops.assign(self.kept, rows))
+        return self.cell(x) if weight is None else self.cell(x, weight)
+
+
+@contextlib.contextmanager
+def _kept_in_graph(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> Iterator[Read]:
+    keepers: Dict[str, _Keeper] = {}
+    size = 0
+
+    def read(tokens: np.ndarray, counted: np.ndarray) -> Rows:
+        nonlocal size
+        if not keepers:
+            size = len(tokens)
+            keepers.update({path: _Keeper(cell, path, tokens.size) for path, cell in cells.items()})
+            replace_children(network, {id(cells[path]): keeper for path, keeper in keepers.items()})
+        # A graph, and what it writes to, has one size: a smaller batch gets rows that do not count.
+        missing = ((0, size - len(tokens)), (0, 0))
+        network(Tensor(np.pad(tokens, missing, mode="edge")))
+        # The cells of mcore models get the first token of all rows, then the second.
+        counts = np.pad(counted, missing).T.reshape(-1)
+        return {(path,): to_float32(to_array(keeper.kept))[counts] for path, keeper in keepers.items()}
+
+    try:
+        yield read
+    finally:
+        replace_children(network, {id(keeper): keeper.cell for keeper in keepers.values()})

@@ -6,7 +6,7 @@ built with the same lora_init.
 """
 
 import logging
-from typing import Callable, Dict, Tuple
+from typing import Callable, Dict, Tuple, Type
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -24,7 +24,6 @@ from mindlora.network.cells.linear_base import channels_of
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import lora_cells
 from mindlora.network.tree import weight_of as weight_of_cell
-from mindlora.network.weight_checks import check_weights
 
 logger = logging.getLogger("mindlora")
 
@@ -224,3 +223,28 @@ def _check_weights(network, cells):
         cells_of_initializer = {path: cell for path, cell in cells.items() if cell.lora_init == name}
         step = f"initialization by lora_init {name!r}"
         check_weights(network, cells_of_initializer, LoraError, step, "Add it to exclude_modules.")
+
+
+def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[LoraError], step: str, advice: str) -> None:
+    """Raises ``error`` if a step would change a weight without values, in an unsupported dtype, or of another cell too.
+
+    ``cells`` is path -> cell whose weight changes; ``advice`` says what to do about a weight that another cell shares.
+    """
+    empty = [path or "the cell" for path, cell in cells.items() if cell.weight.has_init]
+    if empty:
+        raise error(f"The weights of {listed(empty)} have no values yet: load the base checkpoint before {step}.")
+    for path, cell in cells.items():
+        if str(cell.weight.dtype).lower() not in ROUNDING:
+            raise error(
+                f"The weight of {path or 'the cell'} is {cell.weight.dtype}: {step} needs float32, float16 or "
+                "bfloat16. Load the base in one of these, or leave the cell out of target_modules."
+            )
+    owners = {id(cell.weight): (path, cell) for path, cell in cells.items()}
+    for other_path, other in network.cells_and_names() if cells else ():
+        for name, parameter in other.parameters_and_names(expand=False):
+            path, owner = owners.get(id(parameter), ("", other))
+            # The weight of an adapter's cell may belong to the cell around it.
+            if owner is not other and owner not in other.cells():
+                raise error(
+                    f"{path} shares its weight with {other_path} ({name}), which {step} would change too. {advice}"
+                )

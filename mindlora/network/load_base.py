@@ -17,7 +17,7 @@ from mindlora.files.base.writer import OutputTensor
 from mindlora.models import names
 from mindlora.models.architectures.architecture import HF, LEGACY, Architecture
 from mindlora.network.cells.score import score_of
-from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.tensors import to_tensor
 from mindlora.network.tree import lora_cells, saved_module_parameters
 

@@ -17,10 +17,10 @@ from mindlora.core.text import listed
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import LoRACell, carry_settings
 from mindlora.network.cells.routed_experts import plain_holders
+from mindlora.network.initialize import check_weights
 from mindlora.network.quantized.nf4 import first_rows
 from mindlora.network.registry import kind_of
 from mindlora.network.tree import lora_cells, replace_children
-from mindlora.network.weight_checks import check_weights
 
 # A cell with an adapter on a 4-bit weight, of whatever kind: its weight in float, and a sample of it.
 

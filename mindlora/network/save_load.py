@@ -12,8 +12,8 @@ from mindlora.core.errors import AdapterError, LoraError, NotFiniteError, ShapeM
 from mindlora.core.numerics.dtypes import dtype_name, to_float32
 from mindlora.core.numerics.pair_shapes import EMBEDDING
 from mindlora.core.text import listed
-from mindlora.files.adapters import bare_models, matching, parts, tied_embeddings
 from mindlora.files.adapters import files as adapter_files
+from mindlora.files.adapters import matching, parts, tied_embeddings
 from mindlora.files.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.files.adapters.dialects.peft_config import Extras
 from mindlora.files.adapters.dialects.registry import FORMS
@@ -34,7 +34,7 @@ from mindlora.network.adapter_matching import (
 from mindlora.network.apply import put_lora
 from mindlora.network.base_fingerprint import base_fingerprint, fingerprint_of
 from mindlora.network.cells.score import score_of
-from mindlora.network.description import without_adapter
+from mindlora.network.registry import without_adapter
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import Tree, adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 
@@ -213,7 +213,7 @@ def _read(tree, path, allow_pickle=False, part=None):
     cell_paths, extras = _cell_paths(tree), Extras(initial_pairs=True, token_rows=True, invocation_tokens=True)
     adapter = adapter_files.read(path, allow_pickle, parts.Wanted(part, cell_paths), extras)
     parts.for_network(adapter, cell_paths, path)
-    bare_models.for_network(adapter, cell_paths)
+    matching.shorten_to_bare_names(adapter, cell_paths)
     return adapter
 
 

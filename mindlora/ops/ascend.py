@@ -1,21 +1,28 @@
 """The Ascend C kernels: whether they can be used on this machine, and how MindSpore calls them.
 
-scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend.md says how. MindSpore looks for it
-where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU library
-infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work. In PyNative
-the C++ module of ascend_pynative.py calls the kernels where it was built, and ops.Custom otherwise.
+scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend/build.md says how. MindSpore looks for
+it where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU
+library infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work.
+
+PyNative calls them by a C++ module on MindSpore's AclnnOpRunner, or by ops.Custom without it. build_pynative.py builds
+the module. It fits the one version of MindSpore that it was built for. Graph mode has ops.Custom always;
+docs/ascend/calls.md compares the two.
 """
 
+import functools
+import importlib.util
 import json
 import os
 import shutil
-from typing import Optional
+from types import ModuleType
+from typing import Callable, Optional, Union
 
+import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore._c_expression import MSContext
 from mindspore.ops import CustomRegOp, DataType
 
-from mindlora.ops import ascend_pynative, measured
+from mindlora.ops import measured
 
 # The NPUs that the kernels are built for, as MindSpore and build_ascend.sh --soc name them: Atlas A2 and A3.
 SOCS = ("ascend910b", "ascend910_93")
@@ -55,6 +62,13 @@ SIGNATURES = {
 _OUTPUT_NAMES = {"MultiLoraSlotWrite": "written", "Nf4Dequantize": "w"}
 # The kernels whose output is not of dtype T.
 _OUTPUTS = {"MultiLoraSlotWrite": DataType.I32_Default}
+PYNATIVE_MODULE = "mindlora_pynative"
+_HERE = os.path.dirname(os.path.abspath(__file__))
+PYNATIVE_PATH = os.path.join(_HERE, "lib", "ascend", f"mindspore-{ms.__version__}", f"{PYNATIVE_MODULE}.so")
+# pynative.cc is written to the headers of MindSpore from this version on.
+_OLDEST = (2, 9)
+# kVersion in pynative.cc.
+_MODULE_VERSION = 1
 
 
 def problem(op_type: str) -> Optional[str]:
@@ -131,7 +145,7 @@ class AscendKernel(ops.Custom):
         super().__init__(f"{library}:{op_type}", None, None, "aot", reg_info=registration(op_type))
         if writes:
             self.add_prim_attr("side_effect_mem", True)
-        self._in_pynative = ascend_pynative.function(op_type, library) or super().__call__
+        self._in_pynative = pynative_function(op_type, library) or super().__call__
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         return self._in_pynative(*inputs)
@@ -139,3 +153,49 @@ class AscendKernel(ops.Custom):
     def __deepcopy__(self, memo):
         # ops.Custom cannot be copied, but cells that hold one are.
         return type(self)(*self._arguments)
+
+
+def pynative_function(op_type: str, library: str) -> Optional[Callable]:
+    """Returns the module's function for a kernel, or None where there is no module that can be used."""
+    module = _find(library)
+    return None if isinstance(module, str) else getattr(module, op_type)
+
+
+def describe(library: str) -> str:
+    """Returns in words how graph mode and PyNative call the kernels, and why."""
+    entry = _find(library)
+    if isinstance(entry, str):
+        return f"called by ops.Custom, in PyNative too: {entry}"
+    return f"called by ops.Custom in graph mode, and in PyNative by AclnnOpRunner, {PYNATIVE_PATH}"
+
+
+def _find(library) -> Union[ModuleType, str]:
+    """Returns the module, or why there is none."""
+    too_old = age_problem()
+    if too_old:
+        return too_old
+    if not os.path.exists(PYNATIVE_PATH):
+        return f"{PYNATIVE_PATH} is missing (scripts/build_ascend.sh builds it)"
+    return _load(PYNATIVE_PATH, os.path.getmtime(PYNATIVE_PATH), library)
+
+
+def age_problem() -> Optional[str]:
+    """Returns that MindSpore is too old for the module, or None."""
+    if tuple(map(int, ms.__version__.split(".")[:2])) >= _OLDEST:
+        return None
+    return f"MindSpore is {ms.__version__}, and AclnnOpRunner is used from {'.'.join(map(str, _OLDEST))} on"
+
+
+@functools.lru_cache(maxsize=None)
+def _load(path, _modified, library) -> Union[ModuleType, str]:
+    try:
+        spec = importlib.util.spec_from_file_location(PYNATIVE_MODULE, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        version = module.version
+        module.use_library(library)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"{path} cannot be loaded: {error}"
+    if version != _MODULE_VERSION:
+        return f"{path} is from another version of mindlora ({version}, not {_MODULE_VERSION})"
+    return module

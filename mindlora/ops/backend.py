@@ -20,7 +20,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import BackendError
 from mindlora.core.operator_library import LIBRARY, file_problem
-from mindlora.ops import ascend, ascend_pynative
+from mindlora.ops import ascend
 from mindlora.ops.measured import measured
 
 # The operators and their names in the CPU library.
@@ -148,7 +148,7 @@ def choose(op: str) -> Choice:
         if adopted and op in adopted.composed:
             return Choice(op, "composed", f"as measured on {adopted.machine}: {adopted.composed[op]}")
         why = asked or f"{ASCEND_OP_TYPES[op]} in Ascend C, from the operator package that CANN finds"
-        return Choice(op, path, f"{why}; {ascend_pynative.describe(LIBRARY)}")
+        return Choice(op, path, f"{why}; {ascend.describe(LIBRARY)}")
     if forced:
         return Choice(op, path, asked)
     if ms.get_context("mode") == ms.PYNATIVE_MODE and op not in _ONE_PASS:

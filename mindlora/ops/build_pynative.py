@@ -9,7 +9,7 @@ import tempfile
 
 from mindspore.ops import CustomOpBuilder
 
-from mindlora.ops.ascend_pynative import MODULE, NAME, age_problem
+from mindlora.ops.ascend import PYNATIVE_MODULE, PYNATIVE_PATH, age_problem
 from mindlora.ops.build import SOURCES
 
 SOURCE = os.path.join(SOURCES, "ascendc_common", "pynative.cc")
@@ -29,11 +29,11 @@ def build() -> str:
         raise RuntimeError(f"{too_old}. In PyNative ops.Custom calls the kernels, as in graph mode.")
     if not os.path.exists(SOURCE):
         raise RuntimeError(f"{SOURCE} is missing: build in a checkout of mindlora.")
-    os.makedirs(os.path.dirname(MODULE), exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=os.path.dirname(MODULE)) as folder:
-        builder = CustomOpBuilder(NAME, SOURCE, backend="Ascend", ldflags=_FLAGS, build_dir=folder)
-        os.replace(builder.build(), MODULE)
-    return MODULE
+    os.makedirs(os.path.dirname(PYNATIVE_PATH), exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(PYNATIVE_PATH)) as folder:
+        builder = CustomOpBuilder(PYNATIVE_MODULE, SOURCE, backend="Ascend", ldflags=_FLAGS, build_dir=folder)
+        os.replace(builder.build(), PYNATIVE_PATH)
+    return PYNATIVE_PATH
 
 
 def main() -> None:

@@ -7,8 +7,14 @@ from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.ops.operator_cell import CellWithBprop, OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
-from mindlora.ops.products import Products
+from mindlora.ops.operator_cell import (
+    CellWithBprop,
+    OperatorCell,
+    Products,
+    check_dtypes,
+    check_fixed_dtypes,
+    current_cell,
+)
 
 # As int32, which wraps as uint32 does.
 _ROW, _COLUMN, _FIRST, _SECOND = (

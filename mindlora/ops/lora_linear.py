@@ -6,8 +6,7 @@ from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.ops.operator_cell import OperatorCell, check_dtypes, current_cell
-from mindlora.ops.products import Products
+from mindlora.ops.operator_cell import OperatorCell, Products, check_dtypes, current_cell
 
 _NAMES = ("x", "W", "A", "B", "bias")
 

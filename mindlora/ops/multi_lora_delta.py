@@ -7,8 +7,7 @@ from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
-from mindlora.ops.products import Products
+from mindlora.ops.operator_cell import OperatorCell, Products, check_dtypes, check_fixed_dtypes, current_cell
 
 INDEX_NAMES = ("ranks", "scales", "indices")
 INDEX_DTYPES = (ms.int32, ms.float32, ms.int32)

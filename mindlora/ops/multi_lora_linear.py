@@ -8,8 +8,7 @@ from mindspore.ops.primitive import constexpr
 
 from mindlora.core.errors import BackendError
 from mindlora.ops.multi_lora_delta import INDEX_DTYPES, INDEX_NAMES, MultiLoraDelta, check_pool
-from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes
-from mindlora.ops.products import Products
+from mindlora.ops.operator_cell import OperatorCell, Products, check_dtypes, check_fixed_dtypes
 
 
 @constexpr

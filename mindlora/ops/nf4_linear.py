@@ -8,8 +8,7 @@ from mindspore.ops import functional
 from mindspore.ops.primitive import constexpr
 
 from mindlora.core.numerics.nf4 import BLOCK, BYTE_VALUES, GROUP, group_size
-from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
-from mindlora.ops.products import Products
+from mindlora.ops.operator_cell import CpuKernel, OperatorCell, Products, check_dtypes, check_fixed_dtypes, current_cell
 
 _group_size = constexpr(group_size)
 # The four tensors of a weight, as mindlora.core.numerics.nf4.quantize makes them.

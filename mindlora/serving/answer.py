@@ -12,7 +12,7 @@ from mindlora.serving.request import Request
 from mindlora.serving.sampling import Sampled
 
 if TYPE_CHECKING:
-    from mindlora.serving.token_texts import TokenTexts
+    from mindlora.serving.detokenizer import TokenTexts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from mindlora.core.text import examples, listed
 from mindlora.files.adapters.fingerprint import ROW_ORDERS
 from mindlora.files.adapters.matching import CellShape
 from mindlora.files.base.convert import in_hugging_face_names
-from mindlora.files.base.quantized_names import quantized_weights, with_smaller_groups
 from mindlora.files.base.reader import BaseCheckpoint
+from mindlora.files.base.renaming import quantized_weights, with_smaller_groups
 from mindlora.models.lora_config import Patterns
 from mindlora.network.adapter_matching import cell_shapes
 from mindlora.network.base_fingerprint import fingerprints_of, joined_fingerprints_of

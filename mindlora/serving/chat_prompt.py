@@ -8,9 +8,9 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequ
 
 from mindlora.core.errors import RequestError, TokenizerError
 from mindlora.data import tokenizers
+from mindlora.data.alpaca import TEMPLATES, prompt_template
 from mindlora.data.chat_template import ChatTemplate, read_template
 from mindlora.data.conversations import Conversation
-from mindlora.data.templates import TEMPLATES, prompt_template
 
 # OpenAI's newer name, which templates do not know.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -54,7 +54,7 @@ def make_chat_prompt(
     Args:
         template_file (str, optional): File with a chat template. Default: None, the tokenizer's own.
         form (str, optional): Instead of a chat template, the prompt that instruction data was converted with: see
-            mindlora.data.templates.prompt_template.
+            mindlora.data.alpaca.prompt_template.
         variables (mapping, optional): Further variables of a chat template, such as enable_thinking.
 
     Raises:

@@ -16,7 +16,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import HF, Architecture
-from mindlora.models.architectures.decoder_sizes import DecoderSizes, decoder_sizes
+from mindlora.models.architectures.mcore_sizes import DecoderSizes, decoder_sizes
 from mindlora.network.serving.multi_lora_dense import JoinsLinears
 from mindlora.ops.frozen_linear import FrozenRows
 from mindlora.run.checks.finding import refuse
@@ -278,7 +278,8 @@ class JoinedFeedForward(nn.Cell):
         both = self.gate_up_proj(x)
         if self.alternates:
             pairs = ops.reshape(both, (-1, self.inner, 2))
-            gate, up = ops.reshape(pairs[:, :, 0], (-1, self.inner)), ops.reshape(pairs[:, :, 1], (-1, self.inner))
+            gate, up = ops.narrow(pairs, 2, 0, 1), ops.narrow(pairs, 2, 1, 1)
+            gate, up = ops.reshape(gate, (-1, self.inner)), ops.reshape(up, (-1, self.inner))
             return self.down_proj(self.silu(gate) * up)
         gate, up = ops.narrow(both, -1, 0, self.inner), ops.narrow(both, -1, self.inner, self.inner)
         return self.down_proj(self.silu(gate) * up)
@@ -323,12 +324,12 @@ class Embedding(nn.Cell):
         self.dtype = dtype
         self.gather = ops.Gather()
         # A table that is shared with training may be in 16 bits, whose rows MindSpore has no operator for on a CPU.
-        self.held_rows = FrozenRows()
+        self.held_rows = FrozenRows() if on_cpu() else None
 
     def construct(self, tokens: Tensor) -> Tensor:
-        if self.weight.dtype != self.dtype:
-            return ops.cast(self.held_rows(tokens, self.weight), self.dtype)
-        return self.gather(self.weight, tokens, 0)
+        if self.held_rows is not None and self.weight.dtype != self.dtype:
+            return self.held_rows(tokens, self.weight)
+        return ops.cast(self.gather(self.weight, tokens, 0), self.dtype)
 
 
 class Norm(nn.Cell):

@@ -12,7 +12,7 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
 
 from mindlora.models.architectures.architecture import dtype_of
-from mindlora.models.architectures.decoder_sizes import DecoderSizes
+from mindlora.models.architectures.mcore_sizes import DecoderSizes
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.serving.settings import EngineSettings

@@ -1,5 +1,5 @@
 // The kernels' calls in PyNative as a Python module: MindSpore's AclnnOpRunner hands the tensors straight to aclnn<Op>.
-// For MindSpore 2.9 and newer. mindlora/ops/ascend_pynative.py builds and loads it; graph mode has ops.Custom.
+// For MindSpore 2.9 and newer. mindlora/ops/ascend.py builds and loads it; graph mode has ops.Custom.
 #include <dlfcn.h>
 
 #include "ms_extension/api.h"
@@ -9,7 +9,7 @@ namespace {
 
 using ms::Tensor;
 
-// Raised when a function gets other arguments or another meaning; ascend_pynative.py compares it.
+// Raised when a function gets other arguments or another meaning; mindlora/ops/ascend.py compares it.
 constexpr int kVersion = 1;
 
 // The CPU library, which infers shapes here as it does for ops.Custom, so that all refuse the same in the same words.

@@ -21,7 +21,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from bench.common import AGAIN, BASE, add_number, compare, limit_operators, text
 from mindlora import LoraConfig, LoRADense
-from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.ops import LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite, backend_report
 
 RANK = 16

@@ -10,13 +10,15 @@ import pathlib
 import numpy as np
 import pytest
 
+from mindlora.files.base.convert import convert_base
 from tests.conftest import ROOT
 from tests.support import forked
-from tests.support.ascend_backend import EVERYTHING, run_program
+from tests.support.ascend_backend import EVERYTHING, on_request, run_program
 from tests.support.ascend_backend.printed import printed
 from tests.support.mcore_serving import write_folder
 from tests.support.what_runs import shows
 
+TRAINED = pathlib.Path(ROOT) / "tests/support/ascend_backend/programs/trained_tokens.py"
 PROGRAM = pathlib.Path(ROOT) / "tests/support/ascend_backend/programs/served_tokens.py"
 ON_ASCEND = ["--context.device_target", "Ascend", "--model.model_config.compute_dtype", "float16"]
 # What write_folder takes, and sizes of the engine. The first one runs always, the others with MINDLORA_ASCEND_RUNS=all.
@@ -41,7 +43,7 @@ def answered(tmp_path_factory):
     for model in ASKED:
         made, sizes = MODELS[model]
         folder = tmp_path_factory.mktemp("model")
-        jobs.append({"folder": str(write_folder(str(folder), **made)), "seq_length": 96, **sizes})
+        jobs.append({"folder": str(write_folder(str(folder), **made, layers=1)), "seq_length": 96, **sizes})
     folder = tmp_path_factory.mktemp("runs")
     cpu = forked.run([str(PROGRAM), json.dumps(jobs)], folder, {**os.environ, "PYTHONPATH": ROOT})
     assert cpu.returncode == 0, cpu.stderr[-3000:]
@@ -68,3 +70,18 @@ def test_every_operator_of_a_step_was_computed(answered):
     assert not left_out
     names = {launch.name for launch in answered[2]}
     assert names >= {"PagedAttention", "ReshapeAndCache", "ApplyRotaryPosEmb", "aclnnGroupedMatmulV4"}
+
+
+@on_request
+def test_the_weights_of_a_network_in_training_are_sampled_from_as_they_are(tmp_path):
+    folder = write_folder(str(tmp_path / "qwen3"), "qwen3")
+    convert_base(f"{folder}/base", f"{folder}/mcore.safetensors", None, "mcore")
+    words = [str(TRAINED), folder]
+    cpu = forked.run([*words, "[]"], tmp_path, {**os.environ, "PYTHONPATH": ROOT})
+    assert cpu.returncode == 0, cpu.stderr[-3000:]
+    npu = run_program(*words, json.dumps(ON_ASCEND), folder=tmp_path, launches=True)
+    assert npu.returncode == 0, npu.output[-3000:]
+    ((expected,), (found,)) = (printed(output, "answered") for output in (cpu.stdout, npu.output))
+    for number, (tokens, logprobs) in expected.items():
+        assert found[number][0] == tokens
+        np.testing.assert_allclose(found[number][1], logprobs, atol=0.05)

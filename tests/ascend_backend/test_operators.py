@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from mindlora.ops import ascend_pynative
+from mindlora.ops import ascend
 from tests.support.ascend_backend import EVERYTHING, on_request, run_program
 from tests.support.ascend_backend.printed import printed
 from tests.support.cann_stand_in import write_headers_for_mindspore
@@ -20,7 +20,7 @@ MODES = ("graph", "pynative")
 ALL_DTYPES = ("float32", "float16", "bfloat16")
 KERNELS = {"LoraDelta", "LoraLinear", "MultiLoraDelta", "MultiLoraSlotWrite", "Nf4Dequantize"}
 # Too old for the module by which PyNative calls the kernels; without it, ops.Custom calls them there too.
-OLD = ascend_pynative.age_problem() is not None
+OLD = ascend.age_problem() is not None
 
 
 def compare(folder, mode, dtypes, *module, **environment):

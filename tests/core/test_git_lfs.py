@@ -3,7 +3,7 @@
 import pytest
 
 from mindlora.core.errors import CheckpointError, DataError, TokenizerError
-from mindlora.data.files import read_text
+from mindlora.data.sources import read_text
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.files.base.reader import BaseCheckpoint
 

@@ -107,9 +107,16 @@ class McoreRuns(Runs):
         return config
 
 
-@pytest.fixture(scope="module", params=[Runs, McoreRuns], ids=["qwen2", "qwen3"])
+MODELS = {"qwen2": Runs, "qwen3": McoreRuns}
+
+
+@pytest.fixture(scope="module")
 def runs(request, library, tmp_path_factory):
-    return request.param(tmp_path_factory.mktemp("classifiers"))
+    return MODELS[request.param](tmp_path_factory.mktemp("classifiers"))
+
+
+def of_models(*names):
+    return pytest.mark.parametrize("runs", names, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +125,7 @@ def whole(runs):
     return runs.start("whole", held_out, best_metric="held_out_f1", best_mode="max")
 
 
+@of_models(*MODELS)
 def test_words_get_their_labels_and_a_bad_step_is_skipped(whole):
     accuracy, f1 = (whole.history.series(f"held_out_{name}")[1] for name in ("accuracy", "f1"))
     # One in three by chance.
@@ -129,6 +137,7 @@ def test_words_get_their_labels_and_a_bad_step_is_skipped(whole):
     assert shapes == {"score.weight": (LABELS, SIZES["hidden_size"]), "score.bias": (LABELS,)}
 
 
+@of_models("qwen3")
 def test_a_resumed_run_equals_the_uninterrupted_one(runs, whole):
     half = STEPS // 2
     run = runs.start("resumed", resume=str(whole.steps / f"step_{half}"))
@@ -137,6 +146,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(runs, whole):
     tiny_runs.assert_same_state(whole.steps / f"step_{STEPS}", run.steps / f"step_{STEPS}")
 
 
+@of_models("qwen3")
 @shows("classifier", "qwen3", place="processes")
 def test_two_processes_train_what_one_trains_on_the_joined_batch(runs, whole):
     two = runs.start_two()

@@ -77,23 +77,29 @@ def test_three_commands_make_an_adapter(trained):
     assert len(adapter) == 2 * 7 * 2 and all(array.any() for array in adapter.values())
 
 
+@pytest.fixture(scope="module")
+def answered(trained, model):
+    """Two processes that answered with the README's command, and kept the graphs for each other."""
+    asked = commands("mindlora generate", "mindlora serve")[0].replace(NAMED, model)
+    _, *words = shlex.split(f"{asked} --max-tokens 4 --json --verbose", comments=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINDLORA_GRAPH_CACHE", str(trained / "graphs"))
+        return [python(["-m", PROGRAMS["mindlora"], *words], trained) for _ in range(2)]
+
+
 @shows("served", "llama", "qwen3")
-def test_the_folder_answers_with_the_adapter(trained, model):
+def test_the_folder_answers_with_the_adapter(answered):
     """Serving compares the adapter's fingerprint of the base with the folder's: it was trained on these weights.
 
     The report is all that a program finds on stdout: MindSpore's libraries print to the descriptor themselves.
     """
-    asked = commands("mindlora generate", "mindlora serve")[0].replace(NAMED, model)
-    report = json.loads(run(f"{asked} --max-tokens 4 --json", trained))
+    report = json.loads(succeeded(answered[0]))
     assert [answer["adapter"] for answer in report["answers"]] == [None, "best"]
     assert not any(answer["error"] for answer in report["answers"])
 
 
-def test_a_second_start_takes_its_graphs_from_the_cache_and_answers_alike(trained, model, monkeypatch):
-    monkeypatch.setenv("MINDLORA_GRAPH_CACHE", str(trained / "graphs"))
-    asked = commands("mindlora generate", "mindlora serve")[0].replace(NAMED, model)
-    _, *words = shlex.split(f"{asked} --max-tokens 4 --json --verbose", comments=True)
-    first, second = (python(["-m", PROGRAMS["mindlora"], *words], trained) for _ in range(2))
+def test_a_second_start_takes_its_graphs_from_the_cache_and_answers_alike(answered, trained):
+    first, second = answered
     texts = [[answer["text"] for answer in json.loads(succeeded(start))["answers"]] for start in (first, second)]
     assert texts[0] == texts[1]
     compiled = list((trained / "graphs").glob("*.mindir"))

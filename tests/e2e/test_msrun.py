@@ -191,15 +191,15 @@ def test_rank_0_alone_sends_to_trackers(two):
 
 
 def test_a_failure_of_the_workers_is_reported(tmp_path):
-    command = f"{ENTRY} --config nowhere.yaml"
-    run = msrun(tmp_path, command, "2", free_port(), "log", "True", "60")
+    (tmp_path / "worker.py").write_text("raise SystemExit('mindlora-run: error: there is no data.')")
+    run = msrun(tmp_path, "worker.py", "2", free_port(), "log", "True", "60")
     assert run.returncode != 0
     # Whichever worker fails first ends the other, so the last line says whose log has the reason.
     last = re.fullmatch(
         r"msrun_launcher\.sh: error: msrun ended with exit code \d+, see (log/worker_\d\.log)\.",
         run.stderr.splitlines()[-1],
     )
-    assert "mindlora-run: error: --config nowhere.yaml does not exist." in (tmp_path / last[1]).read_text()
+    assert "mindlora-run: error: there is no data." in (tmp_path / last[1]).read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from mindlora import load_lora
-from mindlora.core.numerics.vera_projection import projection
+from mindlora.core.numerics.initializers import vera_projection
 from mindlora.files.adapters import files as adapter_files
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import evaluated, launch, loss_of, step_losses, succeeded
@@ -40,7 +40,7 @@ def test_vera_trains_and_its_adapter_is_peft_s(data, base, fresh_network, tmp_pa
     adapter = adapter_files.read(str(folder))
     # Each path uses a part of A, which is as wide as w2 needs, and of B, which has as many rows as w1 and w3 need.
     a, b = (max((adapter.tensors[path, half] for path in adapter.paths), key=np.size) for half in "AB")
-    for array, expected in zip((a, b), projection(5, 32, a.shape[1], b.shape[0])):
+    for array, expected in zip((a, b), vera_projection(5, 32, a.shape[1], b.shape[0])):
         np.testing.assert_array_equal(array, expected)
     assert all(adapter.tensors[path, "lambda_b"].any() for path in adapter.paths)
     found = evaluated(tmp_path / "eval", data.eval, base, folder, *VERA)

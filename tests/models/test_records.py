@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
 from mindlora.models import names
 from mindlora.models.architectures import registry
-from mindlora.network.description import describe
+from mindlora.network.registry import describe
 from mindlora.network.tree import Tree, lora_cells
 from mindlora.run.checks.model import described_network
 from mindlora.run.yaml_run import YamlRun

@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, merge_lora, save_lora
 from mindlora.core.errors import AdapterError, ConfigError, LoraError, MergeError, UnsupportedCellError
 from mindlora.network import invocation
-from mindlora.network.cells.noisy_embedding import add_embedding_noise
+from mindlora.network.cells.embedding import add_embedding_noise
 from mindlora.network.invocation import InvocationMarker, InvocationMask, pack_invocations
 from mindlora.network.tree import copy_cells, lora_cells
 from mindlora.training.several.stack import stack_adapters

@@ -52,6 +52,19 @@ def isa(request, library):
 
 
 @pytest.fixture
+def each_isa(library):
+    """Returns a function that sets each of several instruction sets that this processor has, and yields its name."""
+
+    def each(names):
+        for name in names:
+            if library.mindlora_set_isa(ISAS.index(name)) == ISAS.index(name):
+                yield name
+
+    yield each
+    library.mindlora_set_isa(-1)
+
+
+@pytest.fixture
 def threads(library):
     """Returns a function that sets how many threads a kernel has."""
     before = library.omp_get_max_threads()

@@ -15,19 +15,11 @@ from mindspore.ops.operations import custom_ops
 
 from mindlora.core.errors import BackendError
 from mindlora.network.cells.low_rank import ComposedLowRank, FusedLowRank, pick_low_rank
-from mindlora.ops import (
-    LoraDelta,
-    MultiLoraSlotWrite,
-    Nf4LinearWithBias,
-    ascend,
-    ascend_pynative,
-    backend,
-    backend_report,
-)
+from mindlora.ops import LoraDelta, MultiLoraSlotWrite, Nf4LinearWithBias, ascend, backend, backend_report
 from mindlora.ops.build import LIBRARY
 from tests.conftest import ROOT
 
-ROUTE = ascend_pynative.describe(LIBRARY)
+ROUTE = ascend.describe(LIBRARY)
 KERNELS = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write", "nf4_linear")
 # The folder of each kernel's sources.
 FOLDERS = {
@@ -247,7 +239,7 @@ def test_pynative_calls_the_module_where_there_is_one_and_ops_custom_elsewhere(m
     def function(op_type, library):
         return (lambda *inputs: (op_type, library, inputs)) if built else None
 
-    monkeypatch.setattr(ascend_pynative, "function", function)
+    monkeypatch.setattr(ascend, "pynative_function", function)
     monkeypatch.setattr(custom_ops, "pyboost_custom_ext", lambda primitive, inputs: [(primitive.name, *inputs)])
     result = ascend.AscendKernel("LoraDelta", LIBRARY)(1, 2)
     assert result == (("LoraDelta", LIBRARY, (1, 2)) if built else ("CustomExt", (1, 2)))

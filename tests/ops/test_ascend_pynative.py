@@ -12,12 +12,12 @@ import pytest
 from mindspore import Tensor
 from mindspore.ops import CustomOpBuilder
 
-from mindlora.ops import LoraDelta, ascend, ascend_pynative, build_pynative
+from mindlora.ops import LoraDelta, ascend, build_pynative
 from mindlora.ops.build import LIBRARY
 from mindlora.ops.operator_cell import CpuKernel
 from tests.support import cann_stand_in
 
-NEW_ENOUGH = ascend_pynative.age_problem() is None
+NEW_ENOUGH = ascend.age_problem() is None
 # A module whose function returns what it was told and given.
 FAKE = r"""
 #include <Python.h>
@@ -40,10 +40,10 @@ PyMODINIT_FUNC PyInit_mindlora_pynative(void)
 def module(monkeypatch, tmp_path):
     """A function that builds a fake module where mindlora looks for one, for a MindSpore that is new enough."""
     path = tmp_path / "mindlora_pynative.so"
-    monkeypatch.setattr(ascend_pynative, "MODULE", str(path))
+    monkeypatch.setattr(ascend, "PYNATIVE_PATH", str(path))
     monkeypatch.setattr(ms, "__version__", "2.9.0")
 
-    def make(version=ascend_pynative._MODULE_VERSION):
+    def make(version=ascend._MODULE_VERSION):
         (tmp_path / "fake.c").write_text(FAKE)
         include = sysconfig.get_path("include")
         command = ["gcc", "-shared", "-fPIC", f"-I{include}", f"-DVERSION={version}", "-o", str(path)]
@@ -55,15 +55,15 @@ def module(monkeypatch, tmp_path):
 
 
 def assert_custom(reason):
-    assert ascend_pynative.describe(LIBRARY) == f"called by ops.Custom, in PyNative too: {reason}"
-    assert ascend_pynative.function("LoraDelta", LIBRARY) is None
+    assert ascend.describe(LIBRARY) == f"called by ops.Custom, in PyNative too: {reason}"
+    assert ascend.pynative_function("LoraDelta", LIBRARY) is None
 
 
 def test_a_module_is_taken_and_told_where_shapes_are_inferred(module):
     path = module()
     wanted = f"called by ops.Custom in graph mode, and in PyNative by AclnnOpRunner, {path}"
-    assert ascend_pynative.describe(LIBRARY) == wanted
-    assert ascend_pynative.function("LoraDelta", LIBRARY)(1, 2) == ("LoraDelta", LIBRARY, (1, 2))
+    assert ascend.describe(LIBRARY) == wanted
+    assert ascend.pynative_function("LoraDelta", LIBRARY)(1, 2) == ("LoraDelta", LIBRARY, (1, 2))
 
 
 def test_without_a_module_ops_custom_serves_both_modes(module):
@@ -78,13 +78,13 @@ def test_an_old_mindspore_has_ops_custom_even_where_a_module_is(module, monkeypa
 
 def test_a_module_that_cannot_be_loaded_is_left_and_the_report_says_why(module):
     module.path.write_text("no module")
-    found = ascend_pynative.describe(LIBRARY)
+    found = ascend.describe(LIBRARY)
     assert found.startswith(f"called by ops.Custom, in PyNative too: {module.path} cannot be loaded: ")
 
 
 def test_a_module_of_another_version_of_mindlora_is_left(module):
     path = module(version=0)
-    assert_custom(f"{path} is from another version of mindlora (0, not {ascend_pynative._MODULE_VERSION})")
+    assert_custom(f"{path} is from another version of mindlora (0, not {ascend._MODULE_VERSION})")
 
 
 def test_a_graph_holds_the_primitive_and_only_pynative_calls_it_as_a_function(monkeypatch, mode, library):
@@ -122,7 +122,7 @@ def test_the_source_calls_each_kernel_with_its_inputs_in_order_and_then_its_outp
 
 
 def test_source_and_python_agree_on_the_version():
-    assert f"constexpr int kVersion = {ascend_pynative._MODULE_VERSION};" in source()
+    assert f"constexpr int kVersion = {ascend._MODULE_VERSION};" in source()
 
 
 @pytest.mark.skipif(not NEW_ENOUGH, reason="the source is written to the headers of MindSpore 2.9")
@@ -152,7 +152,7 @@ def test_what_is_missing_for_a_build_is_said_in_one_line(monkeypatch, capsys):
 
 @pytest.mark.skipif(not NEW_ENOUGH, reason="MindSpore 2.7 names another problem first")
 def test_a_build_without_cann_leaves_nothing_behind(monkeypatch, tmp_path):
-    monkeypatch.setattr(build_pynative, "MODULE", str(tmp_path / "lib/mindspore/mindlora_pynative.so"))
+    monkeypatch.setattr(build_pynative, "PYNATIVE_PATH", str(tmp_path / "lib/mindspore/mindlora_pynative.so"))
     monkeypatch.delenv("ASCEND_OPP_PATH", raising=False)
     with pytest.raises(SystemExit, match="ASCEND_OPP_PATH"):
         build_pynative.main()

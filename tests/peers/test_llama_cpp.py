@@ -16,7 +16,7 @@ from mindlora.files.adapters import files
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.adapters.convert import Heads, convert_adapter
 from mindlora.files.adapters.dialects.peft import WEIGHTS_FILE
-from mindlora.files.base import llama_cpp_vocabulary
+from mindlora.files.base.llama_cpp import SPLITS
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.models import names
 from tests.peers.conftest import TOKENS
@@ -153,7 +153,7 @@ def test_adapter_and_merged_model_compute_as_peft(peer, name, tmp_path):
         np.testing.assert_allclose(answer["log_probabilities"], expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("pattern", [*llama_cpp_vocabulary.SPLITS, None])
+@pytest.mark.parametrize("pattern", [*SPLITS, None])
 @pytest.mark.parametrize("bos", [True, False])
 def test_tokens_of_bytes_are_the_tokenizers(peer, pattern, bos, tmp_path):
     folder = tmp_path / "base"

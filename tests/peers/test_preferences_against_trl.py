@@ -60,8 +60,9 @@ CASES = {
     ),
     "orpo": ("orpo", {"beta": 0.3}, {"loss": "orpo", "beta": 0.3}),
 }
-# Pairs with a reference and without one, and judged answers: of each a graph, which takes ten seconds to compile.
-IN_GRAPH_MODE = ("dpo-sft", "kto", "orpo")
+# Judged answers, and pairs without a reference: of each a graph, which takes ten seconds to compile. That of pairs with
+# one is in test_steps_of_training.
+IN_GRAPH_MODE = ("kto", "orpo")
 
 
 def words(rng, count):

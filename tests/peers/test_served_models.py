@@ -7,8 +7,7 @@ import pytest
 
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.run.checks.mcore import check_served
-from mindlora.run.configs.folder import read_folder
-from mindlora.run.configs.model import CPU, served_content
+from mindlora.run.configs.folder import CPU, read_folder, served_content
 from mindlora.run.yaml_run import YamlRun
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine

@@ -8,7 +8,7 @@ import pytest
 
 from mindlora import LoraConfig, apply_lora
 from mindlora.core.errors import AdapterFormatError
-from mindlora.core.numerics.vera_projection import projection
+from mindlora.core.numerics.initializers import vera_projection
 from mindlora.files.adapters import files as adapter_files
 from tests.support.peers import cases
 from tests.support.peers.peer import arrays
@@ -19,7 +19,7 @@ def test_matrices_equal_pefts_bit_for_bit(name, in_channels, out_channels, made)
     """A and B of the widest cells: w2 has 48 inputs in the plain model, w3 has 48 outputs in the other."""
     found = arrays(made.adapters[name] / cases.WEIGHTS)
     key = cases.ADAPTERS[name]["config"].get("projection_prng_key", 0)
-    for array, matrix in zip(projection(key, 6, in_channels, out_channels), "AB"):
+    for array, matrix in zip(vera_projection(key, 6, in_channels, out_channels), "AB"):
         np.testing.assert_array_equal(array, found[f"base_model.vera_{matrix}"])
 
 

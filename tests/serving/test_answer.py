@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from mindlora.serving.answer import Figures, await_answer, figures_of
-from mindlora.serving.detokenizer import TextDecoder
+from mindlora.serving.detokenizer import TextDecoder, TokenTexts
 from mindlora.serving.request import Sampling
-from mindlora.serving.token_texts import TokenTexts
 from tests.support.scripted_engine import make_engine, started
 
 

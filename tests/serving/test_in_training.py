@@ -12,7 +12,7 @@ from mindlora.network.tree import lora_cells
 from mindlora.serving.in_training import TRAINED, TrainedEngine
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
-from mindlora.training.preference.step import row_log_probabilities
+from mindlora.training.model.log_probabilities import row_log_probabilities
 from tests.support.mcore_networks import TINY, Loss, tiny_qwen3, with_adapters
 from tests.support.tiny_serving import tokenizer
 

@@ -11,11 +11,11 @@ import pytest
 from mindspore import Tensor
 
 from mindlora.core.errors import ConfigError
-from mindlora.models.architectures.decoder_sizes import DecoderSizes
+from mindlora.models.architectures.mcore_sizes import DecoderSizes
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import YamlRun
-from mindlora.serving.grouped_experts import check_slots
 from mindlora.serving.mcore_operators import AscendPositions, CpuPositions, Dtypes, dtypes_of
+from mindlora.serving.stacked_experts import check_slots
 from tests.conftest import in_mode
 
 LENGTH, HEAD_DIM = 12, 16

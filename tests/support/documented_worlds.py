@@ -22,7 +22,7 @@ from mindlora.core.formats.safetensors_file import write_arrays
 from mindlora.data import tokenizers
 from mindlora.files.adapters import files
 from mindlora.files.adapters.adapter import Adapter
-from mindlora.training.health.measures import CellValues, change_factors, measure
+from mindlora.training.health.adapter_health import CellValues, change_factors, measure
 from mindlora.training.report.history import HistoryWriter
 from tests.conftest import ROOT
 from tests.support import diffusion_adapters, histories, mcore_checkpoints, served_llama, sharded_runs

@@ -6,6 +6,7 @@ MindFormers read from the environment while they are imported is the same for al
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import inspect
@@ -21,9 +22,10 @@ import types
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # What nearly every run imports sooner or later, and none of it knows mindlora: with graph mode's Trainer, and with the
 # PyNative one, which takes the stand-ins of pynative_cpu while it is imported.
+OTHERS = ("mindspore.mindrecord", "asttokens", "jinja2", "llguidance")
 IMPORTED = {
-    "graph": ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", "mindspore.mindrecord"),
-    "pynative": ("mindformers", "mindformers.pynative.trainer", "mindspore.mindrecord"),
+    "graph": ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", *OTHERS),
+    "pynative": ("mindformers", "mindformers.pynative.trainer", *OTHERS),
 }
 TIMEOUT = 300  # seconds, after which a process is ended by SIGALRM, unless it is given others
 # Variables that the loader has read before Python runs: each value of them has a process of its own to be forked from.
@@ -35,16 +37,20 @@ OF_THE_LOADER = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 _servers = {}
 
 
-def run(arguments, folder, environment, trainer="graph", timeout=TIMEOUT):
+def run(arguments, folder, environment, trainer="graph", timeout=TIMEOUT, typed=""):
     """Does what ``subprocess.run([sys.executable, *arguments], ...)`` does, and returns the completed process.
 
-    ``trainer`` is a key of IMPORTED.
+    ``trainer`` is a key of IMPORTED, ``typed`` what stands in stdin.
     """
     words = [str(word) for word in arguments]
-    with tempfile.NamedTemporaryFile("w+") as stdout, tempfile.NamedTemporaryFile("w+") as stderr:
+    with contextlib.ExitStack() as stack:
+        stdin, stdout, stderr = (stack.enter_context(tempfile.NamedTemporaryFile("w+")) for _ in range(3))
+        stdin.write(typed)
+        stdin.flush()
+        streams = [stream.name for stream in (stdin, stdout, stderr)]
         request = {"arguments": words, "folder": str(folder), "environment": environment, "timeout": timeout}
         server = _running_server(trainer, environment)
-        server.stdin.write(json.dumps({**request, "stdout": stdout.name, "stderr": stderr.name}) + "\n")
+        server.stdin.write(json.dumps({**request, "streams": streams}) + "\n")
         server.stdin.flush()
         code = server.stdout.readline()
         assert code, f"the process that forks ended with exit code {server.wait()}"
@@ -83,16 +89,46 @@ def _next_request(trainer):
     inspect.getmodule(_run.__code__)
     set_meanwhile = {name: value for name, value in os.environ.items() if given.get(name) != value}
     sys.stdout.flush()
-    gc.freeze()
     for line in sys.stdin:
+        parsed = os.path.abspath("parsed.json")
+        _parse_before(parsed)
+        gc.freeze()
         child = os.fork()
         if not child:
             os.close(answers)
             request = json.loads(line)
-            return {**request, "environment": {**set_meanwhile, **request["environment"]}}
+            return {**request, "environment": {**set_meanwhile, **request["environment"]}, "parsed": parsed}
         _, status = os.waitpid(child, 0)
         os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(status))
     return None
+
+
+def _parse_before(path):
+    """Parses what the processes forked so far had to parse, as the next one may compile the same functions."""
+    if os.path.exists(path):
+        from mindspore._extends.parse.parser import Parser
+
+        with open(path, encoding="utf-8") as file:
+            for key, text, column in json.load(file):
+                Parser.ast_cache[key] = (sys.modules["asttokens"].ASTTokens(text, parse=True), column)
+        os.unlink(path)
+
+
+def _note_what_is_parsed(path):
+    """Lets this process write down at its end what it had to parse; MindSpore finds it by the hash of its text."""
+    from mindspore._extends.parse.parser import Parser
+
+    def note():
+        new = [(key, tokens.text, column) for key, (tokens, column) in Parser.ast_cache.items() if key not in known]
+        if new:
+            # The ranks that a forked process forks end at once.
+            own = f"{path}.{os.getpid()}"
+            with open(own, "w", encoding="utf-8") as file:
+                json.dump(new, file)
+            os.replace(own, path)
+
+    known = set(Parser.ast_cache)
+    atexit.register(note)
 
 
 def _replace_operators():
@@ -113,7 +149,7 @@ def _become(request):
     os.environ.update(request["environment"])
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
-    for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
+    for number, path in enumerate(request["streams"]):
         os.dup2(os.open(path, os.O_RDWR), number)
     np.random.seed()
     signal.alarm(request["timeout"])
@@ -137,4 +173,5 @@ if __name__ == "__main__":
     asked = _next_request(sys.argv[1])
     if asked:
         _become(asked)
+        _note_what_is_parsed(asked["parsed"])
         _run(*asked["arguments"])

@@ -4,9 +4,8 @@ import json
 
 import mindspore.dataset
 
-from mindlora.data.alpaca import AlpacaExamples
+from mindlora.data.alpaca import AlpacaExamples, prompt_template
 from mindlora.data.conversion import IGNORE_TOKEN_ID
-from mindlora.data.templates import prompt_template
 
 UNK, BOS, EOS, PAD = range(4)
 CHINESE = {"instruction": "这个温太医啊，也是古怪。", "input": "", "output": "你们俩话太多了，我该和温太医要一剂药。"}

@@ -10,6 +10,7 @@ from mindlora.files.adapters.adapter import Adapter
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import save_base
 
+LAYERS = 2
 # Three blocks in a row, so that groups of 256 cross rows; the border of gate and up is within a block.
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, EXPERTS, EXPERT_INNER, VOCAB = 192, 4, 2, 48, 80, 3, 40, 384
 ROWS = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
@@ -17,7 +18,7 @@ COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD_DIM,
@@ -65,7 +66,7 @@ def node(kind, **keys):
     return {"model_config": {**COMMON, **MODELS[kind], **keys}}
 
 
-def checkpoint(kind, seed=0):
+def checkpoint(kind, seed=0, layers=LAYERS):
     """Returns a model's tensors under Hugging Face's names."""
     rng, tensors = np.random.default_rng(seed), {}
 
@@ -79,7 +80,7 @@ def checkpoint(kind, seed=0):
     matrix("lm_head.weight", VOCAB, HIDDEN // 9)
     tensors["lm_head.weight"] = np.tile(tensors["lm_head.weight"], 10)[:, :HIDDEN]
     norms("model.norm")
-    for layer in range(2):
+    for layer in range(layers):
         start = f"model.layers.{layer}."
         for part, rows in ROWS.items():
             matrix(f"{start}self_attn.{part}.weight", rows, HIDDEN)
@@ -104,7 +105,7 @@ def checkpoint(kind, seed=0):
     return tensors
 
 
-def adapter(seed, ranks, layers=range(2), **fields):
+def adapter(seed, ranks, layers=range(LAYERS), **fields):
     """Returns an adapter that changes answers: ranks by cell (CELLS)."""
     rng, made = np.random.default_rng(seed), Adapter({}, **fields)
     for layer in layers:
@@ -117,7 +118,7 @@ def adapter(seed, ranks, layers=range(2), **fields):
     return made
 
 
-def write_adapters(folder, kind):
+def write_adapters(folder, kind, layers=LAYERS):
     """Writes the ADAPTERS: one on Hugging Face's cells, and one on mcore's joined ones."""
     cells = {
         "apart": ("attention.wq", "attention.wv", *FEED_FORWARD[kind]),
@@ -125,12 +126,14 @@ def write_adapters(folder, kind):
     }
     for seed, (name, path) in enumerate(ADAPTERS.items()):
         form = "peft" if name == "apart" else "mcore"
-        files.write(adapter(seed, dict.fromkeys(cells[name], 4)), os.path.join(folder, path), form)
+        files.write(adapter(seed, dict.fromkeys(cells[name], 4), range(layers)), os.path.join(folder, path), form)
 
 
-def write_folder(folder, kind):
+def write_folder(folder, kind, layers=LAYERS):
     """Writes run.yaml, a base with a tokenizer and ADAPTERS into a folder that is made; returns it."""
-    base = save_base(os.path.join(folder, "base"), checkpoint(kind), **COMMON)
+    base = save_base(
+        os.path.join(folder, "base"), checkpoint(kind, layers=layers), **{**COMMON, "num_hidden_layers": layers}
+    )
     chat_tokenizer(CHATML).save_pretrained(base)
     config = {
         "use_legacy": False,
@@ -139,9 +142,9 @@ def write_folder(folder, kind):
         "load_checkpoint": base,
         "trainer": {"type": "CausalLanguageModelingTrainer", "model_name": kind},
         "context": {"mode": 0, "device_target": "CPU", "max_device_memory": "4GB"},
-        "model": node(kind),
+        "model": node(kind, num_hidden_layers=layers),
     }
     with open(os.path.join(folder, "run.yaml"), "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file)
-    write_adapters(folder, kind)
+    write_adapters(folder, kind, layers)
     return folder

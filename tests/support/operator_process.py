@@ -1,7 +1,7 @@
 """The CPU library in a process of its own, on this processor or an emulated one.
 
 scripts/test_aarch64.sh names the emulator in MINDLORA_TEST_EMULATOR and the compiler in CXX; tests/support/native.py
-then calls every kernel through this.
+then calls every kernel through this. scripts/release.sh names the library of a wheel in MINDLORA_TEST_LIBRARY.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from tests.conftest import ROOT
 
 EMULATOR = shlex.split(os.environ.get("MINDLORA_TEST_EMULATOR", ""))
 _FOLDER = os.path.join(ROOT, "build", "emulated" if EMULATOR else "native")
-LIBRARY = os.path.join(_FOLDER, "libmindlora_cpu.so") if EMULATOR else build.LIBRARY
+GIVEN_LIBRARY = os.environ.get("MINDLORA_TEST_LIBRARY")
+LIBRARY = GIVEN_LIBRARY or (os.path.join(_FOLDER, "libmindlora_cpu.so") if EMULATOR else build.LIBRARY)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Initializers of A and B beyond the plain ones, in NumPy: orthogonal, PiSSA, OLoRA, LoftQ.
+"""Initializers of A and B in NumPy, beyond the plain ones: orthogonal, PiSSA, OLoRA, LoftQ, EVA's and VeRA's.
 
 PiSSA, OLoRA and LoftQ take the initial pair from the base weight and subtract its product: W' = W - scale B0 A0.
 """
 
+import math
 import re
 from typing import Callable, NamedTuple, Optional, Protocol, Tuple, TypeVar
 
@@ -10,7 +11,6 @@ import numpy as np
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
-from mindlora.core.numerics.principal_components import randomized_svd
 
 NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
 # What PEFT's KaSA does to a base; nothing here is trained so.
@@ -18,6 +18,11 @@ KASA = "kasa"
 _PISSA = re.compile(r"pissa(?:_niter_(\d+))?")
 _LOFTQ = re.compile(r"loftq(?:_iter_([1-9]\d*))?")
 Quantized = TypeVar("Quantized")
+# Random directions of randomized_svd beyond the rank; a few make the error small.
+_OVERSAMPLING = 8
+# The randomized decomposition takes the place of the exact one where that would be several times slower.
+_ITERATIONS = 4
+_FEW = 4
 
 
 class Shaped(Protocol):
@@ -210,3 +215,106 @@ def check_rank(rank: int, weight: Shaped, name: str) -> None:
             f"lora_init is {name!r} and lora_rank is {rank}, more than the smaller side of a weight "
             f"{list(weight.shape)}. Lower lora_rank."
         )
+
+
+def vera_projection(key: int, rank: int, in_channels: int, out_channels: int) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns the frozen A and B that all cells of a VeRA network share, uniform in +-sqrt(6 / fan_in), float32.
+
+    They are the numbers that PyTorch's CPU generator draws for ``key``, A first, so they equal PEFT's bit for bit. The
+    generator uses the lower 32 bits of ``key``. A is [r, in_channels] with fan_in in_channels, B [out_channels, r] with
+    fan_in r; a smaller cell takes the first columns of A and the first rows of B.
+
+    Source: Kopiczko et al., VeRA: Vector-based Random Matrix Adaptation, 2024, section 3.2.
+    """
+    generator = np.random.RandomState(key & 0xFFFFFFFF)
+    return (_uniform(generator, (rank, in_channels), in_channels), _uniform(generator, (out_channels, rank), rank))
+
+
+def _uniform(generator: np.random.RandomState, shape: Tuple[int, int], fan_in: int) -> np.ndarray:
+    # PyTorch takes the lower 24 bits of each word of the Mersenne Twister.
+    words = generator.randint(0, 2**32, size=shape, dtype=np.uint32) & np.uint32(2**24 - 1)
+    bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(fan_in))
+    low = np.float32(-bound)
+    high = np.float32(bound)
+    # One rounding for product and sum, as in PyTorch: the product is exact in float64.
+    return (words * (2.0**-24 * np.float64(high - low)) + np.float64(low)).astype(np.float32)
+
+
+def randomized_svd(matrix: np.ndarray, rank: int, iterations: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (U, S, V^T) of W projected onto the range of (W W^T)^iterations W X, with X random directions.
+
+    They hold the ``rank`` leading singular values and vectors, and a few more. Each call draws the same X.
+
+    Args:
+        matrix (array): W [rows, columns], float32 or float64.
+        rank (int): At most the smaller side of W.
+        iterations (int): More make it more exact: 4 are usual, 16 nearly exact.
+
+    Source: Halko et al., Finding Structure with Randomness, 2011.
+    """
+    if matrix.shape[0] < matrix.shape[1]:
+        u, s, vt = randomized_svd(matrix.T, rank, iterations)
+        return vt.T, s, u.T
+    directions = min(rank + _OVERSAMPLING, *matrix.shape)
+    rng = np.random.default_rng(0)
+    q = np.linalg.qr(matrix @ rng.standard_normal((matrix.shape[1], directions), np.float32))[0]
+    for _ in range(iterations):
+        q = np.linalg.qr(matrix.T @ q)[0]
+        q = np.linalg.qr(matrix @ q)[0]
+    u, s, vt = np.linalg.svd(q.T @ matrix, full_matrices=False)
+    return q @ u, s, vt
+
+
+class PrincipalComponents:
+    """The leading principal components of all rows so far, from a decomposition of each batch.
+
+    With S V the components of the rows before, each times its singular value, n their number and m their mean, those of
+    a batch X of k rows with mean x are the leading right singular vectors of [S V; X - x; sqrt(n k / (n + k)) (m - x)].
+
+    Source: Ross et al., Incremental Learning for Robust Visual Tracking, 2008, as in scikit-learn's IncrementalPCA.
+
+    Args:
+        count (int): How many components, at least 1.
+
+    Attributes:
+        components (array): float32 [count, features], the strongest first; None before the first batch. The largest
+            element of each is positive.
+        explained (array): float64 [count], which share of the variance of all rows each explains; None before.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.components: Optional[np.ndarray] = None
+        self.explained: Optional[np.ndarray] = None
+        self._singular_values = np.zeros(0)
+        self._mean = np.zeros(0)
+        self._variance = np.zeros(0)
+        self._rows = 0
+
+    def update(self, rows: np.ndarray) -> None:
+        """Takes a batch of float32 [k, features] in, with k and features at least ``count``."""
+        batch = rows.astype(np.float64)
+        mean, variance, number = batch.mean(axis=0), batch.var(axis=0), len(batch)
+        batch -= mean
+        if self.components is None:
+            self._mean = self._variance = np.zeros_like(mean)
+        else:
+            before = self._singular_values[:, None] * self.components
+            shift = np.sqrt(self._rows * number / (self._rows + number)) * (self._mean - mean)
+            batch = np.vstack([before, batch, shift])
+        total = self._rows + number
+        old_share, new_share = self._rows / total, number / total
+        spread = old_share * new_share * (self._mean - mean) ** 2
+        self._variance = old_share * self._variance + new_share * variance + spread
+        self._mean = old_share * self._mean + new_share * mean
+        self._rows = total
+        if _FEW * self.count < min(batch.shape):
+            _, values, vectors = randomized_svd(batch, self.count, _ITERATIONS)
+        else:
+            _, values, vectors = np.linalg.svd(batch, full_matrices=False)
+        vectors = vectors[: self.count]
+        largest = vectors[np.arange(len(vectors)), np.abs(vectors).argmax(axis=1)]
+        self.components = (vectors * np.sign(largest)[:, None]).astype(np.float32)
+        self._singular_values = values[: self.count]
+        whole = self._variance.sum() * total
+        self.explained = self._singular_values**2 / whole if whole > 0 else np.zeros(len(vectors))

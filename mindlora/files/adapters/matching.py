@@ -1,8 +1,11 @@
-"""Matches an adapter to the cells of a network, known by paths and shapes: names, joined cells, base, shapes."""
+"""Matches an adapter to the cells of a network, known by paths and shapes: names, joined cells, base, shapes.
+
+An adapter of a bare model (layers.0..., as AutoModel has them) gets the names of the model with a head, and back.
+"""
 
 import logging
 import warnings
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, cast
+from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, cast
 
 import numpy as np
 
@@ -295,3 +298,29 @@ def rename(adapter: Adapter, new_paths: Mapping[str, str]) -> None:
     adapter.tensors = {(new_paths.get(path, path), part): array for (path, part), array in adapter.tensors.items()}
     adapter.alphas = {new_paths.get(path, path): alpha for path, alpha in adapter.alphas.items()}
     adapter.embeddings = {new_paths.get(path, path) for path in adapter.embeddings}
+
+
+def complete_bare_names(adapter: Adapter) -> None:
+    """Gives an adapter of a bare model the names of the model with a head; any other keeps its names."""
+    prefix = names.missing_prefix([*adapter.paths, *adapter.token_rows])
+    if prefix:
+        adapter.bare_prefix = prefix
+        _rename_all(adapter, lambda name: names.with_prefix(name, prefix))
+
+
+def shorten_to_bare_names(adapter: Adapter, paths: Collection[str]) -> None:
+    """Gives an adapter the names of a bare model where the network, whose cells are at ``paths``, is one."""
+    prefix = names.missing_prefix(paths)
+    if prefix:
+        _rename_all(adapter, lambda name: name.removeprefix(prefix))
+
+
+def _rename_all(adapter: Adapter, renamed: Callable[[str], str]) -> None:
+    adapter.tensors = {(renamed(path), part): array for (path, part), array in adapter.tensors.items()}
+    adapter.alphas = {renamed(path): alpha for path, alpha in adapter.alphas.items()}
+    adapter.embeddings = set(map(renamed, adapter.embeddings))
+    saved_modules = {renamed(name): array for name, array in adapter.saved_modules.items()}
+    adapter.saved_modules = {names.parameter_in_adapters(name): array for name, array in saved_modules.items()}
+    adapter.token_rows = {renamed(path): rows for path, rows in adapter.token_rows.items()}
+    if adapter.allocation:
+        adapter.allocation = {**adapter.allocation, "left_out": list(map(renamed, adapter.allocation["left_out"]))}

@@ -20,12 +20,11 @@ from mindlora.files.adapters.adapter import Adapter, is_finite
 from mindlora.files.adapters.dialects.peft_config import Extras
 from mindlora.files.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.files.adapters.matching import CellShape, arrange, rename_for
-from mindlora.files.base import llama_cpp, pynative
-from mindlora.files.base.adapter_tokenizer import tokenizer_files
+from mindlora.files.base import llama_cpp, writer
 from mindlora.files.base.quantized.decode import CONFIG_NOTE
 from mindlora.files.base.reader import CONFIG, WORLDS, BaseCheckpoint
+from mindlora.files.base.tokenizer_files import GENERATION, stopping_at_turn_end, tokenizer_files
 from mindlora.files.base.trained_base import check_trained_base
-from mindlora.files.base.turn_end import GENERATION, stopping_at_turn_end
 from mindlora.files.base.writer import PYNATIVE, OutputTensor, Shard, check_checkpoint_output, is_file_name, write
 from mindlora.models import names
 from mindlora.models.architectures.architecture import LEGACY, MCORE
@@ -147,7 +146,7 @@ def merge_checkpoint(
         config = changed if source.config and (merging.changed_config or source.decoded) else None
         tokenizer = tokenizer_files(str(adapter), source.folder, source.companions(), merging.tokens)
         if source.is_pynative:
-            shards = pynative.shards(shards, source.expert_heights)
+            shards = writer.shards_in_trainers_form(shards, source.expert_heights)
         stopping: List[str] = []
         if is_gguf:
             files = [_write_gguf(output, source, tokenizer.folder, shards, config or source.config, outtype, progress)]

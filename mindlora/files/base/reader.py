@@ -21,7 +21,7 @@ from mindlora.core.text import examples
 from mindlora.files.base import mcore_view
 from mindlora.files.base.quantized.decode import DecodedWeights, decoded_config, decoded_weights
 from mindlora.files.base.quantized.stored import StoredTensors
-from mindlora.models import bare, names
+from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import HF, LEGACY, MCORE, Architecture
 from mindlora.models.variants.registry import PYNATIVE_INITIAL
@@ -227,8 +227,8 @@ class BaseCheckpoint:
 
     def _complete_names(self):
         """Gives the tensors of a bare model, such as AutoModel's layers.0..., the names of the model with a head."""
-        self.bare_prefix = bare.missing_prefix(self._file_of)
-        self._stored = {bare.with_prefix(name, self.bare_prefix): name for name in self._file_of}
+        self.bare_prefix = names.missing_prefix(self._file_of)
+        self._stored = {names.with_prefix(name, self.bare_prefix): name for name in self._file_of}
         self._file_of = {name: self._file_of[stored] for name, stored in self._stored.items()}
 
     def _add(self, file):

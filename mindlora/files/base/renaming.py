@@ -1,19 +1,33 @@
-"""What convert_base writes for each tensor of a checkpoint: the same under another name, or joined or split ones."""
+"""What each tensor of a checkpoint becomes under other names: the same one, or joined or split ones; in 4 bits, too."""
 
 import functools
 import itertools
-from typing import Dict, List, Optional
+from typing import Dict, Iterable, List, Mapping, Optional, Tuple
+
+import numpy as np
 
 from mindlora.core.errors import CheckpointError
+from mindlora.core.numerics.nf4 import GROUP, by_row, split_name, tensor_name
 from mindlora.core.text import examples
-from mindlora.files.base import experts
-from mindlora.files.base.joined import join, joined_name, parts_of, split
+from mindlora.files.base.joined import (
+    ExpertTensor,
+    expert_tensor,
+    experts_to_hugging_face,
+    experts_to_mcore,
+    join,
+    joined_name,
+    parts_of,
+    split,
+)
 from mindlora.files.base.reader import WORLDS, BaseCheckpoint
 from mindlora.files.base.writer import OutputTensor, Shard
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
 from mindlora.models.architectures.joined_rows import HeadSizes
+
+_OF_GROUPS = tuple(tensor_name("", field) for field in ("scales", "offsets"))
+_ABSMAX = tensor_name("", "absmax")
 
 
 class Plan:
@@ -85,7 +99,7 @@ class Plan:
         joined = self._joined_of(name)
         parts = self._parts_of(name)
         if expert:
-            make = experts.to_mcore if self._to == MCORE else experts.to_hugging_face
+            make = experts_to_mcore if self._to == MCORE else experts_to_hugging_face
             return make(self.base, name, expert)
         if joined:
             return self._joined_at(self._legacy[name], joined)
@@ -95,10 +109,10 @@ class Plan:
         target = self._renamed(name, self.base.world, self._to) or name
         return [tensor_of(self.base, name)._replace(name=target)]
 
-    def _expert(self, name: str) -> Optional[experts.ExpertTensor]:
+    def _expert(self, name: str) -> Optional[ExpertTensor]:
         if LEGACY in (self.base.world, self._to):
             return None
-        return experts.expert_tensor(self.base, name)
+        return expert_tensor(self.base, name)
 
     def _joined_of(self, name: str) -> Optional[str]:
         """Returns the joined tensor that ``name`` becomes a part of (its legacy name), or None."""
@@ -142,3 +156,69 @@ def _latent_rows(base: BaseCheckpoint) -> Optional[int]:
     """Returns the rows of DeepSeek's q_a_proj, which are the columns of linear_qb, or None for another model."""
     sizes = (info.shape[1] for name, info in base.tensors.items() if name.endswith(".linear_qb.weight"))
     return next(sizes, None)
+
+
+def quantized_weights(tensor_names: Iterable[str]) -> List[str]:
+    """Returns the names of the weights that are 4-bit, given the names of a checkpoint's tensors."""
+    return [name[: -len(_ABSMAX)] for name in tensor_names if name.endswith(_ABSMAX)]
+
+
+def with_smaller_groups(shapes: Mapping[str, Tuple[int, ...]]) -> List[str]:
+    """Returns the names of 4-bit weights with groups of fewer than 256 blocks, which operators of a CPU alone decode.
+
+    ``shapes`` is name -> shape of a checkpoint's tensors.
+    """
+    smaller = []
+    for weight in quantized_weights(shapes):
+        rows, blocks = shapes[tensor_name(weight, "absmax")]
+        if shapes[tensor_name(weight, "scales")] != (-(-rows * blocks // GROUP),):
+            smaller.append(weight)
+    return smaller
+
+
+def taken_apart(base: BaseCheckpoint, heads: int, kv_heads: int) -> List[OutputTensor]:
+    """Returns the tensors of a quantized ``base`` of MindFormers under Hugging Face's names.
+
+    Groups of blocks cross rows. Where rows are taken out of a joined weight, its groups become smaller ones that do not
+    (nf4.by_row). The stacked weights of experts stay [experts * in, blocks * 32], as mcore has them, if they are
+    quantized; else they are those of single experts.
+    """
+    tensors = []
+    for name in base.tensors:
+        tensors += _made_of(base, name, HeadSizes(heads, kv_heads))
+    return tensors
+
+
+def _made_of(base: BaseCheckpoint, name: str, sizes: HeadSizes) -> List[OutputTensor]:
+    weight, field = split_name(name)
+    expert = expert_tensor(base, weight)
+    if expert and f"{weight}{_ABSMAX}" not in base.tensors:
+        return experts_to_hugging_face(base, name, expert)
+    if expert:
+        return [tensor_of(base, name)._replace(name=f"{names.to_hugging_face(weight)}{field}")]
+    path, _, leaf = weight.rpartition(".")
+    legacy = base.architecture.rename_path(path, base.world, LEGACY) or path
+    if names.in_hugging_face(legacy):
+        renamed = base.architecture.rename_parameter(weight, base.world, HF) or names.parameter_to_hugging_face(weight)
+        return [tensor_of(base, name)._replace(name=f"{renamed or weight}{field}")]
+    targets = [f"{names.to_hugging_face(part)}.{leaf}{field}" for part in names.joined_parts(legacy)]
+    joined = f"{legacy}.{leaf}"
+    if field not in _OF_GROUPS:
+        return split(tensor_of(base, name), joined, targets, sizes)
+    rows, blocks = base.tensors[f"{weight}{_ABSMAX}"].shape
+    return [_flat(part) for part in split(_by_row(base, name, rows, blocks), joined, targets, sizes)]
+
+
+def _by_row(base: BaseCheckpoint, name: str, rows: int, blocks: int) -> OutputTensor:
+    """Returns the scales or offsets of a weight by its rows."""
+    whole = by_row(base.read_rows(name, 0, base.tensors[name].shape[0]), rows, blocks)
+    return OutputTensor(name, whole.dtype, whole.shape, lambda begin, end: whole[begin:end])
+
+
+def _flat(part: OutputTensor) -> OutputTensor:
+    rows, columns = part.shape
+
+    def flat(begin: int, end: int) -> np.ndarray:
+        return part.rows(begin // columns, end // columns).reshape(-1)
+
+    return part._replace(shape=(rows * columns,), rows=flat, unit=part.unit * columns)

@@ -18,9 +18,10 @@ from mindlora.core.formats import ckpt_file, step_folder
 from mindlora.core.formats.gguf_file import ENDING
 from mindlora.core.formats.safetensors_file import layout
 from mindlora.core.json_files import write_json
+from mindlora.files.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.files.base.reader import INDEX
 
-# MindFormers 2's PyNative trainer: mcore's names, but for base.pynative's, in the folder of a step.
+# MindFormers 2's PyNative trainer: mcore's names, but for those of mcore_view, in the folder of a step.
 PYNATIVE = "pynative"
 # Bytes of a block, so that it fits into a core's cache with what it is computed from.
 _BLOCK = 2**20
@@ -203,3 +204,28 @@ def _write_at(handle: int, content: memoryview, offset: int) -> None:
 def is_file_name(output: str) -> bool:
     """Returns whether ``output`` is to be one file, and not a folder."""
     return str(output).endswith((".safetensors", ".ckpt"))
+
+
+def shards_in_trainers_form(of_mcore: List[Shard], heights: Dict[str, int]) -> List[Shard]:
+    """Returns shards of mcore's tensors in the trainer's form.
+
+    Args:
+        of_mcore (list of Shard): Their tensors.
+        heights (dict): Name of an expert weight -> rows of each expert.
+    """
+    converted = []
+    for shard in of_mcore:
+        tensors = [_in_its_form(tensor, heights.get(tensor.name)) for tensor in shard.tensors]
+        converted.append(shard._replace(tensors=tensors))
+    return converted
+
+
+def _in_its_form(tensor: OutputTensor, height: Optional[int]) -> OutputTensor:
+    if height is None:
+        return tensor._replace(name=with_end(tensor.name, MCORE_BIAS, BIAS))
+    experts, width = tensor.shape[0] // height, tensor.shape[1]
+
+    def stacked(begin: int, end: int) -> np.ndarray:
+        return tensor.rows(begin * height, end * height).reshape(end - begin, height, width)
+
+    return OutputTensor(tensor.name, tensor.dtype, (experts, height, width), stacked)

@@ -9,7 +9,7 @@ from mindspore.ops.operations import Morph
 from mindlora.network.cells.cell import LoRACell, carry_settings
 from mindlora.network.cells.experts import FFN_MODULE, ExpertWeight
 from mindlora.network.cells.linear_base import is_sharded
-from mindlora.network.cells.stacked_experts import StackedLoRAExpertWeight
+from mindlora.network.cells.stacked import StackedLoRAExpertWeight
 from mindlora.network.pynative.experts import (
     LEAVES,
     LoRAPyNativeExpertWeight,

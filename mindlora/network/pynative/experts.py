@@ -18,9 +18,14 @@ from mindspore.common import dtype as mstype
 from mindlora.core.numerics.pair_shapes import transposed_experts
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.variants.registry import PYNATIVE_PARAMETERS
-from mindlora.network.cells.cell import carry_settings, refuse_own_forward, refuse_unsupported
+from mindlora.network.cells.cell import (
+    InitialDraws,
+    carry_settings,
+    initial_values,
+    refuse_own_forward,
+    refuse_unsupported,
+)
 from mindlora.network.cells.experts import ExpertWeight, GroupedProduct, LoRAExpertWeight
-from mindlora.network.cells.initial_values import InitialDraws, initial_values
 from mindlora.network.pynative.linear import local, set_value
 from mindlora.network.tensors import to_array
 

@@ -12,20 +12,22 @@ from types import MappingProxyType
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Type
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics import initializers
+from mindlora.core.numerics.dtypes import to_float32
 from mindlora.core.numerics.initializers import InitialPair
 from mindlora.models.lora_config import LoraConfig
-from mindlora.models.variants.registry import PARAMETERS, PYNATIVE_INITIAL, PYNATIVE_PARAMETERS
+from mindlora.models.variants.registry import PARAMETERS, PYNATIVE_INITIAL, PYNATIVE_PARAMETERS, PYNATIVE_STACKED
 from mindlora.models.variants.variant import SHARDED
-from mindlora.network.cells.cell import refuse_unsupported
+from mindlora.network.cells.cell import InitialDraws, refuse_unsupported
 from mindlora.network.cells.dense import LoRADense
-from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
+from mindlora.network.cells.stacked import StackedLoRAParallelLinear
 from mindlora.network.tensors import fill, to_array
 from mindlora.network.variants.adalora import AdaLoRADense
 from mindlora.network.variants.dora import DoRADense
@@ -95,7 +97,7 @@ class PyNativeBase(LinearBase):
         return ops.MatMul(transpose_b=True), ops.Add() if cell.has_bias else None, cell.compute_dtype
 
     def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
-        # MindFormers shards later. Where it does not, fused operators saved no time either (docs/pynative.md).
+        # MindFormers shards later. Where it does not, fused operators saved no time either (docs/pynative_details.md).
         return composed_low_rank(dropout_rate, "a cell that may be sharded takes MindSpore's operators alone")
 
 
@@ -363,3 +365,62 @@ class VeRAPyNativeLinear(WholePyNativeLinear, VeRADense):
             initial = vars(parameter).pop("initial", None)
             if initial is not None:
                 parameter.copy_(Tensor(initial))
+
+
+class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
+    """StackedLoRADense in the place of MindFormers' Linear, whose rows are side by side.
+
+    Weights:
+        Those of the cell that it adopts, whose weight may be 4-bit; stacked_lora_a [K, r, in_channels] and
+        stacked_lora_b [K, out_channels, r] with r the largest rank. The names end as those that MindFormers takes for
+        an adapter's, and differ from those of a single adapter.
+
+    Inputs:
+        - **input_** (Tensor) - Shape [sequence, batch, in_channels]; the second axis holds equal numbers of rows for
+          the K adapters, those of the first one first.
+
+    Outputs:
+        Tensor of shape [sequence, batch, out_channels] and of the dtype of input_.
+    """
+
+    parameter_names = PYNATIVE_STACKED
+    mindpet_delta_lora_a = property(operator.attrgetter(PYNATIVE_STACKED["A"]))
+    mindpet_delta_lora_b = property(operator.attrgetter(PYNATIVE_STACKED["B"]))
+
+    @classmethod
+    def from_cells(
+        cls, cell: nn.Cell, adapted: Sequence[Optional[LoRADense]], compute_dtype: Optional[str] = None
+    ) -> "StackedLoRAPyNativeLinear":
+        self = super().from_cells(cell, adapted, compute_dtype)
+        # Tuples hide them from MindSpore, which would name and save their parameters a second time.
+        self._base_cell = (cell,)
+        self._adapted = tuple(adapted)
+        # Tensor.backward() does not call the bprop of the cells that graph mode has for them.
+        self.scale, self.swap = ops.Mul(), ops.Transpose()
+        return self
+
+    @staticmethod
+    def _zeros(shape, dtype, name):
+        # An initializer would have yet to make its values when the optimizer copies them.
+        with ms.DeviceCtx("meta"):
+            return Parameter(mint.empty(shape, dtype=dtype), name=name)
+
+    @property
+    def quantization(self) -> Optional[str]:
+        """How W is quantized, as it is of a cell with one adapter."""
+        return getattr(self._base_cell[0], "quantization", None)
+
+    def reset_parameter(self) -> None:
+        """Sets W and bias to their initial values, and A and B to those of the adapters."""
+        self._base_cell[0].reset_parameter()
+        for part, stacked in zip("AB", self.lora_parameters()):
+            values = np.zeros(stacked.shape, np.float32)
+            for number, cell in enumerate(self._adapted):
+                if cell is not None:
+                    own = to_float32(to_array(cell.parts()[part]))
+                    values[(number, *map(slice, own.shape))] = own
+            set_value(stacked, Tensor(values))
+
+    def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        # The model passes a weight only to a cell without one of its own, which the adapters' cells refuse.
+        return self.computed(input_)

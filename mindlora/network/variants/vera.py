@@ -7,7 +7,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant
 
-from mindlora.core.numerics.vera_projection import projection
+from mindlora.core.numerics.initializers import vera_projection
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.variants.vera import VERA
 from mindlora.network.cells.dense import LoRADense
@@ -20,7 +20,7 @@ class VeRADense(LoRADense):
         y = activation(x W^T + bias + ((dropout(x) A^T) \lambda_d) (diag(\lambda_b) B)^T)
 
     A and B are the shared projection: the same two parameters in all cells of a network, as wide as its widest adapted
-    cell. Each cell takes the first columns of A and the first rows of B (see mindlora.core.numerics.vera_projection).
+    cell. Each cell takes the first columns of A and the first rows of B (see mindlora.core.numerics.initializers).
     lambda_d is initialized to d_initial and lambda_b to zero, so that the cell computes what the plain one does until
     it trains. Only these two train, r + out_channels numbers. The fused operators do not support this cell.
 
@@ -45,7 +45,7 @@ class VeRADense(LoRADense):
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
         shapes = VERA.shared_shapes([cls.weight_shape(cell) for cell in cells], config.lora_rank)
         (_, in_channels), (out_channels, _) = shapes.values()
-        arrays = projection(config.projection_prng_key, config.lora_rank, in_channels, out_channels)
+        arrays = vera_projection(config.projection_prng_key, config.lora_rank, in_channels, out_channels)
         dtype = getattr(mstype, config.param_init_type)
         return tuple(
             Parameter(Tensor(array, dtype), name=part.parameter, requires_grad=False)

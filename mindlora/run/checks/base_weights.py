@@ -11,7 +11,7 @@ from mindlora.core.git_lfs import refuse_pointer
 from mindlora.core.text import examples
 from mindlora.files.base import quantize
 from mindlora.files.base.reader import BaseCheckpoint
-from mindlora.models import bare
+from mindlora.models import names
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.parallel import is_scattered
 from mindlora.run.yaml_run import YamlRun
@@ -93,7 +93,7 @@ def check_base_weights(run: YamlRun) -> Iterator[Finding]:
         return
     refuse_pointer(file, ConfigError)
     stored = _stored_shapes(file)
-    prefix = bare.missing_prefix(stored)
+    prefix = names.missing_prefix(stored)
     if prefix and not loads_by_tensor(run):
         form = "mcore" if run.is_mcore else "mindformers"
         yield error(
@@ -166,10 +166,10 @@ def _compare(path: str, stored: Mapping[str, Tuple[int, ...]], expected: Mapping
 def _file_of(path: str, format_: Optional[str]) -> Optional[str]:
     """Returns a checkpoint, or the first .safetensors file of a folder; None if there is none, or .ckpt is wanted."""
     if os.path.isdir(path):
-        names = sorted(os.listdir(path))
-        if format_ != "safetensors" and any(name.endswith(".ckpt") for name in names):
+        entries = sorted(os.listdir(path))
+        if format_ != "safetensors" and any(name.endswith(".ckpt") for name in entries):
             return None
-        return next((os.path.join(path, name) for name in names if name.endswith(".safetensors")), None)
+        return next((os.path.join(path, name) for name in entries if name.endswith(".safetensors")), None)
     return path if os.path.isfile(path) and path.endswith((".ckpt", ".safetensors")) else None
 
 

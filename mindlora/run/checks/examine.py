@@ -6,18 +6,16 @@ from typing import Iterable, Iterator, List, Optional
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.run.checks.base_weights import check_base_weights, check_slicing
 from mindlora.run.checks.batches import check_batches
-from mindlora.run.checks.cpu import check_cpu
+from mindlora.run.checks.cpu import check_cpu, check_held_base
 from mindlora.run.checks.data_rows import FirstRows, check_labels, check_packing, check_rows
 from mindlora.run.checks.files import check_quantized_base
 from mindlora.run.checks.finding import Finding, error, errors
-from mindlora.run.checks.held_base import check_held_base
 from mindlora.run.checks.invocation import check_invocation
 from mindlora.run.checks.key_ranges import check_keys, check_run_mode, check_shape
 from mindlora.run.checks.mcore import check_mcore
-from mindlora.run.checks.memory import check_memory_options
 from mindlora.run.checks.model import check_dtypes
 from mindlora.run.checks.parallel import check_dataset_strategy, check_sharded, check_sizes
-from mindlora.run.checks.training import check_training
+from mindlora.run.checks.training import check_memory_options, check_training
 from mindlora.run.keys import MODEL
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.adalora.rules import check_rank_budget

@@ -8,7 +8,7 @@ from mindlora.core.text import listed
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
-from mindlora.models.architectures.decoder_sizes import decoder_sizes
+from mindlora.models.architectures.mcore_sizes import decoder_sizes
 from mindlora.run.checks.base_weights import loads_by_tensor
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.yaml_run import YamlRun

@@ -22,8 +22,8 @@ from mindlora.run.yaml_run import YamlRun
 
 # What published experience advises, where the settings of a run differ from it: notes of the doctor and of the plan.
 #
-# Published claims were tried on a small model (docs/benchmarks.md). Advised is what held there: all linear cells, a
-# higher rate than that of full fine-tuning, and rsLoRA's scale for large ranks.
+# Published claims were tried on a small model (docs/benchmarks/claims.md). Advised is what held there: all linear
+# cells, a higher rate than that of full fine-tuning, and rsLoRA's scale for large ranks.
 
 # The usual rates of full fine-tuning end here, and those of LoRA begin above.
 _LOW_RATE = 5e-5

@@ -1,4 +1,4 @@
-"""What the train step and the callbacks of a run need from the rest of its YAML."""
+"""What the train step, the callbacks and the options that save memory need from the rest of a YAML."""
 
 from typing import Any, Iterator, Mapping
 
@@ -6,7 +6,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT
 from mindlora.core.text import shown, suggestion
 from mindlora.core.yaml_file import PET
-from mindlora.run.checks.finding import Finding, error
+from mindlora.run.checks.finding import Finding, error, note, warning
 from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.exchange.settings import exchange_settings
 from mindlora.training.preference.settings import MEASURES
@@ -20,6 +20,10 @@ _METRICS = ["held_out_loss", "loss"]
 # What HeldOutLoss measures beside the loss where a run trains a classifier, and where it learns from preferences.
 _OF_LABELS = ["held_out_accuracy", "held_out_f1"]
 _OF_PREFERENCES = [f"held_out_{name}" for name in MEASURES]
+_RECOMPUTE = "recompute_config"
+_SWAP = "swap_config"
+# Keys that say how to recompute, with the value that leaves them off.
+_HOW = {"parallel_optimizer_comm_recompute": False, "recompute_slice_activation": False, "mp_comm_recompute": True}
 
 
 def check_training(run: YamlRun) -> Iterator[Finding]:
@@ -159,3 +163,65 @@ def _check_held_out(run: YamlRun, where: str, callback: Mapping[str, Any]) -> It
             "some saves there is no held_out_loss.",
             f"Set save_steps to a multiple of every_steps, such as {measured}.",
         )
+
+
+def check_memory_options(run: YamlRun) -> Iterator[Finding]:
+    """Yields a finding for each option of recomputation, swapping or offloading that does not do what it says.
+
+    There are none for a run that does not train.
+    """
+    if run.trains:
+        yield from _check_recomputation(run)
+        yield from _check_swapping(run)
+        yield from _check_optimizer(run)
+
+
+def _check_recomputation(run: YamlRun) -> Iterator[Finding]:
+    recomputes = bool(run.at(f"{_RECOMPUTE}.recompute"))
+    for key, off in _HOW.items():
+        value = run.at(f"{_RECOMPUTE}.{key}")
+        if value is None or value == off:
+            continue
+        if not recomputes:
+            yield warning(
+                f"{_RECOMPUTE}.{key}",
+                f"{key} has no effect without recompute.",
+                f"Set recompute: True, or remove {key}.",
+            )
+        elif not run.is_sharded:
+            yield note(
+                f"{_RECOMPUTE}.{key}",
+                f"{key} has an effect only with use_parallel: True and parallel.parallel_mode 1 or 2.",
+            )
+
+
+def _check_swapping(run: YamlRun) -> Iterator[Finding]:
+    key = f"{_SWAP}.swap"
+    node = run.at(_SWAP) or {}
+    named = [name for name in ("layer_swap", "op_swap") if node.get(name)]
+    if not node.get("swap"):
+        if named:
+            yield warning(key, f"swap is off, so {' and '.join(named)} have no effect.", "Set swap: True.")
+    elif not named:
+        yield warning(key, "swap is on, and neither layer_swap nor op_swap says what to swap.")
+    elif run.on_cpu:
+        yield warning(key, "swap moves activations from an NPU to the host: it has no effect on a CPU.")
+    elif run.at(f"{_RECOMPUTE}.recompute") is True:
+        yield warning(
+            key,
+            "swap has no effect on layers that are recomputed, and recompute is True for all of them.",
+            "Give recompute a list of the other layers.",
+        )
+
+
+def _check_optimizer(run: YamlRun) -> Iterator[Finding]:
+    if not run.at("optimizer.swap"):
+        return
+    if run.on_cpu:
+        fault = "optimizer.swap keeps the optimizer's state on the host: it has no effect on a CPU."
+    else:
+        fault = (
+            "optimizer.swap moves the optimizer's state to the host. With LoRA that is eight bytes for each element of "
+            "A and B, so it saves little and slows each step."
+        )
+    yield note("optimizer.swap", fault)

@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Se
 from mindlora.core.errors import ConfigError
 from mindlora.models.names import role_of
 from mindlora.models.weights import Weight
-from mindlora.run.checks.held_base import held_dtype
+from mindlora.run.checks.cpu import held_dtype
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.fragments import LayerTensors, LossTensors, loss_tensors
 from mindlora.run.plan.run import Run, layer_of

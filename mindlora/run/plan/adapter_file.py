@@ -10,7 +10,7 @@ from mindlora.core.numerics.dtypes import named_dtype
 from mindlora.core.numerics.pair_shapes import Shape
 from mindlora.files.adapters import metadata
 from mindlora.files.adapters.adapter import Adapter
-from mindlora.files.adapters.dialects import peft, peft_experts
+from mindlora.files.adapters.dialects import peft
 from mindlora.models import names
 from mindlora.models.architectures.joined_rows import HeadSizes
 from mindlora.models.lora_config import LoraConfig
@@ -33,7 +33,7 @@ def adapter_file_size(run: Run) -> Optional[int]:
     saved = run.lora.as_saved()
     adapted = list(run.adapted)
     entries: List[_Entry] = []
-    modules = peft_experts.module_paths([path for path in adapted if path in run.experts])
+    modules = peft.module_paths([path for path in adapted if path in run.experts])
     for cell in run.selection.cells.values():
         # Under the joined cell's path, under which the ranks were given.
         rank = saved.for_cell(cell.prefix).lora_rank

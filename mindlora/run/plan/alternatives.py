@@ -9,8 +9,7 @@ import yaml
 from mindlora.core.errors import LoraError
 from mindlora.core.yaml_file import merged
 from mindlora.run.plan.division import Division
-from mindlora.run.plan.loading import needed_by
-from mindlora.run.plan.memory import memory_of
+from mindlora.run.plan.memory import memory_of, needed_while_loading
 from mindlora.run.plan.run import Run, read_run
 from mindlora.run.plan.units import GIB
 from mindlora.run.yaml_run import WRAPPER
@@ -146,7 +145,7 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
     """
     usable, reason = _usable(run, memory)
     longest = _longest_rows(run, usable)
-    if needed_by(run) <= usable:
+    if needed_while_loading(run) <= usable:
         return Fit(memory, usable, reason, True, (), "", longest)
     tried: List[Trial] = []
     for variants in _ladder(run, devices):
@@ -176,7 +175,7 @@ def _longest_row(run: Run, batch_size: int, usable: int) -> LongestRow:
     fitting, too_long = 0, (positions or _MOST_POSITIONS) // _TOKENS + 1
     while fitting + 1 < too_long:
         middle = (fitting + too_long) // 2
-        if needed_by(run.with_rows(batch_size, middle * _TOKENS)) <= usable:
+        if needed_while_loading(run.with_rows(batch_size, middle * _TOKENS)) <= usable:
             fitting = middle
         else:
             too_long = middle
@@ -302,6 +301,6 @@ def _joined(first: List[_Change], second: List[_Change]) -> List[_Change]:
 def _needed_with(run: Run, keys: Dict[str, Any]) -> Optional[int]:
     """Returns the bytes that a run needs with a change, or None if it cannot be made."""
     try:
-        return needed_by(read_run(merged(run.yaml.config, keys)))
+        return needed_while_loading(read_run(merged(run.yaml.config, keys)))
     except LoraError:
         return None

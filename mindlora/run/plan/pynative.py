@@ -18,8 +18,7 @@ from mindlora.run.checks.pynative_adapter import loss_in_pieces, merged
 from mindlora.run.plan.adapter_file import adapter_file_size
 from mindlora.run.plan.division import Division
 from mindlora.run.plan.memory import ARITHMETIC, EXACT, Line, bytes_of_copies
-from mindlora.run.plan.rows import count_files, longest
-from mindlora.run.plan.run import Run
+from mindlora.run.plan.run import Run, count_files, longest_data
 from mindlora.run.plan.units import gib, size_text
 from mindlora.run.yaml_run import YamlRun, data_of
 from mindlora.training.several.rules import trained_adapters
@@ -129,7 +128,7 @@ def plan_of_pynative(
     sizes = [adapter_file_size(alone) for alone in run.alone]
     data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
     files = [adapter.data or data for adapter in run.adapters] or [data]
-    rows, counted = longest([count_files(path) if path else (None, "the YAML names no data") for path in files])
+    rows, counted = longest_data([count_files(path) if path else (None, "the YAML names no data") for path in files])
     training = config.get("training") or {}
     return PynativePlan(
         name,

@@ -15,7 +15,6 @@ from mindlora.run.checks.targets import advise
 from mindlora.run.plan.adapter_file import adapter_file_size
 from mindlora.run.plan.alternatives import Fit, Layout, fit, layouts_of
 from mindlora.run.plan.division import Division
-from mindlora.run.plan.loading import loading_of, needed_by
 from mindlora.run.plan.memory import (
     ARITHMETIC,
     EXACT,
@@ -23,12 +22,13 @@ from mindlora.run.plan.memory import (
     DeviceMemory,
     Line,
     kv_cache_per_token,
+    loading_of,
     memory_of,
+    needed_while_loading,
     optimizer_of,
 )
 from mindlora.run.plan.pynative import PynativePlan, plan_of_pynative
-from mindlora.run.plan.rows import count_files, longest
-from mindlora.run.plan.run import Run, read_run
+from mindlora.run.plan.run import Run, count_files, longest_data, read_run
 from mindlora.run.plan.trial import STEPS, Trial, try_rank
 from mindlora.run.plan.units import gib, size_text
 from mindlora.run.yaml_run import YamlRun
@@ -85,7 +85,7 @@ def count_rows(run: Run) -> Tuple[Optional[int], str]:
             return None, f"only {loader}, which makes the rows when the run begins, knows how many there are"
         return None, "the YAML names no data: pass --train_dataset_dir"
     counted = [count_files(adapter.data or source) for adapter in run.adapters] or [count_files(source)]
-    return longest(counted)
+    return longest_data(counted)
 
 
 DEVICES = (1, 2, 4, 8)
@@ -226,7 +226,7 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         division.devices,
         _division(division),
         _batch(run) if run.yaml.trains else "",
-        needed_by(run),
+        needed_while_loading(run),
         device,
         loading_of(run),
         kv_cache_per_token(run),

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+import os
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import dtype_name
-from mindlora.core.formats.mindrecord_files import column_shapes, mindrecord_files
+from mindlora.core.formats.mindrecord_files import column_shapes, mindrecord_files, row_count
 from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR
 from mindlora.core.text import listed, suggestion
 from mindlora.core.yaml_file import merged, value_at
@@ -37,6 +38,8 @@ from mindlora.run.plan.division import Division
 from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.several.rules import TrainedAdapter, trained_adapters
+
+Counted = Tuple[Optional[int], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,3 +332,23 @@ def _adapters(yaml: YamlRun) -> Tuple[Optional[LoraConfig], Tuple[TrainedAdapter
         adapters = tuple(trained_adapters(lora))
         return adapters[0].config.for_network(), adapters
     return None if lora is None else lora.for_network(), ()
+
+
+def count_files(source: Union[str, Sequence[str]]) -> Counted:
+    """Returns the number of rows of the MindRecords at a path, or None, and where they were counted or why not."""
+    files = list(filter(os.path.isfile, mindrecord_files(source)))
+    if not files:
+        return None, f"{source} holds no MindRecord"
+    total = 0
+    for path in files:
+        rows = row_count(path)
+        if rows is None:
+            return None, f"{path} has no readable index (.db) beside it, so its rows cannot be counted"
+        total += rows
+    return total, f"{len(files)} MindRecord{'s' * (len(files) > 1)}"
+
+
+def longest_data(counted: Sequence[Counted]) -> Counted:
+    """Returns what count_files returned of the longest of several data, or of one whose rows could not be counted."""
+    unknown = [each for each in counted if each[0] is None]
+    return unknown[0] if unknown else max(counted, key=lambda each: each[0] or 0)

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from mindlora.core.text import columns, number, wrapped
-from mindlora.serving.evaluation import forgetting
+from mindlora.serving.evaluation import texts
 from mindlora.serving.evaluation.statistics import (
     BASE,
     BETTER,
@@ -50,7 +50,7 @@ class EvalReport:
 
 def title(found: Measure) -> str:
     """Returns what was measured on what, in words."""
-    if found.name == forgetting.NAME:
+    if found.name == texts.FORGETTING:
         return f"KL(base || adapter), nats per token, on {found.examples} {found.source}"
     return f"{found.name} of {found.source} ({found.examples} examples)"
 
@@ -58,7 +58,7 @@ def title(found: Measure) -> str:
 def _rows(found: Measure) -> List[List[str]]:
     titles = ["model", "value", "95 % interval"]
     rows = [[name, number(value.value), interval(value)] for name, value in found.values.items()]
-    if found.name == forgetting.NAME:
+    if found.name == texts.FORGETTING:
         # The base's own value is 0.
         return [titles, *rows[1:]]
     if found.differences:
@@ -77,7 +77,7 @@ def interval(value: Estimate) -> str:
 def _sentence(adapter: str, measures: Tuple[Measure, ...]) -> str:
     """Returns whether an adapter is better than its base, worse, or not told apart, and how much of it has moved."""
     parts: List[str] = []
-    judged = [found for found in measures if found.name != forgetting.NAME]
+    judged = [found for found in measures if found.name != texts.FORGETTING]
     for verdict in (BETTER, WORSE):
         parts += [
             f"{verdict} in {found.name} of {found.source} ({number(found.values['base'].value)} to "
@@ -89,7 +89,7 @@ def _sentence(adapter: str, measures: Tuple[Measure, ...]) -> str:
     moved = [
         f"{number(found.values[adapter].value)} nats per token away from what the base says itself"
         for found in measures
-        if found.name == forgetting.NAME
+        if found.name == texts.FORGETTING
     ]
     return f"{adapter} against the base: {'; '.join(parts + moved)}."
 

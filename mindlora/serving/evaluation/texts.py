@@ -1,8 +1,12 @@
-"""Perplexity and bits per byte, of texts in windows that overlap and of held-out rows as training sees them."""
+"""How likely texts are to a base and its adapters: perplexity, bits per byte, forgetting.
 
+Texts are read in windows that overlap, held-out rows as training sees them. Forgetting is how far an adapter has moved
+the model away from what its base would say itself, without any data."""
+
+import collections
 import dataclasses
 import math
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Deque, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -10,14 +14,75 @@ from mindlora.core.errors import DataError
 from mindlora.core.fields import IGNORE_TOKEN_ID
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.data import tokenizers
-from mindlora.data.files import bare_name, pieces, read_text
-from mindlora.data.sources import Layout, read_inputs
+from mindlora.data.conversion import progress
+from mindlora.data.sources import Layout, bare_name, pieces, read_inputs, read_text
 from mindlora.run.checks.data_rows import BOUNDARY
+from mindlora.serving.answer import Stream
 from mindlora.serving.engine import Engine
-from mindlora.serving.evaluation.scoring import Model, Passage, Scores, score
 from mindlora.serving.evaluation.statistics import Measure, measure
+from mindlora.serving.request import Request, Sampling
 
+# Who is asked: the name of an adapter, or None for the base.
+Model = Optional[str]
 _LAYOUT = Layout(("text",))
+FORGETTING = "forgetting"
+FORGETTING_SOURCE = "samples of the base"
+
+
+class Passage(NamedTuple):
+    """Tokens, of which those from index ``first`` on are scored; at most seq_length + 1, and ``first`` is 1 or more."""
+
+    tokens: List[int]
+    first: int = 1
+
+
+class Scores(NamedTuple):
+    """What a model gives to the n scored tokens of a passage.
+
+    Attributes:
+        logprobs (array [n]): float64, log p(token | those before it), in nats.
+        likeliest (array [n]): int64, the token that the model would have chosen.
+    """
+
+    logprobs: np.ndarray
+    likeliest: np.ndarray
+
+
+def score(engine: Engine, passages: Sequence[Passage], models: Sequence[Model]) -> Dict[Model, List[Scores]]:
+    """Returns the scores of each passage by each model, computed together by a started engine.
+
+    Raises LoraError: what Engine.submit raises, and the error of a request that failed.
+    """
+    asked = [
+        (passage.tokens, Sampling(max_tokens=0, prompt_logprobs=1, scored_from=passage.first), model)
+        for passage in passages
+        for model in models
+    ]
+    scores: Dict[Model, List[Scores]] = {model: [] for model in models}
+    for request, _ in progress(ask(engine, asked), "scoring", len(asked)):
+        sampled = [request.prompt_logprobs[index] for index in sorted(request.prompt_logprobs)]
+        logprobs = np.array([one.logprob for one in sampled], np.float64)
+        likeliest = np.array([one.top[0][0] for one in sampled], np.int64)
+        scores[request.adapter].append(Scores(logprobs, likeliest))
+    return scores
+
+
+def ask(engine: Engine, requests: Iterable[Tuple[List[int], Sampling, Model]]) -> Iterator[Tuple[Request, str]]:
+    """Yields what became of (prompt, sampling, model), in order: the finished request and the text of its answer.
+
+    Where there are more requests than may wait, the rest is asked as others end. Raises as ``score`` does.
+    """
+    waiting: Deque[Stream] = collections.deque()
+    for tokens, sampling, model in requests:
+        if len(waiting) == engine.scheduler.max_waiting:
+            yield _finished(waiting.popleft())
+        waiting.append(engine.submit(tokens, sampling, model))
+    while waiting:
+        yield _finished(waiting.popleft())
+
+
+def _finished(stream: Stream) -> Tuple[Request, str]:
+    return stream.request, stream.text()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,3 +237,38 @@ def measure_texts(
 def _nats(texts: Sequence[ScoredText], scores: Sequence[Scores]) -> np.ndarray:
     """Returns -log p of what counts in each text, float64 [texts]."""
     return np.array([-one.logprobs[text.counts].sum() for one, text in zip(scores, texts)])
+
+
+def measure_forgetting(engine: Engine, samples: int, max_tokens: int, models: Sequence[Model], seed: int) -> Measure:
+    r"""Returns the Kullback-Leibler divergence of each model from the base, in nats per token, on the base's samples.
+
+        KL(base || tuned) = E_{x ~ base} [log p_base(x) - log p_tuned(x)]
+
+    The expectation is the mean over the tokens of ``samples`` texts that the base says at temperature 1, each from the
+    beginning and of up to ``max_tokens`` tokens, drawn by ``seed``; they are the examples that are resampled. Every
+    adapter is measured on the same ones. It is 0 for the base; by chance it can be a little below 0.
+
+    Source: Kullback and Leibler, On Information and Sufficiency, 1951.
+    """
+    passages = draw_samples(engine, samples, max_tokens, seed)
+    scores = score(engine, passages, models)
+    sums = {model: _sums(scores[model]) for model in models}
+    moved = {model: sums[None] - sums[model] for model in models}
+    tokens = np.array([len(one.logprobs) for one in scores[None]], np.float64)
+    return measure(FORGETTING, FORGETTING_SOURCE, True, moved, tokens, seed=seed)
+
+
+def _sums(scores: Sequence[Scores]) -> np.ndarray:
+    return np.array([one.logprobs.sum() for one in scores])
+
+
+def draw_samples(engine: Engine, samples: int, max_tokens: int, seed: int) -> List[Passage]:
+    """Returns texts that the base says, from nothing but the token that begins a text; all their tokens are scored.
+
+    If the tokenizer has no such token, each text begins with another token of the vocabulary, which is not scored.
+    """
+    start = start_tokens(engine.tokenizer)
+    first = np.random.default_rng(seed).integers(engine.runner.vocab_size, size=samples).tolist()
+    length = min(max_tokens, engine.seq_length - 1)
+    requests = [(start or [first[i]], Sampling(max_tokens=length, seed=seed + i), None) for i in range(samples)]
+    return [Passage(list(request.tokens), 1) for request, _ in ask(engine, requests)]

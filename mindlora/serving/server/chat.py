@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mindlora.serving.constraints import Constraint
+from mindlora.serving.detokenizer import TokenTexts
 from mindlora.serving.server import schemas
 from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
@@ -16,7 +17,6 @@ from mindlora.serving.server.generation import Form, accept, answer, joined_logp
 from mindlora.serving.server.prompts import Prompts
 from mindlora.serving.server.tool_schemas import Function, NamedTool, demands_call
 from mindlora.serving.thoughts import ThoughtReader, Thoughts
-from mindlora.serving.token_texts import TokenTexts
 from mindlora.serving.tools import CallBegin, CallReader, Part, tool_constraint
 
 

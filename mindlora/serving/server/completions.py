@@ -7,11 +7,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mindlora.serving.detokenizer import TokenTexts
 from mindlora.serving.server import schemas
 from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
-from mindlora.serving.token_texts import TokenTexts
 
 # OpenAI's.
 _MAX_TOKENS = 16

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 
 from mindlora.serving.constraints import ConstraintCompiler
-from mindlora.serving.detokenizer import TextDecoder
+from mindlora.serving.detokenizer import TextDecoder, TokenTexts
 from mindlora.serving.server.access import ApiKeys, KeyLimits
 from mindlora.serving.server.errors import ApiError, as_api_error
 from mindlora.serving.server.metrics import Metrics
@@ -14,7 +14,6 @@ from mindlora.serving.server.models import ModelList
 from mindlora.serving.server.prompts import Prompts
 from mindlora.serving.server.request_log import RequestLog
 from mindlora.serving.server.settings import ServerSettings
-from mindlora.serving.token_texts import TokenTexts
 
 
 class Context:

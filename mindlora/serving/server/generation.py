@@ -27,13 +27,13 @@ from starlette.responses import Response
 
 from mindlora.core.errors import ServingError
 from mindlora.serving.constraints import Constraint, ConstraintError, Grammar
+from mindlora.serving.detokenizer import TokenTexts
 from mindlora.serving.request import Sampling
 from mindlora.serving.server import schemas
 from mindlora.serving.server.access import client_gone
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import ApiError, note_error
 from mindlora.serving.server.schemas import CachedTokens, Usage
-from mindlora.serving.token_texts import TokenTexts
 
 Body = Union[schemas.CompletionRequest, schemas.ChatRequest]
 # Makes the tokens of a request's prompts.

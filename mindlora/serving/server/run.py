@@ -25,7 +25,7 @@ from mindlora.serving.server.access import BodyLimit, FramingCheck, HostCheck, K
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import ApiError, answer_error
 from mindlora.serving.server.generation import check_ready, still_starting
-from mindlora.serving.server.page.page import page
+from mindlora.serving.server.page import page
 from mindlora.serving.server.request_log import Recorder
 from mindlora.serving.server.settings import ServerSettings
 

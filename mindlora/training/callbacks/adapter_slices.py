@@ -11,7 +11,7 @@ from mindspore.train import RunContext
 from mindlora.core.errors import MissingTensorsError, ScaleMismatchError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.core.text import listed
 from mindlora.files.adapters import metadata as adapter_metadata
-from mindlora.files.adapters.sharding import rank_files
+from mindlora.files.adapters.sharding import gather
 from mindlora.models import names
 from mindlora.network.tensors import to_tensor
 from mindlora.network.tree import lora_cells
@@ -49,8 +49,8 @@ class AdapterSlices(Callback):
         layouts = params.train_network.parameter_layout_dict
         parameters = sharded_adapter.adapter_parameters(network)
         rank = get_real_rank()
-        file = rank_files.file_of(os.path.join(self.path, f"rank_{rank}"), rank)
-        content = rank_files.read(file, lambda name: True)
+        file = gather.rank_file_of(os.path.join(self.path, f"rank_{rank}"), rank)
+        content = gather.read_rank_file(file, lambda name: True)
         slices = {name: p for name, p in parameters.items() if name in layouts} or parameters
         _check_names(content.tensors, slices, file.path)
         _check_shapes(content.tensors, slices, file.path)

@@ -11,10 +11,10 @@ from mindspore.train import RunContext
 from mindlora.core import atomic
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
-from mindlora.network.cells.noisy_embedding import NoisyEmbedding
+from mindlora.network.cells.embedding import NoisyEmbedding
 from mindlora.network.initialize import initialize_adapters
 from mindlora.training.callbacks.common import check_mode, loss_of, register, reported_metrics, step_record
-from mindlora.training.exchange import state as exchange_state
+from mindlora.training.exchange import exchange as exchange_state
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of, check_loaded_base
 from mindlora.training.resume import training_state

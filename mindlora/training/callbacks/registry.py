@@ -12,19 +12,17 @@ from mindlora.training.callbacks.graceful_stop import GracefulStop
 from mindlora.training.callbacks.gradient_norm_rate import GradientNormRate
 from mindlora.training.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.training.callbacks.lora_initialization import LoraInitialization
-from mindlora.training.callbacks.loss_curve import LossCurve
 from mindlora.training.callbacks.progress_bar import ProgressBar
 from mindlora.training.callbacks.reduce_on_plateau import ReduceOnPlateau
 from mindlora.training.callbacks.sample_answers import SampleAnswers
 from mindlora.training.callbacks.warm_up import WarmUp
 from mindlora.training.exchange.exchange_check import ExchangeCheck
-from mindlora.training.forgetting.budget import ForgettingBudget
-from mindlora.training.forgetting.forgetting import Forgetting
+from mindlora.training.forgetting import Forgetting, ForgettingBudget
 from mindlora.training.health.adapter_health import AdapterHealth
 from mindlora.training.health.training_guard import TrainingGuard
 from mindlora.training.held_out.held_out_loss import HeldOutLoss
 from mindlora.training.preference.reference_check import ReferenceCheck
-from mindlora.training.report.run_report import RunReport
+from mindlora.training.report.run_report import LossCurve, RunReport
 from mindlora.training.rl.callback import RlReport
 from mindlora.training.several.each_adapter import EachAdapter
 from mindlora.training.trackers.trackers import Trackers

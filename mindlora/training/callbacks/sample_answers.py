@@ -9,7 +9,7 @@ from mindspore.train import RunContext
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
 from mindlora.data import tokenizers
-from mindlora.data.templates import prompt_template
+from mindlora.data.alpaca import prompt_template
 from mindlora.network.graph_cache import CompiledOnce
 from mindlora.training.callbacks.common import register
 from mindlora.training.held_out.whole_batches import missing_rows, parts_of_batch

@@ -10,7 +10,7 @@ from mindlora.core.text import first_ten
 from mindlora.data.conversion import UnusableRow, progress
 from mindlora.data.sources import read_inputs
 from mindlora.serving.engine import Engine
-from mindlora.serving.evaluation.scoring import ask
+from mindlora.serving.evaluation.texts import ask
 from mindlora.serving.readings import vectors_of
 from mindlora.serving.request import Reading, Sampling
 from mindlora.serving.score_head import ScoreHead, probabilities_of

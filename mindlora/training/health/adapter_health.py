@@ -1,7 +1,9 @@
 """AdapterHealth: norms, updates and effective ranks of the adapters while they train, and what is wrong with them."""
 
+import dataclasses
 import itertools
-from typing import Dict, Optional
+import math
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 from mindformers.tools.register import MindFormerConfig
@@ -11,15 +13,28 @@ from mindspore.train import RunContext
 from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.core.errors import ConfigError
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.core.numerics.pair_shapes import EMBEDDING, has_product, layout_of
 from mindlora.network.cells.cell import LoRACell
+from mindlora.network.quantized.nf4 import first_rows, matrix_shape
+from mindlora.network.tensors import to_array
 from mindlora.network.tree import lora_cells
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.callbacks.common import PeriodicCallback, RuleCallback, register, report_event, step_record
-from mindlora.training.health.findings import HealthRules
-from mindlora.training.health.measures import cell_values, float_parts, measure, weight_norm
-from mindlora.training.health.report import event_message, summary, table
+from mindlora.training.health.report import (
+    CellHealth,
+    HealthReport,
+    HealthRules,
+    PartHealth,
+    event_message,
+    summary,
+    table,
+)
 from mindlora.training.log import logger
 from mindlora.training.model.network import train_step_of
+
+# Rows of W from which |W| is estimated, so that a large base is not read as a whole.
+_SAMPLED_ROWS = 256
 
 
 @register
@@ -28,7 +43,7 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
 
     Every ``every_steps`` steps and at the last one, rank 0 puts a HealthReport (mindlora.training.health.report) into
     ``adapter_health`` of MindSpore's callback parameters, logs a line, and reports each new finding of
-    mindlora.training.health.findings as an event of the run. Norms of gradients are known only if the wrapper has
+    mindlora.training.health.report as an event of the run. Norms of gradients are known only if the wrapper has
     record_gradient_norms; mindlora-run sets it. The update of a step is known unless data sinking hides single steps.
 
     Args:
@@ -116,3 +131,198 @@ def record_gradient_norms(config: MindFormerConfig) -> None:
     run = YamlRun(config)
     if run.callbacks_of("AdapterHealth") and run.steps_by_mindlora:
         config.runner_wrapper.setdefault("record_gradient_norms", True)
+
+
+@dataclasses.dataclass(frozen=True)
+class CellValues:
+    """What the health of one cell's adapter is computed from; the dicts are by part, and arrays are float32.
+
+    Attributes:
+        zero_part (str): The part that is zero until it trains.
+        factors (tuple or None): What change_factors returned, or None if there is no such product.
+        weight_norm (float or None): |W|.
+        before (dict): Values before the last step, of the parts that train.
+        gradient_norms (dict): Norms of the gradients in the last step.
+    """
+
+    rank: int
+    parts: Dict[str, np.ndarray]
+    zero_part: str
+    factors: Optional[Tuple[np.ndarray, np.ndarray]] = None
+    scale: float = 1.0
+    weight_norm: Optional[float] = None
+    before: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    gradient_norms: Dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def cell_values(
+    cell: LoRACell,
+    norm_of_weight: Optional[float],
+    before: Mapping[str, np.ndarray],
+    gradient_norms: Mapping[str, float],
+) -> CellValues:
+    """Returns what is measured on a cell.
+
+    ``before`` has the values of its parts before the last step, and ``gradient_norms`` the norms by parameter name;
+    both are empty if they are not known.
+    """
+    parts = float_parts(cell)
+    factors = None
+    rank = cell.lora_rank
+    kept = cell.variant.kept_ranks(parts)
+    if kept is not None:
+        # Masked directions do not count as rank.
+        a, b = cell.variant.low_rank_pair(parts)
+        rank = len(kept)
+        factors = change_factors(a[kept], b[:, kept]) if rank else None
+    elif "A" in parts and has_product(parts["A"], parts["B"]) and not layout_of(parts["A"].shape).stacked:
+        factors = change_factors(parts["A"], parts["B"], _initial_pair(cell))
+    return CellValues(
+        rank=rank,
+        parts=parts,
+        # Merging sets the B of an embedding to zero, but training starts with an A of zeros.
+        zero_part="A" if cell.layout is EMBEDDING else cell.variant.zero_part,
+        factors=factors,
+        scale=cell.scale,
+        weight_norm=norm_of_weight,
+        before=dict(before),
+        gradient_norms={name: gradient_norms[p.name] for name, p in cell.parts().items() if p.name in gradient_norms},
+    )
+
+
+def float_parts(cell: LoRACell, trained: bool = False) -> Dict[str, np.ndarray]:
+    """Returns the parts, or those that train, as float32 arrays, which may share memory with the parameters."""
+    return {
+        name: to_float32(to_array(parameter))
+        for name, parameter in cell.parts().items()
+        if parameter.requires_grad or not trained
+    }
+
+
+def weight_norm(cell: LoRACell) -> Optional[float]:
+    """Returns |W| of the base, estimated from at most 256 rows: the first ones of a quantized W, or evenly spread."""
+    if cell.quantization:
+        rows = first_rows(cell, _SAMPLED_ROWS)
+        count = matrix_shape(cell)[0]
+    else:
+        weight = to_array(cell.weight)
+        count = len(weight)
+        chosen = np.linspace(0, count - 1, min(_SAMPLED_ROWS, count)).astype(int)
+        rows = to_float32(weight[chosen])
+        if cell.initial_pair:
+            # The base is W before this product was subtracted from it.
+            a, b = _initial_pair(cell)
+            rows = rows + np.float32(cell.scale) * b[chosen] @ a
+    norm = float(np.linalg.norm(rows)) * math.sqrt(count / len(rows))
+    return norm if math.isfinite(norm) else None
+
+
+def _initial_pair(cell):
+    pair = cell.initial_pair
+    return None if pair is None else (to_float32(pair.a), to_float32(pair.b))
+
+
+def measure(step: int, cells: Dict[str, CellValues]) -> HealthReport:
+    """Returns the health of all cells, by path, after a step, without findings."""
+    values = _all_singular_values({path: cell.factors for path, cell in cells.items() if cell.factors is not None})
+    return HealthReport(step, {path: _cell_health(cell, values.get(path)) for path, cell in cells.items()})
+
+
+def change_factors(
+    a: np.ndarray, b: np.ndarray, initial: Optional[Tuple[np.ndarray, np.ndarray]] = None
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns two matrices, [out, r] and [r, in], whose product is B A, or B A - B0 A0 if ``initial`` is (A0, B0).
+
+    The second is formed as [B - B0, B] [A0; A - A0], of rank 2 r, where nothing cancels however little A and B moved.
+    A is float32 [r, in] and B [out, r]; of a convolution they are [r, in, kh, kw] and [out, r, 1, 1].
+    """
+    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    if initial is None:
+        return b, a
+    a0, b0 = (half.reshape(len(half), -1) for half in initial)
+    return np.concatenate([b - b0, b], axis=1), np.concatenate([a0, a - a0])
+
+
+def effective_rank(singular_values: np.ndarray) -> Optional[float]:
+    """Returns exp(-sum p_i log p_i) with p_i the i-th singular value over their sum; None if all are zero.
+
+    Source: Roy and Vetterli, The effective rank: A measure of effective dimensionality, 2007.
+    """
+    total = singular_values.sum()
+    if not total > 0:
+        return None
+    shares = singular_values[singular_values > 0] / total
+    return float(np.exp(-(shares * np.log(shares)).sum()))
+
+
+def singular_values(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Returns the singular values, the largest first, of products from the Gram matrices of their factors alone.
+
+    ``left`` and ``right`` are G = L^T L and H = R R^T of each product L R, float64 [cells, r, r]. They have roots with
+    G = P^T P and H = Q^T Q, and L R has the singular values of P Q^T: float64 [cells, r]. Values below about 1e-7 of
+    the largest are lost; the rounding of float32 factors has changed them already.
+    """
+    # Rows of R of very different sizes (A0 and A - A0) would cost digits: each gets the norm 1, and L the rest.
+    norms = np.sqrt(np.einsum("cii->ci", right))
+    norms = np.where(norms > 0, norms, 1.0)
+    pairs = norms[:, :, None] * norms[:, None, :]
+    return np.linalg.svd(_root(left * pairs) @ _root(right / pairs).swapaxes(1, 2), compute_uv=False)
+
+
+def _root(gram):
+    """Returns P with P^T P = ``gram``, for each matrix of a stack."""
+    values, vectors = np.linalg.eigh(gram)
+    return np.sqrt(np.maximum(values, 0.0))[:, :, None] * vectors.swapaxes(1, 2)
+
+
+def _all_singular_values(factors):
+    """Returns path -> singular values of the product, or None where a factor is not finite."""
+    grams: Dict[int, Dict[str, Any]] = {}
+    by_path = dict.fromkeys(factors)
+    for path, (left, right) in factors.items():
+        # One cell at a time, so that its float64 copies stay in the cache.
+        left, right = left.astype(np.float64), right.astype(np.float64)
+        pair = left.T @ left, right @ right.T
+        if all(np.isfinite(gram).all() for gram in pair):
+            grams.setdefault(len(right), {})[path] = pair
+    for same_rank in grams.values():
+        stacks = (np.stack(side) for side in zip(*same_rank.values()))
+        by_path.update(zip(same_rank, singular_values(*stacks)))
+    return by_path
+
+
+def _cell_health(cell: CellValues, values: Optional[np.ndarray]) -> CellHealth:
+    parts = {
+        name: PartHealth(
+            size=array.size,
+            norm=_norm(array),
+            zeros=np.count_nonzero(array == 0) / array.size,
+            gradient_norm=cell.gradient_norms.get(name),
+            update=_update(array, cell.before.get(name)),
+        )
+        for name, array in cell.parts.items()
+    }
+    rank = cell.rank if cell.factors is None else len(cell.factors[1])
+    if values is None:
+        return CellHealth(rank, cell.zero_part, parts)
+    norm = float(abs(cell.scale) * np.linalg.norm(values))
+    return CellHealth(
+        rank,
+        cell.zero_part,
+        parts,
+        effective_rank=effective_rank(values),
+        change_norm=norm,
+        change=norm / cell.weight_norm if cell.weight_norm else None,
+        singular_values=[float(f"{abs(cell.scale) * value:.4g}") for value in values],
+    )
+
+
+def _update(array, before):
+    if before is None:
+        return None
+    norm = _norm(before)
+    return _norm(array - before) / norm if norm else None
+
+
+def _norm(array) -> float:
+    return math.sqrt(np.vdot(array, array))

@@ -1,13 +1,45 @@
-"""What AdapterHealth reports, parts, cells and findings, and its text in the log."""
+"""What AdapterHealth reports, parts, cells and findings, its text in the log, and the rules that find what is wrong.
+
+Adam divides a gradient by the root of its mean square plus 1e-8, so a step depends on the size of gradients only where
+they come near 1e-8. What can be judged without knowing the model is therefore the update of a step over the weight:
+about 1e-3 in a healthy network (Karpathy et al., CS231n, Neural Networks Part 3). LoRA's A begins with values of size
+1 / sqrt(3 in), so that Adam at a usual rate of 1e-4 changes it by 0.5 % to 1 % a step for 1024 to 4096 inputs.
+"""
 
 import dataclasses
 import math
+import re
 import statistics
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 from mindlora.core.text import columns, examples, number
 
 _TABLE_ROWS = 16
+# A part that is zero until it trains should not be after the first steps, even if the rate warms up from 0.
+_STEPS_OF_ZERO = 5
+# The spectrum of B A says little before B has grown in many directions.
+_STEPS_BEFORE_RANK = 50
+# Adam's epsilon, to compare with the root mean square of a gradient's elements (Kingma and Ba, 2015).
+_ADAM_EPSILON = 1e-8
+# A gradient explodes if it is ten times the usual one of its cell, and above the usual limit of clipping.
+_EXPLOSION = 10.0
+_CLIPPING = 1.0
+_HISTORY = 10
+_LEAST_HISTORY = 3
+# A tenth of the rule of thumb of 1e-3, as a noisy gradient lets Adam take steps of 0.2 of its rate; and at 0.2, five
+# steps replace A.
+_SLOW_UPDATE = 1e-4
+_FAST_UPDATE = 0.2
+# A cell is saturated if its update is a hundredth of the typical one.
+_SATURATED = 0.01
+_UNUSED_RANK = 0.25
+_LEAST_UNUSED_RANK = 8
+_EXHAUSTED_RANK = 0.9
+_ONE_LAYER = 0.8
+_LEAST_LAYERS = 3
+# A finding about a cell, a layer or (with an empty path) the whole run: path, what is wrong, what to change.
+_Fault = Tuple[str, str, str]
+_LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,3 +191,253 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """A report and what the rules need to know from before it.
+
+    Attributes:
+        gradients (dict): Path -> gradient norms of the cell at the last measurements, oldest first.
+        rate_settled (bool): Whether the learning rate has stopped rising and is at least half of its highest value, so
+            that small updates are not those of a warm-up or of a schedule that ends.
+    """
+
+    report: HealthReport
+    gradients: Dict[str, List[float]]
+    rate_settled: bool
+
+
+class HealthRules:
+    """Judges the reports of a run one after the other, and tells what is new."""
+
+    def __init__(self) -> None:
+        self.gradients: Dict[str, List[float]] = {}
+        self.rates: List[float] = []
+        self.holding: Set[Tuple[str, str]] = set()
+
+    def judge(self, report: HealthReport, learning_rate: Optional[float] = None) -> Tuple[HealthReport, List[Finding]]:
+        """Returns the report with all findings, and those of them that did not hold at the report before.
+
+        ``learning_rate`` is that of the report's step, None if it is not known.
+        """
+        situation = Situation(report, self.gradients, self._settled(report.step, learning_rate))
+        findings = [Finding(rule.__name__, *fault) for rule in RULES for fault in rule(situation)]
+        for path, cell in report.cells.items():
+            if cell.gradient_norm is not None and math.isfinite(cell.gradient_norm):
+                self.gradients[path] = [*self.gradients.get(path, []), cell.gradient_norm][-_HISTORY:]
+        before = self.holding
+        self.holding = {(finding.rule, finding.path) for finding in findings}
+        new = [finding for finding in findings if (finding.rule, finding.path) not in before]
+        return dataclasses.replace(report, findings=findings), new
+
+    def state(self) -> Dict[str, Any]:
+        """Returns what a resumed run needs to judge as if it had never stopped, as JSON values."""
+        return {"gradients": self.gradients, "rates": self.rates, "holding": sorted(map(list, self.holding))}
+
+    def restore(self, state: Dict[str, Any]) -> None:
+        """Takes over what ``state`` returned."""
+        self.gradients = dict(state["gradients"])
+        self.rates = list(state["rates"])
+        self.holding = {(rule, path) for rule, path in state["holding"]}
+
+    def _settled(self, step, rate) -> bool:
+        if rate is None:
+            return step >= _STEPS_BEFORE_RANK
+        last, highest = self.rates or (math.inf, rate)
+        settled = bool(self.rates) and rate <= last * (1 + 1e-6) and rate >= 0.5 * highest
+        self.rates = [rate, max(rate, highest)]
+        return settled
+
+
+def not_finite(situation: Situation) -> Iterator[_Fault]:
+    """A part of an adapter or its gradient holds NaN or infinity."""
+    for path, cell in situation.report.cells.items():
+        wrong = [name for name, part in cell.parts.items() if not math.isfinite(part.norm)]
+        wrong += [
+            f"the gradient of {name}"
+            for name, part in cell.parts.items()
+            if part.gradient_norm is not None and not math.isfinite(part.gradient_norm)
+        ]
+        if wrong:
+            yield (
+                path,
+                f"NaN or infinity in {', '.join(wrong)}.",
+                "Go back to the last checkpoint and continue with a lower learning rate or with gradient clipping "
+                "(use_clip_grad); check that the adapter's param_init_type and compute_dtype are not float16.",
+            )
+
+
+def still_zero(situation: Situation) -> Iterator[_Fault]:
+    """A part, usually the one that starts at zero, is zero, so that the adapter adds nothing."""
+    step = situation.report.step
+    for path, cell in situation.report.cells.items():
+        zero = [name for name, part in cell.parts.items() if part.zeros == 1]
+        # AdaLoRA takes all ranks from some cells.
+        if step >= _STEPS_OF_ZERO and zero and cell.rank:
+            yield (
+                path,
+                f"{zero[0]} is still zero after {step} steps, so the adapter adds nothing.",
+                "Check that the loss depends on this cell, that freeze_include does not name its parameters, that "
+                "steps are not skipped for overflow, and that the learning rate is above 0.",
+            )
+
+
+def vanishing_gradient(situation: Situation) -> Iterator[_Fault]:
+    """The elements of a cell's gradient are smaller than what Adam adds to its denominator."""
+    for path, cell in situation.report.cells.items():
+        norm = cell.gradient_norm
+        if norm is not None and norm / math.sqrt(cell.gradient_size) < _ADAM_EPSILON:
+            yield (
+                path,
+                f"The gradient has a norm of {norm:.1e} over {cell.gradient_size} elements.",
+                "Adam no longer makes up for gradients below 1e-8 per element. Check that the loss depends on this "
+                "cell and that labels count in it; with a float16 model, raise the loss scale (scale_sense).",
+            )
+
+
+def exploding_gradient(situation: Situation) -> Iterator[_Fault]:
+    """A cell's gradient is many times what it usually is, and above the usual limit of clipping."""
+    for path, cell in situation.report.cells.items():
+        earlier = situation.gradients.get(path, [])
+        norm = cell.gradient_norm
+        if norm is None or len(earlier) < _LEAST_HISTORY:
+            continue
+        usual = statistics.median(earlier)
+        if norm > max(_EXPLOSION * usual, _CLIPPING):
+            yield (
+                path,
+                f"The gradient has a norm of {norm:.3g}; {usual:.3g} is usual here.",
+                "Set use_clip_grad and max_grad_norm: 1.0 in runner_wrapper, lower the learning rate, and look at the "
+                "data of this step.",
+            )
+
+
+def saturated(situation: Situation) -> Iterator[_Fault]:
+    """Steps hardly change a cell although it gets a gradient and others move."""
+    updates = {path: _largest_update(cell) for path, cell in situation.report.cells.items()}
+    sizes = [update for update in updates.values() if update is not None]
+    if not sizes or not situation.rate_settled:
+        return
+    typical = statistics.median(sizes)
+    for path, update in updates.items():
+        cell = situation.report.cells[path]
+        norm = cell.gradient_norm
+        if update is None or update >= min(_SATURATED * typical, _SLOW_UPDATE) or norm is None:
+            continue
+        if norm / math.sqrt(cell.gradient_size) >= _ADAM_EPSILON:
+            yield (
+                path,
+                f"A step changes it by {update:.1e} of its norm ({typical:.1e} is typical), although its gradient has "
+                f"a norm of {norm:.1e}.",
+                "Its values are too large for the learning rate or too coarse for small steps: set param_init_type: "
+                "float32, and check the scale of an adapter that was loaded.",
+            )
+
+
+def rate_too_low(situation: Situation) -> Iterator[_Fault]:
+    """A step changes A too little: the learning rate is that of full fine-tuning, or lower."""
+    update = _typical_update_of_a(situation)
+    if update is not None and update < _SLOW_UPDATE:
+        yield (
+            "",
+            f"A step changes A by {update:.1e} of its norm (median of all cells); about 1e-3 to 1e-2 is usual.",
+            "Raise the learning rate: LoRA is mostly trained at 1e-4 to 5e-4, about ten times the rate of full "
+            "fine-tuning. If it is that high already, set param_init_type: float32, since bfloat16 and float16 lose "
+            "small steps.",
+        )
+
+
+def rate_too_high(situation: Situation) -> Iterator[_Fault]:
+    """A step changes A so much that a few steps replace it."""
+    update = _typical_update_of_a(situation)
+    if update is not None and update > _FAST_UPDATE:
+        yield (
+            "",
+            f"A step changes A by {update:.2g} of its norm (median of all cells); about 1e-3 to 1e-2 is usual.",
+            "Lower the learning rate, or lengthen its warm-up.",
+        )
+
+
+def rank_unused(situation: Situation) -> Iterator[_Fault]:
+    """The change of a weight has far fewer directions than the adapter could give it."""
+    for path, rank, used in _used_ranks(situation):
+        if rank >= _LEAST_UNUSED_RANK and used < _UNUSED_RANK * rank:
+            yield (
+                path,
+                f"The effective rank is {used:.1f} of {rank}.",
+                "A smaller lora_rank (for some cells: rank_pattern) would do as much. If it is meant to be large, set "
+                "use_rslora: with the scale alpha / r, large ranks learn slowly.",
+            )
+
+
+def rank_exhausted(situation: Situation) -> Iterator[_Fault]:
+    """The change of a weight uses every direction that the adapter can give it."""
+    for path, rank, used in _used_ranks(situation):
+        if rank > 1 and used > _EXHAUSTED_RANK * rank:
+            yield (
+                path,
+                f"The effective rank is {used:.1f} of {rank}.",
+                "A larger lora_rank (for some cells: rank_pattern) may lower the loss; compare held_out_loss.",
+            )
+
+
+def one_layer(situation: Situation) -> Iterator[_Fault]:
+    """Nearly all of what the adapters change is in one of several layers."""
+    squares: Dict[str, float] = {}
+    for path, cell in situation.report.cells.items():
+        in_layer = _LAYER.match(path)
+        if in_layer and cell.change_norm is not None:
+            squares[in_layer[0]] = squares.get(in_layer[0], 0.0) + cell.change_norm**2
+    total = sum(squares.values())
+    if situation.report.step < _STEPS_BEFORE_RANK or len(squares) < _LEAST_LAYERS or not total:
+        return
+    layer, square = max(squares.items(), key=lambda item: item[1])
+    if square > _ONE_LAYER * total:
+        yield (
+            layer,
+            f"{100 * square / total:.0f} % of the squared change of all weights is in this one of {len(squares)} "
+            "layers.",
+            "Look at the gradients of the other layers, and at alpha_pattern, freeze_include and grouped learning "
+            "rates, which may hold them back. A lower learning rate with gradient clipping spreads the change.",
+        )
+
+
+RULES: Tuple[Callable[[Situation], Iterator[_Fault]], ...] = (
+    not_finite,
+    still_zero,
+    vanishing_gradient,
+    exploding_gradient,
+    saturated,
+    rate_too_low,
+    rate_too_high,
+    rank_unused,
+    rank_exhausted,
+    one_layer,
+)
+
+
+def _largest_update(cell: CellHealth) -> Optional[float]:
+    """Returns the largest update of the parts of a cell, or None if none is known."""
+    return max((part.update for part in cell.parts.values() if part.update is not None), default=None)
+
+
+def _typical_update_of_a(situation: Situation) -> Optional[float]:
+    """Returns the median update of the A of cells whose B starts at zero; None if none is known or the rate moves.
+
+    Only there is the size of the initial values known: an embedding's B starts with values of size 1, and B of other
+    cells with 0.
+    """
+    if not situation.rate_settled:
+        return None
+    cells = (cell for cell in situation.report.cells.values() if cell.zero_part == "B" and "A" in cell.parts)
+    updates = [cell.parts["A"].update for cell in cells if cell.parts["A"].update is not None]
+    return statistics.median(updates) if updates else None
+
+
+def _used_ranks(situation: Situation) -> Iterator[Tuple[str, int, float]]:
+    """Yields (path, rank, effective rank) of the cells, once there have been enough steps."""
+    if situation.report.step >= _STEPS_BEFORE_RANK:
+        for path, cell in situation.report.cells.items():
+            if cell.effective_rank is not None:
+                yield path, cell.rank, cell.effective_rank

@@ -9,7 +9,7 @@ from mindlora.training.callbacks.common import register
 from mindlora.training.held_out import held_out_loss
 from mindlora.training.held_out.cells import HeldOutLabelsCell, HeldOutLossCell
 from mindlora.training.model.network import evaluated_model, train_step_of
-from mindlora.training.pynative.rows import shifted
+from mindlora.training.pynative.train_step import shifted
 from mindlora.training.several.step_of_adapter import StepOfAdapter
 
 

@@ -14,9 +14,9 @@ from mindlora.data.mindrecord import first_rows
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.eva import Batch, EvaResult, eva_adapter
 from mindlora.network.load_base import load_base
+from mindlora.run.checks.cpu import dtype_key, held_dtype
 from mindlora.run.checks.data_rows import BOUNDARY, model_of
 from mindlora.run.checks.finding import refuse
-from mindlora.run.checks.held_base import dtype_key, held_dtype
 from mindlora.run.checks.mcore import check_mcore
 from mindlora.run.keys import MODEL
 from mindlora.run.yaml_run import YamlRun

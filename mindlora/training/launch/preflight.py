@@ -1,13 +1,16 @@
 """What is wrong in a YAML, found before anything is built, and the few settings that mindlora-run fills in."""
 
 import contextlib
-from typing import Any, Dict, List
+import difflib
+import inspect
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
-from mindformers.tools.register import MindFormerConfig
+from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 from mindspore.nn.utils import no_init_parameters
 
-from mindlora.core.errors import ConfigError
+from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.numerics import initializers
+from mindlora.core.text import suggestion
 from mindlora.core.yaml_file import TRAINING_MODES
 from mindlora.data.mindrecord import first_rows
 from mindlora.models.lora_config import PRESETS, expand_pet_type
@@ -24,8 +27,8 @@ from mindlora.training.callbacks.registry import arrange_callbacks
 from mindlora.training.exchange.exchange_check import prepare_exchange
 from mindlora.training.health.adapter_health import record_gradient_norms
 from mindlora.training.held_out.eval_rows import cut_rows_for_eval
+from mindlora.training.launch import hooks  # noqa: F401  registers mindlora's classes
 from mindlora.training.launch.launch_checks import fill_base
-from mindlora.training.launch.registry_checks import check_classes
 from mindlora.training.log import logger
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.resume import training_state
@@ -35,6 +38,29 @@ from mindlora.training.several import resuming as several_adapters
 from mindlora.training.several.data import DataOfAdapters
 from mindlora.training.several.preparation import prepare_adapters
 from mindlora.training.step import lora_plus, packing
+
+# Key of the YAML -> the kind of class that its ``type`` names: of any run, and of one that trains. MindFormers builds
+# nothing of the second in other runs, and its YAMLs for predicting name optimizers that it no longer has.
+_KINDS = {"metric": MindFormerModuleType.METRIC, "trainer": MindFormerModuleType.TRAINER}
+_TRAINING_KINDS = {
+    "optimizer": MindFormerModuleType.OPTIMIZER,
+    "lr_schedule": MindFormerModuleType.LR,
+    "runner_wrapper": MindFormerModuleType.WRAPPER,
+}
+# The same for what legacy models have.
+_LEGACY_KINDS = {"model.arch": MindFormerModuleType.MODELS, "model.model_config": MindFormerModuleType.CONFIG}
+_DATA_KINDS = {
+    "{}_dataset.data_loader": MindFormerModuleType.DATASET_LOADER,
+    "{}_dataset_task": MindFormerModuleType.DATASET,
+}
+# Settings that MindFormers' Trainer reads itself, beside the arguments of the class.
+_READ_BY_TRAINER = {"lr_schedule": ("warmup_epochs",)}
+# Callbacks whose arguments have a rule of run/checks.
+_RULED = ("Trackers",)
+# These take any argument and ignore what they do not know, so that a misspelt one has no effect. One that is as near to
+# an argument as this is a misspelt one.
+_NEAR = 0.85
+
 
 # Gradient accumulation of a YAML, which becomes micro-batches of the train step.
 
@@ -254,3 +280,123 @@ def _move_lora_plus(config):
     ratio = (config.model.model_config.pet_config or {}).pop(lora_plus.KEY, None)
     if ratio is not None and config.run_mode in TRAINING_MODES:
         lora_plus.set_groups(config, ratio)
+
+
+def check_classes(run: YamlRun) -> Iterator[Finding]:
+    """Yields a finding for each class that the YAML names and that does not exist, or lacks an argument it is given.
+
+    Keys of the model that nothing reads are warnings: YAMLs of MindFormers' own have ``num_block`` and
+    ``max_position_embeddings``.
+    """
+    # A run that learns from rewards has prompts for its data.
+    data = run.mode if not run.trains else "train" if run.rl is None else None
+    data_kinds = {key.format(data): kind for key, kind in _DATA_KINDS.items()} if data in ("train", "eval") else {}
+    needed = {**({} if run.is_mcore else _LEGACY_KINDS), **data_kinds}
+    for key, kind in {**_KINDS, **(_TRAINING_KINDS if run.trains else {}), **needed}.items():
+        nodes = _nodes(run.at(key))
+        if not any(node.get("type") for node in nodes) and (nodes or key in needed):
+            yield error(key, f"{key} has no type, so MindFormers does not know what to build.")
+        for node in nodes:
+            yield from _unknown(key, kind, node)
+            yield from _misspelt(key, kind, node)
+    yield from _missing_rate(run)
+    for where, callback in run.callbacks if run.trains else ():
+        yield from _unknown(where, MindFormerModuleType.CALLBACK, callback)
+        if callback.get("type") not in _RULED:
+            yield from _wrong_arguments(where, callback) or _wrong_values(where, callback)
+
+
+def _nodes(node: Any) -> List[dict]:
+    return [item for item in (node if isinstance(node, list) else [node]) if isinstance(item, dict)]
+
+
+def _class_of(kind: str, node: dict) -> Optional[type]:
+    """Returns the class that a node names; None if it is not registered, or the user's own."""
+    name = node.get("type")
+    is_registered = name is not None and not node.get("auto_register") and MindFormerRegister.is_exist(kind, name)
+    return MindFormerRegister.get_cls(kind, name) if is_registered else None
+
+
+def _unknown(where: str, kind: str, node: dict) -> Iterator[Finding]:
+    name = node.get("type")
+    # A class of the user's own is registered when MindFormers imports the module that auto_register names.
+    if name is None or node.get("auto_register") or MindFormerRegister.is_exist(kind, name):
+        return
+    registered = [each for each in MindFormerRegister.registry.get(kind, {}) if not each.startswith("_")]
+    hint = suggestion(str(name), sorted(registered))
+    yield error(f"{where}.type", f"{where}.type is {name!r}, which is not registered.{hint}")
+
+
+def _missing_rate(run: YamlRun) -> Iterator[Finding]:
+    node = run.at("lr_schedule") or {}
+    schedule = _class_of(MindFormerModuleType.LR, node)
+    if schedule is None or node.get("learning_rate") is not None or run.pet_config.get("preset") or not run.trains:
+        return
+    if "learning_rate" in _required(schedule):
+        fault = f"lr_schedule has no learning_rate, which {node['type']} needs."
+        yield error("lr_schedule", fault, "Set it, or a preset in pet_config.")
+
+
+def _misspelt(where: str, kind: str, node: dict) -> Iterator[Finding]:
+    named = _class_of(kind, node)
+    name = node.get("type")
+    if named is None:
+        return
+    arguments = _settings(named)
+    for argument in node:
+        if argument not in ("type", *arguments, *_READ_BY_TRAINER.get(where, ())):
+            near = difflib.get_close_matches(argument, sorted(set(arguments) - set(node)), n=1, cutoff=_NEAR)
+            if near:
+                fault = f"{where} has {argument!r}, which {name} does not know. Did you mean {near[0]!r}?"
+                yield Finding("warning" if where in _LEGACY_KINDS else "error", f"{where}.{argument}", fault)
+
+
+def _wrong_arguments(where: str, node: dict) -> List[Finding]:
+    callback = _class_of(MindFormerModuleType.CALLBACK, node)
+    arguments, takes_any = _parameters(callback) if callback else ([], True)
+    unknown = [] if takes_any else [argument for argument in node if argument not in ("type", *arguments)]
+    return [
+        error(where, f"{where} has no argument {argument!r}.{suggestion(argument, arguments)}") for argument in unknown
+    ]
+
+
+def _wrong_values(where: str, node: dict) -> List[Finding]:
+    """Builds a callback of mindlora's, which checks its settings and does nothing else."""
+    callback = _class_of(MindFormerModuleType.CALLBACK, node)
+    if callback is None or not callback.__module__.startswith("mindlora."):
+        return []
+    missing = [argument for argument in _required(callback) if argument not in node]
+    if missing:
+        return [error(where, f"{where} needs {' and '.join(missing)}.")]
+    try:
+        callback(**{argument: value for argument, value in node.items() if argument != "type"})
+    except (LoraError, TypeError) as refusal:
+        return [error(where, f"{where}: {refusal}")]
+    return []
+
+
+def _required(kind: type) -> Sequence[str]:
+    """Returns the arguments of a class that have no default."""
+    parameters = inspect.signature(kind).parameters.values()
+    named = (argument for argument in parameters if argument.kind is argument.POSITIONAL_OR_KEYWORD)
+    return [argument.name for argument in named if argument.default is argument.empty]
+
+
+def _settings(kind: type) -> Set[str]:
+    """Returns the names of a class's arguments, and of those that it passes on to the classes that it is made from."""
+    try:
+        arguments = set(inspect.signature(kind).parameters)
+    except ValueError:
+        # A class of C++ does not tell.
+        arguments = set()
+    bases = inspect.getmro(kind) if inspect.isclass(kind) else ()
+    return arguments.union(*(_parameters(base)[0] for base in bases if inspect.isfunction(vars(base).get("__init__"))))
+
+
+def _parameters(kind: type) -> Tuple[List[str], bool]:
+    """Returns the names of a class's arguments, and whether it takes any others."""
+    parameters = [
+        parameter for name, parameter in inspect.signature(kind.__init__).parameters.items() if name != "self"
+    ]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD], takes_any

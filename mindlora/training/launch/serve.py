@@ -98,7 +98,8 @@ def build_engine(
         model,
         yaml.load_checkpoint,
         loaded,
-        registry or AdapterRegistry(),
+        # A folder that is still empty counts too.
+        AdapterRegistry() if registry is None else registry,
         settings,
         quantize=bool(pet_config.get("quantize_base")),
         quantize_exclude=pet_config.get("quantize_exclude"),

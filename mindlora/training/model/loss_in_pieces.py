@@ -14,7 +14,7 @@ from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.label_losses import AdaptedLabelLosses, LabelLosses
 from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.cells.score import score_of
-from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.graph_cache import CompiledOnce
 from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.training.log import logger

@@ -22,7 +22,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.network.cells.broadcasting import SwapHeads
-from mindlora.network.cells.grouped_matmul import grouped_matmul
+from mindlora.network.cells.experts import grouped_matmul
 from mindlora.network.cells.routed_experts import RoutedExperts
 from mindlora.ops.frozen_linear import FrozenRows
 from mindlora.ops.masked_attention import MaskedAttention

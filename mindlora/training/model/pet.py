@@ -14,8 +14,8 @@ from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.models.architectures.classifiers import with_score
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.network.base_fingerprint import weight_shape
-from mindlora.network.cells.initial_values import InitialDraws
-from mindlora.network.cells.noisy_embedding import add_embedding_noise
+from mindlora.network.cells.cell import InitialDraws
+from mindlora.network.cells.embedding import add_embedding_noise
 from mindlora.network.cells.score import score_of
 from mindlora.network.repeated_layers import compile_layers_once
 from mindlora.network.save_load import check_base, load_lora

@@ -7,7 +7,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.network.graph_cache import CompiledOnce
-from mindlora.training.preference.precomputed import from_column
+from mindlora.training.preference.reference import from_column
 from mindlora.training.preference.settings import PreferenceSettings
 
 # The losses of preferences, as functions of log-probabilities.

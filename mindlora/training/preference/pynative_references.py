@@ -11,8 +11,8 @@ from mindlora.core.yaml_file import value_at
 from mindlora.run.checks.data_rows import pynative_files
 from mindlora.training.launch import pynative_run
 from mindlora.training.launch.command_line import parse
-from mindlora.training.preference.precomputed import add_reference
 from mindlora.training.preference.pynative import pynative_preference_loss
+from mindlora.training.preference.reference import add_reference
 from mindlora.training.preference.settings import WRITER, preference_settings
 from mindlora.training.pynative.evaluation import EvaluatedModel
 from mindlora.training.pynative.initialization import preference_of, reference_of

@@ -10,7 +10,7 @@ from mindlora.core.errors import DataError
 from mindlora.data.mindrecord import first_rows
 from mindlora.training.callbacks.common import register
 from mindlora.training.model.network import base_of, train_step_of
-from mindlora.training.preference.precomputed import reference_fingerprint
+from mindlora.training.preference.reference import reference_fingerprint
 from mindlora.training.preference.settings import REFERENCE_FINGERPRINT
 
 

@@ -1,18 +1,36 @@
-"""Whether a checkpoint that MindFormers' PyNative Trainer loads is complete: MindFormers only logs what it lacks."""
+"""The PyNative Trainer's checkpoints: whether one that it loads is complete, which MindFormers only logs; and what they
+lack, in a file beside each: callbacks' states, and more of the adapter."""
 
-from typing import Any, List, Mapping, MutableMapping
+import os
+import zipfile
+from typing import Any, Dict, Iterator, List, Mapping, MutableMapping, Sequence
 
 import mindspore as ms
-from mindspore import Parameter, nn
+import numpy as np
+from mindspore import Parameter, Tensor, nn
 
+from mindlora.core import atomic
 from mindlora.core.errors import CheckpointError, ConfigError
+from mindlora.core.formats import step_folder
+from mindlora.core.json_files import parse_object, write_json
+from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.text import listed
 from mindlora.models import names
 from mindlora.models.architectures.classifiers import is_of_head
 from mindlora.network.cells.cell import LoRACell
-from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.quantized.nf4 import packed_parameters
 from mindlora.network.tree import lora_cells
+from mindlora.training.resume.training_state import callback_states, restore_callbacks
+
+require_mindformers("2.0")
+from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  # noqa: E402
+
+# The fingerprint of the base before lora_init has changed it.
+_BASE = "base_fingerprint"
+# That of the reference of preference training, where it comes from the data.
+_REFERENCE = "reference_fingerprint"
+
 
 # quantize_base under MindFormers' PyNative Trainer: weights become 4-bit between checkpoint and model.
 
@@ -121,3 +139,121 @@ def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
 
 def _adapters_of_other_cells(loaded: Mapping[str, Any], adapters: set) -> List[str]:
     return sorted(name for name in loaded if name.endswith(("lora_a", "lora_b")) and name not in adapters)
+
+
+class SavedWithStates(TrainerCallback):
+    """MindFormers' callback that saves checkpoints, and then step_folder.RUN in their folders.
+
+    Args:
+        saver (CheckpointCallback): MindFormers'.
+        callbacks (sequence): Those whose states are saved.
+        step (TrainStep): The train step, whose state is saved too.
+    """
+
+    def __init__(self, saver: CheckpointCallback, callbacks: Sequence[Any], step: nn.Cell):
+        self.saver = saver
+        self.callbacks = callbacks
+        self.step = step
+
+    def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+        """Makes the folder to save in."""
+        self.saver.on_train_begin(args, state, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+        """Saves if it is due."""
+        self.saver.on_step_end(args, state, **kwargs)
+        self._complete(args, state.global_step, kwargs["model"])
+
+    def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+        """Saves the last step; raises CheckpointError if MindFormers could not, which it only logs."""
+        self.saver.on_train_end(args, state, **kwargs)
+        if not self._complete(args, state.global_step, kwargs["model"]):
+            raise CheckpointError(
+                f"MindFormers could not save step {state.global_step}, the last one, in {self.saver.save_path}: its "
+                "log says why. Correct that, and train again from the last step that is there."
+            )
+
+    def _complete(self, args, step, model):
+        """Adds to the folder of a step; returns whether it has been saved."""
+        saved = self.saver.current_ckpt_step_list
+        if not saved or os.path.basename(saved[-1]) != step_folder.name_of(step):
+            return False
+        config = args.to_dict()
+        content = {name: config.get(name) for name in ("lora_config", "pet_config")}
+        content[_BASE] = next((cell.initial_pair.fingerprint for cell in _changed_cells(model)), None)
+        if self.step.reference is not None:
+            content[_REFERENCE] = self.step.reference.tolist()
+        arrays = {parameter.name: parameter.asnumpy() for parameter in self.step.state_parameters()}
+        if arrays:
+            with atomic.replace_file(os.path.join(saved[-1], step_folder.ARRAYS)) as path, open(path, "wb") as file:
+                np.savez(file, **arrays)
+        with atomic.replace_file(os.path.join(saved[-1], step_folder.RUN)) as path:
+            write_json(path, {**content, "callbacks": callback_states(self.callbacks)})
+        return True
+
+
+def restore(load_path: str, callbacks: Sequence[Any], step: nn.Cell) -> List[str]:
+    """Gives callbacks and the train step the states saved with a checkpoint, as checkpoint.load_path names it.
+
+    Returns the names of the callbacks that have a state, but none there. Raises CheckpointError if a file is damaged,
+    or lacks a state of the train step.
+    """
+    _restore_arrays(step.state_parameters(), load_path)
+    return restore_callbacks(_read(load_path).get("callbacks") or {}, callbacks)
+
+
+def restore_fingerprint(load_path: str, model: Sequence[nn.Cell]) -> None:
+    """Lets the cells of a resumed model know which base it was that lora_init has changed.
+
+    Raises CheckpointError if the file beside the checkpoint, which checkpoint.load_path names, is damaged.
+    """
+    fingerprint = _read(load_path).get(_BASE)
+    for cell in _changed_cells(model):
+        cell.initial_pair = cell.initial_pair._replace(fingerprint=fingerprint)
+
+
+def saved_reference(load_path: str) -> np.ndarray:
+    """Returns the fingerprint of the reference with which a run began that saved a checkpoint, int32 [8].
+
+    Raises CheckpointError if the file beside the checkpoint, which checkpoint.load_path names, is damaged or lacks it.
+    """
+    fingerprint = _read(load_path).get(_REFERENCE)
+    if fingerprint is None:
+        raise CheckpointError(
+            f"{load_path} was saved by a run whose reference did not come from its data. Remove "
+            "preference.precomputed_reference to go on with it."
+        )
+    return np.array(fingerprint, np.int32)
+
+
+def _restore_arrays(parameters, load_path):
+    """Sets parameters to the arrays that were saved beside a checkpoint under their names."""
+    if not parameters:
+        return
+    path = os.path.join(step_folder.last_step(load_path), step_folder.ARRAYS)
+    try:
+        with np.load(path) as arrays:
+            for parameter in parameters:
+                parameter.set_data(Tensor(arrays[parameter.name]))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{path} does not hold the state of the run's train step ({error}). Set checkpoint.load_path to a "
+            "checkpoint of the same configuration, copied with all of its files."
+        ) from error
+
+
+def _read(load_path: str) -> Dict[str, Any]:
+    """Returns what was saved beside a checkpoint; empty if nothing was."""
+    path = os.path.join(step_folder.last_step(load_path), step_folder.RUN) if load_path else ""
+    if not os.path.isfile(path):
+        return {}
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, CheckpointError)
+
+
+def _changed_cells(model: Sequence[nn.Cell]) -> Iterator[LoRACell]:
+    """Yields the cells of a model's stages whose weight is not the base's any more."""
+    for stage in model:
+        for _, cell in lora_cells(stage):
+            if cell.initial_pair:
+                yield cell

@@ -11,9 +11,9 @@ from mindlora.network.save_load import load_lora
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.log import logger
-from mindlora.training.preference.precomputed import reference_fingerprint
+from mindlora.training.preference.reference import reference_fingerprint
 from mindlora.training.preference.settings import PreferenceSettings
-from mindlora.training.pynative.callback_states import restore_fingerprint, saved_reference
+from mindlora.training.pynative.checkpoints import restore_fingerprint, saved_reference
 
 require_mindformers("2.0")
 from mindformers.pynative.callback import TrainerCallback  # noqa: E402
@@ -61,7 +61,10 @@ class Initialization(TrainerCallback):
             _remember_reference(adapted, lambda stage: saved_reference(args.checkpoint.load_path))
             return
         for stage in adapted:
-            _load(stage, configuration_of(stage))
+            config = configuration_of(stage)
+            if config.adapter_path:
+                load_lora(stage, config.adapter_path, on_base_mismatch=config.on_base_mismatch)
+                logger.info("Adapter loaded from %s.", config.adapter_path)
         _remember_reference(adapted, reference_fingerprint)
         for stage in adapted:
             initialize_adapters(stage)
@@ -69,12 +72,6 @@ class Initialization(TrainerCallback):
                 cell.prepare()
         # The optimizer has copied the values from before, in float32, of what has fewer bits.
         optimizer.reload_main_params_from_model()
-
-
-def _load(network, config):
-    if config.adapter_path:
-        load_lora(network, config.adapter_path, on_base_mismatch=config.on_base_mismatch)
-        logger.info("Adapter loaded from %s.", config.adapter_path)
 
 
 def _remember_reference(model, fingerprint_of):

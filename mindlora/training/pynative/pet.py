@@ -22,7 +22,7 @@ from mindlora.core.mindformers_version import release, require_mindformers
 from mindlora.data.mindrecord import first_rows
 from mindlora.models.architectures.classifiers import with_score
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
-from mindlora.network.cells.initial_values import InitialDraws
+from mindlora.network.cells.cell import InitialDraws
 from mindlora.network.cells.score import score_of
 from mindlora.network.invocation import pack_invocations
 from mindlora.network.tree import lora_cells
@@ -33,7 +33,7 @@ from mindlora.run.checks.pynative import BRIDGE, check_pynative, check_weights
 from mindlora.run.checks.pynative_adapter import loss_in_pieces
 from mindlora.training.log import logger
 from mindlora.training.preference.settings import PreferenceSettings, preference_settings
-from mindlora.training.pynative import configuration, steps
+from mindlora.training.pynative import callbacks, configuration
 from mindlora.training.pynative.checkpoints import check_loaded, check_quantization, quantize_loaded
 from mindlora.training.pynative.initialization import configuration_of, remember
 from mindlora.training.pynative.loss_in_pieces import put_loss_in_pieces
@@ -292,7 +292,7 @@ def with_all_gradients(gradient_norm: Callable) -> Callable:
         refuse_missing_gradients(parameters)
         norm, gradients = gradient_norm(parameters, *arguments, **keywords)
         if gradients and get_world_size() > 1 and float(norm) == 0:
-            raise steps.NoGradient
+            raise callbacks.NoGradient
         return norm, gradients
 
     return collect

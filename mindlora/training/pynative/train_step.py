@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.graph.api import _no_grad
 
-from mindlora.core.errors import LoraError
+from mindlora.core.errors import DataError, LoraError
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.text import listed
 from mindlora.network.tree import lora_cells
@@ -18,12 +18,13 @@ from mindlora.training.preference.loss import SUMS, answer_tokens, preference_me
 from mindlora.training.preference.pynative import pynative_preference_loss
 from mindlora.training.pynative.evaluation import EvaluatedModel
 from mindlora.training.pynative.initialization import preference_of, reference_of
-from mindlora.training.pynative.rows import shifted
 from mindlora.training.step.rate_factor import RateFactor
 from mindlora.training.step.train_step import StepRecord
 
 require_mindformers("2.0")
 from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
+
+_COLUMNS = ("input_ids", "labels")
 
 
 def refuse_missing_gradients(parameters: Sequence[Parameter]) -> None:
@@ -229,3 +230,25 @@ class TrainStep(nn.Cell):
     def gradient_norms(self) -> Dict[str, float]:
         """Returns the norm of each trainable parameter's gradient, before clipping, in the last step."""
         return self.norms
+
+
+def shifted(inputs: Mapping[str, Any], seq_length: int) -> Dict[str, Any]:
+    """Returns a batch as the model takes it: seq_length tokens in a row, and as label of each the next one.
+
+    Rows of seq_length + 1 tokens are those of ``mindlora data`` and of graph mode: label i belongs to token i.
+
+    Raises DataError if the rows have another length, or labels that are not shifted although nothing is left over.
+    """
+    tokens, labels = (inputs.get(name) for name in _COLUMNS)
+    if labels is None or tokens.ndim != 2:
+        return dict(inputs)
+    length = tokens.shape[1]
+    if length == seq_length + 1 and set(inputs) == set(_COLUMNS):
+        return {"input_ids": tokens[:, :-1], "labels": labels[:, 1:]}
+    if length != seq_length:
+        raise DataError(
+            f"The rows of the data have {length} tokens and the columns {', '.join(sorted(inputs))}, and the model's "
+            f"seq_length is {seq_length}. Write rows of {seq_length} tokens with shifted labels, or rows of "
+            f"{seq_length + 1} tokens with input_ids and labels alone, as mindlora data does."
+        )
+    return dict(inputs)

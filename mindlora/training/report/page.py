@@ -10,8 +10,8 @@ import numpy as np
 
 from mindlora.core.errors import ConfigError
 from mindlora.training.report import charts, heat_map
+from mindlora.training.report.charts import unit_of_bytes
 from mindlora.training.report.history import History
-from mindlora.training.report.scales import unit_of_bytes
 
 # The configurations of runs as tables: all keys, those set to other values than the defaults, those that differ.
 
@@ -211,6 +211,7 @@ def summary(history: History) -> List[Tuple[str, str]]:
     """Returns (label, value) of the figures that are known of a run."""
     figures = [
         ("Steps", _steps(history)),
+        ("Reward", _reward(history)),
         ("Training loss", _training_loss(history)),
         ("Held-out loss", _held_out_loss(history)),
         ("Right rewards, held out", _held_out_accuracy(history)),
@@ -232,9 +233,14 @@ def _steps(history: History) -> Optional[str]:
     return f"{done:,} of {total:,}" if total and total != done else f"{done:,}"
 
 
+def _reward(history: History) -> Optional[str]:
+    _, rewards = history.series("reward")
+    return f"{rewards[0]:.4g} → {charts.smoothed(rewards)[-1]:.4g}" if len(rewards) else None
+
+
 def _training_loss(history: History) -> Optional[str]:
     _, losses = history.series("loss")
-    if not len(losses):
+    if not len(losses) or charts.is_of_policy(history):
         return None
     return f"{losses[0]:.4g} → {charts.smoothed(losses)[-1]:.4g}"
 

@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from mindlora.core.errors import ConfigError, DataError
 from mindlora.core.numerics import initializers
-from mindlora.models.path_patterns import kind_of_path, patterns_of
+from mindlora.models.target_modules import kind_of_path, patterns_of
 from mindlora.models.variants.registry import VARIANTS
 from mindlora.training.report.history import History
 

@@ -8,8 +8,8 @@ from mindspore.common import dtype as mstype
 
 from mindlora.models.names import TRANSIENT
 from mindlora.network.graph_cache import CompiledOnce
+from mindlora.training.model.log_probabilities import RowLogProbabilities
 from mindlora.training.model.loss_in_pieces import set_differentiates
-from mindlora.training.preference.step import RowLogProbabilities
 from mindlora.training.step.token_gradients import TokenGradients
 
 
@@ -118,7 +118,7 @@ class GivenGradients(nn.Cell):
         - **total**, **count** (Tensor) - float32 [] each: the sum of the losses, and what it is divided by.
 
     Outputs:
-        As of TokenGradients.
+        As in TokenGradients.
     """
 
     def __init__(self, gradients: ParameterTuple):

@@ -1,7 +1,7 @@
 r"""The losses of GRPO and RLOO, in NumPy: from rewards to advantages, and from log-probabilities to gradients.
 
 A step has P prompts with G answers each; row i of its arrays is an answer, those to one prompt stand behind each other.
-Of token t of answer i, l is the log-probability under the policy that trains, l_old under the one that sampled, l_ref
+The log-probability of token t of answer i is l under the policy that trains, l_old under the one that sampled, l_ref
 under the reference. The policy learns from
 
 .. math::

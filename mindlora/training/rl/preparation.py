@@ -4,7 +4,7 @@ import os
 
 from mindformers.tools.register import MindFormerConfig
 
-from mindlora.data.files import read_rows
+from mindlora.data.sources import read_rows
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
 from mindlora.training.rl.callback import RlReport
@@ -12,7 +12,6 @@ from mindlora.training.rl.data import RlSteps
 from mindlora.training.rl.rules import steps_of, tokenizer_of
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.rl.step import RlTrainOneStepCell
-from mindlora.training.run_configuration import plain
 
 
 def prepare_rl(config: MindFormerConfig) -> None:
@@ -23,11 +22,7 @@ def prepare_rl(config: MindFormerConfig) -> None:
     settings = rl_settings(run.rl)
     config.runner_wrapper.type = RlTrainOneStepCell.__name__
     config.runner_wrapper.sampler = MindFormerConfig(
-        model={"model_config": run.model} if run.is_mcore else plain(config.model),
-        tokenizer=tokenizer_of(run),
-        seed=int(config.seed or 0),
-        rows=min(run.rows, settings.rows),
-        folder=os.getcwd(),
+        tokenizer=tokenizer_of(run), seed=int(config.seed or 0), rows=min(run.rows, settings.rows), folder=os.getcwd()
     )
     steps = steps_of(len(read_rows(settings.prompts, None, ()).rows), config.runner_config.epochs, settings)
     config.train_dataset_task = MindFormerConfig(

@@ -7,7 +7,7 @@ import numpy as np
 
 from mindlora.core.errors import DataError, LoraError
 from mindlora.core.text import shown
-from mindlora.data.files import read_rows
+from mindlora.data.sources import read_rows
 from mindlora.data.tokenizers import encode, special_ids
 from mindlora.serving.chat_prompt import make_chat_prompt
 
@@ -52,7 +52,7 @@ def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:
         where = f"{path}, {row.location}"
         given = row.record.get(PROMPT) if isinstance(row.record, dict) else None
         if not given or not isinstance(given, (str, list)):
-            raise DataError(f'{where}: there is no "{PROMPT}", a text or a list of messages.{_alike(row.record)}')
+            raise DataError(f'{where}: "{PROMPT}" is missing.{_alike(row.record)} Write a text, or a list of messages.')
         tokens = _tokens(given, tokenizer, begin, where)
         if len(tokens) > longest:
             raise DataError(

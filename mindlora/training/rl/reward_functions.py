@@ -35,7 +35,7 @@ class Reward:
         name (str): What it is called in metrics and messages.
     """
 
-    name: str
+    name: ClassVar[str]
 
     def load(self, folder: str) -> RewardFunction:
         """Returns the function; relative paths begin at ``folder``.
@@ -372,6 +372,7 @@ def reward_of(entry: Any, key: str) -> Reward:
     arguments = dict(arguments)
     named = arguments.pop("type")
     path, _, function = named.rpartition(":")
+    kind: Type[Reward]
     if named.startswith(("http://", "https://")):
         kind, given = RewardModel, {"url": named}
     elif path.endswith(".py") and function.isidentifier():
@@ -386,8 +387,8 @@ def reward_of(entry: Any, key: str) -> Reward:
     allowed = [field.name for field in fields(kind) if field.name not in given]
     for name in arguments:
         if name not in allowed:
-            choice = suggestion(str(name), allowed) if allowed else " It takes no arguments. Remove it."
-            raise ConfigError(f"{key}: {named} has no argument {name!r}.{choice}")
+            advice = suggestion(str(name), allowed) if allowed else " It takes no arguments. Remove it."
+            raise ConfigError(f"{key}: {named} has no argument {name!r}.{advice}")
     for field in fields(kind):
         if field.default is MISSING and field.name not in {**arguments, **given}:
             raise ConfigError(f"{key}: {named} needs {field.name}. Write {{type: {named}, {field.name}: ...}}.")

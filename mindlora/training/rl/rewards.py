@@ -103,8 +103,7 @@ class Rewards:
         if np.isnan(rewards).all():
             raise RewardError(
                 f"rl.reward_funcs: {', '.join(settings.reward_names)} returned None for all {len(completions)} "
-                "completions of a step, so there is nothing to learn from. Return a number for each completion that "
-                "the function can rate."
+                "completions of a step, so there is nothing to learn from. Change them, or the data that they rate."
             )
         return rewards
 
@@ -135,7 +134,8 @@ class Rewards:
             if self._connection.poll(seconds + _GRACE):
                 answer = json.loads(self._connection.recv_bytes())
                 if "error" in answer:
-                    raise RewardError(f"rl.reward_funcs: {name}: {answer['error']}")
+                    reasons = answer["error"]
+                    raise RewardError(f"rl.reward_funcs: {name}: {reasons}")
                 return answer["result"]
         except (EOFError, OSError):
             pass

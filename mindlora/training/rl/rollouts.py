@@ -48,7 +48,11 @@ class Answers:
 
     def columns(self) -> Dict[str, List[Any]]:
         """Returns the fields of the prompts' rows, a value for each answer."""
-        return {name: [prompt.columns[name] for prompt in self.prompts] for name in self.prompts[0].columns}
+        columns: Dict[str, List[Any]] = {name: [] for name in self.prompts[0].columns}
+        for prompt in self.prompts:
+            for name, value in prompt.columns.items():
+                columns[name].append(value)
+        return columns
 
 
 class Rollouts:

@@ -13,7 +13,7 @@ from mindlora.training.rl.settings import RlSettings, rl_settings
 
 KEY = "runner_wrapper.rl"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-# Callbacks that read rows with labels, which this run has not.
+# Callbacks that read rows with labels: such a run has prompts alone.
 _OF_ROWS = ("HeldOutLoss", "Forgetting", "ForgettingBudget", "RankBudget")
 # Settings of the run with which sampler and trainer would not be one policy, or which the sampler has no place for.
 _OF_ADAPTERS = {
@@ -126,6 +126,8 @@ def _check_saving(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
 
 
 def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
+    if not settings.prompts:
+        yield error(f"{KEY}.prompts", "rl has no prompts.", "Name a file with a prompt in each row.")
     for name in ("prompts", "held_out_prompts"):
         path = getattr(settings, name)
         if path and not os.path.exists(path):

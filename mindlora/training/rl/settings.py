@@ -45,7 +45,6 @@ class RlSettings:
     """How a run learns from rewards. Names and meanings are those of TRL's GRPOConfig and RLOOConfig.
 
     Args:
-        prompts (str): A file with a prompt in each row: see mindlora.training.rl.prompts.
         reward_funcs (list or one): What rates the answers, as mindlora.training.rl.reward_functions.reward_of reads
             it; here a tuple of Reward.
         reward_weights (list of float): The weight of each function in the sum. Default: None, 1 for all.
@@ -75,6 +74,7 @@ class RlSettings:
         stop (list of str): Texts that end an answer, as the end token does. Default: none.
         max_disagreement (float): The run ends where trainer and sampler differ by more on a token's log-probability, in
             nats. Default: 1e-3.
+        prompts (str): A file with a prompt in each row: see mindlora.training.rl.prompts. A run needs it.
         held_out_prompts (str): A file of prompts that the run does not learn from, whose reward is measured. Default:
             None.
         held_out_steps (int): Steps between these measurements. Default: 10.
@@ -89,7 +89,6 @@ class RlSettings:
         ConfigError: A value is out of range, or belongs to the other algorithm.
     """
 
-    prompts: str
     reward_funcs: Any = ()
     reward_weights: Any = None
     algorithm: str = CHOICES["algorithm"][0]
@@ -112,6 +111,7 @@ class RlSettings:
     stop: Any = ()
     max_disagreement: float = 1e-3
     reward_timeout: float = 60.0
+    prompts: str = ""
     held_out_prompts: Optional[str] = None
     held_out_steps: int = 10
     teacher: Any = None
@@ -228,8 +228,6 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     for key in node:
         if key not in keys:
             raise ConfigError(f"rl has no key {key!r}.{suggestion(str(key), keys)}")
-    if "prompts" not in node:
-        raise ConfigError("rl has no prompts. Name a file with a prompt in each row, such as prompts.jsonl.")
     if "reward_funcs" not in node and node.get("teacher") is None:
         raise ConfigError(
             "rl has no reward_funcs. Name what rates the answers, such as rewards.py:helpful, or a teacher to learn "

@@ -14,9 +14,11 @@ from mindlora.core.errors import DivergenceError
 from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.data.tokenizers import encode, load_tokenizer
 from mindlora.network.tree import lora_cells
+from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
+from mindlora.training.model.log_probabilities import row_log_probabilities
 from mindlora.training.model.network import base_of
-from mindlora.training.preference.step import reference_of, row_log_probabilities
+from mindlora.training.preference.step import reference_of
 from mindlora.training.rl.gradients import GivenGradients, PolicyGradients, PolicyLogProbabilities
 from mindlora.training.rl.policy_loss import (
     StepTotals,
@@ -34,6 +36,7 @@ from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rollouts import Answers, Rollouts
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.rl.teacher import ServedTeacher
+from mindlora.training.run_configuration import run_configuration
 from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
 
 # In the place of a step's number, which is smaller.
@@ -70,8 +73,8 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
 
     Args:
         rl (dict): The fields of RlSettings.
-        sampler (dict): ``model``, that node of the YAML; ``tokenizer``, its path; ``seed``; ``rows``, how many the
-            gradient takes at a time; ``folder``, where relative paths of reward functions begin.
+        sampler (dict): ``tokenizer``, its path; ``seed``; ``rows``, how many the gradient takes at a time; ``folder``,
+            where relative paths of reward functions begin. The model is that of the run's YAML.
         **kwargs: As for LoraTrainOneStepCell.
 
     Inputs:
@@ -250,8 +253,10 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         if self.rollouts is not None:
             return
         network = base_of(self.network)
+        run = YamlRun(run_configuration())
+        model = {"model_config": run.model} if run.is_mcore else run.config["model"]
         self.tokenizer = load_tokenizer(self.sampler["tokenizer"])
-        longest = self.sampler["model"]["model_config"]["seq_length"] - self.settings.max_completion_length
+        longest = model["model_config"]["seq_length"] - self.settings.max_completion_length
         self.prompts = read_prompts(self.settings.prompts, self.tokenizer, longest)
         self.held_out = []
         if self.settings.held_out_prompts:
@@ -269,7 +274,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
             self.rewards = Rewards(self.settings, self.sampler["folder"])
         self.rollouts = Rollouts(
             network,
-            self.sampler["model"],
+            model,
             self.tokenizer,
             self.settings,
             pad_token_id(network.config),

@@ -25,10 +25,9 @@ from mindlora.training.report.run_report import RunReport
 from mindlora.training.resume import training_state
 from mindlora.training.several import resuming as several_adapters
 from mindlora.training.several.data import datasets_of
-from mindlora.training.several.held_out import HeldOutOfAdapters
 from mindlora.training.several.rules import OF_ADAPTER
 from mindlora.training.several.stack import AdapterStack
-from mindlora.training.several.step_of_adapter import StepOfAdapter
+from mindlora.training.several.step_of_adapter import HeldOutOfAdapters, StepOfAdapter
 from mindlora.training.several.train_step import UpdatesOfAdapters
 
 # What the output folder of the run has besides a folder for each adapter.

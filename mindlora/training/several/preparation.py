@@ -14,10 +14,9 @@ from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.run_configuration import plain
-from mindlora.training.several.adamw import StackedAdamW
 from mindlora.training.several.data import DataOfAdapters, name_data, steps_in_epoch
 from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, trained_adapters, write_to_own_folder
-from mindlora.training.several.train_step import StackedTrainOneStepCell
+from mindlora.training.several.train_step import StackedAdamW, StackedTrainOneStepCell
 from mindlora.training.step.packing import boundary_of
 
 # AdapterRates: the schedules of several adapters' learning rates, as one schedule of MindFormers.

@@ -18,14 +18,12 @@ from mindlora.core.mindformers_version import require_mindformers
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.callbacks.registry import ORDER
 from mindlora.training.pynative.configuration import adapter_configuration
-from mindlora.training.pynative.rows import shifted
-from mindlora.training.pynative.train_step import TrainStep, refuse_missing_gradients
+from mindlora.training.pynative.train_step import TrainStep, refuse_missing_gradients, shifted
 from mindlora.training.run_configuration import plain
-from mindlora.training.several.adamw import UpdateOfEach
 from mindlora.training.several.preparation import AdapterRates
 from mindlora.training.several.rules import OF_ADAPTER, adapters_of, alone_in_pynative
 from mindlora.training.several.stack import AdapterStack, stack_adapters
-from mindlora.training.several.train_step import AdapterLosses, UpdatesOfAdapters, rows_for_each
+from mindlora.training.several.train_step import AdapterLosses, UpdateOfEach, UpdatesOfAdapters, rows_for_each
 
 require_mindformers("2.0")
 from mindformers.pynative.loss.loss import CrossEntropyLoss  # noqa: E402

@@ -9,16 +9,14 @@ from mindlora.core.errors import ConfigError, UnsupportedCellError
 from mindlora.core.text import listed
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.apply import apply_lora, freeze_base
+from mindlora.network.cells.cell import InitialDraws
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
-from mindlora.network.cells.initial_values import InitialDraws
 from mindlora.network.cells.parallel_linear import LoRAParallelLinear, QLoRAParallelLinear
 from mindlora.network.cells.routed_experts import holders_with
-from mindlora.network.cells.stacked_dense import StackedLoRADense, StackedLoRAParallelLinear
-from mindlora.network.cells.stacked_experts import StackedLoRAExpertWeight
-from mindlora.network.pynative.linear import LoRAPyNativeLinear
+from mindlora.network.cells.stacked import StackedLoRADense, StackedLoRAExpertWeight, StackedLoRAParallelLinear
+from mindlora.network.pynative.linear import LoRAPyNativeLinear, StackedLoRAPyNativeLinear
 from mindlora.network.pynative.nf4 import QLoRAPyNativeLinear
-from mindlora.network.pynative.stacked import StackedLoRAPyNativeLinear
 from mindlora.network.quantize import quantize_base
 from mindlora.network.quantized.nf4 import QLoRADense
 from mindlora.network.tree import Tree, copy_cells, lora_cells, replace_children

@@ -1,12 +1,22 @@
 """Initializers of A and B in NumPy: what each decomposition promises, and what is left of the base."""
 
+import math
+
 import numpy as np
 import pytest
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics import initializers, nf4
+from mindlora.core.numerics.initializers import PrincipalComponents, vera_projection
 
 SCALE = 1.5
+# What PyTorch draws for the key 0.
+A = [
+    [-0.010587962344288826, 0.75864577293396, -1.1639615297317505],
+    [-1.040774941444397, -0.5446904897689819, 0.3792317807674408],
+]
+B = [[-0.03431743383407593, 1.3733248710632324], [-0.15370918810367584, 0.4583223760128021]]
+FEATURES = 12
 
 
 @pytest.fixture(params=[(24, 40), (40, 24), (16, 16)], ids=str)
@@ -179,3 +189,61 @@ def test_loftqs_iterations():
     np.testing.assert_allclose(b @ a, best(weight - expected), atol=1e-5)
     with pytest.raises(ConfigError, match="^iterations of loftq is 0: it must be a whole number of at least 1"):
         initializers.loftq(weight, 2, np.rint, lambda q: q, 0)
+
+
+def test_numbers_are_pytorch_s():
+    """torch.empty(shape).uniform_(-bound, bound, generator=manual_seed(0)): (2, 3) within 2 ** 0.5, (2, 2) 3 ** 0.5."""
+    a, b = vera_projection(0, 2, 3, 2)
+    np.testing.assert_array_equal(a, np.array(A, np.float32))
+    np.testing.assert_array_equal(b, np.array(B, np.float32))
+    # PyTorch's Mersenne Twister takes 32 bits of a seed.
+    np.testing.assert_array_equal(vera_projection(2**32 + 5, 2, 3, 2)[0], vera_projection(5, 2, 3, 2)[0])
+
+
+def test_distribution_is_he_uniform():
+    a, b = vera_projection(1, 16, 600, 300)
+    for array, fan_in in ((a, 600), (b, 16)):
+        bound = math.sqrt(6 / fan_in)
+        assert array.dtype == np.float32 and 0.99 * bound < np.abs(array).max() <= bound * (1 + 1e-6)
+        np.testing.assert_allclose(array.std(), bound / math.sqrt(3), rtol=0.03)
+        assert abs(array.mean()) < 0.05 * bound
+    assert np.abs(vera_projection(2, 16, 600, 300)[0] - a).max() > 0.1 * np.abs(a).max()
+
+
+def rows_of(count, seed=0):
+    """Rows with a mean, whose directions differ in strength."""
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(count, FEATURES)) * 0.7 ** np.arange(FEATURES) + 3).astype(np.float32)
+
+
+def fitted(rows, count, *sizes):
+    found = PrincipalComponents(count)
+    for batch in np.split(rows, np.cumsum(sizes)):
+        found.update(batch)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(), (20,), (13, 40, 17)])
+def test_all_components_are_those_of_all_rows(sizes):
+    """Where no component is dropped, batches lose nothing."""
+    rows = rows_of(101)
+    found = fitted(rows, FEATURES, *sizes)
+    centered = rows.astype(np.float64) - rows.mean(axis=0, dtype=np.float64)
+    _, values, vectors = np.linalg.svd(centered, full_matrices=False)
+    np.testing.assert_allclose(np.abs((found.components * vectors).sum(axis=1)), 1, atol=1e-6)
+    np.testing.assert_allclose(found.explained, values**2 / (values**2).sum(), rtol=1e-5)
+
+
+def test_leading_components_are_nearly_those_of_all_rows():
+    rows = rows_of(400)
+    found, whole = fitted(rows, 3, 100, 100, 100), fitted(rows, FEATURES)
+    assert found.components.shape == (3, FEATURES) and found.components.dtype == np.float32
+    assert np.abs((found.components * whole.components[:3]).sum(axis=1)).min() > 0.999
+    np.testing.assert_allclose(found.explained, whole.explained[:3], rtol=0.02)
+    assert (found.components[np.arange(3), np.abs(found.components).argmax(axis=1)] > 0).all()
+
+
+def test_rows_that_are_all_the_same_explain_nothing():
+    found = PrincipalComponents(2)
+    found.update(np.ones((5, FEATURES), np.float32))
+    assert found.explained.tolist() == [0, 0]

@@ -131,7 +131,7 @@ def check_safetensors(adapter_folder, content):
     return adapter
 
 
-@settings(FUZZ, max_examples=500)
+@settings(FUZZ, max_examples=200)
 @given(DAMAGES)
 @example([(0.0, "flip", b"\0")])
 def test_safetensors(adapter_folder, damages):
@@ -139,7 +139,7 @@ def test_safetensors(adapter_folder, damages):
     check_safetensors(adapter_folder, damaged(SOUND, damages))
 
 
-@settings(FUZZ, max_examples=500)
+@settings(FUZZ, max_examples=200)
 @given(DAMAGES)
 def test_the_header_of_safetensors(adapter_folder, damages):
     """Damages only its text and keeps the length right, so that the text is read."""
@@ -163,7 +163,7 @@ JSON = st.recursive(
 )
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=120)
 @given(
     st.sampled_from(sorted(peft_tensors(make()))),
     st.sampled_from(["dtype", "shape", "data_offsets", "more", None]),
@@ -182,7 +182,7 @@ def test_values_in_the_header_of_safetensors(adapter_folder, name, field, value)
         assert_same(adapter, adapter_files.read(folder(adapter_folder, weights=SOUND)))
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=120)
 @given(DAMAGES)
 def test_bytes_of_the_config(adapter_folder, damages):
     folder(adapter_folder, weights=SOUND)
@@ -203,7 +203,7 @@ FIELDS = sorted(
 )
 
 
-@settings(FUZZ, max_examples=700)
+@settings(FUZZ, max_examples=280)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=2))
 def test_values_in_the_config(adapter_folder, fields):
     folder(adapter_folder, weights=SOUND, **fields)
@@ -226,7 +226,7 @@ def test_values_in_the_config(adapter_folder, fields):
     assert_same(adapter_files.read(str(again)), adapter)
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=120)
 @given(
     st.sampled_from(
         ["alphas", "use_rslora", "dropout", "selection", "base_model", "whole", "base_fingerprint", "more"]
@@ -250,7 +250,9 @@ def test_values_in_mindlora_s_metadata(adapter_folder, field, value):
 # .ckpt ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
 def sound_ckpt():
+    # Imports MindSpore, which takes as long as an example may take.
     return record(
         ("mindlora_begin", "Int32", (1,), b"\1\0\0\0"),
         *ckpt_records(make()),
@@ -258,18 +260,18 @@ def sound_ckpt():
     )
 
 
-@settings(FUZZ, max_examples=400)
+@settings(FUZZ, max_examples=160)
 @given(DAMAGES)
-def test_ckpt(adapter_folder, damages):
+def test_ckpt(adapter_folder, sound_ckpt, damages):
     path = adapter_folder.parent / "a.ckpt"
-    path.write_bytes(damaged(sound_ckpt(), damages))
+    path.write_bytes(damaged(sound_ckpt, damages))
     adapter = read(path)
     if adapter is not None:
         assert all(array.size < 1000 for array in adapter.tensors.values())
         assert all(adapter.rank(path) > 0 for path in adapter.paths)
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=120)
 @given(
     st.lists(st.integers(-3, 9) | st.integers(-(2**63), 2**63 - 1), max_size=4),
     st.sampled_from([*ckpt_file._DTYPES, "str", "", "Float33"]),
@@ -316,7 +318,7 @@ def sound_bin(tmp_path_factory):
     return path.read_bytes()
 
 
-@settings(FUZZ, max_examples=400)
+@settings(FUZZ, max_examples=160)
 @given(DAMAGES)
 def test_bin(adapter_folder, sound_bin, damages):
     shutil.rmtree(adapter_folder, ignore_errors=True)
@@ -330,7 +332,7 @@ def test_bin(adapter_folder, sound_bin, damages):
             assert array.tobytes() in {each.tobytes() for each in make().tensors.values()}
 
 
-@settings(FUZZ, max_examples=600)
+@settings(FUZZ, max_examples=240)
 @given(DAMAGES)
 def test_programs_of_a_bin(adapter_folder, damages):
     """Damages only the program and keeps the checksum right, so that the program is run."""
@@ -355,10 +357,10 @@ def test_the_damage_changes_something():
     assert damaged(b"", [(0.5, "flip", b"x"), (0.5, "cut", b"x")]) == b""
 
 
-def test_the_undamaged_are_read(adapter_folder, sound_bin):
+def test_the_undamaged_are_read(adapter_folder, sound_bin, sound_ckpt):
     folder(adapter_folder, weights=SOUND)
     assert check_safetensors(adapter_folder, SOUND) is not None
-    (adapter_folder.parent / "a.ckpt").write_bytes(sound_ckpt())
+    (adapter_folder.parent / "a.ckpt").write_bytes(sound_ckpt)
     (adapter_folder / "adapter_model.bin").write_bytes(sound_bin)
     os.unlink(adapter_folder / WEIGHTS)
     for path in (adapter_folder, adapter_folder.parent / "a.ckpt"):

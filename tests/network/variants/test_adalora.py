@@ -11,7 +11,7 @@ from mindlora.network.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.network.quantize import quantize_base
 from mindlora.network.tree import lora_cells
 from mindlora.network.variants.adalora import AdaLoRADense
-from mindlora.training.health.measures import cell_values, measure
+from mindlora.training.health.adapter_health import cell_values, measure
 from tests.support.networks import (
     TinyModel,
     as_array,

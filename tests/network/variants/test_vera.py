@@ -7,7 +7,7 @@ from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base, trainable_summary
 from mindlora.core.errors import UnsupportedCellError
-from mindlora.core.numerics.vera_projection import projection
+from mindlora.core.numerics.initializers import vera_projection
 from mindlora.network.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.network.tree import lora_cells
 from mindlora.network.variants.vera import VeRADense
@@ -40,7 +40,7 @@ def plain(request, mindformers):
 
 def widest(cell):
     """A and B of a network with larger cells."""
-    a, b = projection(4, RANK, cell.in_channels + 4, cell.out_channels + 2)
+    a, b = vera_projection(4, RANK, cell.in_channels + 4, cell.out_channels + 2)
     return tuple(
         ms.Parameter(Tensor(array), name=name, requires_grad=False) for array, name in ((a, VERA_A), (b, VERA_B))
     )
@@ -142,11 +142,11 @@ def test_cells_share_the_matrices_of_the_widest():
     for name, shape in ((VERA_A, (RANK, 9)), (VERA_B, (6, RANK))):
         assert len({id(getattr(cell, name)) for cell in cells}) == 1
         assert getattr(cells[0], name).shape == shape and not getattr(cells[0], name).requires_grad
-    for array, parameter in zip(projection(0, RANK, 9, 6), cells[0].shared_parts().values()):
+    for array, parameter in zip(vera_projection(0, RANK, 9, 6), cells[0].shared_parts().values()):
         np.testing.assert_array_equal(parameter.asnumpy(), array)
     assert [name for name in adapters(network) if "vera" in name] == [VERA_A, VERA_B]
     other = model(LoraConfig(lora_rank=RANK, use_vera=True, projection_prng_key=1, target_modules=["wq"]))
-    assert np.abs(adapters(other)[VERA_A].asnumpy() - projection(0, RANK, 6, 6)[0]).max() > 0.1
+    assert np.abs(adapters(other)[VERA_A].asnumpy() - vera_projection(0, RANK, 6, 6)[0]).max() > 0.1
 
 
 def test_only_the_vectors_train():

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from mindlora.core.errors import ConfigError, TokenizerError
-from mindlora.run.configs.folder import read_folder
-from mindlora.run.configs.model import CPU, seq_length_of, served_content
+from mindlora.run.configs.folder import CPU, read_folder, seq_length_of, served_content
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HUGGING_FACE, VOCAB, llama, save_base
 

@@ -8,12 +8,10 @@ import yaml
 
 from mindlora.core.errors import ConfigError
 from mindlora.data.mindrecord import first_rows, write_mindrecord
-from mindlora.files.base.turn_end import TurnEnd
+from mindlora.files.base.tokenizer_files import TurnEnd
 from mindlora.models.lora_config import PRESETS
-from mindlora.run.configs.folder import read_folder
-from mindlora.run.configs.model import CPU, model_nodes
-from mindlora.run.configs.request import Rows, read_rows
-from mindlora.run.configs.run import Request, draft_run
+from mindlora.run.configs.folder import CPU, model_nodes, read_folder
+from mindlora.run.configs.run import Request, Rows, draft_run, read_rows
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.preference.rules import check_preference
 from tests.support.chat_templates import CHATML, chat_tokenizer

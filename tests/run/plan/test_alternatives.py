@@ -5,8 +5,7 @@ import yaml
 
 from mindlora.core.yaml_file import merged
 from mindlora.run.plan.alternatives import fit, layouts_of
-from mindlora.run.plan.loading import needed_by
-from mindlora.run.plan.memory import memory_of
+from mindlora.run.plan.memory import memory_of, needed_while_loading
 from mindlora.run.plan.run import read_run
 from mindlora.run.plan.units import GIB
 from tests.support.planned_runs import LORA, run_of, yaml_of
@@ -36,7 +35,12 @@ def test_the_longest_rows_fit_and_longer_ones_do_not():
     assert [row.batch_size for row in found.longest_rows] == [2, 1]
     for rows, tokens, is_the_models in found.longest_rows:
         assert tokens % 256 == 0 and not is_the_models
-        assert 0 < needed_by(run.with_rows(rows, tokens)) <= found.usable < needed_by(run.with_rows(rows, tokens + 256))
+        assert (
+            0
+            < needed_while_loading(run.with_rows(rows, tokens))
+            <= found.usable
+            < needed_while_loading(run.with_rows(rows, tokens + 256))
+        )
     changed = merged(config, {"runner_config": {"batch_size": 1}, "model": {"model_config": {"seq_length": 512}}})
     assert memory_of(run.with_rows(1, 512)) == memory_of(read_run(changed))
 

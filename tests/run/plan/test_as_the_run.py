@@ -20,16 +20,16 @@ from tests.support.planned_runs import TINY
 LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 # Name of the model, what a YAML calls it, its model_config, and how many pet_configs are tried.
 MODELS = {
-    "llama": ("llama", "LlamaConfig", TINY, 80),
-    "llama with joined cells": ("llama", "LlamaConfig", {**TINY, "qkv_concat": True}, 60),
-    "llama with tied embeddings": ("llama", "LlamaConfig", {**TINY, "tie_word_embeddings": True}, 40),
-    "qwen3": ("qwen3", "Qwen3Config", mcore_networks.TINY, 60),
+    "llama": ("llama", "LlamaConfig", TINY, 45),
+    "llama with joined cells": ("llama", "LlamaConfig", {**TINY, "qkv_concat": True}, 35),
+    "llama with tied embeddings": ("llama", "LlamaConfig", {**TINY, "tie_word_embeddings": True}, 25),
+    "qwen3": ("qwen3", "Qwen3Config", mcore_networks.TINY, 35),
     "qwen3 with tied embeddings": (
-        "qwen3", "Qwen3Config", {**mcore_networks.TINY, "tie_word_embeddings": True}, 40
+        "qwen3", "Qwen3Config", {**mcore_networks.TINY, "tie_word_embeddings": True}, 25
     ),
-    "qwen3_moe": ("qwen3_moe", "Qwen3MoeConfig", moe_networks.QWEN3_MOE, 60),
-    "deepseek_v3": ("deepseek_v3", "DeepseekV3Config", {**moe_networks.DEEPSEEK_V3, **LAYERS}, 50),
-    "chatglm": ("chatglm", "ChatGLM2Config", CHATGLM, 40),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeConfig", moe_networks.QWEN3_MOE, 35),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3Config", {**moe_networks.DEEPSEEK_V3, **LAYERS}, 30),
+    "chatglm": ("chatglm", "ChatGLM2Config", CHATGLM, 25),
 }  # fmt: skip
 
 

@@ -61,8 +61,8 @@ def test_several_adapters_are_counted_as_they_are_built(make_llama):
     from mindspore import nn
 
     from mindlora import LoraConfig
-    from mindlora.training.several.adamw import StackedAdamW
     from mindlora.training.several.stack import stack_adapters
+    from mindlora.training.several.train_step import StackedAdamW
 
     shared = {key: value for key, value in SEVERAL.items() if key != "adapters"}
     network = make_llama(**{**TINY, "type": None})

@@ -1,5 +1,6 @@
-"""docs/serving.md: its curl lines work, its codes and metrics are those of the server."""
+"""docs/serving.md and docs/serving/: their curl lines work, their codes and metrics are those of the server."""
 
+import glob
 import os
 import re
 import subprocess
@@ -13,8 +14,11 @@ from tests.conftest import ROOT
 from tests.support.scripted_engine import HIDDEN, make_engine, started, write_adapter, write_pooling
 from tests.support.served_apps import ask, complete, live, make_app
 
-with open(os.path.join(ROOT, "docs", "serving.md"), encoding="utf-8") as file:
-    DOCUMENT = file.read()
+PAGES = [os.path.join(ROOT, "docs", "serving.md"), *sorted(glob.glob(os.path.join(ROOT, "docs", "serving", "*.md")))]
+DOCUMENT = ""
+for page in PAGES:
+    with open(page, encoding="utf-8") as file:
+        DOCUMENT += file.read() + "\n"
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", DOCUMENT, re.M | re.S)
 COMMANDS = [line for block in BLOCKS for line in re.split(r"\n(?=curl)", block.strip())]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindlora.serving.server import response_schemas, schemas, texts
+from mindlora.serving.server import responses, schemas, texts
 from tests.support.chat_templates import HERMES_TOOLS
 from tests.support.scripted_engine import BASE
 from tests.support.served_apps import CHAT, ask, error_of, events, make_app
@@ -14,7 +14,7 @@ from tests.support.served_apps import CHAT, ask, error_of, events, make_app
 BODIES = {
     "/v1/completions": (schemas.CompletionRequest, {"model": BASE, "prompt": "x", "max_tokens": 4}),
     CHAT: (schemas.ChatRequest, {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}),
-    "/v1/responses": (response_schemas.ResponsesRequest, {"model": BASE, "input": "x", "max_output_tokens": 4}),
+    "/v1/responses": (responses.ResponsesRequest, {"model": BASE, "input": "x", "max_output_tokens": 4}),
     "/v1/embeddings": (texts.EmbeddingRequest, {"model": BASE, "input": "x"}),
     "/v1/score": (texts.ScoreRequest, {"model": BASE, "text_1": "x", "text_2": "y"}),
     "/v1/classify": (texts.ClassifyRequest, {"model": BASE, "input": "x"}),

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from mindlora.serving.server.response_schemas import Response
+from mindlora.serving.server.responses import Response
 from tests.support.chat_templates import CHATML, HERMES_TOOLS
 from tests.support.scripted_engine import BASE, make_engine, started, write_adapter
 from tests.support.served_apps import ask, error_of, live, make_app

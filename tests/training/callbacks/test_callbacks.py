@@ -18,11 +18,12 @@ from mindspore import Callback, Tensor, nn
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.tree import lora_cells
-from mindlora.training.callbacks import loss_curve, progress_bar
+from mindlora.training.callbacks import progress_bar
 from mindlora.training.callbacks.common import report_event
 from mindlora.training.callbacks.registry import HeldOutLoss, LossCurve, ProgressBar, RunReport
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
 from mindlora.training.launch import hooks  # noqa: F401
+from mindlora.training.report import run_report
 from mindlora.training.report.history import read_history
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.support import networks, tiny_runs
@@ -227,8 +228,8 @@ def test_wrong_arguments(held_out, arguments, message):
 @pytest.mark.parametrize("listed", [(), (RunReport,)], ids=["alone", "beside a RunReport"])
 def test_loss_curve_is_a_run_report_and_says_so_once(tmp_path, monkeypatch, listed):
     said = []
-    monkeypatch.setattr(loss_curve.logger, "warning", lambda text, *values: said.append(text % values))
-    loss_curve._say_the_new_name.cache_clear()
+    monkeypatch.setattr(run_report.logger, "warning", lambda text, *values: said.append(text % values))
+    run_report._say_the_new_name.cache_clear()
     folder = str(tmp_path / "run")
     play(
         [*(callback(folder) for callback in listed), LossCurve(folder), LossCurve(str(tmp_path / "other"))], [0.5, 2.0]
@@ -290,7 +291,7 @@ def test_in_a_file_an_event_and_a_measurement_have_a_line_of_their_own(capfd):
 
 
 def test_only_rank_0_shows_progress_and_writes_a_history(capfd, tmp_path, monkeypatch):
-    for module in ("report.run_report", "callbacks.loss_curve", "callbacks.progress_bar"):
+    for module in ("report.run_report", "callbacks.progress_bar"):
         monkeypatch.setattr(f"mindlora.training.{module}.get_real_rank", lambda: 1)
     play([ProgressBar(), LossCurve("run")], [0.5])
     assert capfd.readouterr().err == "" and not (tmp_path / "run").exists()

@@ -14,8 +14,7 @@ from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.core.errors import ConfigError
 from mindlora.network.tree import lora_cells
 from mindlora.training.health import adapter_health
-from mindlora.training.health.adapter_health import AdapterHealth
-from mindlora.training.health.measures import float_parts
+from mindlora.training.health.adapter_health import AdapterHealth, float_parts
 from mindlora.training.launch import preflight
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.conftest import in_mode

@@ -10,7 +10,7 @@ from mindlora.core.numerics.dtypes import to_float32
 from mindlora.network.quantized.nf4 import first_rows
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import lora_cells, weight_of
-from mindlora.training.health.measures import cell_values, float_parts, measure, weight_norm
+from mindlora.training.health.adapter_health import cell_values, float_parts, measure, weight_norm
 from tests.support import initialized_networks, quantized_networks
 from tests.support.networks import randomize
 

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from mindlora.core.errors import ConfigError
+from mindlora.serving.adapter_registry import AdapterRegistry
 from tests.support.served_llama import write_llama
 
 MODEL = "--model.model_config."
@@ -67,6 +68,15 @@ def test_what_ascend_cannot_serve_is_said_before_anything_is_loaded(refused):
     message = refused(*ON_ASCEND, f"{MODEL}compute_dtype", "float32", f"{MODEL}num_heads", "4")
     assert "compute_dtype is float32, and on Ascend" in message
     assert "hidden_size 32 and num_heads 4 make heads of 8 numbers" in message
+
+
+def test_a_folder_that_is_still_empty_is_watched(folder, mindformers, monkeypatch, tmp_path):
+    from mindlora.training.launch import serve
+
+    registry = AdapterRegistry(str(tmp_path))
+    monkeypatch.setattr(serve, "set_up_context", lambda yaml: None)
+    monkeypatch.setattr(serve, "make_engine", lambda model, base, tokenizer, registry, *_, **__: registry)
+    assert serve.build_engine(os.path.join(folder, "run.yaml"), registry=registry) is registry
 
 
 def test_several_devices_are_refused(refused):

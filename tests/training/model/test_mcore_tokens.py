@@ -5,7 +5,7 @@ import pytest
 from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora
-from mindlora.network.cells.noisy_embedding import NoisyEmbedding
+from mindlora.network.cells.embedding import NoisyEmbedding
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import TINY, Loss, tiny_deepseek_v3, tiny_qwen3, tokens
 from tests.support.networks import randomize

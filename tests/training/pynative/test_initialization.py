@@ -15,7 +15,7 @@ from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters.convert import Heads, convert_adapter
 from mindlora.files.base.convert import convert_base
 from mindlora.files.base.merge import merge_checkpoint
-from mindlora.network.cells.initial_values import InitialDraws
+from mindlora.network.cells.cell import InitialDraws
 from mindlora.network.tree import lora_cells
 from tests.support import pynative_runs
 from tests.support.pynative_runs import LORA, only_with_pynative_trainer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mindlora.core.numerics.vera_projection import projection
+from mindlora.core.numerics.initializers import vera_projection
 from mindlora.files.adapters.convert import Heads, convert_adapter
 from tests.support import pynative_runs
 from tests.support.pynative_runs import BRIDGE, LORA, only_with_pynative_trainer
@@ -78,7 +78,7 @@ def test_a_resumed_run_goes_on_with_its_magnitudes_and_projection(runs, variant)
 def test_vera_has_pefts_projection_and_its_vectors_in_a_folder(runs):
     tensors = load_file(runs / "vera_peft" / f"step_{STEPS}" / "adapter_model.safetensors")
     # As wide as the widest of the cells: linear_proj takes 48 columns, linear_fc2 40.
-    a, b = projection(0, LORA["lora_rank"], 48, 32)
+    a, b = vera_projection(0, LORA["lora_rank"], 48, 32)
     np.testing.assert_array_equal(tensors["base_model.vera_A"], a)
     np.testing.assert_array_equal(tensors["base_model.vera_B"], b)
     trained = pynative_runs.trained(runs / "vera")

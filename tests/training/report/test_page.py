@@ -9,11 +9,22 @@ import numpy as np
 import pytest
 
 from mindlora.training.report import write_report
-from mindlora.training.report.charts import HEIGHT, LEFT, RIGHT, WIDTH, Line, draw, smoothed, thin
+from mindlora.training.report.charts import (
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    WIDTH,
+    Line,
+    draw,
+    smoothed,
+    step_axis,
+    thin,
+    unit_of_bytes,
+    value_axis,
+)
 from mindlora.training.report.heat_map import draw_health
 from mindlora.training.report.history import History, read_history
 from mindlora.training.report.page import differing, render, run_names, settings, summary
-from mindlora.training.report.scales import step_axis, unit_of_bytes, value_axis
 from tests.support.histories import DEFAULTS, description, health, step_record, write_history
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"

@@ -9,7 +9,7 @@ import yaml
 from mindlora import LoraConfig
 from mindlora.cli import main
 from mindlora.core.errors import ConfigError, DataError
-from mindlora.training.health.measures import CellValues, change_factors, effective_rank, measure
+from mindlora.training.health.adapter_health import CellValues, change_factors, effective_rank, measure
 from mindlora.training.report.history import HistoryWriter, read_history
 from mindlora.training.report.rank_suggestion import LADDER, CellEvidence, suggest_ranks
 

@@ -9,7 +9,7 @@ import yaml
 from mindspore import nn
 
 from mindlora.core.errors import BaseMismatchError, ConfigError
-from mindlora.network.cells.noisy_embedding import NoisyEmbedding
+from mindlora.network.cells.embedding import NoisyEmbedding
 from mindlora.training.callbacks.registry import LoraCheckpoint
 from mindlora.training.resume import training_state
 from tests.support import tiny_runs

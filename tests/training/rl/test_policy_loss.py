@@ -64,6 +64,31 @@ def test_coefficients_are_the_gradient(keys):
     assert high > 0 or "delta" in keys
 
 
+@pytest.mark.parametrize(
+    "ratio, advantage, keys, loss, coefficient",
+    [
+        (1.1, 1.0, {}, -1.1, -1.1),
+        # Moving on would be wrong beyond the clip: no gradient. Moving back is right, however far away it is.
+        (2.0, 1.0, {}, -1.3, 0.0),
+        (0.5, -1.0, {}, 0.9, 0.0),
+        (2.0, -1.0, {}, 2.0, 2.0),
+        (0.5, 1.0, {}, -0.5, -0.5),
+        (2.0, -1.0, {"delta": 1.5}, 1.5, 0.0),
+        (1.2, -1.0, {"delta": 1.5}, 1.2, 1.2),
+        (1.2, 1.0, {"delta": 1.1}, -1.1, 0.0),
+        (2.0, 1.0, {"algorithm": "rloo"}, -1.3, 0.0),
+        (2.0, -1.0, {"algorithm": "rloo"}, 2.0, 2.0),
+    ],
+)
+def test_where_a_ratio_is_clipped(ratio, advantage, keys, loss, coefficient):
+    chosen = settings(epsilon=0.1, epsilon_high=0.3, **keys)
+    mask = np.array([[True]])
+    found = policy_loss(np.log([[ratio]]), np.zeros((1, 1)), None, np.array([advantage]), mask, chosen)
+    assert found.loss == pytest.approx(loss) and found.coefficients[0, 0] == pytest.approx(coefficient)
+    assert found.measures["clip_ratio/low_mean"] == (loss == 0.9)
+    assert found.measures["clip_ratio/high_mean"] == (loss == -1.3)
+
+
 @pytest.mark.parametrize("keys", [{}, {"importance_sampling_level": "sequence"}, {"algorithm": "rloo"}])
 def test_without_old_log_probs_every_ratio_is_1(keys):
     log_probs, _, _, values = step()

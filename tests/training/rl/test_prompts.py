@@ -47,10 +47,16 @@ def test_every_pass_has_each_prompt_once_in_an_order_of_its_own():
 @pytest.mark.parametrize(
     "rows, expected",
     [
-        ([{"promt": "x"}], part("prompts.jsonl, line 1: there is no \"prompt\", a text or a list of messages. It has 'promt'.")),
-        ([{"prompt": "Say"}, {"prompt": ""}], part("line 2: there is no \"prompt\"")),
-        ([["Say"]], part("line 1: there is no \"prompt\"")),
-        ([{"prompt": "Say hello to Ben"}], part("the prompt has 5 tokens, and seq_length less max_completion_length leaves 4.")),
+        (
+            [{"promt": "x"}],
+            part("prompts.jsonl, line 1: \"prompt\" is missing. It has 'promt'. Write a text, or a list"),
+        ),
+        ([{"prompt": "Say"}, {"prompt": ""}], part('line 2: "prompt" is missing')),
+        ([["Say"]], part('line 1: "prompt" is missing')),
+        (
+            [{"prompt": "Say hello to Ben"}],
+            part("the prompt has 5 tokens, and seq_length less max_completion_length leaves 4."),
+        ),
         ([{"prompt": "Say", "answer": 1}, {"prompt": "to"}], part("line 2: 'answer' is a field of some rows alone.")),
         ([{"prompt": [{"role": "user", "content": "Say"}]}], part("chat template")),
         ([], part("has no rows. Write one for each prompt.")),

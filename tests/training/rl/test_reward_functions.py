@@ -38,6 +38,7 @@ def test_exact_answer():
         ("-3", "3", 0),
         ("5-3", "3", 1),
         ("12,34", "1234", 0),
+        ("1,0000", "1,000", 0),
         (".5", "0.50", 1),
         ("none", "7", 0),
         ("1" * 5000, "1", 0),
@@ -68,7 +69,7 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 
 
 def test_json_schema(tmp_path):
-    texts = ['{"age": 3}', ' {"age": 3}\n', '{"age": "3"}', "{}", '{"age": 3', '{"age": NaN}', "[" * 100_000]
+    texts = ['{"age": 3}', ' {"age": 3}\n', '{"age": "3"}', "{}", '{"age": 3', '{"age": 3, "x": NaN}', "[" * 100_000]
     expected = [1, 1, 0, 0, 0, 0, 0]
     assert rate({"type": "json_schema", "schema": SCHEMA}, texts) == expected
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
@@ -107,7 +108,8 @@ def serve(tmp_path_factory):
 
 
 def test_the_only_reward_model_of_a_server(serve):
-    texts = [f"cats {count}" for count in range(70)]
+    # Without a completion, the prompt is what it reads.
+    texts = ["", *(f"cats {count}" for count in range(69))]
     with serve({"helpful": 1}) as (url, engine):
         tokens = [engine.tokenizer.encode("Q: " + text)[-1] for text in texts]
         expected = engine.score_head("helpful").scores(engine.runner.hidden[tokens])[:, 0]
@@ -129,11 +131,10 @@ def test_a_server_of_several_models(serve):
 
 def test_a_server_whose_queue_is_full_is_asked_again(serve, tmp_path):
     with serve({"helpful": 1}, max_waiting=2) as (url, _):
-        settings = rl_settings({"reward_funcs": {"type": url, "model": "helpful"}, "reward_timeout": 2.5})
-        with Rewards(settings, str(tmp_path)) as rewards:
-            assert rewards.of(["Q: "], ["cats"], {}).shape == (1, 1)
-            with pytest.raises(RewardError, match="(?s)helpful has not returned after 2.5 s.*classify answered 429"):
-                rewards.of(["Q: "] * 32, ["cats"] * 32, {})
+        settings = rl_settings({"reward_funcs": {"type": url, "model": "helpful"}, "reward_timeout": 3})
+        refusal = "(?s)helpful has not returned after 3 s.*classify answered 429: .*Asking again"
+        with Rewards(settings, str(tmp_path)) as rewards, pytest.raises(RewardError, match=refusal):
+            rewards.of(["Q: "] * 32, ["cats"] * 32, {})
 
 
 def test_no_server():

@@ -49,7 +49,7 @@ def test_a_yaml_without_faults():
     "yaml, key, message",
     [
         (config({**RL, "betta": 1}), KEY, "rl has no key 'betta'. Did you mean 'beta'"),
-        (config({"reward_funcs": "exact_answer"}), KEY, "rl has no prompts"),
+        (config({"reward_funcs": "exact_answer"}), f"{KEY}.prompts", "rl has no prompts"),
         (config(runner_wrapper={"type": "MFTrainOneStepCell", "rl": RL}), KEY, "type is MFTrainOneStepCell"),
         (config(use_parallel=True, parallel={"parallel_mode": 0}), KEY, "in one process.*use_parallel: False"),
         (

@@ -1,11 +1,16 @@
 """The section rl of a YAML: its defaults, what it may name, and what is refused."""
 
+import dataclasses
+import os
 import re
 
 import pytest
+import yaml
 
 from mindlora.core.errors import ConfigError
-from mindlora.training.rl.settings import rl_settings
+from mindlora.training.rl.reward_functions import BUILT_IN
+from mindlora.training.rl.settings import RlSettings, rl_settings
+from tests.conftest import ROOT
 
 FUNCTION = "rewards.py:short"
 
@@ -99,3 +104,13 @@ def test_what_is_refused(node, message):
         node = {"reward_funcs": FUNCTION, **node}
     with pytest.raises(ConfigError, match=re.escape(message)):
         rl_settings(node)
+
+
+def test_the_page_has_every_key_and_every_function():
+    with open(os.path.join(ROOT, "docs", "rl.md"), encoding="utf-8") as file:
+        page = file.read()
+    (example,) = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)]
+    assert rl_settings(example["runner_wrapper"]["rl"]).reward_weights == (0.5, 1.0, 1.0, 0.2)
+    rows = re.findall(r"^\| (`[^|]+`) \|", page.partition("## Keys")[2].partition("## Losses")[0], re.M)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == {field.name for field in dataclasses.fields(RlSettings)}
+    assert all(re.search(rf"^\| `{name}` \|", page, re.M) for name in BUILT_IN)

@@ -9,8 +9,8 @@ from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.core.errors import UnsupportedCellError
-from mindlora.network.cells.initial_values import InitialDraws
-from mindlora.network.cells.stacked_dense import StackedLoRADense
+from mindlora.network.cells.cell import InitialDraws
+from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.tree import lora_cells
 from mindlora.training.several.stack import pull, push, stack_adapters
 from tests.support.mcore_networks import tiny_qwen3

@@ -6,9 +6,8 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base
-from mindlora.training.several.adamw import StackedAdamW
 from mindlora.training.several.stack import stack_adapters
-from mindlora.training.several.train_step import StackedTrainOneStepCell
+from mindlora.training.several.train_step import StackedAdamW, StackedTrainOneStepCell
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 
 ROWS, WIDTH, IGNORED = 4, 17, -100

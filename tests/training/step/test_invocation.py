@@ -70,12 +70,10 @@ def trained(micro_batches, recompute=False):
     return [np.array(losses), *(parameter.asnumpy().copy() for parameter in network.trainable_params())]
 
 
-def test_micro_batches_train_what_the_whole_batch_trains_in_layers_kept_and_recomputed():
+def test_micro_batches_in_recomputed_layers_train_what_the_whole_batch_trains():
     with in_mode(ms.GRAPH_MODE):
-        whole = trained(1)
-        for recompute in (False, True):
-            for first, second in zip(whole, trained(ROWS, recompute)):
-                np.testing.assert_allclose(second, first, rtol=0, atol=2e-5)
+        for whole, recomputed in zip(trained(1), trained(ROWS, recompute=True)):
+            np.testing.assert_allclose(recomputed, whole, rtol=0, atol=2e-5)
 
 
 def logits_of(network, tokens):

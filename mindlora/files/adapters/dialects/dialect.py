@@ -12,7 +12,7 @@ from mindlora.core.errors import AdapterFormatError, MissingTensorsError, RankMi
 from mindlora.core.formats.safetensors_file import write_arrays
 from mindlora.core.numerics.dtypes import FLOATS, dtype_name
 from mindlora.core.text import listed, shown
-from mindlora.files.adapters import bare_models, parts
+from mindlora.files.adapters import matching, parts
 from mindlora.files.adapters import metadata as adapter_metadata
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.adapters.dialects.peft_config import NO_EXTRAS, Extras, PeftConfig
@@ -159,7 +159,7 @@ class Dialect(abc.ABC):
         adapter_metadata.complete(adapter, file.metadata, file.path)
         self._settle(adapter, file)
         # Patterns of ranks are for the names that the file has.
-        bare_models.complete(adapter)
+        matching.complete_bare_names(adapter)
         return adapter
 
     def _read_parts(self, adapter: Adapter, file: File, key: str, part_key: PartKey) -> None:

@@ -1,5 +1,17 @@
-"""PEFT's adapter folder: its tensors under Hugging Face's names, and adapter_config.json."""
+"""PEFT's adapter folder: its tensors under Hugging Face's names, and adapter_config.json; KaSA, and stacked experts.
 
+KaSA's folders have W' x + scale B diag(s) A x, where W' lacks the r smallest singular values of W. s [r] is
+<module>.lora_diag. It is multiplied into B, so what remains is a pair for a changed base, as PiSSA's is. (Wang et al.,
+KaSA: Knowledge-Aware Singular-Value Adaptation of Large Language Models, 2024)
+
+With LoRA on parameters (target_parameters), PEFT adapts the stacked experts of a layer. A module whose parameter is
+adapted is wrapped, and wrapped again for its next parameter, in the order in which it declares them. So of gate_up_proj
+and down_proj, the last one's tensors are at <experts>.lora_A.weight and the first one's at
+<experts>.base_layer.lora_A.weight. The experts' A are joined by rows, [experts * r, in], and their B by columns,
+[out, r * experts], where the columns of one expert are r * experts + expert.
+"""
+
+import dataclasses
 import os
 import re
 from collections import Counter
@@ -17,15 +29,17 @@ from mindlora.core.errors import (
 )
 from mindlora.core.formats.safetensors_file import write_arrays
 from mindlora.core.json_files import write_json
-from mindlora.core.numerics.pair_shapes import EMBEDDING
+from mindlora.core.numerics import initializers
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.core.numerics.pair_shapes import EMBEDDING, flatten_experts, unflatten_experts
 from mindlora.core.text import listed
 from mindlora.files.adapters import metadata as adapter_metadata
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.adapters.dialects import peft_config as peft_selection
-from mindlora.files.adapters.dialects import peft_experts, peft_kasa, peft_tuners
+from mindlora.files.adapters.dialects import peft_tuners
 from mindlora.files.adapters.dialects.dialect import Dialect, File, Keys, unknown_tensors
 from mindlora.files.adapters.dialects.peft_config import PeftConfig
-from mindlora.files.adapters.expert_pairs import stacked_paths
+from mindlora.files.adapters.expert_pairs import STACKED, stacked_paths
 from mindlora.models import names
 from mindlora.models.architectures import architecture, diffusion
 from mindlora.models.architectures.joined_rows import PartAfterPart, RowsInTurn, join_rows, split_rows
@@ -56,6 +70,8 @@ _NAMED = (
 _MEGATRON = (f"{PREFIX}decoder.layers.", f"{PREFIX}output_layer.")
 # PEFT adds both to modules_to_save of every classifier, and a model has one of them.
 _CLASSIFIERS = ("classifier", "score")
+_DIAGONAL, _B = ".lora_diag", ".lora_B.weight"
+_WRAPPED = ".base_layer"
 
 
 class Peft(Dialect):
@@ -71,7 +87,7 @@ class Peft(Dialect):
         return any(map(parse_key, file.keys))
 
     def read(self, file: File) -> Adapter:
-        return super().read(peft_kasa.without_diagonals(file))
+        return super().read(without_diagonals(file))
 
     def sort(self, file: File) -> Keys:
         part_keys: Dict[str, PartKey] = {}
@@ -111,7 +127,7 @@ class Peft(Dialect):
         Raises AdapterError if a tensor is missing, unexpected or of another rank, or biases of the base were trained.
         """
         source = file.source
-        peft_experts.restore(adapter, config, source)
+        restore_stacks(adapter, config, source)
         adapter.check_pairs(source, {path: config.rank_of(path) for path in adapter.paths})
         adapter.alphas = {path: config.alpha_of(path) for path in adapter.paths}
         adapter.selection = dict(config.selection)
@@ -136,7 +152,7 @@ class Peft(Dialect):
                 "and head size."
             )
         tensors = {}
-        for (cell, part), array in peft_experts.flattened(adapter, adapter.stored_tensors()).items():
+        for (cell, part), array in flattened_stacks(adapter, adapter.stored_tensors()).items():
             tensors[tensor_key(cell, part, cell in adapter.embeddings)] = _turned(part, array)
         for name, array in adapter.saved_modules.items():
             tensors[saved_module_key(name, adapter.paths)] = array
@@ -362,3 +378,128 @@ def _check_saved_modules(adapter: Adapter, config: PeftConfig, path: str) -> Non
             f"{path} holds tensors that are neither LoRA's nor of modules_to_save: {listed(sorted(undeclared))}. "
             "Remove them, or name their modules in modules_to_save."
         )
+
+
+def without_diagonals(file: File) -> File:
+    """Returns a file of KaSA with each module's lora_diag multiplied into its B, in float32; any other as it is.
+
+    Raises:
+        UnexpectedTensorsError: A module has one of lora_diag and B alone.
+        ShapeMismatchError: lora_diag does not have a number for each column of B.
+    """
+    if file.config is None or file.config.initializer != initializers.KASA:
+        return file
+    modules = [key[: -len(_DIAGONAL)] for key in file.keys if key.endswith(_DIAGONAL)]
+    adapted = [key[: -len(_B)] for key in file.keys if key.endswith(_B)]
+    odd = sorted(set(modules).symmetric_difference(adapted))
+    if odd:
+        raise UnexpectedTensorsError(
+            f"{file.path} holds one of lora_diag and lora_B of {odd[0]} alone. Save the adapter with PEFT again."
+        )
+    diagonals: Dict[str, str] = {module + _B: module + _DIAGONAL for module in modules}
+
+    def fetch(key: str) -> np.ndarray:
+        array = file.fetch(key)
+        if key not in diagonals:
+            return array
+        diagonal = file.fetch(diagonals[key])
+        if len(array.shape) != 2 or diagonal.shape != array.shape[1:]:
+            raise ShapeMismatchError(
+                f"{file.path}: {diagonals[key]} is {list(diagonal.shape)}, and {key} {list(array.shape)}; it must have "
+                "a number for each column. Save the adapter with PEFT again."
+            )
+        return to_float32(array) * to_float32(diagonal)
+
+    keys = [key for key in file.keys if not key.endswith(_DIAGONAL)]
+    return dataclasses.replace(file, keys=keys, fetch=fetch)
+
+
+def flattened_stacks(adapter: Adapter, tensors: Dict[PartKey, np.ndarray]) -> Dict[PartKey, np.ndarray]:
+    """Returns ``tensors`` with stacked pairs as PEFT has them: under the paths of their modules, and as matrices."""
+    modules = module_paths(stacked_paths(adapter))
+    return {
+        (modules.get(path, path), part): flatten_experts(part, array) if path in modules else array
+        for (path, part), array in tensors.items()
+    }
+
+
+def restore_stacks(adapter: Adapter, config: PeftConfig, source: str) -> None:
+    """Turns the pairs of an adapter that was read from PEFT's form into stacked ones, where config says that they are.
+
+    Raises AdapterFormatError if a module's tensors are not those of the parameters that target_parameters names, and
+    ShapeMismatchError if they do not divide into experts of the configured rank.
+    """
+    targets = config.selection.get("target_parameters")
+    if not isinstance(targets, list):
+        return
+    modules: Dict[str, List[str]] = {}
+    for path in adapter.paths:
+        module = path
+        while module.endswith(_WRAPPED):
+            module = module[: -len(_WRAPPED)]
+        modules.setdefault(module, []).append(path)
+    for module, paths in modules.items():
+        parameters = _parameters_of(module, targets)
+        if parameters is None:
+            continue
+        wrapped = [module + _WRAPPED * depth for depth in reversed(range(len(parameters)))]
+        if sorted(paths) != sorted(wrapped):
+            raise AdapterFormatError(
+                f"{source}: target_parameters names {listed(parameters)}, for which the file would hold pairs at "
+                f"{listed(wrapped)}, and it holds {listed(sorted(paths))}. Save the adapter with PEFT again."
+            )
+        for parameter, path in zip(parameters, wrapped):
+            _unflatten(adapter, path, names.to_mindformers(parameter), config.rank_of(parameter), source)
+
+
+def module_paths(paths: List[str]) -> Dict[str, str]:
+    """Returns path of a stacked pair -> path of PEFT's module around its weight, under Hugging Face's names.
+
+    Raises AdapterError if a module has several adapted parameters whose order of declaration is not known.
+    """
+    by_module: Dict[str, Dict[str, str]] = {}
+    for path in paths:
+        module, _, parameter = names.to_hugging_face(path).rpartition(".")
+        by_module.setdefault(module, {})[parameter] = path
+    wrapped = {}
+    for module, parameters in by_module.items():
+        unknown = [f"{module}.{parameter}" for parameter in parameters if parameter not in STACKED]
+        if unknown and len(parameters) > 1:
+            raise AdapterError(
+                f"PEFT's form holds the pairs of {listed(f'{module}.{name}' for name in parameters)} in the order in "
+                f"which the module declares them, and that is not known of {listed(unknown)}. Write format "
+                "'mindformers'."
+            )
+        ordered = [name for name in STACKED if name in parameters] or list(parameters)
+        for depth, parameter in enumerate(reversed(ordered)):
+            wrapped[parameters[parameter]] = module + _WRAPPED * depth
+    return wrapped
+
+
+def _parameters_of(module: str, targets: List[str]) -> Optional[List[str]]:
+    """Returns the parameters of ``module`` that ``targets`` names, in the order of declaration; None if it has none.
+
+    A parameter called weight is a linear cell's, whose pair is like any other.
+    """
+    leaves = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
+    ordered = [leaf for leaf in STACKED if leaf in leaves] + [leaf for leaf in leaves if leaf not in STACKED]
+    parameters = [f"{module}.{leaf}" for leaf in ordered if leaf != "weight"]
+    # A name by itself is of experts, or it would be of every module.
+    named = [target for target in targets if "." in target or module.endswith("experts")]
+    ends = tuple(f".{target}" for target in named)
+    return [path for path in parameters if f".{path}".endswith(ends)] or None
+
+
+def _unflatten(adapter: Adapter, path: str, stacked: str, rank: int, source: str) -> None:
+    """Makes a stacked pair at ``stacked`` of the matrices at ``path``."""
+    flat = {half: adapter.tensors.pop((path, half), None) for half in "AB"}
+    for half, array in flat.items():
+        if array is None:
+            continue
+        stack = unflatten_experts(half, array, rank)
+        if stack is None:
+            raise ShapeMismatchError(
+                f"{source}: {half} of {stacked} is {list(array.shape)}, which does not divide into experts of rank "
+                f"{rank}. Check r and rank_pattern in the configuration."
+            )
+        adapter.tensors[stacked, half] = stack

@@ -12,8 +12,7 @@ import numpy as np
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import FLOATS, to_float32
 from mindlora.files.base.quantized.gptq import INT32, QWEIGHT, group_size, groups_of
-from mindlora.files.base.quantized.packed_bits import from_groups, unpacked
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
+from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, from_groups, unpacked
 
 # Where in a word each of its eight channels is.
 _PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])

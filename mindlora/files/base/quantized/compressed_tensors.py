@@ -15,8 +15,7 @@ from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import FLOAT8_E4M3, FLOATS, to_float32
 from mindlora.files.base.quantized.fp8 import VALUES, is_block, scaled
 from mindlora.files.base.quantized.gptq import INT32, group_order
-from mindlora.files.base.quantized.packed_bits import from_groups, unpacked, words_for
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
+from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, from_groups, unpacked, words_for
 
 _PACKED = ".weight_packed"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")

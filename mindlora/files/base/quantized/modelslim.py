@@ -13,8 +13,7 @@ import numpy as np
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import FLOATS, to_float32
 from mindlora.core.text import examples
-from mindlora.files.base.quantized.packed_bits import from_groups
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
+from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, from_groups
 
 DESCRIPTION = "quant_model_description"
 _FLOAT = "FLOAT"

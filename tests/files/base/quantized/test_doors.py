@@ -15,8 +15,8 @@ from mindlora.files.adapters.fingerprint import fingerprint_from, sampled_elemen
 from mindlora.files.base.convert import convert_base, in_hugging_face_names
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.files.base.quantize import quantize_checkpoint
-from mindlora.files.base.quantized_names import with_smaller_groups
 from mindlora.files.base.reader import BaseCheckpoint
+from mindlora.files.base.renaming import with_smaller_groups
 from mindlora.models import names
 from tests.support.llama_checkpoints import assert_same, llama, load, save_base
 from tests.support.mcore_checkpoints import deepseek_v3

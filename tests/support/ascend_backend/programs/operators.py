@@ -16,15 +16,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[4] / "scripts"))
 import mindspore as ms
 import verify_npu_operators as operators
 
-from mindlora.ops import ascend_pynative, build_pynative
+from mindlora.ops import ascend, build_pynative
 from mindlora.ops.build import LIBRARY
 
 mode, dtypes = sys.argv[1], sys.argv[2].split(",")
 ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
 if len(sys.argv) > 3:
-    build_pynative.MODULE = ascend_pynative.MODULE = sys.argv[3]
+    build_pynative.PYNATIVE_PATH = ascend.PYNATIVE_PATH = sys.argv[3]
     build_pynative.build()
-print("@called", json.dumps(ascend_pynative.describe(LIBRARY)), flush=True)
+print("@called", json.dumps(ascend.describe(LIBRARY)), flush=True)
 for operator in operators.OPERATORS:
     for dtype in dtypes:
         asked = argparse.Namespace(operator=operator, dtype=dtype, device="Ascend", quick=True, json=None)

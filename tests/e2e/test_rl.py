@@ -1,0 +1,49 @@
+"""The example of docs/rl.md on stories260K: the share of words with an s rises."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from mindlora.training.report.history import read_history
+from tests.support import stories260k
+from tests.support.runs import ROOT, python, succeeded
+from tests.support.what_runs import shows
+
+NAMES = ("Lily", "Tom", "Sara", "Ben", "Mia", "Sam", "Tim", "Amy")
+
+
+def block(kind, begins=""):
+    """The first block of the page of one kind, and that begins so."""
+    page = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8")
+    return re.search(rf"^```{kind}\n({begins}.*?)^```", page, re.M | re.S)[1]
+
+
+@pytest.fixture(scope="module")
+def output(library, tmp_path_factory):
+    """The output folder of the run of the page, which is shorter here."""
+    folder = tmp_path_factory.mktemp("rl")
+    stories260k.write_folder(folder / "model", kept=3)
+    (folder / "rewards.py").write_text(block("python"), encoding="utf-8")
+    row = json.loads(block("json"))
+    rows = [{"prompt": row["prompt"].replace("Lily", name)} for name in NAMES]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for command in block("", "mindlora configs ").splitlines():
+        words = shlex.split(command.replace("epochs 10", "epochs 6"))
+        assert words[0] == "mindlora"
+        succeeded(python(["-m", "mindlora.cli", *words[1:]], folder))
+    return folder / "output"
+
+
+@shows("rl", "llama")
+def test_the_reward_rises(output):
+    rewards = read_history(str(output)).series("reward")[1]
+    assert len(rewards) == 6 and rewards[-1] > rewards[0] + 0.2
+
+
+def test_the_report_shows_curves_and_answers_with_their_rewards(output):
+    page = (output / "report.html").read_text(encoding="utf-8")
+    for title in ("Reward of the answers", "Largest difference between sampler and trainer", "Share of answers that"):
+        assert title in page
+    assert re.search(r"\(reward [\d.]+\)", page)
