@@ -5,16 +5,19 @@ import dataclasses
 import os
 import pathlib
 import re
-from typing import Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
+
+import yaml
 
 from mindlora.cli.verb import Verb, add_command, quiet_transformers
 from mindlora.core import atomic
 from mindlora.core.errors import ConfigError
 from mindlora.core.text import fields, suggestion
+from mindlora.training.rl.teacher import teacher_of
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 # Options that say how the YAML of --from is to be, and nothing without it.
-_OF_A_DRAFT = ("device", "devices", "seq_length", "recipe", "data", "prompts", "rewards")
+_OF_A_DRAFT = ("device", "devices", "seq_length", "recipe", "data", "prompts", "rewards", "teacher")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +89,11 @@ def _configs_options(parser: argparse.ArgumentParser) -> None:
         "--rewards", metavar="NAME,NAME", help="what rates the answers to --prompts, such as rewards.py:FUNCTION"
     )
     drafts.add_argument(
+        "--teacher",
+        metavar="TEACHER",
+        help="whose log-probabilities of the answers it learns: base, an adapter, or '{url: URL, model: NAME}'",
+    )
+    drafts.add_argument(
         "--seq-length", type=int, metavar="N", help="tokens of a row (default: those of --data, or at most 2048)"
     )
     drafts.add_argument("--recipe", metavar="NAME", help="rank, alpha, dropout and rate of a preset (docs/keys.md)")
@@ -114,6 +122,18 @@ def _configs(arguments: argparse.Namespace) -> object:
     return configurations
 
 
+def _teacher(text: Optional[str]) -> Any:
+    """Returns what --teacher names, as a YAML has it: a node begins with a brace."""
+    if text is None:
+        return None
+    try:
+        teacher = yaml.safe_load(text) if text.startswith("{") else text
+    except yaml.YAMLError as problem:
+        raise ConfigError(f"--teacher is {text!r}, which is not YAML. Write {{url: URL, model: NAME}}.") from problem
+    teacher_of(teacher)
+    return teacher
+
+
 def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
     """Writes the YAML of a run for the model in a folder."""
     _check_output(arguments.output, arguments.overwrite, f"the YAML for {arguments.folder}")
@@ -132,6 +152,7 @@ def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
         rows,
         arguments.prompts,
         tuple(arguments.rewards.split(",")) if arguments.rewards else (),
+        _teacher(arguments.teacher),
     )
     folder = read_folder(arguments.folder, to_train=True)
     draft = draft_run(folder, request)

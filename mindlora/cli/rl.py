@@ -41,8 +41,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _rl(arguments: argparse.Namespace) -> RlRun:
     if value_at(read_merged(arguments.yaml), KEY) is None:
         raise ConfigError(
-            f"{arguments.yaml} has no {KEY}, which names prompts and rewards. Write such a YAML with mindlora configs "
-            "--from FOLDER --prompts FILE --rewards NAME, or train on data with mindlora-run."
+            f"{arguments.yaml} has no {KEY}, which names prompts, and rewards or a teacher. Write such a YAML with "
+            "mindlora configs --from FOLDER --prompts FILE --rewards NAME, or train on data with mindlora-run."
         )
     from mindlora.training.launch import launcher
 

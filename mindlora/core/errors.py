@@ -118,6 +118,10 @@ class RewardError(LoraError):
     """A reward function failed, did not return in time, or returned something other than rewards."""
 
 
+class TeacherError(LoraError):
+    """A teacher behind a server did not answer, refused, was too slow, or reads other tokens than its student."""
+
+
 class RunStopped(LoraError):
     """A training run was asked to stop before its end, and has saved its state.
 

@@ -1,7 +1,7 @@
 """Puts an engine together: network, the base's weights, pools, adapter cache, scheduler."""
 
 import os
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -126,6 +126,26 @@ def make_engine(
     return engine_of(network, tokenizer, registry, settings, quantize, model_name, folder, notes)
 
 
+class ServedCells(NamedTuple):
+    """The cells of a network that get a pool, and what says whether an adapter of a file matches them.
+
+    Attributes:
+        linear (dict): Adapter path -> linear cell.
+        shapes (dict): Adapter path -> CellShape of those that an adapter of a file can be on, experts among them.
+        fingerprints (list of callables): As in ServedLayout, one for each order of rows that training can have had.
+    """
+
+    linear: Dict[str, nn.Cell]
+    shapes: Dict[str, CellShape]
+    fingerprints: List[Callable[[Iterable[str]], Optional[dict]]]
+
+
+def served_cells(network: nn.Cell) -> ServedCells:
+    """Returns those of a network of build_network that has its weights and no pools yet."""
+    cells = linear_cells(network)
+    return ServedCells(cells, {**cell_shapes(network, cells), **_expert_shapes(network)}, _fingerprints(network, cells))
+
+
 def engine_of(
     network: nn.Cell,
     tokenizer: Any,
@@ -135,19 +155,19 @@ def engine_of(
     model_name: str = "base",
     base_folder: Optional[str] = None,
     base_notes: Sequence[str] = (),
+    cells: Optional[ServedCells] = None,
 ) -> Engine:
     """Puts pools of adapters on a network of build_network that has its weights, and returns an engine around it.
 
-    Arguments are those of make_engine and Engine.
+    ``cells`` are the network's, by default as served_cells finds them; other arguments are those of make_engine and
+    Engine.
     """
-    cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
-    shapes = {**cell_shapes(network, cells), **_expert_shapes(network)}
-    fingerprint, *others = _fingerprints(network, cells)
-    pooled = add_pools(network, cells, settings)
+    linear, shapes, (fingerprint, *others) = cells or served_cells(network)
+    pooled = add_pools(network, linear, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).lora_pool.dtype)]
     tables = _tables(network)
-    weights = None if quantize else _weights(cells)
+    weights = None if quantize else _weights(linear)
     hidden = embedding_of(network)[1].shape[1]
     layout = ServedLayout(
         shapes,

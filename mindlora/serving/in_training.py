@@ -1,6 +1,6 @@
 """An engine over a network in training: it has that network's weights, not copies, and its adapter as it is now."""
 
-from typing import Any, Dict, Mapping
+from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
 
 import numpy as np
 from mindspore import Parameter, nn
@@ -8,12 +8,17 @@ from mindspore import Parameter, nn
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.dtypes import from_float32
 from mindlora.core.text import listed
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.adapters.matching import check_base
 from mindlora.models import names
+from mindlora.network.adapter_matching import cell_shapes
+from mindlora.network.base_fingerprint import fingerprints_of
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.load_base import CACHES
+from mindlora.network.registry import adaptable_linear_types
 from mindlora.network.tree import lora_cells, weight_of
 from mindlora.serving.adapter_registry import AdapterRegistry
-from mindlora.serving.build import engine_of
+from mindlora.serving.build import ServedCells, engine_of
 from mindlora.serving.engine import Engine
 from mindlora.serving.mcore_network import McoreNetwork
 from mindlora.serving.network import build_network, linear_cells
@@ -29,8 +34,9 @@ _JOINED = {"linear_qkv": ("q_proj", "linear_q", "linear_qkv"), "gate_up_proj": (
 class TrainedEngine:
     """An engine for the model that a network trains, in the same process, with one copy of the weights.
 
-    Its own are the key-value cache and one slot of each pool. Requests for the adapter TRAINED get it as it was when
-    ``publish`` was called last, others (None) the base. While the engine has requests, training computes in turns
+    Its own are the key-value cache and the slots of each pool. Requests for the adapter TRAINED get it as it was when
+    ``publish`` was called last, None gets the base, and other names get adapters of files, which are joined and checked
+    as load_lora does it on the network in training. While the engine has requests, training computes in turns
     (Engine.turns).
 
     Args:
@@ -38,27 +44,51 @@ class TrainedEngine:
         model (mapping): The node ``model`` of its YAML.
         tokenizer: As load_tokenizer returns it.
         settings (EngineSettings): The engine's sizes.
+        adapters (mapping): Name -> path of adapters of files, in any form that is served. Default: none.
 
     Raises:
-        ConfigError: The model is not one that is served.
+        ConfigError: The model is not one that is served, or there is nothing at a path.
         UnsupportedCellError: An adapter is of a variant, or on a cell, that is not published from memory.
+        AdapterError: The adapter of a file cannot be used, or was trained on another base.
     """
 
-    def __init__(self, network: nn.Cell, model: Mapping[str, Any], tokenizer: Any, settings: EngineSettings):
+    def __init__(
+        self,
+        network: nn.Cell,
+        model: Mapping[str, Any],
+        tokenizer: Any,
+        settings: EngineSettings,
+        adapters: Optional[Mapping[str, str]] = None,
+    ):
         # Else MindSpore draws the values of a new adapter when it compiles training, after the first was published.
         network.init_parameters_data()
         served = build_network(model, settings, in_training=True)
         share_base(served, network)
-        trained = {id(weight_of(cell)): cell for _, cell in lora_cells(network)}
-        cells = linear_cells(served)
-        # A tied head has the embedding's weight, and no adapter of its own.
+        in_training = _linear_cells_by_weight(network)
+        linear: Dict[str, nn.Cell] = {}
+        trained: Dict[str, nn.Cell] = {}
+        for path, cell in linear_cells(served).items():
+            # A tied head has the embedding's weight, and takes no adapter.
+            path, there = in_training.get(id(weight_of(cell)), (path, None))
+            linear[path] = cell
+            if there is not None:
+                trained[path] = there
         self._adapted: Dict[str, LoRACell] = {
-            path: trained[id(weight_of(cell))] for path, cell in cells.items() if id(weight_of(cell)) in trained
+            path: cell for path, cell in trained.items() if isinstance(cell, LoRACell)
         }
         _check_published(network, self._adapted)
-        registry = AdapterRegistry()
+        registry = AdapterRegistry(paths=adapters)
         registry.publish(TRAINED)
-        self.engine: Engine = engine_of(served, tokenizer, registry, settings)
+        # How joined cells order their rows, the network in training tells.
+        shapes = {path: cell._replace(linear=True) for path, cell in cell_shapes(network, trained).items()}
+        fingerprint = fingerprints_of(trained)
+        cells = ServedCells(linear, shapes, [fingerprint])
+        self.engine: Engine = engine_of(served, tokenizer, registry, settings, cells=cells)
+        for name in adapters or ():
+            self.engine.adapters.memory.load(name)
+            loaded = self.engine.adapters.memory.take(name)
+            if loaded is not None:
+                _check_base(loaded.packed, fingerprint)
         self.publish()
 
     def publish(self) -> None:
@@ -71,6 +101,30 @@ class TrainedEngine:
         nbytes = sum(block.nbytes for block in blocks.values())
         rank = max((len(block.rows) for block in blocks.values()), default=0)
         self.engine.adapters.memory.publish(TRAINED, PackedAdapter("the adapter that trains", blocks, nbytes, rank))
+
+
+def _linear_cells_by_weight(network: nn.Cell) -> Dict[int, Tuple[str, nn.Cell]]:
+    """Returns id of a weight -> (adapter path, cell) of the linear cells of a network in training.
+
+    The weight's name has that path, whatever wrappers the network has; a tied head's weight has the embedding's.
+    """
+    found = {}
+    for path, cell in network.cells_and_names():
+        weight = weight_of(cell) if isinstance(cell, (*adaptable_linear_types(), LoRACell)) else None
+        prefix = "" if weight is None else weight.name.rpartition(".")[0]
+        if prefix and prefix.rpartition(".")[2] == path.rpartition(".")[2]:
+            found[id(weight)] = prefix, cell
+    return found
+
+
+def _check_base(packed: PackedAdapter, fingerprint: Callable[[Iterable[str]], Optional[dict]]) -> None:
+    """Raises BaseMismatchError if an adapter was trained on the same cells of another base.
+
+    A file has the parts of joined cells, and the pairs that were joined again are those that it was trained with.
+    """
+    current = fingerprint(packed.blocks)
+    if packed.fingerprint and current and packed.fingerprint.get("shapes") == current["shapes"]:
+        check_base(Adapter({}, fingerprint=packed.fingerprint), packed.source, lambda: current, "error")
 
 
 def share_base(served: nn.Cell, network: nn.Cell) -> None:

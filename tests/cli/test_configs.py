@@ -74,6 +74,19 @@ def test_it_writes_the_yaml_of_a_models_folder(model, capsys):
     assert json.loads(capsys.readouterr().out)["trained"] == 14848
 
 
+def test_the_yaml_of_a_run_with_a_teacher_is_without_faults(tmp_path, capsys):
+    write_llama(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(8 * (json.dumps({"prompt": "a b"}) + "\n"), encoding="utf-8")
+    words = ["configs", "--from", "base", "--device", "cpu", "--output", "taught.yaml", "--prompts", "prompts.jsonl"]
+    assert cli.main([*words, "--teacher", "{url: 'http://localhost:8000', model: large}"]) == 0
+    assert "mindlora rl taught.yaml" in capsys.readouterr().out
+    rl = read_yaml("taught.yaml")["runner_wrapper"]["rl"]
+    assert rl["teacher"] == {"url": "http://localhost:8000", "model": "large"} and "reward_funcs" not in rl
+    assert cli.main(["doctor", "taught.yaml", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["yamls"]
+    assert [found["found"] for found in report["findings"] if found["severity"] != "note"] == []
+
+
 @pytest.mark.parametrize("judged, loss", [(False, "dpo"), (True, "kto")])
 def test_the_yaml_of_preferences_is_without_faults(tmp_path, judged, loss, capsys):
     write_llama(tmp_path)
@@ -96,6 +109,8 @@ def test_the_yaml_of_preferences_is_without_faults(tmp_path, judged, loss, capsy
     [
         (["--from", "tiny"], "Say where the YAML for tiny goes"),
         (["--from", "tiny", "tiny/lora_llama_tiny_cpu", "--output", "x"], "Give one of them"),
+        (["--from", "tiny", "--teacher", "{url", "--output", "x"], "--teacher is '{url', which is not YAML"),
+        (["--from", "tiny", "--teacher", "http://h", "--output", "x"], "rl.teacher is 'http://h', without a model"),
         (["--device", "cpu"], "--device is about a model's own YAML"),
         (["--from", "tiny", "--data", "rows.jsonl", "--output", "x"], "--data rows.jsonl is no MindRecord"),
     ],

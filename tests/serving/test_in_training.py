@@ -4,14 +4,16 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindlora import LoraConfig, apply_lora, freeze_base
-from mindlora.core.errors import UnsupportedCellError
+from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
+from mindlora.core.errors import BaseMismatchError, ConfigError, UnsupportedCellError
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
 from mindlora.network.tree import lora_cells
 from mindlora.serving.in_training import TRAINED, TrainedEngine
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from mindlora.training.model.log_probabilities import row_log_probabilities
-from tests.support.mcore_networks import TINY, tiny_qwen3, with_adapters
+from tests.support.mcore_networks import TINY, Loss, tiny_qwen3, with_adapters
 from tests.support.tiny_serving import tokenizer
 
 VOCABULARY, LENGTH, NEW = 256, 24, 12
@@ -24,21 +26,28 @@ FORMS = {
         "tie_word_embeddings": True,
     },
 }
-SETTINGS = EngineSettings(LENGTH, block_size=8, max_running=4, max_tokens_per_step=32, slots=1, max_rank=4)
+SETTINGS = EngineSettings(LENGTH, block_size=8, max_running=4, max_tokens_per_step=32, slots=2, max_rank=9)
+# [out, in] of some cells of TINY, under the names that files of adapters have: those of q and v, but not k, are joined.
+APART = {
+    "attention.wq": (48, 32),
+    "attention.wv": (24, 32),
+    "attention.wo": (32, 48),
+    "feed_forward.w1": (40, 32),
+    "feed_forward.w3": (40, 32),
+}
 # One that the network sees as padding would hide other tokens from training.
 SAMPLING = {"max_tokens": NEW, "logprobs": 0, "ignore_eos": True, "bad_words": ((0,),)}
 
 
-def trained_network(**keys):
-    made = tiny_qwen3(vocab_size=VOCABULARY, seq_length=LENGTH, **keys)
-    return with_adapters(made, lora_rank=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear")
+def trained_network(seed=0, targets="all-linear", **keys):
+    made = tiny_qwen3(seed, vocab_size=VOCABULARY, seq_length=LENGTH, **keys)
+    return with_adapters(made, lora_rank=4, lora_alpha=8, lora_dropout=0.0, target_modules=targets)
 
 
-def engine_of(network, **keys):
+def engine_of(network, adapters=None, **keys):
     model_config = {**TINY, "vocab_size": VOCABULARY, "seq_length": LENGTH, "model_type": "qwen3", **keys}
-    return TrainedEngine(
-        network, {"model_config": {**model_config, "architectures": "Qwen3ForCausalLM"}}, tokenizer(), SETTINGS
-    )
+    model_config["architectures"] = "Qwen3ForCausalLM"
+    return TrainedEngine(network, {"model_config": model_config}, tokenizer(), SETTINGS, adapters)
 
 
 def move(network, rng, scale):
@@ -121,3 +130,55 @@ def test_a_variant_that_comes_from_files_alone_is_refused(library):
     assert any(cell.variant.row_norms for _, cell in lora_cells(network))
     with pytest.raises(UnsupportedCellError, match="use plain LoRA, without use_dora"):
         engine_of(network)
+
+
+def write_apart(path):
+    """Writes an adapter as PEFT does, with a pair of its own for each cell in APART; returns its path."""
+    rng, made = np.random.default_rng(5), Adapter({})
+    for leaf, (out, wide) in APART.items():
+        cell = f"model.layers.0.{leaf}"
+        made.tensors[cell, "A"] = rng.normal(0, wide**-0.5, (3, wide)).astype(np.float32)
+        made.tensors[cell, "B"] = rng.normal(0, 0.3, (out, 3)).astype(np.float32)
+        made.alphas[cell] = 6.0
+    files.write(made, str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_of_a_file_scores_texts_as_load_lora_has_it(form, library, graph_mode, tmp_path):
+    keys, path = FORMS[form], write_apart(tmp_path / "teacher")
+    # The teacher has adapters on cells without a student's.
+    network = trained_network(targets=".*fc2|.*qkv", **keys)
+    move(network, np.random.default_rng(0), 0.3)
+    teacher = tiny_qwen3(vocab_size=VOCABULARY, seq_length=LENGTH, **keys)
+    load_lora(teacher, path)
+    # It gives the model a loss that is log-probabilities. Without the wrapper of training, its rows are not one longer.
+    row_log_probabilities(teacher, "rl")
+    policy = Loss(teacher).set_train(True)
+    tokens = np.random.default_rng(1).integers(1, VOCABULARY, (4, LENGTH)).astype(np.int32)
+    expected = policy(Tensor(tokens), Tensor(np.roll(tokens, -1, 1))).asnumpy().reshape(4, LENGTH)[:, 3:-1]
+    made = engine_of(network, {"teacher": path}, **keys)
+    made.engine.start(scores=False)
+    try:
+        found = {name: scored(made, tokens, name) for name in ("teacher", TRAINED, None)}
+    finally:
+        made.engine.stop()
+    np.testing.assert_allclose(found["teacher"], expected, rtol=0, atol=1e-4)
+    assert all(np.abs(found[name] - expected).max() > 0.1 for name in (TRAINED, None))
+
+
+def scored(made, rows, adapter):
+    """Returns the log-probabilities of the tokens of rows, from the fifth on."""
+    sampling = Sampling(max_tokens=0, prompt_logprobs=0, scored_from=4)
+    streams = [made.engine.submit(row.tolist(), sampling, adapter) for row in rows]
+    return np.array([[one.logprob for one in next(iter(stream)).prompt_logprobs[4:]] for stream in streams])
+
+
+def test_an_adapter_of_another_base_and_a_path_with_nothing_are_refused(library, tmp_path):
+    other = trained_network(seed=1)
+    move(other, np.random.default_rng(0), 0.3)
+    save_lora(other, str(tmp_path / "other"))
+    with pytest.raises(BaseMismatchError, match="other was trained on another base: .* other values"):
+        engine_of(trained_network(), {"teacher": str(tmp_path / "other")})
+    with pytest.raises(ConfigError, match="nowhere, where there is nothing. Check the path"):
+        engine_of(trained_network(), {"teacher": str(tmp_path / "nowhere")})

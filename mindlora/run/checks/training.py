@@ -135,7 +135,7 @@ def _check_metrics(run: YamlRun) -> Iterator[Finding]:
     others = run.at("do_eval") or any(callback.get("auto_register") for _, callback in run.callbacks)
     held_out = ["held_out_loss", *(_OF_PREFERENCES if run.preference else ())]
     held_out += _OF_LABELS if run.model_config.get("num_labels") else ()
-    reported = [*_METRICS, *(("reward", "held_out_reward") if run.rl is not None else ())]
+    reported = [*_METRICS, *(("reward", "held_out_reward", "teacher/kl") if run.rl is not None else ())]
     for where, callback in run.callbacks_of("LoraCheckpoint"):
         metric = callback.get("best_metric", "loss")
         if metric in held_out:

@@ -112,6 +112,7 @@ class Request:
         rows (Rows): The data. Default: None.
         prompts (str): A file of prompts, whose answers are rated, in the place of data. Default: None.
         rewards (sequence of str): What rates them, as rl.reward_funcs takes it. Default: none.
+        teacher (str or dict): Whose log-probabilities of them the run learns, as rl.teacher takes it. Default: None.
     """
 
     output: str
@@ -122,6 +123,7 @@ class Request:
     rows: Optional[Rows] = None
     prompts: Optional[str] = None
     rewards: Sequence[str] = ()
+    teacher: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +174,11 @@ def check_request(folder: ModelFolder, request: Request) -> None:
             f"--seq-length is {request.seq_length}, and the rows of {request.rows.path} have {request.rows.tokens} "
             f"tokens, which are of seq_length {row_length(folder, request.rows)}. Leave it out."
         )
-    if bool(request.prompts) != bool(request.rewards):
-        raise ConfigError("A run that learns from rewards has prompts and rewards. Give --prompts and --rewards.")
+    if bool(request.prompts) != bool(request.rewards or request.teacher):
+        raise ConfigError(
+            "A run that learns from its own answers has prompts, and rewards or a teacher. Give --prompts, and "
+            "--rewards or --teacher."
+        )
     if request.prompts and (request.rows or request.devices > 1):
         what = f"--data {request.rows.path}" if request.rows else f"--devices {request.devices}"
         raise ConfigError(f"A run that learns from rewards has prompts for its data, and one device. Leave {what} out.")
@@ -260,7 +265,8 @@ def _where(request: Request) -> str:
 
 def _about_steps(request: Request, batch: Batch) -> List[str]:
     if request.prompts:
-        return [f"a step: {_PROMPTS * _GENERATIONS} answers, which are rated by {', '.join(request.rewards)}"]
+        judges = [*request.rewards, *(["a teacher"] if request.teacher else [])]
+        return [f"a step: {_PROMPTS * _GENERATIONS} answers, which are rated by {', '.join(judges)}"]
     if request.rows is None:
         return [f"a step: {batch.per_step} rows"]
     return [
@@ -378,9 +384,12 @@ def _learn_from_rewards(content: Dict[str, Any], request: Request) -> None:
     # Sampler and trainer are one policy.
     content["model"]["model_config"]["pet_config"]["lora_dropout"] = 0.0
     content["callbacks"][-1]["save_steps"] = 20
+    judges: Dict[str, Any] = {"reward_funcs": list(request.rewards)} if request.rewards else {}
+    if request.teacher:
+        judges["teacher"] = request.teacher
     content["runner_wrapper"]["rl"] = {
         "prompts": request.prompts,
-        "reward_funcs": list(request.rewards),
+        **judges,
         "prompts_per_step": _PROMPTS,
         "num_generations": _GENERATIONS,
         "max_completion_length": min(256, content["model"]["model_config"]["seq_length"] // 2),

@@ -143,6 +143,7 @@ _LEARNED = (
     ("accuracy", "Share of the labels that are right"),
     ("f1", "F1, the mean over labels"),
     ("reward", "Reward of the answers"),
+    ("teacher/kl", "Divergence of the answers from the teacher, in nats per token"),
     ("frac_reward_zero_std", "Share of prompts whose answers all have one reward"),
     ("completions/mean_length", "Tokens of an answer"),
     ("completions/clipped_ratio", "Share of answers that were cut"),
@@ -227,7 +228,7 @@ def is_of_policy(history: History) -> bool:
 
 def _loss_unit(histories: Sequence[History]) -> str:
     """Returns the unit of the losses: those of runs that learn from preferences or rewards have none."""
-    measures = [history.series(name)[0] for history in histories for name in ("reward_chosen", "reward")]
+    measures = [history.series(name)[0] for history in histories for name in ("reward_chosen", "reward", "teacher/kl")]
     return "" if any(map(len, measures)) else "nats per token"
 
 

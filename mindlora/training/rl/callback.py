@@ -10,13 +10,14 @@ from mindlora.training.model.network import train_step_of
 from mindlora.training.resume.training_state import total_steps
 
 # What other callbacks can choose the best adapter by.
-_METRICS = ("reward", "held_out_reward")
+_METRICS = ("reward", "held_out_reward", "teacher/kl")
 # Measure -> what the log calls it.
 _LOGGED = {
     "reward": "reward",
     "reward_std": "spread",
     "held_out_reward": "held-out reward",
     "kl": "kl",
+    "teacher/kl": "kl from the teacher",
     "completions/mean_length": "tokens of an answer",
     "completions/clipped_ratio": "share that was cut",
     "agreement/max": "sampler and trainer differ by",
@@ -25,9 +26,11 @@ _LOGGED = {
 
 @register
 class RlReport(PeriodicCallback):
-    """Reports the metric ``reward`` of each step, and ``held_out_reward`` where prompts are held out.
+    """Reports the metric ``reward`` of each step, ``held_out_reward`` where prompts are held out, and ``teacher/kl``
+    where there is a teacher.
 
-    The answers with the highest and the lowest reward go into the report, where ``samples_every`` says. mindlora-run
+    The answers with the highest and the lowest reward, or, without rewards, those of which the teacher thinks most and
+    least, go into the report, where ``samples_every`` says. mindlora-run
     adds this callback to a run with runner_wrapper.rl.
 
     Args:

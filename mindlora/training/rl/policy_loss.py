@@ -12,7 +12,8 @@ in float64. tests/peers compares every case with TRL's trainers.
 
 Sources: GRPO (Shao et al., 2024), RLOO (Ahmadian et al., 2024), DAPO (Yu et al., 2025), Dr. GRPO (Liu et al., 2025),
 GSPO (Zheng et al., 2025), the upper limit delta (INTELLECT-2, Prime Intellect, 2025), the estimate k3 of the KL
-divergence (Schulman, 2020).
+divergence (Schulman, 2020); distillation: Agarwal et al., On-Policy Distillation of Language Models, 2024, and Lu and
+Thinking Machines Lab, On-Policy Distillation, 2025.
 """
 
 from typing import Dict, NamedTuple, Optional, Sequence, Tuple
@@ -38,6 +39,18 @@ class Advantages(NamedTuple):
     values: np.ndarray
     rewards: np.ndarray
     measures: Dict[str, float]
+
+
+class Distillation(NamedTuple):
+    """How much more a teacher thinks of each token than the policy that has drawn it.
+
+    Attributes:
+        values (array): float64 [rows, tokens], the advantages; 0 where the mask is False.
+        kl (float): mean(policy - teacher) over the tokens, in nats: k1 of the reverse KL divergence.
+    """
+
+    values: np.ndarray
+    kl: float
 
 
 class StepTotals(NamedTuple):
@@ -163,6 +176,34 @@ def advantages(rewards: np.ndarray, settings: RlSettings, kl: Optional[np.ndarra
     return Advantages(np.nan_to_num(values.reshape(-1)), total, measures)
 
 
+def distillation(
+    log_probs: np.ndarray, teacher_log_probs: np.ndarray, mask: np.ndarray, settings: RlSettings
+) -> Distillation:
+    r"""Compares each token of the answers with what a teacher says of it.
+
+    With l_T the teacher's log-probability of a token, l that of the policy which has drawn it, and teacher_coef c,
+
+    .. math::
+        A_{it} = c (l_{T,it} - l_{it})
+
+    Its policy gradient is that of c times the reverse KL divergence of each token from the teacher, sum_v p(v)
+    (log p(v) - log p_T(v)), whose estimate k1 is the mean of l - l_T (GKD with the student's own answers, Agarwal et
+    al., 2024). A token answers for its own divergence alone, discount 0, and nothing is subtracted (Lu and Thinking
+    Machines Lab, 2025).
+
+    Args:
+        log_probs (array): [rows, tokens], l, of the policy that sampled.
+        teacher_log_probs (array): [rows, tokens], l_T.
+        mask (array): bool [rows, tokens], as ``counted`` gives it. What the arrays hold elsewhere does not matter.
+        settings (RlSettings): The run's.
+
+    Returns:
+        The advantages of the tokens, which are added to those of the answers, and the divergence.
+    """
+    divergence = np.where(mask, _float64(log_probs) - _float64(teacher_log_probs), 0)
+    return Distillation(-settings.teacher_coef * divergence, _mean_of(divergence, mask))
+
+
 def policy_loss(
     log_probs: np.ndarray,
     old_log_probs: Optional[np.ndarray],
@@ -195,7 +236,7 @@ def policy_loss(
         old_log_probs (array): [rows, tokens], l_old; None takes l itself, so that all ratios are 1.
         reference_log_probs (array): [rows, tokens], l_ref; needed by GRPO with beta, and with RLOO for the measure kl
             alone. None: no reference.
-        advantages (array): [rows].
+        advantages (array): [rows], of the answers, or with GRPO's ratios of tokens [rows, tokens].
         mask (array): bool [rows, tokens], as ``counted`` gives it. What the arrays hold elsewhere does not matter.
         settings (RlSettings): The run's.
         totals (StepTotals): Those of the whole step, where the rows are a part of it; losses of parts add up. Default:
@@ -208,7 +249,8 @@ def policy_loss(
     log_probs = np.where(mask, _float64(log_probs), 0)
     old = log_probs if old_log_probs is None else np.where(mask, _float64(old_log_probs), 0)
     reference = None if reference_log_probs is None else np.where(mask, _float64(reference_log_probs), 0)
-    advantages = _float64(advantages)[:, None]
+    advantages = _float64(advantages)
+    advantages = np.where(mask, advantages, 0) if advantages.ndim > 1 else advantages[:, None]
     if settings.algorithm == "rloo":
         return _rloo(log_probs, old, reference, advantages, mask, settings, totals)
     of_sequence = settings.importance_sampling_level == "sequence"

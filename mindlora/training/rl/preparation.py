@@ -33,6 +33,8 @@ def prepare_rl(config: MindFormerConfig) -> None:
     config.callbacks = [MindFormerConfig(type=RlReport.__name__), *(config.callbacks or [])]
     for _, callback in YamlRun(config).callbacks_of("LoraCheckpoint"):
         if "best_metric" not in callback:
-            metric = "held_out_reward" if settings.held_out_prompts else "reward"
-            callback.update(best_metric=metric, best_mode="max")
-            logger.info("LoraCheckpoint keeps the adapter with the largest %s.", metric)
+            metric, mode, which = ("held_out_reward" if settings.held_out_prompts else "reward"), "max", "largest"
+            if not settings.reward_funcs:
+                metric, mode, which = "teacher/kl", "min", "smallest"
+            callback.update(best_metric=metric, best_mode=mode)
+            logger.info("LoraCheckpoint keeps the adapter with the %s %s.", which, metric)

@@ -7,10 +7,15 @@ import numpy as np
 from mindspore import nn
 
 from mindlora.serving.in_training import TRAINED, TrainedEngine
+from mindlora.serving.packed_adapter import rank_needed
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from mindlora.training.rl.prompts import Prompt
 from mindlora.training.rl.settings import RlSettings
+from mindlora.training.rl.teacher import ServedTeacher
+
+# By which requests ask for a teacher that is an adapter.
+_TEACHER = "teacher"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +68,8 @@ class Rollouts:
 
     Raises:
         ConfigError, UnsupportedCellError: As TrainedEngine.
+        AdapterError: The teacher is an adapter that cannot be used.
+        TeacherError: The teacher is served, and reads other tokens or does not answer.
     """
 
     def __init__(
@@ -79,11 +86,22 @@ class Rollouts:
         self._settings = settings
         self._tokenizer = tokenizer
         self._pad, self._ignored = pad, ignored
+        adapters: Dict[str, str] = {}
+        if settings.teacher_adapter is not None:
+            adapters[_TEACHER] = settings.teacher_adapter
+            # Among legacy models, one joins q, k and v if its YAML says so.
+            joins_cells = not model["model_config"].get("type") or bool(model["model_config"].get("qkv_concat"))
+            rank = max(rank, rank_needed(settings.teacher_adapter, joins_cells))
         running = min(settings.rows, _MOST_RUNNING)
         sizes = EngineSettings(
-            self._length, max_running=running, max_tokens_per_step=max(512, running), slots=1, max_rank=rank
+            self._length,
+            max_running=running,
+            max_tokens_per_step=max(512, running),
+            slots=1 + len(adapters),
+            max_rank=rank,
         )
-        self._trained = TrainedEngine(network, model, tokenizer, sizes)
+        self._trained = TrainedEngine(network, model, tokenizer, sizes, adapters)
+        self._teacher = _TEACHER if adapters else None
         self.engine = self._trained.engine
         self.publish = self._trained.publish
 
@@ -119,6 +137,36 @@ class Rollouts:
             log_probabilities[row, begin - 1 : begin - 1 + len(answered)] = likely
             texts.append(self._tokenizer.decode(answered, skip_special_tokens=True))
         return Answers(asked, texts, tokens, labels, log_probabilities, truncated, self._ignored)
+
+    def teacher_log_probabilities(self, answers: Answers) -> np.ndarray:
+        """Returns the log-probabilities of the answers' tokens under the teacher, float64 [rows, N]; 0 elsewhere.
+
+        Raises TeacherError if the teacher is served and does not score them.
+        """
+        counts = answers.mask.sum(1)
+        answered = np.flatnonzero(counts)
+        begins = answers.mask[answered].argmax(1) + 1
+        rows = [answers.tokens[row, : begin + counts[row]].tolist() for row, begin in zip(answered, begins.tolist())]
+        if isinstance(self._settings.teacher, ServedTeacher):
+            scores = self._settings.teacher.scores(rows, begins.tolist())
+        else:
+            scores = self._scores(rows, begins.tolist())
+        found = np.zeros(answers.mask.shape)
+        for row, begin, values in zip(answered, begins, scores):
+            found[row, begin - 1 : begin - 1 + len(values)] = values
+        return found
+
+    def _scores(self, rows: Sequence[List[int]], begins: Sequence[int]) -> List[np.ndarray]:
+        """Returns the log-probabilities of the tokens of each row from a token on, by the engine."""
+        streams = [
+            self.engine.submit(row, Sampling(max_tokens=0, prompt_logprobs=0, scored_from=begin), self._teacher)
+            for row, begin in zip(rows, begins)
+        ]
+        found = []
+        for stream, begin in zip(streams, begins):
+            scored = [one.logprob for piece in stream for one in piece.prompt_logprobs or ()]
+            found.append(np.array(scored[begin:], np.float64))
+        return found
 
     def close(self) -> None:
         """Ends the engine."""

@@ -132,6 +132,13 @@ def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
         path = getattr(settings, name)
         if path and not os.path.exists(path):
             yield error(f"{KEY}.{name}", f"rl.{name}: {path} does not exist.", "Correct the path.")
+    teacher = settings.teacher_adapter
+    if teacher is not None and not os.path.exists(teacher):
+        yield error(
+            f"{KEY}.teacher",
+            f"rl.teacher: there is no adapter at {teacher}.",
+            "Correct the path, or write base or {url: ..., model: ...}.",
+        )
     try:
         tokenizer_of(run)
     except ConfigError as refusal:

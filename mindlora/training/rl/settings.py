@@ -19,6 +19,7 @@ from mindlora.core.fields import (
 )
 from mindlora.core.text import suggestion
 from mindlora.training.rl.reward_functions import Reward, reward_of
+from mindlora.training.rl.teacher import BASE, teacher_of
 
 # The values of each key that names one of several things, its default first.
 CHOICES: Dict[str, Tuple[str, ...]] = {
@@ -32,6 +33,10 @@ _OWN = {
     **dict.fromkeys(("loss_type", "delta", "scale_rewards", "importance_sampling_level"), "grpo"),
     "normalize_advantages": "rloo",
 }
+# What says how rewards count.
+_OF_REWARDS = ("reward_weights", "scale_rewards", "reward_timeout", "held_out_prompts", "held_out_steps")
+# What else a teacher's log-probabilities cannot be compared with: key -> the only value that it may have.
+_WITH_TEACHER = {"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0}
 _WEIGHT = Range("a number", lambda value: abs(value) < float("inf"))
 
 
@@ -73,6 +78,10 @@ class RlSettings:
         held_out_prompts (str): A file of prompts that the run does not learn from, whose reward is measured. Default:
             None.
         held_out_steps (int): Steps between these measurements. Default: 10.
+        teacher (str or mapping): GRPO: whose log-probabilities of the answers' tokens the policy learns too, as
+            mindlora.training.rl.teacher.teacher_of reads it: "base", the path of an adapter, or {url, model}.
+            Default: None.
+        teacher_coef (float): What the difference log(teacher / policy) of a token is multiplied by. Default: 1.
         tokenizer (str): The tokenizer's folder or file. Default: None, beside the base.
         reward_timeout (float): Seconds that a reward function may take for the answers of a step. Default: 60.
 
@@ -80,7 +89,7 @@ class RlSettings:
         ConfigError: A value is out of range, or belongs to the other algorithm.
     """
 
-    reward_funcs: Any
+    reward_funcs: Any = ()
     reward_weights: Any = None
     algorithm: str = CHOICES["algorithm"][0]
     prompts_per_step: int = 8
@@ -105,6 +114,8 @@ class RlSettings:
     prompts: str = ""
     held_out_prompts: Optional[str] = None
     held_out_steps: int = 10
+    teacher: Any = None
+    teacher_coef: float = 1.0
     tokenizer: Optional[str] = None
 
     def __post_init__(self):
@@ -128,8 +139,24 @@ class RlSettings:
         if self.stop != ():
             check_names(self.stop, "rl.stop")
         object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "reward_funcs", _functions(self.reward_funcs))
+        if self.teacher is not None:
+            object.__setattr__(self, "teacher", teacher_of(self.teacher))
+            self._check_teacher()
+        if self.reward_funcs != () or self.teacher is None:
+            # The others' rewards are what one is compared with.
+            check_number(self.num_generations, "rl.num_generations", whole_numbers(2))
+            object.__setattr__(self, "reward_funcs", _functions(self.reward_funcs))
         object.__setattr__(self, "reward_weights", self._weights())
+
+    def _check_teacher(self) -> None:
+        """Raises ConfigError if a token of a teacher is not compared with one of the policy alone."""
+        for name, needed in _WITH_TEACHER.items():
+            value = getattr(self, name)
+            if value != needed:
+                raise ConfigError(
+                    f"rl.{name} is {value!r}, and rl.teacher rates each token of the policy's own draws by itself. Set "
+                    f"{name} to {needed}, or remove teacher."
+                )
 
     def _weights(self) -> Tuple[float, ...]:
         """Returns the weights, one for each function."""
@@ -151,6 +178,11 @@ class RlSettings:
         return self.prompts_per_step * self.num_generations
 
     @property
+    def teacher_adapter(self) -> Optional[str]:
+        """The path of the adapter that is the teacher, if it is one."""
+        return self.teacher if isinstance(self.teacher, str) and self.teacher != BASE else None
+
+    @property
     def reward_names(self) -> Tuple[str, ...]:
         """What each function is called in metrics; where several have a name, they are numbered from the second on."""
         found: Counter = Counter()
@@ -164,10 +196,9 @@ class RlSettings:
 
 _RANGES = {
     **dict.fromkeys(("prompts_per_step", "num_iterations", "max_completion_length", "held_out_steps"), COUNT),
-    # The others' rewards are what one is compared with.
-    "num_generations": whole_numbers(2),
+    "num_generations": COUNT,
     **dict.fromkeys(("beta", "epsilon", "epsilon_high"), NOT_NEGATIVE),
-    **dict.fromkeys(("temperature", "max_disagreement", "reward_timeout"), POSITIVE),
+    **dict.fromkeys(("teacher_coef", "temperature", "max_disagreement", "reward_timeout"), POSITIVE),
     "top_p": FACTOR,
     "top_k": INDEX,
 }
@@ -188,8 +219,8 @@ def _functions(value: Any) -> Tuple[Reward, ...]:
 def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     """Returns the settings of a YAML's section ``rl``, a node with the fields of RlSettings.
 
-    Raises ConfigError if it is not a node, a key is missing, unknown or belongs to the other algorithm, or a value is
-    out of range.
+    Raises ConfigError if it is not a node, a key is missing, unknown, belongs to the other algorithm or is about
+    rewards where there are none, or a value is out of range.
     """
     if not isinstance(node, Mapping):
         raise ConfigError(f"rl is {node!r}, but it must be a node, such as {{reward_funcs: rewards.py:helpful}}.")
@@ -197,8 +228,16 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     for key in node:
         if key not in keys:
             raise ConfigError(f"rl has no key {key!r}.{suggestion(str(key), keys)}")
-    if "reward_funcs" not in node:
-        raise ConfigError("rl has no reward_funcs. Name what rates the answers, such as rewards.py:helpful.")
+    if "reward_funcs" not in node and node.get("teacher") is None:
+        raise ConfigError(
+            "rl has no reward_funcs. Name what rates the answers, such as rewards.py:helpful, or a teacher to learn "
+            "from."
+        )
+    for key in node:
+        if key in _OF_REWARDS and "reward_funcs" not in node:
+            raise ConfigError(f"rl.{key} is about rewards, and rl has a teacher and no reward_funcs. Remove it.")
+    if "teacher_coef" in node and node.get("teacher") is None:
+        raise ConfigError("rl has teacher_coef and no teacher. Name a teacher, or remove teacher_coef.")
     settings = RlSettings(**node)
     for key in node:
         if _OWN.get(key, settings.algorithm) != settings.algorithm:

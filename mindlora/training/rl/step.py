@@ -1,6 +1,7 @@
 """The train step of a run that learns from rewards: it answers prompts, rates the answers, and learns from them."""
 
 import dataclasses
+import functools
 import time
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
@@ -11,7 +12,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import DivergenceError
 from mindlora.core.fields import ignore_token_id, pad_token_id
-from mindlora.data.tokenizers import load_tokenizer
+from mindlora.data.tokenizers import encode, load_tokenizer
 from mindlora.network.tree import lora_cells
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
@@ -26,6 +27,7 @@ from mindlora.training.rl.policy_loss import (
     answer_kl,
     answer_measures,
     counted,
+    distillation,
     policy_loss,
     step_totals,
 )
@@ -33,6 +35,7 @@ from mindlora.training.rl.prompts import prompts_of_step, read_prompts
 from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rollouts import Answers, Rollouts
 from mindlora.training.rl.settings import rl_settings
+from mindlora.training.rl.teacher import ServedTeacher
 from mindlora.training.run_configuration import run_configuration
 from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
 
@@ -45,7 +48,7 @@ class Experience:
     """The answers of a step and what is known of them, for num_iterations steps of the optimizer.
 
     Attributes:
-        advantages (array): float64 [rows].
+        advantages (array): float64 [rows], or with a teacher [rows, N].
         counted (array): bool [rows, N], the tokens that the loss counts.
         reference (array or None): float64 [rows, N], their log-probabilities under the reference.
         old (array or None): float64 [rows, N], under the policy before the first step on them; None until then.
@@ -90,6 +93,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         self.measures: Dict[str, float] = {}
         self.tokens_of_step = 0.0
         self.rollouts: Optional[Rollouts] = None
+        self.rewards: Optional[Rewards] = None
         self.tokenizer: Any = None
 
     def _gradients(self, network, micro_batches, counts):
@@ -130,27 +134,40 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
     def new_experience(self, number: int) -> Experience:
         """Returns the answers to the prompts of a step, rated.
 
-        Raises DivergenceError if the sampler does not agree with the trainer, and RewardError if a reward fails.
+        Raises DivergenceError if the sampler does not agree with the trainer, RewardError if a reward fails, and
+        TeacherError if a served teacher does.
         """
         self.open()
         settings = self.settings
         chosen = prompts_of_step(len(self.prompts), number, settings.prompts_per_step, self.sampler["seed"])
         answers = self.rollouts.answers([self.prompts[index] for index in chosen], (self.sampler["seed"], number))
-        rewards = self.rewards.of([prompt.given for prompt in answers.prompts], answers.texts, answers.columns())
         counts = counted(answers.mask, answers.truncated, settings)
         reference, kl = None, None
         if self.reference is not None:
             reference = self.forward(self.reference, answers)
             kl = answer_kl(answers.log_probabilities, reference, counts)
-        compared = advantages(rewards, settings, kl)
-        measures = {**compared.measures, **answer_measures(answers.mask, answers.truncated)}
-        self.samples = _best_and_worst(answers, compared.rewards)
-        return Experience(answers, compared.values, counts, reference, measures)
+        measures = answer_measures(answers.mask, answers.truncated)
+        values, rewards = np.zeros(len(answers.tokens)), None
+        if self.rewards is not None:
+            compared = advantages(self.rewards_of(answers), settings, kl)
+            values, rewards = compared.values, compared.rewards
+            measures = {**compared.measures, **measures}
+        if settings.teacher is not None:
+            teacher = self.rollouts.teacher_log_probabilities(answers)
+            distilled = distillation(answers.log_probabilities, teacher, counts, settings)
+            values = values[:, None] + distilled.values
+            measures["teacher/kl"] = distilled.kl
+        self.samples = _best_and_worst(answers, values.sum(1) if rewards is None else rewards, rewards is not None)
+        return Experience(answers, values, counts, reference, measures)
+
+    def rewards_of(self, answers: Answers) -> np.ndarray:
+        """Returns what the reward functions give to answers, float64 [rows, functions]."""
+        return self.rewards.of([prompt.given for prompt in answers.prompts], answers.texts, answers.columns())
 
     def held_out_reward(self) -> float:
         """Returns the mean reward of one answer to each prompt that is held out; the same draws each time."""
         answers = self.rollouts.answers(self.held_out, (self.sampler["seed"], _HELD_OUT), generations=1)
-        rewards = self.rewards.of([prompt.given for prompt in answers.prompts], answers.texts, answers.columns())
+        rewards = self.rewards_of(answers)
         weighted = np.where(np.isnan(rewards).all(1), np.nan, np.nansum(rewards * self.settings.reward_weights, 1))
         return float(np.nanmean(weighted))
 
@@ -244,7 +261,17 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         self.held_out = []
         if self.settings.held_out_prompts:
             self.held_out = read_prompts(self.settings.held_out_prompts, self.tokenizer, longest)
-        self.rewards = Rewards(self.settings, self.sampler["folder"])
+        teacher = self.settings.teacher
+        if isinstance(teacher, ServedTeacher) and not teacher.check_tokenizer(
+            functools.partial(encode, self.tokenizer)
+        ):
+            logger.warning(
+                "rl.teacher: %s has no /tokenize, so that nothing compares its tokenizer with the student's. Make sure "
+                "that it is the same.",
+                teacher.url,
+            )
+        if self.settings.reward_funcs:
+            self.rewards = Rewards(self.settings, self.sampler["folder"])
         self.rollouts = Rollouts(
             network,
             model,
@@ -265,6 +292,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         """Ends the processes and threads of the sampler and the rewards."""
         if self.rollouts is not None:
             self.rollouts.close()
+        if self.rewards is not None:
             self.rewards.close()
 
     def last_record(self) -> StepRecord:
@@ -273,14 +301,15 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         return record._replace(tokens=self.tokens_of_step, measures=self.measures, loss_falls=False)
 
 
-def _best_and_worst(answers: Answers, rewards: np.ndarray) -> List[Dict[str, Any]]:
-    """Returns the answers with the highest and the lowest reward, for the report."""
-    rated = np.flatnonzero(~np.isnan(rewards))
+def _best_and_worst(answers: Answers, values: np.ndarray, are_rewards: bool) -> List[Dict[str, Any]]:
+    """Returns the answers with the highest and the lowest value, for the report, with these if they are rewards."""
+    rated = np.flatnonzero(~np.isnan(values))
     if not len(rated):
         return []
     found = []
-    for row in (rated[rewards[rated].argmax()], rated[rewards[rated].argmin()]):
+    for row in (rated[values[rated].argmax()], rated[values[rated].argmin()]):
         prompt = answers.prompts[row].given
         said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        found.append({"prompt": said, "answer": answers.texts[row], "reward": float(rewards[row])})
+        reward = {"reward": float(values[row])} if are_rewards else {}
+        found.append({"prompt": said, "answer": answers.texts[row], **reward})
     return found

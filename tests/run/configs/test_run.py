@@ -128,6 +128,18 @@ def test_a_recipe_sets_rank_alpha_dropout_and_rate(folder):
         draft(folder, recipe="small_data")
 
 
+@pytest.mark.parametrize("teacher", ["base", {"url": "http://localhost:8000", "model": "large"}])
+def test_a_teacher_takes_the_place_of_rewards(teacher, folder, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("{}", encoding="utf-8")
+    prompts = str(tmp_path / "prompts.jsonl")
+    made = draft(folder, prompts=prompts, teacher=teacher)
+    rl = made.content["runner_wrapper"]["rl"]
+    assert rl["teacher"] == teacher and "reward_funcs" not in rl
+    assert yaml.safe_load(made.text) == made.content and "which are rated by a teacher" in made.text
+    both = draft(folder, prompts=prompts, teacher=teacher, rewards=("exact_answer",))
+    assert both.content["runner_wrapper"]["rl"] == {"reward_funcs": ["exact_answer"], **rl}
+
+
 def test_eight_npus_share_the_batch(folder):
     content = draft(folder, device="npu", devices=8, rows=ROWS).content
     assert content["use_parallel"] is True and content["parallel_config"]["data_parallel"] == 8
@@ -144,6 +156,8 @@ def test_eight_npus_share_the_batch(folder):
     "asked, said",
     [
         ({"devices": 0}, "--devices is 0"),
+        ({"prompts": "prompts.jsonl"}, "Give --prompts, and --rewards or --teacher"),
+        ({"teacher": "base"}, "Give --prompts, and --rewards or --teacher"),
         ({"devices": 2}, "divides nothing among CPU processes"),
         ({"seq_length": 32, "rows": ROWS}, "--seq-length is 32, and the rows of rows.mindrecord have 65"),
         ({"device": "npu", "devices": 8, "rows": replace(ROWS, count=7)}, "has 7 rows, too few for 8 devices"),

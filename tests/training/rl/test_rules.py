@@ -39,6 +39,8 @@ def found(yaml):
 def test_a_yaml_without_faults():
     assert found(config()) == []
     assert found(config({**RL, "held_out_prompts": "held_out.jsonl", "beta": 0.1})) == []
+    assert found(config({**RL, "teacher": "held_out.jsonl"})) == []
+    assert found(config({**{key: RL[key] for key in RL if key != "reward_funcs"}, "teacher": "base"})) == []
     assert found(config({}, run_mode="predict")) == []
     assert found({"run_mode": "finetune", "runner_wrapper": {}}) == []
 
@@ -80,6 +82,7 @@ def test_a_yaml_without_faults():
             "held_out_reward is measured every 10 steps",
         ),
         (config({**RL, "prompts": "nowhere.jsonl"}), f"{KEY}.prompts", "nowhere.jsonl does not exist"),
+        (config({**RL, "teacher": "nowhere"}), f"{KEY}.teacher", "there is no adapter at nowhere"),
         (config({**RL, "tokenizer": None}), f"{KEY}.tokenizer", "rl.tokenizer names none"),
         (
             config(use_legacy=False, model={"model_type": "qwen3_moe", "num_experts": 4}),

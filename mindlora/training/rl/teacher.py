@@ -1,0 +1,179 @@
+"""What rl.teacher may name, and the log-probabilities that a teacher behind a server gives to the student's tokens."""
+
+import concurrent.futures
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, fields
+from typing import Any, Callable, List, Mapping, Sequence, Union
+
+import numpy as np
+
+from mindlora.core.errors import ConfigError, TeacherError
+from mindlora.core.fields import POSITIVE, check_number
+from mindlora.core.text import shown, suggestion
+
+# The model without the adapter that trains.
+BASE = "base"
+# So many requests are under way at once.
+_TOGETHER = 8
+# Seconds before a busy server is asked again.
+_PAUSE = 0.5
+# A server says so while its queue is full, and while it loads its model.
+_BUSY = (429, 503)
+# Two tokenizers that agree on these letters, digits, marks and spaces are hardly two.
+_PROBE = 'The 31 quick foxes jumped: "déjà vu", 9.5 %\n\tif x != y_2:  你好'
+
+
+@dataclass(frozen=True)
+class ServedTeacher:
+    """A model behind an OpenAI-compatible server that scores prompts of token ids: vLLM, or ``mindlora serve``.
+
+    It is asked by /v1/completions with echo and logprobs, for no new token.
+
+    Args:
+        url (str): Where the server is, such as http://localhost:8000.
+        model (str): The name of the teacher there.
+        timeout (float): Seconds that the answers of a step may take it. Default: 300.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+
+    url: str
+    model: str
+    timeout: float = 300.0
+
+    def __post_init__(self):
+        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"rl.teacher: url is {self.url!r}, but it must be the address of a server. Write it with http://, as "
+                "in http://localhost:8000."
+            )
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"rl.teacher: model is {self.model!r}. Write the name of a model that {self.url} serves.")
+        check_number(self.timeout, "rl.teacher: timeout", POSITIVE)
+
+    @property
+    def _root(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    def check_tokenizer(self, encode: Callable[[str], List[int]]) -> bool:
+        """Compares how teacher and student take a text apart, by /tokenize; returns whether the server has that.
+
+        ``encode`` is the student's: it gives the ids of a text, without special tokens.
+
+        Raises TeacherError if they differ, or the server does not answer.
+        """
+        body = {"model": self.model, "prompt": _PROBE, "add_special_tokens": False}
+        path = f"{self._root}/tokenize"
+        try:
+            answer = _ask(path, body, time.monotonic() + self.timeout)
+        except _NoSuchPath:
+            return False
+        tokens = encode(_PROBE)
+        if not isinstance(answer, Mapping) or answer.get("tokens") != tokens:
+            theirs = answer.get("tokens") if isinstance(answer, Mapping) else answer
+            raise TeacherError(
+                f"rl.teacher: {path} takes {_PROBE!r} apart into {shown(theirs)}, and the student's tokenizer into "
+                f"{shown(tokens)}: the teacher would score other texts. Use a teacher with the student's tokenizer."
+            )
+        return True
+
+    def scores(self, rows: Sequence[Sequence[int]], begins: Sequence[int]) -> List[np.ndarray]:
+        """Returns the log-probabilities of the tokens of each row from a token on, under the teacher.
+
+        Args:
+            rows (list of list of int): Token ids, at least one of each.
+            begins (list of int): Index of the first token of each row that is scored, at least 1.
+
+        Returns:
+            list of array, float64 [len(row) - begin] each, in nats.
+
+        Raises:
+            TeacherError: The server does not answer, refuses, has not finished after ``timeout`` seconds, or its answer
+                does not have a log-probability for each token.
+        """
+        end = time.monotonic() + self.timeout
+        pool = concurrent.futures.ThreadPoolExecutor(_TOGETHER)
+        try:
+            return list(pool.map(lambda row, begin: self._scored(list(row), begin, end), rows, begins))
+        finally:
+            # After an error, rows that wait are not asked any more.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _scored(self, row: List[int], begin: int, end: float) -> np.ndarray:
+        path = f"{self._root}/v1/completions"
+        body = {"model": self.model, "prompt": row, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 1.0}
+        answer = _ask(path, body, end)
+        try:
+            values = answer["choices"][0]["logprobs"]["token_logprobs"][begin : len(row)]
+            scores = np.array(values, np.float64)
+        except (KeyError, IndexError, TypeError, ValueError):
+            scores = np.array([])
+        if scores.shape != (len(row) - begin,) or not np.isfinite(scores).all():
+            raise TeacherError(
+                f"rl.teacher: {path} answered {shown(answer)} to a prompt of {len(row)} tokens, without a finite "
+                "number for each in logprobs.token_logprobs. Use a server that scores prompts (echo with logprobs), "
+                "such as vLLM or mindlora serve."
+            )
+        return scores
+
+
+class _NoSuchPath(TeacherError):
+    """The server knows the path neither with this model nor at all."""
+
+
+def _ask(path: str, body: Mapping[str, Any], end: float) -> Any:
+    """Returns the answer to a JSON body, which is sent again while the server is busy, until the time ``end``."""
+    request = urllib.request.Request(path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    said = "it gave no answer"
+    while True:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TeacherError(
+                f"rl.teacher: {path} has not scored the answers of a step in time: {said}. Raise rl.teacher.timeout, "
+                "or give the server more room."
+            )
+        try:
+            with urllib.request.urlopen(request, timeout=left) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as refusal:
+            said = f"it answered {refusal.code}, {shown(refusal.read().decode('utf-8', 'replace'))}"
+            if refusal.code not in _BUSY:
+                kind = _NoSuchPath if refusal.code in (404, 405) else TeacherError
+                raise kind(f"rl.teacher: {path}: {said}. Correct url or model, or the server.") from refusal
+            time.sleep(max(0.0, min(_PAUSE, end - time.monotonic())))
+        except socket.timeout:
+            said = "it gave no answer"
+        except (OSError, ValueError) as problem:
+            if isinstance(getattr(problem, "reason", None), socket.timeout):
+                continue
+            raise TeacherError(
+                f"rl.teacher: {path} does not answer as a server of models: {problem}. Start the server (mindlora "
+                "serve, or vLLM), or correct url."
+            ) from problem
+
+
+def teacher_of(value: Any) -> Union[str, ServedTeacher]:
+    """Returns what rl.teacher names: BASE, the path of an adapter, or a ServedTeacher.
+
+    Raises ConfigError if it is none of these, or a key of the node is missing, unknown or wrong.
+    """
+    advice = "Write base, the path of an adapter, or a node {url: http://localhost:8000, model: NAME}."
+    if isinstance(value, str) and value:
+        if value.startswith(("http://", "https://")):
+            raise ConfigError(f"rl.teacher is {value!r}, without a model. Write {{url: {value}, model: NAME}}.")
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"rl.teacher is {value!r}. {advice}")
+    keys = [field.name for field in fields(ServedTeacher)]
+    for key in value:
+        if key not in keys:
+            raise ConfigError(f"rl.teacher has no key {key!r}.{suggestion(str(key), keys)}")
+    missing = [key for key in ("url", "model") if key not in value]
+    if missing:
+        raise ConfigError(f"rl.teacher has no {missing[0]}. {advice}")
+    return ServedTeacher(**value)

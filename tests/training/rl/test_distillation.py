@@ -1,0 +1,115 @@
+"""Learning from a teacher's log-probabilities: by finite differences, and a run that comes nearer to its teacher."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mindlora.data import tokenizers
+from mindlora.files.adapters import files
+from mindlora.files.adapters.adapter import Adapter
+from mindlora.training.report.history import read_history
+from mindlora.training.rl.policy_loss import distillation, policy_loss
+from mindlora.training.rl.settings import rl_settings
+from tests.support import tiny_runs
+from tests.support.finite_differences import finite_differences
+from tests.support.mcore_networks import tiny_config
+from tests.support.what_runs import shows
+
+MASK = np.arange(5) < np.array([5, 2, 1, 4])[:, None]
+PET = {"lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear", "lora_dropout": 0.0}
+SIZES = {"vocab_size": 300, "seq_length": 24, "eos_token_id": 1, "pad_token_id": 2, "bos_token_id": 0}
+
+
+def settings(**keys):
+    return rl_settings({"prompts": "prompts.jsonl", "teacher": "base", "max_completion_length": 8, **keys})
+
+
+@pytest.mark.parametrize("keys", [{}, {"loss_type": "grpo", "epsilon": 0.1}, {"loss_type": "dr_grpo", "beta": 0.3}])
+def test_coefficients_are_the_gradient_where_each_token_has_an_advantage(keys):
+    rng = np.random.default_rng(0)
+    log_probs = -rng.uniform(0.1, 3, MASK.shape)
+    old, reference, teacher = (log_probs + 0.4 * rng.normal(size=MASK.shape) for _ in range(3))
+    chosen = settings(teacher_coef=0.7, **keys)
+    values = rng.normal(size=(len(MASK), 1)) + distillation(old, teacher, MASK, chosen).values
+
+    def loss():
+        return policy_loss(log_probs, old, reference, values, MASK, chosen).loss
+
+    found = policy_loss(log_probs, old, reference, values, MASK, chosen).coefficients
+    np.testing.assert_allclose(found, finite_differences(loss, log_probs), rtol=1e-6, atol=1e-9)
+    values[~MASK] = np.nan
+    np.testing.assert_array_equal(policy_loss(log_probs, old, reference, values, MASK, chosen).coefficients, found)
+
+
+def test_on_average_the_gradient_is_that_of_the_reverse_divergence():
+    """Over all tokens that a policy may draw, each as often as it does: E[c grad log p] is the gradient of the KL."""
+    rng = np.random.default_rng(1)
+    logits, teacher = rng.normal(size=(1, 6)), np.log(rng.dirichlet(np.ones(6)))
+    chosen = settings(teacher_coef=0.5)
+
+    def log_softmax():
+        return logits[0] - np.log(np.exp(logits[0]).sum())
+
+    def divergence():
+        likely = log_softmax()
+        return 0.5 * (np.exp(likely) * (likely - teacher)).sum()
+
+    likely, every = log_softmax(), np.ones((6, 1), bool)
+    shares = np.exp(likely)
+    values = distillation(likely[:, None], teacher[:, None], every, chosen)
+    assert values.kl == pytest.approx((likely - teacher).mean())
+    coefficients = 6 * policy_loss(likely[:, None], None, None, values.values, every, chosen).coefficients[:, 0]
+    # The gradient of log p_v by logits is that of v alone less p.
+    gradient = (shares * coefficients) @ (np.eye(6) - shares)
+    np.testing.assert_allclose(gradient, finite_differences(divergence, logits)[0], rtol=1e-6, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tokenizer, prompts, and an adapter as PEFT has it, by which the tiny Qwen3 answers otherwise than without."""
+    folder = tmp_path_factory.mktemp("distillation")
+    texts = ["the cat sees the tree", "she sees three bees", "a dog and a boat on a hill"] * 5
+    tokenizers.fit_tokenizer(texts, SIZES["vocab_size"]).save_pretrained(folder / "model")
+    rows = [{"prompt": text} for text in ("the cat", "she sees", "a dog", "three bees")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rng, made, cell = np.random.default_rng(0), Adapter({}), "model.layers.0.feed_forward.w2"
+    made.tensors[cell, "A"] = rng.normal(0, 40**-0.5, (4, 40)).astype(np.float32)
+    made.tensors[cell, "B"] = rng.normal(0, 0.3, (32, 4)).astype(np.float32)
+    made.alphas[cell] = 8.0
+    files.write(made, str(folder / "teacher"))
+    return folder
+
+
+def start(folder, name, **rl):
+    """Runs eight steps; returns the process and its output folder."""
+    config = tiny_config("", 8, [{"type": "LoraCheckpoint", "save_steps": 4}], PET)
+    # Large weights, so that the hidden states say something of the answers.
+    config["model"]["model_config"].update(SIZES, initializer_range=0.3)
+    config["runner_config"]["batch_size"] = 32
+    config["lr_schedule"].update(learning_rate=3e-2, type="ConstantWarmUpLR", warmup_ratio=0.0)
+    config["lr_schedule"].pop("lr_end", None)
+    for node in ("train_dataset", "train_dataset_task"):
+        del config[node]
+    config["runner_wrapper"]["rl"] = {
+        "prompts": "prompts.jsonl",
+        "prompts_per_step": 4,
+        "num_generations": 32,
+        "max_completion_length": 12,
+        "tokenizer": "model",
+        "max_disagreement": 1e-4,
+        **rl,
+    }
+    return tiny_runs.launch(config, folder / name), folder / name
+
+
+@shows("rl", "qwen3")
+def test_a_student_comes_nearer_to_its_teacher(library, folder):
+    result, output = start(folder, "run", teacher="teacher")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    history = read_history(str(output))
+    steps, found = history.series("teacher/kl")
+    assert steps.tolist() == list(range(1, 9))
+    assert found[0] > 0.3 and found[-2:].mean() < 0.6 * found[:2].mean()
+    best = json.loads((output / "lora_checkpoint" / "best" / "best.json").read_text(encoding="utf-8"))
+    assert best["step"] == min((4, 8), key=lambda step: found[step - 1])
