@@ -95,7 +95,8 @@ def measure_mindlora(folder: str, steps: int) -> Dict[str, float]:
         "rewards.py:words",
         "--overwrite",
     ]
-    sizes = ["--device", "cpu", "--seq-length", "64", "--output", path]
+    # TRL fills rows up to the longest of them, prompt and answer.
+    sizes = ["--device", "cpu", "--seq-length", "40", "--output", path]
     finished([sys.executable, "-m", "mindlora.cli", *writing, *sizes], folder)
     with open(path, encoding="utf-8") as file:
         config = yaml.safe_load(file)
