@@ -65,6 +65,7 @@ class Rollouts:
         settings (RlSettings): The run's.
         pad, ignored (int): The ids that fill a row of tokens, and one of labels, up.
         rank (int): The largest rank of the adapter.
+        longest (int): Tokens of the longest prompt.
 
     Raises:
         ConfigError, UnsupportedCellError: As TrainedEngine.
@@ -81,6 +82,7 @@ class Rollouts:
         pad: int,
         ignored: int,
         rank: int,
+        longest: int,
     ):
         self._length = model["model_config"]["seq_length"]
         self._settings = settings
@@ -93,10 +95,14 @@ class Rollouts:
             joins_cells = not model["model_config"].get("type") or bool(model["model_config"].get("qkv_concat"))
             rank = max(rank, rank_needed(settings.teacher_adapter, joins_cells))
         running = min(settings.rows, _MOST_RUNNING)
+        # Of the cache, as much as these prompts and answers can take.
+        blocks = -(-min(self._length, longest + settings.max_completion_length) // EngineSettings.block_size)
         sizes = EngineSettings(
             self._length,
+            num_blocks=running * blocks,
             max_running=running,
             max_tokens_per_step=max(512, running),
+            max_waiting=_MOST_WAITING,
             slots=1 + len(adapters),
             max_rank=rank,
         )
@@ -192,3 +198,5 @@ class Rollouts:
 
 # More requests are answered one after another: the cache has room for so many of seq_length tokens.
 _MOST_RUNNING = 64
+# All answers of a step are asked for at once.
+_MOST_WAITING = 2**20

@@ -9,6 +9,7 @@ from mindlora.core.yaml_file import PET
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import WRAPPER, YamlRun
+from mindlora.training.rl.reward_functions import PythonFunction
 from mindlora.training.rl.settings import RlSettings, rl_settings
 
 KEY = "runner_wrapper.rl"
@@ -139,6 +140,13 @@ def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
             f"rl.teacher: there is no adapter at {teacher}.",
             "Correct the path, or write base or {url: ..., model: ...}.",
         )
+    for reward in settings.reward_funcs:
+        if isinstance(reward, PythonFunction) and not os.path.isfile(reward.path):
+            yield error(
+                f"{KEY}.reward_funcs",
+                f"rl.reward_funcs names {reward.path}, which is not in the folder where the run starts.",
+                "Correct the path.",
+            )
     try:
         tokenizer_of(run)
     except ConfigError as refusal:

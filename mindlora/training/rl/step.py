@@ -116,7 +116,8 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         totals = step_totals(self.experience.counted)
         divisor = self.divisor(totals)
         loss, measures = self.add_gradients(self.experience, totals, divisor)
-        outputs = super().__call__(Tensor(loss * divisor, mstype.float32), Tensor(divisor, mstype.float32))
+        with self.rollouts.engine.turns.turn():
+            outputs = super().__call__(Tensor(loss * divisor, mstype.float32), Tensor(divisor, mstype.float32))
         self.rollouts.publish()
         seconds = {"seconds_sampling": sampled - began, "seconds_training": time.perf_counter() - sampled}
         self.measures = {**self.experience.measures, **measures, **seconds}
@@ -180,8 +181,6 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         policy = answers.log_probabilities
         if not is_first or self.reference is not None:
             policy = self.forward(self.log_probabilities, answers)
-        if is_first and self.reference is not None:
-            self.check_agreement(experience, policy)
         loss = policy_loss(
             policy,
             experience.old,
@@ -280,6 +279,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
             pad_token_id(network.config),
             ignore_token_id(network.config),
             max(cell.lora_rank for _, cell in lora_cells(network)),
+            max(len(prompt.tokens) for prompt in [*self.prompts, *self.held_out]),
         )
         logger.info(
             "rl: %d prompts; each step has %d answers to %d of them.",
