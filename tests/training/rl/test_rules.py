@@ -83,7 +83,7 @@ def test_a_yaml_without_faults():
         ),
         (config({**RL, "prompts": "nowhere.jsonl"}), f"{KEY}.prompts", "nowhere.jsonl does not exist"),
         (config({**RL, "teacher": "nowhere"}), f"{KEY}.teacher", "there is no adapter at nowhere"),
-        (config({**RL, "reward_funcs": "no.py:short"}), f"{KEY}.reward_funcs", "names no.py, which is not in the folder"),
+        (config({**RL, "reward_funcs": "no.py:short"}), f"{KEY}.reward_funcs", "names no.py, which is not"),
         (config({**RL, "tokenizer": None}), f"{KEY}.tokenizer", "rl.tokenizer names none"),
         (
             config(use_legacy=False, model={"model_type": "qwen3_moe", "num_experts": 4}),
