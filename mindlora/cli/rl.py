@@ -34,6 +34,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "yaml", metavar="YAML", help="complete MindFormers YAML of a training run with runner_wrapper.rl"
     )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="go on from the last step that the run saved, or from a step folder",
+    )
     parser.set_defaults(overrides=[])
     add_command(parser, _rl)
 
@@ -46,7 +53,8 @@ def _rl(arguments: argparse.Namespace) -> RlRun:
         )
     from mindlora.training.launch import launcher
 
-    return RlRun(arguments.yaml, launcher.main(["--config", arguments.yaml, *arguments.overrides]))
+    resume = [] if arguments.resume is None else ["--resume", *filter(None, [arguments.resume])]
+    return RlRun(arguments.yaml, launcher.main(["--config", arguments.yaml, *resume, *arguments.overrides]))
 
 
 VERBS = (Verb("rl", "Train an adapter on rewards for its own answers (GRPO, RLOO).", _options),)
