@@ -187,7 +187,7 @@ def test_a_step_in_graph_mode(make_llama, graph_mode):
     assert losses[0] == pytest.approx(np.log(2), rel=1e-6) and losses[2] < losses[1] < losses[0]
     record = step.last_record()
     assert record.tokens == 4 * 9 and record.measures["tokens_chosen"] == 6
-    assert record.measures["reward_margin"] > 0 and record.preference["reward_accuracy"] == 1
+    assert record.measures["reward_margin"] > 0 and record.measures["reward_accuracy"] == 1
     assert ms.get_context("mode") == ms.GRAPH_MODE
     # What guards set: a step above the limit changes nothing.
     step.set_limits(0.01, np.inf)
