@@ -95,7 +95,7 @@ class Rollouts:
             joins_cells = not model["model_config"].get("type") or bool(model["model_config"].get("qkv_concat"))
             rank = max(rank, rank_needed(settings.teacher_adapter, joins_cells))
         running = min(settings.rows, _MOST_RUNNING)
-        # Of the cache, as much as these prompts and answers can take.
+        # The cache has room for what these prompts and answers can take.
         blocks = -(-min(self._length, longest + settings.max_completion_length) // EngineSettings.block_size)
         sizes = EngineSettings(
             self._length,
