@@ -30,6 +30,7 @@ _NESTED = f"{MODEL}.llm_model.model_config"
 EXPERT_NODES = ("moe_config", f"{MODEL}.moe_config")
 
 _FOLDER = "pretrained_model_dir"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 # A MindRecord, several, or a folder of them.
 Data = Union[str, Sequence[str]]
 
@@ -202,6 +203,18 @@ class YamlRun:
             return "load_checkpoint", load_checkpoint
         has_weights = os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder))
         return (_FOLDER, folder) if has_weights or not os.path.isdir(folder) else ("load_checkpoint", None)
+
+    @functools.cached_property
+    def tokenizer(self) -> Optional[str]:
+        """Where the tokenizer is: the file that processor.tokenizer names, or the folder of the base if it has one."""
+        node = self.at("processor.tokenizer") or {}
+        named = node.get("tokenizer_file") or node.get("vocab_file")
+        if named:
+            return str(named)
+        path = self.base[1] or ""
+        folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+        found = any(os.path.exists(os.path.join(folder, name)) for name in _TOKENIZERS)
+        return folder if found else None
 
     @functools.cached_property
     def base_is_safetensors(self) -> bool:

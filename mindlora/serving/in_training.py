@@ -173,9 +173,9 @@ def _check_published(network: nn.Cell, adapted: Mapping[str, LoRACell]) -> None:
         raise UnsupportedCellError(
             f"The sampler has no place for the adapters on {listed(left_out)}: leave these cells out of target_modules."
         )
-    rescaled = [path for path, cell in lora_cells(network) if cell.variant.row_norms or cell.invocation_tokens]
-    if rescaled:
+    others = [path for path, cell in lora_cells(network) if not cell.variant.is_plain or cell.invocation_tokens]
+    if others:
         raise UnsupportedCellError(
-            f"The adapters on {listed(rescaled)} do more than add B A to a weight, which the sampler takes from files "
-            "alone: use plain LoRA, without use_dora and alora_invocation_tokens."
+            f"The adapters on {listed(others)} are not plain LoRA on all tokens, which alone is published from memory: "
+            "leave the keys of the variant, and alora_invocation_tokens, out of pet_config."
         )

@@ -103,8 +103,6 @@ def test_sampler_and_trainer_agree_whatever_the_adapter_is_and_hold_one_copy(tra
         with made.engine.turns.turn():
             likely = policy(Tensor(tokens), Tensor(labels)).asnumpy().reshape(4, LENGTH)
         np.testing.assert_allclose(likely, found, rtol=0, atol=1e-4)
-        # Another adapter than the last one: keys and values of before are not used again.
-        assert np.abs(found).sum() > 0
     # At another temperature, the sampler's log-probabilities are the tempered ones of the logits.
     tokens, labels, found = sampled(made, TRAINED, seed=3, temperature=0.5, tempered_logprobs=True)
     assert np.abs(found - sampled(made, TRAINED, seed=3, temperature=0.5)[2]).max() > 0.1
@@ -128,7 +126,7 @@ def test_a_variant_that_comes_from_files_alone_is_refused(library):
     apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=8, target_modules="all-linear", use_dora=True))
     freeze_base(network)
     assert any(cell.variant.row_norms for _, cell in lora_cells(network))
-    with pytest.raises(UnsupportedCellError, match="use plain LoRA, without use_dora"):
+    with pytest.raises(UnsupportedCellError, match="are not plain LoRA on all tokens"):
         engine_of(network)
 
 

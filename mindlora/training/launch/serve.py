@@ -1,6 +1,5 @@
 """From a YAML to an engine that serves its model."""
 
-import os
 from typing import Any, Mapping, Optional, Sequence
 
 from mindformers.core.context import build_context
@@ -92,7 +91,13 @@ def build_engine(
     # the environment of its inference kernels; on a CPU, where they do not run, it would bind the process to cores.
     if not run.is_mcore:
         yaml.model.model_config.use_past = None if yaml.context.device_target == "CPU" else True
-    loaded = load_tokenizer(tokenizer or _tokenizer_of(yaml))
+    tokenizer = tokenizer or run.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            "The YAML names no tokenizer (processor.tokenizer.tokenizer_file is empty), and there is none beside "
+            "load_checkpoint: give --tokenizer."
+        )
+    loaded = load_tokenizer(tokenizer)
     set_up_context(yaml)
     return make_engine(
         model,
@@ -117,19 +122,3 @@ def set_up_context(yaml: MindFormerConfig) -> None:
         lacks_device = isinstance(error, RuntimeError) and yaml.context.device_target != "CPU"
         advice = "Set --device_target CPU to run on a CPU." if lacks_device else "Correct the YAML's node context."
         raise ConfigError(f"The YAML's context cannot be used here: {reason} {advice}") from error
-
-
-def _tokenizer_of(yaml: MindFormerConfig) -> str:
-    """Returns where the tokenizer of a YAML is."""
-    node = (yaml.processor or {}).get("tokenizer") or {}
-    named = node.get("tokenizer_file") or node.get("vocab_file")
-    if named:
-        return named
-    checkpoint = yaml.load_checkpoint or ""
-    folder = checkpoint if os.path.isdir(checkpoint) else os.path.dirname(os.path.abspath(checkpoint))
-    if any(os.path.exists(os.path.join(folder, name)) for name in ("tokenizer.json", "tokenizer.model")):
-        return folder
-    raise ConfigError(
-        "The YAML names no tokenizer (processor.tokenizer.tokenizer_file is empty), and there is none beside "
-        "load_checkpoint: give --tokenizer."
-    )

@@ -30,8 +30,8 @@ class RlReport(PeriodicCallback):
     where there is a teacher.
 
     The answers with the highest and the lowest reward, or, without rewards, those of which the teacher thinks most and
-    least, go into the report, where ``samples_every`` says. mindlora-run
-    adds this callback to a run with runner_wrapper.rl.
+    least, go into the report, where ``samples_every`` says. mindlora-run adds this callback to a run with
+    runner_wrapper.rl.
 
     Args:
         samples_every (int): Steps between the answers that are shown; those of the first and of the last step are.

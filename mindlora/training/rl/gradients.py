@@ -94,9 +94,15 @@ class PolicyLogProbabilities(CompiledOnce):
         super().__init__(auto_prefix=False)
         self.log_probabilities = log_probabilities
         self.is_reference = is_reference
+        self.was_compiled = False
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the graph; the head's cell, which makes its gradient on the way forward, leaves it out."""
+        # MindSpore calls this before every call of the cell.
+        if self.was_compiled:
+            super().compile(*args, **kwargs)
+            return
+        self.was_compiled = True
         set_differentiates(self.log_probabilities, False)
         try:
             super().compile(*args, **kwargs)

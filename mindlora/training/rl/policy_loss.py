@@ -53,23 +53,11 @@ class Distillation(NamedTuple):
     kl: float
 
 
-class StepTotals(NamedTuple):
-    """By what the sums of a step are divided.
-
-    Attributes:
-        rows (int): Answers of the step, whether they count or not.
-        tokens (int): Tokens that count.
-    """
-
-    rows: int
-    tokens: int
-
-
 class PolicyLoss(NamedTuple):
     """A loss and its gradient.
 
     Attributes:
-        loss (float): L, or the part of it that some rows of a step have.
+        loss (float): L.
         coefficients (array): float64 [rows, tokens], dL / dl; 0 where the mask is False.
         measures (dict): clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean and, with a reference, kl:
             means over the given tokens, or over the rows where ratios are those of answers.
@@ -109,11 +97,6 @@ def counted(mask: np.ndarray, truncated: np.ndarray, settings: RlSettings) -> np
     return mask & ~truncated[:, None] if settings.mask_truncated_completions else mask.copy()
 
 
-def step_totals(mask: np.ndarray) -> StepTotals:
-    """Returns the totals of a whole step, of its mask as ``counted`` gives it, bool [rows, tokens]."""
-    return StepTotals(len(mask), int(mask.sum()))
-
-
 def answer_kl(log_probs: np.ndarray, reference_log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray:
     r"""Returns float64 [rows], sum_t (l - l_ref) of each answer: RLOO's estimate of the KL divergence, k1.
 
@@ -123,6 +106,17 @@ def answer_kl(log_probs: np.ndarray, reference_log_probs: np.ndarray, mask: np.n
         mask (array): bool [rows, tokens], as ``counted`` gives it.
     """
     return np.where(mask, _float64(log_probs) - _float64(reference_log_probs), 0).sum(1)
+
+
+def weighted_rewards(rewards: np.ndarray, settings: RlSettings) -> np.ndarray:
+    """Returns float64 [rows], sum_f w_f r_f over the functions f that have rated an answer; NaN where none has.
+
+    Args:
+        rewards (array): float64 [rows, functions], NaN where a function has not rated an answer.
+        settings (RlSettings): The run's, with the weights.
+    """
+    unrated = np.isnan(rewards).all(1)
+    return np.where(unrated, np.nan, np.nansum(rewards * np.asarray(settings.reward_weights), axis=1))
 
 
 def advantages(rewards: np.ndarray, settings: RlSettings, kl: Optional[np.ndarray] = None) -> Advantages:
@@ -146,8 +140,7 @@ def advantages(rewards: np.ndarray, settings: RlSettings, kl: Optional[np.ndarra
         The advantages, and what is reported of the rewards.
     """
     rewards = _float64(rewards)
-    unrated = np.isnan(rewards).all(1)
-    total = np.where(unrated, np.nan, np.nansum(rewards * np.asarray(settings.reward_weights), axis=1))
+    total = weighted_rewards(rewards, settings)
     is_rloo = settings.algorithm == "rloo"
     penalized = total - settings.beta * _float64(kl) if is_rloo and settings.beta else total
     groups = penalized.reshape(-1, settings.num_generations)
@@ -211,7 +204,6 @@ def policy_loss(
     advantages: np.ndarray,
     mask: np.ndarray,
     settings: RlSettings,
-    totals: Optional[StepTotals] = None,
 ) -> PolicyLoss:
     r"""Returns the loss of answers, and its derivative by each log-probability.
 
@@ -239,27 +231,24 @@ def policy_loss(
         advantages (array): [rows], of the answers, or with GRPO's ratios of tokens [rows, tokens].
         mask (array): bool [rows, tokens], as ``counted`` gives it. What the arrays hold elsewhere does not matter.
         settings (RlSettings): The run's.
-        totals (StepTotals): Those of the whole step, where the rows are a part of it; losses of parts add up. Default:
-            None, the rows are the step.
 
     Returns:
         The loss, the coefficients and what is reported.
     """
-    totals = totals or step_totals(mask)
     log_probs = np.where(mask, _float64(log_probs), 0)
     old = log_probs if old_log_probs is None else np.where(mask, _float64(old_log_probs), 0)
     reference = None if reference_log_probs is None else np.where(mask, _float64(reference_log_probs), 0)
     advantages = _float64(advantages)
     advantages = np.where(mask, advantages, 0) if advantages.ndim > 1 else advantages[:, None]
     if settings.algorithm == "rloo":
-        return _rloo(log_probs, old, reference, advantages, mask, settings, totals)
+        return _rloo(log_probs, old, reference, advantages, mask, settings)
     of_sequence = settings.importance_sampling_level == "sequence"
     lengths = np.maximum(mask.sum(1, keepdims=True), 1)
     difference = log_probs - old
     ratio = np.exp(difference.sum(1, keepdims=True) / lengths if of_sequence else difference)
     gain, slope = _clipped(ratio, advantages, settings, settings.delta)
     losses, slopes = -gain, -slope
-    weights = mask * _weight(lengths, settings, totals)
+    weights = mask * _weight(mask, lengths, settings)
     measures = _clip_measures(np.minimum(ratio, settings.delta or np.inf), advantages, mask, settings)
     direct = 0.0
     if settings.beta:
@@ -274,13 +263,13 @@ def policy_loss(
     return PolicyLoss(float((losses * weights).sum()), coefficients, measures)
 
 
-def _rloo(log_probs, old, reference, advantages, mask, settings: RlSettings, totals: StepTotals) -> PolicyLoss:
+def _rloo(log_probs, old, reference, advantages, mask, settings: RlSettings) -> PolicyLoss:
     ratio = np.exp((log_probs - old).sum(1, keepdims=True))
     gain, slope = _clipped(ratio, advantages, settings, None)
     measures = _clip_measures(ratio, advantages, mask, settings)
     if reference is not None:
         measures["kl"] = _mean_of(old - reference, mask)
-    return PolicyLoss(float(-gain.sum() / totals.rows), -slope * mask / totals.rows, measures)
+    return PolicyLoss(float(-gain.sum() / len(mask)), -slope * mask / len(mask), measures)
 
 
 def _clipped(ratio, advantages, settings: RlSettings, delta: Optional[float]) -> Tuple[np.ndarray, np.ndarray]:
@@ -293,13 +282,13 @@ def _clipped(ratio, advantages, settings: RlSettings, delta: Optional[float]) ->
     return np.where(is_free, free, clipped), np.where(moves, ratio, 0) * advantages
 
 
-def _weight(lengths, settings: RlSettings, totals: StepTotals):
+def _weight(mask, lengths, settings: RlSettings):
     """Returns the weight of a token, [rows, 1] or a number."""
     if settings.loss_type == "grpo":
-        return 1 / (totals.rows * lengths)
+        return 1 / (len(mask) * lengths)
     if settings.loss_type == "dr_grpo":
-        return 1 / (totals.rows * settings.max_completion_length)
-    return 1 / max(totals.tokens, 1)
+        return 1 / (len(mask) * settings.max_completion_length)
+    return 1 / max(mask.sum(), 1)
 
 
 def _clip_measures(ratio, advantages, mask, settings: RlSettings) -> Dict[str, float]:

@@ -4,12 +4,13 @@ import os
 
 from mindformers.tools.register import MindFormerConfig
 
-from mindlora.data.sources import read_rows
+from mindlora.data.tokenizers import load_tokenizer
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
 from mindlora.training.rl.callback import RlReport
 from mindlora.training.rl.data import RlSteps
-from mindlora.training.rl.rules import steps_of, tokenizer_of
+from mindlora.training.rl.prompts import prompts_of_run
+from mindlora.training.rl.rules import steps_of
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.rl.step import RlTrainOneStepCell
 
@@ -20,11 +21,14 @@ def prepare_rl(config: MindFormerConfig) -> None:
     if run.rl is None:
         return
     settings = rl_settings(run.rl)
+    tokenizer = settings.tokenizer or run.tokenizer
     config.runner_wrapper.type = RlTrainOneStepCell.__name__
     config.runner_wrapper.sampler = MindFormerConfig(
-        tokenizer=tokenizer_of(run), seed=int(config.seed or 0), rows=min(run.rows, settings.rows), folder=os.getcwd()
+        tokenizer=tokenizer, seed=int(config.seed or 0), rows=min(run.rows, settings.rows), folder=os.getcwd()
     )
-    steps = steps_of(len(read_rows(settings.prompts, None, ()).rows), config.runner_config.epochs, settings)
+    # Read here too, so that a prompt that cannot be used ends the run before anything is built.
+    prompts, _ = prompts_of_run(settings, load_tokenizer(tokenizer), run.model["seq_length"])
+    steps = steps_of(len(prompts), config.runner_config.epochs, settings)
     config.train_dataset_task = MindFormerConfig(
         type=RlSteps.__name__, dataset_config=config.train_dataset or MindFormerConfig(), steps=steps
     )

@@ -1,7 +1,7 @@
 """The prompts that a policy answers: rows of a file, as TRL's trainers read them."""
 
 import difflib
-from typing import Any, Dict, List, NamedTuple, Optional, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from mindlora.core.text import shown
 from mindlora.data.sources import read_rows
 from mindlora.data.tokenizers import encode, special_ids
 from mindlora.serving.chat_prompt import make_chat_prompt
+from mindlora.training.rl.settings import RlSettings
 
 PROMPT = "prompt"
 
@@ -26,6 +27,22 @@ class Prompt(NamedTuple):
     given: Union[str, List[Dict[str, Any]]]
     tokens: List[int]
     columns: Dict[str, Any]
+
+
+def prompts_of_run(settings: RlSettings, tokenizer: Any, seq_length: int) -> Tuple[List[Prompt], List[Prompt]]:
+    """Returns the prompts of a run, and those that are held out from it.
+
+    Args:
+        settings (RlSettings): The run's.
+        tokenizer: As load_tokenizer returns it.
+        seq_length (int): Tokens of a prompt and its answer, at most.
+
+    Raises DataError as read_prompts.
+    """
+    longest = seq_length - settings.max_completion_length
+    paths = (settings.prompts, settings.held_out_prompts)
+    prompts, held_out = (read_prompts(path, tokenizer, longest) if path else [] for path in paths)
+    return prompts, held_out
 
 
 def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:

@@ -10,9 +10,6 @@ import json
 import os
 import re
 import sys
-import time
-import urllib.error
-import urllib.request
 from dataclasses import MISSING, dataclass, fields
 from decimal import Decimal
 from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Sequence, Type
@@ -20,6 +17,7 @@ from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Seque
 from mindlora.core.errors import ConfigError, InstallationError, RewardError
 from mindlora.core.fields import INDEX, check_number, check_patterns
 from mindlora.core.text import shown, suggestion
+from mindlora.training.rl.asking import ask, path_of
 
 RewardFunction = Callable[..., Sequence[Optional[float]]]
 # A number as texts have it, with or without commas between thousands.
@@ -82,57 +80,63 @@ def _module_name(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class ExactAnswer(Reward):
-    """1 where a completion is the text of a column, apart from the space around it, else 0.
+class OfColumn(Reward):
+    """1 where ``agrees`` finds that a completion has the right answer, which a column of the data has; else 0.
 
     Args:
-        column (str): The column of the data that has the right answer. Default: "answer".
+        column (str): The column. Default: "answer".
     """
 
-    name: ClassVar[str] = "exact_answer"
     column: str = "answer"
 
     def __post_init__(self):
-        _check_column(self)
+        if not isinstance(self.column, str) or not self.column:
+            raise ConfigError(f"{self.name}: column is {self.column!r}: it must be the name of a column.")
 
     def load(self, folder: str) -> RewardFunction:
         """Returns the function."""
         return self._rate
 
+    def agrees(self, completion: str, answer: Any) -> bool:
+        """Returns whether a completion has the right answer."""
+        raise NotImplementedError
+
     def _rate(self, prompts, completions, **columns):
-        answers = _column(self, columns)
-        return [float(text.strip() == str(answer).strip()) for text, answer in zip(completions, answers)]
+        if self.column not in columns:
+            raise RewardError(
+                f"{self.name} needs the column {self.column}, which the data does not have. Add it, or set column."
+                f"{suggestion(self.column, list(columns))}"
+            )
+        return [float(self.agrees(text, answer)) for text, answer in zip(completions, columns[self.column])]
 
 
-@dataclass(frozen=True)
-class NumericAnswer(Reward):
+class ExactAnswer(OfColumn):
+    """1 where a completion is the text of a column, apart from the space around it, else 0."""
+
+    name: ClassVar[str] = "exact_answer"
+
+    def agrees(self, completion: str, answer: Any) -> bool:
+        """Returns whether both are the same text."""
+        return completion.strip() == str(answer).strip()
+
+
+class NumericAnswer(OfColumn):
     """1 where the last number of a completion equals the last one of a column's text, else 0.
 
     So it takes GSM8K's answers, which end with #### and the number, as they are. 1,000.0 and 1000 are equal.
-
-    Args:
-        column (str): The column of the data that has the right answer, a text or a number. Default: "answer".
     """
 
     name: ClassVar[str] = "numeric_answer"
-    column: str = "answer"
 
-    def __post_init__(self):
-        _check_column(self)
-
-    def load(self, folder: str) -> RewardFunction:
-        """Returns the function."""
-        return self._rate
-
-    def _rate(self, prompts, completions, **columns):
-        answers = [_last_number(str(answer)) for answer in _column(self, columns)]
-        if None in answers:
-            answer = columns[self.column][answers.index(None)]
+    def agrees(self, completion: str, answer: Any) -> bool:
+        """Returns whether their last numbers are equal; raises RewardError if the column's text has none."""
+        right = _last_number(str(answer))
+        if right is None:
             raise RewardError(
                 f"numeric_answer: the column {self.column} holds {shown(answer)}, in which there is no number. Correct "
                 "the row, or use exact_answer."
             )
-        return [float(_last_number(text) == answer) for text, answer in zip(completions, answers)]
+        return _last_number(completion) == right
 
 
 def _last_number(text: str) -> Optional[Decimal]:
@@ -284,6 +288,11 @@ class RewardModel(Reward):
         model = self.model or self._only_adapter()
 
         def rate(prompts, completions, **columns):
+            if not all(isinstance(prompt, str) for prompt in prompts):
+                raise RewardError(
+                    f"{model} of {self.url} reads prompt and completion as one text, and prompts of this data are "
+                    "messages. Write them as texts, or rate them by a function of your own."
+                )
             texts = [prompt + completion for prompt, completion in zip(prompts, completions)]
             scores: List[float] = []
             for begin in range(0, len(texts), _TEXTS):
@@ -313,40 +322,8 @@ class RewardModel(Reward):
         return [scores[0] for scores in rows]
 
     def _ask(self, path: str, body: Optional[Mapping[str, Any]] = None) -> Any:
-        """Returns the answer of a path of the server, which is asked again while its queue is full; the caller has a
-        time limit for all of it.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        address = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/{path}"
-        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-        while True:
-            try:
-                with urllib.request.urlopen(request) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as refusal:
-                said = f"{address} answered {refusal.code}: {shown(refusal.read().decode('utf-8', 'replace'))}"
-                if refusal.code != 429:
-                    raise RewardError(f"{said}. Check the server, and the name of the model.") from refusal
-                print(f"{said}. Asking again.")
-                time.sleep(1)
-            except (OSError, ValueError) as problem:
-                raise RewardError(
-                    f"{address} does not answer: {problem}. Start the server (mindlora serve), or correct the address."
-                ) from problem
-
-
-def _check_column(reward: Any) -> None:
-    if not isinstance(reward.column, str) or not reward.column:
-        raise ConfigError(f"{reward.name}: column is {reward.column!r}: it must be the name of a column.")
-
-
-def _column(reward: Any, columns: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
-    if reward.column not in columns:
-        raise RewardError(
-            f"{reward.name} needs the column {reward.column}, which the data does not have. Add it, or set column."
-            f"{suggestion(reward.column, list(columns))}"
-        )
-    return columns[reward.column]
+        """Returns the answer of a path of the server; the caller has a time limit for all of it."""
+        return ask(path_of(self.url, f"v1/{path}"), body, RewardError, tell=print)
 
 
 BUILT_IN: Dict[str, Type[Any]] = {kind.name: kind for kind in (ExactAnswer, NumericAnswer, JsonSchema, Regex, Length)}

@@ -91,7 +91,7 @@ def checked_rewards(result: Any, count: int) -> List[Optional[float]]:
 
 def _number(value: Any, index: int) -> float:
     try:
-        # A text is none, whatever it holds.
+        # A text is not a number, whatever it holds.
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
         number = math.nan

@@ -40,7 +40,7 @@ class Rewards:
 
     Args:
         settings (RlSettings): The run's: its functions and the time that each may take.
-        folder (str): The folder of the YAML, where the paths of functions begin.
+        folder (str): Where the paths of functions begin.
 
     Raises:
         RewardError: A function cannot be loaded.

@@ -6,6 +6,8 @@ from typing import Any, Dict, List, Optional, Sequence
 import numpy as np
 from mindspore import nn
 
+from mindlora.core.fields import ignore_token_id, pad_token_id
+from mindlora.network.tree import lora_cells
 from mindlora.serving.in_training import TRAINED, TrainedEngine
 from mindlora.serving.packed_adapter import rank_needed
 from mindlora.serving.request import Sampling
@@ -30,6 +32,7 @@ class Answers:
         tokens (array): int32 [rows, N + 1], prompt and answer, filled up.
         labels (array): int32 [rows, N + 1]: the tokens of the answers, elsewhere the id that is ignored.
         log_probabilities (array): float64 [rows, N], the sampler's; 0 elsewhere.
+        mask (array): bool [rows, N], where a row has a token of its answer to predict.
         truncated (array): bool [rows], which answers max_completion_length has cut.
     """
 
@@ -38,13 +41,8 @@ class Answers:
     tokens: np.ndarray
     labels: np.ndarray
     log_probabilities: np.ndarray
+    mask: np.ndarray
     truncated: np.ndarray
-    ignored: int
-
-    @property
-    def mask(self) -> np.ndarray:
-        """Where a row has a token of its answer to predict: bool [rows, N]."""
-        return self.labels[:, 1:] != self.ignored
 
     def columns(self) -> Dict[str, List[Any]]:
         """Returns the fields of the prompts' rows, a value for each answer."""
@@ -63,9 +61,8 @@ class Rollouts:
         model (mapping): The node ``model`` of its YAML.
         tokenizer: As load_tokenizer returns it.
         settings (RlSettings): The run's.
-        pad, ignored (int): The ids that fill a row of tokens, and one of labels, up.
-        rank (int): The largest rank of the adapter.
         longest (int): Tokens of the longest prompt.
+        product_dtype (str): What the network in training rounds what its linear cells multiply to.
 
     Raises:
         ConfigError, UnsupportedCellError: As TrainedEngine.
@@ -79,15 +76,14 @@ class Rollouts:
         model: Dict[str, Any],
         tokenizer: Any,
         settings: RlSettings,
-        pad: int,
-        ignored: int,
-        rank: int,
         longest: int,
+        product_dtype: str,
     ):
         self._length = model["model_config"]["seq_length"]
         self._settings = settings
         self._tokenizer = tokenizer
-        self._pad, self._ignored = pad, ignored
+        self._pad, self._ignored = pad_token_id(network.config), ignore_token_id(network.config)
+        rank = max(cell.lora_rank for _, cell in lora_cells(network))
         adapters: Dict[str, str] = {}
         if settings.teacher_adapter is not None:
             adapters[_TEACHER] = settings.teacher_adapter
@@ -105,6 +101,7 @@ class Rollouts:
             max_waiting=_MOST_WAITING,
             slots=1 + len(adapters),
             max_rank=rank,
+            product_dtype=product_dtype,
         )
         self._trained = TrainedEngine(network, model, tokenizer, sizes, adapters)
         self._teacher = _TEACHER if adapters else None
@@ -142,7 +139,8 @@ class Rollouts:
             labels[row, begin : begin + len(answered)] = answered
             log_probabilities[row, begin - 1 : begin - 1 + len(answered)] = likely
             texts.append(self._tokenizer.decode(answered, skip_special_tokens=True))
-        return Answers(asked, texts, tokens, labels, log_probabilities, truncated, self._ignored)
+        mask = labels[:, 1:] != self._ignored
+        return Answers(asked, texts, tokens, labels, log_probabilities, mask, truncated)
 
     def teacher_log_probabilities(self, answers: Answers) -> np.ndarray:
         """Returns the log-probabilities of the answers' tokens under the teacher, float64 [rows, N]; 0 elsewhere.
@@ -196,7 +194,7 @@ class Rollouts:
         )
 
 
-# More requests are answered one after another: the cache has room for so many of seq_length tokens.
+# Further requests wait: the cache has room for so many at a time.
 _MOST_RUNNING = 64
 # All answers of a step are asked for at once.
 _MOST_WAITING = 2**20

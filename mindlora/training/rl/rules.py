@@ -1,7 +1,7 @@
 """Learning from rewards: what runner_wrapper.rl needs from the rest of a YAML."""
 
 import os
-from typing import Any, Iterator
+from typing import Iterator
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.initializers import changes_base
@@ -13,16 +13,15 @@ from mindlora.training.rl.reward_functions import PythonFunction
 from mindlora.training.rl.settings import RlSettings, rl_settings
 
 KEY = "runner_wrapper.rl"
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 # Callbacks that read rows with labels: such a run has prompts alone.
 _OF_ROWS = ("HeldOutLoss", "Forgetting", "ForgettingBudget", "RankBudget")
 # Settings of the run with which sampler and trainer would not be one policy, or which the sampler has no place for.
 _OF_ADAPTERS = {
-    "use_dora": "the sampler takes DoRA's gains from files alone",
     "adapters": "several adapters learn from the labels of one data",
     "alora_invocation_tokens": "the sampler's adapter acts on all tokens",
-    "quantize_base": "the sampler has the base in float",
-    "neftune_noise_alpha": "the sampler adds no noise",
+    "neftune_alpha": "the sampler adds no noise",
+    "modules_to_save": "the sampler's base stays what it is",
+    "freeze_exclude": "the sampler's base stays what it is",
 }
 
 
@@ -70,6 +69,14 @@ def _check_adapter(run: YamlRun) -> Iterator[Finding]:
             "sampler.",
             "Set it to 0.0.",
         )
+    if run.quantizes_base:
+        yield error(
+            f"{PET}.quantize_base", "The base is to be in 4 bits, and rl samples from one in float.", "Remove it."
+        )
+    if run.lora is not None and not run.lora.variant.is_plain:
+        yield error(
+            PET, f"The adapter is of {run.lora.variant.name}, and rl samples with plain LoRA.", "Leave its keys out."
+        )
     for key, reason in _OF_ADAPTERS.items():
         if pet_config.get(key):
             yield error(f"{PET}.{key}", f"pet_config has {key}, and runner_wrapper rl: {reason}.", f"Remove {key}.")
@@ -84,7 +91,13 @@ def _check_adapter(run: YamlRun) -> Iterator[Finding]:
 
 def _check_sizes(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
     length = run.model.get("seq_length")
-    if isinstance(length, int) and settings.max_completion_length >= length:
+    if not isinstance(length, int):
+        yield error(
+            "model.model_config.seq_length",
+            "model.model_config.seq_length is missing, which says how long a prompt and its answer can be.",
+            "Set it.",
+        )
+    elif settings.max_completion_length >= length:
         yield error(
             f"{KEY}.max_completion_length",
             f"rl.max_completion_length is {settings.max_completion_length} and seq_length {length}, which leaves no "
@@ -147,25 +160,12 @@ def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
                 f"rl.reward_funcs names {reward.path}, which is not in the folder where the run starts.",
                 "Correct the path.",
             )
-    try:
-        tokenizer_of(run)
-    except ConfigError as refusal:
-        yield error(f"{KEY}.tokenizer", str(refusal))
-
-
-def tokenizer_of(run: YamlRun) -> str:
-    """Returns where the tokenizer of a run is: rl.tokenizer, or beside its base.
-
-    Raises ConfigError if there is none.
-    """
-    named = rl_settings(run.rl).tokenizer
-    if named:
-        return named
-    base: Any = run.base[1] or ""
-    folder = base if os.path.isdir(base) else os.path.dirname(os.path.abspath(base))
-    if base and any(os.path.exists(os.path.join(folder, name)) for name in _TOKENIZERS):
-        return folder
-    raise ConfigError("There is no tokenizer beside the base, and rl.tokenizer names none. Name its folder.")
+    if settings.tokenizer is None and run.tokenizer is None:
+        yield error(
+            f"{KEY}.tokenizer",
+            "There is no tokenizer beside the base, and rl.tokenizer names none.",
+            "Name its folder.",
+        )
 
 
 def steps_of(prompts: int, epochs: int, settings: RlSettings) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import numpy as np
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -11,9 +11,7 @@ from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import DivergenceError
-from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.data.tokenizers import encode, load_tokenizer
-from mindlora.network.tree import lora_cells
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
 from mindlora.training.model.log_probabilities import row_log_probabilities
@@ -21,7 +19,6 @@ from mindlora.training.model.network import base_of
 from mindlora.training.preference.step import reference_of
 from mindlora.training.rl.gradients import GivenGradients, PolicyGradients, PolicyLogProbabilities
 from mindlora.training.rl.policy_loss import (
-    StepTotals,
     advantages,
     agreement,
     answer_kl,
@@ -29,9 +26,9 @@ from mindlora.training.rl.policy_loss import (
     counted,
     distillation,
     policy_loss,
-    step_totals,
+    weighted_rewards,
 )
-from mindlora.training.rl.prompts import prompts_of_step, read_prompts
+from mindlora.training.rl.prompts import prompts_of_run, prompts_of_step
 from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rollouts import Answers, Rollouts
 from mindlora.training.rl.settings import rl_settings
@@ -113,24 +110,16 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         if iteration == 0 or self.experience is None:
             self.experience = self.new_experience(number // self.settings.num_iterations)
         sampled = time.perf_counter()
-        totals = step_totals(self.experience.counted)
-        divisor = self.divisor(totals)
-        loss, measures = self.add_gradients(self.experience, totals, divisor)
+        tokens = float(self.experience.counted.sum())
+        loss, measures = self.add_gradients(self.experience)
         with self.rollouts.engine.turns.turn():
-            outputs = super().__call__(Tensor(loss * divisor, mstype.float32), Tensor(divisor, mstype.float32))
+            # The loss is one mean already; where no token counts, there is none, and the step is skipped.
+            outputs = super().__call__(Tensor(loss, mstype.float32), Tensor(float(tokens > 0), mstype.float32))
         self.rollouts.publish()
         seconds = {"seconds_sampling": sampled - began, "seconds_training": time.perf_counter() - sampled}
         self.measures = {**self.experience.measures, **measures, **seconds}
-        self.tokens_of_step = float(totals.tokens)
+        self.tokens_of_step = tokens
         return outputs
-
-    def divisor(self, totals: StepTotals) -> float:
-        """Returns what the sums of a step are divided by: the gradients that are added up are those of the sums."""
-        if self.settings.algorithm == "rloo" or self.settings.loss_type == "grpo":
-            return float(totals.rows)
-        if self.settings.loss_type == "dr_grpo":
-            return float(totals.rows * self.settings.max_completion_length)
-        return float(totals.tokens)
 
     def new_experience(self, number: int) -> Experience:
         """Returns the answers to the prompts of a step, rated.
@@ -168,35 +157,23 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
     def held_out_reward(self) -> float:
         """Returns the mean reward of one answer to each prompt that is held out; the same draws each time."""
         answers = self.rollouts.answers(self.held_out, (self.sampler["seed"], _HELD_OUT), generations=1)
-        rewards = self.rewards_of(answers)
-        weighted = np.where(np.isnan(rewards).all(1), np.nan, np.nansum(rewards * self.settings.reward_weights, 1))
-        return float(np.nanmean(weighted))
+        return float(np.nanmean(weighted_rewards(self.rewards_of(answers), self.settings)))
 
-    def add_gradients(
-        self, experience: Experience, totals: StepTotals, divisor: float
-    ) -> Tuple[float, Dict[str, float]]:
-        """Adds up the gradients of a step's loss, times ``divisor``; returns the loss, and what is reported of it."""
+    def add_gradients(self, experience: Experience) -> Tuple[float, Dict[str, float]]:
+        """Adds up the gradients of a step's loss; returns the loss, and what is reported of it."""
         answers = experience.answers
         is_first = experience.old is None
         policy = answers.log_probabilities
         if not is_first or self.reference is not None:
             policy = self.forward(self.log_probabilities, answers)
         loss = policy_loss(
-            policy,
-            experience.old,
-            experience.reference,
-            experience.advantages,
-            experience.counted,
-            self.settings,
-            totals,
+            policy, experience.old, experience.reference, experience.advantages, experience.counted, self.settings
         )
-        coefficients = (loss.coefficients * divisor).astype(np.float32)
         learned = []
-        for number, batch in enumerate(self.batches(len(answers.tokens))):
+        for number, batch in enumerate(self.batches(answers, loss.coefficients)):
             goes_on = Tensor(float(number > 0), mstype.float32)
-            arrays = (answers.tokens[batch], answers.labels[batch], coefficients[batch])
             with self.rollouts.engine.turns.turn():
-                learned.append(self.policy_gradients(*map(Tensor, self.filled_up(*arrays)), goes_on).asnumpy())
+                learned.append(self.policy_gradients(*batch, goes_on).asnumpy())
         trained = np.concatenate(learned)[: len(answers.tokens)].astype(np.float64)
         if is_first:
             self.check_agreement(experience, trained)
@@ -206,31 +183,25 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
     def forward(self, cell: PolicyLogProbabilities, answers: Answers) -> np.ndarray:
         """Returns the log-probabilities of the answers' tokens, float64 [rows, N]."""
         found = []
-        for batch in self.batches(len(answers.tokens)):
-            tokens, labels, _ = self.filled_up(answers.tokens[batch], answers.labels[batch])
+        for tokens, labels, _ in self.batches(answers, np.zeros(answers.mask.shape)):
             with self.rollouts.engine.turns.turn():
-                found.append(cell(Tensor(tokens), Tensor(labels)).asnumpy())
+                found.append(cell(tokens, labels).asnumpy())
         return np.concatenate(found)[: len(answers.tokens)].astype(np.float64)
 
-    def batches(self, rows: int) -> List[slice]:
-        """Returns the parts of so many rows that a graph takes at a time."""
-        size = self.sampler["rows"]
-        return [slice(begin, begin + size) for begin in range(0, rows, size)]
+    def batches(self, answers: Answers, coefficients: np.ndarray) -> Iterator[Tuple[Tensor, Tensor, Tensor]]:
+        """Yields tokens, labels and coefficients of as many rows as a graph takes at a time.
 
-    def filled_up(
-        self, tokens: np.ndarray, labels: np.ndarray, coefficients: Optional[np.ndarray] = None
-    ) -> Tuple[np.ndarray, ...]:
-        """Returns the arrays with rows behind them that teach nothing, so that one graph does for all batches."""
-        missing = self.sampler["rows"] - len(tokens)
-        ignored = ignore_token_id(base_of(self.network).config)
-        nothing = np.full((missing, labels.shape[1]), ignored, np.int32)
-        if coefficients is None:
-            coefficients = np.zeros((len(tokens), tokens.shape[1] - 1), np.float32)
-        return (
-            np.concatenate([tokens, np.repeat(tokens[-1:], missing, 0)]),
-            np.concatenate([labels, nothing]),
-            np.concatenate([coefficients, np.zeros((missing, coefficients.shape[1]), np.float32)]),
+        The last row is repeated behind the others, without coefficients, so that one graph does for all batches.
+        """
+        size = self.sampler["rows"]
+        missing = -len(answers.tokens) % size
+        tokens, labels = (
+            np.concatenate([array, np.repeat(array[-1:], missing, 0)]) for array in (answers.tokens, answers.labels)
         )
+        coefficients = np.pad(coefficients, ((0, missing), (0, 0))).astype(np.float32)
+        for begin in range(0, len(tokens), size):
+            end = begin + size
+            yield Tensor(tokens[begin:end]), Tensor(labels[begin:end]), Tensor(coefficients[begin:end])
 
     def check_agreement(self, experience: Experience, trained: np.ndarray) -> None:
         """Measures how far the sampler's log-probabilities are from the trainer's, of the same weights and tokens.
@@ -251,15 +222,11 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         """Makes sampler and rewards, which need the loaded weights, at the first step."""
         if self.rollouts is not None:
             return
-        network = base_of(self.network)
         run = YamlRun(run_configuration())
         model = {"model_config": run.model} if run.is_mcore else run.config["model"]
         self.tokenizer = load_tokenizer(self.sampler["tokenizer"])
-        longest = model["model_config"]["seq_length"] - self.settings.max_completion_length
-        self.prompts = read_prompts(self.settings.prompts, self.tokenizer, longest)
-        self.held_out = []
-        if self.settings.held_out_prompts:
-            self.held_out = read_prompts(self.settings.held_out_prompts, self.tokenizer, longest)
+        seq_length = model["model_config"]["seq_length"]
+        self.prompts, self.held_out = prompts_of_run(self.settings, self.tokenizer, seq_length)
         teacher = self.settings.teacher
         if isinstance(teacher, ServedTeacher) and not teacher.check_tokenizer(
             functools.partial(encode, self.tokenizer)
@@ -272,14 +239,12 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         if self.settings.reward_funcs:
             self.rewards = Rewards(self.settings, self.sampler["folder"])
         self.rollouts = Rollouts(
-            network,
+            base_of(self.network),
             model,
             self.tokenizer,
             self.settings,
-            pad_token_id(network.config),
-            ignore_token_id(network.config),
-            max(cell.lora_rank for _, cell in lora_cells(network)),
             max(len(prompt.tokens) for prompt in [*self.prompts, *self.held_out]),
+            run.lora.product_dtype,
         )
         logger.info(
             "rl: %d prompts; each step has %d answers to %d of them.",

@@ -1,11 +1,7 @@
 """What rl.teacher may name, and the log-probabilities that a teacher behind a server gives to the student's tokens."""
 
 import concurrent.futures
-import json
-import socket
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, fields
 from typing import Any, Callable, List, Mapping, Sequence, Union
 
@@ -14,15 +10,13 @@ import numpy as np
 from mindlora.core.errors import ConfigError, TeacherError
 from mindlora.core.fields import POSITIVE, check_number
 from mindlora.core.text import shown, suggestion
+from mindlora.training.rl.asking import ask, path_of
 
 # The model without the adapter that trains.
 BASE = "base"
 # So many requests are under way at once.
 _TOGETHER = 8
-# Seconds before a busy server is asked again.
-_PAUSE = 0.5
-# A server says so while its queue is full, and while it loads its model.
-_BUSY = (429, 503)
+_LIMIT = "rl.teacher.timeout"
 # Two tokenizers that agree on these letters, digits, marks and spaces are hardly two.
 _PROBE = 'The 31 quick foxes jumped: "déjà vu", 9.5 %\n\tif x != y_2:  你好'
 
@@ -56,10 +50,6 @@ class ServedTeacher:
             raise ConfigError(f"rl.teacher: model is {self.model!r}. Write the name of a model that {self.url} serves.")
         check_number(self.timeout, "rl.teacher: timeout", POSITIVE)
 
-    @property
-    def _root(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1")
-
     def check_tokenizer(self, encode: Callable[[str], List[int]]) -> bool:
         """Compares how teacher and student take a text apart, by /tokenize; returns whether the server has that.
 
@@ -68,10 +58,9 @@ class ServedTeacher:
         Raises TeacherError if they differ, or the server does not answer.
         """
         body = {"model": self.model, "prompt": _PROBE, "add_special_tokens": False}
-        path = f"{self._root}/tokenize"
-        try:
-            answer = _ask(path, body, time.monotonic() + self.timeout)
-        except _NoSuchPath:
+        path = path_of(self.url, "tokenize")
+        answer = ask(path, body, _error, time.monotonic() + self.timeout, _LIMIT, optional=True)
+        if answer is None:
             return False
         tokens = encode(_PROBE)
         if not isinstance(answer, Mapping) or answer.get("tokens") != tokens:
@@ -105,9 +94,9 @@ class ServedTeacher:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _scored(self, row: List[int], begin: int, end: float) -> np.ndarray:
-        path = f"{self._root}/v1/completions"
+        path = path_of(self.url, "v1/completions")
         body = {"model": self.model, "prompt": row, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 1.0}
-        answer = _ask(path, body, end)
+        answer = ask(path, body, _error, end, _LIMIT)
         try:
             values = answer["choices"][0]["logprobs"]["token_logprobs"][begin : len(row)]
             scores = np.array(values, np.float64)
@@ -122,39 +111,8 @@ class ServedTeacher:
         return scores
 
 
-class _NoSuchPath(TeacherError):
-    """The server knows the path neither with this model nor at all."""
-
-
-def _ask(path: str, body: Mapping[str, Any], end: float) -> Any:
-    """Returns the answer to a JSON body, which is sent again while the server is busy, until the time ``end``."""
-    request = urllib.request.Request(path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    said = "it gave no answer"
-    while True:
-        left = end - time.monotonic()
-        if left <= 0:
-            raise TeacherError(
-                f"rl.teacher: {path} has not scored the answers of a step in time: {said}. Raise rl.teacher.timeout, "
-                "or give the server more room."
-            )
-        try:
-            with urllib.request.urlopen(request, timeout=left) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as refusal:
-            said = f"it answered {refusal.code}, {shown(refusal.read().decode('utf-8', 'replace'))}"
-            if refusal.code not in _BUSY:
-                kind = _NoSuchPath if refusal.code in (404, 405) else TeacherError
-                raise kind(f"rl.teacher: {path}: {said}. Correct url or model, or the server.") from refusal
-            time.sleep(max(0.0, min(_PAUSE, end - time.monotonic())))
-        except socket.timeout:
-            said = "it gave no answer"
-        except (OSError, ValueError) as problem:
-            if isinstance(getattr(problem, "reason", None), socket.timeout):
-                continue
-            raise TeacherError(
-                f"rl.teacher: {path} does not answer as a server of models: {problem}. Start the server (mindlora "
-                "serve, or vLLM), or correct url."
-            ) from problem
+def _error(message: str) -> TeacherError:
+    return TeacherError(f"rl.teacher: {message}")
 
 
 def teacher_of(value: Any) -> Union[str, ServedTeacher]:

@@ -6,16 +6,7 @@ tests/peers/test_policy_loss_against_trl.py compares every case with TRL.
 import numpy as np
 import pytest
 
-from mindlora.training.rl.policy_loss import (
-    StepTotals,
-    advantages,
-    agreement,
-    answer_kl,
-    answer_measures,
-    counted,
-    policy_loss,
-    step_totals,
-)
+from mindlora.training.rl.policy_loss import advantages, agreement, answer_kl, answer_measures, counted, policy_loss
 from mindlora.training.rl.settings import rl_settings
 from tests.support.finite_differences import finite_differences
 
@@ -110,19 +101,6 @@ def test_divisors():
     for name, weight in weights.items():
         found = policy_loss(log_probs, None, None, values, MASK, settings(loss_type=name)).coefficients
         np.testing.assert_allclose(found, -values[:, None] * weight * MASK, rtol=1e-14)
-
-
-@pytest.mark.parametrize("keys", CASES, ids=lambda keys: "-".join(map(str, keys.values())))
-def test_parts_of_a_step_add_up(keys):
-    arrays = (*step(), MASK)
-    chosen = settings(**keys)
-    whole = policy_loss(*arrays, chosen)
-    totals = step_totals(MASK)
-    assert totals == StepTotals(ROWS, 20)
-    parts = [policy_loss(*(array[rows] for array in arrays), chosen, totals) for rows in (slice(0, 2), slice(2, ROWS))]
-    assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-14)
-    joined = np.concatenate([part.coefficients for part in parts])
-    np.testing.assert_allclose(joined, whole.coefficients, rtol=1e-14)
 
 
 @pytest.mark.parametrize("keys", CASES, ids=lambda keys: "-".join(map(str, keys.values())))

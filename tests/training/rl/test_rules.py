@@ -27,7 +27,7 @@ def config(rl=RL, pet=(), model=(), **changes):
         "use_parallel": False,
         "context": {"device_target": "CPU"},
         "runner_wrapper": {"type": "LoraTrainOneStepCell", "rl": rl},
-        "model": {"model_config": {**sizes, "pet_config": {"pet_type": "lora", **dict(pet)}}},
+        "model": {"model_config": {**sizes, "pet_config": {"pet_type": "lora", "target_modules": ".*wq", **dict(pet)}}},
         **changes,
     }
 
@@ -58,9 +58,14 @@ def test_a_yaml_without_faults():
             "has rl and preference",
         ),
         (config(pet={"lora_dropout": 0.1}), f"{PET}.lora_dropout", "is 0.1, .* Set it to 0.0"),
-        (config(pet={"use_dora": True}), f"{PET}.use_dora", "Remove use_dora"),
-        (config(pet={"quantize_base": "nf4"}), f"{PET}.quantize_base", "the base in float"),
+        (config(pet={"use_dora": True}), PET, "of DoRA, and rl samples with plain LoRA"),
+        (config(pet={"use_miss": True}), PET, "of MiSS, and rl samples with plain LoRA"),
+        (config(pet={"quantize_base": "nf4"}), f"{PET}.quantize_base", "samples from one in float"),
+        (config(pet={"pet_type": "qlora"}), f"{PET}.quantize_base", "samples from one in float"),
+        (config(pet={"neftune_alpha": 5.0}), f"{PET}.neftune_alpha", "adds no noise. Remove neftune_alpha"),
+        (config(pet={"modules_to_save": ["lm_head"]}), f"{PET}.modules_to_save", "Remove modules_to_save"),
         (config(pet={"lora_init": "pissa"}), f"{PET}.lora_init", "the base is the reference"),
+        (config(model={"seq_length": None}), "model.model_config.seq_length", "is missing"),
         (config({**RL, "max_completion_length": 32}), f"{KEY}.max_completion_length", "leaves no room for a prompt"),
         (
             config(runner_config={"gradient_accumulation_steps": 4}),

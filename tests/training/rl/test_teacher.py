@@ -74,7 +74,7 @@ def test_a_server_scores_as_its_engine_does():
             # There is room for two that wait: others are refused with 429, and ask again.
             for found, values in zip(teacher.scores(rows, begins), expected):
                 np.testing.assert_allclose(found, values, rtol=0, atol=1e-6)
-        with pytest.raises(TeacherError, match="/v1/completions: it answered 404, .*other.*Correct url"):
+        with pytest.raises(TeacherError, match="rl.teacher: .*/v1/completions answered 404: .*other.*Check the server"):
             ServedTeacher(url, "other").scores(rows, begins)
     assert len({len(row) for row in rows}) == 6
 
@@ -132,7 +132,10 @@ def test_a_busy_server_is_asked_again():
         (scored(-1.0), "answered .* to a prompt of 3 tokens, without a finite number"),
         (scored(-1.0, float("nan")), "without a finite number"),
         ((200, []), "without a finite number"),
-        ((400, {"error": "logprobs are not supported"}), "answered 400, .*logprobs are not supported.*Correct url"),
+        (
+            (400, {"error": "logprobs are not supported"}),
+            "answered 400: .*logprobs are not supported.*Check the server",
+        ),
     ],
 )
 def test_an_answer_without_scores_is_one_error(answer, message):
@@ -141,14 +144,17 @@ def test_an_answer_without_scores_is_one_error(answer, message):
 
 
 def test_a_server_that_is_slow_or_stays_busy_has_a_time_limit():
-    with answering((429, "full")) as url, pytest.raises(TeacherError, match="in time: it answered 429, .*full.*Raise"):
+    with answering((429, "full")) as url, pytest.raises(TeacherError, match="answered 429: .*full.* in time. Raise"):
         ServedTeacher(url, "large", timeout=0.3).scores([[1, 2]], [1])
-    with answering(scored(-1.0), seconds=1.0) as url, pytest.raises(TeacherError, match="in time: it gave no answer"):
+    with (
+        answering(scored(-1.0), seconds=1.0) as url,
+        pytest.raises(TeacherError, match="gave no answer in time. Raise"),
+    ):
         ServedTeacher(url, "large", timeout=0.3).scores([[1, 2]], [1])
 
 
 def test_a_server_without_tokenize_is_not_compared_and_no_server_is_an_error():
     with answering((404, {"detail": "Not Found"})) as url:
         assert not ServedTeacher(url, "large").check_tokenizer(len)
-    with pytest.raises(TeacherError, match="http://127.0.0.1:9/tokenize does not answer .*refused.*Start the server"):
+    with pytest.raises(TeacherError, match="http://127.0.0.1:9/tokenize does not answer: .*refused.*Start the server"):
         ServedTeacher("http://127.0.0.1:9", "large").check_tokenizer(len)
