@@ -156,3 +156,9 @@ def test_python_functions_of_files_with_one_name(tmp_path):
         rate("1/r.py:ff", ["a"], tmp_path)
     with pytest.raises(ConfigError, match="names 3/r.py, and there is no file .*3/r.py. Correct the path"):
         rate("3/r.py:f", ["a"], tmp_path)
+
+
+def test_a_reward_model_reads_prompts_that_are_texts():
+    rate = reward_of({"type": "http://127.0.0.1:9", "model": "helpful"}, "rl.reward_funcs").load("")
+    with pytest.raises(RewardError, match="helpful of http://127.0.0.1:9 reads .* prompts of this data are messages"):
+        rate([[{"role": "user", "content": "Hello"}]], ["Hi"])
