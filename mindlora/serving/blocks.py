@@ -66,6 +66,7 @@ class BlockPool:
             raise IndexError(f"{count} blocks were asked for, and {self.blocks_available} are available.")
         while len(self._free) < count:
             self._give_up()
+            self.evictions += 1
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._users[block] = 1
@@ -125,8 +126,12 @@ class BlockPool:
         self._unused.pop(other, None)
         return other
 
+    def forget(self) -> None:
+        """Gives up the contents of all blocks that nobody uses."""
+        while self._unused:
+            self._give_up()
+
     def _give_up(self) -> None:
         block, _ = self._unused.popitem(last=False)
         del self._block_of[self._content_of.pop(block)], self._number_of[block]
         self._free.append(block)
-        self.evictions += 1

@@ -226,6 +226,14 @@ class Engine:
             self._changed.notify_all()
         return stream
 
+    def forget_texts(self) -> None:
+        """Forgets the keys and values of texts that have been answered.
+
+        What is asked next, within one turn, is then computed to the same last bit, whatever was asked before.
+        """
+        with self._changed:
+            self.scheduler.pool.forget()
+
     def score_head(self, adapter: Optional[str]) -> Optional[ScoreHead]:
         """Returns the head of an adapter, whose files are read if need be; None of the base and of one that writes.
 

@@ -115,6 +115,17 @@ def test_free_blocks_are_given_before_any_content_is_given_up():
     assert pool.evictions == 0 and pool.find(None, [1, 2, 3]) == blocks
 
 
+def test_contents_without_users_are_forgotten_and_those_in_use_stay():
+    pool = BlockPool(3, 2)
+    used, unused = pool.allocate(), pool.allocate()
+    pool.fill(used[0], None, "s", [1, 2])
+    pool.fill(unused[0], None, "s", [3, 4])
+    pool.free(unused)
+    pool.forget()
+    assert (pool.blocks_free, pool.blocks_cached, pool.evictions) == (2, 0, 0)
+    assert pool.find("s", [3, 4, 5]) == [] and pool.find("s", [1, 2, 5]) == used
+
+
 def test_a_beginning_that_was_given_up_and_computed_again_does_not_lead_to_what_followed_another_text():
     pool = BlockPool(2, 1)
     pool.free(filled(pool, [1, 2]))

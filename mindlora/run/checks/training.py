@@ -10,6 +10,7 @@ from mindlora.run.checks.finding import Finding, error, note, warning
 from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.exchange.settings import exchange_settings
 from mindlora.training.preference.settings import MEASURES
+from mindlora.training.rl.settings import METRICS
 
 # The steps of MindFormers. A step of the user's own may be made from mindlora's; callbacks look at it when they begin.
 _STEPS_OF_MINDFORMERS = ("MFTrainOneStepCell", "MFPipelineWithLossScaleCell")
@@ -135,7 +136,7 @@ def _check_metrics(run: YamlRun) -> Iterator[Finding]:
     others = run.at("do_eval") or any(callback.get("auto_register") for _, callback in run.callbacks)
     held_out = ["held_out_loss", *(_OF_PREFERENCES if run.preference else ())]
     held_out += _OF_LABELS if run.model_config.get("num_labels") else ()
-    reported = [*_METRICS, *(("reward", "held_out_reward", "teacher/kl") if run.rl is not None else ())]
+    reported = [*_METRICS, *(METRICS if run.rl is not None else ())]
     for where, callback in run.callbacks_of("LoraCheckpoint"):
         metric = callback.get("best_metric", "loss")
         if metric in held_out:

@@ -8,9 +8,8 @@ from mindlora.training.callbacks.common import PeriodicCallback, register, repor
 from mindlora.training.log import logger
 from mindlora.training.model.network import train_step_of
 from mindlora.training.resume.training_state import total_steps
+from mindlora.training.rl.settings import METRICS
 
-# What other callbacks can choose the best adapter by.
-_METRICS = ("reward", "held_out_reward", "teacher/kl")
 # Measure -> what the log calls it.
 _LOGGED = {
     "reward": "reward",
@@ -18,6 +17,7 @@ _LOGGED = {
     "held_out_reward": "held-out reward",
     "kl": "kl",
     "teacher/kl": "kl from the teacher",
+    "held_out_teacher/kl": "held-out kl from the teacher",
     "completions/mean_length": "tokens of an answer",
     "completions/clipped_ratio": "share that was cut",
     "agreement/max": "sampler and trainer differ by",
@@ -26,8 +26,8 @@ _LOGGED = {
 
 @register
 class RlReport(PeriodicCallback):
-    """Reports the metric ``reward`` of each step, ``held_out_reward`` where prompts are held out, and ``teacher/kl``
-    where there is a teacher.
+    """Reports the metric ``reward`` of each step where there are rewards, ``teacher/kl`` where there is a teacher, and
+    ``held_out_reward`` and ``held_out_teacher/kl`` where prompts are held out.
 
     The answers with the highest and the lowest reward, or, without rewards, those of which the teacher thinks most and
     least, go into the report, where ``samples_every`` says. mindlora-run adds this callback to a run with
@@ -49,9 +49,9 @@ class RlReport(PeriodicCallback):
         is_due = self.is_due(params)
         is_last = number >= total_steps(params)
         if step.settings.held_out_prompts and (is_last or number % step.settings.held_out_steps == 0):
-            step.measures["held_out_reward"] = step.held_out_reward()
-        metrics = {name: value for name, value in reported_metrics(params).items() if name not in _METRICS}
-        metrics.update({name: step.measures[name] for name in _METRICS if name in step.measures})
+            step.measures.update(step.held_out_measures())
+        metrics = {name: value for name, value in reported_metrics(params).items() if name not in METRICS}
+        metrics.update({name: step.measures[name] for name in METRICS if name in step.measures})
         params["eval_results"] = metrics
         logger.info("step %d: %s", number, _in_words(step.measures))
         if is_due or number == 1:

@@ -37,8 +37,6 @@ def prepare_rl(config: MindFormerConfig) -> None:
     config.callbacks = [MindFormerConfig(type=RlReport.__name__), *(config.callbacks or [])]
     for _, callback in YamlRun(config).callbacks_of("LoraCheckpoint"):
         if "best_metric" not in callback:
-            metric, mode, which = ("held_out_reward" if settings.held_out_prompts else "reward"), "max", "largest"
-            if not settings.reward_funcs:
-                metric, mode, which = "teacher/kl", "min", "smallest"
-            callback.update(best_metric=metric, best_mode=mode)
-            logger.info("LoraCheckpoint keeps the adapter with the %s %s.", which, metric)
+            mode, which = ("max", "largest") if settings.reward_funcs else ("min", "smallest")
+            callback.update(best_metric=settings.best_metric, best_mode=mode)
+            logger.info("LoraCheckpoint keeps the adapter with the %s %s.", which, settings.best_metric)

@@ -1,13 +1,14 @@
 """What a policy answers to the prompts of a step, as rows for its trainer."""
 
 import dataclasses
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import nn
 
 from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.network.tree import lora_cells
+from mindlora.serving.answer import Stream
 from mindlora.serving.in_training import TRAINED, TrainedEngine
 from mindlora.serving.packed_adapter import rank_needed
 from mindlora.serving.request import Sampling
@@ -117,10 +118,9 @@ class Rollouts:
             self.engine.start(scores=False)
         asked = [prompt for prompt in prompts for _ in range(generations or self._settings.num_generations)]
         seeds = np.random.SeedSequence(list(seed)).generate_state(len(asked), np.uint64)
-        streams = [
-            self.engine.submit(prompt.tokens, self._sampling(int(number)), TRAINED)
-            for prompt, number in zip(asked, seeds)
-        ]
+        streams = self._submit(
+            [(prompt.tokens, self._sampling(int(number)), TRAINED) for prompt, number in zip(asked, seeds)]
+        )
         tokens = np.full((len(asked), self._length + 1), self._pad, np.int32)
         labels = np.full(tokens.shape, self._ignored, np.int32)
         log_probabilities = np.zeros((len(asked), self._length))
@@ -162,10 +162,12 @@ class Rollouts:
 
     def _scores(self, rows: Sequence[List[int]], begins: Sequence[int]) -> List[np.ndarray]:
         """Returns the log-probabilities of the tokens of each row from a token on, by the engine."""
-        streams = [
-            self.engine.submit(row, Sampling(max_tokens=0, prompt_logprobs=0, scored_from=begin), self._teacher)
-            for row, begin in zip(rows, begins)
-        ]
+        streams = self._submit(
+            [
+                (row, Sampling(max_tokens=0, prompt_logprobs=0, scored_from=begin), self._teacher)
+                for row, begin in zip(rows, begins)
+            ]
+        )
         found = []
         for stream, begin in zip(streams, begins):
             scored = [one.logprob for piece in stream for one in piece.prompt_logprobs or ()]
@@ -176,6 +178,16 @@ class Rollouts:
         """Ends the engine."""
         if self.engine.alive:
             self.engine.stop()
+
+    def _submit(self, requests: Sequence[Tuple[Sequence[int], Sampling, Optional[str]]]) -> List[Stream]:
+        """Asks the engine for prompts, samplings and adapters, as one: it takes its first step when it has them all.
+
+        So the last bits of log-probabilities, which depend on what is computed together, are the same in a run that was
+        resumed.
+        """
+        with self.engine.turns.turn():
+            self.engine.forget_texts()
+            return [self.engine.submit(*request) for request in requests]
 
     def _sampling(self, seed: int) -> Sampling:
         settings = self._settings

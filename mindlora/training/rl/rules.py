@@ -10,7 +10,7 @@ from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.rl.reward_functions import PythonFunction
-from mindlora.training.rl.settings import RlSettings, rl_settings
+from mindlora.training.rl.settings import METRICS, RlSettings, rl_settings
 
 KEY = "runner_wrapper.rl"
 # Callbacks that read rows with labels: such a run has prompts alone.
@@ -129,11 +129,12 @@ def _check_saving(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
                 f"{settings.num_iterations}: a run could not go on between two steps on the same answers.",
                 "Make save_steps a multiple of it.",
             )
-        measured = settings.held_out_prompts and callback.get("best_metric", "held_out_reward") == "held_out_reward"
-        if measured and callback.get("save_steps", 100) % settings.held_out_steps:
+        metric = callback.get("best_metric", settings.best_metric)
+        is_held_out = settings.held_out_prompts and metric in METRICS and metric.startswith("held_out_")
+        if is_held_out and callback.get("save_steps", 100) % settings.held_out_steps:
             yield error(
                 f"{where}.save_steps",
-                f"{where}: save_steps is {callback.get('save_steps', 100)}, and held_out_reward is measured every "
+                f"{where}: save_steps is {callback.get('save_steps', 100)}, and {metric} is measured every "
                 f"{settings.held_out_steps} steps (rl.held_out_steps).",
                 "Make save_steps a multiple of that.",
             )

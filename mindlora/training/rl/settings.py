@@ -34,7 +34,9 @@ _OWN = {
     "normalize_advantages": "rloo",
 }
 # What says how rewards count.
-_OF_REWARDS = ("reward_weights", "scale_rewards", "reward_timeout", "held_out_prompts", "held_out_steps")
+_OF_REWARDS = ("reward_weights", "scale_rewards", "reward_timeout")
+# What a run reports of each step, by which other callbacks can choose the best adapter.
+METRICS = ("reward", "held_out_reward", "teacher/kl", "held_out_teacher/kl")
 # What else a teacher's log-probabilities cannot be compared with: key -> the only value that it may have.
 _WITH_TEACHER = {"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0}
 _WEIGHT = Range("a number", lambda value: abs(value) < float("inf"))
@@ -75,8 +77,8 @@ class RlSettings:
         max_disagreement (float): The run ends where trainer and sampler differ by more on a token's log-probability, in
             nats. Default: 1e-3.
         prompts (str): A file with a prompt in each row: see mindlora.training.rl.prompts. A run needs it.
-        held_out_prompts (str): A file of prompts that the run does not learn from, whose reward is measured. Default:
-            None.
+        held_out_prompts (str): A file of prompts that the run does not learn from, of whose answers the reward, and the
+            divergence from the teacher, are measured. Default: None.
         held_out_steps (int): Steps between these measurements. Default: 10.
         teacher (str or mapping): GRPO: whose log-probabilities of the answers' tokens the policy learns too, as
             mindlora.training.rl.teacher.teacher_of reads it: "base", the path of an adapter, or {url, model}.
@@ -176,6 +178,12 @@ class RlSettings:
     def rows(self) -> int:
         """Answers of a step: those to all of its prompts, the answers to a prompt behind each other."""
         return self.prompts_per_step * self.num_generations
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that says best how well the policy does: of rewards where there are any, held out if it can be."""
+        metric = "reward" if self.reward_funcs else "teacher/kl"
+        return f"held_out_{metric}" if self.held_out_prompts else metric
 
     @property
     def teacher_adapter(self) -> Optional[str]:

@@ -154,10 +154,25 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         """Returns what the reward functions give to answers, float64 [rows, functions]."""
         return self.rewards.of([prompt.given for prompt in answers.prompts], answers.texts, answers.columns())
 
-    def held_out_reward(self) -> float:
-        """Returns the mean reward of one answer to each prompt that is held out; the same draws each time."""
+    def held_out_measures(self) -> Dict[str, float]:
+        """Returns what is measured of one answer to each prompt that is held out; the same draws each time.
+
+        That is ``held_out_reward``, their mean reward, and ``held_out_teacher/kl``, their divergence from the teacher.
+        """
         answers = self.rollouts.answers(self.held_out, (self.sampler["seed"], _HELD_OUT), generations=1)
-        return float(np.nanmean(weighted_rewards(self.rewards_of(answers), self.settings)))
+        measures = {}
+        if self.rewards is not None:
+            rewards = weighted_rewards(self.rewards_of(answers), self.settings)
+            measures["held_out_reward"] = float(np.nanmean(rewards))
+        if self.settings.teacher is not None:
+            measures.update(self.teacher_measures(answers))
+        return measures
+
+    def teacher_measures(self, answers: Answers) -> Dict[str, float]:
+        """Returns how far answers to held-out prompts are from the teacher."""
+        counts = counted(answers.mask, answers.truncated, self.settings)
+        teacher = self.rollouts.teacher_log_probabilities(answers)
+        return {"held_out_teacher/kl": distillation(answers.log_probabilities, teacher, counts, self.settings).kl}
 
     def add_gradients(self, experience: Experience) -> Tuple[float, Dict[str, float]]:
         """Adds up the gradients of a step's loss; returns the loss, and what is reported of it."""

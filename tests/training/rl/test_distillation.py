@@ -73,6 +73,8 @@ def folder(tmp_path_factory):
     tokenizers.fit_tokenizer(texts, SIZES["vocab_size"]).save_pretrained(folder / "model")
     rows = [{"prompt": text} for text in ("the cat", "she sees", "a dog", "three bees")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [{"prompt": text} for text in ("the tree", "a boat", "the cat sees", "on a hill", "she", "a")]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     rng, made, cell = np.random.default_rng(0), Adapter({}), "model.layers.0.feed_forward.w2"
     made.tensors[cell, "A"] = rng.normal(0, 40**-0.5, (4, 40)).astype(np.float32)
     made.tensors[cell, "B"] = rng.normal(0, 0.3, (32, 4)).astype(np.float32)
@@ -81,9 +83,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, name, **rl):
+def start(folder, name, resume=False, **rl):
     """Runs eight steps; returns the process and its output folder."""
-    config = tiny_config("", 8, [{"type": "LoraCheckpoint", "save_steps": 4}], PET)
+    config = tiny_config("", 8, [{"type": "LoraCheckpoint", "save_steps": 4, "resume": resume}], PET)
     # Large weights, so that the hidden states say something of the answers.
     config["model"]["model_config"].update(SIZES, initializer_range=0.3)
     config["runner_config"]["batch_size"] = 32
@@ -97,19 +99,39 @@ def start(folder, name, **rl):
         "num_generations": 32,
         "max_completion_length": 12,
         "tokenizer": "model",
+        "held_out_prompts": "held_out.jsonl",
+        "held_out_steps": 4,
         "max_disagreement": 1e-4,
         **rl,
     }
     return tiny_runs.launch(config, folder / name), folder / name
 
 
-@shows("rl", "qwen3")
-def test_a_student_comes_nearer_to_its_teacher(library, folder):
-    result, output = start(folder, "run", teacher="teacher")
+@pytest.fixture(scope="module")
+def taught(library, folder):
+    """A run that learns from an adapter."""
+    result, output = start(folder, "taught", teacher="teacher")
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    history = read_history(str(output))
+    return output
+
+
+@shows("rl", "qwen3")
+def test_a_student_comes_nearer_to_its_teacher(taught):
+    history = read_history(str(taught))
     steps, found = history.series("teacher/kl")
     assert steps.tolist() == list(range(1, 9))
     assert found[0] > 0.3 and found[-2:].mean() < 0.6 * found[:2].mean()
-    best = json.loads((output / "lora_checkpoint" / "best" / "best.json").read_text(encoding="utf-8"))
-    assert best["step"] == min((4, 8), key=lambda step: found[step - 1])
+    assert not len(history.series("reward")[0])
+
+
+def test_the_adapter_that_is_nearest_to_the_teacher_on_held_out_prompts_is_kept(taught):
+    steps, held_out = read_history(str(taught)).series("held_out_teacher/kl")
+    assert steps.tolist() == [4, 8] and (held_out > 0).all()
+    best = json.loads((taught / "lora_checkpoint" / "best" / "best.json").read_text(encoding="utf-8"))
+    assert best["step"] == steps[held_out.argmin()]
+
+
+def test_a_resumed_run_learns_the_same_from_its_teacher(folder, taught):
+    result, output = start(folder, "resumed", str(taught / "lora_checkpoint" / "step_4"), teacher="teacher")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    tiny_runs.assert_same_state(*(run / "lora_checkpoint" / "step_8" for run in (taught, output)))

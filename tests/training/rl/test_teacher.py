@@ -41,7 +41,7 @@ def test_with_a_teacher_rewards_and_other_answers_to_compare_with_are_not_needed
         ({"top_k": 20}, "rl.top_k is 20"),
         ({"teacher_coef": 0}, "rl.teacher_coef is 0: it must be a number above 0"),
         ({"reward_weights": [1.0]}, "rl.reward_weights is about rewards, .* no reward_funcs. Remove it"),
-        ({"held_out_prompts": "more.jsonl"}, "rl.held_out_prompts is about rewards"),
+        ({"reward_timeout": 5}, "rl.reward_timeout is about rewards"),
         ({"reward_funcs": "rewards.py:short", "num_generations": 1}, "rl.num_generations is 1: .* at least 2"),
         ({"teacher": None}, "rl has no reward_funcs. .*or a teacher to learn from"),
         ({"teacher": None, "reward_funcs": "regex.py:f", "teacher_coef": 1.0}, "teacher_coef and no teacher"),
