@@ -1,6 +1,6 @@
 """LabelLosses: an output head and its cross entropy for some tokens at a time, without the logits of all tokens."""
 
-from typing import Optional
+from typing import Optional, Tuple
 
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -11,7 +11,7 @@ from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.ops.operator_cell import CellWithBprop
 
 
-class _OfHead(nn.Cell):
+class HeadLosses(nn.Cell):
     """What the losses of a head have in common: what it computes in, and what multiplies by its weight."""
 
     def __init__(self, dtype: mstype.Type, piece: Optional[int], frozen: Optional[FrozenLinear]):
@@ -20,14 +20,14 @@ class _OfHead(nn.Cell):
         self.piece = piece
         self.differentiates = True
         self.holds = frozen is not None
-        self.head = _Head() if frozen is None else frozen
+        self.head = HeadProduct() if frozen is None else frozen
 
     def operand(self, weight: Tensor) -> Tensor:
         """Returns the weight as the head's product takes it: in its dtype, or in the 16 bits in which it is held."""
         return weight if self.holds else weight.astype(self.dtype)
 
 
-class LabelLosses(_OfHead):
+class LabelLosses(HeadLosses):
     """The loss of each label, loss[i] = log(sum_v exp(z[i, v])) - z[i, labels[i]] with the logits z = x W^T.
 
     With p = softmax(z) and e the rows of the identity, dx[i] = dloss[i] (p[i] - e[labels[i]]) W. That is known as soon
@@ -67,7 +67,7 @@ class LabelLosses(_OfHead):
 
     def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         hidden, weight = hidden.astype(self.dtype), self.operand(weight)
-        counted, labels = _in_vocabulary(labels, weight)
+        counted, labels = in_vocabulary(labels, weight)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, weight, labels)
         else:
@@ -76,7 +76,7 @@ class LabelLosses(_OfHead):
         return ops.select(counted, losses, ops.zeros_like(losses))
 
 
-class AdaptedLabelLosses(_OfHead):
+class AdaptedLabelLosses(HeadLosses):
     """The losses of LabelLosses where the head has an adapter and its weight is frozen: z = x W^T + u B^T.
 
     u = (dropout(x) A^T) * scale is of the width of the rank, so it comes for all tokens at once, and A learns by its
@@ -109,7 +109,7 @@ class AdaptedLabelLosses(_OfHead):
     def construct(self, hidden: Tensor, low_rank: Tensor, weight: Tensor, b: Tensor, labels: Tensor) -> Tensor:
         hidden, low_rank, b = hidden.astype(self.dtype), low_rank.astype(self.dtype), b.astype(self.dtype)
         weight = self.operand(weight)
-        counted, labels = _in_vocabulary(labels, weight)
+        counted, labels = in_vocabulary(labels, weight)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, low_rank, weight, b, labels)
         else:
@@ -117,7 +117,7 @@ class AdaptedLabelLosses(_OfHead):
         return ops.select(counted, losses, ops.zeros_like(losses))
 
 
-class _Head(nn.Cell):
+class HeadProduct(nn.Cell):
     """The products of FrozenLinear for a weight in the dtype of hidden: x W^T, and dy W."""
 
     def construct(self, x, weight):
@@ -150,19 +150,19 @@ class _LossesAndGradients(CellWithBprop):
 
     def construct(self, hidden, weight, labels):
         losses, gradients = (), ()
-        for begin, end in _bounds(hidden.shape, weight.shape, self.piece):
+        for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
             rows, truth = hidden[begin:end], labels[begin:end]
             if begin > 0:
                 # The labels too, or the one-hot tensors of all pieces would be made at the start.
                 done = (losses[-1], gradients[-1])
                 rows, truth = ops.depend(rows, done), ops.depend(truth, done)
-            log_probabilities = _log_probabilities(self.head(rows, weight))
+            log_probabilities = log_probabilities_of(self.head(rows, weight))
             losses += (_picked(log_probabilities, truth),)
             gradients += (self.head.times(_of_logits(log_probabilities, truth, hidden.dtype), weight),)
         return ops.concat(losses, 0), ops.concat(gradients, 0)
 
     def bprop(self, hidden, weight, labels, out, dout):
-        return _scaled(out[1], dout[0]), _zeros_like_frozen(weight), ops.zeros_like(labels)
+        return scaled_rows(out[1], dout[0]), zeros_like_frozen(weight), ops.zeros_like(labels)
 
 
 class _Trained(CellWithBprop):
@@ -178,13 +178,13 @@ class _Trained(CellWithBprop):
 
     def bprop(self, hidden, weight, labels, out, dout):
         gradients, of_weight, done = (), None, dout
-        for begin, end in _bounds(hidden.shape, weight.shape, self.piece):
+        for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
             # The first one too, whose logits MindSpore would else keep from the forward.
             rows, truth = ops.depend(hidden[begin:end], done), ops.depend(labels[begin:end], done)
-            of_logits = _of_logits(_log_probabilities(self.head(rows, weight)), truth, hidden.dtype)
+            of_logits = _of_logits(log_probabilities_of(self.head(rows, weight)), truth, hidden.dtype)
             # Factors of [piece, channels]: of [piece, vocabulary], a CPU held those of nearly all pieces.
-            gradients += (_scaled(self.head.times(of_logits, weight), dout[begin:end]),)
-            product = _of_weight(of_logits, _scaled(rows, dout[begin:end]))
+            gradients += (scaled_rows(self.head.times(of_logits, weight), dout[begin:end]),)
+            product = gradient_of_weight(of_logits, scaled_rows(rows, dout[begin:end]))
             of_weight = product if begin == 0 else of_weight + product
             done = (gradients[-1], of_weight)
         return ops.concat(gradients, 0), of_weight.astype(weight.dtype), ops.zeros_like(labels)
@@ -207,61 +207,67 @@ class _Adapted(CellWithBprop):
 
     def bprop(self, hidden, low_rank, weight, b, labels, out, dout):
         of_hidden, of_low_rank, of_b, done = (), (), None, dout
-        for begin, end in _bounds(hidden.shape, weight.shape, self.piece):
+        for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
             rows, low_rows = ops.depend(hidden[begin:end], done), ops.depend(low_rank[begin:end], done)
             truth = ops.depend(labels[begin:end], done)
-            logits = _adapted_logits(self.head(rows, weight), low_rows, b)
-            of_logits = _of_logits(_log_probabilities(logits), truth, hidden.dtype)
-            of_hidden += (_scaled(self.head.times(of_logits, weight), dout[begin:end]),)
-            of_low_rank += (_scaled(ops.MatMul()(of_logits, b), dout[begin:end]),)
-            product = _of_weight(of_logits, _scaled(low_rows, dout[begin:end]))
+            logits = adapted_logits(self.head(rows, weight), low_rows, b)
+            of_logits = _of_logits(log_probabilities_of(logits), truth, hidden.dtype)
+            of_hidden += (scaled_rows(self.head.times(of_logits, weight), dout[begin:end]),)
+            of_low_rank += (scaled_rows(ops.MatMul()(of_logits, b), dout[begin:end]),)
+            product = gradient_of_weight(of_logits, scaled_rows(low_rows, dout[begin:end]))
             of_b = product if begin == 0 else of_b + product
             done = (of_hidden[-1], of_low_rank[-1], of_b)
         of_hidden, of_low_rank = ops.concat(of_hidden, 0), ops.concat(of_low_rank, 0)
-        return of_hidden, of_low_rank, _zeros_like_frozen(weight), of_b.astype(b.dtype), ops.zeros_like(labels)
+        return of_hidden, of_low_rank, zeros_like_frozen(weight), of_b.astype(b.dtype), ops.zeros_like(labels)
 
 
 @constexpr
-def _bounds(hidden_shape, weight_shape, piece):
+def bounds_of_pieces(
+    hidden_shape: Tuple[int, int], weight_shape: Tuple[int, int], piece: Optional[int]
+) -> Tuple[Tuple[int, int], ...]:
+    """Returns begin and end of each piece of [tokens, channels]; ``piece`` is as for LabelLosses."""
     tokens, channels = hidden_shape
     piece = piece or tokens_at_once(tokens, channels, weight_shape[0])
     return tuple((begin, min(begin + piece, tokens)) for begin in range(0, tokens, piece))
 
 
-def _in_vocabulary(labels, weight):
+def in_vocabulary(labels: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
     """Returns which labels are in the vocabulary, and the labels with 0 in the place of the others."""
     counted = ops.logical_and(labels >= 0, labels < weight.shape[0])
     # Not by select: in front of a cell with a bprop of its own, MindSpore does not compile one of whole numbers.
     return counted, labels * counted.astype(mstype.int32)
 
 
-def _zeros_like_frozen(weight):
+def zeros_like_frozen(weight: Tensor) -> Tensor:
+    """Returns the gradient of a frozen weight."""
     # PyNative makes the gradient of a frozen weight too: a view of one zero takes no memory.
     return ops.broadcast_to(ops.zeros((), weight.dtype), weight.shape)
 
 
 def _losses(hidden, weight, labels, piece, head):
     losses = ()
-    for begin, end in _bounds(hidden.shape, weight.shape, piece):
+    for begin, end in bounds_of_pieces(hidden.shape, weight.shape, piece):
         rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
-        losses += (_picked(_log_probabilities(head(rows, weight)), labels[begin:end]),)
+        losses += (_picked(log_probabilities_of(head(rows, weight)), labels[begin:end]),)
     return ops.concat(losses, 0)
 
 
 def _adapted_losses(hidden, low_rank, weight, b, labels, piece, head):
     losses = ()
-    for begin, end in _bounds(hidden.shape, weight.shape, piece):
+    for begin, end in bounds_of_pieces(hidden.shape, weight.shape, piece):
         rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
-        logits = _adapted_logits(head(rows, weight), low_rank[begin:end], b)
-        losses += (_picked(_log_probabilities(logits), labels[begin:end]),)
+        logits = adapted_logits(head(rows, weight), low_rank[begin:end], b)
+        losses += (_picked(log_probabilities_of(logits), labels[begin:end]),)
     return ops.concat(losses, 0)
 
 
-def _log_probabilities(logits):
+def log_probabilities_of(logits: Tensor) -> Tensor:
+    """Returns log(softmax(z)) in float32."""
     return ops.LogSoftmax(-1)(logits.astype(mstype.float32))
 
 
-def _adapted_logits(logits, low_rank, b):
+def adapted_logits(logits: Tensor, low_rank: Tensor, b: Tensor) -> Tensor:
+    """Returns z + u B^T."""
     return logits + ops.MatMul(transpose_b=True)(low_rank, b)
 
 
@@ -274,9 +280,11 @@ def _of_logits(log_probabilities, labels, dtype):
     return (ops.exp(log_probabilities) - ops.OneHot()(labels, log_probabilities.shape[1], on, off)).astype(dtype)
 
 
-def _of_weight(of_logits, rows):
+def gradient_of_weight(of_logits: Tensor, rows: Tensor) -> Tensor:
+    """Returns dz^T x in float32."""
     return ops.MatMul(transpose_a=True)(of_logits, rows).astype(mstype.float32)
 
 
-def _scaled(rows, factors):
+def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
+    """Returns each row times its factor, in the dtype of the rows."""
     return (rows.astype(mstype.float32) * factors.reshape((-1, 1))).astype(rows.dtype)
