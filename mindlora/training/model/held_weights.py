@@ -112,6 +112,13 @@ def hold_weights(network: nn.Cell, product_dtype: str) -> None:
         )
 
 
+def release_weights(network: nn.Cell) -> None:
+    """Makes the linear cells of hold_weights without an adapter MindFormers' own again, in place, to take adapters."""
+    own = {held: kind for kind, (held, _) in _HELD.items()}
+    for _, cell in network.cells_and_names():
+        cell.__class__ = own.get(type(cell), type(cell))
+
+
 def _hold(cell, path, rounds):
     """Lets a cell take its own frozen parameters of 16 bits as they are; returns the dtype of its weight, or None."""
     own = [parameter for _, parameter in cell.parameters_and_names(expand=False)]

@@ -39,6 +39,21 @@ class LabelLogProbabilities(nn.Cell):
         return -self.negative_log_likelihood(log_probabilities, one_hot)
 
 
+class HeadInputs(nn.Cell):
+    """What the output head of a model takes, of put_loss_in_pieces, where LabelLogProbabilities has log-probabilities.
+
+    Args:
+        temperature (float): What it is divided by, and so its logits. Default: 1.
+    """
+
+    def __init__(self, temperature: float = 1.0):
+        super().__init__()
+        self.temperature = temperature
+
+    def construct(self, handed: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        return handed if self.temperature == 1 else handed / self.temperature
+
+
 class Rewards(nn.Cell):
     """The only score of each position of a reward model: as LabelLogProbabilities, but labels do not matter."""
 
@@ -95,9 +110,28 @@ def row_log_probabilities(
             f"{key} needs the logits of every token, and {type(base_of(network)).__name__} does not give them to "
             "a CrossEntropyLoss of MindFormers'. Use a model such as LlamaForCausalLM or Qwen3ForCausalLM."
         )
-    loss = Rewards() if scores else LabelLogProbabilities(model.loss, temperature)
+    return _with_loss(network, Rewards() if scores else LabelLogProbabilities(model.loss, temperature))
+
+
+def row_head_inputs(network: nn.Cell, temperature: float = 1.0) -> RowLogProbabilities:
+    """Returns what the head of a model of put_loss_in_pieces takes where it predicts the labels, in training.
+
+    The loss of the model is replaced in place.
+
+    Args:
+        network (nn.Cell): The model, or a cell around it.
+        temperature (float): As for HeadInputs. Default: 1.
+
+    Outputs of the cell:
+        [rows * N, channels], or [rows * N, channels + r] with an adapter on the head: see HandingHead.
+    """
+    return _with_loss(network, HeadInputs(temperature))
+
+
+def _with_loss(network, loss):
+    model = with_loss(network)
     if is_gpt_model(model):
         replace_loss(model, loss)
     else:
         model.loss = loss
-    return RowLogProbabilities(network, model.loss)
+    return RowLogProbabilities(network, loss)

@@ -1,5 +1,6 @@
 """Puts LabelLosses in the place of a MindFormers model's output head and loss."""
 
+import contextlib
 import functools
 from typing import Any, Callable, Iterator, Optional, Tuple, Type, Union
 
@@ -9,6 +10,7 @@ from mindformers.parallel_core.training_graph.tensor_parallel.layers import Colu
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.core.errors import ConfigError
 from mindlora.models.label_losses import OTHER_STEP, SEVERAL_ADAPTERS, Head, adapter_obstacle, check_loss_in_pieces
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.label_losses import AdaptedLabelLosses, LabelLosses
@@ -86,6 +88,23 @@ def make_hand_on(head: nn.Cell, construct: Callable, with_adapter: Type[HandingL
         head.shrink = ops.MatMul(transpose_b=True)
         head.dropout_of_loss = nn.Dropout(p=head.dropout_rate) if head.dropout_rate else None
     plain.__class__ = _handing(HandingHead, type(plain), construct)
+
+
+@contextlib.contextmanager
+def plain_logits(network: nn.Cell) -> Iterator[None]:
+    """Within, the head of a network of put_loss_in_pieces, without an adapter, is a linear cell that can take one.
+
+    Raises ConfigError if it has got one whose logits are not made in pieces.
+    """
+    model = with_loss(network)
+    name = "output_layer" if is_gpt_model(model) else "lm_head"
+    getattr(model, name).__class__ = type(getattr(model, name)).__bases__[-1]
+    yield
+    head = getattr(model, name)
+    obstacle = obstacle_of_adapter(head)
+    if obstacle:
+        raise ConfigError(f"The output head {obstacle}, whose logits are made all at once. Use an adapter without it.")
+    make_hand_on(head, _CONSTRUCTS[type(plain_head(head))])
 
 
 class LossesOfHead(nn.Cell):

@@ -144,6 +144,7 @@ _LEARNED = (
     ("f1", "F1, the mean over labels"),
     ("reward", "Reward of the answers"),
     ("teacher/kl", "Divergence of the answers from the teacher, in nats per token"),
+    ("teacher/divergence", "Divergence of the distributions from the teacher's, in nats per token"),
     ("frac_reward_zero_std", "Share of prompts whose answers all have one reward"),
     ("completions/mean_length", "Tokens of an answer"),
     ("completions/clipped_ratio", "Share of answers that were cut"),

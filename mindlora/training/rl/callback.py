@@ -18,6 +18,8 @@ _LOGGED = {
     "kl": "kl",
     "teacher/kl": "kl from the teacher",
     "held_out_teacher/kl": "held-out kl from the teacher",
+    "teacher/divergence": "divergence from the teacher",
+    "held_out_teacher/divergence": "held-out divergence from the teacher",
     "completions/mean_length": "tokens of an answer",
     "completions/clipped_ratio": "share that was cut",
     "agreement/max": "sampler and trainer differ by",
@@ -26,8 +28,8 @@ _LOGGED = {
 
 @register
 class RlReport(PeriodicCallback):
-    """Reports the metric ``reward`` of each step where there are rewards, ``teacher/kl`` where there is a teacher, and
-    ``held_out_reward`` and ``held_out_teacher/kl`` where prompts are held out.
+    """Reports the metric ``reward`` of each step where there are rewards, ``teacher/kl`` where there is a teacher, or
+    ``teacher/divergence`` with gkd, and the same with ``held_out_`` before it where prompts are held out.
 
     The answers with the highest and the lowest reward, or, without rewards, those of which the teacher thinks most and
     least, go into the report, where ``samples_every`` says. mindlora-run adds this callback to a run with

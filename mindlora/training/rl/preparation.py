@@ -9,6 +9,7 @@ from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
 from mindlora.training.rl.callback import RlReport
 from mindlora.training.rl.data import RlSteps
+from mindlora.training.rl.gkd_step import GkdTrainOneStepCell
 from mindlora.training.rl.prompts import prompts_of_run
 from mindlora.training.rl.rules import steps_of
 from mindlora.training.rl.settings import rl_settings
@@ -22,7 +23,8 @@ def prepare_rl(config: MindFormerConfig) -> None:
         return
     settings = rl_settings(run.rl)
     tokenizer = settings.tokenizer or run.tokenizer
-    config.runner_wrapper.type = RlTrainOneStepCell.__name__
+    step = RlTrainOneStepCell if settings.gkd is None else GkdTrainOneStepCell
+    config.runner_wrapper.type = step.__name__
     config.runner_wrapper.sampler = MindFormerConfig(
         tokenizer=tokenizer, seed=int(config.seed or 0), rows=min(run.rows, settings.rows), folder=os.getcwd()
     )

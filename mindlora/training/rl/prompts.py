@@ -10,6 +10,7 @@ from mindlora.core.text import shown
 from mindlora.data.sources import read_rows
 from mindlora.data.tokenizers import encode, special_ids
 from mindlora.serving.chat_prompt import make_chat_prompt
+from mindlora.training.rl.gkd import COMPLETION
 from mindlora.training.rl.settings import RlSettings
 
 PROMPT = "prompt"
@@ -22,11 +23,13 @@ class Prompt(NamedTuple):
         given (str or list of dict): A text, or messages for the tokenizer's chat template, as the file has it.
         tokens (list of int): What the policy answers.
         columns (dict): The other fields of the row, which reward functions get.
+        completion (list of int): The answer that the row has, with the end token, for gkd; empty in other runs.
     """
 
     given: Union[str, List[Dict[str, Any]]]
     tokens: List[int]
     columns: Dict[str, Any]
+    completion: List[int] = []
 
 
 def prompts_of_run(settings: RlSettings, tokenizer: Any, seq_length: int) -> Tuple[List[Prompt], List[Prompt]]:
@@ -37,12 +40,37 @@ def prompts_of_run(settings: RlSettings, tokenizer: Any, seq_length: int) -> Tup
         tokenizer: As load_tokenizer returns it.
         seq_length (int): Tokens of a prompt and its answer, at most.
 
-    Raises DataError as read_prompts.
+    Raises DataError as read_prompts, or if rl.gkd needs completions, and a row has none, or one that is too long.
     """
     longest = seq_length - settings.max_completion_length
-    paths = (settings.prompts, settings.held_out_prompts)
-    prompts, held_out = (read_prompts(path, tokenizer, longest) if path else [] for path in paths)
+    prompts, held_out = (
+        read_prompts(path, tokenizer, longest) if path else [] for path in (settings.prompts, settings.held_out_prompts)
+    )
+    if settings.gkd is not None and settings.gkd.reads_completions:
+        prompts = [_with_completion(prompt, tokenizer, settings) for prompt in prompts]
     return prompts, held_out
+
+
+def _with_completion(prompt: Prompt, tokenizer: Any, settings: RlSettings) -> Prompt:
+    """Returns a prompt with the tokens of the completion that its row has.
+
+    Raises DataError if there is none, or it is too long.
+    """
+    where = f"{settings.prompts}: the row with the prompt {shown(prompt.given)}"
+    text = prompt.columns.get(COMPLETION)
+    if not isinstance(text, str) or not text:
+        raise DataError(
+            f'{where} has no "{COMPLETION}", and rl.gkd.lmbda is {settings.gkd.lmbda}: {1 - settings.gkd.lmbda:.0%} of '
+            "the rows have the completions of the data. Write a text there, let the teacher answer them (seq_kd: "
+            "True), or set lmbda to 1."
+        )
+    tokens = [*encode(tokenizer, text), special_ids(tokenizer).eos]
+    if len(tokens) > settings.max_completion_length:
+        raise DataError(
+            f"{where} has a completion of {len(tokens)} tokens, and rl.max_completion_length is "
+            f"{settings.max_completion_length}. Shorten it, or raise that."
+        )
+    return prompt._replace(completion=tokens)
 
 
 def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:

@@ -1,6 +1,7 @@
 """What a policy answers to the prompts of a step, as rows for its trainer."""
 
 import dataclasses
+import itertools
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -52,6 +53,16 @@ class Answers:
             for name, value in prompt.columns.items():
                 columns[name].append(value)
         return columns
+
+
+def joined(parts: Sequence[Answers]) -> Answers:
+    """Returns the rows of all parts behind each other."""
+    values = {}
+    for field in dataclasses.fields(Answers):
+        of_parts = [getattr(part, field.name) for part in parts]
+        is_list = isinstance(of_parts[0], list)
+        values[field.name] = list(itertools.chain(*of_parts)) if is_list else np.concatenate(of_parts)
+    return Answers(**values)
 
 
 class Rollouts:
@@ -109,38 +120,62 @@ class Rollouts:
         self.engine = self._trained.engine
         self.publish = self._trained.publish
 
-    def answers(self, prompts: Sequence[Prompt], seed: Sequence[int], generations: Optional[int] = None) -> Answers:
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        seed: Sequence[int],
+        generations: Optional[int] = None,
+        by_teacher: bool = False,
+    ) -> Answers:
         """Returns answers to each prompt: ``generations``, or num_generations if it is None.
 
-        ``seed`` and the number of a row make its random stream.
+        ``seed`` and the number of a row make its random stream. With ``by_teacher``, the teacher in the process answers.
         """
         if not self.engine.alive:
             self.engine.start(scores=False)
         asked = [prompt for prompt in prompts for _ in range(generations or self._settings.num_generations)]
         seeds = np.random.SeedSequence(list(seed)).generate_state(len(asked), np.uint64)
         streams = self._submit(
-            [(prompt.tokens, self._sampling(int(number)), TRAINED) for prompt, number in zip(asked, seeds)]
+            [
+                (prompt.tokens, self._sampling(int(number)), self._teacher if by_teacher else TRAINED)
+                for prompt, number in zip(asked, seeds)
+            ]
         )
-        tokens = np.full((len(asked), self._length + 1), self._pad, np.int32)
-        labels = np.full(tokens.shape, self._ignored, np.int32)
-        log_probabilities = np.zeros((len(asked), self._length))
+        answered: List[List[int]] = [[] for _ in asked]
+        likely: List[List[float]] = [[] for _ in asked]
         truncated = np.zeros(len(asked), bool)
-        texts = []
-        for row, (prompt, stream) in enumerate(zip(asked, streams)):
-            begin = len(prompt.tokens)
-            answered: List[int] = []
-            likely: List[float] = []
+        for row, stream in enumerate(streams):
             for piece in stream:
-                answered += piece.tokens
-                likely += [sampled.logprob for sampled in piece.logprobs or ()]
+                answered[row] += piece.tokens
+                likely[row] += [sampled.logprob for sampled in piece.logprobs or ()]
                 truncated[row] = piece.finish_reason == "length"
+        return self._rows(asked, answered, likely, truncated)
+
+    def completions(self, prompts: Sequence[Prompt]) -> Answers:
+        """Returns the completions that the data have of prompts; their log-probabilities are not known, and 0."""
+        answered = [prompt.completion for prompt in prompts]
+        return self._rows(prompts, answered, [[0.0] * len(tokens) for tokens in answered], np.zeros(len(prompts), bool))
+
+    def _rows(
+        self,
+        prompts: Sequence[Prompt],
+        answered: Sequence[Sequence[int]],
+        likely: Sequence[Sequence[float]],
+        truncated: np.ndarray,
+    ) -> Answers:
+        """Returns the tokens that prompts were answered with, and their log-probabilities, as rows."""
+        tokens = np.full((len(prompts), self._length + 1), self._pad, np.int32)
+        labels = np.full(tokens.shape, self._ignored, np.int32)
+        log_probabilities = np.zeros((len(prompts), self._length))
+        for row, prompt in enumerate(prompts):
+            begin = len(prompt.tokens)
+            end = begin + len(answered[row])
             tokens[row, :begin] = prompt.tokens
-            tokens[row, begin : begin + len(answered)] = answered
-            labels[row, begin : begin + len(answered)] = answered
-            log_probabilities[row, begin - 1 : begin - 1 + len(answered)] = likely
-            texts.append(self._tokenizer.decode(answered, skip_special_tokens=True))
+            tokens[row, begin:end] = labels[row, begin:end] = answered[row]
+            log_probabilities[row, begin - 1 : end - 1] = likely[row]
+        texts = [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in answered]
         mask = labels[:, 1:] != self._ignored
-        return Answers(asked, texts, tokens, labels, log_probabilities, mask, truncated)
+        return Answers(list(prompts), texts, tokens, labels, log_probabilities, mask, truncated)
 
     def teacher_log_probabilities(self, answers: Answers) -> np.ndarray:
         """Returns the log-probabilities of the answers' tokens under the teacher, float64 [rows, N]; 0 elsewhere.

@@ -6,6 +6,7 @@ from typing import Iterator
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.initializers import changes_base
 from mindlora.core.yaml_file import PET
+from mindlora.models.label_losses import IN_GRAPH_MODE as LOSS_IN_PIECES
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import WRAPPER, YamlRun
@@ -110,6 +111,12 @@ def _check_sizes(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
             "runner_config.gradient_accumulation_steps is above 1, and a step of rl takes its answers in batches of "
             "runner_config.batch_size rows as it is.",
             "Set it to 1.",
+        )
+    if settings.gkd is not None and run.at(LOSS_IN_PIECES) is False:
+        yield error(
+            LOSS_IN_PIECES,
+            f"{LOSS_IN_PIECES} is False, and rl.gkd compares the whole vocabulary for some tokens at a time.",
+            "Remove it.",
         )
     if run.at("runner_config.sink_mode"):
         yield error(

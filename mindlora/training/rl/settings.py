@@ -18,8 +18,9 @@ from mindlora.core.fields import (
     whole_numbers,
 )
 from mindlora.core.text import suggestion
+from mindlora.training.rl.gkd import gkd_settings
 from mindlora.training.rl.reward_functions import Reward, reward_of
-from mindlora.training.rl.teacher import BASE, teacher_of
+from mindlora.training.rl.teacher import BASE, ServedTeacher, teacher_of
 
 # The values of each key that names one of several things, its default first.
 CHOICES: Dict[str, Tuple[str, ...]] = {
@@ -36,7 +37,15 @@ _OWN = {
 # What says how rewards count.
 _OF_REWARDS = ("reward_weights", "scale_rewards", "reward_timeout")
 # What a run reports of each step, by which other callbacks can choose the best adapter.
-METRICS = ("reward", "held_out_reward", "teacher/kl", "held_out_teacher/kl")
+METRICS = (
+    *("reward", "held_out_reward", "teacher/kl", "held_out_teacher/kl"),
+    *("teacher/divergence", "held_out_teacher/divergence"),
+)
+# What gkd does not read: its loss is a divergence from the teacher, of log-probabilities that the trainer computes.
+_NOT_OF_GKD = (
+    *("reward_funcs", *_OF_REWARDS, "teacher_coef", "algorithm", "num_iterations", "beta", "epsilon", "epsilon_high"),
+    *("delta", "loss_type", "normalize_advantages", "importance_sampling_level", "max_disagreement"),
+)
 # What else a teacher's log-probabilities cannot be compared with: key -> the only value that it may have.
 _WITH_TEACHER = {"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0}
 _WEIGHT = Range("a number", lambda value: abs(value) < float("inf"))
@@ -83,6 +92,8 @@ class RlSettings:
         teacher (str or mapping): GRPO: whose log-probabilities of the answers' tokens the policy learns too, as
             mindlora.training.rl.teacher.teacher_of reads it: "base", the path of an adapter, or {url, model}.
             Default: None.
+        gkd (mapping): Whether, and how, it learns the whole distribution of a teacher in the process, in the place of
+            the teacher's log-probabilities of its own tokens: the fields of GkdSettings. Default: None.
         teacher_coef (float): What the difference log(teacher / policy) of a token is multiplied by. Default: 1.
         tokenizer (str): The tokenizer's folder or file. Default: None, beside the base.
         reward_timeout (float): Seconds that a reward function may take for the answers of a step. Default: 60.
@@ -118,6 +129,7 @@ class RlSettings:
     held_out_steps: int = 10
     teacher: Any = None
     teacher_coef: float = 1.0
+    gkd: Any = None
     tokenizer: Optional[str] = None
 
     def __post_init__(self):
@@ -143,6 +155,9 @@ class RlSettings:
         object.__setattr__(self, "stop", tuple(self.stop or ()))
         if self.teacher is not None:
             object.__setattr__(self, "teacher", teacher_of(self.teacher))
+        if self.gkd is not None:
+            object.__setattr__(self, "gkd", gkd_settings(self.gkd))
+        elif self.teacher is not None:
             self._check_teacher()
         if self.reward_funcs != () or self.teacher is None:
             # The others' rewards are what one is compared with.
@@ -182,7 +197,7 @@ class RlSettings:
     @property
     def best_metric(self) -> str:
         """The metric that says best how well the policy does: of rewards where there are any, held out if it can be."""
-        metric = "reward" if self.reward_funcs else "teacher/kl"
+        metric = "reward" if self.reward_funcs else ("teacher/kl" if self.gkd is None else "teacher/divergence")
         return f"held_out_{metric}" if self.held_out_prompts else metric
 
     @property
@@ -236,6 +251,8 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     for key in node:
         if key not in keys:
             raise ConfigError(f"rl has no key {key!r}.{suggestion(str(key), keys)}")
+    if node.get("gkd") is not None:
+        return _with_gkd(node)
     if "reward_funcs" not in node and node.get("teacher") is None:
         raise ConfigError(
             "rl has no reward_funcs. Name what rates the answers, such as rewards.py:helpful, or a teacher to learn "
@@ -250,4 +267,21 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     for key in node:
         if _OWN.get(key, settings.algorithm) != settings.algorithm:
             raise ConfigError(f"rl.{key} belongs to {_OWN[key]}, and rl.algorithm is {settings.algorithm}. Remove it.")
+    return settings
+
+
+def _with_gkd(node: Mapping[str, Any]) -> RlSettings:
+    """Returns the settings of a section ``rl`` with gkd, where a prompt has one row if nothing else is said."""
+    for key in node:
+        if key in _NOT_OF_GKD:
+            hint = "Write gkd: {beta: ...}." if key == "beta" else "Remove one of both."
+            raise ConfigError(f"rl.{key} and rl.gkd do not go together: gkd learns a divergence from the teacher. {hint}")
+    if node.get("teacher") is None:
+        raise ConfigError("rl has gkd and no teacher. Name a teacher: base, or the path of an adapter.")
+    settings = RlSettings(**{"num_generations": 1, **node})
+    if isinstance(settings.teacher, ServedTeacher):
+        raise ConfigError(
+            "rl.gkd compares the whole vocabulary, which needs a teacher in the process, and a server gives "
+            "log-probabilities of some tokens. Write teacher: base, or the path of an adapter; or remove gkd."
+        )
     return settings

@@ -95,13 +95,17 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
 
     def _gradients(self, network, micro_batches, counts):
         """Returns what gives the gradients to the train step: another graph has added them up."""
-        self.policy = row_log_probabilities(network, "rl", temperature=self.settings.temperature)
+        self.policy = self.of_rows(network)
         self.reference = None
         if self.settings.beta:
             self.reference = PolicyLogProbabilities(reference_of(self.policy), is_reference=True)
         self.policy_gradients = PolicyGradients(self.policy, self.weights)
         self.log_probabilities = PolicyLogProbabilities(self.policy)
         return GivenGradients(self.policy_gradients.gradients)
+
+    def of_rows(self, network: nn.Cell) -> nn.Cell:
+        """Returns what the loss is of: for tokens and labels of rows, a number for each label but the first."""
+        return row_log_probabilities(network, "rl", temperature=self.settings.temperature)
 
     def __call__(self, step: Tensor) -> Tuple:
         number = int(step.asnumpy().reshape(-1)[0])
@@ -147,7 +151,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
             distilled = distillation(answers.log_probabilities, teacher, counts, settings)
             values = values[:, None] + distilled.values
             measures["teacher/kl"] = distilled.kl
-        self.samples = _best_and_worst(answers, values.sum(1) if rewards is None else rewards, rewards is not None)
+        self.samples = best_and_worst(answers, values.sum(1) if rewards is None else rewards, rewards is not None)
         return Experience(answers, values, counts, reference, measures)
 
     def rewards_of(self, answers: Answers) -> np.ndarray:
@@ -184,16 +188,20 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         loss = policy_loss(
             policy, experience.old, experience.reference, experience.advantages, experience.counted, self.settings
         )
-        learned = []
-        for number, batch in enumerate(self.batches(answers, loss.coefficients)):
-            goes_on = Tensor(float(number > 0), mstype.float32)
-            with self.rollouts.engine.turns.turn():
-                learned.append(self.policy_gradients(*batch, goes_on).asnumpy())
-        trained = np.concatenate(learned)[: len(answers.tokens)].astype(np.float64)
+        trained = self.differentiate(answers, loss.coefficients)
         if is_first:
             self.check_agreement(experience, trained)
             experience.old = trained
         return loss.loss, loss.measures
+
+    def differentiate(self, answers: Answers, coefficients: np.ndarray) -> np.ndarray:
+        """Adds up the gradient of the sum of coefficients times what of_rows gives; returns the latter, [rows, N]."""
+        found = []
+        for number, batch in enumerate(self.batches(answers, coefficients)):
+            goes_on = Tensor(float(number > 0), mstype.float32)
+            with self.rollouts.engine.turns.turn():
+                found.append(self.policy_gradients(*batch, goes_on).asnumpy())
+        return np.concatenate(found)[: len(answers.tokens)].astype(np.float64)
 
     def forward(self, cell: PolicyLogProbabilities, answers: Answers) -> np.ndarray:
         """Returns the log-probabilities of the answers' tokens, float64 [rows, N]."""
@@ -281,7 +289,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         return record._replace(tokens=self.tokens_of_step, measures=self.measures, loss_falls=False)
 
 
-def _best_and_worst(answers: Answers, values: np.ndarray, are_rewards: bool) -> List[Dict[str, Any]]:
+def best_and_worst(answers: Answers, values: np.ndarray, are_rewards: bool) -> List[Dict[str, Any]]:
     """Returns the answers with the highest and the lowest value, for the report, with these if they are rewards."""
     rated = np.flatnonzero(~np.isnan(values))
     if not len(rated):

@@ -18,6 +18,8 @@ from tests.support.what_runs import shows
 
 MASK = np.arange(5) < np.array([5, 2, 1, 4])[:, None]
 PET = {"lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear", "lora_dropout": 0.0}
+# A run with gkd reads no max_disagreement.
+OF_GKD = {"num_generations": 8, "max_disagreement": None}
 SIZES = {"vocab_size": 300, "seq_length": 24, "eos_token_id": 1, "pad_token_id": 2, "bos_token_id": 0}
 
 
@@ -71,7 +73,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distillation")
     texts = ["the cat sees the tree", "she sees three bees", "a dog and a boat on a hill"] * 5
     tokenizers.fit_tokenizer(texts, SIZES["vocab_size"]).save_pretrained(folder / "model")
-    rows = [{"prompt": text} for text in ("the cat", "she sees", "a dog", "three bees")]
+    rows = [{"prompt": text, "completion": " and the tree"} for text in ("the cat", "she sees", "a dog", "three bees")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     rows = [{"prompt": text} for text in ("the tree", "a boat", "the cat sees", "on a hill", "she", "a")]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -83,9 +85,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, name, resume=False, **rl):
+def start(folder, name, resume=False, epochs=8, **rl):
     """Runs eight steps; returns the process and its output folder."""
-    config = tiny_config("", 8, [{"type": "LoraCheckpoint", "save_steps": 4, "resume": resume}], PET)
+    config = tiny_config("", epochs, [{"type": "LoraCheckpoint", "save_steps": 4, "resume": resume}], PET)
     # Large weights, so that the hidden states say something of the answers.
     config["model"]["model_config"].update(SIZES, initializer_range=0.3)
     config["runner_config"]["batch_size"] = 32
@@ -93,7 +95,7 @@ def start(folder, name, resume=False, **rl):
     config["lr_schedule"].pop("lr_end", None)
     for node in ("train_dataset", "train_dataset_task"):
         del config[node]
-    config["runner_wrapper"]["rl"] = {
+    keys = {
         "prompts": "prompts.jsonl",
         "prompts_per_step": 4,
         "num_generations": 32,
@@ -104,6 +106,7 @@ def start(folder, name, resume=False, **rl):
         "max_disagreement": 1e-4,
         **rl,
     }
+    config["runner_wrapper"]["rl"] = {key: value for key, value in keys.items() if value is not None}
     return tiny_runs.launch(config, folder / name), folder / name
 
 
@@ -135,3 +138,42 @@ def test_a_resumed_run_learns_the_same_from_its_teacher(folder, taught):
     result, output = start(folder, "resumed", str(taught / "lora_checkpoint" / "step_4"), teacher="teacher")
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     tiny_runs.assert_same_state(*(run / "lora_checkpoint" / "step_8" for run in (taught, output)))
+
+
+@pytest.fixture(scope="module")
+def generalized(library, folder):
+    """A run that learns the whole distribution of an adapter, half of it on the completions of the data."""
+    result, output = start(folder, "generalized", teacher="teacher", gkd={}, **OF_GKD)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return output
+
+
+@shows("rl", "qwen3")
+def test_the_distribution_comes_nearer_to_the_teachers(generalized):
+    history = read_history(str(generalized))
+    steps, found = history.series("teacher/divergence")
+    assert steps.tolist() == list(range(1, 9))
+    assert found[0] > 0.02 and found[-2:].mean() < 0.5 * found[:2].mean()
+    np.testing.assert_allclose(found, history.series("loss")[1], rtol=1e-6)
+    steps, held_out = history.series("held_out_teacher/divergence")
+    assert steps.tolist() == [4, 8] and held_out[1] < held_out[0]
+    best = json.loads((generalized / "lora_checkpoint" / "best" / "best.json").read_text(encoding="utf-8"))
+    assert best["step"] == 8
+    answers = [answer["answer"].strip() for step in history.answers for answer in step["answers"]]
+    assert set(answers) != {"and the tree"}
+
+
+def test_a_resumed_run_learns_the_same_distribution(folder, generalized):
+    step = str(generalized / "lora_checkpoint" / "step_4")
+    result, output = start(folder, "generalized_resumed", step, teacher="teacher", gkd={}, **OF_GKD)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    tiny_runs.assert_same_state(*(run / "lora_checkpoint" / "step_8" for run in (generalized, output)))
+
+
+def test_the_teacher_answers_with_seq_kd(folder):
+    keys = {"gkd": {"beta": 0, "lmbda": 0, "seq_kd": True}, **OF_GKD}
+    result, output = start(folder, "answered", epochs=1, teacher="teacher", **keys)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    history = read_history(str(output))
+    assert len(history.series("teacher/divergence")[0]) == 1 and not len(history.series("completions/mean_length")[0])
+    assert "and the tree" not in {answer["answer"].strip() for step in history.answers for answer in step["answers"]}

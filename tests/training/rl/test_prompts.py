@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mindlora.core.errors import DataError
-from mindlora.training.rl.prompts import prompts_of_step, read_prompts
+from mindlora.training.rl.prompts import prompts_of_run, prompts_of_step, read_prompts
+from mindlora.training.rl.settings import rl_settings
 from tests.support.chat_templates import CHATML, word_tokenizer
 from tests.support.refusals import part, refused
 
@@ -33,6 +34,33 @@ def test_messages_go_through_the_chat_template(tmp_path):
     messages = [{"role": "user", "content": "Say hello"}]
     (prompt,) = read_prompts(written(tmp_path, {"prompt": messages}), tokenizer, 99)
     assert prompt.tokens == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_completion_ends_with_the_end_token(tmp_path):
+    tokenizer = word_tokenizer(None, WORDS)
+    rows = [{"prompt": "Say", "completion": "hello to Ben"}, {"prompt": "Say", "completion": "hello"}]
+    settings = of_gkd(written(tmp_path, *rows))
+    found, _ = prompts_of_run(settings, tokenizer, 16)
+    words = [tokenizer.encode(row["completion"], add_special_tokens=False) for row in rows]
+    assert [prompt.completion for prompt in found] == [[*ids, tokenizer.eos_token_id] for ids in words]
+    assert prompts_of_run(of_gkd(settings.prompts, lmbda=1), tokenizer, 16)[0][0].completion == []
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"prompt": "Say"}, 'has no "completion", and rl.gkd.lmbda is 0.25: 75% of the rows have the completions of'),
+        ({"prompt": "Say", "completion": ["Ben"]}, 'has no "completion"'),
+        ({"prompt": "Say", "completion": "hello to Ben please"}, "a completion of 5 tokens, and rl.max_completion_len"),
+    ],
+)
+def test_a_completion_that_cannot_be_learned_is_refused(tmp_path, row, message):
+    settings = of_gkd(written(tmp_path, row), lmbda=0.25)
+    refused(DataError, part(message), prompts_of_run, settings, word_tokenizer(None, WORDS), 16)
+
+
+def of_gkd(path, **gkd):
+    return rl_settings({"prompts": path, "teacher": "base", "max_completion_length": 4, "gkd": gkd})
 
 
 def test_every_pass_has_each_prompt_once_in_an_order_of_its_own():

@@ -11,6 +11,7 @@ from mindlora.training.rl.settings import rl_settings
 
 RL = {"prompts": "prompts.jsonl", "reward_funcs": "exact_answer", "max_completion_length": 8, "tokenizer": "model"}
 TAUGHT = {**{key: RL[key] for key in RL if key != "reward_funcs"}, "teacher": "base"}
+WHOLE = {"loss_in_pieces": False}
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,7 @@ def test_a_yaml_without_faults():
     assert found(config({**RL, "held_out_prompts": "held_out.jsonl", "beta": 0.1})) == []
     assert found(config({**RL, "teacher": "held_out.jsonl"})) == []
     assert found(config({**TAUGHT, "held_out_prompts": "held_out.jsonl", "held_out_steps": 5})) == []
+    assert found(config({**TAUGHT, "gkd": {"lmbda": 1}})) == []
     assert found(config({}, run_mode="predict")) == []
     assert found({"run_mode": "finetune", "runner_wrapper": {}}) == []
 
@@ -94,6 +96,11 @@ def test_a_yaml_without_faults():
             ),
             "callbacks.LoraCheckpoint.save_steps",
             "held_out_teacher/kl is measured every 10 steps",
+        ),
+        (
+            config({**TAUGHT, "gkd": {}}, runner_wrapper={**config({**TAUGHT, "gkd": {}})["runner_wrapper"], **WHOLE}),
+            "runner_wrapper.loss_in_pieces",
+            "for some tokens at a time. Remove it",
         ),
         (config({**RL, "prompts": "nowhere.jsonl"}), f"{KEY}.prompts", "nowhere.jsonl does not exist"),
         (config({**RL, "teacher": "nowhere"}), f"{KEY}.teacher", "there is no adapter at nowhere"),

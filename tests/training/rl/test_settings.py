@@ -114,3 +114,35 @@ def test_the_page_has_every_key_and_every_function():
     rows = re.findall(r"^\| (`[^|]+`) \|", page.partition("## Keys")[2].partition("## Losses")[0], re.M)
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == {field.name for field in dataclasses.fields(RlSettings)}
     assert all(re.search(rf"^\| `{name}` \|", page, re.M) for name in BUILT_IN)
+
+
+def gkd(**keys):
+    return {"teacher": "base", "gkd": {}, **keys}
+
+
+def test_gkd_has_trls_defaults():
+    settings = rl_settings(gkd())
+    assert (settings.gkd.beta, settings.gkd.lmbda, settings.gkd.seq_kd) == (0.5, 0.5, False)
+    assert settings.num_generations == 1 and settings.best_metric == "teacher/divergence"
+    settings = rl_settings(gkd(gkd={"seq_kd": True}, num_generations=3, temperature=0.9, top_p=0.9))
+    assert settings.num_generations == 3 and not settings.gkd.reads_completions
+
+
+@pytest.mark.parametrize(
+    "node, message",
+    [
+        ({"gkd": True}, "rl.gkd is True, but it must be a node, such as {beta: 0.5, lmbda: 1.0}"),
+        ({"gkd": {"lambda": 1}}, "rl.gkd has no key 'lambda'. Did you mean 'lmbda'"),
+        ({"gkd": {"beta": 1.5}}, "rl.gkd.beta is 1.5: it must be a number from 0 to 1"),
+        ({"gkd": {"lmbda": -1}}, "rl.gkd.lmbda is -1"),
+        ({"gkd": {"seq_kd": 1}}, "rl.gkd.seq_kd is 1: it must be True or False"),
+        ({"beta": 0.1}, "rl.beta and rl.gkd do not go together: .* Write gkd: {beta: ...}"),
+        ({"reward_funcs": FUNCTION}, "rl.reward_funcs and rl.gkd do not go together"),
+        ({"num_iterations": 2}, "rl.num_iterations and rl.gkd do not go together: .* Remove one of both"),
+        ({"teacher": None}, "rl has gkd and no teacher. Name a teacher"),
+        ({"teacher": {"url": "http://a", "model": "b"}}, "rl.gkd compares the whole vocabulary, which needs a teacher in"),
+    ],
+)
+def test_what_gkd_refuses(node, message):
+    with pytest.raises(ConfigError, match=message):
+        rl_settings(gkd(**node))

@@ -1,0 +1,154 @@
+"""The divergence of a policy from a teacher in the same process, over the whole vocabulary; the teacher's network."""
+
+from typing import Dict, Optional
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+from mindlora.core.errors import AdapterError, ConfigError
+from mindlora.files.adapters import files
+from mindlora.files.adapters.dialects.peft_config import Extras
+from mindlora.models.names import TRANSIENT
+from mindlora.network.cells.cell import LoRACell
+from mindlora.network.cells.divergences import HeadDivergences
+from mindlora.network.cells.low_rank import TrainedRead
+from mindlora.network.repeated_layers import compile_layers_once, mark_reference
+from mindlora.network.save_load import load_lora
+from mindlora.network.tree import copy_cells, lora_cells, replace_children
+from mindlora.training.model.held_weights import hold_weights, release_weights
+from mindlora.training.model.log_probabilities import RowLogProbabilities, row_head_inputs
+from mindlora.training.model.loss_in_pieces import LossesOfHead, losses_of_head, plain_logits
+from mindlora.training.model.mcore_model import is_gpt_model
+from mindlora.training.model.network import innermost, with_loss
+from mindlora.training.model.pet import MindloraModel
+from mindlora.training.rl.settings import RlSettings
+
+
+class RowDivergences(nn.Cell):
+    """The divergence of each token of rows that a label follows; as RowLogProbabilities, in training.
+
+    Args:
+        policy, teacher (RowLogProbabilities): What the heads of both take, as row_head_inputs gives it.
+        head (LossesOfHead): Of the policy; the teacher's has the same weight.
+        teacher_b (Parameter or None): B of the adapter on the teacher's head.
+        beta (float): As for HeadDivergences.
+
+    Inputs:
+        - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
+
+    Outputs:
+        float32 [rows * N], in nats; 0 for labels that do not count.
+    """
+
+    def __init__(
+        self,
+        policy: RowLogProbabilities,
+        teacher: RowLogProbabilities,
+        head: LossesOfHead,
+        teacher_b: Optional[Parameter],
+        beta: float,
+    ):
+        super().__init__(auto_prefix=False)
+        self.policy = policy
+        self.teacher = teacher
+        losses = head.losses
+        frozen = losses.head if losses.holds else None
+        self.divergences = HeadDivergences(losses.dtype, beta, head.b is not None, losses.piece, frozen)
+        self.trained = TrainedRead(losses.dtype)
+        self.channels = head.weight.shape[1]
+        # In the place of an adapter's product, where a head has none.
+        self.nothing = Tensor(np.zeros((head.weight.shape[0], 1)), mstype.float32)
+        # Past nn.Cell, which would list the parameters, and name them, a second time.
+        self.__dict__.update(weight=head.weight, b=head.b, teacher_b=teacher_b)
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        policy = self.policy(input_ids, labels)
+        teacher = ops.stop_gradient(self.teacher(input_ids, labels))
+        low_rank, teacher_low_rank = ops.zeros_like(policy[:, :1]), ops.zeros_like(teacher[:, :1])
+        b = teacher_b = self.nothing
+        if self.b is not None:
+            low_rank, b = policy[:, self.channels :], self.trained.of(self.b)
+        if self.teacher_b is not None:
+            teacher_low_rank, teacher_b = teacher[:, self.channels :], self.teacher_b
+        student = (policy[:, : self.channels], low_rank, self.weight, b)
+        taught = (teacher[:, : self.channels], teacher_low_rank, teacher_b)
+        return self.divergences(*student, *taught, labels[:, 1:].reshape((-1,)))
+
+
+def row_divergences(network: nn.Cell, settings: RlSettings) -> RowDivergences:
+    """Returns the divergence of a MindFormers model from the teacher of rl. The loss of the model is replaced in place.
+
+    Raises:
+        ConfigError: The logits of the model are made for all tokens at once.
+        AdapterError: The teacher is an adapter that cannot be used.
+    """
+    head = losses_of_head(network)
+    if head is None:
+        raise ConfigError(
+            "rl.gkd compares the whole vocabulary for some tokens at a time, and the logits of all tokens are made at "
+            "once: see the log for the reason. Leave runner_wrapper.loss_in_pieces as it is, with plain LoRA or none "
+            "on the output head; or remove gkd."
+        )
+    teacher = teacher_network(network, settings.teacher_adapter)
+    b = getattr(_head_of(teacher), "mindpet_delta_lora_b", None)
+    temperature = settings.temperature
+    both = row_head_inputs(network, temperature), row_head_inputs(teacher, temperature)
+    return RowDivergences(*both, head, b, settings.gkd.beta)
+
+
+def _head_of(network: nn.Cell) -> nn.Cell:
+    model = with_loss(network)
+    return model.output_layer if is_gpt_model(model) else model.lm_head
+
+
+def teacher_network(network: nn.Cell, path: Optional[str]) -> nn.Cell:
+    """Returns cells with the base's parameters of a network in training, without its adapters.
+
+    Args:
+        network (nn.Cell): A network with LoRA cells, of put_loss_in_pieces.
+        path (str): The adapter that they get in their place. Default: None, none. The base on which it was trained is
+            not compared: the base's values are loaded later.
+
+    Raises:
+        AdapterError: It does not match the network, or brings more than adapters of linear cells.
+    """
+    teacher, copies = copy_cells(network)
+    replacements: Dict[int, nn.Cell] = {}
+    for _, cell in lora_cells(network):
+        copied = copies[id(cell)]
+        replacements[id(copied)] = copied.plain_cell()
+    replace_children(teacher, replacements)
+    wrapper = innermost(teacher, lambda cell: isinstance(cell, MindloraModel))
+    with plain_logits(teacher):
+        release_weights(teacher)
+        if path is not None:
+            _check_teacher(path)
+            load_lora(wrapper.network, path, on_base_mismatch="ignore")
+            for _, cell in lora_cells(teacher):
+                _freeze(cell)
+        hold_weights(teacher, wrapper.config.pet_config.product_dtype)
+    compile_layers_once(teacher)
+    mark_reference(teacher)
+    teacher.set_train(network.training)
+    return teacher
+
+
+def _check_teacher(path: str) -> None:
+    """Raises AdapterError if an adapter has parts for which the base in training has no place."""
+    adapter = files.read(path, extras=Extras(token_rows=True, invocation_tokens=True))
+    for has, what in (
+        (adapter.saved_modules or adapter.token_rows, "modules of its own (modules_to_save)"),
+        (adapter.invocation_tokens, "invocation tokens (aLoRA)"),
+    ):
+        if has:
+            raise AdapterError(
+                f"rl.teacher: {path} has {what}, and rl.gkd computes with adapters of linear cells alone on the base "
+                "in training. Name another adapter, or remove gkd."
+            )
+
+
+def _freeze(cell: LoRACell) -> None:
+    for parameter in cell.lora_parameters():
+        parameter.requires_grad = False
+        parameter.name = f"{TRANSIENT}teacher.{parameter.name}"
