@@ -44,6 +44,7 @@ LEFT = {
 IN_E2E = {
     "README.md": ("mindlora plan", "mindlora classify", "mindlora serve"),
     "docs/classifiers.md": (),
+    "docs/distillation.md": (),
     "docs/eval.md": ("mindlora eval --config", "mindlora eval --model FOLDER"),
     "docs/preferences.md": (),
     "docs/rl.md": (),

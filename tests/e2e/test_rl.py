@@ -1,8 +1,9 @@
-"""The example of docs/rl.md on stories260K: the share of words with an s rises."""
+"""The example of docs/rl.md on stories260K: the share of words with an s rises. The adapter then teaches another."""
 
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 
@@ -14,9 +15,9 @@ from tests.support.what_runs import shows
 NAMES = ("Lily", "Tom", "Sara", "Ben", "Mia", "Sam", "Tim", "Amy")
 
 
-def block(kind, begins=""):
-    """The first block of the page of one kind, and that begins so."""
-    page = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8")
+def block(kind, begins="", name="rl.md"):
+    """The first block of a page of one kind, and that begins so."""
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     return re.search(rf"^```{kind}\n({begins}.*?)^```", page, re.M | re.S)[1]
 
 
@@ -29,11 +30,15 @@ def output(library, tmp_path_factory):
     row = json.loads(block("json"))
     rows = [{"prompt": row["prompt"].replace("Lily", name)} for name in NAMES]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    for command in block("", "mindlora configs ").splitlines():
-        words = shlex.split(command.replace("epochs 10", "epochs 6"))
+    run(block("", "mindlora configs ").replace("epochs 10", "epochs 6"), folder)
+    return folder / "output"
+
+
+def run(commands, folder):
+    for command in commands.splitlines():
+        words = shlex.split(command)
         assert words[0] == "mindlora"
         succeeded(python(["-m", "mindlora.cli", *words[1:]], folder))
-    return folder / "output"
 
 
 @shows("rl", "llama")
@@ -47,3 +52,13 @@ def test_the_report_shows_curves_and_answers_with_their_rewards(output):
     for title in ("Reward of the answers", "Largest difference between sampler and trainer", "Share of answers that"):
         assert title in page
     assert re.search(r"\(reward [\d.]+\)", page)
+
+
+@shows("rl", "llama")
+def test_a_student_learns_from_the_adapter(output, tmp_path):
+    for name in ("model", "prompts.jsonl"):
+        (tmp_path / name).symlink_to(output.parent / name)
+    shutil.copytree(output / "lora_checkpoint" / "best", tmp_path / "teacher")
+    run(block("", "mindlora configs ", "distillation.md"), tmp_path)
+    found = read_history(str(tmp_path / "output")).series("teacher/kl")[1]
+    assert len(found) and (found > 0).all()

@@ -120,10 +120,11 @@ class AdaptedLabelLosses(HeadLosses):
 class HeadProduct(nn.Cell):
     """The products of FrozenLinear for a weight in the dtype of hidden: x W^T, and dy W."""
 
-    def construct(self, x, weight):
+    def construct(self, x: Tensor, weight: Tensor) -> Tensor:
         return ops.MatMul(transpose_b=True)(x, weight)
 
-    def times(self, dy, weight):
+    def times(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """Returns dy W."""
         return ops.MatMul()(dy, weight)
 
 

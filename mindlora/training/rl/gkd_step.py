@@ -20,7 +20,7 @@ _OWN, _TEACHER = 1, 2
 class GkdTrainOneStepCell(RlTrainOneStepCell):
     """RlTrainOneStepCell for a run with ``rl.gkd``.
 
-    Of the rows of a step, a share ``lmbda`` has answers of the policy, and the others have the completions of the data,
+    A share ``lmbda`` of the rows of a step has answers of the policy, and the others have the completions of the data,
     or with ``seq_kd`` answers of the teacher. The loss is the mean, over the tokens of these answers, of the divergence
     D_beta of the policy from the teacher (see HeadDivergences), of which the policy's gradient is taken through the
     distributions alone, not through what was sampled (Agarwal et al., 2024).

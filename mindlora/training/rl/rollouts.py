@@ -129,7 +129,8 @@ class Rollouts:
     ) -> Answers:
         """Returns answers to each prompt: ``generations``, or num_generations if it is None.
 
-        ``seed`` and the number of a row make its random stream. With ``by_teacher``, the teacher in the process answers.
+        ``seed`` and the number of a row make its random stream. With ``by_teacher``, the teacher answers, which is in
+        the process.
         """
         if not self.engine.alive:
             self.engine.start(scores=False)

@@ -275,7 +275,9 @@ def _with_gkd(node: Mapping[str, Any]) -> RlSettings:
     for key in node:
         if key in _NOT_OF_GKD:
             hint = "Write gkd: {beta: ...}." if key == "beta" else "Remove one of both."
-            raise ConfigError(f"rl.{key} and rl.gkd do not go together: gkd learns a divergence from the teacher. {hint}")
+            raise ConfigError(
+                f"rl.{key} and rl.gkd do not go together: gkd learns a divergence from the teacher. {hint}"
+            )
     if node.get("teacher") is None:
         raise ConfigError("rl has gkd and no teacher. Name a teacher: base, or the path of an adapter.")
     settings = RlSettings(**{"num_generations": 1, **node})

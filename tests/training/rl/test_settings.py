@@ -140,7 +140,7 @@ def test_gkd_has_trls_defaults():
         ({"reward_funcs": FUNCTION}, "rl.reward_funcs and rl.gkd do not go together"),
         ({"num_iterations": 2}, "rl.num_iterations and rl.gkd do not go together: .* Remove one of both"),
         ({"teacher": None}, "rl has gkd and no teacher. Name a teacher"),
-        ({"teacher": {"url": "http://a", "model": "b"}}, "rl.gkd compares the whole vocabulary, which needs a teacher in"),
+        ({"teacher": {"url": "http://a", "model": "b"}}, "rl.gkd compares the whole vocabulary, which"),
     ],
 )
 def test_what_gkd_refuses(node, message):
