@@ -37,7 +37,7 @@ class ReverseKL(nn.Cell):
     def construct(self, student: Tensor, teacher: Tensor) -> Tuple[Tensor, Tensor]:
         p, away = ops.exp(student), student - teacher
         divergence = (p * away).sum(-1)
-        return divergence, p * (away - divergence.reshape((-1, 1)))
+        return divergence, p * (away - _beside(divergence, away))
 
 
 class GeneralizedJSD(nn.Cell):
@@ -58,7 +58,12 @@ class GeneralizedJSD(nn.Cell):
         from_student = (p * away).sum(-1)
         from_teacher = (ops.exp(teacher) * (teacher - mixture)).sum(-1)
         divergence = self.beta * from_teacher + (1 - self.beta) * from_student
-        return divergence, (1 - self.beta) * p * (away - from_student.reshape((-1, 1)))
+        return divergence, (1 - self.beta) * p * (away - _beside(from_student, away))
+
+
+def _beside(values, like):
+    """Returns a number of each row for each column; a CPU keeps a table for what a difference itself broadcasts."""
+    return ops.broadcast_to(values.reshape((-1, 1)), like.shape)
 
 
 def _divergence(beta):
@@ -154,7 +159,8 @@ class _OfFrozen(CellWithBprop):
             rows, taught, low_taught = hidden[begin:end], teacher_hidden[begin:end], teacher_low_rank[begin:end]
             if begin > 0:
                 done = (divergences[-1], gradients[-1])
-                rows, taught = ops.depend(rows, done), ops.depend(taught, done)
+                # All of them, or one product of each piece would be made at the start.
+                rows, taught, low_taught = ops.depend(rows, done), ops.depend(taught, done), ops.depend(low_taught, done)
             student = log_probabilities_of(self.head(rows, weight))
             teacher = log_probabilities_of(adapted_logits(self.head(taught, weight), low_taught, teacher_b))
             divergence, of_logits = self.divergence(student, teacher)
@@ -177,11 +183,14 @@ class _OfAdapted(CellWithBprop):
     def construct(self, hidden, low_rank, weight, b, teacher_hidden, teacher_low_rank, teacher_b):
         divergences = ()
         for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
-            rows, taught = hidden[begin:end], teacher_hidden[begin:end]
+            rows, low_rows = hidden[begin:end], low_rank[begin:end]
+            taught, low_taught = teacher_hidden[begin:end], teacher_low_rank[begin:end]
             if begin > 0:
-                rows, taught = ops.depend(rows, divergences[-1]), ops.depend(taught, divergences[-1])
-            student = log_probabilities_of(adapted_logits(self.head(rows, weight), low_rank[begin:end], b))
-            logits = adapted_logits(self.head(taught, weight), teacher_low_rank[begin:end], teacher_b)
+                done = divergences[-1]
+                rows, low_rows = ops.depend(rows, done), ops.depend(low_rows, done)
+                taught, low_taught = ops.depend(taught, done), ops.depend(low_taught, done)
+            student = log_probabilities_of(adapted_logits(self.head(rows, weight), low_rows, b))
+            logits = adapted_logits(self.head(taught, weight), low_taught, teacher_b)
             divergence, _ = self.divergence(student, log_probabilities_of(logits))
             divergences += (divergence,)
         return ops.concat(divergences, 0)
@@ -191,9 +200,9 @@ class _OfAdapted(CellWithBprop):
         for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
             # The first piece too, whose logits MindSpore would else keep from the forward.
             rows, low_rows = ops.depend(hidden[begin:end], done), ops.depend(low_rank[begin:end], done)
-            taught = ops.depend(teacher_hidden[begin:end], done)
+            taught, low_taught = ops.depend(teacher_hidden[begin:end], done), ops.depend(teacher_low_rank[begin:end], done)
             student = log_probabilities_of(adapted_logits(self.head(rows, weight), low_rows, b))
-            logits = adapted_logits(self.head(taught, weight), teacher_low_rank[begin:end], teacher_b)
+            logits = adapted_logits(self.head(taught, weight), low_taught, teacher_b)
             _, of_logits = self.divergence(student, log_probabilities_of(logits))
             of_logits = of_logits.astype(hidden.dtype)
             of_hidden += (scaled_rows(self.head.times(of_logits, weight), dout[begin:end]),)
