@@ -44,6 +44,8 @@ _BOOKKEEPING = {
     # The name of the cell in messages, and the children and parameters again.
     *("_scope", "_params_list", "_primitives"),
 }
+# A class lists in it the attributes that change while it trains and that no graph reads: no key depends on them.
+UNREAD = "UNREAD_BY_GRAPHS"
 _SETTINGS = ("mode", "device_target", "jit_level", "jit_config", "jit_syntax_level", "deterministic", "max_call_depth")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice, np.generic, np.dtype)
 # Packages whose version, or whose files in the key, say what their functions are.
@@ -286,7 +288,11 @@ class _Walk:
             raise NoKeyError(f"{where} is a {_name(kind)}, whose content cannot be seen")
         self._token("object", _name(kind))
         self.add(kind, where)
-        attributes = vars(value)
+        unread = getattr(kind, UNREAD, ())
+        if any(base.__name__ == "PretrainedConfig" for base in kind.__mro__):
+            # MindFormers notes in a model's configuration which data the run trains on.
+            unread = ("dataset_config",)
+        attributes = {name: item for name, item in vars(value).items() if name not in unread}
         if isinstance(value, nn.Cell):
             # What is lazy is None until somebody asks for it, and empty then.
             attributes = {

@@ -10,6 +10,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindlora.network.graph_cache import NoKeyError, graph_key
+from mindlora.training.step.rate_factor import RateFactor
 from tests.support import forked
 from tests.support.runs import succeeded
 
@@ -19,6 +20,7 @@ import json, logging, sys, threading
 import mindspore as ms, numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindlora.network.graph_cache import CompiledOnce
+from mindlora.training.step.rate_factor import RateFactor
 
 ms.set_context(mode=ms.GRAPH_MODE)
 ms.set_device("CPU")
@@ -248,3 +250,26 @@ def test_what_cannot_be_seen_has_no_key():
     cell.sizes["lock"] = threading.Lock()
     with pytest.raises(NoKeyError, match=r"Scale.sizes.lock is a _thread.lock"):
         key(cell)
+
+
+def test_what_changes_while_it_trains_and_no_graph_reads_changes_no_key():
+    class Rates(nn.Cell):
+        def __init__(self, factor):
+            super().__init__()
+            self.optimizer = nn.SGD(nn.Dense(3, 3).trainable_params(), 0.1)
+            self.rate = RateFactor(self.optimizer)
+            self.rate.set("WarmUp", factor)
+
+    assert key(Rates(0.5)) == key(Rates(0.25))
+
+
+@pytest.mark.usefixtures("mindformers")
+def test_the_data_that_mindformers_notes_in_a_configuration_changes_no_key():
+    from mindformers import LlamaConfig
+
+    def of(**settings):
+        cell = Scale()
+        cell.config = LlamaConfig(**settings)
+        return key(cell)
+
+    assert of(dataset_config={"path": "one"}) == of(dataset_config={"path": "two"}) != of(hidden_size=8)
