@@ -160,7 +160,8 @@ class _OfFrozen(CellWithBprop):
             if begin > 0:
                 done = (divergences[-1], gradients[-1])
                 # All of them, or one product of each piece would be made at the start.
-                rows, taught, low_taught = ops.depend(rows, done), ops.depend(taught, done), ops.depend(low_taught, done)
+                rows, taught = ops.depend(rows, done), ops.depend(taught, done)
+                low_taught = ops.depend(low_taught, done)
             student = log_probabilities_of(self.head(rows, weight))
             teacher = log_probabilities_of(adapted_logits(self.head(taught, weight), low_taught, teacher_b))
             divergence, of_logits = self.divergence(student, teacher)
@@ -200,7 +201,8 @@ class _OfAdapted(CellWithBprop):
         for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
             # The first piece too, whose logits MindSpore would else keep from the forward.
             rows, low_rows = ops.depend(hidden[begin:end], done), ops.depend(low_rank[begin:end], done)
-            taught, low_taught = ops.depend(teacher_hidden[begin:end], done), ops.depend(teacher_low_rank[begin:end], done)
+            taught = ops.depend(teacher_hidden[begin:end], done)
+            low_taught = ops.depend(teacher_low_rank[begin:end], done)
             student = log_probabilities_of(adapted_logits(self.head(rows, weight), low_rows, b))
             logits = adapted_logits(self.head(taught, weight), low_taught, teacher_b)
             _, of_logits = self.divergence(student, log_probabilities_of(logits))
