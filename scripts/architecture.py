@@ -31,7 +31,7 @@ FEATURES = {
     "NF4, QLoRA, LoftQ": ("network/quantized/*.py", "**/*nf4*.py", "**/*quantize*.py"),
     "preference training": ("training/preference/*.py",),
     "PyNative Trainer": ("training/pynative/*.py", "network/pynative/*.py", "**/*pynative*.py"),
-    "rewards": ("training/rl/*.py", "cli/rl.py", "serving/in_training.py"),
+    "rewards": ("training/rl/*.py", "cli/rl.py", "serving/in_training.py", "network/cells/divergences.py"),
     "routed experts": ("**/*experts*.py",),
     "several adapters in one run": ("training/several/*.py", "cli/sweep.py"),
     "sharded adapters": ("files/adapters/sharding/*.py", "**/sharded_*.py", "**/collectives.py"),

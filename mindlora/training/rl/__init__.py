@@ -1,1 +1,1 @@
-"""Reinforcement learning: rewards for sampled answers, and the losses of RLOO and GRPO."""
+"""Reinforcement learning: rewards for sampled answers, the losses of RLOO and GRPO, and distillation from a teacher."""

@@ -22,9 +22,15 @@ ROWS, LENGTH, VOCABULARY = 3, 16, 64
 TEMPERATURE = 1.3
 
 
-def qwen3(**pet):
+def qwen3(tied=False, **pet):
     """A tiny Qwen3 with adapters, with the same base at each call."""
-    return with_adapters(scaled(tiny_qwen3(num_hidden_layers=2), 0.5), lora_dropout=0.0, **pet)
+    network = tiny_qwen3(num_hidden_layers=2, tie_word_embeddings=tied)
+    return with_adapters(scaled(network, 0.5), lora_dropout=0.0, **pet)
+
+
+def tied_qwen3(**pet):
+    """The same whose head has the embedding's table."""
+    return qwen3(tied=True, **pet)
 
 
 def llama(**pet):
@@ -44,7 +50,7 @@ def llama(**pet):
 
 # Model, what its policy adapts, what its teacher does, beta. The heads of the last one have adapters.
 CASES = {
-    "qwen3": (qwen3, ".*qkv|.*fc2", r".*layers\.0.*fc2", 0.4),
+    "qwen3": (tied_qwen3, ".*qkv|.*fc2", r".*layers\.0.*fc2", 0.4),
     "qwen3-base": (qwen3, ".*qkv|.*fc2", None, 1),
     "llama-heads": (llama, r".*wq|.*lm_head", r".*layers\.1.*w2|.*lm_head", 0),
 }
