@@ -269,7 +269,9 @@ def _check_leaf(node: Mapping[str, Any], parent: str, leaf: str, source: str) ->
     keys = {*node, *CLOSED_NODES.get(parent, ())}
     if parent in CLOSED_NODES and leaf not in keys:
         where = parent or "the YAML"
-        raise ConfigError(f"{source}: '{leaf}' is not a key of {where}.{suggestion(leaf, sorted(keys))}")
+        # Whoever writes a key without a dot may have meant a flag, such as --epochs.
+        names = sorted(keys if parent else {*keys, *FLAGS})
+        raise ConfigError(f"{source}: '{leaf}' is not a key of {where}.{suggestion(leaf, names)}")
 
 
 def _as_node(value: Any, kind: Type[Dict[str, Any]]) -> Any:
