@@ -112,7 +112,7 @@ def test_the_yaml_of_preferences_is_without_faults(tmp_path, judged, loss, capsy
         (["--from", "tiny", "--teacher", "{url", "--output", "x"], "--teacher is '{url', which is not YAML"),
         (["--from", "tiny", "--teacher", "http://h", "--output", "x"], "rl.teacher is 'http://h', without a model"),
         (["--device", "cpu"], "--device is about a model's own YAML"),
-        (["--from", "tiny", "--data", "rows.jsonl", "--output", "x"], "--data rows.jsonl is no MindRecord"),
+        (["--from", "tiny", "--data", "rows.jsonl", "--output", "x"], "--data rows.jsonl is neither a MindRecord"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words, said, model, capsys):

@@ -76,7 +76,7 @@ def read_rows(path: str, first_rows: FirstRows) -> Rows:
     files = [file for file in mindrecord_files(path) if file.endswith(_ENDING) and os.path.isfile(file)]
     if not files:
         raise ConfigError(
-            f"--data {path} is no MindRecord, and no folder of them. Convert your rows first: mindlora data alpaca "
+            f"--data {path} is neither a MindRecord nor a folder of them. Convert your rows first: mindlora data alpaca "
             "--input rows.jsonl --output rows.mindrecord --tokenizer FOLDER --seq-length N"
         )
     counts = [row_count(file) for file in files]
@@ -253,7 +253,12 @@ def commands_of(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
         run += " --train_dataset_dir rows.mindrecord"
     commands.append(run)
     if folder.architecture.legacy or folder.architecture.served:
-        commands.append(f"mindlora generate --model {model} --adapter output/lora_checkpoint/best --prompt 'Hello'")
+        answer = f"mindlora generate --model {model} --adapter output/lora_checkpoint/best --prompt 'Hello'"
+        if request.rows is None and not request.prompts:
+            answer += " --template alpaca"
+        elif request.rows and not request.rows.loss:
+            answer += "  # for rows of mindlora data alpaca: --template alpaca"
+        commands.append(answer)
     return tuple(commands)
 
 

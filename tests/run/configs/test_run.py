@@ -39,6 +39,10 @@ def test_the_text_is_the_content(folder):
     assert yaml.safe_load(made.text) == made.content
     assert "# of all settings the one to try first" in made.text
     assert made.commands[0] == "mindlora-run --config run.yaml"
+    # Answers need the prompt of the rows, which a MindRecord does not name.
+    assert made.commands[1].endswith("# for rows of mindlora data alpaca: --template alpaca")
+    assert draft(folder).commands[-1].endswith("--prompt 'Hello' --template alpaca")
+    assert "--template" not in draft(folder, rows=replace(ROWS, loss="dpo")).commands[-1]
 
 
 def test_rows_give_length_batch_and_steps(folder):
