@@ -105,7 +105,12 @@ def _renamed(argv):
 
 
 def _parser():
-    parser = argparse.ArgumentParser(prog="mindlora", description="LoRA for MindSpore, native to MindFormers.")
+    parser = argparse.ArgumentParser(
+        prog="mindlora",
+        description="LoRA for MindSpore, native to MindFormers.",
+        epilog="mindlora-run trains: mindlora data makes the rows, mindlora configs --from FOLDER the YAML, and "
+        "mindlora-run --config YAML the adapter.",
+    )
     parser.add_argument("--version", action="version", version=f"mindlora {__version__}")
     add_verbs(parser, [verb for module in _MODULES for verb in module.VERBS])
     return parser

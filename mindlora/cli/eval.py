@@ -54,7 +54,7 @@ def _eval_options(parser: argparse.ArgumentParser) -> None:
     measured = parser.add_argument_group("what is measured; each may be given repeatedly")
     for option, text in (
         ("texts", "perplexity and bits per byte of the texts in a .txt, or of the column text of rows (.jsonl, ...)"),
-        ("rows", "the same of the rows of a MindRecord that mindlora data wrote, as --holdout does"),
+        ("rows", "the same for the rows of a MindRecord that mindlora data wrote, such as those of --holdout"),
         ("choices", "accuracy on rows with question, choices and answer"),
         ("answers", "how many answers are right, on rows with question and answer (or instruction and output)"),
     ):
@@ -63,7 +63,7 @@ def _eval_options(parser: argparse.ArgumentParser) -> None:
         "--forgetting",
         type=int,
         metavar="N",
-        help=f"how far the adapters have moved from what the base says itself, on N samples of {_SAMPLE_TOKENS} tokens",
+        help=f"how far the adapters have moved from the base's own answers, on N samples of {_SAMPLE_TOKENS} tokens",
     )
     parser.add_argument("--separator", default="", metavar="TEXT", help="what separates the texts in a .txt")
     parser.add_argument(
@@ -73,7 +73,7 @@ def _eval_options(parser: argparse.ArgumentParser) -> None:
         "--rule",
         choices=_RULES,
         default="exact",
-        help="what of an answer must be equal: (default: %(default)s) exact, all of it, or number, the one after ####",
+        help="what must be equal for an answer to be right: all of it, or the number after #### (default: %(default)s)",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="take the first N texts, rows or questions of each file")
     parser.add_argument("--picture", metavar="FILE", help="draw what was found to a .png; needs matplotlib")

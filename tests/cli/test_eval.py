@@ -89,7 +89,7 @@ def test_the_text_says_what_is_better_and_by_how_much(run):
         "KL(base || adapter), nats per token, on 6 samples of the base",
     ]
     words = " ".join(verdict.split())
-    assert words.startswith("first against the base: ") and words.endswith("away from what the base says itself.")
+    assert words.startswith("first against the base: ") and words.endswith("away from the base's own answers.")
 
 
 def test_the_base_alone_is_compared_with_nothing(run):
