@@ -119,7 +119,7 @@ class RewardError(LoraError):
 
 
 class TeacherError(LoraError):
-    """A teacher behind a server did not answer, refused, was too slow, or reads other tokens than its student."""
+    """A teacher behind a server did not answer, refused, was too slow, or has another tokenizer than its student."""
 
 
 class RunStopped(LoraError):

@@ -48,6 +48,6 @@ def cannot_be_imported(version: str) -> bool:
 
 
 def release(version: str) -> Tuple[int, int]:
-    """Returns the first two numbers of a version, by which MindFormers' interfaces change."""
+    """Returns the first two numbers of a version: MindFormers' interfaces change only with these."""
     numbers = re.findall(r"\d+", f"{version}.0")
     return int(numbers[0]), int(numbers[1])

@@ -100,8 +100,8 @@ def join(examples: Sequence[Encoded], boundary: Boundary) -> Encoded:
 def example_ends(row: Encoded, boundary: Boundary, seq_length: int) -> np.ndarray:
     """Returns where the examples of a packed row end among the seq_length tokens that the model sees: int32 [examples].
 
-    The ends grow, and the last one is seq_length: the padding after the last example counts as part of it, as does the
-    padding between two examples as part of the first. This is what MindFormers calls actual_seq_len.
+    The ends increase. Padding counts as part of the example before it, so the last end is seq_length. MindFormers calls
+    these ends actual_seq_len.
     """
     starts = np.flatnonzero(row.tokens == boundary.token)
     ends = starts + 1 if boundary.is_padding else starts[1:]

@@ -17,7 +17,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class ChatPrompt(Protocol):
-    """Makes prompts of messages. ``ends`` are tokens that end the assistant's turn, beside those of end_tokens()."""
+    """Makes prompts from messages. ``ends`` are tokens that end the assistant's turn, besides those of end_tokens()."""
 
     ends: FrozenSet[int]
 
@@ -258,7 +258,7 @@ class PromptForm:
 
 
 class RawPrompt:
-    """The text itself, with the special tokens that the tokenizer puts around one."""
+    """The text itself, with the special tokens that the tokenizer puts around a text."""
 
     ends: FrozenSet[int] = frozenset()
 

@@ -86,7 +86,7 @@ class CpuAttention(nn.Cell):
         self.attention = PagedAttention()
 
     def initialize_cache(self) -> None:
-        """Gives the cache its values: in PyNative the first call of a cell does that, and the manager is not called."""
+        """Initializes the cache. In PyNative the first call of a cell would do it, but nothing calls the cache manager."""
         for parameter in self.paged_attention_mgr.get_parameters():
             parameter.init_data()
 

@@ -24,7 +24,7 @@ LEAST = -9999.0
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Returns the places, int64 ascending, of the ``count`` largest values and of all that equal the smallest of these.
+    """Returns the indices, int64 ascending, of the ``count`` largest values and of all that equal the smallest of these.
 
     ``values`` are float [n] without NaN, ``count`` is at least 1.
     """

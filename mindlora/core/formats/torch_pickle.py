@@ -27,7 +27,7 @@ def read(path: str) -> Dict[str, np.ndarray]:
     function, change any object and allocate any amount of memory. The machine here knows the few instructions that a
     dict of tensors needs, can call three functions of its own, and stops at anything else.
 
-    Raises AdapterError if it is damaged, no zip archive of torch.save's, or not a dict of tensors by name.
+    Raises AdapterError if it is damaged, not a zip archive that torch.save wrote, or not a dict of named tensors.
     """
     opened = False
     try:

@@ -91,7 +91,7 @@ def read_paths(file: Optional[str]) -> Tuple[str, ...]:
             paths = tuple(line.strip() for line in lines if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise LoraError(
-            f"{file} cannot be read as a list of paths: {error}. Give a text file in UTF-8 with a path in each line."
+            f"{file} cannot be read as a list of paths: {error}. Give a text file in UTF-8 with one path per line."
         ) from error
     if not paths:
         raise LoraError(f"{file} is empty: it must hold the paths of the network's cells, one in a line.")

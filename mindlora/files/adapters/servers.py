@@ -386,7 +386,7 @@ def _parse(server: str) -> Tuple[Server, Version]:
     name, _, version = server.partition("==")
     if name not in SERVERS:
         raise ConfigError(
-            f"No rules are known of a server {name!r}.{suggestion(name, list(SERVERS))} Name one of "
+            f"No rules are known for a server {name!r}.{suggestion(name, list(SERVERS))} Name one of "
             f"{', '.join(SERVERS)}."
         )
     rules = SERVERS[name]

@@ -177,7 +177,7 @@ def _check_weights(folder: str, architecture: Architecture, model_config: Dict[s
     if differing:
         name = differing[0]
         raise ConfigError(
-            f"{folder}: {name} has the shape {list(stored[name])}, and as {CONFIG} says it has {list(expected[name])}. "
+            f"{folder}: {name} has the shape {list(stored[name])}, but {CONFIG} makes it {list(expected[name])}. "
             "Copy the model again."
         )
     return dtype_name(dtypes.pop()) if len(dtypes) == 1 and dtypes <= set(FLOATS) else "float32", decoded

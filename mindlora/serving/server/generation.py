@@ -401,7 +401,7 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
     record.stream = bool(body.stream)
     body.check_extra()
     if body.stream_options is not None and not body.stream:
-        raise ApiError("stream_options is only for stream: true. Set it too.", param="stream_options")
+        raise ApiError("stream_options is only for stream: true. Set stream too.", param="stream_options")
     if record.choices > context.settings.max_choices:
         raise ApiError(
             f"{record.choices} answers are asked for (prompts times n), and this server gives "

@@ -316,7 +316,7 @@ async def _read(
     body.check_extra()
     if len(texts) > context.settings.max_choices:
         raise ApiError(
-            f"{len(texts)} texts are given, and this server takes {context.settings.max_choices} at most. Send fewer.",
+            f"{len(texts)} texts are given, but this server takes at most {context.settings.max_choices}. Send fewer.",
             param=body.text_field,
         )
 

@@ -22,7 +22,7 @@ from mindlora.training.step.train_step import StepRecord
 
 
 def copy_state(step: nn.Cell) -> Dict[str, np.ndarray]:
-    """Returns copies of what a train step, mindlora's, changes: name -> array."""
+    """Returns copies of what mindlora's train step changes: name -> array."""
     collect_state(step)
     return {parameter.name: parameter.asnumpy().copy() for parameter in _state(step)}
 

@@ -31,7 +31,7 @@ _NORMS = (LlamaRMSNorm, FusedRMSNorm)
 
 
 class HeldLinear(Linear):
-    """MindFormers' Linear with a frozen weight of 16 bits."""
+    """MindFormers' Linear with a frozen weight in 16 bits."""
 
     def construct(self, x: Tensor, group_list: Any = None) -> Tensor:
         y = self.held.linear(self.held.tokens(x), (self.weight,), self.bias if self.has_bias else None)

@@ -91,10 +91,10 @@ def gpt_model_of(network: nn.Cell) -> Optional[nn.Cell]:
 def replace_loss(model: nn.Cell, loss: nn.Cell, counts_tokens: bool = False) -> None:
     """Makes ``loss`` the loss of a GPTModel on the labels, in place.
 
-    What it gives is the first of what the model returns; with ``counts_tokens`` it gives sums of losses and numbers of
-    tokens, which are the first two.
+    The model then returns this loss first; with ``counts_tokens``, its first two outputs are sums of losses and numbers
+    of tokens.
 
-    Raises ConfigError if the model predicts several tokens, which it would learn by a loss of its own beside this one.
+    Raises ConfigError if the model predicts several tokens: it would learn them by a second loss of its own.
     """
     if model.mtp_process:
         raise ConfigError(

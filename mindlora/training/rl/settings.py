@@ -174,7 +174,7 @@ class RlSettings:
 
     @property
     def rows(self) -> int:
-        """Answers of a step: those to all of its prompts, the answers to a prompt behind each other."""
+        """Answers of a step: those to all of its prompts, with the answers to one prompt side by side."""
         return self.prompts_per_step * self.num_generations
 
     @property

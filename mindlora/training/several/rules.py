@@ -41,7 +41,7 @@ _SHARED = {
     "compute_dtype": "the products of all adapters are computed at once",
     "lora_dropout": "the inputs of all adapters are dropped out at once",
 }
-# Fields of pet_config that a run with several adapters does not carry out.
+# Fields of pet_config that a run with several adapters does not support.
 _NOT_WITH_OTHERS = (
     *("freeze_lora_a", "modules_to_save", "freeze_include", "freeze_exclude"),
     *("adapter_path", "loraplus_lr_ratio", "neftune_alpha", "alora_invocation_tokens"),
@@ -243,7 +243,7 @@ def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter], node:
         if getattr(pet_config, field):
             yield error(
                 f"{node}.{field}",
-                f"{field} is {getattr(pet_config, field)!r}, which a run with several adapters does not carry out.",
+                f"{field} is {getattr(pet_config, field)!r}, which a run with several adapters does not support.",
                 "Remove it, or train one adapter at a time.",
             )
     for adapter in adapters:
@@ -326,7 +326,7 @@ def _check_keys(run: YamlRun) -> Iterator[Finding]:
             if key not in known and value not in (None, False):
                 yield error(
                     f"{node}.{key}",
-                    f"{node}.{key} is {value!r}, which a run with several adapters does not carry out.",
+                    f"{node}.{key} is {value!r}, which a run with several adapters does not support.",
                     f"Remove it; there are {', '.join(known)}.",
                 )
     scale = run.at("runner_wrapper.scale_sense")
@@ -348,7 +348,7 @@ OF_ONE_ADAPTER = (
     *("Forgetting", "ForgettingBudget"),
 )
 _PYNATIVE_OPTIMIZER_KEYS = ("type", "betas", "eps", "weight_decay", "weight_decay_include", "weight_decay_exclude")
-# Keys that a run with several adapters does not carry out -> why.
+# Keys that a run with several adapters does not support -> why.
 _NOT_WITH_ADAPTERS = {
     "training.use_skip_step_on_nan": "each adapter skips such steps by itself",
     "model.calculate_per_token_loss": "each adapter has its own mean loss",
@@ -463,8 +463,8 @@ def _check_pynative_run(config: Mapping[str, Any]) -> Iterator[Finding]:
         if key not in _PYNATIVE_OPTIMIZER_KEYS and value not in (None, False):
             yield error(
                 f"optimizer.{key}",
-                f"optimizer.{key} is {shown(value)}, which a run with several adapters does not carry out.",
-                f"Remove it; there are {', '.join(_PYNATIVE_OPTIMIZER_KEYS)}.",
+                f"optimizer.{key} is {shown(value)}, which a run with several adapters does not support.",
+                f"Remove it; the keys that it supports are {', '.join(_PYNATIVE_OPTIMIZER_KEYS)}.",
             )
     for key, reason in _NOT_WITH_ADAPTERS.items():
         value = value_at(config, key)

@@ -130,12 +130,12 @@ def set_boundary(config: MindFormerConfig) -> None:
         return
     if not wrapper or wrapper.type != WRAPPER:
         raise ConfigError(
-            f"train_dataset {_packed(boundary)}, and runner_wrapper.type is {wrapper.type if wrapper else None}, which "
+            f"train_dataset {_packed(boundary)}, but runner_wrapper.type is {wrapper.type if wrapper else None}, which "
             f"does not keep the examples of a row apart. Set runner_wrapper.type: {WRAPPER}."
         )
     if wrapper.get("packed_boundary") not in (None, boundary):
         raise ConfigError(
-            f"runner_wrapper.packed_boundary is {wrapper.packed_boundary}, and train_dataset {_packed(boundary)}. "
+            f"runner_wrapper.packed_boundary is {wrapper.packed_boundary}, but train_dataset {_packed(boundary)}. "
             "Remove the key: mindlora-run sets it."
         )
     pad = pad_token_id(config.model.model_config)

@@ -31,7 +31,7 @@ CASES = {
     "nf4": ({"pet_config": {"quantize_base": "nf4"}}, "no base is loaded that could be quantized"),
     "loftq": (
         {"pet_config": {"lora_init": "loftq", "quantize_base": "nf4"}},
-        "pet_config.lora_init is 'loftq', which mindlora does not carry out",
+        "pet_config.lora_init is 'loftq', which mindlora does not support",
     ),
     "two_initializations": (
         {"pet_config": {"lora_init": "pissa", "adapter_path": "/"}},
@@ -66,7 +66,7 @@ CASES = {
     ),
     "callbacks": (
         {"callbacks": [{"type": "AdapterSlices"}, {"type": "ExchangeCheck"}]},
-        "callbacks has AdapterSlices, ExchangeCheck, which mindlora does not carry out",
+        "callbacks has AdapterSlices, ExchangeCheck, which mindlora does not support",
     ),
     "unused": (
         {"callbacks": [{"type": "LeaveOut", "cell": "model.decoder.layers.1.self_attention.linear_proj"}]},

@@ -65,7 +65,7 @@ def test_a_run_alone_has_what_the_adapter_has_of_its_own(tmp_path):
         ({"pet_config": {"adapters": [{"lora_dropout": 0.5}]}}, "pet_config.adapters", "cannot differ"),
         ({"pet_config": {"adapters": []}}, "pet_config.adapters", "must be a list of nodes"),
         ({"pet_config": {"use_dora": True}}, "pet_config.adapters", "only plain LoRA trains beside others"),
-        ({"pet_config": {"modules_to_save": ["norm"]}}, "pet_config.modules_to_save", "does not carry out"),
+        ({"pet_config": {"modules_to_save": ["norm"]}}, "pet_config.modules_to_save", "does not support"),
         ({"pet_config": {"adapters": [{"lora_init": "pissa"}]}}, "pet_config.adapters", "changes the base"),
         ({"pet_config": {"adapters": [{"data": "/nowhere"}]}}, "pet_config.adapters", "data of the adapter adapter_1"),
         ({"model": {"model_type": "deepseek_v3", "architectures": "DeepseekV3ForCausalLM"}}, "model.architectures", ""),

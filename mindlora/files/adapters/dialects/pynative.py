@@ -278,7 +278,7 @@ def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:
     for path in adapter.paths:
         if rank is not None and rank != adapter.rank(path):
             raise RankMismatchError(
-                f"{manifest}: lora_config.lora_rank is {shown(rank)}, and {path} has rank {adapter.rank(path)}. Give "
+                f"{manifest}: lora_config.lora_rank is {shown(rank)}, but {path} has rank {adapter.rank(path)}. Give "
                 "the manifest that was saved with these tensors."
             )
     # MindFormers writes a lora_alpha for MiSS too, which has no scale.
