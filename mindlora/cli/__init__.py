@@ -92,7 +92,7 @@ def _parse(argv):
 
 
 def _renamed(argv):
-    """Returns the arguments with a verb's earlier name replaced, of which stderr is told."""
+    """Returns the arguments with a verb's earlier name replaced; stderr says so."""
     name = argv[0] if argv else None
     if name not in _EARLIER:
         return argv

@@ -33,7 +33,7 @@ class BaseModel:
 
 
 def add_base_model(parser: argparse.ArgumentParser, option: str, purpose: str, earlier: Sequence[str] = SIZES) -> None:
-    """Adds ``option``, which names a base model; ``purpose`` is its help. The ``earlier`` flags stay out of the help."""
+    """Adds ``option``, which names a base model, with ``purpose`` as its help; ``earlier`` flags are taken unlisted."""
     parser.add_argument(option, metavar="FOLDER|YAML", help=purpose)
     for flag in earlier:
         parser.add_argument(flag, type=str if flag == ARCHITECTURE else int, help=argparse.SUPPRESS)

@@ -40,7 +40,10 @@ _SIZES: Tuple[Tuple[str, str], ...] = (
     ("max-running", "requests that a step serves together"),
     ("max-tokens-per-step", "tokens that a step computes (default: 512)"),
     ("max-waiting", "requests that wait"),
-    ("prompt-lookup", "tokens that are guessed at a time from the text so far: faster where answers repeat it (default: 0)"),
+    (
+        "prompt-lookup",
+        "tokens that are guessed at a time from the text so far, for answers that repeat it (default: 0)",
+    ),
 )
 # Options that are fields of Sampling: name, type, help.
 _SAMPLING = (
@@ -82,7 +85,7 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
     sizes.add_argument(
         "--adapter-dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="dtype of adapters in their slots; an adapter that it would round is refused (default: the network's dtype)",
+        help="dtype of adapters in slots; an adapter that it would round is refused (default: the network's dtype)",
     )
     sizes.add_argument(
         "--product-dtype",
@@ -94,8 +97,8 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
         "--fixed-batches",
         type=fixed_batches,
         metavar="N,...",
-        help="numbers of requests, such as 1,2,4,8, for which decoding gets a faster graph of its own; each adds seconds to "
-        "the start (default: none)",
+        help="numbers of requests, such as 1,2,4,8, for which decoding gets a faster graph of its own; each adds "
+        "seconds to the start (default: none)",
     )
 
 
@@ -333,7 +336,7 @@ def start(engine: "Engine", **expected: bool) -> None:
 
 @contextlib.contextmanager
 def log_elsewhere(verbose: bool) -> Iterator[None]:
-    """Has MindFormers' log written where nobody looks, unless it is asked for (``verbose``)."""
+    """Sends MindFormers' log to a temporary folder, unless it is asked for (``verbose``)."""
     if verbose:
         yield
         return

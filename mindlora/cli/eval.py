@@ -138,7 +138,7 @@ def _check(arguments: argparse.Namespace, adapters: Adapters) -> None:
 
 
 def _read(arguments: argparse.Namespace) -> _Inputs:
-    """Reads what can be read without the model, so that a mistake in it is told at once."""
+    """Reads what can be read without the model, so that a mistake in it is reported at once."""
     from mindlora.serving.evaluation.questions import read_questions, read_tasks
     from mindlora.serving.evaluation.texts import read_documents
 
@@ -158,7 +158,7 @@ def _passages(arguments: argparse.Namespace, engine: "Engine", inputs: _Inputs) 
     length = engine.seq_length
     overlap = arguments.overlap or length // 2
     if overlap > length:
-        raise ConfigError(f"--overlap is {overlap}, and a window has {length} tokens: give less.")
+        raise ConfigError(f"--overlap is {overlap}, but a window has {length} tokens: give less.")
     made = [(path, passages_of_texts(texts, engine.tokenizer, length, overlap)) for path, texts in inputs.texts]
     made += [(path, passages_of_rows(path, engine.tokenizer, length)[: arguments.limit]) for path in arguments.rows]
     return made

@@ -156,7 +156,7 @@ class HarnessModel(TemplateLM):
         room = self.max_length - limit
         if room < 1:
             raise RequestError(
-                f"max_gen_toks is {limit}, and the model takes {self.max_length} tokens, the context included: lower "
+                f"max_gen_toks is {limit}, but the model takes {self.max_length} tokens, the context included: lower "
                 "it (--gen_kwargs max_gen_toks=N), or raise seq_length."
             )
         sampling = Sampling(

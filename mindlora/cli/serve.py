@@ -92,7 +92,9 @@ def _add_prompts(group: Any) -> None:
         help="instead of a chat template, the prompt of instruction data, for chats of one message: alpaca, plain or a "
         "text with {instruction}",
     )
-    group.add_argument("--request-log", metavar="FILE", help="file that gets a line for each request (default: standard error)")
+    group.add_argument(
+        "--request-log", metavar="FILE", help="file that gets a line for each request (default: standard error)"
+    )
     group.add_argument("--log-prompts", action="store_true", help="write the prompts into these lines")
 
 

@@ -56,7 +56,7 @@ class SweepReport:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " Every combination becomes an adapter of pet_config.adapters; all train beside each other over one base. "
+        " Every combination becomes an adapter of pet_config.adapters; all train side by side over one base. "
         "--a.b.c VALUE and the flags of mindlora-run override keys of the YAML."
     )
     parser.add_argument("yaml", metavar="YAML", help="complete MindFormers YAML of a training run with pet_config")

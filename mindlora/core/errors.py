@@ -94,7 +94,7 @@ class BaseMismatchError(AdapterError):
     Args:
         message (str): What differs.
         stored (dict): Fingerprint of the base in the adapter. Default: None, not compared.
-        found (dict): Fingerprint of the base at hand. Default: None.
+        found (dict): Fingerprint of the base that is there. Default: None.
     """
 
     def __init__(self, message: str, stored: Optional[dict] = None, found: Optional[dict] = None):

@@ -23,7 +23,7 @@ def require_mindformers(oldest: str = OLDEST) -> None:
         raise InstallationError("MindFormers is not installed. Install a pair that docs/installation.md names.")
     if release(version) < release(oldest):
         raise InstallationError(
-            f"MindFormers is {version}, and this needs {oldest} or newer. docs/installation.md lists the versions of "
+            f"MindFormers is {version}, but this needs {oldest} or newer. docs/installation.md lists the versions of "
             "MindSpore and MindFormers that were tested together: install such a pair."
         )
     if cannot_be_imported(version):

@@ -124,7 +124,7 @@ def read_message(entry: Any) -> Dict[str, Any]:
     if not message.get("tool_calls"):
         message["content"] = message["content"] or ""
         if message["role"] == "assistant" and not message["content"].strip():
-            raise UnusableRow("an empty assistant's turn")
+            raise UnusableRow("an empty turn of the assistant")
     return message
 
 

@@ -44,7 +44,7 @@ def find_boundary(examples: Sequence[Encoded], bos: Optional[int], pad: int) -> 
     padded = sum((row.tokens[:-1] == pad).any() for row in examples)
     if padded:
         raise DataError(
-            f"The examples cannot be packed: padding (id {pad}) would separate them, and {padded} of {len(examples)} "
+            f"The examples cannot be packed: padding (id {pad}) would separate them, but {padded} of {len(examples)} "
             "have it inside. Give the tokenizer a padding token of its own (pad_token in its tokenizer_config.json), "
             "or convert without --pack."
         )

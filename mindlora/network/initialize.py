@@ -104,7 +104,7 @@ def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
 def base_weights(adapter: Adapter, cells: Dict[str, nn.Cell], source: str) -> Callable[[str], np.ndarray]:
     """Returns a function that returns the base's weight [out, in] of a cell, float32, from its path.
 
-    The adapter is one that PEFT saved as PiSSA, OLoRA or KaSA trained it; for any other, nobody calls the function. It
+    The adapter is one that PEFT saved as PiSSA, OLoRA or KaSA trained it; it is not called for any other. It
     raises LoraError if the weight is not the one that the initial pairs were computed from.
     """
 

@@ -45,7 +45,7 @@ class MultiLoraDelta(OperatorCell):
           three: it is widened as it is read. On the cpu path max_rank is 1 to 256.
         - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
         - **scales** (Tensor) - Shape [slots], float32.
-        - **indices** (Tensor) - Shape [at least tokens], int32: those after the tokens are not looked at, so that a
+        - **indices** (Tensor) - Shape [at least tokens], int32: those after the tokens are ignored, so that a
           server can keep a Parameter of one size. An index beyond the last slot is an error on the cpu path; on the
           ascend and composed ones, which cannot raise, its row is NaN.
 

@@ -146,7 +146,7 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
         MissingTensorsError, ShapeMismatchError, NotFiniteError, ScaleMismatchError: A tensor cannot be used.
-        UnexpectedTensorsError: A tensor has no place, such as a saved module other than embedding, output head and score.
+        UnexpectedTensorsError: A tensor has no place, such as a saved module that is not embedding, head or score.
         RankMismatchError: A rank is above max_rank.
         AdapterError: The layout is exact, and its dtype would round a number.
         BaseMismatchError: It was trained on another base.

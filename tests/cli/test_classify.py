@@ -88,14 +88,14 @@ def test_words_are_labeled_at_their_first_tokens(run, tmp_path):
         (("--text", "x"), "No adapter is named"),
         (("--adapter", "judge"), "There is no text"),
         (("--adapter", "pirate", "--text", "x"), "pirate has no score head, so it gives no labels"),
-        (("--adapter", "judge", "--text", "x", "--labels", "a,b"), "--labels names 2 labels, and the head has 3"),
+        (("--adapter", "judge", "--text", "x", "--labels", "a,b"), "--labels names 2 labels, but the head has 3"),
         (("--adapter", "judge", "--text", " "), "--text 1: an empty text"),
-        (("--adapter", "judge", "--text", "cats " * 300), "--text 1 has 303 tokens, and the model takes 256"),
+        (("--adapter", "judge", "--text", "cats " * 300), "--text 1 has 303 tokens, but the model takes 256"),
         (("--adapter", "judge", "--text", "x", "--output", "said.txt"), "does not end in .jsonl"),
         (("--adapter", "judge", "--input", "rows.jsonl"), "rows.jsonl, line 1 has words, and judge labels whole texts"),
         (("--adapter", "tagger", "--input", "text.jsonl"), "text.jsonl, line 1 has one label, and tagger labels words"),
-        (("--adapter", "reward", "--input", "text.jsonl"), "line 1 has a label, and reward gives one score"),
-        (("--adapter", "judge", "--input", "text.jsonl"), "has the label 'x', and those of judge are LABEL_0, LABEL_1"),
+        (("--adapter", "reward", "--input", "text.jsonl"), "line 1 has a label, but reward gives one score"),
+        (("--adapter", "judge", "--input", "text.jsonl"), "has the label 'x', but those of judge are LABEL_0, LABEL_1"),
     ],
 )
 def test_errors_are_one_line(run, tmp_path, monkeypatch, words, error):

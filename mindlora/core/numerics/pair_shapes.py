@@ -49,7 +49,7 @@ class PairLayout:
         return a[self.rank_axes[0]]
 
     def channels(self, a: Shape, b: Shape) -> Tuple[int, int]:
-        """Returns (outputs, inputs) of the weight, or of each expert; a convolution's kernel counts among the inputs."""
+        """Returns (outputs, inputs) of the weight, or of each expert; a convolution's kernel counts as inputs."""
         return b[0], math.prod(a[1:])
 
     def with_rank(self, half: str, array: np.ndarray, rank: int) -> np.ndarray:

@@ -212,7 +212,7 @@ class Adapter:
             rows = len(self.tensors[path, by_row])
             if rows > len(tensors["B"]):
                 raise ShapeMismatchError(
-                    f"{source}: {by_row} of {path} has {rows} elements, and the shared B is "
+                    f"{source}: {by_row} of {path} has {rows} elements, but the shared B is "
                     f"{list(tensors['B'].shape)}: it has too few rows. Save the adapter again, with its own projection."
                 )
             self.tensors[path, "A"] = tensors["A"]

@@ -99,7 +99,7 @@ def _stack(adapter: Adapter, path: str, paths: List[str], members: int) -> None:
     ranks = sorted({adapter.rank(single) for single in paths})
     if len(ranks) > 1:
         raise RankMismatchError(
-            f"The pairs of single experts that make up {path} have the ranks {', '.join(map(str, ranks))}, and one "
+            f"The pairs of single experts that make up {path} have the ranks {', '.join(map(str, ranks))}, but one "
             "stacked pair has one rank. Keep the pairs of single experts, or bring them to one rank (mindlora adapter "
             "resize)."
         )

@@ -156,7 +156,7 @@ def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:
             cells_of_parts.append((path, part, canonical(part, rest)))
     if unknown:
         raise AdapterError(
-            f"Format {form!r} is for Stable Diffusion, and these cells are neither a UNet's nor a text encoder's under "
+            f"Format {form!r} is for Stable Diffusion, but these cells are neither a UNet's nor a text encoder's under "
             f"diffusers' names: {listed(unknown)}. Say which part they are with part (--part), or write another format."
         )
     return cells_of_parts

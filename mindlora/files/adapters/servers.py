@@ -153,7 +153,7 @@ def _cell_problems(path: str, adapter: Adapter, version: Version) -> Iterator[st
     if stacked and (apart or version < _STACKED):
         option = ", unless it runs with --enable-mixed-moe-lora-format and is given is_3d_lora_weight: true with it"
         yield (
-            f"It has one pair for all experts of a layer ({listed(stacked)}), and this server takes pairs of each "
+            f"It has one pair for all experts of a layer ({listed(stacked)}), but this server takes pairs of each "
             f"expert by itself{option if version >= _STACKED else ''}. Write those: mindlora adapter convert {path} "
             "served --to peft --experts single"
         )
@@ -173,7 +173,7 @@ def _scale_problems(adapter: Adapter, config: dict, version: Version) -> Iterato
     ranks = adapter.ranks
     if ranks[-1] > _MAX_RANKS[-1]:
         yield (
-            f"Its rank is {ranks[-1]}, and at most {_MAX_RANKS[-1]} is served. Make it smaller: mindlora adapter "
+            f"Its rank is {ranks[-1]}, but at most {_MAX_RANKS[-1]} is served. Make it smaller: mindlora adapter "
             f"resize ADAPTER served --rank {_MAX_RANKS[-1]}"
         )
     # Before, vLLM computed one scale, from the r and lora_alpha of the configuration, and read neither pattern.
@@ -202,7 +202,7 @@ def _notes_in_vllm(adapter: Adapter) -> List[str]:
     needed = next((allowed for allowed in _MAX_RANKS if allowed >= rank), None)
     if needed is not None and needed > 16:
         notes.append(
-            f"Its rank is {rank}, and the default limit is 16: start the server with --max-lora-rank {needed}."
+            f"Its rank is {rank}, but the default limit is 16: start the server with --max-lora-rank {needed}."
         )
     ends = sorted({names.to_hugging_face(path).rpartition(".")[2] for path in adapter.paths})
     notes.append(f"The model must serve modules of these names: {', '.join(ends)}.")
@@ -228,10 +228,10 @@ def mindie_problems(path: str, adapter: Adapter, version: Version) -> Iterator[s
     if not adapter.variant.is_plain:
         yield f"It is a {adapter.variant.name} adapter ({adapter.variant.field}); MindIE has plain LoRA alone. {_MERGE}"
     if adapter.trained_modules:
-        yield f"It has modules_to_save ({listed(adapter.trained_modules)}), and MindIE takes A and B alone. {_MERGE}"
+        yield f"It has modules_to_save ({listed(adapter.trained_modules)}), but MindIE takes A and B alone. {_MERGE}"
     odd = [cell for cell in adapter.paths if adapter.layout(cell) is not LINEAR]
     if odd:
-        yield f"It adapts cells that are not linear, and MindIE takes linear ones alone: {listed(odd)}. {_MERGE}"
+        yield f"It adapts cells that are not linear, but MindIE takes linear ones alone: {listed(odd)}. {_MERGE}"
 
 
 def mindie_notes(adapter: Adapter, version: Version) -> Iterator[str]:

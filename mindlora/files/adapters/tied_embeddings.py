@@ -39,7 +39,7 @@ def settle(
         # Matching sees to the shapes.
         if head_weight.shape == of_base.shape and not is_copy(head_weight, of_base):
             raise error(
-                f"{source} holds {head}, the weight that the adapter of the output head is for, and {base} has another "
+                f"{source} holds {head}, the weight that the adapter of the output head is for, but {base} has another "
                 f"one, the embedding's table: its embeddings are tied. {WAY_OUT}"
             )
         return
@@ -47,13 +47,13 @@ def settle(
         tables = [adapter.saved_modules[name] for name in (embedding, head)]
         if tables[0].shape != tables[1].shape or (to_float32(tables[0]) != to_float32(tables[1])).any():
             raise error(
-                f"{source} holds different weights for {embedding} and {head}, and {base} has one table for both: its "
+                f"{source} holds different weights for {embedding} and {head}, but {base} has one table for both: its "
                 f"embeddings are tied. {WAY_OUT}"
             )
         del adapter.saved_modules[head]
     elif _is_untied(adapter, embedding):
         raise error(
-            f"{source} holds {embedding} alone (modules_to_save), beside which the output head stays as it was, and "
+            f"{source} holds {embedding} alone (modules_to_save), beside which the output head stays as it was, but "
             f"{base} has one table for both: its embeddings are tied. {WAY_OUT}"
         )
 

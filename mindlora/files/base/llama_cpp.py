@@ -242,7 +242,7 @@ def _tokens(model: Mapping, added: List[Mapping], size: int, path: str) -> Dict[
     names.update({token["id"]: token["content"] for token in added})
     if max(names) >= size:
         raise CheckpointError(
-            f"{path} has the token {max(names)}, and the model's vocab_size is {size}: use the tokenizer of this model."
+            f"{path} has the token {max(names)}, but the model's vocab_size is {size}: use the tokenizer of this model."
         )
     kinds = {token["content"]: _CONTROL if token.get("special") else _USER_DEFINED for token in added}
     kinds[model.get("unk_token")] = _UNKNOWN

@@ -167,7 +167,7 @@ def _too_few(run: YamlRun, dataset: str, where: str, data: Optional[Data], batch
     factors = [name.rpartition(".")[2] for name, number in batch.factors.items() if number > 1]
     return error(
         where,
-        f"{where} has {available} rows, and a step needs {batch.rows} ({batch}).",
+        f"{where} has {available} rows, but a step needs {batch.rows} ({batch}).",
         f"Lower {' or '.join(factors) or 'batch_size'}, or give more data.",
     )
 

@@ -194,7 +194,7 @@ def _check_paged_attention(model_config: Mapping[str, Any]) -> Iterator[Finding]
     if size % HEAD_MULTIPLE:
         yield error(
             f"{_MODEL_CONFIG}.num_heads",
-            f"hidden_size {hidden} and num_heads {heads} make heads of {size} numbers, and on Ascend MindFormers' "
+            f"hidden_size {hidden} and num_heads {heads} make heads of {size} numbers, but on Ascend MindFormers' "
             f"attention takes multiples of {HEAD_MULTIPLE}.",
             "Serve it on a CPU (--device_target CPU).",
         )

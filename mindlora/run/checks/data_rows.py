@@ -255,7 +255,7 @@ def _check_columns(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     if missing:
         yield error(
             "train_dataset.input_columns",
-            f"train_dataset.input_columns names {' and '.join(map(str, missing))}, and {files[0]} has: "
+            f"train_dataset.input_columns names {' and '.join(map(str, missing))}, but {files[0]} has: "
             f"{', '.join(sorted(row))}.",
             "Name columns that it has.",
         )

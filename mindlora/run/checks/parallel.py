@@ -91,7 +91,7 @@ def check_sharded(run: YamlRun) -> Iterator[Finding]:
         yield error(
             f"{PET}.adapter_path",
             f"adapter_path: {pet_config['adapter_path']} holds slices of an adapter for the ranks of a sharded run, "
-            "and use_parallel is False.",
+            "but use_parallel is False.",
             "Name the adapter itself.",
         )
     if run.cut_by is None or not run.trains:

@@ -160,7 +160,7 @@ def _check_weights(folder: str, architecture: Architecture, model_config: Dict[s
         if head not in base.tensors and not tied:
             advice = base.advice_without_head
             raise ConfigError(
-                f"{folder}: the weights lack {head}, and {CONFIG} does not say tie_word_embeddings: true. {advice}"
+                f"{folder}: the weights lack {head}, but {CONFIG} does not say tie_word_embeddings: true. {advice}"
             )
     expected = {name: tuple(size.shape) for name, size in architecture.parameter_sizes(model_config).items()}
     missing = [name for name in expected if name not in stored]

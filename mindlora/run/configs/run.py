@@ -76,8 +76,8 @@ def read_rows(path: str, first_rows: FirstRows) -> Rows:
     files = [file for file in mindrecord_files(path) if file.endswith(_ENDING) and os.path.isfile(file)]
     if not files:
         raise ConfigError(
-            f"--data {path} is neither a MindRecord nor a folder of them. Convert your rows first: mindlora data alpaca "
-            "--input rows.jsonl --output rows.mindrecord --tokenizer FOLDER --seq-length N"
+            f"--data {path} is neither a MindRecord nor a folder of them. Convert your rows first: mindlora data "
+            "alpaca --input rows.jsonl --output rows.mindrecord --tokenizer FOLDER --seq-length N"
         )
     counts = [row_count(file) for file in files]
     row = next(first_rows(files[0], 1), {})
@@ -216,7 +216,7 @@ def notes_on(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
     notes = []
     if folder.unstated_end is not None:
         notes.append(
-            f"the chat template ends the assistant's turns with {folder.unstated_end}, and the folder does not say "
+            f"the chat template ends the assistant's turns with {folder.unstated_end}, but the folder does not say "
             "that the model stops there: eos_token_id of the YAML has it too"
         )
     if request.rows and request.rows.loss:

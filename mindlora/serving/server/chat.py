@@ -224,6 +224,6 @@ def _constraint(body: schemas.ChatRequest, functions: Dict[int, Function], promp
 
 def _check_numbers(body: schemas.ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
-        raise ApiError("top_logprobs is only for logprobs: true. Set it too.", param="top_logprobs")
+        raise ApiError("top_logprobs is only for logprobs: true. Set logprobs too.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise ApiError("max_tokens and max_completion_tokens differ: give one of them.", param="max_tokens")

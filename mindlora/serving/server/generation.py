@@ -404,7 +404,7 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
         raise ApiError("stream_options is only for stream: true. Set stream too.", param="stream_options")
     if record.choices > context.settings.max_choices:
         raise ApiError(
-            f"{record.choices} answers are asked for (prompts times n), and this server gives "
+            f"{record.choices} answers are asked for (prompts times n), but this server gives "
             f"{context.settings.max_choices} at most. Ask for fewer.",
             param="n",
         )

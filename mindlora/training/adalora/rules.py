@@ -25,6 +25,6 @@ def check_rank_budget(run: YamlRun) -> Iterator[Finding]:
         yield error(
             key,
             f"pet_config.{ADALORA.field} is True and runner_config.sink_size is {sink_size}: ranks are planned for "
-            "each step, and data sinking does several at once.",
+            "each step, but data sinking does several at once.",
             "Set runner_config.sink_mode: False.",
         )

@@ -68,7 +68,7 @@ class SampleAnswers(Callback):
         for prompt, row in zip(self.prompts, rows):
             if len(row) >= length:
                 raise ConfigError(
-                    f"SampleAnswers: the prompt {prompt!r} has {len(row)} tokens with its template, and seq_length is "
+                    f"SampleAnswers: the prompt {prompt!r} has {len(row)} tokens with its template, but seq_length is "
                     f"{length}, which leaves no room for an answer. Shorten it."
                 )
         if self.continuations is None:

@@ -12,7 +12,7 @@ from mindlora.core.errors import ConfigError
 def _check_width(width, seq_length):
     if width not in (seq_length, seq_length + 1):
         raise ConfigError(
-            f"The rows of the data have {width} tokens, and the model's seq_length is {seq_length}: give an mcore "
+            f"The rows of the data have {width} tokens, but the model's seq_length is {seq_length}: give an mcore "
             f"model rows of {seq_length}, or of {seq_length + 1} as mindlora data --seq-length {seq_length} "
             "writes them."
         )

@@ -91,7 +91,7 @@ def check_pynative_preference(config: Mapping[str, Any], first_rows: Optional[Fi
 
     Args:
         config (mapping): The content of the YAML.
-        first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is looked at.
+        first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is read.
     """
     node, settings = config.get("preference"), None
     columns: Sequence[str] = ()

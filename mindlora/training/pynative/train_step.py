@@ -247,7 +247,7 @@ def shifted(inputs: Mapping[str, Any], seq_length: int) -> Dict[str, Any]:
         return {"input_ids": tokens[:, :-1], "labels": labels[:, 1:]}
     if length != seq_length:
         raise DataError(
-            f"The rows of the data have {length} tokens and the columns {', '.join(sorted(inputs))}, and the model's "
+            f"The rows of the data have {length} tokens and the columns {', '.join(sorted(inputs))}, but the model's "
             f"seq_length is {seq_length}. Write rows of {seq_length} tokens with shifted labels, or rows of "
             f"{seq_length + 1} tokens with input_ids and labels alone, as mindlora data does."
         )

@@ -222,20 +222,20 @@ def check_adapters(run: YamlRun) -> Iterator[Finding]:
         if callback.get("keep_last") == 1:
             yield error(
                 f"{where}.keep_last",
-                f"{where}.keep_last is 1, and pet_config has adapters, which are saved one after another: "
+                f"{where}.keep_last is 1, but pet_config has adapters, which are saved one after another: "
                 "killed between two of them, the run would have no step that all have saved.",
                 "Set it to 2 or more.",
             )
         if callback.get("type") not in (*OF_RUN, *OF_ADAPTER):
             yield error(
                 where,
-                f"{where} is for a run with one adapter, and pet_config has adapters.",
+                f"{where} is for a run with one adapter, but pet_config has adapters.",
                 f"Remove it; there are {', '.join(_WITH_OTHERS)}.",
             )
 
 
 def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter], node: str) -> Iterator[Finding]:
-    """Yields an error for each setting of pet_config, which is at ``node``, that adapters beside each other lack."""
+    """Yields an error for each setting of pet_config, at ``node``, that adapters in one run do not support."""
     key = f"{node}.adapters"
     if pet_config.variant is not LORA:
         yield error(key, f"{pet_config.variant.field} is True, and only plain LoRA trains beside others.", "Remove it.")
@@ -298,9 +298,9 @@ def _check_run(run: YamlRun) -> Iterator[Finding]:
     )
     for key, value, needed, reason in requirements:
         if value != needed:
-            yield error(key, f"{key} is {value!r}, and pet_config has adapters: {reason}.", f"Set it to {needed}.")
+            yield error(key, f"{key} is {value!r}, but pet_config has adapters: {reason}.", f"Set it to {needed}.")
     if not run.in_graph_mode:
-        yield error("context.mode", "context.mode is PyNative, and adapters train beside each other in graph mode.")
+        yield error("context.mode", "context.mode is PyNative, and adapters train side by side in graph mode.")
     trains = run.model_name in _MCORE if run.is_mcore else "Llama" in str(run.model_name)
     if not trains:
         yield error(
@@ -312,12 +312,12 @@ def _check_run(run: YamlRun) -> Iterator[Finding]:
     elif run.is_mcore and run.model.get("moe_aux_loss_coeff"):
         yield error(
             f"{MODEL}.moe_aux_loss_coeff",
-            f"moe_aux_loss_coeff is {run.model['moe_aux_loss_coeff']}, and pet_config has adapters: the loss that "
+            f"moe_aux_loss_coeff is {run.model['moe_aux_loss_coeff']}, but pet_config has adapters: the loss that "
             "balances routed experts is of all rows of a batch, of whichever adapter.",
             "Set it to 0, or train one adapter at a time.",
         )
     if run.at("grouped_lr_schedule"):
-        yield error("grouped_lr_schedule", "grouped_lr_schedule is set, and each adapter has one learning rate.")
+        yield error("grouped_lr_schedule", "grouped_lr_schedule is set, but each adapter has one learning rate.")
 
 
 def _check_keys(run: YamlRun) -> Iterator[Finding]:
@@ -409,7 +409,7 @@ def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _check_pynative_run(config)
     alone = [name for name in types if name in OF_ONE_ADAPTER]
     if alone:
-        found = f"callbacks has {listed(alone)}, for a run with one adapter, and pet_config has adapters."
+        found = f"callbacks has {listed(alone)}, for a run with one adapter, but pet_config has adapters."
         yield error("callbacks", found, f"Remove it; there are {', '.join(_WITH_OTHERS)}.")
 
 
@@ -457,7 +457,7 @@ def _check_pynative_run(config: Mapping[str, Any]) -> Iterator[Finding]:
     optimizer = config.get("optimizer") or {}
     kind = optimizer.get("type", OPTIMIZER)
     if kind != OPTIMIZER:
-        found = f"optimizer.type is {kind!r}, and pet_config has adapters: it is the optimizer that keeps them apart."
+        found = f"optimizer.type is {kind!r}, but pet_config has adapters: it is the optimizer that keeps them apart."
         yield error("optimizer.type", found, f"Set it to {OPTIMIZER}.")
     for key, value in optimizer.items():
         if key not in _PYNATIVE_OPTIMIZER_KEYS and value not in (None, False):
@@ -469,7 +469,7 @@ def _check_pynative_run(config: Mapping[str, Any]) -> Iterator[Finding]:
     for key, reason in _NOT_WITH_ADAPTERS.items():
         value = value_at(config, key)
         if value:
-            yield error(key, f"{key} is {shown(value)}, and pet_config has adapters: {reason}.", "Remove it.")
+            yield error(key, f"{key} is {shown(value)}, but pet_config has adapters: {reason}.", "Remove it.")
     if (model.get("chunk_loss_num") or 0) > 1:
-        found = f"model.chunk_loss_num is {model['chunk_loss_num']}, and the loss of each adapter is computed at once."
+        found = f"model.chunk_loss_num is {model['chunk_loss_num']}, but the loss of each adapter is computed at once."
         yield error("model.chunk_loss_num", found, "Remove it.")

@@ -29,7 +29,7 @@ class SegmentMask(nn.Cell):
     Every ``boundary`` token begins an example, so the number of an example within its row is the count of boundary
     tokens up to a position, ``segment[i] = sum_{k <= i} (tokens[k] == boundary)``, and position i sees position j only
     if the causal mask lets it and ``segment[i] == segment[j]``: a block-diagonal mask (Krell et al., 2021). Positions
-    need not be counted anew in each example where only their difference matters, as with rotary embeddings.
+    need not be counted again in each example where only their difference matters, as with rotary embeddings.
 
     ``causal_mask`` is MindFormers' LowerTriangularMaskWithDynamic, CausalMaskGenerate of an mcore model with flash
     attention, or any cell that makes a mask [batch, 1, N, N] from tokens, int32 [batch, N]. In uint8, 1 masks and 0
@@ -69,7 +69,7 @@ def boundary_of(data: Data) -> Optional[int]:
         other = _boundary_of_file(path)
         if other != boundary:
             raise ConfigError(
-                f"{first} {_packed(boundary)}, and {path} {_packed(other)}: files that are used together must be "
+                f"{first} {_packed(boundary)}, but {path} {_packed(other)}: files that are used together must be "
                 "packed alike. Convert them again, all with --pack or none."
             )
     return boundary
@@ -84,7 +84,7 @@ def install_segment_mask(network: nn.Cell, boundary: int) -> None:
     masks = _maker_of_masks(network)
     if masks is None:
         raise ConfigError(
-            f"The data is packed, and the model is a {_name(network)}: only MindFormers' LlamaForCausalLM and "
+            f"The data is packed, but the model is a {_name(network)}: only MindFormers' LlamaForCausalLM and "
             "its mcore models can keep the examples of a row apart. Convert the data without --pack."
         )
     settings = [key for key in _WITHOUT_A_MASK if getattr(network.config, key, False)]
@@ -109,7 +109,7 @@ def check_held_out(train_network: nn.Cell, dataset_dir: str) -> None:
     boundary = boundary_of(dataset_dir)
     if boundary is not None and boundary != installed_boundary(base_of(train_network)):
         raise ConfigError(
-            f"{dataset_dir} {_packed(boundary)}, and the training data is not packed so. Convert both in one go, with "
+            f"{dataset_dir} {_packed(boundary)}, but the training data is not packed so. Convert both in one go, with "
             "--holdout, or this file without --pack."
         )
 
@@ -141,7 +141,7 @@ def set_boundary(config: MindFormerConfig) -> None:
     pad = pad_token_id(config.model.model_config)
     if boundary != pad and boundary != _first_row(mindrecord_files(data)[0])["input_ids"][0]:
         raise ConfigError(
-            f"model.model_config.pad_token_id is {pad}, and the padding in train_dataset is {boundary}. Set it to that."
+            f"model.model_config.pad_token_id is {pad}, but the padding in train_dataset is {boundary}. Set it to that."
         )
     wrapper.packed_boundary = boundary
     logger.info("The training data is packed: token %d begins an example of a row.", boundary)

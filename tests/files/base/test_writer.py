@@ -97,7 +97,7 @@ def test_several_ranks_are_read_as_metadata_says(tmp_path, deepseek):
         for name, array in tensors.items():
             assert again.read_rows(name, 0, len(array)).tobytes() == array.tobytes(), name
     os.unlink(os.path.join(sharded, rank_file(1, EXPERTS)))
-    with pytest.raises(AdapterFormatError, match="is missing, and metadata.json names it"):
+    with pytest.raises(AdapterFormatError, match="is missing, but metadata.json names it"):
         convert_base(sharded, str(tmp_path / "other"), None, "hf")
 
 

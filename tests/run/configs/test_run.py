@@ -102,7 +102,7 @@ def test_pairs_that_are_not_packed_halve_the_batch(folder):
 def test_the_end_of_a_turn_that_the_folder_does_not_state_is_named(folder):
     end = TurnEnd("<|im_end|>", 4)
     (note,) = draft(replace(folder, unstated_end=end)).notes
-    assert "ends the assistant's turns with '<|im_end|>' (4), and the folder does not say" in note
+    assert "ends the assistant's turns with '<|im_end|>' (4), but the folder does not say" in note
 
 
 @pytest.mark.parametrize(

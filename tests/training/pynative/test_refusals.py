@@ -156,6 +156,6 @@ def test_what_needs_one_process_is_refused_in_two(folder, messages):
     given.write_text(json.dumps(configs))
     run_ranks(2, folder, pynative_series.__file__, given, found, trainer="pynative")
     of_classifier, *messages = json.loads(found.read_text())
-    assert "model.architectures is Qwen3ForSequenceClassification, which mindlora carries out in one" in of_classifier
+    assert "model.architectures is Qwen3ForSequenceClassification, which mindlora supports in one" in of_classifier
     for field, message in zip(ONE_PROCESS, messages):
         assert f"pet_config.{field} is" in message and "in one process" in message and "Remove it" in message

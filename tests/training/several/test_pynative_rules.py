@@ -72,7 +72,11 @@ def test_a_run_alone_has_what_the_adapter_has_of_its_own(tmp_path):
         ({"model": {"chunk_loss_num": 4}}, "model.chunk_loss_num", "Remove it"),
         ({"model": {"calculate_per_token_loss": True}}, "model.calculate_per_token_loss", "its own mean loss"),
         ({"optimizer": {"type": "Muon"}}, "optimizer.type", "Set it to AdamW"),
-        ({"optimizer": {"type": "AdamW", "use_fused": True}}, "optimizer.use_fused", "there are type, betas"),
+        (
+            {"optimizer": {"type": "AdamW", "use_fused": True}},
+            "optimizer.use_fused",
+            "the keys that it supports are type, betas",
+        ),
         ({"training": {"steps": 4, "use_skip_step_on_nan": True}}, "training.use_skip_step_on_nan", "by itself"),
         ({"preference": {"loss": "dpo"}}, "preference", "one adapter"),
         ({"checkpoint": {"save_trainable_only": True}}, "pet_config.adapters", "save_trainable_only saves one adapter"),

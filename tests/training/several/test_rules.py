@@ -152,7 +152,7 @@ BALANCED = {"model_type": "qwen3_moe", "moe_aux_loss_coeff": 0.001}
             {},
             {"use_legacy": False, "model": {"model_config": {**BALANCED, "pet_config": pet_config()}}},
             "model.model_config.moe_aux_loss_coeff",
-            "moe_aux_loss_coeff is 0.001, and pet_config has adapters: the loss that balances .* Set it to 0",
+            "moe_aux_loss_coeff is 0.001, but pet_config has adapters: the loss that balances .* Set it to 0",
         ),
         ({}, {"grouped_lr_schedule": {"default": {}}}, "grouped_lr_schedule", "one learning rate"),
         ({}, {"callbacks": [{"type": "SampleAnswers"}]}, "callbacks.SampleAnswers", "for a run with one adapter"),

@@ -182,7 +182,7 @@ def _put_in(mid: np.ndarray, adapter: Adapter, path: str, source: str) -> None:
         shapes = {name: list(array.shape) for name, array in {**halves, "lora_mid": mid}.items()}
         raise ShapeMismatchError(
             f"{source}: lora_mid of {path} must be [r, r, kh, kw] between lora_down [r, in, 1, 1] and lora_up "
-            f"[out, r, 1, 1], and the shapes are {shapes}."
+            f"[out, r, 1, 1], but the shapes are {shapes}."
         )
     adapter.tensors[path, "A"], adapter.tensors[path, "B"] = pair
 

@@ -467,7 +467,7 @@ def module_paths(paths: List[str]) -> Dict[str, str]:
         if unknown and len(parameters) > 1:
             raise AdapterError(
                 f"PEFT's form holds the pairs of {listed(f'{module}.{name}' for name in parameters)} in the order in "
-                f"which the module declares them, and that is not known of {listed(unknown)}. Write format "
+                f"which the module declares them, but that is not known for {listed(unknown)}. Write format "
                 "'mindformers'."
             )
         ordered = [name for name in STACKED if name in parameters] or list(parameters)

@@ -296,8 +296,8 @@ def _metadata(contents: Dict[int, Content], tensors: Dict[str, np.ndarray]) -> D
     texts = {content.text: content.path for content in contents.values()}
     if len(texts) > 1:
         raise AdapterFormatError(
-            f"{' and '.join(list(texts.values())[:2])} have different metadata of mindlora: they belong to two adapters. "
-            "Put the files of one run together."
+            f"{' and '.join(list(texts.values())[:2])} have different metadata of mindlora: they belong to two "
+            "adapters. Put the files of one run together."
         )
     (text,) = texts
     metadata = adapter_metadata.parse(text, texts[text])

@@ -81,7 +81,7 @@ def test_dora_and_embeddings(tmp_path):
     [
         ({"fine_tune_type": "full"}, AdapterFormatError, "fine_tune_type is 'full', so there is no LoRA in it"),
         ({"lora_parameters": {"rank": 2}}, AdapterFormatError, r"lora_parameters\.scale of mlx-lm's .* is None"),
-        ({"lora_parameters": {"rank": 4, "scale": 1.0}}, RankMismatchError, "rank 4, and the tensors have 2"),
+        ({"lora_parameters": {"rank": 4, "scale": 1.0}}, RankMismatchError, "rank 4, but the tensors have 2"),
         ({"lora_parameters": {"rank": 2, "scale": 1.0, "dropout": 1}}, AdapterFormatError, "dropout of mlx-lm's"),
     ],
 )
