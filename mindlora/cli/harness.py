@@ -43,7 +43,7 @@ class HarnessModel(TemplateLM):
         arguments = _arguments({name: value for name, value in options.items() if name not in _IGNORED})
         adapters = read_adapters(arguments)
         if len(adapters.chosen) > 1:
-            raise ConfigError(f"adapter names {len(adapters.chosen)}, and lm-eval asks one model: name one adapter.")
+            raise ConfigError(f"adapter names {len(adapters.chosen)}, but lm-eval asks one model: name one adapter.")
         self.adapter: Optional[str] = next(iter(adapters.chosen), None)
         # Not for longer: lm-eval prints its tables to standard output.
         with log_elsewhere(arguments.verbose):

@@ -165,7 +165,7 @@ def keys_and_texts(words: Sequence[str]) -> Iterator[Tuple[str, str]]:
 
 
 def split_overrides(words: Sequence[str]) -> Tuple[List[str], List[str]]:
-    """Returns what overrides the YAML among words that no option took, and the other words."""
+    """Splits the words that no option took: returns those that override the YAML, and the others."""
     overrides: List[str] = []
     others: List[str] = []
     for word in words:

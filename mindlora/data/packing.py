@@ -16,8 +16,8 @@ from mindlora.data.conversion import Encoded
 class Boundary(NamedTuple):
     """The token at which an example of a packed row begins.
 
-    With ``is_padding`` it is padding put before each example but the first of a row. Otherwise every example, also the
-    first, begins with it anyway.
+    With ``is_padding`` it is padding put before each example but the first of a row. Otherwise every example,
+    including the first, begins with it anyway.
     """
 
     token: int

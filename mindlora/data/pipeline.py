@@ -53,7 +53,7 @@ class LengthStatistics:
 
     @property
     def packed_padding(self) -> Optional[float]:
-        """The same when the examples are packed, padding between them included."""
+        """Share of the positions that are padding when the examples are packed, padding between them included."""
         return None if self.packed_rows is None else 1 - self.lengths.sum() / (self.packed_rows * self.row_length)
 
     def __str__(self):

@@ -263,7 +263,7 @@ class Vocabulary:
         for path in self.train_texts:
             if bare_name(path).endswith(_ENDINGS_OF_ROWS):
                 raise DataError(
-                    f"train_texts: {path} holds rows, and a tokenizer learns from plain text here: convert it "
+                    f"train_texts: {path} holds rows, but a tokenizer learns from plain text here: convert it "
                     "with --input, or write its texts to a .txt file."
                 )
             if not os.path.isfile(path):

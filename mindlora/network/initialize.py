@@ -158,7 +158,7 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
             if not initializers.changes_base(cell.lora_init):
                 raise RankMismatchError(
                     f"{source} was trained with lora_init {adapter.initialization!r} and lora_rank {cell.lora_rank}, "
-                    f"and is saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or "
+                    f"but is saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or "
                     f"lora_rank to {rank} and lora_alpha to {adapter.alphas[path]:g}."
                 )
             pairs[path] = _split_initial_pair(adapter, path)

@@ -84,7 +84,7 @@ class MultiLoraDelta(OperatorCell):
     def without_library(
         self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor
     ) -> Tensor:
-        """The same on the other paths. On the composed one y0 may have a wider dtype than x, and so has the result."""
+        """Computes the result on the other paths. On the composed one, y0 and the result may be wider than x."""
         shape = x.shape[:-1] + (y0.shape[-1],)
         x = ops.reshape(self.wide(x), (-1, x.shape[-1]))
         # The kernel takes more indices than tokens: each linear cell of a step would cut them for itself.

@@ -256,7 +256,7 @@ class AdapterMemory:
             return entry.version or None if entry else None
 
     def take(self, name: str) -> Optional[Loaded]:
-        """Returns the adapter for a slot that waits for it; if it is not in memory, has it read next and returns None.
+        """Returns the adapter for a slot that waits for it; if it is not in memory, has it read and returns None.
 
         Raises LoraError if its files cannot be used.
         """

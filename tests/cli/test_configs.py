@@ -27,7 +27,9 @@ def test_it_lists_every_configuration_with_what_it_does(capsys):
     folder = pathlib.Path(ROOT) / "configs"
     assert listed.keys() == {path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("*/*.yaml")}
     assert "Llama" in listed["tiny/lora_llama_tiny_cpu"]
-    assert cli.main(["configs"]) == 0 and "mindlora configs NAME --output my.yaml" in capsys.readouterr().out
+    assert cli.main(["configs"]) == 0
+    printed = capsys.readouterr().out
+    assert "mindlora configs NAME --output my.yaml" in printed and "mindlora configs --from FOLDER" in printed
 
 
 def test_it_copies_one_and_replaces_nothing_unasked(tmp_path, capsys):

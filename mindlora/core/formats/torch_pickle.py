@@ -51,11 +51,12 @@ def read(path: str) -> Dict[str, np.ndarray]:
         if not opened:
             raise
         raise AdapterFormatError(
-            f"{path} holds no dict of tensors: {type(error).__name__}: {error}. Save the adapter as safetensors."
+            f"{path} does not hold a dict of tensors: {type(error).__name__}: {error}. Save the adapter as safetensors."
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, np.ndarray) for value in content.values()):
         raise AdapterFormatError(
-            f"{path} holds no dict of tensors by name, but a {type(content).__name__}. Give the file of the adapter."
+            f"{path} does not hold a dict of tensors by name, but a {type(content).__name__}. Give the file of the "
+            "adapter."
         )
     return content
 

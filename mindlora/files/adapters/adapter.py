@@ -187,7 +187,7 @@ class Adapter:
         return stored
 
     def complete_pairs(self, source: str) -> None:
-        """Gives each cell the A and B that a file does not hold as its own: the reverse of stored_tensors.
+        """Gives each cell the A and B that a file does not hold for it alone: the reverse of stored_tensors.
 
         Raises MissingTensorsError if VeRA's vectors lack A or B, ShapeMismatchError if B lacks rows of a cell.
         """

@@ -73,7 +73,7 @@ def stack_pairs(adapter: Adapter) -> None:
 
 
 def unstack_pairs(adapter: Adapter) -> None:
-    """Replaces stacked pairs in ``adapter`` by pairs of single experts: the reverse of stack_pairs.
+    """Replaces stacked pairs in ``adapter`` with pairs of single experts: the reverse of stack_pairs.
 
     If gate_proj and up_proj use one half of the rank each, in every expert, each gets its half; otherwise both have the
     whole A.

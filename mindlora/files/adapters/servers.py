@@ -45,7 +45,7 @@ def vllm_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str
 
 
 def vllm_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what vLLM must be told, or have."""
+    """Yields with what options vLLM must be started for the adapter, and what else it needs."""
     yield from _notes_in_vllm(adapter)
     heads = _saved_heads(adapter)
     if heads and version >= _HEADS_SINCE:
@@ -61,7 +61,7 @@ def vllm_notes(adapter: Adapter, version: Version) -> Iterator[str]:
 
 
 def ascend_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields the same of vllm-ascend."""
+    """Yields with what options vllm-ascend must be started, and what else it needs."""
     yield from vllm_notes(adapter, version)
     yield (
         "With --tensor-parallel-size above 1, vllm-ascend 0.23.0 aborts or hangs on an NPU (vllm-ascend#16586, open in "
@@ -70,7 +70,7 @@ def ascend_notes(adapter: Adapter, version: Version) -> Iterator[str]:
 
 
 def mindspore_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields the same of vllm-mindspore, which is built on vLLM 0.11."""
+    """Yields what vllm-mindspore, which is built on vLLM 0.11, would refuse or compute wrongly, and what to do."""
     yield from _problems_in_vllm(path, adapter, (0, 11))
     model_type = known_base(adapter).config.get("model_type")
     if model_type not in (None, "qwen2"):
@@ -83,7 +83,7 @@ def mindspore_problems(path: str, adapter: Adapter, version: Version) -> Iterato
 
 
 def mindspore_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields the same of vllm-mindspore."""
+    """Yields with what options vllm-mindspore must be started, and what else it needs."""
     yield from _notes_in_vllm(adapter)
     yield "vllm-mindspore 0.5.1 serves LoRA on Qwen2 alone, and needs --enforce-eager."
 
@@ -235,7 +235,7 @@ def mindie_problems(path: str, adapter: Adapter, version: Version) -> Iterator[s
 
 
 def mindie_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what MindIE must be told, or have."""
+    """Yields how MindIE must be set up for the adapter, and what else it needs."""
     yield "At most ten adapters are recommended beside one base, whose names have at most 256 characters."
     if version < _HOT_LOAD:
         yield "It loads no adapter while it serves: name all of them in LoraModules of config.json before the start."
@@ -259,7 +259,7 @@ def llama_cpp_problems(path: str, adapter: Adapter, version: Version) -> Iterato
 
 
 def llama_cpp_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what llama.cpp must be told, or have."""
+    """Yields how llama.cpp must be started for the adapter, and what else it needs."""
     yield "Start it with the file as --lora, beside a GGUF file of the base, which another program converts."
     if adapter.embeddings:
         yield "It adapts the embedding: on a base with tied embeddings llama.cpp ends with a failed assertion."
@@ -274,7 +274,7 @@ def ollama_problems(path: str, adapter: Adapter, version: Version) -> Iterator[s
 
 
 def ollama_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what Ollama must be told."""
+    """Yields how Ollama must be set up for the adapter."""
     yield "Its Modelfile then begins with FROM ./merged.gguf."
 
 

@@ -61,7 +61,7 @@ def settle(
 def complete_pairs(adapter: Adapter) -> None:
     """Gives embedding and head one change, where PEFT keeps them equal (ensure_weight_tying) and the file has one.
 
-    The one's A and B are the other's B and A, transposed. A pair of another variant than plain LoRA stays alone.
+    The A and B of one are the B and A of the other, transposed. A pair of any other variant is left as it is.
     """
     embedding, head = _adapted(adapter)
     if not adapter.peft_fields.get("ensure_weight_tying") or not adapter.variant.is_plain:
@@ -125,7 +125,7 @@ def is_copy(weight: np.ndarray, table: np.ndarray) -> bool:
 
 
 def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:
-    """Raises ShapeMismatchError if a saved embedding or head is of a larger or smaller vocabulary than the base's."""
+    """Raises ShapeMismatchError if a saved embedding or head has a larger or smaller vocabulary than the base."""
     if is_of_vocabulary(name) and saved[1:] == base[1:]:
         raise ShapeMismatchError(
             f"{source}: {name} has {saved[0]} rows and the base {base[0]}: tokens were added to or taken from the "

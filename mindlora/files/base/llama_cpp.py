@@ -194,7 +194,7 @@ def vocabulary(folder: str, config: Mapping[str, Any]) -> Dict[str, Value]:
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(path):
         raise CheckpointError(
-            f"{folder} has no tokenizer.json, and a GGUF file holds the tokenizer. Save it again with transformers: "
+            f"{folder} has no tokenizer.json, but a GGUF file holds the tokenizer. Save it again with transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
     content = _read(path)

@@ -130,7 +130,7 @@ def _check_not_quantized(path: str, key: str) -> Iterator[Finding]:
     if decoded:
         yield error(
             key,
-            f"{key}: {path} holds quantized weights ({'; '.join(decoded.forms)}), and in this run MindFormers loads "
+            f"{key}: {path} holds quantized weights ({'; '.join(decoded.forms)}), but in this run MindFormers loads "
             "the base, which cannot decode them.",
             f"Convert it once: mindlora base convert {path} base --to hf",
         )

@@ -147,7 +147,7 @@ def check_dataset_strategy(run: YamlRun) -> Iterator[Finding]:
     elif columns and len(strategy) != len(columns):
         yield error(
             "parallel.dataset_strategy",
-            f"parallel.dataset_strategy divides {len(strategy)} input columns, and train_dataset.input_columns has "
+            f"parallel.dataset_strategy divides {len(strategy)} input columns, but train_dataset.input_columns has "
             f"{len(columns)}: {', '.join(map(str, columns))}.",
             remedy,
         )

@@ -227,7 +227,7 @@ def check_pynative(
 
 
 def check_weights(processes: int, parts: int) -> Iterator[Finding]:
-    """Yields a warning where the parts of a step count alike, whatever their tokens are.
+    """Yields a warning where the parts of a step count equally, however many tokens they have.
 
     Args:
         processes (int): How many train.

@@ -83,7 +83,7 @@ def check_checkpoint(
 
 def _check_form(key: str, path: str) -> Iterator[Finding]:
     if not os.path.isdir(path):
-        yield error(key, f"{path} is a file, and the trainer loads a folder.", "Name the folder that it is in.")
+        yield error(key, f"{path} is a file, but the trainer loads a folder.", "Name the folder that it is in.")
         return
     folder = step_folder.last_step(path)
     if any(name.endswith(("model.safetensors", "model.safetensors.index.json")) for name in os.listdir(folder)):
@@ -181,7 +181,7 @@ def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -
     there = next((variant for variant in VARIANTS if not names.isdisjoint(_pynative_names(variant))), LORA)
     if there is not here:
         variant, advice = (here, "Remove it") if there is LORA else (there, f"Set {there.field}: True")
-        found = f"{folder} holds an adapter of {there.name}, and this run trains {here.name}: it would be left out."
+        found = f"{folder} holds an adapter of {there.name}, but this run trains {here.name}: it would be left out."
         yield error(f"pet_config.{variant.field}", found, f"{advice}, or load a base without an adapter.")
 
 

@@ -51,7 +51,7 @@ def _check_accumulation(run: YamlRun) -> Iterator[Finding]:
     if run.train_step != WRAPPER:
         yield error(
             key,
-            f"{key} is {steps}, and runner_wrapper.type is {run.train_step}, which accumulates nothing alone and "
+            f"{key} is {steps}, but runner_wrapper.type is {run.train_step}, which accumulates nothing alone and "
             "in data parallel.",
             f"Set runner_wrapper.type: {WRAPPER}.",
         )
@@ -60,7 +60,7 @@ def _check_accumulation(run: YamlRun) -> Iterator[Finding]:
     if not run.at("train_dataset.drop_remainder"):
         yield error(
             key,
-            f"{key} is {steps}, and train_dataset.drop_remainder is not True: the last batch of the data could not be "
+            f"{key} is {steps}, but train_dataset.drop_remainder is not True: the last batch of the data could not be "
             "split into micro-batches.",
             "Set it to True.",
         )
@@ -79,7 +79,7 @@ def _check_exchange(run: YamlRun) -> Iterator[Finding]:
     if run.train_step != WRAPPER:
         yield error(
             EXCHANGE,
-            f"gradient_exchange is an argument of {WRAPPER}, and runner_wrapper.type is {run.train_step!r}.",
+            f"gradient_exchange is an argument of {WRAPPER}, but runner_wrapper.type is {run.train_step!r}.",
             f"Set it to {WRAPPER}, or remove gradient_exchange.",
         )
     elif split and kind != "dense":

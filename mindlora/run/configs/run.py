@@ -171,7 +171,7 @@ def check_request(folder: ModelFolder, request: Request) -> None:
         check_number(request.seq_length, "--seq-length", COUNT)
     if request.rows and request.seq_length not in (None, row_length(folder, request.rows)):
         raise ConfigError(
-            f"--seq-length is {request.seq_length}, and the rows of {request.rows.path} have {request.rows.tokens} "
+            f"--seq-length is {request.seq_length}, but the rows of {request.rows.path} have {request.rows.tokens} "
             f"tokens, which are of seq_length {row_length(folder, request.rows)}. Leave it out."
         )
     if bool(request.prompts) != bool(request.rewards or request.teacher):

@@ -50,7 +50,7 @@ class ChatForm(Form):
         return constraint if constraint is None or self.thoughts is None else self.thoughts.before(constraint)
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.ChatChoice]:
-        """Returns what shows a piece: first the role, then each time what there is to add."""
+        """Returns the choices that show a piece: first the role, then what each piece adds."""
         choices = []
         if choice not in self._readers:
             calls = self._make_reader() if self._make_reader else None

@@ -363,7 +363,7 @@ class Form:
         return {} if self.prompt_ids is None else {"token_ids": list(tokens)}
 
     def joined_ids(self, choices: Sequence[Any]) -> Dict[str, Any]:
-        """Returns the same of a whole answer from the choices that show its pieces."""
+        """Returns the token ids of a whole answer from the choices that show its pieces."""
         return self.ids(token for choice in choices for token in choice.token_ids or ())
 
 

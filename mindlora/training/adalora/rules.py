@@ -16,7 +16,7 @@ def check_rank_budget(run: YamlRun) -> Iterator[Finding]:
     if not run.steps_by_mindlora:
         yield error(
             key,
-            f"pet_config.{ADALORA.field} is True, and ranks are allocated by mindlora's train step, alone or in data "
+            f"pet_config.{ADALORA.field} is True, but ranks are allocated by mindlora's train step, alone or in data "
             "parallel.",
             f"Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0, or remove {ADALORA.field}.",
         )

@@ -147,10 +147,10 @@ def _question(engine: Engine, text: Text, adapter: str, head: ScoreHead) -> Ques
     record = text.record
     if record.is_text and head.of_tokens:
         if record.labels:
-            raise DataError(f'{text.location} has one label, and {adapter} labels words: give "tokens" and "tags".')
+            raise DataError(f'{text.location} has one label, but {adapter} labels words: give "tokens" and "tags".')
         record = Record(record.words[0].split(), [], False)
     elif not record.is_text and not head.of_tokens:
-        raise DataError(f'{text.location} has words, and {adapter} labels whole texts: give a "text".')
+        raise DataError(f'{text.location} has words, but {adapter} labels whole texts: give a "text".')
     try:
         tokens, places = encode_record(record, engine.tokenizer)
     except UnusableRow as error:

@@ -354,7 +354,7 @@ def save_unsent(directory: str, step: int, train_network: nn.Cell, keep_last: in
 
 
 def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
-    """Restores what this rank had not sent; it starts at 0, with a warning, if there is no such file of this run's."""
+    """Restores what this rank had not sent; without such a file of this run, it starts at 0, with a warning."""
     exchange = _compressing(train_network)
     if exchange is None:
         return

@@ -36,7 +36,7 @@ class HandingHead:
 
 
 class HandingLoRA(HandingHead):
-    """The same of a head with plain LoRA."""
+    """HandingHead for a head with plain LoRA."""
 
     def hand_on(self, x: Tensor) -> Tensor:
         """Returns what the loss multiplies."""

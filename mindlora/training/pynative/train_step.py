@@ -209,7 +209,7 @@ class TrainStep(nn.Cell):
         return float(np.ravel((rate[0] if isinstance(rate, (list, tuple)) else rate).asnumpy())[0])
 
     def set_rate_factor(self, source: str, value: float) -> None:
-        """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""
+        """Sets the factor of the learning rate that ``source`` asks for; all sources' factors are multiplied."""
         if self.rate is None:
             self.rate = RateFactor(self.optimizer)
         self.rate.set(source, value)

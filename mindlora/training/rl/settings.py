@@ -241,5 +241,5 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     settings = RlSettings(**node)
     for key in node:
         if _OWN.get(key, settings.algorithm) != settings.algorithm:
-            raise ConfigError(f"rl.{key} belongs to {_OWN[key]}, and rl.algorithm is {settings.algorithm}. Remove it.")
+            raise ConfigError(f"rl.{key} belongs to {_OWN[key]}, but rl.algorithm is {settings.algorithm}. Remove it.")
     return settings

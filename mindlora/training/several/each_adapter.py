@@ -242,7 +242,7 @@ class EachAdapter(Callback):
             run_context.request_stop()
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Ends the runs of the adapters that learn until now, and compares all of them."""
+        """Ends the runs of the adapters that are still learning, and compares all of them."""
         for run in self._learning(run_context.original_args()):
             run.end()
         comparisons = list(self._comparisons())

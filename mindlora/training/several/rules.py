@@ -238,7 +238,7 @@ def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter], node:
     """Yields an error for each setting of pet_config, at ``node``, that adapters in one run do not support."""
     key = f"{node}.adapters"
     if pet_config.variant is not LORA:
-        yield error(key, f"{pet_config.variant.field} is True, and only plain LoRA trains beside others.", "Remove it.")
+        yield error(key, f"{pet_config.variant.field} is True, but only plain LoRA trains beside others.", "Remove it.")
     for field in _NOT_WITH_OTHERS:
         if getattr(pet_config, field):
             yield error(

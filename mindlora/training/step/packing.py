@@ -159,7 +159,7 @@ def check_eval_data(config: MindFormerConfig) -> None:
     trained = (config.runner_wrapper or {}).get("packed_boundary") if config.run_mode != "eval" else None
     if boundary not in (None, trained):
         raise ConfigError(
-            f"eval_dataset {_packed(boundary)}, and MindFormers' evaluation would let the examples of a row see each "
+            f"eval_dataset {_packed(boundary)}, but MindFormers' evaluation would let the examples of a row see each "
             "other. Convert it without --pack."
         )
 
@@ -195,13 +195,13 @@ def _check_ends(config):
         )
     if ENDS not in (config.train_dataset.input_columns or []):
         raise ConfigError(
-            "use_eod_attn_mask_compression is True, and train_dataset.input_columns lacks actual_seq_len, without "
+            "use_eod_attn_mask_compression is True, but train_dataset.input_columns lacks actual_seq_len, without "
             "which the examples of a packed row see each other. Add it; mindlora data writes it with --actual-seq-len."
         )
     rows = config.runner_config.batch_size
     if rows != 1:
         raise ConfigError(
-            f"use_eod_attn_mask_compression is True, and runner_config.batch_size is {rows}: ends in actual_seq_len "
+            f"use_eod_attn_mask_compression is True, but runner_config.batch_size is {rows}: ends in actual_seq_len "
             "count within one row. Set it to 1, and raise gradient_accumulation_steps instead."
         )
 

@@ -1,4 +1,4 @@
-"""What every tracker is told of a run."""
+"""What every tracker gets from a run."""
 
 import dataclasses
 import importlib.util

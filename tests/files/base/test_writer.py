@@ -137,7 +137,7 @@ def test_base_and_adapter_of_one_folder(tmp_path, deepseek):
 def test_what_the_trainer_does_not_have_is_refused(tmp_path, deepseek):
     llama = {"model.embed_tokens.weight": np.zeros((4, 4), np.float32), "model.norm.weight": np.zeros(4, np.float32)}
     source = hugging_face(tmp_path / "llama", llama)
-    with pytest.raises(CheckpointError, match="PyNative trainer has no Llama"):
+    with pytest.raises(CheckpointError, match="PyNative trainer does not have Llama"):
         convert_base(source, str(tmp_path / "out"), None, "pynative")
     with pytest.raises(CheckpointError, match="is a file, and MindFormers' trainer loads a folder"):
         convert_base(str(tmp_path / "hf"), str(tmp_path / "out.safetensors"), None, "pynative")

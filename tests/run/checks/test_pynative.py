@@ -368,9 +368,9 @@ def test_another_adapter_than_the_one_resumed_from(base, lora, severity, key, wo
 @pytest.mark.parametrize(
     "fields, parts, key, words",
     [
-        ({}, ("lora_a", "lora_b", "magnitude_lora_b"), "use_dora", "an adapter of DoRA, and this run trains LoRA"),
-        ({}, ("miss_block_lora_b",), "use_miss", "an adapter of MiSS, and this run trains LoRA"),
-        ({"use_vera": True}, ("lora_a", "lora_b"), "use_vera", "an adapter of LoRA, and this run trains VeRA"),
+        ({}, ("lora_a", "lora_b", "magnitude_lora_b"), "use_dora", "an adapter of DoRA, but this run trains LoRA"),
+        ({}, ("miss_block_lora_b",), "use_miss", "an adapter of MiSS, but this run trains LoRA"),
+        ({"use_vera": True}, ("lora_a", "lora_b"), "use_vera", "an adapter of LoRA, but this run trains VeRA"),
     ],
 )
 def test_another_variant_than_the_one_resumed_from(base, fields, parts, key, words):

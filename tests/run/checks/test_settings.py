@@ -190,7 +190,7 @@ def test_a_yaml_without_faults(write):
             {EXCHANGE: "float16", "runner_wrapper.type": "MFTrainOneStepCell"},
             "error",
             EXCHANGE,
-            "gradient_exchange is an argument of LoraTrainOneStepCell, and runner_wrapper.type is 'MFTrainOneStepCell'",
+            "gradient_exchange is an argument of LoraTrainOneStepCell, but runner_wrapper.type is 'MFTrainOneStepCell'",
         ),
         (
             {**QUANTIZED, "parallel_config.pipeline_stage": 2},
@@ -258,7 +258,7 @@ def test_a_yaml_without_faults(write):
             *(
                 "error",
                 "parallel.dataset_strategy",
-                "parallel.dataset_strategy divides 2 input columns, and train_datas",
+                "parallel.dataset_strategy divides 2 input columns, but train_datas",
             ),
         ),
         (

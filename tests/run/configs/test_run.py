@@ -163,7 +163,7 @@ def test_eight_npus_share_the_batch(folder):
         ({"prompts": "prompts.jsonl"}, "Give --prompts, and --rewards or --teacher"),
         ({"teacher": "base"}, "Give --prompts, and --rewards or --teacher"),
         ({"devices": 2}, "divides nothing among CPU processes"),
-        ({"seq_length": 32, "rows": ROWS}, "--seq-length is 32, and the rows of rows.mindrecord have 65"),
+        ({"seq_length": 32, "rows": ROWS}, "--seq-length is 32, but the rows of rows.mindrecord have 65"),
         ({"device": "npu", "devices": 8, "rows": replace(ROWS, count=7)}, "has 7 rows, too few for 8 devices"),
     ],
 )

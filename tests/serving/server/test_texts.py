@@ -146,7 +146,7 @@ def test_any_other_model_scores_by_the_cosine_of_embeddings(app):
         ("embeddings", {"input": ["x"] * 9}, "input", "9 texts are given, but this server takes at most 8"),
         ("embeddings", {"input": [list(range(60))]}, "input", "has 60 tokens, but this server takes 50 at most"),
         ("embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format", "should be 'float' or 'base64'"),
-        ("embeddings", {"input": [1, 10**6]}, None, "has token 1000000, and the model knows"),
+        ("embeddings", {"input": [1, 10**6]}, None, "has token 1000000, but the model knows"),
         ("classify", {"input": "x"}, "model", "The base has no score head"),
         ("classify", {"input": "x", "model": "writer"}, "model", "writer has no score head, so it gives no labels"),
         ("classify", {"input": "x", "model": "tagger"}, "model", "tagger labels words, and /v1/classify whole texts"),

@@ -133,7 +133,7 @@ BALANCED = {"model_type": "qwen3_moe", "moe_aux_loss_coeff": 0.001}
     [
         ({}, {"run_mode": "predict"}, KEY, "Name one that is trained in adapter_path"),
         ({"adapters": [{"lora_rank": 0}]}, {}, KEY, r"adapters\[0\]"),
-        ({"use_dora": True}, {}, KEY, "use_dora is True, and only plain LoRA"),
+        ({"use_dora": True}, {}, KEY, "use_dora is True, but only plain LoRA"),
         ({"modules_to_save": ["lm_head"]}, {}, f"{PET}.modules_to_save", "does not support"),
         ({"adapters": [{"name": "p", "lora_init": "pissa"}]}, {}, KEY, "p is pissa, which changes the base"),
         ({}, {"optimizer": {"type": "Lion"}}, "optimizer.type", "'Lion'.* Set it to AdamW"),

@@ -218,7 +218,7 @@ def test_preflight_takes_the_boundary_from_the_data(files):
 
 
 def test_preflight_refuses_to_evaluate_packed_data_without_a_mask(files):
-    message = "eval_dataset is packed .token 3 begins an example., and MindFormers' evaluation would"
+    message = "eval_dataset is packed .token 3 begins an example., but MindFormers' evaluation would"
     for keys in ({"data": files["padding"], "run_mode": "eval"}, {"data": files["bos"], "do_eval": True}):
         with pytest.raises(ConfigError, match=message):
             prepared(eval_data=files["padding"], **keys)

@@ -161,7 +161,7 @@ def _network_paths(part: str, paths: Tuple[str, ...]) -> Dict[str, Tuple[str, ..
 
 @functools.lru_cache(maxsize=None)
 def _stable_diffusion_paths(part: str) -> Dict[str, Tuple[str, ...]]:
-    """Returns the same for the cells that mindlora knows."""
+    """Returns kohya's name -> the paths with this name, of the cells of a part that mindlora knows."""
     return _by_name(diffusion.known_paths(part).items())
 
 

@@ -103,7 +103,7 @@ def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
         )
     if content.get("fine_tune_type") == "dora" and adapter.variant is not DORA:
         raise MissingTensorsError(
-            f"{source}: fine_tune_type is 'dora', and the file holds no magnitudes (.m). Copy or save the adapter "
+            f"{source}: fine_tune_type is 'dora', but the file holds no magnitudes (.m). Copy or save the adapter "
             "again."
         )
     adapter.alphas = dict.fromkeys(adapter.paths, scale * rank)
