@@ -83,8 +83,8 @@ _PADDED = 4
 def check_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     """Yields a finding for each way in which the rows of the run's data do not suit its model.
 
-    Data that is not there is passed over (check_files names it), and data that is not a MindRecord. ``first_rows``
-    reads the first rows of a MindRecord.
+    It passes over data that is not there (check_files names it) or is not a MindRecord. ``first_rows`` reads the first
+    rows of a MindRecord.
     """
     model = model_of(run)
     if model.get("seq_length") not in COUNT:
