@@ -112,6 +112,17 @@ TENSORS = [
     ("w8a8-zeros", instead("weight_zero_point", cut(0)), r"weight_zero_point is int8 \[31, 1\]"),
     ("modelslim", without("weight_offset"), r"lacks .*weight_offset"),
     ("modelslim", instead("weight_scale", cut(0)), r"weight_scale is float32 \[31, 1\]"),
+    ("modelslim-groups", without("weight_scale"), r"lacks .*weight_scale"),
+    ("modelslim-groups", instead("weight_offset", cut(1)), r"weight_offset is float32 \[32, 1\]"),
+    ("modelslim-groups", instead("weight_scale", lambda a: np.repeat(a, 16, 1)), r"32 groups, which do not divide"),
+    ("modelslim-static", without("deq_scale"), r"lacks .*deq_scale"),
+    ("modelslim-static", without("input_scale"), r"lacks .*input_scale"),
+    ("modelslim-static", instead("deq_scale", cut(0)), r"deq_scale is int64 \[31\]"),
+    (
+        "modelslim",
+        lambda t: t.update({"model.layers.0.self_attn.o_proj.heads_rotation": np.eye(4, dtype="f4")}),
+        r"holds .*o_proj.heads_rotation, by which msModelSlim's model changes its activations",
+    ),
     (
         "gptq",
         lambda t: t.update({f"{PATH}.weight": np.ones((32, 48), "f4")}),
