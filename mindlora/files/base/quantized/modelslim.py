@@ -4,7 +4,7 @@ W = (code - weight_offset) * weight_scale, of each row or of each group of its c
 scale that is known before may lack both: then W = code * deq_scale / input_scale. quant_model_description.json says of
 each tensor what it is; what quantizes activations (input_scale, deq_scale, quant_bias, ...) is left out.
 
-Source: msModelSlim 26.1, which writes them (save/ascendv1.py, complex_quantifier.py), and vllm-ascend, which reads them.
+Sources: msModelSlim 26.1, which writes them (ascendv1.py, complex_quantifier.py); vllm-ascend, which reads them.
 """
 
 from typing import Any, Callable, List, Mapping, Tuple
