@@ -1,8 +1,8 @@
 """msModelSlim's weights in 8-bit integers and FP8 (W8A8, W8A16, ...), as Ascend's model zoo publishes them.
 
-W = (code - weight_offset) * weight_scale, of each row or of each group of its columns. A weight whose activations have a
-scale that is known before may lack both: then W = code * deq_scale / input_scale. quant_model_description.json says of
-each tensor what it is; what quantizes activations (input_scale, deq_scale, quant_bias, ...) is left out.
+W = (code - weight_offset) * weight_scale, of each row or of each group of its columns. A weight in W8A8 may lack both:
+then W = code * deq_scale / input_scale. quant_model_description.json says of each tensor what it is; what quantizes
+activations (input_scale, deq_scale, quant_bias, ...) is left out.
 
 Sources: msModelSlim 26.1, which writes them (ascendv1.py, complex_quantifier.py); vllm-ascend, which reads them.
 """
@@ -20,12 +20,12 @@ from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, fr
 DESCRIPTION = "quant_model_description"
 _FLOAT = "FLOAT"
 _INT8, _INT64, _FLOAT32 = np.dtype("i1"), np.dtype("<i8"), np.dtype("<f4")
-# Kind -> the dtype of its codes. Where activations are quantized by a scale that is known before, it may stand in for
-# that of the weight.
+# Kind -> the dtype of its codes.
 _KINDS = {
     **dict.fromkeys(("W8A8", "W8A8_MIX", "W8A8S", "W8A8_DYNAMIC", "W8A16", "W4A4_DYNAMIC"), _INT8),
     "WFP8AFP8_DYNAMIC": FLOAT8_E4M3,
 }
+# Activations have one scale there, and its product with those of the weight may be all that is stored.
 _WITH_INPUT_SCALE = ("W8A8", "W8A8S")
 # The ends of tensors by which a model turns its activations while it runs.
 _TURNS = (".heads_rotation", ".kronecker_rotation_m", ".kronecker_rotation_n", ".div.mul_scale")
