@@ -251,6 +251,7 @@ def _load_into_lora_cells(tree, adapter, source, strict, on_base_mismatch):
     rearranged = matching.match(adapter, NetworkCells(network, cells), source, strict, weight_of)
     initial_pairs = initialize.split_initial_pairs(adapter, network, source)
     check_rank_and_scale(adapter, cells, source)
+    initialize.check_frozen(adapter, cells, source)
     check_invocation(adapter, cells, source)
     saved_modules = _saved_module_parameters(adapter, source, network, cells, strict)
     adapter.check_finite(source)

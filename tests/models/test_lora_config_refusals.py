@@ -31,6 +31,23 @@ from mindlora.core.errors import ConfigError
                 ("lora_init", "pissa", "it changes the base, or makes up for a change, for all tokens"),
             )
         ),
+        *(
+            (
+                {"lora_init": "mica", field: value},
+                f"lora_init is 'mica', which trains A alone, and {field} is {value!r}: {reason}. Leave one of them "
+                "out.",
+            )
+            for field, value, reason in (
+                ("freeze_lora_a", True, "nothing of the adapter would train"),
+                ("use_dora", True, "only plain LoRA trains with a B that stays as it is"),
+                ("alora_invocation_tokens", [7], "an adapter with a B that stays as it is acts on all tokens"),
+            )
+        ),
+        (
+            {"quantize_base": "nf4", "lora_init": "mica"},
+            "quantize_base is 'nf4' and lora_init is 'mica': it needs the weight in float. Leave one of "
+            "them out; for a quantized base there is lora_init: loftq.",
+        ),
         ({"lora_rank": 0}, "lora_rank is 0: it must be a whole number of at least 1."),
         ({"lora_rank": -3}, "lora_rank is -3: it must be a whole number of at least 1."),
         ({"lora_rank": True}, "lora_rank is True: it must be a whole number of at least 1."),
@@ -96,12 +113,12 @@ from mindlora.core.errors import ConfigError
         (
             {"lora_init": "pisa"},
             "lora_init is 'pisa', which is not known. Did you mean 'pissa'? Known: gaussian, kaiming, "
-            "loftq, loftq_iter_N, olora, orthogonal, pissa, pissa_niter_N.",
+            "loftq, loftq_iter_N, mica, olora, orthogonal, pissa, pissa_niter_N.",
         ),
         (
             {"lora_init": True},
             "lora_init is True, which is not known. Known: gaussian, kaiming, loftq, loftq_iter_N, "
-            "olora, orthogonal, pissa, pissa_niter_N.",
+            "mica, olora, orthogonal, pissa, pissa_niter_N.",
         ),
         (
             {"lora_init": "loftq"},
@@ -116,7 +133,7 @@ from mindlora.core.errors import ConfigError
         (
             {"lora_init": True, "quantize_base": "nf4"},
             "lora_init is True, which is not known. Known: gaussian, kaiming, "
-            "loftq, loftq_iter_N, olora, orthogonal, pissa, pissa_niter_N.",
+            "loftq, loftq_iter_N, mica, olora, orthogonal, pissa, pissa_niter_N.",
         ),
         (
             {"lora_init": "gaussian", "lora_a_init": "normal"},

@@ -29,8 +29,8 @@ _REQUIRED = ("r", "lora_alpha", "target_modules")
 _SERVED_KEY = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$|\.(embed_tokens|lm_head)\.base_layer\.weight$")
 # The first versions of vLLM that take adapters of experts, stacked experts in PEFT's layout, and one scale a cell.
 _EXPERTS, _STACKED, _PATTERNS = (0, 12), (0, 23), (0, 32)
-# The first one that takes the whole head of a classifier, in every kind of classification, and the names of that head.
-_HEADS_SINCE, _HEADS = (0, 33), ("classifier", "score")
+# The first one that is known to take the whole head of a classifier, of texts and not of tokens, and the head's names.
+_HEADS_SINCE, _HEADS = (0, 32), ("classifier", "score")
 # What of these mindlora's records name keeps the experts of a layer apart in vLLM (is_3d_moe_weight is False).
 _APART = ("qwen3_moe", "deepseek_v3")
 _MERGE = "Merge it into the base (mindlora base merge), and serve that."
@@ -103,6 +103,8 @@ def _problems_in_vllm(path: str, adapter: Adapter, version: Version) -> Iterator
     saved = config.get("modules_to_save") or (not config and adapter.saved_modules)
     if saved and not (version >= _HEADS_SINCE and _saved_heads(adapter) == adapter.trained_modules):
         yield f"It has modules_to_save ({listed(adapter.saved_modules)}), which are refused. {_MERGE}"
+    elif saved and config.get("task_type") == "TOKEN_CLS":
+        yield f"It has the whole head of a classifier of tokens, which is refused: only one of texts is taken. {_MERGE}"
     if config.get("bias", "none") != "none":
         yield (
             f"Its configuration says bias {config['bias']!r}, which is refused, though the file holds none. Write it "

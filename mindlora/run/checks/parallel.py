@@ -162,6 +162,6 @@ def _needing_wholes(pet_config: Mapping[str, Any]) -> List[Tuple[str, str]]:
     if pet_config.get("alora_invocation_tokens"):
         needing.append(("alora_invocation_tokens", "each device has tokens of its own"))
     lora_init = pet_config.get("lora_init")
-    if initializers.changes_base(lora_init) and not pet_config.get("adapter_path"):
+    if initializers.computed_from_base(lora_init) and not pet_config.get("adapter_path"):
         needing.append((f"lora_init {lora_init}", "A and B are computed from all of it"))
     return needing

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import NOT_NEGATIVE, check_number
 from mindlora.core.formats.mindrecord_files import mindrecord_files
-from mindlora.core.numerics.initializers import changes_base
+from mindlora.core.numerics.initializers import changes_base, freezes_b
 from mindlora.core.text import listed, shown, suggestion
 from mindlora.core.yaml_file import PET, value_at
 from mindlora.models.variants.registry import LORA
@@ -247,12 +247,14 @@ def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter], node:
                 "Remove it, or train one adapter at a time.",
             )
     for adapter in adapters:
-        if changes_base(adapter.config.lora_init):
+        init = adapter.config.lora_init
+        reasons = {
+            "changes the base that the other adapters train on": changes_base(init),
+            "trains A alone, and adapters beside each other train all that they have": freezes_b(init),
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
             yield error(
-                key,
-                f"lora_init of {adapter.name} is {adapter.config.lora_init}, which changes the base that the other "
-                "adapters train on.",
-                "Use kaiming, gaussian or orthogonal.",
+                key, f"lora_init of {adapter.name} is {init}, which {reason}.", "Use kaiming, gaussian or orthogonal."
             )
 
 

@@ -130,14 +130,22 @@ def test_what_loads_in_peft_and_not_in_vllm(rename, fields, message):
 
 
 @pytest.mark.parametrize(
-    "name, version, accepted", [("score", "0.33", True), ("score", "0.32", False), ("norm", "0.33", False)]
+    "name, version, accepted", [("score", "0.32", True), ("score", "0.31", False), ("norm", "0.33", False)]
 )
-def test_the_whole_head_of_a_classifier_is_served_since_vllm_0_33(name, version, accepted):
+def test_the_whole_head_of_a_classifier_is_served_since_vllm_0_32(name, version, accepted):
     written(make(saved_modules={f"{name}.weight": np.ones((3, 8), np.float32)}))
     report = check_for_server("adapter", f"vllm=={version}")
     assert report.accepted == accepted
     assert any("--runner pooling" in note for note in report.notes) == accepted
     assert accepted or f"It has modules_to_save ({name}.weight), which are refused" in report.problems[0]
+
+
+def test_the_whole_head_of_a_classifier_of_tokens_is_not_served():
+    for task, accepted in (("SEQ_CLS", True), ("TOKEN_CLS", False)):
+        written(make(saved_modules={"score.weight": np.ones((3, 8), np.float32)}, peft_fields={"task_type": task}))
+        report = check_for_server("adapter", "vllm==0.33")
+        assert report.accepted == accepted
+    assert "the whole head of a classifier of tokens, which is refused" in report.problems[0]
 
 
 def dora():

@@ -179,6 +179,12 @@ def test_a_yaml_without_faults(write):
         ({"load_checkpoint": 3}, "error", "load_checkpoint", "load_checkpoint is 3, but it must be a path."),
         ({f"{PET}.loraplus_lr_ratio": 0.5}, "error", f"{PET}.loraplus_lr_ratio", "loraplus_lr_ratio is 0.5: it must"),
         (
+            {f"{PET}.loraplus_lr_ratio": 4, f"{PET}.lora_init": "mica"},
+            "error",
+            f"{PET}.loraplus_lr_ratio",
+            "loraplus_lr_ratio is 4 and lora_init is 'mica': LoRA+ speeds up B, which mica does not train.",
+        ),
+        (
             {f"{PET}.loraplus_lr_ratio": 4, f"{PET}.use_vera": True, f"{PET}.lora_alpha": None},
             "error",
             f"{PET}.loraplus_lr_ratio",

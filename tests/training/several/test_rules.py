@@ -136,6 +136,7 @@ BALANCED = {"model_type": "qwen3_moe", "moe_aux_loss_coeff": 0.001}
         ({"use_dora": True}, {}, KEY, "use_dora is True, but only plain LoRA"),
         ({"modules_to_save": ["lm_head"]}, {}, f"{PET}.modules_to_save", "does not support"),
         ({"adapters": [{"name": "p", "lora_init": "pissa"}]}, {}, KEY, "p is pissa, which changes the base"),
+        ({"adapters": [{"name": "p", "lora_init": "mica"}]}, {}, KEY, "p is mica, which trains A alone"),
         ({}, {"optimizer": {"type": "Lion"}}, "optimizer.type", "'Lion'.* Set it to AdamW"),
         ({}, {"optimizer": {"type": "AdamW", "use_fused": True}}, "optimizer.use_fused", "betas, eps, weight_decay"),
         ({}, {"runner_wrapper": {"type": "MFTrainOneStepCell"}}, "runner_wrapper.type", "LoraTrainOneStepCell"),
