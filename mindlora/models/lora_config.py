@@ -234,12 +234,12 @@ class LoraConfig:
         if self.quantize_base is None:
             if self.quantize_exclude is not None:
                 raise ConfigError(
-                    f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is not set, so "
+                    f"quantize_exclude is {self.quantize_exclude!r}, but quantize_base is not set, so "
                     "nothing is quantized. Set quantize_base: nf4, or remove it."
                 )
             if initializers.is_loftq(self.lora_init):
                 raise ConfigError(
-                    f"lora_init is {self.lora_init!r}, which makes up for the error of quantizing the base, and "
+                    f"lora_init is {self.lora_init!r}, which makes up for the error of quantizing the base, but "
                     "the base is not quantized. Set quantize_base: nf4, or use 'pissa'."
                 )
             return

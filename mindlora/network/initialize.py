@@ -109,7 +109,7 @@ def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
 def base_weights(adapter: Adapter, cells: Dict[str, nn.Cell], source: str) -> Callable[[str], np.ndarray]:
     """Returns a function that returns the base's weight [out, in] of a cell, float32, from its path.
 
-    The adapter is one that PEFT saved as PiSSA, OLoRA or KaSA trained it; for any other, nobody calls the function. It
+    The adapter is one that PEFT saved as PiSSA, OLoRA or KaSA trained it; it is not called for any other. It
     raises LoraError if the weight is not the one that the initial pairs were computed from.
     """
 
@@ -163,7 +163,7 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
             if not initializers.changes_base(cell.lora_init):
                 raise RankMismatchError(
                     f"{source} was trained with lora_init {adapter.initialization!r} and lora_rank {cell.lora_rank}, "
-                    f"and is saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or "
+                    f"but is saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or "
                     f"lora_rank to {rank} and lora_alpha to {adapter.alphas[path]:g}."
                 )
             pairs[path] = _split_initial_pair(adapter, path)

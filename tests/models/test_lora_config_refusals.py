@@ -122,13 +122,13 @@ from mindlora.core.errors import ConfigError
         ),
         (
             {"lora_init": "loftq"},
-            "lora_init is 'loftq', which makes up for the error of quantizing the base, and the base is "
+            "lora_init is 'loftq', which makes up for the error of quantizing the base, but the base is "
             "not quantized. Set quantize_base: nf4, or use 'pissa'.",
         ),
         (
             {"lora_init": "loftq_iter_3"},
             "lora_init is 'loftq_iter_3', which makes up for the error of quantizing the base, "
-            "and the base is not quantized. Set quantize_base: nf4, or use 'pissa'.",
+            "but the base is not quantized. Set quantize_base: nf4, or use 'pissa'.",
         ),
         (
             {"lora_init": True, "quantize_base": "nf4"},
@@ -192,9 +192,9 @@ def test_a_field_for_single_cells_that_is_wrong_is_refused(fields, message):
     [
         (
             {"d_initial": 0.1},
-            "d_initial is 0.1, and use_vera is not set, so it has no effect. Set use_vera: True, or remove it.",
+            "d_initial is 0.1, but use_vera is not set, so it has no effect. Set use_vera: True, or remove it.",
         ),
-        ({"projection_prng_key": 0}, "projection_prng_key is 0, and use_vera is not set, so it has no effect."),
+        ({"projection_prng_key": 0}, "projection_prng_key is 0, but use_vera is not set, so it has no effect."),
         ({"use_vera": 1}, "use_vera is 1: it must be True or False."),
         (
             {"use_vera": True, "use_dora": True},
@@ -239,7 +239,7 @@ def test_vera_refuses_by_name(fields, message):
     [
         ({"quantize_base": "nf5"}, "quantize_base is 'nf5', which is not known. Known: nf4."),
         ({"quantize_base": True}, "quantize_base is True, which is not known. Known: nf4."),
-        ({"quantize_exclude": ["wq"]}, "quantize_exclude is ['wq'], and quantize_base is not set, so nothing is "),
+        ({"quantize_exclude": ["wq"]}, "quantize_exclude is ['wq'], but quantize_base is not set, so nothing is "),
         (
             {"quantize_base": "nf4", "quantize_exclude": []},
             "quantize_exclude is []: it must be a non-empty list of names",
@@ -255,7 +255,7 @@ def test_vera_refuses_by_name(fields, message):
         ),
         (
             {"lora_init": "loftq"},
-            "lora_init is 'loftq', which makes up for the error of quantizing the base, and the base is "
+            "lora_init is 'loftq', which makes up for the error of quantizing the base, but the base is "
             "not quantized. Set quantize_base: nf4, or use 'pissa'.",
         ),
     ],

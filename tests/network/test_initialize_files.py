@@ -164,7 +164,7 @@ def test_a_network_of_that_rank_without_lora_init(trained, tmp_path):
         adapted(None),
         tmp_path / "adapter",
         RankMismatchError,
-        f"was trained with lora_init '{init}' and lora_rank 3, and is saved as a plain LoRA of rank 6. Set "
+        f"was trained with lora_init '{init}' and lora_rank 3, but is saved as a plain LoRA of rank 6. Set "
         f"lora_init to '{init}', or lora_rank to 6 and lora_alpha to 8.",
     )
 

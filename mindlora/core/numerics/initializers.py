@@ -335,7 +335,7 @@ class PrincipalComponents:
         self._rows = 0
 
     def update(self, rows: np.ndarray) -> None:
-        """Takes a batch of float32 [k, features] in, with k and features at least ``count``."""
+        """Takes in a batch, float32 [k, features], where k and features are at least ``count``."""
         batch = rows.astype(np.float64)
         mean, variance, number = batch.mean(axis=0), batch.var(axis=0), len(batch)
         batch -= mean

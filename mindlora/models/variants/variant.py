@@ -233,7 +233,7 @@ class Variant:
         return {**pair, **{part.name: part.shape(rank, shape[0]) for part in self.parts}}
 
     def shared_shapes(self, shapes: List[Shape], rank: int) -> Dict[str, Shape]:
-        """Returns part -> shape of what cells with these weights share: nothing, but for VeRA the projection."""
+        """Returns part -> shape of what cells with these weights share: VeRA's projection, else nothing."""
         if not self.shared_parts or not shapes:
             return {}
         rows, columns = zip(*shapes)

@@ -91,7 +91,7 @@ def check_sharded(run: YamlRun) -> Iterator[Finding]:
         yield error(
             f"{PET}.adapter_path",
             f"adapter_path: {pet_config['adapter_path']} holds slices of an adapter for the ranks of a sharded run, "
-            "and use_parallel is False.",
+            "but use_parallel is False.",
             "Name the adapter itself.",
         )
     if run.cut_by is None or not run.trains:
@@ -147,7 +147,7 @@ def check_dataset_strategy(run: YamlRun) -> Iterator[Finding]:
     elif columns and len(strategy) != len(columns):
         yield error(
             "parallel.dataset_strategy",
-            f"parallel.dataset_strategy divides {len(strategy)} input columns, and train_dataset.input_columns has "
+            f"parallel.dataset_strategy divides {len(strategy)} input columns, but train_dataset.input_columns has "
             f"{len(columns)}: {', '.join(map(str, columns))}.",
             remedy,
         )

@@ -283,7 +283,7 @@ def _move_lora_plus(config):
 
 
 def check_classes(run: YamlRun) -> Iterator[Finding]:
-    """Yields a finding for each class that the YAML names and that does not exist, or lacks an argument it is given.
+    """Yields a finding for each class in the YAML that does not exist, or does not take an argument it is given.
 
     Keys of the model that nothing reads are warnings: YAMLs of MindFormers' own have ``num_block`` and
     ``max_position_embeddings``.

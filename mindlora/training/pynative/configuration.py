@@ -140,6 +140,6 @@ def _check_several_processes(config: PetLoraConfig) -> None:
         refused = initializers.computed_from_base(config.lora_init) if name == "lora_init" else value
         if refused:
             raise ConfigError(
-                f"pet_config.{name} is {value!r}, which mindlora carries out in one process {_HERE}, and this run has "
-                f"{get_world_size()}. {_IN_GRAPH_MODE}"
+                f"pet_config.{name} is {value!r}, which mindlora supports in one process alone {_HERE}, but this run "
+                f"has {get_world_size()}. {_IN_GRAPH_MODE}"
             )

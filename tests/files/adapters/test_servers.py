@@ -69,7 +69,7 @@ def test_several_ranks_with_one_scale_are_served():
 def test_a_rank_above_all_limits_is_resized():
     report = check_for_server(written(make((520, 520))), "vllm")
     assert report.problems == (
-        "Its rank is 520, and at most 512 is served. Make it smaller: mindlora adapter resize ADAPTER served --rank "
+        "Its rank is 520, but at most 512 is served. Make it smaller: mindlora adapter resize ADAPTER served --rank "
         "512",
     )
 
@@ -169,7 +169,7 @@ def test_the_command_ends_with_1_where_it_would_not_be_served(capsys):
     assert json.loads(capsys.readouterr().out)["accepted"] is False
     assert cli.main(["adapter", "inspect", "adapter", "--for", "vlm"]) == 1
     assert "Did you mean 'vllm'?" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="No rules are known of a server 'tgi'"):
+    with pytest.raises(ConfigError, match="No rules are known for a server 'tgi'"):
         check_for_server("adapter", "tgi")
     with pytest.raises(ConfigError, match="The version of 'vllm==new' is not a number. Write it as in vllm==0.33.0"):
         check_for_server("adapter", "vllm==new")

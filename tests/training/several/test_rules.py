@@ -133,8 +133,8 @@ BALANCED = {"model_type": "qwen3_moe", "moe_aux_loss_coeff": 0.001}
     [
         ({}, {"run_mode": "predict"}, KEY, "Name one that is trained in adapter_path"),
         ({"adapters": [{"lora_rank": 0}]}, {}, KEY, r"adapters\[0\]"),
-        ({"use_dora": True}, {}, KEY, "use_dora is True, and only plain LoRA"),
-        ({"modules_to_save": ["lm_head"]}, {}, f"{PET}.modules_to_save", "does not carry out"),
+        ({"use_dora": True}, {}, KEY, "use_dora is True, but only plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, {}, f"{PET}.modules_to_save", "does not support"),
         ({"adapters": [{"name": "p", "lora_init": "pissa"}]}, {}, KEY, "p is pissa, which changes the base"),
         ({"adapters": [{"name": "p", "lora_init": "mica"}]}, {}, KEY, "p is mica, which trains A alone"),
         ({}, {"optimizer": {"type": "Lion"}}, "optimizer.type", "'Lion'.* Set it to AdamW"),
@@ -153,7 +153,7 @@ BALANCED = {"model_type": "qwen3_moe", "moe_aux_loss_coeff": 0.001}
             {},
             {"use_legacy": False, "model": {"model_config": {**BALANCED, "pet_config": pet_config()}}},
             "model.model_config.moe_aux_loss_coeff",
-            "moe_aux_loss_coeff is 0.001, and pet_config has adapters: the loss that balances .* Set it to 0",
+            "moe_aux_loss_coeff is 0.001, but pet_config has adapters: the loss that balances .* Set it to 0",
         ),
         ({}, {"grouped_lr_schedule": {"default": {}}}, "grouped_lr_schedule", "one learning rate"),
         ({}, {"callbacks": [{"type": "SampleAnswers"}]}, "callbacks.SampleAnswers", "for a run with one adapter"),
@@ -167,7 +167,7 @@ BALANCED = {"model_type": "qwen3_moe", "moe_aux_loss_coeff": 0.001}
             {},
             {"runner_wrapper": {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}},
             "runner_wrapper.preference",
-            "does not carry out",
+            "does not support",
         ),
         (
             {},
