@@ -22,12 +22,16 @@ def prepare_rl(config: MindFormerConfig) -> None:
         return
     settings = rl_settings(run.rl)
     tokenizer = settings.tokenizer or run.tokenizer
+    # Read here too, so that a prompt that cannot be used ends the run before anything is built.
+    length = run.model["seq_length"]
+    prompts, _ = prompts_of_run(settings, load_tokenizer(tokenizer), length, os.getcwd())
+    longest = max(len(prompt.tokens) for prompt in prompts) + settings.max_completion_length - 1
+    # More rows than the longest answers fill would be empty.
+    rows = min(run.rows, -(-settings.rows // max(1, length // longest)))
     config.runner_wrapper.type = RlTrainOneStepCell.__name__
     config.runner_wrapper.sampler = MindFormerConfig(
-        tokenizer=tokenizer, seed=int(config.seed or 0), rows=min(run.rows, settings.rows), folder=os.getcwd()
+        tokenizer=tokenizer, seed=int(config.seed or 0), rows=rows, folder=os.getcwd()
     )
-    # Read here too, so that a prompt that cannot be used ends the run before anything is built.
-    prompts, _ = prompts_of_run(settings, load_tokenizer(tokenizer), run.model["seq_length"])
     steps = steps_of(len(prompts), config.runner_config.epochs, settings)
     config.train_dataset_task = MindFormerConfig(
         type=RlSteps.__name__, dataset_config=config.train_dataset or MindFormerConfig(), steps=steps

@@ -10,6 +10,7 @@ from mindlora.core.text import shown
 from mindlora.data.sources import read_rows
 from mindlora.data.tokenizers import encode, special_ids
 from mindlora.serving.chat_prompt import make_chat_prompt
+from mindlora.training.rl.answer_constraints import AnswerConstraints
 from mindlora.training.rl.settings import RlSettings
 
 PROMPT = "prompt"
@@ -22,30 +23,39 @@ class Prompt(NamedTuple):
         given (str or list of dict): A text, or messages for the tokenizer's chat template, as the file has it.
         tokens (list of int): What the policy answers.
         columns (dict): The other fields of the row, which reward functions get.
+        grammar (Grammar or None): What an answer must be: see mindlora.serving.constraints.
     """
 
     given: Union[str, List[Dict[str, Any]]]
     tokens: List[int]
     columns: Dict[str, Any]
+    grammar: Optional[Any] = None
 
 
-def prompts_of_run(settings: RlSettings, tokenizer: Any, seq_length: int) -> Tuple[List[Prompt], List[Prompt]]:
+def prompts_of_run(
+    settings: RlSettings, tokenizer: Any, seq_length: int, folder: str
+) -> Tuple[List[Prompt], List[Prompt]]:
     """Returns the prompts of a run, and those that are held out from it.
 
     Args:
         settings (RlSettings): The run's.
         tokenizer: As load_tokenizer returns it.
         seq_length (int): Tokens of a prompt and its answer, at most.
+        folder (str): Where the paths of schemas begin.
 
-    Raises DataError as read_prompts.
+    Raises DataError as read_prompts, and what AnswerConstraints.grammar raises.
     """
     longest = seq_length - settings.max_completion_length
+    outputs = settings.structured_outputs
+    constraints = None if outputs is None else AnswerConstraints(outputs, tokenizer, folder)
     paths = (settings.prompts, settings.held_out_prompts)
-    prompts, held_out = (read_prompts(path, tokenizer, longest) if path else [] for path in paths)
+    prompts, held_out = (read_prompts(path, tokenizer, longest, constraints) if path else [] for path in paths)
     return prompts, held_out
 
 
-def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:
+def read_prompts(
+    path: str, tokenizer: Any, longest: int, constraints: Optional[AnswerConstraints] = None
+) -> List[Prompt]:
     """Returns the prompts of a file: rows with ``prompt``, a text or messages, and whatever rewards need beside it.
 
     A text is taken as it is, behind the tokenizer's token that begins a sequence, if it has one; messages go through
@@ -55,6 +65,7 @@ def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:
         path (str): A .jsonl, .json, .csv or .parquet file.
         tokenizer: As load_tokenizer returns it.
         longest (int): Tokens of a prompt, at most.
+        constraints (AnswerConstraints): Of what answers must be. Default: None, they may be anything.
 
     Raises:
         DataError: The file cannot be read, a row has no prompt, or one that is too long, or rows differ in their
@@ -82,7 +93,8 @@ def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:
             raise DataError(
                 f"{where}: {shown(differing[0])} is a field of some rows alone. Give every row the same fields."
             )
-        prompts.append(Prompt(given, tokens, columns))
+        grammar = None if constraints is None else constraints.grammar(columns, where)
+        prompts.append(Prompt(given, tokens, columns, grammar))
     return prompts
 
 

@@ -118,7 +118,7 @@ class Rollouts:
         asked = [prompt for prompt in prompts for _ in range(generations or self._settings.num_generations)]
         seeds = np.random.SeedSequence(list(seed)).generate_state(len(asked), np.uint64)
         streams = [
-            self.engine.submit(prompt.tokens, self._sampling(int(number)), TRAINED)
+            self.engine.submit(prompt.tokens, self._sampling(prompt, int(number)), TRAINED)
             for prompt, number in zip(asked, seeds)
         ]
         tokens = np.full((len(asked), self._length + 1), self._pad, np.int32)
@@ -177,7 +177,7 @@ class Rollouts:
         if self.engine.alive:
             self.engine.stop()
 
-    def _sampling(self, seed: int) -> Sampling:
+    def _sampling(self, prompt: Prompt, seed: int) -> Sampling:
         settings = self._settings
         # A row in training is filled up with the pad token, which the model does not see there.
         padding = () if self._pad == self._tokenizer.eos_token_id else ((self._pad,),)
@@ -191,6 +191,7 @@ class Rollouts:
             seed=seed,
             logprobs=0,
             tempered_logprobs=True,
+            grammar=prompt.grammar,
         )
 
 

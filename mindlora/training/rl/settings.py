@@ -18,6 +18,7 @@ from mindlora.core.fields import (
     whole_numbers,
 )
 from mindlora.core.text import suggestion
+from mindlora.training.rl.answer_constraints import check_structured_outputs
 from mindlora.training.rl.reward_functions import Reward, reward_of
 from mindlora.training.rl.teacher import BASE, teacher_of
 
@@ -36,7 +37,10 @@ _OWN = {
 # What says how rewards count.
 _OF_REWARDS = ("reward_weights", "scale_rewards", "reward_timeout", "held_out_prompts", "held_out_steps")
 # What else a teacher's log-probabilities cannot be compared with: key -> the only value that it may have.
-_WITH_TEACHER = {"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0}
+_WITH_TEACHER = {
+    **{"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0},
+    "structured_outputs": None,
+}
 _WEIGHT = Range("a number", lambda value: abs(value) < float("inf"))
 
 
@@ -72,6 +76,8 @@ class RlSettings:
         top_p (float): Share of the probability that is sampled from. Default: 1, all.
         top_k (int): Tokens that are sampled from. Default: 0, all.
         stop (list of str): Texts that end an answer, as the end token does. Default: none.
+        structured_outputs (mapping): What an answer must be, of the run or of a column, as
+            mindlora.training.rl.answer_constraints reads it. Default: None, any text.
         max_disagreement (float): The run ends where trainer and sampler differ by more on a token's log-probability, in
             nats. Default: 1e-3.
         prompts (str): A file with a prompt in each row: see mindlora.training.rl.prompts. A run needs it.
@@ -109,6 +115,7 @@ class RlSettings:
     top_p: float = 1.0
     top_k: int = 0
     stop: Any = ()
+    structured_outputs: Any = None
     max_disagreement: float = 1e-3
     reward_timeout: float = 60.0
     prompts: str = ""
@@ -139,6 +146,8 @@ class RlSettings:
         if self.stop != ():
             check_names(self.stop, "rl.stop")
         object.__setattr__(self, "stop", tuple(self.stop or ()))
+        if self.structured_outputs is not None:
+            check_structured_outputs(self.structured_outputs)
         if self.teacher is not None:
             object.__setattr__(self, "teacher", teacher_of(self.teacher))
             self._check_teacher()

@@ -13,9 +13,21 @@ from tests.support.what_runs import shows
 
 PET = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.0}
 SIZES = {"vocab_size": 300, "seq_length": 32, "eos_token_id": 1, "pad_token_id": 2, "bos_token_id": 0}
+# What the answer to each prompt must be, with room for it in max_completion_length.
+OUTPUTS = ({"regex": "[a-e]{1,4}"}, None, {"choice": ["the cat", "a bee"]}, '{"json": {"enum": ["e", 7]}}')
 REWARDS = """
+import json, re
+KEEPS = {
+    "regex": lambda pattern, text: re.fullmatch(pattern, text),
+    "choice": lambda texts, text: text in texts,
+    "json": lambda schema, text: json.loads(text) in schema["enum"],
+}
+
 def share_of_e(prompts, completions, **columns):
     assert columns["answer"] == ["e"] * len(prompts), columns
+    for outputs, text in zip(columns["outputs"], completions):
+        outputs = json.loads(outputs) if isinstance(outputs, str) else outputs
+        assert all(KEEPS[kind](value, text) for kind, value in (outputs or {}).items()), (outputs, text)
     return [text.count("e") / max(len(text), 1) for text in completions]
 
 def forgets(prompts, completions, **columns):
@@ -31,7 +43,8 @@ def folder(tmp_path_factory):
     made = tokenizers.fit_tokenizer(texts, SIZES["vocab_size"])
     made.save_pretrained(folder / "model")
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
-    rows = [{"prompt": text, "answer": "e"} for text in ("the cat", "she sees", "a dog", "three bees")]
+    texts = ("the cat", "she sees", "a dog", "three bees")
+    rows = [{"prompt": text, "answer": "e", "outputs": outputs} for text, outputs in zip(texts, OUTPUTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return folder
 
@@ -56,6 +69,7 @@ def start(folder, name, resume=False, **rl):
         "held_out_steps": 2,
         "beta": 0.02,
         "max_disagreement": 1e-4,
+        "structured_outputs": {"column": "outputs"},
         **rl,
     }
     config["callbacks"][-1]["resume"] = resume
@@ -101,9 +115,13 @@ def test_a_resumed_run_samples_and_learns_the_same(folder, whole):
     [
         ({"reward_funcs": "rewards.py:forgets"}, "forgets: it returned 1 rewards for 14 completions"),
         ({"max_disagreement": 1e-9}, "Sampler and trainer differ by .* rl.max_disagreement is 1e-09"),
+        (
+            {"structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 3}}},
+            "rl.structured_outputs.json cannot be used: ",
+        ),
     ],
 )
-def test_a_reward_that_fails_and_a_sampler_that_disagrees_end_the_run(folder, rl, message):
+def test_what_fails_ends_the_run_with_one_error(folder, rl, message):
     result, _ = start(folder, "failed", **rl)
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("mindlora-run: error:")]

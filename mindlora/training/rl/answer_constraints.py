@@ -1,0 +1,109 @@
+"""What answers must be while they are sampled: the key structured_outputs, of a run or of a prompt's row."""
+
+import json
+import os
+from typing import Any, Dict, Mapping, Optional
+
+from mindlora.core.errors import ConfigError, DataError
+from mindlora.core.text import suggestion
+
+# vLLM's names, each of which alone says what an answer must be.
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+# The key of the run's node that names a column of the prompts' rows with such a node for each.
+COLUMN = "column"
+_ADVICE = "Write one of {json: schema.json}, {json_object: True}, {regex: '[a-z]+'}, {choice: [yes, no]} and {grammar: ...}"
+
+
+def check_structured_outputs(node: Any) -> None:
+    """Raises ConfigError if rl.structured_outputs is not a node with one key that says what answers must be."""
+    problem = _problem(node, (*_KINDS, COLUMN))
+    if problem:
+        raise ConfigError(f"rl.structured_outputs {problem}. {_ADVICE}, or {{column: NAME}}.")
+    if COLUMN in node and (not isinstance(node[COLUMN], str) or not node[COLUMN]):
+        raise ConfigError(f"rl.structured_outputs: column is {node[COLUMN]!r}. Write the name of a column.")
+
+
+def _problem(node: Any, kinds: Any) -> str:
+    """Returns what is wrong with a node that is to have one of these keys, or ""."""
+    if not isinstance(node, Mapping):
+        return f"is {node!r}"
+    unknown = next((key for key in node if key not in kinds), None)
+    if unknown is not None:
+        return f"has no key {unknown!r}{suggestion(str(unknown), list(kinds)).rstrip('.')}"
+    return "" if len(node) == 1 else f"has {len(node)} keys"
+
+
+class AnswerConstraints:
+    """Compiles what the answers to prompts must be, each constraint once.
+
+    Args:
+        node (mapping): rl.structured_outputs.
+        tokenizer: As load_tokenizer returns it.
+        folder (str): Where the paths of schemas begin.
+    """
+
+    def __init__(self, node: Mapping[str, Any], tokenizer: Any, folder: str):
+        # Not above: the library is loaded by runs that need it alone.
+        from mindlora.serving.constraints import ConstraintCompiler
+
+        self._node = node
+        self._folder = folder
+        self._compiler = ConstraintCompiler(tokenizer, "rl")
+        self._compiled: Dict[str, Any] = {}
+
+    def grammar(self, columns: Mapping[str, Any], where: str) -> Optional[Any]:
+        """Returns the Grammar of the answers to a prompt; None if they may be anything.
+
+        Args:
+            columns (mapping): The other fields of the prompt's row; null in that of the constraint asks for none, and
+                a text is JSON.
+            where (str): Where the row is, for messages.
+
+        Raises:
+            DataError: The row lacks the column, or what it has there is not a node with one of vLLM's keys.
+            ConfigError: A file cannot be read as JSON.
+            ConstraintError: No answer can meet the constraint, or it cannot be used.
+        """
+        column = self._node.get(COLUMN)
+        if column is None:
+            return self._of(self._node, "rl.structured_outputs")
+        if column not in columns:
+            raise DataError(
+                f"{where}: there is no field {column!r}, which rl.structured_outputs names."
+                f"{suggestion(column, list(columns))} Add it, with null where an answer may be anything."
+            )
+        node, field = columns[column], f"{where}: {column}"
+        if isinstance(node, str):
+            try:
+                node = json.loads(node)
+            except ValueError as problem:
+                raise DataError(f"{field} is not JSON: {problem}. {_ADVICE}, as JSON.") from problem
+        if node is None:
+            return None
+        problem = _problem(node, _KINDS)
+        if problem:
+            raise DataError(f"{field} {problem}. {_ADVICE}.")
+        return self._of(node, field)
+
+    def _of(self, node: Mapping[str, Any], field: str) -> Optional[Any]:
+        """Returns the compiled constraint of a node with one key."""
+        from mindlora.serving.constraints import asked_outputs
+
+        key = json.dumps(node, sort_keys=True)
+        if key not in self._compiled:
+            schema = node.get("json")
+            if isinstance(schema, str) and not schema.lstrip().startswith("{"):
+                node = {"json": self._read(schema, field)}
+            constraint = next(asked_outputs(node, field), None)
+            self._compiled[key] = None if constraint is None else self._compiler.compile(constraint)
+        return self._compiled[key]
+
+    def _read(self, name: str, field: str) -> Any:
+        path = os.path.join(self._folder, name)
+        try:
+            with open(path, encoding="utf-8") as file:
+                return json.load(file)
+        except (OSError, ValueError) as problem:
+            raise ConfigError(
+                f"{field}: json is {name}, and {path} cannot be read as JSON: {problem}. Correct the path, or the file."
+            ) from problem
