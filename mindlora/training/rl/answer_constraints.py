@@ -1,12 +1,17 @@
 """What answers must be while they are sampled: the key structured_outputs, of a run or of a prompt's row."""
 
 import json
+import logging
 import os
-from typing import Any, Dict, Mapping, Optional
+from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional
 
 from mindlora.core.errors import ConfigError, DataError
 from mindlora.core.text import suggestion
 
+if TYPE_CHECKING:
+    from mindlora.training.rl.tools import Tools
+
+logger = logging.getLogger("mindlora")
 # vLLM's names, each of which alone says what an answer must be.
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # The key of the run's node that names a column of the prompts' rows with such a node for each.
@@ -37,17 +42,21 @@ class AnswerConstraints:
     """Compiles what the answers to prompts must be, each constraint once.
 
     Args:
-        node (mapping): rl.structured_outputs.
+        node (mapping): rl.structured_outputs. None: answers may be anything, but their calls are those of ``tools``.
         tokenizer: As load_tokenizer returns it.
         folder (str): Where the paths of schemas begin.
+        tools (Tools): What the turns of answers may call, in the place of an answer. Default: None.
     """
 
-    def __init__(self, node: Mapping[str, Any], tokenizer: Any, folder: str):
+    def __init__(
+        self, node: Optional[Mapping[str, Any]], tokenizer: Any, folder: str, tools: Optional["Tools"] = None
+    ):
         # Not above: the library is loaded by runs that need it alone.
         from mindlora.serving.constraints import ConstraintCompiler
 
         self._node = node
         self._folder = folder
+        self._tools = tools
         self._compiler = ConstraintCompiler(tokenizer, "rl")
         self._compiled: Dict[str, Any] = {}
 
@@ -64,9 +73,9 @@ class AnswerConstraints:
             ConfigError: A file cannot be read as JSON.
             ConstraintError: No answer can meet the constraint, or it cannot be used.
         """
-        column = self._node.get(COLUMN)
+        column = None if self._node is None else self._node.get(COLUMN)
         if column is None:
-            return self._of(self._node, "rl.structured_outputs")
+            return self._of(self._node or {}, "rl.structured_outputs")
         if column not in columns:
             raise DataError(
                 f"{where}: there is no field {column!r}, which rl.structured_outputs names."
@@ -78,15 +87,13 @@ class AnswerConstraints:
                 node = json.loads(node)
             except ValueError as problem:
                 raise DataError(f"{field} is not JSON: {problem}. {_ADVICE}, as JSON.") from problem
-        if node is None:
-            return None
-        problem = _problem(node, _KINDS)
+        problem = "" if node is None else _problem(node, _KINDS)
         if problem:
             raise DataError(f"{field} {problem}. {_ADVICE}.")
-        return self._of(node, field)
+        return self._of(node or {}, field)
 
     def _of(self, node: Mapping[str, Any], field: str) -> Optional[Any]:
-        """Returns the compiled constraint of a node with one key."""
+        """Returns the compiled constraint of a node with one key, or with none."""
         from mindlora.serving.constraints import asked_outputs
 
         key = json.dumps(node, sort_keys=True)
@@ -95,7 +102,12 @@ class AnswerConstraints:
             if isinstance(schema, str) and not schema.lstrip().startswith("{"):
                 node = {"json": self._read(schema, field)}
             constraint = next(asked_outputs(node, field), None)
-            self._compiled[key] = None if constraint is None else self._compiler.compile(constraint)
+            if self._tools is not None:
+                constraint = self._tools.constraint(constraint)
+            grammar = None if constraint is None else self._compiler.compile(constraint)
+            for reason in [] if grammar is None else grammar.loosened:
+                logger.warning("rl.tools: what an answer's arguments need not keep: %s", reason)
+            self._compiled[key] = grammar
         return self._compiled[key]
 
     def _read(self, name: str, field: str) -> Any:

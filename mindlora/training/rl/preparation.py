@@ -1,6 +1,7 @@
 """What the YAML of a run that learns from rewards becomes."""
 
 import os
+from typing import List
 
 from mindformers.tools.register import MindFormerConfig
 
@@ -9,10 +10,12 @@ from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
 from mindlora.training.rl.callback import RlReport
 from mindlora.training.rl.data import RlSteps
-from mindlora.training.rl.prompts import prompts_of_run
+from mindlora.training.rl.prompts import Prompt, prompts_of_run
+from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rules import steps_of
-from mindlora.training.rl.settings import rl_settings
+from mindlora.training.rl.settings import RlSettings, rl_settings
 from mindlora.training.rl.step import RlTrainOneStepCell
+from mindlora.training.rl.tools import tools_of
 
 
 def prepare_rl(config: MindFormerConfig) -> None:
@@ -24,7 +27,7 @@ def prepare_rl(config: MindFormerConfig) -> None:
     tokenizer = settings.tokenizer or run.tokenizer
     # Read here too, so that a prompt that cannot be used ends the run before anything is built.
     length = run.model["seq_length"]
-    prompts, _ = prompts_of_run(settings, load_tokenizer(tokenizer), length, os.getcwd())
+    prompts = _prompts(settings, tokenizer, length)
     longest = max(len(prompt.tokens) for prompt in prompts) + settings.max_completion_length - 1
     # More rows than the longest answers fill would be empty.
     rows = min(run.rows, -(-settings.rows // max(1, length // longest)))
@@ -46,3 +49,12 @@ def prepare_rl(config: MindFormerConfig) -> None:
                 metric, mode, which = "teacher/kl", "min", "smallest"
             callback.update(best_metric=metric, best_mode=mode)
             logger.info("LoraCheckpoint keeps the adapter with the %s %s.", which, metric)
+
+
+def _prompts(settings: RlSettings, tokenizer: str, length: int) -> List[Prompt]:
+    """Returns the prompts of a run; those that show tools need the process that loads these, which ends with this."""
+    loaded, folder = load_tokenizer(tokenizer), os.getcwd()
+    if not settings.tools:
+        return prompts_of_run(settings, loaded, length, folder)[0]
+    with Rewards(settings, folder) as rewards:
+        return prompts_of_run(settings, loaded, length, folder, tools_of(rewards, loaded))[0]

@@ -12,8 +12,11 @@ from mindlora.data.tokenizers import encode, special_ids
 from mindlora.serving.chat_prompt import make_chat_prompt
 from mindlora.training.rl.answer_constraints import AnswerConstraints
 from mindlora.training.rl.settings import RlSettings
+from mindlora.training.rl.tools import Tools
 
 PROMPT = "prompt"
+# By which reward functions get what answers with tools consist of.
+MESSAGES = "messages"
 
 
 class Prompt(NamedTuple):
@@ -33,7 +36,7 @@ class Prompt(NamedTuple):
 
 
 def prompts_of_run(
-    settings: RlSettings, tokenizer: Any, seq_length: int, folder: str
+    settings: RlSettings, tokenizer: Any, seq_length: int, folder: str, tools: Optional[Tools] = None
 ) -> Tuple[List[Prompt], List[Prompt]]:
     """Returns the prompts of a run, and those that are held out from it.
 
@@ -42,19 +45,26 @@ def prompts_of_run(
         tokenizer: As load_tokenizer returns it.
         seq_length (int): Tokens of a prompt and its answer, at most.
         folder (str): Where the paths of schemas begin.
+        tools (Tools): What answers may call. Default: None.
 
     Raises DataError as read_prompts, and what AnswerConstraints.grammar raises.
     """
     longest = seq_length - settings.max_completion_length
     outputs = settings.structured_outputs
-    constraints = None if outputs is None else AnswerConstraints(outputs, tokenizer, folder)
+    constraints = None
+    if outputs is not None or tools is not None:
+        constraints = AnswerConstraints(outputs, tokenizer, folder, tools)
     paths = (settings.prompts, settings.held_out_prompts)
-    prompts, held_out = (read_prompts(path, tokenizer, longest, constraints) if path else [] for path in paths)
+    prompts, held_out = (read_prompts(path, tokenizer, longest, constraints, tools) if path else [] for path in paths)
     return prompts, held_out
 
 
 def read_prompts(
-    path: str, tokenizer: Any, longest: int, constraints: Optional[AnswerConstraints] = None
+    path: str,
+    tokenizer: Any,
+    longest: int,
+    constraints: Optional[AnswerConstraints] = None,
+    tools: Optional[Tools] = None,
 ) -> List[Prompt]:
     """Returns the prompts of a file: rows with ``prompt``, a text or messages, and whatever rewards need beside it.
 
@@ -66,6 +76,7 @@ def read_prompts(
         tokenizer: As load_tokenizer returns it.
         longest (int): Tokens of a prompt, at most.
         constraints (AnswerConstraints): Of what answers must be. Default: None, they may be anything.
+        tools (Tools): What answers may call, which prompts of messages show. Default: None.
 
     Raises:
         DataError: The file cannot be read, a row has no prompt, or one that is too long, or rows differ in their
@@ -81,7 +92,13 @@ def read_prompts(
         given = row.record.get(PROMPT) if isinstance(row.record, dict) else None
         if not given or not isinstance(given, (str, list)):
             raise DataError(f'{where}: "{PROMPT}" is missing.{_alike(row.record)} Write a text, or a list of messages.')
-        tokens = _tokens(given, tokenizer, begin, where)
+        if tools is not None and (isinstance(given, str) or MESSAGES in row.record):
+            problem = f'"{PROMPT}" is a text' if isinstance(given, str) else f"there is a field {MESSAGES}"
+            raise DataError(
+                f"{where}: {problem}, and with rl.tools a prompt is a list of messages, and reward functions get those "
+                f"of the answers as {MESSAGES}. Change it."
+            )
+        tokens = _tokens(given, tokenizer, begin, where, None if tools is None else tools.shown)
         if len(tokens) > longest:
             raise DataError(
                 f"{where}: the prompt has {len(tokens)} tokens, and seq_length less max_completion_length leaves "
@@ -98,11 +115,13 @@ def read_prompts(
     return prompts
 
 
-def _tokens(given: Union[str, list], tokenizer: Any, begin: Optional[int], where: str) -> List[int]:
+def _tokens(
+    given: Union[str, list], tokenizer: Any, begin: Optional[int], where: str, shown_tools: Optional[List[dict]]
+) -> List[int]:
     if isinstance(given, str):
         return ([] if begin is None else [begin]) + encode(tokenizer, given)
     try:
-        return list(make_chat_prompt(tokenizer).tokens(given))
+        return list(make_chat_prompt(tokenizer).tokens(given, shown_tools))
     except LoraError as error:
         raise DataError(f"{where}: {error}") from error
 

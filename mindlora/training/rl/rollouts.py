@@ -8,13 +8,15 @@ from mindspore import nn
 
 from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.network.tree import lora_cells
+from mindlora.serving.answer import Piece
 from mindlora.serving.in_training import TRAINED, TrainedEngine
 from mindlora.serving.packed_adapter import rank_needed
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
-from mindlora.training.rl.prompts import Prompt
+from mindlora.training.rl.prompts import MESSAGES, Prompt
 from mindlora.training.rl.settings import RlSettings
 from mindlora.training.rl.teacher import ServedTeacher
+from mindlora.training.rl.tools import Tools, Turn
 
 # By which requests ask for a teacher that is an adapter.
 _TEACHER = "teacher"
@@ -34,6 +36,9 @@ class Answers:
         log_probabilities (array): float64 [rows, N], the sampler's; 0 elsewhere.
         mask (array): bool [rows, N], where a row has a token of its answer to predict.
         truncated (array): bool [rows], which answers max_completion_length has cut.
+        messages (list of list of dict or None): Where there are tools, what each answer consists of: turns of the
+            assistant, which may have tool_calls, and the tools' results. The texts are those of the last turns.
+        failures (int): Calls that have failed.
     """
 
     prompts: List[Prompt]
@@ -43,6 +48,8 @@ class Answers:
     log_probabilities: np.ndarray
     mask: np.ndarray
     truncated: np.ndarray
+    messages: Optional[List[List[Dict[str, Any]]]] = None
+    failures: int = 0
 
     def columns(self) -> Dict[str, List[Any]]:
         """Returns the fields of the prompts' rows, a value for each answer."""
@@ -50,7 +57,69 @@ class Answers:
         for prompt in self.prompts:
             for name, value in prompt.columns.items():
                 columns[name].append(value)
+        if self.messages is not None:
+            columns[MESSAGES] = self.messages
         return columns
+
+    def tool_measures(self) -> Dict[str, float]:
+        """Returns tools/call_frequency, the calls of an answer, and tools/failure_frequency, the share that failed;
+        nothing where there are no tools.
+        """
+        if self.messages is None:
+            return {}
+        calls = sum(message["role"] == "tool" for answer in self.messages for message in answer)
+        return {"tools/call_frequency": calls / len(self.messages), "tools/failure_frequency": self.failures / max(calls, 1)}
+
+
+class _Draft:
+    """An answer as it is made: turns of the model, and what comes between them.
+
+    Attributes:
+        tokens, own (list): Those behind the prompt, and of each whether the model has sampled it.
+        log_probabilities (list of float): Of its own tokens.
+        text, said (str): The text of the last turn, whole and without calls.
+        messages (list of dict): What the turns before said, and the results of their calls.
+    """
+
+    def __init__(self, prompt: Prompt):
+        self.prompt = prompt
+        self.tokens: List[int] = []
+        self.own: List[bool] = []
+        self.log_probabilities: List[float] = []
+        self.text = self.said = ""
+        self.messages: List[Dict[str, Any]] = []
+        self.truncated = False
+        self.failures = 0
+
+    @property
+    def context(self) -> List[int]:
+        """The tokens of the prompt and of the answer so far."""
+        return self.prompt.tokens + self.tokens
+
+    def begin_turn(self) -> None:
+        """Begins a turn of the model."""
+        self.text = ""
+
+    def add(self, piece: Piece) -> None:
+        """Takes what the model has sampled."""
+        self.put(piece.tokens, own=True)
+        self.log_probabilities += [sampled.logprob for sampled in piece.logprobs or ()]
+        self.text += piece.text
+        self.truncated = piece.finish_reason == "length"
+
+    def put(self, tokens: Sequence[int], own: bool = False) -> None:
+        """Adds tokens."""
+        self.tokens += tokens
+        self.own += [own] * len(tokens)
+
+    def say(self, turn: Turn) -> None:
+        """Adds the message of a turn."""
+        self.said = turn.text
+        message: Dict[str, Any] = {"role": "assistant", "content": turn.text}
+        if turn.calls:
+            functions = [{"name": name, "arguments": arguments} for name, arguments in turn.calls]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        self.messages.append(message)
 
 
 class Rollouts:
@@ -63,6 +132,7 @@ class Rollouts:
         settings (RlSettings): The run's.
         longest (int): Tokens of the longest prompt.
         product_dtype (str): What the network in training rounds what its linear cells multiply to.
+        tools (Tools): What answers may call. Default: None.
 
     Raises:
         ConfigError, UnsupportedCellError: As TrainedEngine.
@@ -78,9 +148,11 @@ class Rollouts:
         settings: RlSettings,
         longest: int,
         product_dtype: str,
+        tools: Optional[Tools] = None,
     ):
         self._length = model["model_config"]["seq_length"]
         self._settings = settings
+        self._tools = tools
         self._tokenizer = tokenizer
         self._pad, self._ignored = pad_token_id(network.config), ignore_token_id(network.config)
         rank = max(cell.lora_rank for _, cell in lora_cells(network))
@@ -116,31 +188,76 @@ class Rollouts:
         if not self.engine.alive:
             self.engine.start(scores=False)
         asked = [prompt for prompt in prompts for _ in range(generations or self._settings.num_generations)]
-        seeds = np.random.SeedSequence(list(seed)).generate_state(len(asked), np.uint64)
+        drafts = [_Draft(prompt) for prompt in asked]
+        turns, going = 0, drafts
+        while going:
+            self._take_turn(going, [*seed, turns] if turns else list(seed))
+            turns += 1
+            going = [draft for draft in going if self._goes_on(draft, turns)]
+        return self._rows(drafts)
+
+    def _take_turn(self, drafts: Sequence["_Draft"], seed: Sequence[int]) -> None:
+        """Samples the next turn of each answer."""
+        seeds = np.random.SeedSequence(seed).generate_state(len(drafts), np.uint64)
         streams = [
-            self.engine.submit(prompt.tokens, self._sampling(prompt, int(number)), TRAINED)
-            for prompt, number in zip(asked, seeds)
+            self.engine.submit(draft.context, self._sampling(draft, int(number)), TRAINED)
+            for draft, number in zip(drafts, seeds)
         ]
-        tokens = np.full((len(asked), self._length + 1), self._pad, np.int32)
-        labels = np.full(tokens.shape, self._ignored, np.int32)
-        log_probabilities = np.zeros((len(asked), self._length))
-        truncated = np.zeros(len(asked), bool)
-        texts = []
-        for row, (prompt, stream) in enumerate(zip(asked, streams)):
-            begin = len(prompt.tokens)
-            answered: List[int] = []
-            likely: List[float] = []
+        for draft, stream in zip(drafts, streams):
+            draft.begin_turn()
             for piece in stream:
-                answered += piece.tokens
-                likely += [sampled.logprob for sampled in piece.logprobs or ()]
-                truncated[row] = piece.finish_reason == "length"
-            tokens[row, :begin] = prompt.tokens
-            tokens[row, begin : begin + len(answered)] = answered
-            labels[row, begin : begin + len(answered)] = answered
-            log_probabilities[row, begin - 1 : begin - 1 + len(answered)] = likely
-            texts.append(self._tokenizer.decode(answered, skip_special_tokens=True))
+                draft.add(piece)
+
+    def _goes_on(self, draft: "_Draft", turns: int) -> bool:
+        """Carries out the calls of an answer's last turn, whose results go on with it; returns whether there are any.
+
+        ``turns`` is how many it has.
+        """
+        if self._tools is None:
+            return False
+        turn = self._tools.read(draft.text)
+        draft.say(turn)
+        limit = self._settings.max_tool_calling_iterations
+        if draft.truncated or not turn.complete or (limit is not None and turns > limit):
+            return False
+        results, failures = self._tools.results(turn)
+        behind = self._tools.continuation(draft.tokens, results)
+        if len(draft.tokens) + len(behind) >= self._settings.max_completion_length:
+            # The next turn has no room, and is cut before it begins.
+            draft.truncated = True
+            return False
+        draft.put(behind)
+        draft.messages += results
+        draft.failures += failures
+        return True
+
+    def _rows(self, drafts: Sequence["_Draft"]) -> Answers:
+        tokens = np.full((len(drafts), self._length + 1), self._pad, np.int32)
+        labels = np.full(tokens.shape, self._ignored, np.int32)
+        log_probabilities = np.zeros((len(drafts), self._length))
+        for row, draft in enumerate(drafts):
+            begin, end = len(draft.prompt.tokens), len(draft.context)
+            own = np.flatnonzero(draft.own) + begin
+            tokens[row, :end] = draft.context
+            labels[row, own] = tokens[row, own]
+            log_probabilities[row, own - 1] = draft.log_probabilities
         mask = labels[:, 1:] != self._ignored
-        return Answers(asked, texts, tokens, labels, log_probabilities, mask, truncated)
+        messages: Optional[List[List[Dict[str, Any]]]] = None
+        if self._tools is not None:
+            texts, messages = [draft.said for draft in drafts], [draft.messages for draft in drafts]
+        else:
+            texts = [self._tokenizer.decode(draft.tokens, skip_special_tokens=True) for draft in drafts]
+        return Answers(
+            [draft.prompt for draft in drafts],
+            texts,
+            tokens,
+            labels,
+            log_probabilities,
+            mask,
+            np.array([draft.truncated for draft in drafts]),
+            messages,
+            sum(draft.failures for draft in drafts),
+        )
 
     def teacher_log_probabilities(self, answers: Answers) -> np.ndarray:
         """Returns the log-probabilities of the answers' tokens under the teacher, float64 [rows, N]; 0 elsewhere.
@@ -177,12 +294,12 @@ class Rollouts:
         if self.engine.alive:
             self.engine.stop()
 
-    def _sampling(self, prompt: Prompt, seed: int) -> Sampling:
+    def _sampling(self, draft: _Draft, seed: int) -> Sampling:
         settings = self._settings
         # A row in training is filled up with the pad token, which the model does not see there.
         padding = () if self._pad == self._tokenizer.eos_token_id else ((self._pad,),)
         return Sampling(
-            max_tokens=settings.max_completion_length,
+            max_tokens=settings.max_completion_length - len(draft.tokens),
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -191,7 +308,8 @@ class Rollouts:
             seed=seed,
             logprobs=0,
             tempered_logprobs=True,
-            grammar=prompt.grammar,
+            grammar=draft.prompt.grammar,
+            stop_tokens=() if self._tools is None else tuple(self._tools.prompt.ends),
         )
 
 

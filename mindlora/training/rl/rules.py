@@ -153,11 +153,11 @@ def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
             f"rl.teacher: there is no adapter at {teacher}.",
             "Correct the path, or write base or {url: ..., model: ...}.",
         )
-    for reward in settings.reward_funcs:
-        if isinstance(reward, PythonFunction) and not os.path.isfile(reward.path):
+    for function in (*settings.reward_funcs, *settings.tools):
+        if isinstance(function, PythonFunction) and not os.path.isfile(function.path):
             yield error(
-                f"{KEY}.reward_funcs",
-                f"rl.reward_funcs names {reward.path}, which is not in the folder where the run starts.",
+                f"runner_wrapper.{function.key}",
+                f"{function.key} names {function.path}, which is not in the folder where the run starts.",
                 "Correct the path.",
             )
     if settings.tokenizer is None and run.tokenizer is None:

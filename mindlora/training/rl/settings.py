@@ -19,7 +19,7 @@ from mindlora.core.fields import (
 )
 from mindlora.core.text import suggestion
 from mindlora.training.rl.answer_constraints import check_structured_outputs
-from mindlora.training.rl.reward_functions import Reward, reward_of
+from mindlora.training.rl.reward_functions import PythonFunction, Reward, reward_of
 from mindlora.training.rl.teacher import BASE, teacher_of
 
 # The values of each key that names one of several things, its default first.
@@ -39,7 +39,7 @@ _OF_REWARDS = ("reward_weights", "scale_rewards", "reward_timeout", "held_out_pr
 # What else a teacher's log-probabilities cannot be compared with: key -> the only value that it may have.
 _WITH_TEACHER = {
     **{"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0},
-    "structured_outputs": None,
+    **{"structured_outputs": None, "tools": ()},
 }
 _WEIGHT = Range("a number", lambda value: abs(value) < float("inf"))
 
@@ -78,6 +78,9 @@ class RlSettings:
         stop (list of str): Texts that end an answer, as the end token does. Default: none.
         structured_outputs (mapping): What an answer must be, of the run or of a column, as
             mindlora.training.rl.answer_constraints reads it. Default: None, any text.
+        tools (list of str, or one): Functions of Python files that answers to messages may call, path/to/file.py:NAME;
+            here a tuple of PythonFunction. Default: none.
+        max_tool_calling_iterations (int): Turns of an answer whose calls are carried out. Default: None, all.
         max_disagreement (float): The run ends where trainer and sampler differ by more on a token's log-probability, in
             nats. Default: 1e-3.
         prompts (str): A file with a prompt in each row: see mindlora.training.rl.prompts. A run needs it.
@@ -116,6 +119,8 @@ class RlSettings:
     top_k: int = 0
     stop: Any = ()
     structured_outputs: Any = None
+    tools: Any = ()
+    max_tool_calling_iterations: Optional[int] = None
     max_disagreement: float = 1e-3
     reward_timeout: float = 60.0
     prompts: str = ""
@@ -148,6 +153,9 @@ class RlSettings:
         object.__setattr__(self, "stop", tuple(self.stop or ()))
         if self.structured_outputs is not None:
             check_structured_outputs(self.structured_outputs)
+        object.__setattr__(self, "tools", _tools(self.tools))
+        if self.max_tool_calling_iterations is not None:
+            check_number(self.max_tool_calling_iterations, "rl.max_tool_calling_iterations", COUNT)
         if self.teacher is not None:
             object.__setattr__(self, "teacher", teacher_of(self.teacher))
             self._check_teacher()
@@ -223,6 +231,18 @@ def _functions(value: Any) -> Tuple[Reward, ...]:
             "or [exact_answer, rewards.py:short]."
         )
     return tuple(reward_of(entry, f"rl.reward_funcs[{index}]") for index, entry in enumerate(value))
+
+
+def _tools(value: Any) -> Tuple[PythonFunction, ...]:
+    """Returns the functions that rl.tools names."""
+    entries = [value] if isinstance(value, str) else list(value or ())
+    tools = []
+    for index, entry in enumerate(entries):
+        tool = reward_of(entry, f"rl.tools[{index}]")
+        if not isinstance(tool, PythonFunction):
+            raise ConfigError(f"rl.tools[{index}] is {entry!r}. Write a function of a Python file, such as tools.py:add.")
+        tools.append(tool)
+    return tuple(tools)
 
 
 def rl_settings(node: Mapping[str, Any]) -> RlSettings:

@@ -35,6 +35,7 @@ from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rollouts import Answers, Rollouts
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.rl.teacher import ServedTeacher
+from mindlora.training.rl.tools import tools_of
 from mindlora.training.run_configuration import run_configuration
 from mindlora.training.step.packing import install_positions
 from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
@@ -146,7 +147,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         if self.reference is not None:
             reference = self.forward(self.reference, answers)
             kl = answer_kl(answers.log_probabilities, reference, counts)
-        measures = answer_measures(answers.mask, answers.truncated)
+        measures = {**answer_measures(answers.mask, answers.truncated), **answers.tool_measures()}
         values, rewards = np.zeros(len(answers.tokens)), None
         if self.rewards is not None:
             compared = advantages(self.rewards_of(answers), settings, kl)
@@ -241,9 +242,12 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         model = {"model_config": run.model} if run.is_mcore else run.config["model"]
         self.tokenizer = load_tokenizer(self.sampler["tokenizer"])
         seq_length = model["model_config"]["seq_length"]
-        self.prompts, self.held_out = prompts_of_run(
-            self.settings, self.tokenizer, seq_length, self.sampler["folder"]
-        )
+        folder = self.sampler["folder"]
+        tools = None
+        if self.settings.reward_funcs:
+            self.rewards = Rewards(self.settings, folder)
+            tools = tools_of(self.rewards, self.tokenizer)
+        self.prompts, self.held_out = prompts_of_run(self.settings, self.tokenizer, seq_length, folder, tools)
         teacher = self.settings.teacher
         if isinstance(teacher, ServedTeacher) and not teacher.check_tokenizer(
             functools.partial(encode, self.tokenizer)
@@ -253,8 +257,6 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
                 "that it is the same.",
                 teacher.url,
             )
-        if self.settings.reward_funcs:
-            self.rewards = Rewards(self.settings, self.sampler["folder"])
         self.rollouts = Rollouts(
             base_of(self.network),
             model,
@@ -262,6 +264,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
             self.settings,
             max(len(prompt.tokens) for prompt in [*self.prompts, *self.held_out]),
             run.lora.product_dtype,
+            tools,
         )
         logger.info(
             "rl: %d prompts; each step has %d answers to %d of them.",

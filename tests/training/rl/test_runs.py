@@ -49,10 +49,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, name, resume=False, **rl):
+def start(folder, name, resume=False, model=(), **rl):
     """Runs it; returns the process and its output folder."""
     config = tiny_config("", 3, [{"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}], PET)
-    config["model"]["model_config"].update(SIZES)
+    config["model"]["model_config"].update({**SIZES, **dict(model)})
     config["runner_config"]["batch_size"] = 6
     config["lr_schedule"].update(learning_rate=5e-2, type="ConstantWarmUpLR", warmup_ratio=0.0)
     config["lr_schedule"].pop("lr_end", None)
@@ -126,3 +126,61 @@ def test_what_fails_ends_the_run_with_one_error(folder, rl, message):
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("mindlora-run: error:")]
     assert len(lines) == 1 and re.search(message, lines[0]), result.stderr[-2000:]
+
+
+TEMPLATE = """{%- if tools %}{{- '<|im_start|>' + (tools | map(attribute='function.name') | join(' ')) + '<|im_end|>' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role[0] + ' ' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+        {{- '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>a ' }}{% endif %}"""
+TOOLS = '''
+import json
+from typing import Literal
+
+def sees(who: Literal["a", "b"]):
+    """
+    Says what somebody sees.
+
+    Args:
+        who: Somebody.
+    """
+    if who == "b":
+        raise ValueError("nobody")
+    return "a tree"
+
+def rewards_calls(prompts, completions, messages, **columns):
+    for text, said in zip(completions, messages):
+        assert [message["role"] for message in said] == (["assistant", "tool"] * len(said))[: len(said)], said
+        for call, result in zip(said[::2], said[1::2]):
+            (function,) = [each["function"] for each in call["tool_calls"]]
+            who = json.loads(function["arguments"])["who"]
+            assert function["name"] == result["name"] == "sees", said
+            assert result["content"] == {"a": "a tree", "b": "{'error': 'nobody'}"}[who], said
+        assert text == said[-1]["content"] and text in ("", "bee", "dog"), said
+    assert any(len(said) > 2 for said in messages), messages
+    return [float(len(said)) for said in messages]
+'''
+
+
+def test_answers_call_tools_whose_results_are_not_learned(library, folder):
+    made = tokenizers.load_tokenizer(str(folder / "model"))
+    made.add_tokens(["<tool_call>", "</tool_call>"])
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder / "chat")
+    (folder / "tools.py").write_text(TOOLS, encoding="utf-8")
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("the cat", "a dog")]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rl = {"prompts": "chats.jsonl", "held_out_prompts": None, "tokenizer": "chat", "beta": 0.0}
+    rl.update(tools="tools.py:sees", reward_funcs="tools.py:rewards_calls", max_completion_length=120)
+    result, output = start(folder, "called", model={"seq_length": 160}, **rl, structured_outputs={"choice": ["bee", "dog"]})
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    history = read_history(str(output))
+    assert len(history.series("agreement/max")[0]) == 3
+    assert 0 < max(history.series("agreement/max")[1]) < 1e-4
+    assert 0.1 < history.series("tools/call_frequency")[1].min() and history.series("tools/failure_frequency")[1].max() < 1
