@@ -7,35 +7,12 @@ from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional
 
 from mindlora.core.errors import ConfigError, DataError
 from mindlora.core.text import suggestion
+from mindlora.training.rl.structured_outputs import ADVICE, COLUMN, KINDS, problem_of
 
 if TYPE_CHECKING:
     from mindlora.training.rl.tools import Tools
 
 logger = logging.getLogger("mindlora")
-# vLLM's names, each of which alone says what an answer must be.
-_KINDS = ("json", "json_object", "regex", "choice", "grammar")
-# The key of the run's node that names a column of the prompts' rows with such a node for each.
-COLUMN = "column"
-_ADVICE = "Write one of {json: schema.json}, {json_object: True}, {regex: '[a-z]+'}, {choice: [yes, no]} and {grammar: ...}"
-
-
-def check_structured_outputs(node: Any) -> None:
-    """Raises ConfigError if rl.structured_outputs is not a node with one key that says what answers must be."""
-    problem = _problem(node, (*_KINDS, COLUMN))
-    if problem:
-        raise ConfigError(f"rl.structured_outputs {problem}. {_ADVICE}, or {{column: NAME}}.")
-    if COLUMN in node and (not isinstance(node[COLUMN], str) or not node[COLUMN]):
-        raise ConfigError(f"rl.structured_outputs: column is {node[COLUMN]!r}. Write the name of a column.")
-
-
-def _problem(node: Any, kinds: Any) -> str:
-    """Returns what is wrong with a node that is to have one of these keys, or ""."""
-    if not isinstance(node, Mapping):
-        return f"is {node!r}"
-    unknown = next((key for key in node if key not in kinds), None)
-    if unknown is not None:
-        return f"has no key {unknown!r}{suggestion(str(unknown), list(kinds)).rstrip('.')}"
-    return "" if len(node) == 1 else f"has {len(node)} keys"
 
 
 class AnswerConstraints:
@@ -86,10 +63,10 @@ class AnswerConstraints:
             try:
                 node = json.loads(node)
             except ValueError as problem:
-                raise DataError(f"{field} is not JSON: {problem}. {_ADVICE}, as JSON.") from problem
-        problem = "" if node is None else _problem(node, _KINDS)
+                raise DataError(f"{field} is not JSON: {problem}. {ADVICE}, as JSON.") from problem
+        problem = "" if node is None else problem_of(node, KINDS)
         if problem:
-            raise DataError(f"{field} {problem}. {_ADVICE}.")
+            raise DataError(f"{field} {problem}. {ADVICE}.")
         return self._of(node or {}, field)
 
     def _of(self, node: Mapping[str, Any], field: str) -> Optional[Any]:
@@ -106,7 +83,7 @@ class AnswerConstraints:
                 constraint = self._tools.constraint(constraint)
             grammar = None if constraint is None else self._compiler.compile(constraint)
             for reason in [] if grammar is None else grammar.loosened:
-                logger.warning("rl.tools: what an answer's arguments need not keep: %s", reason)
+                logger.warning("An answer need not keep all of %s. Change that argument's schema if it must.", reason)
             self._compiled[key] = grammar
         return self._compiled[key]
 

@@ -18,8 +18,8 @@ from mindlora.core.fields import (
     whole_numbers,
 )
 from mindlora.core.text import suggestion
-from mindlora.training.rl.answer_constraints import check_structured_outputs
 from mindlora.training.rl.reward_functions import PythonFunction, Reward, reward_of
+from mindlora.training.rl.structured_outputs import check_structured_outputs
 from mindlora.training.rl.teacher import BASE, teacher_of
 
 # The values of each key that names one of several things, its default first.
@@ -37,10 +37,7 @@ _OWN = {
 # What says how rewards count.
 _OF_REWARDS = ("reward_weights", "scale_rewards", "reward_timeout", "held_out_prompts", "held_out_steps")
 # What else a teacher's log-probabilities cannot be compared with: key -> the only value that it may have.
-_WITH_TEACHER = {
-    **{"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0},
-    **{"structured_outputs": None, "tools": ()},
-}
+_WITH_TEACHER = {"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0}
 _WEIGHT = Range("a number", lambda value: abs(value) < float("inf"))
 
 
@@ -175,6 +172,13 @@ class RlSettings:
                     f"{name} to {needed}, or remove teacher."
                 )
 
+        for name in ("structured_outputs", "tools"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"rl has {name} and a teacher, and rl.teacher rates each token of the policy's own draws, behind its "
+                    "own tokens alone. Remove one of them."
+                )
+
     def _weights(self) -> Tuple[float, ...]:
         """Returns the weights, one for each function."""
         count = len(self.reward_funcs)
@@ -268,6 +272,10 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     if "teacher_coef" in node and node.get("teacher") is None:
         raise ConfigError("rl has teacher_coef and no teacher. Name a teacher, or remove teacher_coef.")
     settings = RlSettings(**node)
+    if "max_tool_calling_iterations" in node and not settings.tools:
+        raise ConfigError(
+            "rl has max_tool_calling_iterations and no tools. Name functions, or remove max_tool_calling_iterations."
+        )
     for key in node:
         if _OWN.get(key, settings.algorithm) != settings.algorithm:
             raise ConfigError(f"rl.{key} belongs to {_OWN[key]}, and rl.algorithm is {settings.algorithm}. Remove it.")
