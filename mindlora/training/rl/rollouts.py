@@ -68,7 +68,8 @@ class Answers:
         if self.messages is None:
             return {}
         calls = sum(message["role"] == "tool" for answer in self.messages for message in answer)
-        return {"tools/call_frequency": calls / len(self.messages), "tools/failure_frequency": self.failures / max(calls, 1)}
+        failed = self.failures / max(calls, 1)
+        return {"tools/call_frequency": calls / len(self.messages), "tools/failure_frequency": failed}
 
 
 class _Draft:
@@ -95,10 +96,6 @@ class _Draft:
     def context(self) -> List[int]:
         """The tokens of the prompt and of the answer so far."""
         return self.prompt.tokens + self.tokens
-
-    def begin_turn(self) -> None:
-        """Begins a turn of the model."""
-        self.text = ""
 
     def add(self, piece: Piece) -> None:
         """Takes what the model has sampled."""
@@ -204,7 +201,7 @@ class Rollouts:
             for draft, number in zip(drafts, seeds)
         ]
         for draft, stream in zip(drafts, streams):
-            draft.begin_turn()
+            draft.text = ""
             for piece in stream:
                 draft.add(piece)
 
@@ -242,9 +239,8 @@ class Rollouts:
             labels[row, own] = tokens[row, own]
             log_probabilities[row, own - 1] = draft.log_probabilities
         mask = labels[:, 1:] != self._ignored
-        messages: Optional[List[List[Dict[str, Any]]]] = None
         if self._tools is not None:
-            texts, messages = [draft.said for draft in drafts], [draft.messages for draft in drafts]
+            texts = [draft.said for draft in drafts]
         else:
             texts = [self._tokenizer.decode(draft.tokens, skip_special_tokens=True) for draft in drafts]
         return Answers(
@@ -255,7 +251,7 @@ class Rollouts:
             log_probabilities,
             mask,
             np.array([draft.truncated for draft in drafts]),
-            messages,
+            None if self._tools is None else [draft.messages for draft in drafts],
             sum(draft.failures for draft in drafts),
         )
 
