@@ -62,7 +62,12 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
         ours, theirs = (figures[name][side] for side in SIDES)
         time, peak = ours["step"] / theirs["step"], ours["peak"] / theirs["peak"]
         print(f"of TRL's: time {time:.2f} (goal {GOALS['time']}), peak {peak:.2f} (goal {GOALS['peak']})\n", flush=True)
-    return {"seq_length": args.seq_length, "sizes": {name: size._asdict() for name, size in sizes.items()}, "rank": RANK, "runs": figures}
+    return {
+        "seq_length": args.seq_length,
+        "sizes": {name: size._asdict() for name, size in sizes.items()},
+        "rank": RANK,
+        "runs": figures,
+    }
 
 
 def medians(measured: List[Dict[str, float]]) -> Dict[str, float]:

@@ -1,6 +1,6 @@
 """Requests and answers of the API, as pydantic models: what /openapi.json describes and every body is checked with."""
 
-from typing import Annotated, Any, ClassVar, Dict, Iterable, Iterator, List, Literal, Optional, Tuple, Union
+from typing import Annotated, Any, ClassVar, Dict, Iterable, Iterator, List, Literal, Optional, Union
 
 from pydantic import BaseModel, Field
 

@@ -25,9 +25,7 @@ class AnswerConstraints:
         tools (Tools): What the turns of answers may call, in the place of an answer. Default: None.
     """
 
-    def __init__(
-        self, node: Optional[Mapping[str, Any]], tokenizer: Any, folder: str, tools: Optional["Tools"] = None
-    ):
+    def __init__(self, node: Optional[Mapping[str, Any]], tokenizer: Any, folder: str, tools: Optional["Tools"] = None):
         # Not above: the library is loaded by runs that need it alone.
         from mindlora.serving.constraints import ConstraintCompiler
 

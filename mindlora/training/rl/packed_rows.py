@@ -41,9 +41,7 @@ class PackedRows:
         count = -(-self.count // size) * size
         # What no sequence sees, and has no label, may be any token.
         packed_tokens = np.pad(self._packed(tokens[:, :-1], count, 0), ((0, 0), (0, 1)))
-        packed_labels = np.pad(
-            self._packed(labels[:, 1:], count, ignored), ((0, 0), (1, 0)), constant_values=ignored
-        )
+        packed_labels = np.pad(self._packed(labels[:, 1:], count, ignored), ((0, 0), (1, 0)), constant_values=ignored)
         packed_coefficients = self._packed(coefficients.astype(np.float32), count, 0)
         positions = self.positions(count)
         for begin in range(0, count, size):

@@ -389,7 +389,8 @@ def shown_tool(function: Callable[..., Any]) -> Dict[str, Any]:
         schema: Dict[str, Any] = get_json_schema(function)
     except Exception as problem:
         raise ConfigError(
-            f"transformers makes no tool of it: {problem} Write type hints, and a docstring with Args in Google's style."
+            f"transformers makes no tool of it: {problem} Write type hints, and a docstring with Args in Google's "
+            "style."
         ) from problem
     # What it returns is not part of OpenAI's tools.
     schema["function"].pop("return", None)

@@ -35,7 +35,9 @@ _ARGUMENTS = ("prompts", "completions")
 
 
 class Rewards:
-    """Rates answers, and calls the tools of a run. A function that hangs, crashes or raises ends in one error, and never takes the trainer along.
+    """Rates answers, and calls the tools of a run.
+
+    A function that hangs, crashes or raises ends in one error, and never takes the trainer along.
 
     What the functions print goes to the log, line by line.
 
@@ -121,9 +123,7 @@ class Rewards:
         Raises RewardError if it took longer than reward_timeout, or ended its process.
         """
         tool = self._settings.tools[number]
-        said, failed = self._ask(
-            f"{tool.key}: {tool.name}", self._settings.reward_timeout, "call", (number, arguments)
-        )
+        said, failed = self._ask(f"{tool.key}: {tool.name}", self._settings.reward_timeout, "call", (number, arguments))
         return said, failed
 
     def close(self) -> None:
@@ -174,8 +174,7 @@ class Rewards:
                 f"raise rl.reward_timeout.{shown}"
             )
         raise RewardError(
-            f"{name} has ended its process ({_end(self._process.returncode)}). Correct the function."
-            f"{shown}"
+            f"{name} has ended its process ({_end(self._process.returncode)}). Correct the function.{shown}"
         )
 
     def _kill(self) -> None:

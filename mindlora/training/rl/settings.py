@@ -175,8 +175,8 @@ class RlSettings:
         for name in ("structured_outputs", "tools"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"rl has {name} and a teacher, and rl.teacher rates each token of the policy's own draws, behind its "
-                    "own tokens alone. Remove one of them."
+                    f"rl has {name} and a teacher, and rl.teacher rates each token of the policy's own draws, behind "
+                    "its own tokens alone. Remove one of them."
                 )
 
     def _weights(self) -> Tuple[float, ...]:
@@ -244,7 +244,9 @@ def _tools(value: Any) -> Tuple[PythonFunction, ...]:
     for index, entry in enumerate(entries):
         tool = reward_of(entry, f"rl.tools[{index}]")
         if not isinstance(tool, PythonFunction):
-            raise ConfigError(f"rl.tools[{index}] is {entry!r}. Write a function of a Python file, such as tools.py:add.")
+            raise ConfigError(
+                f"rl.tools[{index}] is {entry!r}. Write a function of a Python file, such as tools.py:add."
+            )
         tools.append(tool)
     return tuple(tools)
 

@@ -9,7 +9,9 @@ from mindlora.core.text import suggestion
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # The key of the run's node that names a column of the prompts' rows with such a node for each.
 COLUMN = "column"
-ADVICE = "Write one of {json: schema.json}, {json_object: True}, {regex: '[a-z]+'}, {choice: [yes, no]} and {grammar: ...}"
+ADVICE = (
+    "Write one of {json: schema.json}, {json_object: True}, {regex: '[a-z]+'}, {choice: [yes, no]} and {grammar: ...}"
+)
 
 
 def check_structured_outputs(node: Any) -> None:

@@ -188,7 +188,9 @@ def _obstacle(network: nn.Cell) -> Tuple[str, str]:
     """Returns why a model cannot keep the examples of a row apart, and what to do; two empty texts if it can."""
     masks = _maker_of_masks(network)
     if masks is None:
-        reason = f"the model is a {_name(network)}: only MindFormers' LlamaForCausalLM and its mcore models can keep the"
+        reason = (
+            f"the model is a {_name(network)}: only MindFormers' LlamaForCausalLM and its mcore models can keep the"
+        )
         return f"{reason} examples of a row apart", "Use one of these."
     settings = [key for key in _WITHOUT_A_MASK if getattr(network.config, key, False)]
     if getattr(masks, "seq_split_num", 1) > 1:

@@ -85,7 +85,12 @@ def test_with_tools_an_answer_is_a_call_or_what_is_said(tokenizer, tmp_path):
         ({"column": "output"}, {"outputs": None}, DataError, f"{WHERE}: there is no field 'output', which"),
         ({"column": "outputs"}, {"outputs": "{"}, DataError, f"{WHERE}: outputs is not JSON: "),
         ({"column": "outputs"}, {"outputs": {"regx": "a"}}, DataError, f"{WHERE}: outputs has no key 'regx'."),
-        ({"column": "outputs"}, {"outputs": {"regex": "["}}, ConstraintError, f"{WHERE}: outputs.regex cannot be used: "),
+        (
+            {"column": "outputs"},
+            {"outputs": {"regex": "["}},
+            ConstraintError,
+            f"{WHERE}: outputs.regex cannot be used: ",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(tokenizer, tmp_path, node, columns, kind, message):

@@ -72,12 +72,14 @@ def test_functions_are_shown_as_tools_and_called_in_a_process_of_their_own(folde
 
 
 def test_what_cannot_be_a_tool_is_refused(folder):
-    refused(RewardError, part("rl.tools: untold: transformers makes no tool of it: "), Rewards, settings("tools.py:untold"), folder)
-    refused(ConfigError, part("rl.tools[0] is 'exact_answer'. Write a function of a Python file"), settings, "exact_answer")
-    refused(
-        ConfigError, part("of one name: add, add"), Tools, chat_tokenizer(HERMES_TOOLS), [tool("add")] * 2, None
-    )
-    refused(ConfigError, part("needs a chat template that shows tools"), Tools, chat_tokenizer(CHATML), [tool("add")], None)
+    message = part("rl.tools: untold: transformers makes no tool of it: ")
+    refused(RewardError, message, Rewards, settings("tools.py:untold"), folder)
+    message = part("rl.tools[0] is 'exact_answer'. Write a function of a Python file")
+    refused(ConfigError, message, settings, "exact_answer")
+    twice = [tool("add")] * 2
+    refused(ConfigError, part("of one name: add, add"), Tools, chat_tokenizer(HERMES_TOOLS), twice, None)
+    message = part("needs a chat template that shows tools")
+    refused(ConfigError, message, Tools, chat_tokenizer(CHATML), [tool("add")], None)
     with pytest.raises(ConfigError, match="Args in Google's style"):
         shown_tool(lambda a: a)
 
