@@ -69,10 +69,6 @@ def _check_adapter(run: YamlRun) -> Iterator[Finding]:
             "sampler.",
             "Set it to 0.0.",
         )
-    if run.quantizes_base:
-        yield error(
-            f"{PET}.quantize_base", "The base is to be in 4 bits, and rl samples from one in float.", "Remove it."
-        )
     if run.lora is not None and not run.lora.variant.is_plain:
         yield error(
             PET, f"The adapter is of {run.lora.variant.name}, and rl samples with plain LoRA.", "Leave its keys out."

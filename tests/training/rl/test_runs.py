@@ -49,10 +49,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, name, resume=False, model=(), **rl):
+def start(folder, name, resume=False, model=(), pet=(), is_llama=False, **rl):
     """Runs it; returns the process and its output folder."""
-    config = tiny_config("", 3, [{"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}], PET)
-    config["model"]["model_config"].update({**SIZES, **dict(model)})
+    callbacks = [{"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
+    config = tiny_runs.tiny_config("", 3, callbacks) if is_llama else tiny_config("", 3, callbacks, {})
+    pet_config = {"pet_type": "lora", **PET, **dict(pet)}
+    config["model"]["model_config"].update({**SIZES, **dict(model), "pet_config": pet_config})
     config["runner_config"]["batch_size"] = 6
     config["lr_schedule"].update(learning_rate=5e-2, type="ConstantWarmUpLR", warmup_ratio=0.0)
     config["lr_schedule"].pop("lr_end", None)
@@ -128,6 +130,14 @@ def test_what_fails_ends_the_run_with_one_error(folder, rl, message):
     assert len(lines) == 1 and re.search(message, lines[0]), result.stderr[-2000:]
 
 
+@shows("rl", "llama")
+def test_a_base_in_four_bits_is_sampled_as_it_trains(library, folder):
+    result, output = start(folder, "four_bits", is_llama=True, pet={"quantize_base": "nf4"})
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    differences, kl = (read_history(str(output)).series(name)[1] for name in ("agreement/max", "kl"))
+    assert 0 < differences.max() < 1e-4 and abs(kl[0]) < 1e-6 < kl[-1]
+
+
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>' + tools[0].function.name + '<|im_end|>' }}{% endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role[0] + ' ' + message.content }}
@@ -167,6 +177,7 @@ def rewards_calls(prompts, completions, messages, **columns):
 '''
 
 
+@shows("nf4", "qwen3")
 def test_answers_call_tools_whose_results_are_not_learned(library, folder):
     made = tokenizers.load_tokenizer(str(folder / "model"))
     made.add_tokens(["<tool_call>", "</tool_call>"])
@@ -178,9 +189,9 @@ def test_answers_call_tools_whose_results_are_not_learned(library, folder):
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     rl = {"prompts": "chats.jsonl", "held_out_prompts": None, "tokenizer": "chat", "beta": 0.0}
     rl.update(tools="tools.py:sees", reward_funcs="tools.py:rewards_calls", max_completion_length=120)
-    result, output = start(
-        folder, "called", model={"seq_length": 160}, **rl, structured_outputs={"choice": ["bee", "dog"]}
-    )
+    rl.update(structured_outputs={"choice": ["bee", "dog"]})
+    keys = {"model": {"seq_length": 160}, "pet": {"quantize_base": "nf4"}}
+    result, output = start(folder, "called", **keys, **rl)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     history = read_history(str(output))
     assert len(history.series("agreement/max")[0]) == 3
