@@ -168,8 +168,7 @@ def share_base(served: nn.Cell, network: nn.Cell) -> None:
                 has = "no such parameter" if found is None else f"one of shape {found.shape}"
                 raise UnsupportedCellError(
                     f"The sampler needs {name} of shape {parameter.shape}, and the network in training has {has}: "
-                    "train this model by reinforcement with its cells as mindlora configs writes "
-                    "them."
+                    "train this model by reinforcement with its cells as mindlora configs writes them."
                 )
             setattr(cell, attribute, _as_served(parameter, found))
 
