@@ -109,8 +109,8 @@ class GraphCache:
         self._depends_on = self._own / "nothing.py"
         content = b"# Graphs depend on no file: their keys say what they depend on.\n"
         self._depends_on.write_bytes(content)
-        # MindSpore reads graphs where it finds the hash of the files that they depend on. After one that is not there it
-        # reads no more, so that it is shown a file in any case; what it says then is for a folder with graphs alone.
+        # MindSpore reads graphs where it finds the hash of the files that they depend on. After one that is missing it
+        # reads no more. So it is shown a file in any case, but in an empty folder, where its errors would help nobody.
         self._reads = any(folder.glob("*.mindir"))
         if self._reads:
             of_files = hashlib.sha256(content).hexdigest()

@@ -27,7 +27,6 @@ ADAPTERS = {
     },
     "diverges": {"learning_rate": 1.0e25, "seed": 3},
 }
-pytestmark = pytest.mark.usefixtures("kept_graphs")
 # What they save after the step at which the run is resumed.
 LATER = {"plain": (24, 30), "other": (20,)}
 

@@ -43,7 +43,6 @@ INVOCATION, FIELD = [61, 5, 62], "alora_invocation_tokens"
 BEFORE, ROWS, PAD, NEW = 6, 64, 3, 6
 # 64 rows in batches of 2 times 4, four times over.
 LAST = "step_32"
-pytestmark = pytest.mark.usefixtures("kept_graphs")
 KEYS = {FIELD: INVOCATION, "target_modules": "all-linear", "lora_rank": 8, "lora_alpha": 32}
 
 
@@ -74,7 +73,7 @@ def start(folder, base, resume=False):
 
 
 @pytest.fixture(scope="module")
-def run(kept_graphs, base, tmp_path_factory):
+def run(base, tmp_path_factory):
     """What a run printed, and the folder of its adapter."""
     folder = tmp_path_factory.mktemp("activated")
     for name, rows, seed in (("train", ROWS, 1), ("held_out", 8, 2)):

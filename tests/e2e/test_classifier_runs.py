@@ -111,7 +111,7 @@ MODELS = {"qwen2": Runs, "qwen3": McoreRuns}
 
 
 @pytest.fixture(scope="module")
-def runs(request, kept_graphs, library, tmp_path_factory):
+def runs(request, library, tmp_path_factory):
     return MODELS[request.param](tmp_path_factory.mktemp("classifiers"))
 
 

@@ -13,7 +13,6 @@ from tests.support.what_runs import shows
 ROWS, EPOCHS = 48, 6
 STEPS = ROWS // tiny_runs.BATCH_SIZE * EPOCHS
 NAN = float("nan")
-pytestmark = pytest.mark.usefixtures("kept_graphs")
 
 # Ctrl-C in step 20. While a graph runs, MindSpore's handler is in the place of Python's, and does what this one does.
 STOPPED = """
@@ -83,7 +82,7 @@ def runs(base, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def clean(kept_graphs, runs):
+def clean(runs):
     return runs.start("clean")
 
 
