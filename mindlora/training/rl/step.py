@@ -112,6 +112,10 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
             self.reference = PolicyLogProbabilities(reference_of(self.policy), is_reference=True)
         self.policy_gradients = PolicyGradients(self.policy, self.weights)
         self.log_probabilities = PolicyLogProbabilities(self.policy)
+        if self.row_positions is not None:
+            for cell in filter(None, (self.policy_gradients, self.log_probabilities, self.reference)):
+                # A graph that was compiled before, in another process, has the parameters of its own cell alone.
+                cell.row_positions = self.row_positions
         return GivenGradients(self.policy_gradients.gradients)
 
     def __call__(self, step: Tensor) -> Tuple:
