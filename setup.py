@@ -101,8 +101,8 @@ setup(
         "gguf": ["gguf>=0.10"],
         "serve": ["fastapi>=0.110", "llguidance>=1.3", "prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"],
         "eval": [LM_EVAL],
-        # The reward json_schema.
-        "rl": ["jsonschema"],
+        # The reward json_schema, and structured_outputs.
+        "rl": ["jsonschema", "llguidance>=1.3"],
         "data": ["datasets", "jinja2", "pyarrow", "tokenizers", "transformers"],
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "matplotlib"),

@@ -4,14 +4,17 @@ import dataclasses
 import inspect
 import json
 import re
-from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequence
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequence, Tuple
 
 from mindlora.core.errors import RequestError, TokenizerError
+from mindlora.core.text import shown
 from mindlora.data import tokenizers
 from mindlora.data.alpaca import TEMPLATES, prompt_template
 from mindlora.data.chat_template import ChatTemplate, read_template
 from mindlora.data.conversations import Conversation
 
+# An argument of a call, by which the call is found in a template's text.
+_MARK = "mark-of-a-call"
 # OpenAI's newer name, which templates do not know.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -108,13 +111,40 @@ class TemplatePrompt:
         """See ChatPrompt."""
         conversation = self._template.with_thoughts(Conversation(read_messages(messages), tools))
         self._check(variables or {})
+        return _encode(self._tokenizer, self._render(conversation, variables or {}))
+
+    def behind_calls(
+        self, results: Sequence[Mapping[str, Any]], tools: Optional[List[Dict[str, Any]]] = None
+    ) -> Tuple[str, str]:
+        """Returns the token that ends an assistant's turn, and the text from there to the beginning of its next one.
+
+        Args:
+            results (sequence of dict): The messages between them, of the tools that the first one has called.
+            tools (list of dict, optional): As for ``tokens``.
+
+        Raises:
+            RequestError: The template refuses the messages, or writes no token behind a turn that calls tools.
+        """
+        calls = [{"type": "function", "function": {"name": results[0]["name"], "arguments": {"mark": _MARK}}}]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        end = self._template.turn_end or ""
+        text = self._render(Conversation([{"role": "user", "content": "x"}, turn, *map(dict, results)], tools), {})
+        _, mark, behind = text.partition(_MARK)
+        before, found, behind = behind.partition(end) if end else (behind, "", "")
+        if not mark or not found:
+            raise RequestError(
+                "The chat template writes no token that ends a turn which calls tools, behind which their results "
+                f"could stand: {shown(before)}. Use one that does."
+            )
+        return end, behind
+
+    def _render(self, conversation: Conversation, variables: Mapping[str, Any]) -> str:
         try:
-            text = self._template.render(conversation, True, {**self._variables, **(variables or {})})
+            return self._template.render(conversation, True, {**self._variables, **variables})
         except Exception as error:  # a template is a program, which fails in its own ways
             raise RequestError(
                 f"The chat template refuses the messages: correct them. It says: {str(error)[:300]}"
             ) from error
-        return _encode(self._tokenizer, text)
 
     def _check(self, variables: Mapping[str, Any]) -> None:
         taken = sorted(self._own.intersection(variables))

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import threading
 from concurrent import futures
-from typing import Any, Dict, FrozenSet, List, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
@@ -54,6 +54,17 @@ class Constraint:
     field: str
     parts: Dict[str, "Constraint"] = dataclasses.field(default_factory=dict)
     strict: bool = True
+
+
+def asked_outputs(outputs: Mapping[str, Any], field: str) -> Iterator[Constraint]:
+    """Yields the constraint of each of vLLM's structured outputs that is there: json, regex, choice, grammar, and
+    json_object, any JSON object. ``field`` has them, for errors.
+    """
+    for kind in ("json", "regex", "choice", "grammar"):
+        if outputs.get(kind) is not None:
+            yield Constraint(kind, outputs[kind], f"{field}.{kind}")
+    if outputs.get("json_object"):
+        yield Constraint("json", {"type": "object"}, f"{field}.json_object")
 
 
 class ConstraintError(RequestError):
@@ -167,13 +178,19 @@ def _is_mark(vocabulary: Any, token: int) -> bool:
 
 
 class ConstraintCompiler:
-    """Compiles constraints for the tokens of one tokenizer, which it goes through at the first one: a second, once."""
+    """Compiles constraints for the tokens of one tokenizer, which it goes through at the first one: a second, once.
+
+    Args:
+        tokenizer: As load_tokenizer returns it.
+        extra (str): The extra of mindlora's that has llguidance where this runs. Default: "serve".
+    """
 
     # One change of the stack's size at a time: it is the whole process's.
     _starting = threading.Lock()
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, extra: str = "serve"):
         self._tokenizer = tokenizer
+        self._extra = extra
         self._lock = threading.Lock()
         self._vocabulary: Any = None
 
@@ -228,8 +245,8 @@ class ConstraintCompiler:
         """Returns the vocabulary as llguidance knows it."""
         if llguidance is None:
             raise ConstraintError(
-                f"{field} needs llguidance, which is not installed where the server runs: leave it out, or pip install "
-                "'mindlora[serve]' there.",
+                f"{field} needs llguidance, which is not installed where the model runs: leave it out, or pip install "
+                f"'mindlora[{self._extra}]' there.",
                 field,
             )
         if not getattr(self._tokenizer, "is_fast", False) or self._tokenizer.eos_token_id is None:

@@ -4,9 +4,11 @@ from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
 
 import numpy as np
 from mindspore import Parameter, nn
+from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.dtypes import from_float32
+from mindlora.core.numerics.nf4 import split_name
 from mindlora.core.text import listed
 from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.adapters.matching import check_base
@@ -15,8 +17,9 @@ from mindlora.network.adapter_matching import cell_shapes
 from mindlora.network.base_fingerprint import fingerprints_of
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.load_base import CACHES
+from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.network.registry import adaptable_linear_types
-from mindlora.network.tree import lora_cells, weight_of
+from mindlora.network.tree import lora_cells, replace_children, weight_of
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import ServedCells, engine_of
 from mindlora.serving.engine import Engine
@@ -63,6 +66,7 @@ class TrainedEngine:
         # Else MindSpore draws the values of a new adapter when it compiles training, after the first was published.
         network.init_parameters_data()
         served = build_network(model, settings, in_training=True)
+        quantized = _quantize_as(served, network)
         share_base(served, network)
         in_training = _linear_cells_by_weight(network)
         linear: Dict[str, nn.Cell] = {}
@@ -83,7 +87,7 @@ class TrainedEngine:
         shapes = {path: cell._replace(linear=True) for path, cell in cell_shapes(network, trained).items()}
         fingerprint = fingerprints_of(trained)
         cells = ServedCells(linear, shapes, [fingerprint])
-        self.engine: Engine = engine_of(served, tokenizer, registry, settings, cells=cells)
+        self.engine: Engine = engine_of(served, tokenizer, registry, settings, quantized, cells=cells)
         for name in adapters or ():
             self.engine.adapters.memory.load(name)
             loaded = self.engine.adapters.memory.take(name)
@@ -127,25 +131,44 @@ def _check_base(packed: PackedAdapter, fingerprint: Callable[[Iterable[str]], Op
         check_base(Adapter({}, fingerprint=packed.fingerprint), packed.source, lambda: current, "error")
 
 
+def _quantize_as(served: nn.Cell, network: nn.Cell) -> bool:
+    """Gives the served network, which has no values yet, cells in NF4 where the one in training has; returns whether
+    there are any.
+    """
+    packed = {name for name, parameter in _parameters(network).items() if parameter.dtype == mstype.uint8}
+    cells = {id(cell): cell for cell in linear_cells(served).values() if _there(cell.weight.name, served) in packed}
+    prefixes = {key: cell.weight.name.rpartition(".")[0] for key, cell in cells.items()}
+    replace_children(served, {key: NF4Dense.from_dense(cell, prefixes[key]) for key, cell in cells.items()})
+    return bool(cells)
+
+
+def _parameters(network: nn.Cell) -> Dict[str, Parameter]:
+    return {parameter.name: parameter for parameter in network.get_parameters()}
+
+
+def _there(name: str, served: nn.Cell) -> str:
+    """Returns the name in training of a parameter of the served network."""
+    return _name_in_training(name) if isinstance(served, McoreNetwork) else name
+
+
 def share_base(served: nn.Cell, network: nn.Cell) -> None:
     """Gives a network of build_network(in_training=True) the weights of the one in training, in place.
 
     Raises:
         UnsupportedCellError: The network in training holds the weights in another form.
     """
-    trained = {parameter.name: parameter for parameter in network.get_parameters()}
+    trained = _parameters(network)
     for _, cell in served.cells_and_names():
         for attribute, parameter in list(cell.parameters_and_names(expand=False)):
             if parameter.name.endswith(CACHES):
                 continue
-            name = _name_in_training(parameter.name) if isinstance(served, McoreNetwork) else parameter.name
+            name = _there(parameter.name, served)
             found = trained.get(name)
             if found is None or found.shape != parameter.shape:
                 has = "no such parameter" if found is None else f"one of shape {found.shape}"
                 raise UnsupportedCellError(
                     f"The sampler needs {name} of shape {parameter.shape}, and the network in training has {has}: "
-                    "train this model by reinforcement on a base in float, with its cells as mindlora configs writes "
-                    "them."
+                    "train this model by reinforcement with its cells as mindlora configs writes them."
                 )
             setattr(cell, attribute, _as_served(parameter, found))
 
@@ -159,10 +182,11 @@ def _as_served(parameter: Parameter, trained: Parameter) -> Parameter:
 
 def _name_in_training(name: str) -> str:
     """Returns MindFormers' name in an mcore model of a parameter of a served mcore network."""
+    name, of_nf4 = split_name(name)
     *path, cell, leaf = name.split(".")
     part, part_there, joined = _JOINED.get(cell, (cell, "", ""))
     there = names.parameter_to_mcore(".".join([*path, part, leaf])) or name
-    return there.replace(f".{part_there}.", f".{joined}.") if joined else there
+    return (there.replace(f".{part_there}.", f".{joined}.") if joined else there) + of_nf4
 
 
 def _check_published(network: nn.Cell, adapted: Mapping[str, LoRACell]) -> None:

@@ -22,6 +22,8 @@ from bench.common import add_number
 from bench.scale import GIB, PYTHON, RANK, Size, finished, write_weights
 
 PROMPTS, ANSWERS, NEW = 8, 8, 32
+# TRL has batches of 16 rows, which are as long as the longest of them, prompt and answer.
+ROW_TOKENS = 16 * 40
 SIZES = {"60M": Size(512, 12, 8, 4, 1376, 16000, 64), "0.5B": Size(1280, 24, 20, 20, 3456, 32000, 64)}
 QUICK_SIZES = {"quick": Size(64, 2, 4, 2, 96, 512, 64)}
 GOALS = {"time": 0.5, "peak": 0.6}
@@ -34,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), help="which of them (default: all)")
     add_number(parser, "--rounds", 3, 1, "processes of each side")
     add_number(parser, "--steps", 5, 3, "steps of each process")
+    add_number(parser, "--seq-length", 40, 40, "tokens of mindlora's rows, of which a batch has about 640")
 
 
 def run(args: argparse.Namespace) -> Dict[str, Any]:
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             prepare(folder, size)
             for _ in range(args.rounds):
-                found["mindlora"].append(measure_mindlora(folder, args.steps))
+                found["mindlora"].append(measure_mindlora(folder, args.steps, args.seq_length))
                 found["TRL"].append(measure_trl(folder, args.steps))
         figures[name] = {side: medians(measured) for side, measured in found.items()}
         for side, measured in figures[name].items():
@@ -59,7 +62,12 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
         ours, theirs = (figures[name][side] for side in SIDES)
         time, peak = ours["step"] / theirs["step"], ours["peak"] / theirs["peak"]
         print(f"of TRL's: time {time:.2f} (goal {GOALS['time']}), peak {peak:.2f} (goal {GOALS['peak']})\n", flush=True)
-    return {"sizes": {name: size._asdict() for name, size in sizes.items()}, "rank": RANK, "runs": figures}
+    return {
+        "seq_length": args.seq_length,
+        "sizes": {name: size._asdict() for name, size in sizes.items()},
+        "rank": RANK,
+        "runs": figures,
+    }
 
 
 def medians(measured: List[Dict[str, float]]) -> Dict[str, float]:
@@ -82,8 +90,8 @@ def prepare(folder: str, size: Size) -> None:
         file.write(REWARDS)
 
 
-def measure_mindlora(folder: str, steps: int) -> Dict[str, float]:
-    """Returns seconds and bytes of mindlora rl."""
+def measure_mindlora(folder: str, steps: int, length: int) -> Dict[str, float]:
+    """Returns seconds and bytes of mindlora rl with rows of ``length`` tokens."""
     path = os.path.join(folder, "run.yaml")
     writing = [
         "configs",
@@ -95,12 +103,11 @@ def measure_mindlora(folder: str, steps: int) -> Dict[str, float]:
         "rewards.py:words",
         "--overwrite",
     ]
-    # TRL fills rows up to the longest of them, prompt and answer.
-    sizes = ["--device", "cpu", "--seq-length", "40", "--output", path]
+    sizes = ["--device", "cpu", "--seq-length", str(length), "--output", path]
     finished([sys.executable, "-m", "mindlora.cli", *writing, *sizes], folder)
     with open(path, encoding="utf-8") as file:
         config = yaml.safe_load(file)
-    config["runner_config"].update(epochs=steps, batch_size=16)
+    config["runner_config"].update(epochs=steps, batch_size=max(1, ROW_TOKENS // length))
     config["model"]["model_config"].update(param_init_type="float32", embedding_init_type="float32")
     config["runner_wrapper"]["rl"].update(num_generations=ANSWERS, prompts_per_step=PROMPTS, max_completion_length=NEW)
     with open(path, "w", encoding="utf-8") as file:

@@ -6,6 +6,7 @@ import shlex
 import shutil
 
 import pytest
+import yaml
 
 from mindlora.training.report.history import read_history
 from tests.support import stories260k
@@ -62,3 +63,29 @@ def test_a_student_learns_from_the_adapter(output, tmp_path):
     run(block("", "mindlora configs ", "distillation.md"), tmp_path)
     found = read_history(str(tmp_path / "output")).series("teacher/kl")[1]
     assert len(found) and (found > 0).all()
+
+
+def test_answers_under_a_schema_match_it_and_agree_with_the_trainer(output):
+    pytest.importorskip("llguidance")
+    pytest.importorskip("jsonschema")
+    folder = output.parent
+    schema = {"type": "object", "properties": {"who": {"enum": ["Lily", "Tom"]}}, "required": ["who"]}
+    schema["additionalProperties"] = False
+    (folder / "schema.json").write_text(json.dumps(schema), encoding="utf-8")
+    config = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+    config["runner_config"]["epochs"] = 2
+    config["runner_wrapper"]["rl"].update(
+        reward_funcs={"type": "json_schema", "schema": "schema.json"},
+        structured_outputs={"json": "schema.json"},
+        num_generations=2,
+        max_disagreement=1e-4,
+    )
+    (folder / "schema.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    command = ["-m", "mindlora.cli", "rl", "schema.yaml", "--output_dir", str(folder / "schema")]
+    succeeded(python(command, folder))
+    history = read_history(str(folder / "schema"))
+    # Each answer that ends matches: white space may fill one up to its limit.
+    rewards = history.series("reward")[1]
+    assert rewards.tolist() == (1 - history.series("completions/clipped_ratio")[1]).tolist()
+    assert len(rewards) == 2 and rewards.min() > 0.5
+    assert 0 < history.series("agreement/max")[1].max() < 1e-4

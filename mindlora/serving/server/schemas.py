@@ -1,10 +1,10 @@
 """Requests and answers of the API, as pydantic models: what /openapi.json describes and every body is checked with."""
 
-from typing import Annotated, Any, ClassVar, Dict, Iterable, Iterator, List, Literal, Optional, Tuple, Union
+from typing import Annotated, Any, ClassVar, Dict, Iterable, Iterator, List, Literal, Optional, Union
 
 from pydantic import BaseModel, Field
 
-from mindlora.serving.constraints import Constraint
+from mindlora.serving.constraints import Constraint, asked_outputs
 from mindlora.serving.request import Sampling
 from mindlora.serving.server.asked import Asked, Table, Text
 from mindlora.serving.server.errors import ApiError
@@ -132,7 +132,7 @@ class _Generation(Asked):
 
         Raises ApiError, 400, if several fields say it, or response_format lacks its schema.
         """
-        said = [Constraint(kind, value, field) for kind, value, field in self._constraints() if value is not None]
+        said = list(self._constraints())
         if len(said) > 1:
             raise ApiError(
                 f"{said[0].field} and {said[1].field} both say what the answer must be: leave one of them out.",
@@ -140,26 +140,24 @@ class _Generation(Asked):
             )
         return said[0] if said else None
 
-    def _constraints(self) -> Iterator[Tuple[str, Any, str]]:
-        """Yields the kind of each constraint that a field may ask for, its value (None for nothing) and the field."""
+    def _constraints(self) -> Iterator[Constraint]:
+        """Yields the constraint of each field that asks for one."""
         for kind in ("json", "regex", "choice", "grammar"):
-            yield kind, getattr(self, f"guided_{kind}"), f"guided_{kind}"
-        outputs = self.structured_outputs
-        if outputs is not None:
-            yield "json", outputs.json_, "structured_outputs.json"
-            for kind in ("regex", "choice", "grammar"):
-                yield kind, getattr(outputs, kind), f"structured_outputs.{kind}"
-            yield "json", {"type": "object"} if outputs.json_object else None, "structured_outputs.json_object"
+            field = f"guided_{kind}"
+            if getattr(self, field) is not None:
+                yield Constraint(kind, getattr(self, field), field)
+        if self.structured_outputs is not None:
+            yield from asked_outputs(self.structured_outputs.model_dump(by_alias=True), "structured_outputs")
         form = self.response_format
         if form is None or form.type == "text":
             return
         if form.type == "json_object":
-            yield "json", {"type": "object"}, "response_format"
+            yield Constraint("json", {"type": "object"}, "response_format")
         elif form.json_schema is None:
             field = "response_format.json_schema"
             raise ApiError(f"{field} is missing: give the schema there.", code="missing_field", param=field)
         else:
-            yield "json", form.json_schema.schema_, "response_format.json_schema.schema"
+            yield Constraint("json", form.json_schema.schema_, "response_format.json_schema.schema")
 
     @property
     def include_usage(self) -> bool:

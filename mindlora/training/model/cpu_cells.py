@@ -36,10 +36,14 @@ class CpuAttention(LLamaAttention):
         query, key, value = self._projected(x)
         cos = self.reshape(freqs_cis[0], (-1, self.head_dim))
         sin = self.reshape(freqs_cis[1], (-1, self.head_dim))
-        query, key = self._heads(self.rotary(query, cos, sin)), self._heads(self.rotary(key, cos, sin))
+        query, key = self._heads(self._turned(query, cos, sin)), self._heads(self._turned(key, cos, sin))
         context = self.fused(query, key, self._heads(value), mask, self.scale)
         output = self.wo(self.reshape(context, x.shape[:-1] + (self.hidden_size,)))
         return self.cast(output, x.dtype)
+
+    def _turned(self, x, cos, sin):
+        """Queries or keys at their positions: those of a row, or where each row has its own, those of all rows."""
+        return self.reshape(self.rotary(self.reshape(x, (-1, cos.shape[0], x.shape[2])), cos, sin), x.shape)
 
     def _projected(self, x):
         """Queries, keys and values, [batch, tokens, heads * head_dim]."""

@@ -111,7 +111,7 @@ class CpuSelfAttentionContiguous(SelfAttentionContiguous):
 
 
 class CpuRotary(nn.Cell):
-    """MindFormers' ApplyRotaryPosEmb by mindlora's operator, where whole heads turn by one table of angles.
+    """MindFormers' ApplyRotaryPosEmb by mindlora's operator, where whole heads turn.
 
     Args:
         plain (ApplyRotaryPosEmb): MindFormers' cell, for all else.
@@ -125,11 +125,11 @@ class CpuRotary(nn.Cell):
     def construct(self, x: Tensor, freqs: Tuple[Tensor, float]) -> Tensor:
         angles, scale = freqs
         tokens, batch, heads, size = x.shape
-        if angles.shape[1] != 1 or angles.shape[3] != size:
+        if angles.shape[3] != size:
             return self.plain(x, freqs)
-        angles = angles.reshape((tokens, size)) * scale
-        # Rows of a batch are side by side, as heads are.
-        turned = self.fused(x.reshape((tokens, batch * heads * size)), ops.cos(angles), ops.sin(angles))
+        angles = angles.reshape((-1, size)) * scale
+        # With one table for all rows, these are beside each other, as heads are.
+        turned = self.fused(x.reshape((angles.shape[0], -1)), ops.cos(angles), ops.sin(angles))
         return turned.reshape(x.shape)
 
 

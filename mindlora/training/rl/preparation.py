@@ -1,6 +1,7 @@
 """What the YAML of a run that learns from rewards becomes."""
 
 import os
+from typing import List
 
 from mindformers.tools.register import MindFormerConfig
 
@@ -10,10 +11,12 @@ from mindlora.training.log import logger
 from mindlora.training.rl.callback import RlReport
 from mindlora.training.rl.data import RlSteps
 from mindlora.training.rl.gkd_step import GkdTrainOneStepCell
-from mindlora.training.rl.prompts import prompts_of_run
+from mindlora.training.rl.prompts import Prompt, prompts_of_run
+from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rules import steps_of
-from mindlora.training.rl.settings import rl_settings
+from mindlora.training.rl.settings import RlSettings, rl_settings
 from mindlora.training.rl.step import RlTrainOneStepCell
+from mindlora.training.rl.tools import tools_of
 
 
 def prepare_rl(config: MindFormerConfig) -> None:
@@ -24,12 +27,16 @@ def prepare_rl(config: MindFormerConfig) -> None:
     settings = rl_settings(run.rl)
     tokenizer = settings.tokenizer or run.tokenizer
     step = RlTrainOneStepCell if settings.gkd is None else GkdTrainOneStepCell
+    # Read here too, so that a prompt that cannot be used ends the run before anything is built.
+    length = run.model["seq_length"]
+    prompts = _prompts(settings, tokenizer, length)
+    longest = max(len(prompt.tokens) for prompt in prompts) + settings.max_completion_length - 1
+    # More rows than the longest answers fill would be empty.
+    rows = min(run.rows, -(-settings.rows // max(1, length // longest)))
     config.runner_wrapper.type = step.__name__
     config.runner_wrapper.sampler = MindFormerConfig(
-        tokenizer=tokenizer, seed=int(config.seed or 0), rows=min(run.rows, settings.rows), folder=os.getcwd()
+        tokenizer=tokenizer, seed=int(config.seed or 0), rows=rows, folder=os.getcwd()
     )
-    # Read here too, so that a prompt that cannot be used ends the run before anything is built.
-    prompts, _ = prompts_of_run(settings, load_tokenizer(tokenizer), run.model["seq_length"])
     steps = steps_of(len(prompts), config.runner_config.epochs, settings)
     config.train_dataset_task = MindFormerConfig(
         type=RlSteps.__name__, dataset_config=config.train_dataset or MindFormerConfig(), steps=steps
@@ -42,3 +49,12 @@ def prepare_rl(config: MindFormerConfig) -> None:
             mode, which = ("max", "largest") if settings.reward_funcs else ("min", "smallest")
             callback.update(best_metric=settings.best_metric, best_mode=mode)
             logger.info("LoraCheckpoint keeps the adapter with the %s %s.", which, settings.best_metric)
+
+
+def _prompts(settings: RlSettings, tokenizer: str, length: int) -> List[Prompt]:
+    """Returns the prompts of a run; those that show tools need the process that loads these, which ends with this."""
+    loaded, folder = load_tokenizer(tokenizer), os.getcwd()
+    if not settings.tools:
+        return prompts_of_run(settings, loaded, length, folder)[0]
+    with Rewards(settings, folder) as rewards:
+        return prompts_of_run(settings, loaded, length, folder, tools_of(rewards, loaded))[0]

@@ -10,10 +10,14 @@ from mindlora.core.text import shown
 from mindlora.data.sources import read_rows
 from mindlora.data.tokenizers import encode, special_ids
 from mindlora.serving.chat_prompt import make_chat_prompt
+from mindlora.training.rl.answer_constraints import AnswerConstraints
 from mindlora.training.rl.gkd import COMPLETION
 from mindlora.training.rl.settings import RlSettings
+from mindlora.training.rl.tools import Tools
 
 PROMPT = "prompt"
+# By which reward functions get what answers with tools consist of.
+MESSAGES = "messages"
 
 
 class Prompt(NamedTuple):
@@ -23,29 +27,39 @@ class Prompt(NamedTuple):
         given (str or list of dict): A text, or messages for the tokenizer's chat template, as the file has it.
         tokens (list of int): What the policy answers.
         columns (dict): The other fields of the row, which reward functions get.
+        grammar (Grammar or None): What an answer must be: see mindlora.serving.constraints.
         completion (list of int): The answer that the row has, with the end token, for gkd; empty in other runs.
     """
 
     given: Union[str, List[Dict[str, Any]]]
     tokens: List[int]
     columns: Dict[str, Any]
+    grammar: Optional[Any] = None
     completion: List[int] = []
 
 
-def prompts_of_run(settings: RlSettings, tokenizer: Any, seq_length: int) -> Tuple[List[Prompt], List[Prompt]]:
+def prompts_of_run(
+    settings: RlSettings, tokenizer: Any, seq_length: int, folder: str, tools: Optional[Tools] = None
+) -> Tuple[List[Prompt], List[Prompt]]:
     """Returns the prompts of a run, and those that are held out from it.
 
     Args:
         settings (RlSettings): The run's.
         tokenizer: As load_tokenizer returns it.
         seq_length (int): Tokens of a prompt and its answer, at most.
+        folder (str): Where the paths of schemas begin.
+        tools (Tools): What answers may call. Default: None.
 
-    Raises DataError as read_prompts, or if rl.gkd needs completions, and a row has none, or one that is too long.
+    Raises DataError as read_prompts, what AnswerConstraints.grammar raises, or DataError if rl.gkd needs completions, and
+    a row has none, or one that is too long.
     """
     longest = seq_length - settings.max_completion_length
-    prompts, held_out = (
-        read_prompts(path, tokenizer, longest) if path else [] for path in (settings.prompts, settings.held_out_prompts)
-    )
+    outputs = settings.structured_outputs
+    constraints = None
+    if outputs is not None or tools is not None:
+        constraints = AnswerConstraints(outputs, tokenizer, folder, tools)
+    paths = (settings.prompts, settings.held_out_prompts)
+    prompts, held_out = (read_prompts(path, tokenizer, longest, constraints, tools) if path else [] for path in paths)
     if settings.gkd is not None and settings.gkd.reads_completions:
         prompts = [_with_completion(prompt, tokenizer, settings) for prompt in prompts]
     return prompts, held_out
@@ -73,7 +87,13 @@ def _with_completion(prompt: Prompt, tokenizer: Any, settings: RlSettings) -> Pr
     return prompt._replace(completion=tokens)
 
 
-def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:
+def read_prompts(
+    path: str,
+    tokenizer: Any,
+    longest: int,
+    constraints: Optional[AnswerConstraints] = None,
+    tools: Optional[Tools] = None,
+) -> List[Prompt]:
     """Returns the prompts of a file: rows with ``prompt``, a text or messages, and whatever rewards need beside it.
 
     A text is taken as it is, behind the tokenizer's token that begins a sequence, if it has one; messages go through
@@ -83,6 +103,8 @@ def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:
         path (str): A .jsonl, .json, .csv or .parquet file.
         tokenizer: As load_tokenizer returns it.
         longest (int): Tokens of a prompt, at most.
+        constraints (AnswerConstraints): Of what answers must be. Default: None, they may be anything.
+        tools (Tools): What answers may call, which prompts of messages show. Default: None.
 
     Raises:
         DataError: The file cannot be read, a row has no prompt, or one that is too long, or rows differ in their
@@ -98,7 +120,13 @@ def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:
         given = row.record.get(PROMPT) if isinstance(row.record, dict) else None
         if not given or not isinstance(given, (str, list)):
             raise DataError(f'{where}: "{PROMPT}" is missing.{_alike(row.record)} Write a text, or a list of messages.')
-        tokens = _tokens(given, tokenizer, begin, where)
+        if tools is not None and (isinstance(given, str) or MESSAGES in row.record):
+            problem = f'"{PROMPT}" is a text' if isinstance(given, str) else f"there is a field {MESSAGES}"
+            raise DataError(
+                f"{where}: {problem}, and with rl.tools a prompt is a list of messages, and reward functions get those "
+                f"of the answers as {MESSAGES}. Change it."
+            )
+        tokens = _tokens(given, tokenizer, begin, where, None if tools is None else tools.shown)
         if len(tokens) > longest:
             raise DataError(
                 f"{where}: the prompt has {len(tokens)} tokens, and seq_length less max_completion_length leaves "
@@ -110,15 +138,18 @@ def read_prompts(path: str, tokenizer: Any, longest: int) -> List[Prompt]:
             raise DataError(
                 f"{where}: {shown(differing[0])} is a field of some rows alone. Give every row the same fields."
             )
-        prompts.append(Prompt(given, tokens, columns))
+        grammar = None if constraints is None else constraints.grammar(columns, where)
+        prompts.append(Prompt(given, tokens, columns, grammar))
     return prompts
 
 
-def _tokens(given: Union[str, list], tokenizer: Any, begin: Optional[int], where: str) -> List[int]:
+def _tokens(
+    given: Union[str, list], tokenizer: Any, begin: Optional[int], where: str, shown_tools: Optional[List[dict]]
+) -> List[int]:
     if isinstance(given, str):
         return ([] if begin is None else [begin]) + encode(tokenizer, given)
     try:
-        return list(make_chat_prompt(tokenizer).tokens(given))
+        return list(make_chat_prompt(tokenizer).tokens(given, shown_tools))
     except LoraError as error:
         raise DataError(f"{where}: {error}") from error
 

@@ -45,10 +45,11 @@ class Reward:
 
 @dataclass(frozen=True)
 class PythonFunction(Reward):
-    """The function ``function`` of the Python file ``path``."""
+    """The function ``function`` of the Python file ``path``, which ``key`` of a YAML names."""
 
     path: str
     function: str
+    key: str = "rl.reward_funcs"
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -59,7 +60,7 @@ class PythonFunction(Reward):
         """Runs the file, whose folder is on sys.path meanwhile and afterwards, as that of a program is."""
         path = os.path.abspath(os.path.join(folder, self.path))
         if not os.path.isfile(path):
-            raise ConfigError(f"rl.reward_funcs names {self.path}, but there is no file {path}. Correct the path.")
+            raise ConfigError(f"{self.key} names {self.path}, but there is no file {path}. Correct the path.")
         module = sys.modules.get(_module_name(path))
         if module is None:
             spec = importlib.util.spec_from_file_location(_module_name(path), path)
@@ -353,7 +354,7 @@ def reward_of(entry: Any, key: str) -> Reward:
     if named.startswith(("http://", "https://")):
         kind, given = RewardModel, {"url": named}
     elif path.endswith(".py") and function.isidentifier():
-        kind, given = PythonFunction, {"path": path, "function": function}
+        kind, given = PythonFunction, {"path": path, "function": function, "key": key.partition("[")[0]}
     elif named in BUILT_IN:
         kind, given = BUILT_IN[named], {}
     else:
@@ -373,3 +374,24 @@ def reward_of(entry: Any, key: str) -> Reward:
         return kind(**given, **arguments)
     except ConfigError as refusal:
         raise ConfigError(f"{key}: {refusal}") from refusal
+
+
+def shown_tool(function: Callable[..., Any]) -> Dict[str, Any]:
+    """Returns a Python function as a tool of OpenAI's, by its type hints and its docstring, as TRL's trainers read it.
+
+    Raises ConfigError if a type hint or the description of an argument is missing.
+    """
+    try:
+        from transformers.utils import get_json_schema
+    except ImportError as missing:
+        raise ConfigError("rl.tools needs transformers. Install it: pip install transformers") from missing
+    try:
+        schema: Dict[str, Any] = get_json_schema(function)
+    except Exception as problem:
+        raise ConfigError(
+            f"transformers makes no tool of it: {problem} Write type hints, and a docstring with Args in Google's "
+            "style."
+        ) from problem
+    # What it returns is not part of OpenAI's tools.
+    schema["function"].pop("return", None)
+    return schema

@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from mindlora.core.errors import LoraError, RewardError
 from mindlora.core.text import shown
-from mindlora.training.rl.reward_functions import Reward, RewardFunction
+from mindlora.training.rl.reward_functions import Reward, RewardFunction, shown_tool
 
 # The last lines of a traceback say what went wrong.
 _LINES = 12
@@ -27,6 +27,7 @@ class Functions:
 
     def __init__(self) -> None:
         self._functions: List[RewardFunction] = []
+        self._tools: List[Callable[..., Any]] = []
 
     def load(self, reward: Reward, folder: str) -> None:
         """Loads the next function, whose relative paths begin at ``folder``."""
@@ -40,6 +41,21 @@ class Functions:
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         return checked_rewards(result, len(completions))
+
+    def load_tool(self, tool: Reward, folder: str) -> Dict[str, Any]:
+        """Loads the next tool, and returns it as OpenAI has it."""
+        self._tools.append(tool.load(folder))
+        return shown_tool(self._tools[-1])
+
+    def call(self, number: int, arguments: str) -> List[Any]:
+        """Returns what the tool with this number says to arguments, as JSON, and whether it has raised."""
+        try:
+            result = self._tools[number](**json.loads(arguments))
+            if inspect.iscoroutine(result):
+                result = asyncio.run(result)
+        except Exception as problem:
+            return [str({"error": str(problem)}), True]
+        return [str(result), False]
 
 
 def serve(connection: Connection) -> None:

@@ -29,12 +29,15 @@ _LOADING = 300.0
 _GRACE = 5.0
 # Lines of its output that an error shows.
 _LINES = 15
+_KEY = "rl.reward_funcs"
 # What a function's other arguments are called.
 _ARGUMENTS = ("prompts", "completions")
 
 
 class Rewards:
-    """Rates answers. A function that hangs, crashes or raises ends in one error, and never takes the trainer along.
+    """Rates answers, and calls the tools of a run.
+
+    A function that hangs, crashes or raises ends in one error, and never takes the trainer along.
 
     What the functions print goes to the log, line by line.
 
@@ -69,7 +72,12 @@ class Rewards:
         self._reader.start()
         try:
             for function, name in zip(settings.reward_funcs, settings.reward_names):
-                self._ask(name, _LOADING, "load", (function, os.path.abspath(folder)))
+                self._ask(f"{_KEY}: {name}", _LOADING, "load", (function, os.path.abspath(folder)))
+            #: The tools as OpenAI has them.
+            self.tools = [
+                self._ask(f"{tool.key}: {tool.name}", _LOADING, "load_tool", (tool, os.path.abspath(folder)))
+                for tool in settings.tools
+            ]
         except BaseException:
             self.close()
             raise
@@ -99,13 +107,24 @@ class Rewards:
         for number, name in enumerate(settings.reward_names):
             arguments = (number, list(prompts), list(completions), dict(columns))
             # None becomes NaN.
-            rewards[:, number] = np.array(self._ask(name, settings.reward_timeout, "rate", arguments), np.float64)
+            rewards[:, number] = np.array(
+                self._ask(f"{_KEY}: {name}", settings.reward_timeout, "rate", arguments), np.float64
+            )
         if np.isnan(rewards).all():
             raise RewardError(
                 f"rl.reward_funcs: {', '.join(settings.reward_names)} returned None for all {len(completions)} "
                 "completions of a step, so there is nothing to learn from. Change them, or the data that they rate."
             )
         return rewards
+
+    def call(self, number: int, arguments: str) -> Tuple[str, bool]:
+        """Returns what the tool with this number says, and whether it has raised; ``arguments`` are JSON.
+
+        Raises RewardError if it took longer than reward_timeout, or ended its process.
+        """
+        tool = self._settings.tools[number]
+        said, failed = self._ask(f"{tool.key}: {tool.name}", self._settings.reward_timeout, "call", (number, arguments))
+        return said, failed
 
     def close(self) -> None:
         """Ends the process, and what its functions have started."""
@@ -125,7 +144,7 @@ class Rewards:
     def _ask(self, name: str, seconds: float, method: str, arguments: Tuple[Any, ...]) -> Any:
         """Returns what a method of the process' Functions returns; where there is no answer, the process is gone.
 
-        ``name`` is the function's, for messages.
+        ``name`` is the function's, behind the key that names it, for messages.
         """
         begin = time.monotonic()
         try:
@@ -135,7 +154,7 @@ class Rewards:
                 answer = json.loads(self._connection.recv_bytes())
                 if "error" in answer:
                     reasons = answer["error"]
-                    raise RewardError(f"rl.reward_funcs: {name}: {reasons}")
+                    raise RewardError(f"{name}: {reasons}")
                 return answer["result"]
         except (EOFError, OSError):
             pass
@@ -148,15 +167,14 @@ class Rewards:
         output = "".join(f"\n{line}" for line in self._output)
         shown = f" The end of its output:{output}" if output else ""
         if is_late and method == "load":
-            raise RewardError(f"rl.reward_funcs: {name} has not loaded after {seconds:g} s. Make it faster.{shown}")
+            raise RewardError(f"{name} has not loaded after {seconds:g} s. Make it faster.{shown}")
         if is_late:
             raise RewardError(
-                f"rl.reward_funcs: {name} has not returned after {seconds:g} s and was stopped. Make it faster, or "
+                f"{name} has not returned after {seconds:g} s and was stopped. Make it faster, or "
                 f"raise rl.reward_timeout.{shown}"
             )
         raise RewardError(
-            f"rl.reward_funcs: {name} has ended its process ({_end(self._process.returncode)}). Correct the function."
-            f"{shown}"
+            f"{name} has ended its process ({_end(self._process.returncode)}). Correct the function.{shown}"
         )
 
     def _kill(self) -> None:

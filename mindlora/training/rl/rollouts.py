@@ -9,14 +9,15 @@ from mindspore import nn
 
 from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.network.tree import lora_cells
-from mindlora.serving.answer import Stream
+from mindlora.serving.answer import Piece, Stream
 from mindlora.serving.in_training import TRAINED, TrainedEngine
 from mindlora.serving.packed_adapter import rank_needed
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
-from mindlora.training.rl.prompts import Prompt
+from mindlora.training.rl.prompts import MESSAGES, Prompt
 from mindlora.training.rl.settings import RlSettings
 from mindlora.training.rl.teacher import ServedTeacher
+from mindlora.training.rl.tools import Tools, Turn
 
 # By which requests ask for a teacher that is an adapter.
 _TEACHER = "teacher"
@@ -36,6 +37,9 @@ class Answers:
         log_probabilities (array): float64 [rows, N], the sampler's; 0 elsewhere.
         mask (array): bool [rows, N], where a row has a token of its answer to predict.
         truncated (array): bool [rows], which answers max_completion_length has cut.
+        messages (list of list of dict or None): Where there are tools, what each answer consists of: turns of the
+            assistant, which may have tool_calls, and the tools' results. The texts are those of the last turns.
+        failures (int): Calls that have failed.
     """
 
     prompts: List[Prompt]
@@ -45,6 +49,8 @@ class Answers:
     log_probabilities: np.ndarray
     mask: np.ndarray
     truncated: np.ndarray
+    messages: Optional[List[List[Dict[str, Any]]]] = None
+    failures: int = 0
 
     def columns(self) -> Dict[str, List[Any]]:
         """Returns the fields of the prompts' rows, a value for each answer."""
@@ -52,16 +58,77 @@ class Answers:
         for prompt in self.prompts:
             for name, value in prompt.columns.items():
                 columns[name].append(value)
+        if self.messages is not None:
+            columns[MESSAGES] = self.messages
         return columns
+
+    def tool_measures(self) -> Dict[str, float]:
+        """Returns tools/call_frequency, the calls of an answer, and tools/failure_frequency, the share that failed;
+        nothing where there are no tools.
+        """
+        if self.messages is None:
+            return {}
+        calls = sum(message["role"] == "tool" for answer in self.messages for message in answer)
+        failed = self.failures / max(calls, 1)
+        return {"tools/call_frequency": calls / len(self.messages), "tools/failure_frequency": failed}
+
+
+class _Draft:
+    """An answer as it is made: turns of the model, and what comes between them.
+
+    Attributes:
+        tokens, own (list): Those behind the prompt, and of each whether the model has sampled it.
+        log_probabilities (list of float): Of its own tokens.
+        text, said (str): The text of the last turn, whole and without calls.
+        messages (list of dict): What the turns before said, and the results of their calls.
+    """
+
+    def __init__(self, prompt: Prompt):
+        self.prompt = prompt
+        self.tokens: List[int] = []
+        self.own: List[bool] = []
+        self.log_probabilities: List[float] = []
+        self.text = self.said = ""
+        self.messages: List[Dict[str, Any]] = []
+        self.truncated = False
+        self.failures = 0
+
+    @property
+    def context(self) -> List[int]:
+        """The tokens of the prompt and of the answer so far."""
+        return self.prompt.tokens + self.tokens
+
+    def add(self, piece: Piece) -> None:
+        """Takes what the model has sampled."""
+        self.put(piece.tokens, own=True)
+        self.log_probabilities += [sampled.logprob for sampled in piece.logprobs or ()]
+        self.text += piece.text
+        self.truncated = piece.finish_reason == "length"
+
+    def put(self, tokens: Sequence[int], own: bool = False) -> None:
+        """Adds tokens."""
+        self.tokens += tokens
+        self.own += [own] * len(tokens)
+
+    def say(self, turn: Turn) -> None:
+        """Adds the message of a turn."""
+        self.said = turn.text
+        message: Dict[str, Any] = {"role": "assistant", "content": turn.text}
+        if turn.calls:
+            functions = [{"name": name, "arguments": arguments} for name, arguments in turn.calls]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        self.messages.append(message)
 
 
 def joined(parts: Sequence[Answers]) -> Answers:
-    """Returns the rows of all parts behind each other."""
-    values = {}
+    """Returns the rows of all parts behind each other. None of them calls tools."""
+    values: Dict[str, Any] = {}
     for field in dataclasses.fields(Answers):
         of_parts = [getattr(part, field.name) for part in parts]
-        is_list = isinstance(of_parts[0], list)
-        values[field.name] = list(itertools.chain(*of_parts)) if is_list else np.concatenate(of_parts)
+        if isinstance(of_parts[0], list):
+            values[field.name] = list(itertools.chain(*of_parts))
+        elif isinstance(of_parts[0], np.ndarray):
+            values[field.name] = np.concatenate(of_parts)
     return Answers(**values)
 
 
@@ -75,6 +142,7 @@ class Rollouts:
         settings (RlSettings): The run's.
         longest (int): Tokens of the longest prompt.
         product_dtype (str): What the network in training rounds what its linear cells multiply to.
+        tools (Tools): What answers may call. Default: None.
 
     Raises:
         ConfigError, UnsupportedCellError: As TrainedEngine.
@@ -90,9 +158,11 @@ class Rollouts:
         settings: RlSettings,
         longest: int,
         product_dtype: str,
+        tools: Optional[Tools] = None,
     ):
         self._length = model["model_config"]["seq_length"]
         self._settings = settings
+        self._tools = tools
         self._tokenizer = tokenizer
         self._pad, self._ignored = pad_token_id(network.config), ignore_token_id(network.config)
         rank = max(cell.lora_rank for _, cell in lora_cells(network))
@@ -135,48 +205,86 @@ class Rollouts:
         if not self.engine.alive:
             self.engine.start(scores=False)
         asked = [prompt for prompt in prompts for _ in range(generations or self._settings.num_generations)]
-        seeds = np.random.SeedSequence(list(seed)).generate_state(len(asked), np.uint64)
-        streams = self._submit(
-            [
-                (prompt.tokens, self._sampling(int(number)), self._teacher if by_teacher else TRAINED)
-                for prompt, number in zip(asked, seeds)
-            ]
-        )
-        answered: List[List[int]] = [[] for _ in asked]
-        likely: List[List[float]] = [[] for _ in asked]
-        truncated = np.zeros(len(asked), bool)
-        for row, stream in enumerate(streams):
-            for piece in stream:
-                answered[row] += piece.tokens
-                likely[row] += [sampled.logprob for sampled in piece.logprobs or ()]
-                truncated[row] = piece.finish_reason == "length"
-        return self._rows(asked, answered, likely, truncated)
+        drafts = [_Draft(prompt) for prompt in asked]
+        with self.engine.turns.turn():
+            # What it holds of earlier steps would change the last bits, and a run that is resumed holds nothing.
+            self.engine.forget_texts()
+        adapter = self._teacher if by_teacher else TRAINED
+        turns, going = 0, drafts
+        while going:
+            self._take_turn(going, [*seed, turns] if turns else list(seed), adapter)
+            turns += 1
+            going = [draft for draft in going if self._goes_on(draft, turns)]
+        return self._rows(drafts)
 
     def completions(self, prompts: Sequence[Prompt]) -> Answers:
         """Returns the completions that the data have of prompts; their log-probabilities are not known, and 0."""
-        answered = [prompt.completion for prompt in prompts]
-        return self._rows(prompts, answered, [[0.0] * len(tokens) for tokens in answered], np.zeros(len(prompts), bool))
+        drafts = [_Draft(prompt) for prompt in prompts]
+        for draft in drafts:
+            draft.put(draft.prompt.completion, own=True)
+            draft.log_probabilities = [0.0] * len(draft.tokens)
+        return self._rows(drafts)
 
-    def _rows(
-        self,
-        prompts: Sequence[Prompt],
-        answered: Sequence[Sequence[int]],
-        likely: Sequence[Sequence[float]],
-        truncated: np.ndarray,
-    ) -> Answers:
-        """Returns the tokens that prompts were answered with, and their log-probabilities, as rows."""
-        tokens = np.full((len(prompts), self._length + 1), self._pad, np.int32)
+    def _take_turn(self, drafts: Sequence["_Draft"], seed: Sequence[int], adapter: Optional[str]) -> None:
+        """Samples the next turn of each answer from the model with an adapter."""
+        seeds = np.random.SeedSequence(seed).generate_state(len(drafts), np.uint64)
+        streams = self._submit(
+            [(draft.context, self._sampling(draft, int(number)), adapter) for draft, number in zip(drafts, seeds)]
+        )
+        for draft, stream in zip(drafts, streams):
+            draft.text = ""
+            for piece in stream:
+                draft.add(piece)
+
+    def _goes_on(self, draft: "_Draft", turns: int) -> bool:
+        """Carries out the calls of an answer's last turn, whose results go on with it; returns whether there are any.
+
+        ``turns`` is how many it has.
+        """
+        if self._tools is None:
+            return False
+        turn = self._tools.read(draft.text)
+        draft.say(turn)
+        limit = self._settings.max_tool_calling_iterations
+        if draft.truncated or not turn.complete or (limit is not None and turns > limit):
+            return False
+        results, failures = self._tools.results(turn)
+        behind = self._tools.continuation(draft.tokens, results)
+        if len(draft.tokens) + len(behind) >= self._settings.max_completion_length:
+            # The next turn has no room, and is cut before it begins.
+            draft.truncated = True
+            return False
+        draft.put(behind)
+        draft.messages += results
+        draft.failures += failures
+        return True
+
+    def _rows(self, drafts: Sequence["_Draft"]) -> Answers:
+        tokens = np.full((len(drafts), self._length + 1), self._pad, np.int32)
         labels = np.full(tokens.shape, self._ignored, np.int32)
-        log_probabilities = np.zeros((len(prompts), self._length))
-        for row, prompt in enumerate(prompts):
-            begin = len(prompt.tokens)
-            end = begin + len(answered[row])
-            tokens[row, :begin] = prompt.tokens
-            tokens[row, begin:end] = labels[row, begin:end] = answered[row]
-            log_probabilities[row, begin - 1 : end - 1] = likely[row]
-        texts = [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in answered]
+        log_probabilities = np.zeros((len(drafts), self._length))
+        for row, draft in enumerate(drafts):
+            begin, end = len(draft.prompt.tokens), len(draft.context)
+            own = np.flatnonzero(draft.own) + begin
+            tokens[row, :end] = draft.context
+            labels[row, own] = tokens[row, own]
+            log_probabilities[row, own - 1] = draft.log_probabilities
         mask = labels[:, 1:] != self._ignored
-        return Answers(list(prompts), texts, tokens, labels, log_probabilities, mask, truncated)
+        if self._tools is not None:
+            texts = [draft.said for draft in drafts]
+        else:
+            texts = [self._tokenizer.decode(draft.tokens, skip_special_tokens=True) for draft in drafts]
+        return Answers(
+            [draft.prompt for draft in drafts],
+            texts,
+            tokens,
+            labels,
+            log_probabilities,
+            mask,
+            np.array([draft.truncated for draft in drafts]),
+            None if self._tools is None else [draft.messages for draft in drafts],
+            sum(draft.failures for draft in drafts),
+        )
 
     def teacher_log_probabilities(self, answers: Answers) -> np.ndarray:
         """Returns the log-probabilities of the answers' tokens under the teacher, float64 [rows, N]; 0 elsewhere.
@@ -222,15 +330,14 @@ class Rollouts:
         resumed.
         """
         with self.engine.turns.turn():
-            self.engine.forget_texts()
             return [self.engine.submit(*request) for request in requests]
 
-    def _sampling(self, seed: int) -> Sampling:
+    def _sampling(self, draft: _Draft, seed: int) -> Sampling:
         settings = self._settings
         # A row in training is filled up with the pad token, which the model does not see there.
         padding = () if self._pad == self._tokenizer.eos_token_id else ((self._pad,),)
         return Sampling(
-            max_tokens=settings.max_completion_length,
+            max_tokens=settings.max_completion_length - len(draft.tokens),
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -239,6 +346,8 @@ class Rollouts:
             seed=seed,
             logprobs=0,
             tempered_logprobs=True,
+            grammar=draft.prompt.grammar,
+            stop_tokens=() if self._tools is None else tuple(self._tools.prompt.ends),
         )
 
 

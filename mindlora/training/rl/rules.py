@@ -70,10 +70,6 @@ def _check_adapter(run: YamlRun) -> Iterator[Finding]:
             "sampler.",
             "Set it to 0.0.",
         )
-    if run.quantizes_base:
-        yield error(
-            f"{PET}.quantize_base", "The base is to be in 4 bits, and rl samples from one in float.", "Remove it."
-        )
     if run.lora is not None and not run.lora.variant.is_plain:
         yield error(
             PET, f"The adapter is of {run.lora.variant.name}, and rl samples with plain LoRA.", "Leave its keys out."
@@ -161,11 +157,11 @@ def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
             f"rl.teacher: there is no adapter at {teacher}.",
             "Correct the path, or write base or {url: ..., model: ...}.",
         )
-    for reward in settings.reward_funcs:
-        if isinstance(reward, PythonFunction) and not os.path.isfile(reward.path):
+    for function in (*settings.reward_funcs, *settings.tools):
+        if isinstance(function, PythonFunction) and not os.path.isfile(function.path):
             yield error(
-                f"{KEY}.reward_funcs",
-                f"rl.reward_funcs names {reward.path}, which is not in the folder where the run starts.",
+                f"runner_wrapper.{function.key}",
+                f"{function.key} names {function.path}, which is not in the folder where the run starts.",
                 "Correct the path.",
             )
     if settings.tokenizer is None and run.tokenizer is None:

@@ -19,7 +19,8 @@ from mindlora.core.fields import (
 )
 from mindlora.core.text import suggestion
 from mindlora.training.rl.gkd import gkd_settings
-from mindlora.training.rl.reward_functions import Reward, reward_of
+from mindlora.training.rl.reward_functions import PythonFunction, Reward, reward_of
+from mindlora.training.rl.structured_outputs import check_structured_outputs
 from mindlora.training.rl.teacher import BASE, ServedTeacher, teacher_of
 
 # The values of each key that names one of several things, its default first.
@@ -45,6 +46,7 @@ METRICS = (
 _NOT_OF_GKD = (
     *("reward_funcs", *_OF_REWARDS, "teacher_coef", "algorithm", "num_iterations", "beta", "epsilon", "epsilon_high"),
     *("delta", "loss_type", "normalize_advantages", "importance_sampling_level", "max_disagreement"),
+    *("structured_outputs", "tools", "max_tool_calling_iterations"),
 )
 # What else a teacher's log-probabilities cannot be compared with: key -> the only value that it may have.
 _WITH_TEACHER = {"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0}
@@ -83,6 +85,11 @@ class RlSettings:
         top_p (float): Share of the probability that is sampled from. Default: 1, all.
         top_k (int): Tokens that are sampled from. Default: 0, all.
         stop (list of str): Texts that end an answer, as the end token does. Default: none.
+        structured_outputs (mapping): What an answer must be, of the run or of a column, as
+            mindlora.training.rl.answer_constraints reads it. Default: None, any text.
+        tools (list of str, or one): Functions of Python files that answers to messages may call, path/to/file.py:NAME;
+            here a tuple of PythonFunction. Default: none.
+        max_tool_calling_iterations (int): Turns of an answer whose calls are carried out. Default: None, all.
         max_disagreement (float): The run ends where trainer and sampler differ by more on a token's log-probability, in
             nats. Default: 1e-3.
         prompts (str): A file with a prompt in each row: see mindlora.training.rl.prompts. A run needs it.
@@ -122,6 +129,9 @@ class RlSettings:
     top_p: float = 1.0
     top_k: int = 0
     stop: Any = ()
+    structured_outputs: Any = None
+    tools: Any = ()
+    max_tool_calling_iterations: Optional[int] = None
     max_disagreement: float = 1e-3
     reward_timeout: float = 60.0
     prompts: str = ""
@@ -153,6 +163,11 @@ class RlSettings:
         if self.stop != ():
             check_names(self.stop, "rl.stop")
         object.__setattr__(self, "stop", tuple(self.stop or ()))
+        if self.structured_outputs is not None:
+            check_structured_outputs(self.structured_outputs)
+        object.__setattr__(self, "tools", _tools(self.tools))
+        if self.max_tool_calling_iterations is not None:
+            check_number(self.max_tool_calling_iterations, "rl.max_tool_calling_iterations", COUNT)
         if self.teacher is not None:
             object.__setattr__(self, "teacher", teacher_of(self.teacher))
         if self.gkd is not None:
@@ -173,6 +188,12 @@ class RlSettings:
                 raise ConfigError(
                     f"rl.{name} is {value!r}, and rl.teacher rates each token of the policy's own draws by itself. Set "
                     f"{name} to {needed}, or remove teacher."
+                )
+        for name in ("structured_outputs", "tools"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"rl has {name} and a teacher, but rl.teacher rates each token of the policy's own draws, behind "
+                    "its own tokens alone. Remove one of them."
                 )
 
     def _weights(self) -> Tuple[float, ...]:
@@ -239,6 +260,20 @@ def _functions(value: Any) -> Tuple[Reward, ...]:
     return tuple(reward_of(entry, f"rl.reward_funcs[{index}]") for index, entry in enumerate(value))
 
 
+def _tools(value: Any) -> Tuple[PythonFunction, ...]:
+    """Returns the functions that rl.tools names."""
+    entries = [value] if isinstance(value, str) else list(value or ())
+    tools = []
+    for index, entry in enumerate(entries):
+        tool = reward_of(entry, f"rl.tools[{index}]")
+        if not isinstance(tool, PythonFunction):
+            raise ConfigError(
+                f"rl.tools[{index}] is {entry!r}. Write a function of a Python file, such as tools.py:add."
+            )
+        tools.append(tool)
+    return tuple(tools)
+
+
 def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     """Returns the settings of a YAML's section ``rl``, a node with the fields of RlSettings.
 
@@ -264,6 +299,10 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     if "teacher_coef" in node and node.get("teacher") is None:
         raise ConfigError("rl has teacher_coef and no teacher. Name a teacher, or remove teacher_coef.")
     settings = RlSettings(**node)
+    if "max_tool_calling_iterations" in node and not settings.tools:
+        raise ConfigError(
+            "rl has max_tool_calling_iterations and no tools. Name functions, or remove max_tool_calling_iterations."
+        )
     for key in node:
         if _OWN.get(key, settings.algorithm) != settings.algorithm:
             raise ConfigError(f"rl.{key} belongs to {_OWN[key]}, but rl.algorithm is {settings.algorithm}. Remove it.")

@@ -10,7 +10,8 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
-from mindlora.core.errors import DivergenceError
+from mindlora.core.errors import ConfigError, DivergenceError
+from mindlora.core.fields import ignore_token_id
 from mindlora.data.tokenizers import encode, load_tokenizer
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
@@ -18,6 +19,7 @@ from mindlora.training.model.log_probabilities import row_log_probabilities
 from mindlora.training.model.network import base_of
 from mindlora.training.preference.step import reference_of
 from mindlora.training.rl.gradients import GivenGradients, PolicyGradients, PolicyLogProbabilities
+from mindlora.training.rl.packed_rows import PackedRows, pack_rows, single_rows
 from mindlora.training.rl.policy_loss import (
     advantages,
     agreement,
@@ -33,7 +35,9 @@ from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rollouts import Answers, Rollouts
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.rl.teacher import ServedTeacher
+from mindlora.training.rl.tools import tools_of
 from mindlora.training.run_configuration import run_configuration
+from mindlora.training.step.packing import install_positions
 from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
 
 # In the place of a step's number, which is smaller.
@@ -70,8 +74,9 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
 
     Args:
         rl (dict): The fields of RlSettings.
-        sampler (dict): ``tokenizer``, its path; ``seed``; ``rows``, how many the gradient takes at a time; ``folder``,
-            where relative paths of reward functions begin. The model is that of the run's YAML.
+        sampler (dict): ``tokenizer``, its path; ``seed``; ``rows``, how many of seq_length tokens, which hold several
+            answers each, the gradient takes at a time; ``folder``, where relative paths begin. The
+            model is that of the run's YAML.
         **kwargs: As for LoraTrainOneStepCell.
 
     Inputs:
@@ -95,12 +100,22 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
 
     def _gradients(self, network, micro_batches, counts):
         """Returns what gives the gradients to the train step: another graph has added them up."""
+        try:
+            self.row_positions = install_positions(base_of(network), self.sampler["rows"])
+        except ConfigError as refusal:
+            self.row_positions = None
+            logger.info("rl: each answer takes a row of its own. %s", refusal)
+        self.ignored = ignore_token_id(base_of(network).config)
         self.policy = self.of_rows(network)
         self.reference = None
         if self.settings.beta:
             self.reference = PolicyLogProbabilities(reference_of(self.policy), is_reference=True)
         self.policy_gradients = PolicyGradients(self.policy, self.weights)
         self.log_probabilities = PolicyLogProbabilities(self.policy)
+        if self.row_positions is not None:
+            for cell in filter(None, (self.policy_gradients, self.log_probabilities, self.reference)):
+                # A graph that was compiled before, in another process, has the parameters of its own cell alone.
+                cell.row_positions = self.row_positions
         return GivenGradients(self.policy_gradients.gradients)
 
     def of_rows(self, network: nn.Cell) -> nn.Cell:
@@ -140,7 +155,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         if self.reference is not None:
             reference = self.forward(self.reference, answers)
             kl = answer_kl(answers.log_probabilities, reference, counts)
-        measures = answer_measures(answers.mask, answers.truncated)
+        measures = {**answer_measures(answers.mask, answers.truncated), **answers.tool_measures()}
         values, rewards = np.zeros(len(answers.tokens)), None
         if self.rewards is not None:
             compared = advantages(self.rewards_of(answers), settings, kl)
@@ -197,34 +212,39 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
     def differentiate(self, answers: Answers, coefficients: np.ndarray) -> np.ndarray:
         """Adds up the gradient of the sum of coefficients times what of_rows gives; returns the latter, [rows, N]."""
         found = []
-        for number, batch in enumerate(self.batches(answers, coefficients)):
+        packed = self.packed(answers)
+        for number, batch in enumerate(self.batches(answers, coefficients, packed)):
             goes_on = Tensor(float(number > 0), mstype.float32)
             with self.rollouts.engine.turns.turn():
                 found.append(self.policy_gradients(*batch, goes_on).asnumpy())
-        return np.concatenate(found)[: len(answers.tokens)].astype(np.float64)
+        return packed.unpack(np.concatenate(found))
 
     def forward(self, cell: PolicyLogProbabilities, answers: Answers) -> np.ndarray:
         """Returns the log-probabilities of the answers' tokens, float64 [rows, N]."""
         found = []
-        for tokens, labels, _ in self.batches(answers, np.zeros(answers.mask.shape)):
+        packed = self.packed(answers)
+        for tokens, labels, _ in self.batches(answers, np.zeros(answers.mask.shape), packed):
             with self.rollouts.engine.turns.turn():
                 found.append(cell(tokens, labels).asnumpy())
-        return np.concatenate(found)[: len(answers.tokens)].astype(np.float64)
+        return packed.unpack(np.concatenate(found))
 
-    def batches(self, answers: Answers, coefficients: np.ndarray) -> Iterator[Tuple[Tensor, Tensor, Tensor]]:
-        """Yields tokens, labels and coefficients of as many rows as a graph takes at a time.
+    def packed(self, answers: Answers) -> PackedRows:
+        """Returns where each answer lies, behind its prompt, in the rows that the graphs take."""
+        # The last token of an answer is one to predict alone.
+        lengths = np.where(answers.mask, np.arange(1, answers.mask.shape[1] + 1), 0).max(1)
+        pack = single_rows if self.row_positions is None else pack_rows
+        return pack(lengths, answers.mask.shape[1])
 
-        The last row is repeated behind the others, without coefficients, so that one graph does for all batches.
-        """
+    def batches(
+        self, answers: Answers, coefficients: np.ndarray, packed: PackedRows
+    ) -> Iterator[Tuple[Tensor, Tensor, Tensor]]:
+        """Yields tokens, labels and coefficients of as many rows as a graph takes at a time; writes their positions."""
         size = self.sampler["rows"]
-        missing = -len(answers.tokens) % size
-        tokens, labels = (
-            np.concatenate([array, np.repeat(array[-1:], missing, 0)]) for array in (answers.tokens, answers.labels)
-        )
-        coefficients = np.pad(coefficients, ((0, missing), (0, 0))).astype(np.float32)
-        for begin in range(0, len(tokens), size):
-            end = begin + size
-            yield Tensor(tokens[begin:end]), Tensor(labels[begin:end]), Tensor(coefficients[begin:end])
+        rows = packed.batches(answers.tokens, answers.labels, coefficients, size, self.ignored)
+        for positions, *batch in rows:
+            if self.row_positions is not None:
+                self.row_positions.set_data(Tensor(positions))
+            yield tuple(map(Tensor, batch))
 
     def check_agreement(self, experience: Experience, trained: np.ndarray) -> None:
         """Measures how far the sampler's log-probabilities are from the trainer's, of the same weights and tokens.
@@ -249,7 +269,12 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         model = {"model_config": run.model} if run.is_mcore else run.config["model"]
         self.tokenizer = load_tokenizer(self.sampler["tokenizer"])
         seq_length = model["model_config"]["seq_length"]
-        self.prompts, self.held_out = prompts_of_run(self.settings, self.tokenizer, seq_length)
+        folder = self.sampler["folder"]
+        tools = None
+        if self.settings.reward_funcs:
+            self.rewards = Rewards(self.settings, folder)
+            tools = tools_of(self.rewards, self.tokenizer)
+        self.prompts, self.held_out = prompts_of_run(self.settings, self.tokenizer, seq_length, folder, tools)
         teacher = self.settings.teacher
         if isinstance(teacher, ServedTeacher) and not teacher.check_tokenizer(
             functools.partial(encode, self.tokenizer)
@@ -259,8 +284,6 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
                 "that it is the same.",
                 teacher.url,
             )
-        if self.settings.reward_funcs:
-            self.rewards = Rewards(self.settings, self.sampler["folder"])
         self.rollouts = Rollouts(
             base_of(self.network),
             model,
@@ -268,6 +291,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
             self.settings,
             max(len(prompt.tokens) for prompt in [*self.prompts, *self.held_out]),
             run.lora.product_dtype,
+            tools,
         )
         logger.info(
             "rl: %d prompts; each step has %d answers to %d of them.",

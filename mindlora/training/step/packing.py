@@ -1,16 +1,18 @@
 """Packed data in a MindFormers run: how it is recognized, and what keeps the examples of a row apart."""
 
-from typing import Optional
+from typing import Any, Optional, Tuple
 
+import numpy as np
 from mindformers.models.llama.llama import LlamaModel
 from mindformers.tools.register import MindFormerConfig
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import pad_token_id
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.data.mindrecord import first_rows
+from mindlora.models.names import TRANSIENT
 from mindlora.network.invocation import FIELD, pack_invocations, segment_numbers
 from mindlora.run.checks.data_rows import BOUNDARY
 from mindlora.run.yaml_run import WRAPPER, Data, YamlRun
@@ -43,13 +45,106 @@ class SegmentMask(nn.Cell):
         self.boundary = boundary
 
     def construct(self, tokens: Tensor) -> Tensor:
-        mask = self.causal_mask(tokens)
-        segment = segment_numbers(tokens, self.boundary)
-        different = (segment.expand_dims(2) != segment.expand_dims(1)).expand_dims(1)
-        # Not by where: in the semi-automatic parallel modes, MindSpore's Select broadcasts nothing.
-        if mask.dtype == mstype.uint8:
-            return ops.logical_or(mask.astype(mstype.bool_), different).astype(mask.dtype)
-        return ops.minimum(mask, different.astype(mask.dtype) * _MASKED)
+        return _apart(self.causal_mask(tokens), segment_numbers(tokens, self.boundary))
+
+
+def _apart(mask: Tensor, segment: Tensor) -> Tensor:
+    """Returns a mask [batch, 1, N, N] that also hides tokens of other segments, int32 [batch, N]."""
+    different = (segment.expand_dims(2) != segment.expand_dims(1)).expand_dims(1)
+    # Not by where: in the semi-automatic parallel modes, MindSpore's Select broadcasts nothing.
+    if mask.dtype == mstype.uint8:
+        return ops.logical_or(mask.astype(mstype.bool_), different).astype(mask.dtype)
+    return ops.minimum(mask, different.astype(mask.dtype) * _MASKED)
+
+
+# Rows packed anew in each step: the position of each token in its sequence says where sequences begin, and no token of
+# theirs does. So their tokens may be any, padding among them, and each has the angles that it has alone.
+
+
+class _OfPositions(nn.Cell):
+    """A cell of a model in the place of one of MindFormers', which in evaluation is as it was.
+
+    Args:
+        plain (Cell): MindFormers' cell.
+        positions (Parameter): int32 [rows, N], from 0 in each sequence, whose numbers rise from one token to the next.
+    """
+
+    def __init__(self, plain: nn.Cell, positions: Parameter):
+        super().__init__(auto_prefix=False)
+        self.plain = plain
+        # Past nn.Cell, which would list the parameter among those of the network.
+        self.__dict__["positions"] = positions
+
+    def at_positions(self, table: Tensor) -> Tensor:
+        """Returns the rows of a table, [N, size], that belong to the positions: [rows, N, size]."""
+        rows = ops.gather(table, self.positions.reshape((-1,)), 0)
+        return rows.reshape((*self.positions.shape, table.shape[1]))
+
+
+class PositionMask(_OfPositions):
+    """The causal mask of tokens of which those of different sequences do not see each other.
+
+    Args:
+        visible (int): A token that ``plain`` does not take for padding.
+    """
+
+    def __init__(self, plain: nn.Cell, positions: Parameter, visible: int):
+        super().__init__(plain, positions)
+        self.visible = visible
+
+    def construct(self, tokens: Tensor) -> Tensor:
+        if not self.training:
+            return self.plain(tokens)
+        return _apart(self.plain(ops.zeros_like(tokens) + self.visible), segment_numbers(self.positions, 0))
+
+
+class LlamaPositions(_OfPositions):
+    """Cosines and sines of a legacy Llama's FreqsMgr, [rows, 1, N, size of a head]."""
+
+    def construct(self, seq_length: int, seq_chunk: Any = None) -> Tuple[Tensor, Tensor, Tensor]:
+        cosines, sines, swap_mask = self.plain(seq_length)
+        if not self.training:
+            return cosines, sines, swap_mask
+        shape = cosines.shape[2:]
+        cosines, sines = self.at_positions(cosines.reshape(shape)), self.at_positions(sines.reshape(shape))
+        return cosines.expand_dims(1), sines.expand_dims(1), swap_mask
+
+
+class McorePositions(_OfPositions):
+    """Angles of an mcore model's rotary embedding, [N, rows, 1, size of a head], and their scale."""
+
+    def construct(self, seq_length: int, position_ids: Any = None) -> Tuple[Tensor, float]:
+        angles, scale = self.plain(seq_length)
+        if not self.training:
+            return angles, scale
+        angles = self.at_positions(angles.reshape((angles.shape[0], angles.shape[3])))
+        return angles.transpose((1, 0, 2)).expand_dims(2), scale
+
+
+def install_positions(network: nn.Cell, rows: int) -> Parameter:
+    """Makes a model in training keep the sequences of its rows apart, in place, each with positions from 0 on.
+
+    Returns the positions, which are to be written before the model runs: int32 [rows, seq_length]; now each row is one
+    sequence. In evaluation the model stays what it was.
+
+    Raises ConfigError as install_segment_mask does, or if an mcore model makes no mask of its tokens.
+    """
+    obstacle, advice = _obstacle(network)
+    mcore = gpt_model_of(network)
+    if not obstacle and mcore is not None and not mcore.config.use_flash_attention:
+        obstacle, advice = "the model sets use_flash_attention: False, without which it makes no mask", "Remove it."
+    if obstacle:
+        raise ConfigError(f"Rows cannot hold several sequences: {obstacle}. {advice}")
+    length = network.config.seq_length
+    start = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    positions = Parameter(start, name=f"{TRANSIENT}positions", requires_grad=False)
+    masks = _maker_of_masks(network)
+    masks.casual_mask = PositionMask(masks.casual_mask, positions, pad_token_id(network.config) + 1)
+    if mcore is not None:
+        mcore.rotary_pos_emb = McorePositions(mcore.rotary_pos_emb, positions)
+    else:
+        masks.freqs_mgr = LlamaPositions(masks.freqs_mgr, positions)
+    return positions
 
 
 ENDS = "actual_seq_len"
@@ -81,22 +176,29 @@ def install_segment_mask(network: nn.Cell, boundary: int) -> None:
     Raises ConfigError if the model is neither a legacy Llama nor an mcore model, or a setting keeps it from using a
     mask made from its tokens.
     """
+    obstacle, advice = _obstacle(network)
+    if obstacle:
+        raise ConfigError(f"The data is packed, and {obstacle}. {advice} Or convert the data without --pack.")
+    masks = _maker_of_masks(network)
+    masks.casual_mask = SegmentMask(masks.casual_mask, boundary)
+    pack_invocations(network, boundary)
+
+
+def _obstacle(network: nn.Cell) -> Tuple[str, str]:
+    """Returns why a model cannot keep the examples of a row apart, and what to do; two empty texts if it can."""
     masks = _maker_of_masks(network)
     if masks is None:
-        raise ConfigError(
-            f"The data is packed, but the model is a {_name(network)}: only MindFormers' LlamaForCausalLM and "
-            "its mcore models can keep the examples of a row apart. Convert the data without --pack."
+        reason = (
+            f"the model is a {_name(network)}: only MindFormers' LlamaForCausalLM and its mcore models can keep the"
         )
+        return f"{reason} examples of a row apart", "Use one of these."
     settings = [key for key in _WITHOUT_A_MASK if getattr(network.config, key, False)]
     if getattr(masks, "seq_split_num", 1) > 1:
         settings.append("parallel_config.seq_split_num")
     if settings:
-        raise ConfigError(
-            f"The data is packed, and the model sets {', '.join(settings)}: then no mask can keep the examples of a "
-            "row apart. Switch it off, or convert the data without --pack."
-        )
-    masks.casual_mask = SegmentMask(masks.casual_mask, boundary)
-    pack_invocations(network, boundary)
+        reason = f"the model sets {', '.join(settings)}: then no mask can keep the examples of a row apart"
+        return reason, "Switch it off."
+    return "", ""
 
 
 def installed_boundary(network: nn.Cell) -> Optional[int]:

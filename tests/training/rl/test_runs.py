@@ -13,9 +13,21 @@ from tests.support.what_runs import shows
 
 PET = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.0}
 SIZES = {"vocab_size": 300, "seq_length": 32, "eos_token_id": 1, "pad_token_id": 2, "bos_token_id": 0}
+# What the answer to each prompt must be, with room for it in max_completion_length.
+OUTPUTS = ({"regex": "[a-e]{1,4}"}, None, {"choice": ["the cat", "a bee"]}, '{"json": {"enum": ["e", 7]}}')
 REWARDS = """
+import json, re
+KEEPS = {
+    "regex": lambda pattern, text: re.fullmatch(pattern, text),
+    "choice": lambda texts, text: text in texts,
+    "json": lambda schema, text: json.loads(text) in schema["enum"],
+}
+
 def share_of_e(prompts, completions, **columns):
     assert columns["answer"] == ["e"] * len(prompts), columns
+    for outputs, text in zip(columns["outputs"], completions):
+        outputs = json.loads(outputs) if isinstance(outputs, str) else outputs
+        assert all(KEEPS[kind](value, text) for kind, value in (outputs or {}).items()), (outputs, text)
     return [text.count("e") / max(len(text), 1) for text in completions]
 
 def forgets(prompts, completions, **columns):
@@ -31,15 +43,18 @@ def folder(tmp_path_factory):
     made = tokenizers.fit_tokenizer(texts, SIZES["vocab_size"])
     made.save_pretrained(folder / "model")
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
-    rows = [{"prompt": text, "answer": "e"} for text in ("the cat", "she sees", "a dog", "three bees")]
+    texts = ("the cat", "she sees", "a dog", "three bees")
+    rows = [{"prompt": text, "answer": "e", "outputs": outputs} for text, outputs in zip(texts, OUTPUTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return folder
 
 
-def start(folder, name, resume=False, **rl):
+def start(folder, name, resume=False, model=(), pet=(), is_llama=False, **rl):
     """Runs it; returns the process and its output folder."""
-    config = tiny_config("", 3, [{"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}], PET)
-    config["model"]["model_config"].update(SIZES)
+    callbacks = [{"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
+    config = tiny_runs.tiny_config("", 3, callbacks) if is_llama else tiny_config("", 3, callbacks, {})
+    pet_config = {"pet_type": "lora", **PET, **dict(pet)}
+    config["model"]["model_config"].update({**SIZES, **dict(model), "pet_config": pet_config})
     config["runner_config"]["batch_size"] = 6
     config["lr_schedule"].update(learning_rate=5e-2, type="ConstantWarmUpLR", warmup_ratio=0.0)
     config["lr_schedule"].pop("lr_end", None)
@@ -58,6 +73,7 @@ def start(folder, name, resume=False, **rl):
         "teacher": "base",
         "teacher_coef": 0.1,
         "max_disagreement": 1e-4,
+        "structured_outputs": {"column": "outputs"},
         **rl,
     }
     config["callbacks"][-1]["resume"] = resume
@@ -105,10 +121,84 @@ def test_a_resumed_run_samples_and_learns_the_same(folder, whole):
     [
         ({"reward_funcs": "rewards.py:forgets"}, "forgets: it returned 1 rewards for 14 completions"),
         ({"max_disagreement": 1e-9}, "Sampler and trainer differ by .* rl.max_disagreement is 1e-09"),
+        (
+            {"structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 3}}},
+            "rl.structured_outputs.json cannot be used: ",
+        ),
     ],
 )
-def test_a_reward_that_fails_and_a_sampler_that_disagrees_end_the_run(folder, rl, message):
+def test_what_fails_ends_the_run_with_one_error(folder, rl, message):
     result, _ = start(folder, "failed", **rl)
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("mindlora-run: error:")]
     assert len(lines) == 1 and re.search(message, lines[0]), result.stderr[-2000:]
+
+
+@shows("rl", "llama")
+def test_a_base_in_four_bits_is_sampled_as_it_trains(library, folder):
+    result, output = start(folder, "four_bits", is_llama=True, pet={"quantize_base": "nf4"})
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    differences, kl = (read_history(str(output)).series(name)[1] for name in ("agreement/max", "kl"))
+    assert 0 < differences.max() < 1e-4 and abs(kl[0]) < 1e-6 < kl[-1]
+
+
+TEMPLATE = """{%- if tools %}{{- '<|im_start|>' + tools[0].function.name + '<|im_end|>' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role[0] + ' ' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+        {{- '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>a ' }}{% endif %}"""
+TOOLS = '''
+import json
+from typing import Literal
+
+def sees(who: Literal["a", "b"]):
+    """
+    Says what somebody sees.
+
+    Args:
+        who: Somebody.
+    """
+    if who == "b":
+        raise ValueError("nobody")
+    return "a tree"
+
+def rewards_calls(prompts, completions, messages, **columns):
+    for text, said in zip(completions, messages):
+        assert [message["role"] for message in said] == (["assistant", "tool"] * len(said))[: len(said)], said
+        for call, result in zip(said[::2], said[1::2]):
+            (function,) = [each["function"] for each in call["tool_calls"]]
+            who = json.loads(function["arguments"])["who"]
+            assert function["name"] == result["name"] == "sees", said
+            assert result["content"] == {"a": "a tree", "b": "{'error': 'nobody'}"}[who], said
+        assert text == said[-1]["content"] and text in ("", "bee", "dog"), said
+    assert any(len(said) > 2 for said in messages), messages
+    return [float(len(said)) for said in messages]
+'''
+
+
+@shows("nf4", "qwen3")
+def test_answers_call_tools_whose_results_are_not_learned(library, folder):
+    made = tokenizers.load_tokenizer(str(folder / "model"))
+    made.add_tokens(["<tool_call>", "</tool_call>"])
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder / "chat")
+    (folder / "tools.py").write_text(TOOLS, encoding="utf-8")
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("the cat", "a dog")]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rl = {"prompts": "chats.jsonl", "held_out_prompts": None, "tokenizer": "chat", "beta": 0.0}
+    rl.update(tools="tools.py:sees", reward_funcs="tools.py:rewards_calls", max_completion_length=120)
+    rl.update(structured_outputs={"choice": ["bee", "dog"]})
+    keys = {"model": {"seq_length": 160}, "pet": {"quantize_base": "nf4"}}
+    result, output = start(folder, "called", **keys, **rl)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    history = read_history(str(output))
+    assert len(history.series("agreement/max")[0]) == 3
+    assert 0 < max(history.series("agreement/max")[1]) < 1e-4
+    assert history.series("tools/call_frequency")[1].min() > 0.1
+    assert history.series("tools/failure_frequency")[1].max() < 1

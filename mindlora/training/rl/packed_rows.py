@@ -1,0 +1,98 @@
+"""Where the sequences of a step, prompt and answer each, lie in rows of one length."""
+
+import dataclasses
+from typing import Iterator, List, Tuple
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Sequences in rows of N tokens: sequence i has the places begins[i] to begins[i] + lengths[i] of row rows[i].
+
+    Attributes:
+        rows, begins, lengths (array): int64 [sequences].
+        length (int): N.
+    """
+
+    rows: np.ndarray
+    begins: np.ndarray
+    lengths: np.ndarray
+    length: int
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return int(self.rows.max()) + 1
+
+    def batches(
+        self, tokens: np.ndarray, labels: np.ndarray, coefficients: np.ndarray, size: int, ignored: int
+    ) -> Iterator[Tuple[np.ndarray, ...]]:
+        """Yields positions, int32 [size, N], and tokens, labels and coefficients of ``size`` rows at a time.
+
+        Empty rows, without labels, fill the last batch up, so that one graph does for all.
+
+        Args:
+            tokens, labels (array): int32 [sequences, N + 1]; position i of a row predicts label i + 1.
+            coefficients (array): [sequences, N], of the labels but the first.
+            size (int): Rows of a batch.
+            ignored (int): The label that does not count.
+        """
+        count = -(-self.count // size) * size
+        # What no sequence sees, and has no label, may be any token.
+        packed_tokens = np.pad(self._packed(tokens[:, :-1], count, 0), ((0, 0), (0, 1)))
+        packed_labels = np.pad(self._packed(labels[:, 1:], count, ignored), ((0, 0), (1, 0)), constant_values=ignored)
+        packed_coefficients = self._packed(coefficients.astype(np.float32), count, 0)
+        positions = self.positions(count)
+        for begin in range(0, count, size):
+            batch = slice(begin, begin + size)
+            yield positions[batch], packed_tokens[batch], packed_labels[batch], packed_coefficients[batch]
+
+    def _packed(self, values: np.ndarray, count: int, fill: int) -> np.ndarray:
+        """Returns values [sequences, N] in ``count`` rows, [count, N], with ``fill`` where no sequence is."""
+        packed = np.full((count, self.length), fill, values.dtype)
+        for sequence, (row, begin, length) in enumerate(zip(self.rows, self.begins, self.lengths)):
+            packed[row, begin : begin + length] = values[sequence, :length]
+        return packed
+
+    def unpack(self, packed: np.ndarray) -> np.ndarray:
+        """Returns what each sequence has of packed values, [count, N], as float64 [sequences, N]; elsewhere 0."""
+        values = np.zeros((len(self.rows), self.length))
+        for sequence, (row, begin, length) in enumerate(zip(self.rows, self.begins, self.lengths)):
+            values[sequence, :length] = packed[row, begin : begin + length]
+        return values
+
+    def positions(self, count: int) -> np.ndarray:
+        """Returns the position of each token in its sequence, int32 [count, N]; what is left of a row is one more."""
+        places = np.arange(self.length, dtype=np.int32)
+        starts = np.zeros((count, self.length), np.int32)
+        # Where a sequence ends, the next one begins, or what is left.
+        for marks in (self.begins, self.begins + self.lengths):
+            inside = marks < self.length
+            starts[self.rows[inside], marks[inside]] = marks[inside]
+        return places - np.maximum.accumulate(starts, axis=1)
+
+
+def pack_rows(lengths: np.ndarray, length: int) -> PackedRows:
+    """Returns sequences in as few rows as first-fit decreasing finds (Johnson, 1973): the longest first, each into the
+    first row that has room.
+
+    Args:
+        lengths (array): int64 [sequences], at most ``length`` each.
+        length (int): Tokens of a row.
+    """
+    rows, begins = np.zeros_like(lengths), np.zeros_like(lengths)
+    filled: List[int] = []
+    for sequence in np.argsort(-lengths, kind="stable"):
+        needed = int(lengths[sequence])
+        row = next((row for row, taken in enumerate(filled) if taken + needed <= length), len(filled))
+        if row == len(filled):
+            filled.append(0)
+        rows[sequence], begins[sequence] = row, filled[row]
+        filled[row] += needed
+    return PackedRows(rows, begins, lengths, length)
+
+
+def single_rows(lengths: np.ndarray, length: int) -> PackedRows:
+    """Returns sequences in a row of its own each; the arguments are those of pack_rows."""
+    return PackedRows(np.arange(len(lengths)), np.zeros_like(lengths), lengths, length)

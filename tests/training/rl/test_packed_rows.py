@@ -1,0 +1,145 @@
+"""Several sequences in a row: where they lie, and that each has the gradient that it has in a row of its own."""
+
+import numpy as np
+import pytest
+from mindspore import Tensor
+from mindspore.common import dtype as mstype
+
+from mindlora.training.model.cpu_cells import use_cpu_cells
+from mindlora.training.model.log_probabilities import row_log_probabilities
+from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
+from mindlora.training.rl.gradients import PolicyGradients
+from mindlora.training.rl.packed_rows import pack_rows, single_rows
+from mindlora.training.rl.policy_loss import policy_loss
+from mindlora.training.rl.settings import rl_settings
+from mindlora.training.step.packing import install_positions
+from tests.support.mcore_networks import tiny_qwen3, with_adapters
+from tests.support.what_runs import shows
+
+SIZE, LENGTH, PAD, IGNORED = 2, 40, 0, -100
+LENGTHS = np.array([9, 21, 13, 12, 30, 7, 9])
+
+
+def test_sequences_lie_where_first_fit_decreasing_puts_them():
+    packed = pack_rows(LENGTHS, LENGTH)
+    # 30 9 | 21 13 | 12 9 7, by hand.
+    assert packed.rows.tolist() == [0, 1, 1, 2, 0, 2, 2] and packed.count == 3
+    assert packed.begins.tolist() == [30, 0, 21, 0, 0, 21, 12]
+    assert pack_rows(np.array([40, 40, 0]), LENGTH).rows.tolist() == [0, 1, 0]
+    assert single_rows(LENGTHS, LENGTH).rows.tolist() == list(range(7))
+
+
+def test_batches_have_every_token_once_at_its_position_and_results_find_their_way_back():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 99, (7, LENGTH + 1)).astype(np.int32)
+    inside = np.arange(LENGTH) < LENGTHS[:, None]
+    labels = np.full_like(tokens, IGNORED)
+    labels[:, 1:][inside] = tokens[:, 1:][inside]
+    coefficients = rng.normal(size=(7, LENGTH))
+    packed = pack_rows(LENGTHS, LENGTH)
+    batches = list(packed.batches(tokens, labels, coefficients, SIZE, IGNORED))
+    assert [array.shape for array in batches[1]] == [(2, 40), (2, 41), (2, 41), (2, 40)] and len(batches) == 2
+    positions, found_tokens, found_labels, found = (np.concatenate(arrays) for arrays in zip(*batches))
+    for sequence, (row, begin, length) in enumerate(zip(packed.rows, packed.begins, LENGTHS)):
+        places = slice(begin, begin + length)
+        np.testing.assert_array_equal(positions[row, places], np.arange(length))
+        np.testing.assert_array_equal(found_tokens[row, places], tokens[sequence, :length])
+        np.testing.assert_array_equal(found_labels[row, 1:][places], labels[sequence, 1 : length + 1])
+    assert (positions[0, 39:].tolist(), positions[1, 34:].tolist()) == ([0], list(range(6)))
+    np.testing.assert_array_equal(positions[3], np.arange(LENGTH))
+    assert (found_labels != IGNORED).sum() == LENGTHS.sum() and (found_labels[3] == IGNORED).all()
+    np.testing.assert_allclose(packed.unpack(found), np.where(inside, coefficients, 0), rtol=1e-6)
+
+
+def graphs(network):
+    """The gradients of a network in which each row is one sequence, and of the same one with positions."""
+    rng = np.random.default_rng(1)
+    for parameter in network.trainable_params():
+        parameter.init_data()
+        parameter.set_data(Tensor(rng.normal(0, 0.3, parameter.shape).astype(np.float32)))
+    put_loss_in_pieces(network, True, True)
+    policy = row_log_probabilities(network, "rl")
+    policy.set_train(True)
+    weights = tuple(network.trainable_params())
+    plain = PolicyGradients(policy, weights)
+    rows = sequences()
+    expected = gradients_of(plain, None, single_rows(LENGTHS, LENGTH), rows)
+    positions = install_positions(network, SIZE)
+    policy.set_train(True)
+    return PolicyGradients(policy, weights), positions, rows, expected
+
+
+def sequences():
+    """Tokens that are no padding, labels of the second halves, and coefficients."""
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(1, 64, (7, LENGTH + 1)).astype(np.int32)
+    places = np.arange(LENGTH)
+    mask = (places >= LENGTHS[:, None] // 2) & (places < LENGTHS[:, None])
+    labels = np.full_like(tokens, IGNORED)
+    labels[:, 1:][mask] = tokens[:, 1:][mask]
+    return tokens, labels, np.where(mask, rng.normal(size=mask.shape), 0)
+
+
+def gradients_of(cell, positions, packed, rows):
+    """Log-probabilities [sequences, N], and the gradient of all as one vector."""
+    found = []
+    for number, (at, *batch) in enumerate(packed.batches(*rows, SIZE, IGNORED)):
+        if positions is not None:
+            positions.set_data(Tensor(at))
+        found.append(cell(*map(Tensor, batch), Tensor(float(number > 0), mstype.float32)).asnumpy())
+    vector = np.concatenate([gradient.asnumpy().ravel() for gradient in cell.gradients]).astype(np.float64)
+    return packed.unpack(np.concatenate(found)), vector
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def made(request, library, make_llama):
+    """PolicyGradients with positions, these, sequences, and what the network gave before it had positions."""
+    from tests.conftest import in_mode
+
+    pet = {"lora_rank": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    with in_mode(0):
+        if request.param == "llama":
+            from mindlora.run.checks.pet_config import PetLoraConfig
+            from mindlora.training.model.pet import lora_model
+
+            base = make_llama(seq_length=LENGTH, num_layers=1)
+            config = PetLoraConfig.from_pet_config({"pet_type": "lora", **pet})
+            base.config.pet_config = config
+            network = lora_model(config, base)
+            use_cpu_cells(network)
+        else:
+            network = with_adapters(tiny_qwen3(seq_length=LENGTH), **pet)
+        yield graphs(network)
+
+
+def close(found, expected):
+    """Whether two results agree within float32's rounding."""
+    for one, other in zip(found, expected):
+        assert np.linalg.norm(one - other) < 1e-6 * np.linalg.norm(other)
+
+
+@shows("rl", "llama", "qwen3")
+def test_packed_sequences_have_the_gradient_of_single_rows(made, graph_mode):
+    cell, positions, rows, expected = made
+    close(gradients_of(cell, positions, pack_rows(LENGTHS, LENGTH), rows), expected)
+    assert np.abs(expected[1]).max() > 0.1
+    # With the positions of one sequence, they see each other.
+    positions.set_data(Tensor(np.tile(np.arange(LENGTH, dtype=np.int32), (SIZE, 1))))
+    _, together = gradients_of(cell, None, pack_rows(LENGTHS, LENGTH), rows)
+    assert np.linalg.norm(together - expected[1]) > 0.01 * np.linalg.norm(expected[1])
+
+
+@pytest.mark.parametrize("keys", [{"loss_type": kind} for kind in ("dapo", "grpo", "dr_grpo", "bnpo")])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_all_losses_have_the_same_gradient_packed_and_single_even_of_padding(made, graph_mode, keys, level):
+    cell, positions, (tokens, labels, _), _ = made
+    tokens = np.where(np.arange(LENGTH + 1) % 5 == 3, PAD, tokens)
+    labels = np.where(labels == IGNORED, labels, tokens)
+    settings = rl_settings({"reward_funcs": "exact_answer", "beta": 0.1, "importance_sampling_level": level, **keys})
+    rng = np.random.default_rng(3)
+    mask = labels[:, 1:] != IGNORED
+    policy, old, reference = (np.log(rng.uniform(0.3, 0.5, mask.shape)) for _ in range(3))
+    coefficients = policy_loss(policy, old, reference, rng.normal(size=7), mask, settings).coefficients
+    rows = tokens, labels, coefficients
+    single = gradients_of(cell, positions, single_rows(LENGTHS, LENGTH), rows)
+    close(gradients_of(cell, positions, pack_rows(LENGTHS, LENGTH), rows), single)
