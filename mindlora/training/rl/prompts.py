@@ -50,8 +50,8 @@ def prompts_of_run(
         folder (str): Where the paths of schemas begin.
         tools (Tools): What answers may call. Default: None.
 
-    Raises DataError as read_prompts, what AnswerConstraints.grammar raises, or DataError if rl.gkd needs completions, and
-    a row has none, or one that is too long.
+    Raises DataError as read_prompts, or if rl.gkd needs completions, and a row has none, or one that is too long; and
+    what AnswerConstraints.grammar raises.
     """
     longest = seq_length - settings.max_completion_length
     outputs = settings.structured_outputs

@@ -40,10 +40,10 @@ def test_a_completion_ends_with_the_end_token(tmp_path):
     tokenizer = word_tokenizer(None, WORDS)
     rows = [{"prompt": "Say", "completion": "hello to Ben"}, {"prompt": "Say", "completion": "hello"}]
     settings = of_gkd(written(tmp_path, *rows))
-    found, _ = prompts_of_run(settings, tokenizer, 16)
+    found, _ = prompts_of_run(settings, tokenizer, 16, str(tmp_path))
     words = [tokenizer.encode(row["completion"], add_special_tokens=False) for row in rows]
     assert [prompt.completion for prompt in found] == [[*ids, tokenizer.eos_token_id] for ids in words]
-    assert prompts_of_run(of_gkd(settings.prompts, lmbda=1), tokenizer, 16)[0][0].completion == []
+    assert prompts_of_run(of_gkd(settings.prompts, lmbda=1), tokenizer, 16, str(tmp_path))[0][0].completion == []
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_completion_ends_with_the_end_token(tmp_path):
 )
 def test_a_completion_that_cannot_be_learned_is_refused(tmp_path, row, message):
     settings = of_gkd(written(tmp_path, row), lmbda=0.25)
-    refused(DataError, part(message), prompts_of_run, settings, word_tokenizer(None, WORDS), 16)
+    refused(DataError, part(message), prompts_of_run, settings, word_tokenizer(None, WORDS), 16, str(tmp_path))
 
 
 def of_gkd(path, **gkd):
