@@ -9,17 +9,17 @@ from mindspore.common import dtype as mstype
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 from mindspore.parallel import Layout
 
+from mindlora.core.yaml_file import SEMI_AUTOMATIC
 from mindlora.models.label_losses import HeadDivision
 from mindlora.network.cells.label_losses import LabelLosses, VocabularyPart
 from mindlora.training.model.mcore_model import is_gpt_model
 
-_SEMI_AUTOMATIC = "semi_auto_parallel"
 _TOKENS, _MODEL, _WHOLE = "tokens", "model", "None"
 
 
 def is_semi_automatic() -> bool:
     """Returns whether MindSpore divides cells among devices as they say themselves."""
-    return ms.get_auto_parallel_context("parallel_mode") == _SEMI_AUTOMATIC
+    return ms.get_auto_parallel_context("parallel_mode").upper() in SEMI_AUTOMATIC
 
 
 def division_of(model: nn.Cell) -> Optional[HeadDivision]:
@@ -52,12 +52,21 @@ def vocabulary_of(division: Optional[HeadDivision]) -> Optional[VocabularyPart]:
     return VocabularyPart(group, count, rank % count)
 
 
-def keep_channels_whole(model: nn.Cell, division: HeadDivision) -> None:
+class _Same(nn.Cell):
+    """x in the place of x + 0, by which MindFormers' loss divides logits as it needs them."""
+
+    def construct(self, x, zero):
+        return x
+
+
+def keep_channels_whole(model: nn.Cell) -> None:
     """Makes what lies between head and loss of a MindFormers model divide what the head takes by tokens alone.
 
-    It divides logits by their vocabulary, which would divide hidden states by their channels.
+    It divides logits by their vocabulary, which would divide hidden states by their channels. LossesOfRank says itself
+    how it takes them.
     """
-    model.loss.add.shard(((division.rows, 1), ()))
+    del model.loss.add
+    model.loss.add = _Same(auto_prefix=False)
     if is_gpt_model(model):
         config = model.config
         model.transpose.shard(((config.context_parallel_size or 1, config.data_parallel_size or 1, 1),))

@@ -189,7 +189,7 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     dtype = plain.compute_dtype if is_gpt and head is plain else head.dtype
     division = division_of(model)
     if division is not None:
-        keep_channels_whole(model, division)
+        keep_channels_whole(model)
     # Straight into _cells: assigning an attribute would rename the weight.
     model.loss._cells["_log_softmax"] = LossesOfHead(head, weight, dtype, setting, division)
     model.loss._cells["_nllloss"] = _First()
