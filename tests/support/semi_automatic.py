@@ -1,8 +1,8 @@
 """MindSpore's semi-automatic parallel mode on CPUs, which it refuses there.
 
-Its compiler knows the groups of devices of NPUs and GPUs alone: on anything else it ends with "Invalid backend". Here its
-name of GPUs is that of CPUs, in the memory of this process, and the group of all GPUs that of all CPUs: the sharding,
-the collectives and the gradients are MindSpore's own. Collectives of CPUs know the group of all devices, sum and gather.
+Its compiler knows the groups of devices of NPUs and GPUs alone: on anything else it ends with "Invalid backend". Here
+its name of GPUs is that of CPUs, in the memory of this process, and the group of all GPUs that of all CPUs: sharding,
+collectives and gradients are MindSpore's own. A CPU's collectives know the group of all devices, and sum and gather.
 """
 
 import ctypes
