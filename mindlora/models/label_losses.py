@@ -94,7 +94,6 @@ def adapter_obstacle(variant: Variant, weight_trains: bool) -> str:
 # parallel mode, and what Head.cell says of heads that are divided there.
 OTHER_STEP = "the train step is MindFormers' own"
 DIVIDED_ADAPTER = "has an adapter and is divided among devices"
-TABLE_OF_A_PIPELINE = "is the embedding's table, which a pipeline holds in another stage"
 
 
 class Head(NamedTuple):

@@ -169,7 +169,7 @@ def nf4_array(cell: nn.Cell) -> Nf4Array:
 
 
 def first_rows(cell: nn.Cell, rows: int) -> np.ndarray:
-    """Returns the first ``rows`` rows of a quantized cell's W, or all if it has no more; float32."""
+    """Returns the first ``rows`` rows of a quantized cell's W in float32, or all rows if it has fewer."""
     array = nf4_array(cell)
     rows = min(rows, array.shape[0])
     groups = -(-rows * array.absmax.shape[1] // GROUP)

@@ -22,7 +22,6 @@ from mindlora.models.label_losses import (
     IN_GRAPH_MODE,
     OTHER_STEP,
     SEVERAL_ADAPTERS,
-    TABLE_OF_A_PIPELINE,
     Head,
     HeadDivision,
     adapter_obstacle,
@@ -214,6 +213,8 @@ class Run:
         """The output head, and whether it and the loss go through the tokens in pieces."""
         heads = [weight for weight in self.weights if weight.role == "lm_head"]
         is_divided = self.yaml.train_step == WRAPPER and self.yaml.is_semi_automatic
+        # There MindFormers makes its own train step of pipelines and of micro-batches.
+        is_divided = is_divided and self.division.pipeline == self.yaml.accumulation == 1
         cell = ""
         if self.yaml.is_classifier:
             cell = "gives scores of labels"
@@ -223,8 +224,6 @@ class Run:
             cell = DIVIDED_ADAPTER
         elif any(weight.adapter for weight in heads):
             cell = adapter_obstacle(self.lora.variant, self.trains_head) if self.lora else SEVERAL_ADAPTERS
-        elif self.model.get("tie_word_embeddings") and self.division.pipeline > 1:
-            cell = TABLE_OF_A_PIPELINE
         return Head(
             self.yaml.setting(IN_GRAPH_MODE),
             "" if self.steps_by_mindlora or self.adapters or is_divided else OTHER_STEP,

@@ -3,7 +3,6 @@
 import functools
 from typing import Any, Callable, Iterator, Optional, Tuple, Type, Union
 
-import mindspore as ms
 from mindformers.models.llama.llama import LlamaForCausalLM
 from mindformers.modules.layers import Linear
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import ColumnParallelLinear
@@ -14,7 +13,6 @@ from mindlora.models.label_losses import (
     DIVIDED_ADAPTER,
     OTHER_STEP,
     SEVERAL_ADAPTERS,
-    TABLE_OF_A_PIPELINE,
     Head,
     HeadDivision,
     adapter_obstacle,
@@ -43,7 +41,7 @@ from mindlora.training.model.network import with_loss
 class HandingHead:
     """Output heads that, in training, hand on to the loss what it multiplies by their weights, in the place of logits.
 
-    That is x [..., channels]; with plain LoRA on the head, it is x and (dropout(x) A^T) * scale beside each other,
+    That is x [..., channels]; with plain LoRA on the head, it is x and (dropout(x) A^T) * scale side by side,
     [..., channels + r], both in the dtype in which the head computes.
     """
 
@@ -53,7 +51,7 @@ class HandingHead:
 
 
 class HandingLoRA(HandingHead):
-    """The same of a head with plain LoRA."""
+    """HandingHead for a head with plain LoRA."""
 
     def hand_on(self, x: Tensor) -> Tensor:
         """Returns what the loss multiplies."""
@@ -207,24 +205,13 @@ def _described(model, head, setting, steps_by_mindlora):
     elif plain.has_bias or not plain.transpose_b or getattr(plain, "activation_flag", False):
         cell = "has a bias, an activation or a transposed weight"
     elif is_semi_automatic():
-        cell = _obstacle_of_division(model, head)
+        cell = DIVIDED_ADAPTER if isinstance(head, LoRACell) else ""
     else:
         cell = obstacle_of_adapter(head)
     is_known = is_gpt or type(model).construct is LlamaForCausalLM.construct
     predicts_several = is_gpt and model.mtp_process
     run = "" if steps_by_mindlora or is_semi_automatic() else OTHER_STEP
     return Head(setting, run, type(model).__name__, is_known, cell, predicts_several)
-
-
-def _obstacle_of_division(model, head):
-    """Returns what Head.cell says of a linear cell in a semi-automatic parallel run."""
-    if isinstance(head, LoRACell):
-        return DIVIDED_ADAPTER
-    if is_gpt_model(model):
-        is_table = head.weight is None
-    else:
-        is_table = model.config.tie_word_embeddings
-    return TABLE_OF_A_PIPELINE if is_table and ms.get_auto_parallel_context("pipeline_stages") > 1 else ""
 
 
 def plain_head(head: nn.Cell) -> nn.Cell:
