@@ -111,6 +111,5 @@ FIGURES = (
     Figures("Llama 3 8B", 4, 1, "O1", False, 4.22, pieces=True, pet={"quantize_base": "nf4"}),
     Figures("Llama 3 8B", 1, 4, "O1", True, 1.35, sharded=True, pieces=True, model_parallel=8, whole_head=False),
     Figures("Llama 3 8B", 1, 4, "O1", True, 2.26, 2.36, sharded=True, pieces=True, model_parallel=2, whole_head=False),
-    Figures("Llama 3 8B", 1, 4, "O1", True, 2.70, sharded=True, pieces=True, model_parallel=8),
     Figures("Qwen3 8B", 1, 4, "O1", True, 1.45, sharded=True, pieces=True, model_parallel=8),
 )

@@ -269,10 +269,8 @@ class Activations:
         """Bytes of what the loss keeps beside logits: the gradient of what the head takes, where it is in pieces."""
         if self.run.piece is None:
             return 0
-        # Those of the pieces, and all of them joined; of a part of the tokens, among zeros in float32 too.
+        # Those of the pieces, and all of them joined.
         total = 2 * self.of_hidden
-        if self.run.head_division.by_tokens:
-            total += 4 * self.sizes.tokens * self.sizes.hidden
         # The sum over the pieces, and the product of one, in float32.
         return total + (2 * 4 * self.run.rows_of_head * self.sizes.hidden if self.run.trains_head else 0)
 
