@@ -171,6 +171,11 @@ SETTINGS = [
         {**FORMS["packed"][2], "format": "nvfp4-pack-quantized"},
         r"format 'nvfp4-pack-quantized', which cannot",
     ),
+    (
+        "packed",
+        {**FORMS["packed"][2], "config_groups": {"a": {"weights": {"type": "int", "strategy": "block"}}}},
+        r"with integers in blocks, which cannot be read",
+    ),
     ("packed", {**FORMS["packed"][2], "config_groups": [1]}, r"config_groups of config.json is \[1\], not an object"),
     (
         "packed",
