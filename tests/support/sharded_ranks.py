@@ -1,7 +1,7 @@
 """One rank of the tests of sharded runs: a network that holds this rank's slices, trained by MindSpore's own loop.
 
-Started by msrun with the folder to write to and the names of scenarios. MindSpore cuts no network on a CPU by itself, so
-the slices and the layouts that MindSpore would record are made here; all that LoraCheckpoint does with them is real.
+Started by msrun with the folder to write to and the names of scenarios. MindSpore cuts no network on a CPU, so the
+slices and the layouts that MindSpore would record are made here; all that LoraCheckpoint does with them is real.
 """
 
 import os
