@@ -14,6 +14,8 @@ TRAINING_MODES = ("train", "finetune")
 RUN_MODES = (*TRAINING_MODES, "eval", "predict")
 # The values of parallel_mode with which MindSpore rewrites the graph: it can divide cells and parameters.
 SHARDING_MODES = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
+# Those in which each cell says itself how it is divided.
+SEMI_AUTOMATIC = (1, "SEMI_AUTO_PARALLEL")
 
 
 PET = "model.model_config.pet_config"

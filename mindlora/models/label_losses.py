@@ -46,6 +46,34 @@ def check_loss_in_pieces(setting: Union[bool, int]) -> None:
     check_number(setting, KEY, PIECES)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadDivision:
+    """How an output head and its losses are divided among the devices of a semi-automatic parallel run.
+
+    Attributes:
+        rows (int): Devices, or groups of them, with tokens of their own: data_parallel * context_parallel.
+        model (int): Devices that share the head (model_parallel).
+        by_vocabulary (bool): Whether each of these has a part of the head's rows, and all their tokens. If not, each
+            has the whole head (vocab_emb_dp, or a vocabulary that model_parallel does not divide).
+        by_tokens (bool): Whether each of those with a whole head takes a part of their tokens; if not, all of them take
+            all, as model_parallel does not divide them.
+    """
+
+    rows: int = 1
+    model: int = 1
+    by_vocabulary: bool = False
+    by_tokens: bool = False
+
+    @classmethod
+    def of_sizes(
+        cls, data: int, context: int, model: int, whole_head: bool, vocabulary: int, seq_length: int
+    ) -> "HeadDivision":
+        """Returns the division in a run with data_parallel, context_parallel, model_parallel and vocab_emb_dp."""
+        by_vocabulary = not whole_head and model > 1 and vocabulary % model == 0
+        by_tokens = not by_vocabulary and model > 1 and seq_length // context % model == 0
+        return cls(data * context, model, by_vocabulary, by_tokens)
+
+
 # What Head.cell says of a head with several adapters.
 SEVERAL_ADAPTERS = "has several adapters"
 
@@ -62,8 +90,10 @@ def adapter_obstacle(variant: Variant, weight_trains: bool) -> str:
     return "has an adapter beside a weight that trains" if weight_trains else ""
 
 
-# What Head.run says of a train step of MindFormers' own, which makes the gradients.
+# What Head.run says of a train step of MindFormers' own, which makes the gradients, but of that of the semi-automatic
+# parallel mode, and what Head.cell says of heads that are divided there.
 OTHER_STEP = "the train step is MindFormers' own"
+DIVIDED_ADAPTER = "has an adapter and is divided among devices"
 
 
 class Head(NamedTuple):

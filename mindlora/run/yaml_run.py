@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import COUNT
 from mindlora.core.json_files import parse_object
-from mindlora.core.yaml_file import PET, SHARDING_MODES, TRAINING_MODES, value_at
+from mindlora.core.yaml_file import PET, SEMI_AUTOMATIC, SHARDING_MODES, TRAINING_MODES, value_at
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
@@ -325,6 +325,11 @@ class YamlRun:
     def is_sharded(self) -> bool:
         """Whether MindSpore can divide the cells of the run among devices."""
         return self.in_parallel and self.parallel_mode in SHARDING_MODES
+
+    @property
+    def is_semi_automatic(self) -> bool:
+        """Whether the cells of the run say how MindSpore divides them among devices."""
+        return self.in_parallel and self.parallel_mode in SEMI_AUTOMATIC
 
     @property
     def reads_all(self) -> bool:

@@ -104,6 +104,10 @@ TRAINED = {
     "qwen3 with experts in 4 bits": Row("configs/qwen3/qlora_qwen3_30b_a3b.yaml", rows=2, values=True),
     # Layouts.
     "llama, model parallel 2": Row(ranks=8, rows=8, keys=parallel(4, 2)),
+    "llama, a head divided by its vocabulary": Row(ranks=8, rows=8, keys=parallel(4, 2, vocab_emb_dp=False)),
+    "llama, a divided head that trains": Row(
+        ranks=8, rows=8, keys={**parallel(4, 2, vocab_emb_dp=False), f"{PET}.modules_to_save": ["lm_head"]}
+    ),
     "llama, a pipeline of model parallel 4": Row(ranks=8, rank=7, rows=4, keys=ONE_STAGE_PER_HALF, always=True),
     "llama, optimizer parallel": Row(ranks=8, keys={**SEMI_AUTOMATIC, "parallel.enable_parallel_optimizer": True}),
     "llama, sequence parallel": Row(ranks=8, rows=8, keys=parallel(4, 2, use_seq_parallel=True)),
@@ -372,6 +376,8 @@ def test_it_trains_and_saves(name, tmp_path):
     assert "step:[    2/" in done.output
     assert done.on_cpu == ()
     assert ("The training data is packed" in done.output) == (TRAINED[name].data == "packed")
+    if "divided" in name:
+        assert "Head and loss: some tokens at a time" in done.output
     # Sharded adapters are left in slices, since collectives move no data here.
     assert any(folder.endswith("step_2") for folder in saved_folders(tmp_path)) == TRAINED[name].saves
 

@@ -29,6 +29,8 @@ class Figures(NamedTuple):
         preference (bool): Whether the run is DPO.
         sharded (bool): Whether it is rank 0 of the 8 devices of the YAML, in the semi-automatic mode, and not alone.
         pieces (bool): Whether head and loss go through the tokens in pieces.
+        model_parallel (int): Devices that share each layer, and the head.
+        whole_head (bool): Whether each of them has the whole head (vocab_emb_dp).
         used (float): The peak without fragments.
         actual (float): The peak with fragments, or None if it was not read.
     """
@@ -44,11 +46,16 @@ class Figures(NamedTuple):
     preference: bool = False
     sharded: bool = False
     pieces: bool = False
+    model_parallel: int = 1
+    whole_head: bool = True
 
     def __str__(self) -> str:
         kind = ", ".join([*self.pet, *(["dpo"] if self.preference else [])]) or "lora"
         recomputation = "recomputed" if self.recomputes else "kept"
-        where = ", one of 8" if self.sharded else ", in pieces" if self.pieces else ""
+        where = ", one of 8" if self.sharded else ""
+        where += f", {self.model_parallel} share a layer" if self.model_parallel > 1 else ""
+        where += ", a whole head" if self.model_parallel > 1 and self.whole_head else ""
+        where += ", in pieces" if self.pieces else ""
         return f"{self.model} {kind} {self.layers}x{self.rows} {self.level} {recomputation}{where}"
 
     @property
@@ -60,6 +67,11 @@ class Figures(NamedTuple):
             {
                 "use_parallel": self.sharded,
                 "parallel": {"parallel_mode": 1, "full_batch": True},
+                "parallel_config": {
+                    "data_parallel": 8 // self.model_parallel,
+                    "model_parallel": self.model_parallel,
+                    "vocab_emb_dp": self.whole_head,
+                },
                 "runner_config": {"batch_size": self.rows},
                 "recompute_config": {"recompute": self.recomputes},
                 "runner_wrapper": {"loss_in_pieces": self.pieces},
@@ -97,4 +109,7 @@ FIGURES = (
     Figures("Qwen3 8B", 4, 1, "O0", False, 5.29, 5.40, pieces=True),
     Figures("Llama 3 8B", 1, 1, "O0", True, 2.90, pieces=True, pet={"quantize_base": "nf4"}),
     Figures("Llama 3 8B", 4, 1, "O1", False, 4.22, pieces=True, pet={"quantize_base": "nf4"}),
+    Figures("Llama 3 8B", 1, 4, "O1", True, 1.35, sharded=True, pieces=True, model_parallel=8, whole_head=False),
+    Figures("Llama 3 8B", 1, 4, "O1", True, 2.26, 2.36, sharded=True, pieces=True, model_parallel=2, whole_head=False),
+    Figures("Qwen3 8B", 1, 4, "O1", True, 1.45, sharded=True, pieces=True, model_parallel=8),
 )

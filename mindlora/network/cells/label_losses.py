@@ -12,15 +12,22 @@ from mindlora.ops.operator_cell import CellWithBprop
 
 
 class HeadLosses(nn.Cell):
-    """What the losses of a head have in common: what it computes in, and what multiplies by its weight."""
+    """What the losses of a head have in common: what it computes in, its vocabulary, what multiplies by its weight."""
 
-    def __init__(self, dtype: mstype.Type, piece: Optional[int], frozen: Optional[FrozenLinear]):
+    def __init__(
+        self,
+        dtype: mstype.Type,
+        piece: Optional[int],
+        frozen: Optional[FrozenLinear],
+        vocabulary: Optional["WholeVocabulary"] = None,
+    ):
         super().__init__(auto_prefix=False)
         self.dtype = dtype
         self.piece = piece
         self.differentiates = True
         self.holds = frozen is not None
         self.head = HeadProduct() if frozen is None else frozen
+        self.vocabulary = vocabulary or WholeVocabulary()
 
     def operand(self, weight: Tensor) -> Tensor:
         """Returns the weight as the head's product takes it: in its dtype, or in the 16 bits in which it is held."""
@@ -45,10 +52,12 @@ class LabelLosses(HeadLosses):
         piece (int, optional): Tokens at a time; it need not divide them. Default: None, as tokens_at_once has it.
         frozen (FrozenLinear, optional): What multiplies by a frozen weight of 16 bits, which is not cast. Default:
             None, MindSpore's MatMul.
+        vocabulary (WholeVocabulary, optional): Whether all of its rows are here, or a part (VocabularyPart). Default:
+            None, all of them.
 
     Inputs:
         - **hidden** (Tensor) - What the head takes, [tokens, channels].
-        - **weight** (Tensor) - The head's, [vocabulary, channels].
+        - **weight** (Tensor) - The head's, [vocabulary, channels], or a rank's part of its rows.
         - **labels** (Tensor) - int32 [tokens]; one that is not in the vocabulary, such as ignore_token_id, has a loss
           and a gradient of 0.
 
@@ -60,18 +69,25 @@ class LabelLosses(HeadLosses):
     """
 
     def __init__(
-        self, dtype: mstype.Type, trained: bool, piece: Optional[int] = None, frozen: Optional[FrozenLinear] = None
+        self,
+        dtype: mstype.Type,
+        trained: bool,
+        piece: Optional[int] = None,
+        frozen: Optional[FrozenLinear] = None,
+        vocabulary: Optional["WholeVocabulary"] = None,
     ):
-        super().__init__(dtype, piece, frozen)
-        self.with_gradient = _Trained(piece, self.head) if trained else _Frozen(piece, self.head)
+        super().__init__(dtype, piece, frozen, vocabulary)
+        kind = _Trained if trained else _Frozen
+        self.with_gradient = kind(piece, self.head, self.vocabulary)
 
     def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         hidden, weight = hidden.astype(self.dtype), self.operand(weight)
-        counted, labels = in_vocabulary(labels, weight)
+        counted, labels = self.vocabulary.places(labels, weight)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, weight, labels)
         else:
-            losses = _losses(hidden, weight, labels, self.piece, self.head)
+            losses = _losses(hidden, weight, labels, self.piece, self.head, self.vocabulary)
+        losses = self.vocabulary.of_all(losses)
         # Selected, not multiplied: what does not count may be infinite.
         return ops.select(counted, losses, ops.zeros_like(losses))
 
@@ -104,17 +120,83 @@ class AdaptedLabelLosses(HeadLosses):
 
     def __init__(self, dtype: mstype.Type, piece: Optional[int] = None, frozen: Optional[FrozenLinear] = None):
         super().__init__(dtype, piece, frozen)
-        self.with_gradient = _Adapted(piece, self.head)
+        self.with_gradient = _Adapted(piece, self.head, self.vocabulary)
 
     def construct(self, hidden: Tensor, low_rank: Tensor, weight: Tensor, b: Tensor, labels: Tensor) -> Tensor:
         hidden, low_rank, b = hidden.astype(self.dtype), low_rank.astype(self.dtype), b.astype(self.dtype)
         weight = self.operand(weight)
-        counted, labels = in_vocabulary(labels, weight)
+        counted, labels = self.vocabulary.places(labels, weight)
         if self.training and self.differentiates:
             losses = self.with_gradient(hidden, low_rank, weight, b, labels)
         else:
-            losses = _adapted_losses(hidden, low_rank, weight, b, labels, self.piece, self.head)
+            losses = _adapted_losses(hidden, low_rank, weight, b, labels, self.piece, self.head, self.vocabulary)
         return ops.select(counted, losses, ops.zeros_like(losses))
+
+
+class WholeVocabulary(nn.Cell):
+    """What the losses need of a vocabulary of which all rows of the head are here."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+
+    def places(self, labels: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
+        """Returns which labels [tokens] are in the vocabulary, and the rows of ``weight`` that they are; else 0."""
+        return in_vocabulary(labels, weight)
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Returns logits [tokens, rows] - log(sum of exp(logits) over the vocabulary), in float32."""
+        return log_probabilities_of(logits)
+
+    def picked(self, log_probabilities: Tensor, rows: Tensor) -> Tensor:
+        """Returns the losses [tokens] of labels that are these rows, or what of them is known here."""
+        return -ops.GatherD()(log_probabilities, 1, rows.reshape((-1, 1))).reshape((-1,))
+
+    def of_all(self, losses: Tensor) -> Tensor:
+        """Returns the losses that ``picked`` gave, of the whole vocabulary."""
+        return losses
+
+
+class VocabularyPart(WholeVocabulary):
+    """The same where each of ``count`` ranks of a group has an equal part of the rows, one after the other.
+
+    With z of the rank's own rows, each gathers the logarithms of all ranks' sums, log(sum_v exp(z[i, v])), one number
+    for a token and rank. A label's loss is known where its row is, and 0 elsewhere, and the losses are the sum over the
+    ranks. The backward of this sum adds up the gradients dloss of the ranks: MindSpore gives each rank its share of
+    the gradient of what all of them hold. So the gradient of hidden too is a share, that of the rank's rows, and A, B
+    and the layers before the head sum the shares as they do those of any cell that is divided by its rows.
+
+    Args:
+        group (str): The group of ranks.
+        count (int): Its ranks.
+        number (int): Which of them this is.
+    """
+
+    def __init__(self, group: str, count: int, number: int):
+        super().__init__()
+        self.count = count
+        self.number = number
+        self.gather = ops.AllGather(group=group)
+        self.sum = ops.AllReduce(group=group)
+
+    def places(self, labels: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
+        """Returns which labels are in the vocabulary, and their rows; below 0 or too large if another rank has them."""
+        rows = weight.shape[0]
+        return ops.logical_and(labels >= 0, labels < rows * self.count), labels - rows * self.number
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        logits = logits.astype(mstype.float32)
+        sums = self.gather(_log_of_sum(logits, 1).reshape((1, -1)))
+        return logits - _log_of_sum(sums, 0).reshape((-1, 1))
+
+    def picked(self, log_probabilities: Tensor, rows: Tensor) -> Tensor:
+        here = ops.logical_and(rows >= 0, rows < log_probabilities.shape[1])
+        rows = rows * here.astype(mstype.int32)
+        losses = -ops.GatherD()(log_probabilities, 1, rows.reshape((-1, 1))).reshape((-1,))
+        # Not zeros_like: in the forward of a cell with a bprop of its own, MindSpore may not compile it.
+        return ops.select(here, losses, 0.0)
+
+    def of_all(self, losses: Tensor) -> Tensor:
+        return self.sum(losses)
 
 
 class HeadProduct(nn.Cell):
@@ -131,9 +213,9 @@ class HeadProduct(nn.Cell):
 class _Frozen(nn.Cell):
     """The losses of labels in the vocabulary, and their gradient with respect to hidden, both computed forward."""
 
-    def __init__(self, piece, head):
+    def __init__(self, piece, head, vocabulary):
         super().__init__(auto_prefix=False)
-        self.pieces = _LossesAndGradients(piece, head)
+        self.pieces = _LossesAndGradients(piece, head, vocabulary)
 
     def construct(self, hidden, weight, labels):
         return self.pieces(hidden, weight, labels)[0]
@@ -144,10 +226,11 @@ class _LossesAndGradients(CellWithBprop):
 
     reads_output = True
 
-    def __init__(self, piece, head):
+    def __init__(self, piece, head, vocabulary):
         super().__init__(auto_prefix=False)
         self.piece = piece
         self.head = head
+        self.vocabulary = vocabulary
 
     def construct(self, hidden, weight, labels):
         losses, gradients = (), ()
@@ -157,8 +240,8 @@ class _LossesAndGradients(CellWithBprop):
                 # The labels too, or the one-hot tensors of all pieces would be made at the start.
                 done = (losses[-1], gradients[-1])
                 rows, truth = ops.depend(rows, done), ops.depend(truth, done)
-            log_probabilities = log_probabilities_of(self.head(rows, weight))
-            losses += (_picked(log_probabilities, truth),)
+            log_probabilities = self.vocabulary.log_probabilities(self.head(rows, weight))
+            losses += (self.vocabulary.picked(log_probabilities, truth),)
             gradients += (self.head.times(_of_logits(log_probabilities, truth, hidden.dtype), weight),)
         return ops.concat(losses, 0), ops.concat(gradients, 0)
 
@@ -169,20 +252,22 @@ class _LossesAndGradients(CellWithBprop):
 class _Trained(CellWithBprop):
     """The losses of labels in the vocabulary; the backward computes the logits again."""
 
-    def __init__(self, piece, head):
+    def __init__(self, piece, head, vocabulary):
         super().__init__(auto_prefix=False)
         self.piece = piece
         self.head = head
+        self.vocabulary = vocabulary
 
     def construct(self, hidden, weight, labels):
-        return _losses(hidden, weight, labels, self.piece, self.head)
+        return _losses(hidden, weight, labels, self.piece, self.head, self.vocabulary)
 
     def bprop(self, hidden, weight, labels, out, dout):
         gradients, of_weight, done = (), None, dout
         for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
             # The first one too, whose logits MindSpore would else keep from the forward.
             rows, truth = ops.depend(hidden[begin:end], done), ops.depend(labels[begin:end], done)
-            of_logits = _of_logits(log_probabilities_of(self.head(rows, weight)), truth, hidden.dtype)
+            log_probabilities = self.vocabulary.log_probabilities(self.head(rows, weight))
+            of_logits = _of_logits(log_probabilities, truth, hidden.dtype)
             # Factors of [piece, channels]: of [piece, vocabulary], a CPU held those of nearly all pieces.
             gradients += (scaled_rows(self.head.times(of_logits, weight), dout[begin:end]),)
             product = gradient_of_weight(of_logits, scaled_rows(rows, dout[begin:end]))
@@ -198,13 +283,14 @@ class _Trained(CellWithBprop):
 class _Adapted(CellWithBprop):
     """The losses with a head that has an adapter. Its B trains here; A trains by the gradient of low_rank."""
 
-    def __init__(self, piece, head):
+    def __init__(self, piece, head, vocabulary):
         super().__init__(auto_prefix=False)
         self.piece = piece
         self.head = head
+        self.vocabulary = vocabulary
 
     def construct(self, hidden, low_rank, weight, b, labels):
-        return _adapted_losses(hidden, low_rank, weight, b, labels, self.piece, self.head)
+        return _adapted_losses(hidden, low_rank, weight, b, labels, self.piece, self.head, self.vocabulary)
 
     def bprop(self, hidden, low_rank, weight, b, labels, out, dout):
         of_hidden, of_low_rank, of_b, done = (), (), None, dout
@@ -212,7 +298,7 @@ class _Adapted(CellWithBprop):
             rows, low_rows = ops.depend(hidden[begin:end], done), ops.depend(low_rank[begin:end], done)
             truth = ops.depend(labels[begin:end], done)
             logits = adapted_logits(self.head(rows, weight), low_rows, b)
-            of_logits = _of_logits(log_probabilities_of(logits), truth, hidden.dtype)
+            of_logits = _of_logits(self.vocabulary.log_probabilities(logits), truth, hidden.dtype)
             of_hidden += (scaled_rows(self.head.times(of_logits, weight), dout[begin:end]),)
             of_low_rank += (scaled_rows(ops.MatMul()(of_logits, b), dout[begin:end]),)
             product = gradient_of_weight(of_logits, scaled_rows(low_rows, dout[begin:end]))
@@ -245,20 +331,21 @@ def zeros_like_frozen(weight: Tensor) -> Tensor:
     return ops.broadcast_to(ops.zeros((), weight.dtype), weight.shape)
 
 
-def _losses(hidden, weight, labels, piece, head):
+def _losses(hidden, weight, labels, piece, head, vocabulary):
     losses = ()
     for begin, end in bounds_of_pieces(hidden.shape, weight.shape, piece):
         rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
-        losses += (_picked(log_probabilities_of(head(rows, weight)), labels[begin:end]),)
+        log_probabilities = vocabulary.log_probabilities(head(rows, weight))
+        losses += (vocabulary.picked(log_probabilities, labels[begin:end]),)
     return ops.concat(losses, 0)
 
 
-def _adapted_losses(hidden, low_rank, weight, b, labels, piece, head):
+def _adapted_losses(hidden, low_rank, weight, b, labels, piece, head, vocabulary):
     losses = ()
     for begin, end in bounds_of_pieces(hidden.shape, weight.shape, piece):
         rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
         logits = adapted_logits(head(rows, weight), low_rank[begin:end], b)
-        losses += (_picked(log_probabilities_of(logits), labels[begin:end]),)
+        losses += (vocabulary.picked(vocabulary.log_probabilities(logits), labels[begin:end]),)
     return ops.concat(losses, 0)
 
 
@@ -267,13 +354,14 @@ def log_probabilities_of(logits: Tensor) -> Tensor:
     return ops.LogSoftmax(-1)(logits.astype(mstype.float32))
 
 
+def _log_of_sum(logits, axis):
+    largest = ops.ReduceMax(keep_dims=True)(logits, axis)
+    return ops.log(ops.ReduceSum(keep_dims=True)(ops.exp(logits - largest), axis)) + largest
+
+
 def adapted_logits(logits: Tensor, low_rank: Tensor, b: Tensor) -> Tensor:
     """Returns z + u B^T."""
     return logits + ops.MatMul(transpose_b=True)(low_rank, b)
-
-
-def _picked(log_probabilities, labels):
-    return -ops.GatherD()(log_probabilities, 1, labels.reshape((-1, 1))).reshape((-1,))
 
 
 def _of_logits(log_probabilities, labels, dtype):

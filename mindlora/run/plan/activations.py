@@ -253,7 +253,9 @@ class Activations:
         vocabulary = self.run.outputs
         division = self.run.division
         parts = 1 if division.whole_vocabulary or vocabulary % division.model else division.model
-        elements = (self.run.piece or self.sizes.tokens) * vocabulary // parts
+        elements = self.sizes.tokens * vocabulary // parts
+        if self.run.piece:
+            elements = self.run.piece * self.run.rows_of_head
         return 4 * elements, self.compute * elements
 
     @property
@@ -268,9 +270,14 @@ class Activations:
         if self.run.piece is None:
             return 0
         # Those of the pieces, and all of them joined.
-        of_hidden = 2 * self.layer_input
+        total = 2 * self.of_hidden
         # The sum over the pieces, and the product of one, in float32.
-        return of_hidden + (2 * 4 * self.run.outputs * self.sizes.hidden if self.run.trains_head else 0)
+        return total + (2 * 4 * self.run.rows_of_head * self.sizes.hidden if self.run.trains_head else 0)
+
+    @property
+    def of_hidden(self) -> int:
+        """Bytes of the gradient of what the head takes, where it is in pieces; else 0."""
+        return self.compute * self.run.tokens_of_head * self.sizes.hidden if self.run.piece else 0
 
     @property
     def inside_of_layer(self) -> Tuple[int, int]:

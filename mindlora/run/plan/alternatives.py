@@ -219,9 +219,11 @@ def _ladder(run: Run, devices: Sequence[int]) -> Iterator[List[_Change]]:
 def data_parallel(run: Run) -> List[Keys]:
     """Returns the keys of mindlora's train step on each device, for a run whose devices share nothing but the rows.
 
-    It makes no logits of all tokens, where the step of the semi-automatic mode does. Of any other run: nothing.
+    It makes no logits of all tokens, where the run makes them. Of any other run: nothing.
     """
     division = run.division
+    if not run.head.run:
+        return []
     shares = division.model * division.pipeline * division.context * division.experts > 1 or division.optimizer
     if not run.yaml.trains or not division.sharded or shares:
         return []

@@ -245,8 +245,8 @@ def _step_tensors(run: Run, activations: Activations, recomputation: Recomputati
         activations.loss if is_last else None,
         activations.logits,
         activations.inside_of_layer,
-        -(-run.tokens // run.piece) if is_last and run.piece else 1,
-        activations.layer_input if is_last and run.piece else 0,
+        -(-run.tokens_of_head // run.piece) if is_last and run.piece else 1,
+        activations.of_hidden if is_last else 0,
     )
 
 

@@ -18,10 +18,12 @@ from mindlora.models.architectures.architecture import Architecture, Attention, 
 from mindlora.models.architectures.classifiers import task_of
 from mindlora.models.description import AdaptableCell, Description
 from mindlora.models.label_losses import (
+    DIVIDED_ADAPTER,
     IN_GRAPH_MODE,
     OTHER_STEP,
     SEVERAL_ADAPTERS,
     Head,
+    HeadDivision,
     adapter_obstacle,
     tokens_at_once,
 )
@@ -210,16 +212,21 @@ class Run:
     def head(self) -> Head:
         """The output head, and whether it and the loss go through the tokens in pieces."""
         heads = [weight for weight in self.weights if weight.role == "lm_head"]
+        is_divided = self.yaml.train_step == WRAPPER and self.yaml.is_semi_automatic
+        # There MindFormers makes its own train step of pipelines and of micro-batches.
+        is_divided = is_divided and self.division.pipeline == self.yaml.accumulation == 1
         cell = ""
         if self.yaml.is_classifier:
             cell = "gives scores of labels"
         elif any(weight.dtype == "uint8" for weight in heads):
             cell = "is in 4 bits"
+        elif any(weight.adapter for weight in heads) and is_divided:
+            cell = DIVIDED_ADAPTER
         elif any(weight.adapter for weight in heads):
             cell = adapter_obstacle(self.lora.variant, self.trains_head) if self.lora else SEVERAL_ADAPTERS
         return Head(
             self.yaml.setting(IN_GRAPH_MODE),
-            "" if self.steps_by_mindlora or self.adapters else OTHER_STEP,
+            "" if self.steps_by_mindlora or self.adapters or is_divided else OTHER_STEP,
             str(self.yaml.model_name),
             self.yaml.is_mcore or self.yaml.is_classifier or self.yaml.model_class == "LlamaForCausalLM",
             cell,
@@ -232,8 +239,27 @@ class Run:
         if self.head.why_whole:
             return None
         if self.head.setting is not True:
-            return min(self.head.setting, self.tokens)
-        return min(tokens_at_once(self.tokens, self.hidden, self.outputs), self.tokens)
+            return min(self.head.setting, self.tokens_of_head)
+        return min(tokens_at_once(self.tokens_of_head, self.hidden, self.rows_of_head), self.tokens_of_head)
+
+    @functools.cached_property
+    def head_division(self) -> HeadDivision:
+        """How head and loss are divided among devices where they go through the tokens in pieces."""
+        division = self.division
+        whole = division.whole_vocabulary
+        return HeadDivision.of_sizes(
+            division.data, division.context, division.model, whole, self.outputs, self.seq_length
+        )
+
+    @property
+    def tokens_of_head(self) -> int:
+        """Tokens that the head of one device takes in all, where they go through it in pieces."""
+        return self.tokens // (self.division.model if self.head_division.by_tokens else 1)
+
+    @property
+    def rows_of_head(self) -> int:
+        """Rows of the head that one device computes with, where tokens go through it in pieces."""
+        return self.outputs // (self.division.model if self.head_division.by_vocabulary else 1)
 
     @property
     def trains_head(self) -> bool:

@@ -11,7 +11,15 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import ConfigError
-from mindlora.models.label_losses import OTHER_STEP, SEVERAL_ADAPTERS, Head, adapter_obstacle, check_loss_in_pieces
+from mindlora.models.label_losses import (
+    DIVIDED_ADAPTER,
+    OTHER_STEP,
+    SEVERAL_ADAPTERS,
+    Head,
+    HeadDivision,
+    adapter_obstacle,
+    check_loss_in_pieces,
+)
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.label_losses import AdaptedLabelLosses, LabelLosses
 from mindlora.network.cells.low_rank import TrainedRead
@@ -20,6 +28,13 @@ from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.graph_cache import CompiledOnce
 from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.training.log import logger
+from mindlora.training.model.divided_head import (
+    LossesOfRank,
+    division_of,
+    is_semi_automatic,
+    keep_channels_whole,
+    vocabulary_of,
+)
 from mindlora.training.model.held_weights import HeldColumnParallelLinear, HeldLinear
 from mindlora.training.model.mcore_model import is_gpt_model
 from mindlora.training.model.network import with_loss
@@ -115,6 +130,7 @@ class LossesOfHead(nn.Cell):
         weight (Parameter): Its weight, which may be the embedding's.
         dtype (mindspore.dtype): What it computes in.
         setting (bool or int): True, or the tokens of a piece.
+        division (HeadDivision, optional): How MindSpore divides it among devices. Default: None, it does not.
 
     Inputs:
         - **handed** (Tensor) - What a HandingHead hands on, [tokens, channels] or [tokens, channels + r].
@@ -124,10 +140,18 @@ class LossesOfHead(nn.Cell):
         Tuple (losses, labels), of which the first is float32 [tokens].
     """
 
-    def __init__(self, head: nn.Cell, weight: Parameter, dtype: mstype.Type, setting: Union[bool, int]):
+    def __init__(
+        self,
+        head: nn.Cell,
+        weight: Parameter,
+        dtype: mstype.Type,
+        setting: Union[bool, int],
+        division: Optional[HeadDivision] = None,
+    ):
         super().__init__(auto_prefix=False)
         piece, frozen = None if setting is True else setting, _product_of_held_weight(head)
-        self.losses = LabelLosses(dtype, weight.requires_grad, piece, frozen)
+        self.losses = LabelLosses(dtype, weight.requires_grad, piece, frozen, vocabulary_of(division))
+        self.of_plain = self.losses if division is None else LossesOfRank(self.losses, division)
         self.adapted = None
         b = None
         if isinstance(head, LoRACell):
@@ -140,7 +164,7 @@ class LossesOfHead(nn.Cell):
     def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         channels = self.weight.shape[1]
         if handed.shape[-1] == channels:
-            return self.losses(handed, self.weight, labels), labels
+            return self.of_plain(handed, self.weight, labels), labels
         hidden, low_rank = handed[:, :channels], handed[:, channels:]
         return self.adapted(hidden, low_rank, self.weight, self.trained.of(self.b), labels), labels
 
@@ -162,7 +186,8 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     Args:
         network (nn.Cell): The model, or a cell around it. What of it trains has been decided.
         setting (bool or int): loss_in_pieces of runner_wrapper: False for no, or the tokens of a piece.
-        steps_by_mindlora (bool): Whether mindlora's train step makes the gradients.
+        steps_by_mindlora (bool): Whether mindlora's train step makes the gradients. In the semi-automatic parallel
+            mode it need not.
 
     Raises ConfigError if ``setting`` is out of range.
     """
@@ -179,8 +204,11 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     weight = model.embedding.word_embeddings.weight if head.weight is None else head.weight
     plain = plain_head(head)
     dtype = plain.compute_dtype if is_gpt and head is plain else head.dtype
+    division = division_of(model)
+    if division is not None:
+        keep_channels_whole(model)
     # Straight into _cells: assigning an attribute would rename the weight.
-    model.loss._cells["_log_softmax"] = LossesOfHead(head, weight, dtype, setting)
+    model.loss._cells["_log_softmax"] = LossesOfHead(head, weight, dtype, setting, division)
     model.loss._cells["_nllloss"] = _First()
     make_hand_on(head, _CONSTRUCTS[type(plain)])
     return True
@@ -195,11 +223,13 @@ def _described(model, head, setting, steps_by_mindlora):
         cell = other_head(head)
     elif plain.has_bias or not plain.transpose_b or getattr(plain, "activation_flag", False):
         cell = "has a bias, an activation or a transposed weight"
+    elif is_semi_automatic():
+        cell = DIVIDED_ADAPTER if isinstance(head, LoRACell) else ""
     else:
         cell = obstacle_of_adapter(head)
     is_known = is_gpt or type(model).construct is LlamaForCausalLM.construct
     predicts_several = is_gpt and model.mtp_process
-    run = "" if steps_by_mindlora else OTHER_STEP
+    run = "" if steps_by_mindlora or is_semi_automatic() else OTHER_STEP
     return Head(setting, run, type(model).__name__, is_known, cell, predicts_several)
 
 

@@ -53,17 +53,20 @@ def test_it_works_where_nothing_is_installed(write):
 
 def test_a_run_on_npus_is_told_how_it_makes_no_logits_of_all_tokens_where_it_can(tmp_path, capsys):
     shipped = os.path.join(ROOT, "configs", "llama3", "lora_llama3_8b.yaml")
-    paths = {name: str(tmp_path / f"{name}.yaml") for name in ("semi", "off")}
+    paths = {name: str(tmp_path / f"{name}.yaml") for name in ("semi", "off", "other")}
     config = yaml.safe_load(pathlib.Path(shipped).read_text(encoding="utf-8"))
     config["parallel"].update(parallel_mode=1, full_batch=True)
     pathlib.Path(paths["semi"]).write_text(yaml.safe_dump(config), encoding="utf-8")
     config["runner_wrapper"]["loss_in_pieces"] = False
     pathlib.Path(paths["off"]).write_text(yaml.safe_dump(config), encoding="utf-8")
+    config["runner_wrapper"] = {"type": "MFTrainOneStepCell", "scale_sense": 1.0}
+    pathlib.Path(paths["other"]).write_text(yaml.safe_dump(config), encoding="utf-8")
     cli.main(["doctor", shipped, *paths.values(), "--json"])
-    pieces, whole, off = (
+    alone, semi, off, whole = (
         [finding for finding in one["findings"] if finding["key"] == "runner_wrapper.loss_in_pieces"]
         for one in json.loads(capsys.readouterr().out)["yamls"]
     )
     assert "as the train step is MindFormers' own" in whole[0]["found"] and "parallel_mode: 0" in whole[0]["advice"]
-    assert "some tokens at a time" in pieces[0]["found"] and not pieces[0]["advice"]
+    for pieces in (alone, semi):
+        assert "some tokens at a time" in pieces[0]["found"] and not pieces[0]["advice"]
     assert "loss_in_pieces is False" in off[0]["found"] and not off[0]["advice"]

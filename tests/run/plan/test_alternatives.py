@@ -97,11 +97,19 @@ def test_a_larger_step_is_never_made_of_a_smaller_batch():
     assert yaml.safe_load(found.lines)["train_dataset"] == {"drop_remainder": True}
 
 
-@pytest.mark.parametrize("divided, offered", [({}, True), ({"model_parallel": 2}, False)])
-def test_devices_that_share_rows_alone_are_told_of_data_parallel_first(divided, offered):
+@pytest.mark.parametrize(
+    "divided, step, offered",
+    [
+        ({}, "MFTrainOneStepCell", True),
+        ({"model_parallel": 2}, "MFTrainOneStepCell", False),
+        ({}, "LoraTrainOneStepCell", False),
+    ],
+)
+def test_devices_that_share_rows_alone_are_told_of_data_parallel_first(divided, step, offered):
     parallel = {"data_parallel": 2, **divided}
     vocabulary = {**MODEL, "vocab_size": 64000}
-    run = run_of(vocabulary, use_parallel=True, parallel={"parallel_mode": 1}, parallel_config=parallel)
+    nodes = {"parallel": {"parallel_mode": 1}, "parallel_config": parallel, "runner_wrapper": {"type": step}}
+    run = run_of(vocabulary, use_parallel=True, **nodes)
     found = fit(run, memory_of(run).total, [1])
     assert found.tried[0].change.startswith("parallel_mode 0, data parallel") == offered
     if offered:

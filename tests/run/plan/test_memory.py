@@ -201,12 +201,34 @@ def test_a_loss_in_pieces_is_three_tensors_of_a_piece(pet, of_head):
             {},
         ),
         ("the train step is MindFormers' own", LORA, {"runner_wrapper": {"type": "MFTrainOneStepCell"}}),
-        ("the train step is MindFormers' own", LORA, SHARDED),
+        ("the train step is MindFormers' own", LORA, {**SHARDED, "parallel": {"parallel_mode": 2}}),
+        (
+            "the train step is MindFormers' own",
+            LORA,
+            {**SHARDED, "runner_config": {"batch_size": 2, "gradient_accumulation_steps": 2}},
+        ),
+        (
+            "the output head has an adapter and is divided among devices",
+            {**LORA, "target_modules": ".*lm_head"},
+            SHARDED,
+        ),
     ],
 )
 def test_where_the_logits_of_all_tokens_are_made(reason, pet, nodes):
     run = run_of({}, pet, **nodes)
     assert (run.head.why_whole, run.piece) == (reason, None)
+
+
+@pytest.mark.parametrize(
+    "model, whole_head, rows, tokens",
+    [({}, False, 2048, 32), ({}, True, 4096, 16), ({"vocab_size": 4095}, False, 4095, 16)],
+    ids=["by its vocabulary", "whole", "a vocabulary that cannot be divided"],
+)
+def test_a_head_in_pieces_is_divided_by_its_vocabulary_or_by_tokens(model, whole_head, rows, tokens):
+    division = {"model_parallel": 2, "vocab_emb_dp": whole_head}
+    run = run_of({"vocab_size": 4096, **model}, **SHARDED, parallel_config=division)
+    assert (run.rows_of_head, run.tokens_of_head) == (rows, tokens) and run.piece == tokens
+    assert lines(run)["logits and loss"] == 3 * 4 * tokens * rows + 2 * 4 * tokens * 32
 
 
 def test_a_recomputed_layer_counts_where_it_is_larger_than_the_loss():

@@ -1,0 +1,116 @@
+"""The losses of an output head that MindSpore divides among the devices of a semi-automatic parallel run."""
+
+from typing import Any, List, Optional
+
+import mindspore as ms
+from mindformers.parallel_core.training_graph.tensor_parallel.utils import get_tp_group_name
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.communication import GlobalComm, get_group_size, get_rank
+from mindspore.parallel import Layout
+
+from mindlora.core.yaml_file import SEMI_AUTOMATIC
+from mindlora.models.label_losses import HeadDivision
+from mindlora.network.cells.label_losses import LabelLosses, VocabularyPart
+from mindlora.training.model.mcore_model import is_gpt_model
+
+_TOKENS, _MODEL, _WHOLE = "tokens", "model", "None"
+
+
+def is_semi_automatic() -> bool:
+    """Returns whether MindSpore divides cells among devices as they say themselves."""
+    return ms.get_auto_parallel_context("parallel_mode").upper() in SEMI_AUTOMATIC
+
+
+def division_of(model: nn.Cell) -> Optional[HeadDivision]:
+    """Returns how the head of a MindFormers model is divided; None in a run that is not semi-automatic."""
+    if not is_semi_automatic():
+        return None
+    if is_gpt_model(model):
+        config = model.config
+        data, context = config.data_parallel_size or 1, config.context_parallel_size or 1
+        parts = config.tensor_model_parallel_size or 1
+        return HeadDivision.of_sizes(data, context, parts, False, model.vocab_size, config.seq_length)
+    config, parallel = model.config, model.config.parallel_config
+    return HeadDivision.of_sizes(
+        parallel.data_parallel,
+        parallel.context_parallel,
+        parallel.model_parallel,
+        parallel.vocab_emb_dp,
+        config.vocab_size,
+        config.seq_length,
+    )
+
+
+def vocabulary_of(division: Optional[HeadDivision]) -> Optional[VocabularyPart]:
+    """Returns the part of the vocabulary that this rank has; None if it has all of it."""
+    if division is None or not division.by_vocabulary:
+        return None
+    rank, count = get_rank(), division.model
+    # Ranks that share a head follow each other. The group of all ranks is there already.
+    group = GlobalComm.WORLD_COMM_GROUP if count == get_group_size() else get_tp_group_name(rank, count)
+    return VocabularyPart(group, count, rank % count)
+
+
+class _Same(nn.Cell):
+    """x in the place of x + 0, by which MindFormers' loss divides logits as it needs them."""
+
+    def construct(self, x, zero):
+        return x
+
+
+def keep_channels_whole(model: nn.Cell) -> None:
+    """Makes what lies between head and loss of a MindFormers model divide what the head takes by tokens alone.
+
+    It divides logits by their vocabulary, which would divide hidden states by their channels. LossesOfRank says itself
+    how it takes them.
+    """
+    del model.loss.add
+    model.loss.add = _Same(auto_prefix=False)
+    if is_gpt_model(model):
+        config = model.config
+        model.transpose.shard(((config.context_parallel_size or 1, config.data_parallel_size or 1, 1),))
+
+
+class LossesOfRank(nn.Cell):
+    """LabelLosses where each device computes those of its tokens, by the rows of the head that it has.
+
+    To MindSpore it is one operator (Morph) with the layouts of what it takes and gives. What is in it, the gradient
+    among it, is computed of what a device has, with the collectives of VocabularyPart and no others.
+
+    Args:
+        losses (LabelLosses): The losses, with the vocabulary_of ``division``.
+        division (HeadDivision): How the head is divided.
+
+    Inputs:
+        - **hidden**, **weight**, **labels** (Tensor) - As for LabelLosses, of all devices.
+
+    Outputs:
+        float32 [tokens].
+    """
+
+    def __init__(self, losses: LabelLosses, division: HeadDivision):
+        super().__init__(auto_prefix=False)
+        self.losses = losses
+        self.of_all_ranks = ops.Morph(self.of_rank, _shape, _dtype).add_prim_attr("self_define_shard", True)
+        layout = Layout((division.rows, division.model), (_TOKENS, _MODEL))
+        tokens: Any = (_TOKENS, _MODEL) if division.by_tokens else _TOKENS
+        of_weight = layout(_MODEL if division.by_vocabulary else _WHOLE, _WHOLE)
+        self.of_all_ranks.shard(
+            in_strategy=(layout(tokens, _WHOLE), of_weight, layout(tokens)), out_strategy=(layout(tokens),)
+        )
+
+    def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return self.of_all_ranks(hidden, weight, labels)
+
+    def of_rank(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Returns the losses of a device."""
+        return self.losses(hidden, weight, labels)
+
+
+def _shape(hidden: List[int], weight: List[int], labels: List[int]) -> List[int]:
+    return labels
+
+
+def _dtype(hidden: mstype.Type, weight: mstype.Type, labels: mstype.Type) -> mstype.Type:
+    return mstype.float32

@@ -1,0 +1,87 @@
+"""Trains small Llamas whose head is divided between the two processes of a semi-automatic parallel run, or in one.
+
+Started with a folder and the names of MODELS. Each is trained for some steps, and a rank writes its losses and weights
+to NAME-RANK.npz there.
+"""
+
+import os
+import sys
+
+import numpy as np
+from mindformers.models.build_model import build_network
+from mindformers.modules.transformer import TransformerOpParallelConfig
+from mindformers.tools.register import MindFormerConfig
+from mindspore import Tensor, nn
+from mindspore.communication import get_group_size, get_rank
+
+from mindlora.training.launch import hooks  # noqa: F401
+from mindlora.training.model import pet
+from mindlora.training.model.loss_in_pieces import losses_of_head
+from mindlora.training.model.network import with_loss
+from mindlora.training.step.train_step import LoraTrainOneStepCell
+from tests.support import semi_automatic, tiny_runs
+
+STEPS, ROWS, PIECE = 4, 4, 5
+TRAINED = {"modules_to_save": ["lm_head"]}
+# What of the model is divided, and keys of pet_config.
+MODELS = {
+    "a frozen head": ({"vocab_emb_dp": False}, {}),
+    "a head that trains": ({"vocab_emb_dp": False}, TRAINED),
+    "a whole head": ({"vocab_emb_dp": True}, {}),
+    "a whole head that trains": ({"vocab_emb_dp": True}, TRAINED),
+}
+
+
+def llama(devices, divided, adapter):
+    """Returns a tiny Llama with adapters, the same at each call, whose layers too are divided among devices."""
+    config = MindFormerConfig(tiny_runs.LORA_YAML)
+    model = config.model.model_config
+    model.update({**tiny_runs.MODEL, "pad_token_id": tiny_runs.PAD})
+    model.parallel_config = TransformerOpParallelConfig(model_parallel=devices, **divided)
+    settings = {"lora_rank": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ".*wq|.*w2", **adapter}
+    model.pet_config.update(settings)
+    network = build_network(config.model)
+    for number, parameter in enumerate(network.get_parameters()):
+        if "norm" not in parameter.name and "Float" in str(parameter.dtype):
+            values = np.random.default_rng(number).normal(size=parameter.shape, scale=0.2).astype(np.float32)
+            parameter.set_data(Tensor(values, parameter.dtype))
+    if devices > 1:
+        # CPUs have no ReduceScatter, which the rows of a divided table need.
+        with_loss(network).model.tok_embeddings.gather.shard(((1, 1), (1, 1)))
+    return network
+
+
+def batch(seed):
+    """Returns rows that differ in how many labels count; the first and the last token of the vocabulary are labels."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(4, tiny_runs.VOCABULARY, (ROWS, tiny_runs.SEQUENCE + 1)).astype(np.int32)
+    counted = rng.random(ids.shape) < np.linspace(0.2, 0.9, ROWS)[:, None]
+    labels = np.where(counted, ids, tiny_runs.IGNORED).astype(np.int32)
+    labels[1, -2:] = 0, tiny_runs.VOCABULARY - 1
+    return Tensor(ids), Tensor(labels)
+
+
+def train(network):
+    """Returns the losses of the steps, and by name what they trained."""
+    step = LoraTrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.05), loss_in_pieces=PIECE)
+    assert losses_of_head(step) is not None
+    step.set_train()
+    losses = [float(step(*batch(number))[0].asnumpy()) for number in range(STEPS)]
+    return losses, {parameter.name: parameter.asnumpy() for parameter in network.trainable_params()}
+
+
+def main(folder, *names):
+    devices, rank = int(os.environ.get("MS_WORKER_NUM", "1")), 0
+    if devices > 1:
+        semi_automatic.start()
+        assert get_group_size() == devices
+        rank = get_rank()
+        # MindSpore divides none of mindlora's operators for CPUs: MindFormers' own cells train.
+        pet.use_cpu_cells = lambda network: None
+    for name in names:
+        losses, weights = train(llama(devices, *MODELS[name]))
+        np.savez(os.path.join(folder, f"{name}-{rank}.npz"), losses=losses, **weights)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
