@@ -71,7 +71,7 @@ def _check_adapter(run: YamlRun) -> Iterator[Finding]:
         )
     if run.quantizes_base:
         yield error(
-            f"{PET}.quantize_base", "The base is to be in 4 bits, and rl samples from one in float.", "Remove it."
+            f"{PET}.quantize_base", "The base is to be in few bits, and rl samples from one in float.", "Remove it."
         )
     if run.lora is not None and not run.lora.variant.is_plain:
         yield error(

@@ -6,6 +6,7 @@ quantizes activations (input_scale, deq_scale, quant_bias, ...) is left out.
 Source: vllm-ascend's w8a8 and w8a16 methods, which name the tensors and their shapes.
 """
 
+import functools
 from typing import Any, List, Mapping
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import FLOATS, to_float32
 from mindlora.core.text import examples
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, from_groups
+from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors
 
 DESCRIPTION = "quant_model_description"
 _FLOAT = "FLOAT"
@@ -43,8 +44,15 @@ def _weight(stored: StoredTensors, name: str, kind: str) -> PackedWeight:
         stored.part(name, part)
         stored.check(part, [(rows, 1), (rows,)], FLOATS, name)
 
-    def decoded(begin: int, end: int) -> np.ndarray:
-        zeros, scales = (to_float32(stored.read_rows(part, begin, end)).reshape(-1, 1) for part in (offset, scale))
-        return from_groups(stored.read_rows(name, begin, end), zeros, scales)
+    def column(part: str, begin: int, end: int) -> np.ndarray:
+        return stored.read_rows(part, begin, end).reshape(-1, 1)
 
-    return PackedWeight(name, (rows, columns), (name, scale, offset), f"msModelSlim's {kind}", decoded)
+    integers = Integers(
+        8,
+        1,
+        stored.tensors[scale].dtype,
+        functools.partial(stored.read_rows, name),
+        lambda begin, end: to_float32(column(offset, begin, end)),
+        functools.partial(column, scale),
+    )
+    return integers.as_weight(name, (rows, columns), (name, scale, offset), f"msModelSlim's {kind}")
