@@ -29,7 +29,7 @@ CONFIG = {
     "torch_dtype": "float32",
     "pad_token_id": 0,
     "eos_token_id": 2,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
     "tie_word_embeddings": False,

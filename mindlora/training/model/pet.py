@@ -256,7 +256,7 @@ class MindloraMcoreStackModel(_WithAdapters, MindloraMcoreModel):
 def lora_model(config: PetLoraConfig, base_model: PreTrainedModel) -> MindloraModel:
     """Returns mindlora's wrapper around a model that MindFormers has built."""
     is_mcore = isinstance(base_model, TrainModelMixin)
-    if config.pet_config.quantize_base == AS_STORED:
+    if config.quantize_base == AS_STORED:
         _hold(base_model)
     if config.adapters:
         return (MindloraMcoreStackModel if is_mcore else MindloraStackModel)(config, base_model)

@@ -11,7 +11,7 @@ import numpy as np
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import FLOATS, to_float32
 from mindlora.core.numerics.integers import BITS, BLOCK, HALF, IntegerForm, pack
-from mindlora.core.text import listed
+from mindlora.core.text import examples
 from mindlora.files.base.quantized.stored import Integers, PackedWeight
 
 _SCALES = FLOATS[1:]
@@ -28,11 +28,10 @@ def why_not_held(weight: PackedWeight) -> str:
         return f"it is in {weight.form}, and 4 and 8 bits of integers are held"
     if integers.order is not None:
         return "its groups are not in the order of its columns (desc_act)"
-    if columns % BLOCK or columns // integers.groups % HALF:
-        return (
-            f"it has {integers.groups} groups of {columns // integers.groups} columns, and rows of a multiple of {BLOCK} "
-            f"columns with groups of a multiple of {HALF} are held"
-        )
+    if columns % BLOCK:
+        return f"a row has {columns} numbers, and rows of a multiple of {BLOCK} are held"
+    if columns // integers.groups % HALF:
+        return f"its groups have {columns // integers.groups} columns, and those of a multiple of {HALF} are held"
     if integers.dtype not in _SCALES:
         return f"its scales are {integers.dtype}"
     return ""
@@ -46,7 +45,7 @@ def check_held(path: str, weights: Mapping[str, PackedWeight], names: Iterable[s
         if reason:
             reasons.setdefault(reason, []).append(name)
     if reasons:
-        found = "; ".join(f"{listed(alike)}: {reason}" for reason, alike in reasons.items())
+        found = "; ".join(f"{examples(alike)}: {reason}" for reason, alike in reasons.items())
         raise CheckpointError(f"{path}: quantize_base is as_stored, and not all weights can be held so. {found}. {ADVICE}")
 
 
