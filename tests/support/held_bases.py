@@ -63,6 +63,12 @@ FORMS = {
         _compressed("pack-quantized", num_bits=4, strategy="channel"),
         "int4",
     ),
+    "packed-groups": (
+        compressed,
+        {"zeros": False, "groups": 2},
+        _compressed("pack-quantized", num_bits=4, strategy="group"),
+        "int4",
+    ),
     "w8a8": (in_int8, {"zeros": False}, _compressed("int-quantized", num_bits=8), "int8"),
     "w8a8-zeros": (in_int8, {}, _compressed("int-quantized", num_bits=8, symmetric=False), "int8"),
     "int8": (eight_bits, {}, _settings("bitsandbytes"), "int8"),
