@@ -35,9 +35,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize-base",
         choices=QUANTIZATIONS,
-        help="what holds the weights of linear layers: as_stored, on a CPU the integers of a quantized folder (GPTQ, AWQ, "
-        "...) themselves; nf4, those of a file that base quantize wrote (default: the YAML's, or the dtype of the model, "
-        "to which quantized weights are decoded)",
+        help="what holds the weights of linear layers: as_stored, on a CPU the integers of a quantized folder (GPTQ, "
+        "AWQ, ...) themselves; nf4, a file that base quantize wrote (default: the YAML's, or the model's dtype, to "
+        "which quantized weights are decoded)",
     )
     parser.set_defaults(overrides=[])
 

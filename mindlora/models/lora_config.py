@@ -245,8 +245,8 @@ class LoraConfig:
             return
         if self.quantize_base == AS_STORED and self.quantize_exclude is not None:
             raise ConfigError(
-                f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is as_stored: the checkpoint says which "
-                "weights are quantized. Remove it."
+                f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is as_stored: the checkpoint says "
+                "which weights are quantized. Remove it."
             )
         if self.quantize_base == AS_STORED and initializers.is_loftq(self.lora_init):
             raise ConfigError(

@@ -164,7 +164,7 @@ def freeze(
     if packed:
         raise TargetError(
             f"modules_to_save or freeze_exclude trains {listed(packed)}, which is quantized, and "
-            "4-bit weights do not train. Add it to quantize_exclude."
+            "weights in few bits do not train. Leave it out, or, of nf4, add it to quantize_exclude."
         )
     return settled
 

@@ -51,8 +51,8 @@ class LoraReport:
 def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     """Replaces the linear cells that ``config`` selects by LoRADense, in place; freezes nothing (see freeze_base).
 
-    With quantize_base nf4, all linear cells except output heads, and the stacked weights of routed experts, become 4-bit
-    first, whether they are selected or not. With as_stored, hold_base has been called before.
+    With quantize_base nf4, all linear cells except output heads, and the stacked weights of routed experts, become
+    4-bit first, whether they are selected or not. With as_stored, hold_base has been called before.
 
     Args:
         network (nn.Cell): Any network of nn.Dense, mint.nn.Linear or MindFormers' Linear cells.

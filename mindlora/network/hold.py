@@ -52,13 +52,19 @@ def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
             prefix = adapter_path(cell, at)
             if f"{prefix}.weight" in forms:
                 cells[prefix] = cell
-    kinds = {prefix: IntegerParallelLinear if isinstance(cell, parallel) else IntegerDense for prefix, cell in cells.items()}
+    kinds = {
+        prefix: IntegerParallelLinear if isinstance(cell, parallel) else IntegerDense for prefix, cell in cells.items()
+    }
     refused = refusals({prefix: refusal(kinds[prefix].check, cell) for prefix, cell in cells.items()})
     missing = [name for name in forms if name.rpartition(".")[0] not in cells]
     if refused or missing:
         found = "; ".join([*refused, *([f"{listed(missing)}: there is no linear cell of the name"] if missing else [])])
-        raise UnsupportedCellError(f"quantize_base is as_stored, and cells cannot hold their weights so. {found}. {ADVICE}")
-    made = {id(cell): kinds[prefix].from_dense(cell, prefix, forms[f"{prefix}.weight"]) for prefix, cell in cells.items()}
+        raise UnsupportedCellError(
+            f"quantize_base is as_stored, and cells cannot hold their weights so. {found}. {ADVICE}"
+        )
+    made = {
+        id(cell): kinds[prefix].from_dense(cell, prefix, forms[f"{prefix}.weight"]) for prefix, cell in cells.items()
+    }
     replace_in(tree.modules.values(), made)
     logger.info("Held in the bits of %s: %d cells, %s.", path, len(cells), listed(cells))
     return tuple(cells)

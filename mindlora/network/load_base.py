@@ -101,7 +101,7 @@ def held_forms(network: nn.Cell, path: str) -> Dict[str, IntegerForm]:
 def _read(
     network: nn.Cell, parameters: Dict[str, Parameter], base: BaseCheckpoint
 ) -> Tuple[Dict[str, OutputTensor], BaseCheckpoint]:
-    """Returns the tensors for a network, weights in their own bits where it holds them so, and what they are read of."""
+    """Returns the tensors for a network, in their own bits where it holds weights so, and what they are read of."""
     if not any(name.endswith(_ZEROS) for name in parameters):
         return _tensors_for(network, parameters, base), base
     held = held_tensors(base, functools.partial(_tensors_for, network, parameters))

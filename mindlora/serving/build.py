@@ -112,8 +112,8 @@ def make_engine(
     """Builds a network with its weights, and an engine around it, which start() begins.
 
     ``model`` is that node of a YAML; ``checkpoint`` is as for load_base, ``tokenizer`` as load_tokenizer returns it.
-    ``quantize_base`` and ``quantize_exclude`` are those of LoraConfig, as when the checkpoint was quantized. Callers name
-    the base by ``model_name``.
+    ``quantize_base`` and ``quantize_exclude`` are those of LoraConfig, as when the checkpoint was quantized. Callers
+    name the base by ``model_name``.
 
     Raises ConfigError or CheckpointError if the model cannot be built or its weights cannot be loaded.
     """
@@ -208,7 +208,11 @@ def _fingerprints(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> List[Callab
     if not isinstance(network, McoreNetwork):
         return [fingerprints_of(dict(cells))]
     weights = {path: to_array(weight_of(cell)) for path, cell in cells.items()}
-    packed = {path: Packed(cell.quantization, matrix_shape(cell)) for path, cell in cells.items() if isinstance(cell, QuantizedDense)}
+    packed = {
+        path: Packed(cell.quantization, matrix_shape(cell))
+        for path, cell in cells.items()
+        if isinstance(cell, QuantizedDense)
+    }
     for path, experts in stacked_experts(network).items():
         for name, (count, rows, columns) in experts.shapes.items():
             weights[f"{path}.{name}"] = to_array(getattr(experts, name))

@@ -164,7 +164,7 @@ def _obstacle_to_rounding(cells: Mapping[str, nn.Cell], has_experts: bool) -> st
         )
     if any(isinstance(cell, IntegerDense) for cell in cells.values()):
         return (
-            "product_dtype is bfloat16 and the base is held as it is stored, in integers, by which float32 is multiplied. "
+            "product_dtype is bfloat16 and the base is held as it is stored, in integers, which multiply float32. "
             "Leave it out."
         )
     held = {weight_of(cell).dtype for cell in cells.values() if not isinstance(cell, NF4Dense)}

@@ -1,9 +1,9 @@
 // y = x W^T (+ bias) and dx = dy W for a W in few bits, which is decoded where it is multiplied, block by block.
 // Included by kernels, once in the namespace of each instruction set: no include guard.
 //
-// A block is kPadded numbers of a row, 64. A format of W is a class with Weight, which has codes and the blocks of a row; kBytes,
-// those of a block; Part, by what its codes are decoded; Read, the parts of blocks of a row; Ask, which prefetches them;
-// and Each, which calls f(i, v) with each vector v of a block's numbers and the place i of its first.
+// A block is kPadded numbers of a row, 64. A format of W is a class with Weight, which has codes and the blocks of a
+// row; kBytes, those of a block; Part, by what its codes are decoded; Read, the parts of blocks of a row; Ask, which
+// prefetches them; and Each, which calls f(i, v) with each vector v of a block's numbers and the place i of its first.
 #include "cpu_common/few_tokens.h"
 #include "cpu_common/panels.h"
 
@@ -211,8 +211,8 @@ static void BlockLinear(const T* x, const typename Format::Weight& w, const T* b
 }
 
 template <class Format, class T>
-static void BlockLinearGrad(const T* dy, const typename Format::Weight& w, int64_t tokens, int64_t in, int64_t out,
-    int threads, T* dx)
+static void BlockLinearGrad(
+    const T* dy, const typename Format::Weight& w, int64_t tokens, int64_t in, int64_t out, int threads, T* dx)
 {
     Multiply<Format, true, T>(dy, w, nullptr, tokens, in, out, threads, dx);
 }

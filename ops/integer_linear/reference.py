@@ -31,9 +31,7 @@ def dequantize(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, bits: i
     return (numbers.astype(np.float64) - zeros[:, group]) * np.asarray(scales, np.float64)[:, group]
 
 
-def integer_linear(
-    x: np.ndarray, codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, bits: int
-) -> np.ndarray:
+def integer_linear(x: np.ndarray, codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     """y = x W^T, in float64.
 
     Args:

@@ -63,7 +63,9 @@ def test_the_loss_and_all_gradients_are_those_of_the_decoded_base(make, graph_mo
     expected_loss, expected = loss_and_gradients(adapted(make(**keys), decoded, False))
     assert loss == pytest.approx(expected_loss, rel=1e-6) and gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
+        np.testing.assert_allclose(
+            gradients[name], gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max(), err_msg=name
+        )
 
 
 def test_a_fingerprint_names_the_form_and_parameters_are_counted_as_numbers(make, tmp_path):
@@ -130,7 +132,9 @@ def test_on_an_npu_nothing_is_held(make, tmp_path, monkeypatch):
     real = ms.get_context
     network = make()
     monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
-    with pytest.raises(ConfigError, match="as_stored and the device is Ascend, for which no operator multiplies by int"):
+    with pytest.raises(
+        ConfigError, match="as_stored and the device is Ascend, for which no operator multiplies by int"
+    ):
         hold_base(network, held)
 
 

@@ -1,23 +1,16 @@
 """Bases that are served in the bits in which they are stored: what they decode to, and refusals by name."""
 
-import functools
 import os
 import random
 
-import mindspore as ms
 import numpy as np
 import pytest
-from mindspore.common import dtype as mstype
 
-from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.models import names
-from mindlora.network.adapter_matching import cell_shapes
 from mindlora.network.hold import hold_base
 from mindlora.network.load_base import load_base
 from mindlora.network.quantized.integers import IntegerDense
-from mindlora.serving.adapter_slots import Lease
 from mindlora.serving.network import add_pools, build_network, linear_cells
-from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.request import Request, Sampling
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.scheduler import Part
@@ -62,7 +55,9 @@ def test_each_weight_is_in_the_bits_of_the_file_and_decodes_to_what_the_reader_d
     network, notes = network_of(kind, path, holds=True)
     cells = held_cells(network)
     assert len(cells) == 14 and notes[0].startswith("14 weights are held in their own bits: ")
-    stored = sum(os.path.getsize(os.path.join(path, name)) for name in os.listdir(path) if name.endswith(".safetensors"))
+    stored = sum(
+        os.path.getsize(os.path.join(path, name)) for name in os.listdir(path) if name.endswith(".safetensors")
+    )
     for name, cell in cells.items():
         assert cell.quantization == held_bases.FORMS[form][3]
         weight = decoded[name if kind == "qwen3" else names.parameter_to_hugging_face(name)]
@@ -73,7 +68,9 @@ def test_each_weight_is_in_the_bits_of_the_file_and_decodes_to_what_the_reader_d
     assert held < stored
 
 
-@pytest.mark.parametrize("kind, form", [("llama", "gptq"), ("qwen3", "gptq"), ("llama", "w8a8-zeros"), ("qwen3", "awq")])
+@pytest.mark.parametrize(
+    "kind, form", [("llama", "gptq"), ("qwen3", "gptq"), ("llama", "w8a8-zeros"), ("qwen3", "awq")]
+)
 def test_logits_are_those_of_the_decoded_base(kind, form, tmp_path):
     path, decoded, _ = save_bases(tmp_path, kind, form)
     # By the kernel of few tokens, and by that of many.

@@ -44,8 +44,8 @@ class IntegerArray:
     """Rows of a weight in integers.
 
     Attributes:
-        codes (ndarray): uint8 [N, K * bits / 8]. Of 4 bits, byte i of a block's 32 holds the code of its number i in the
-            low half and of number 32 + i in the high one. Of 8 bits, they are the bits of int8.
+        codes (ndarray): uint8 [N, K * bits / 8]. Of 4 bits, byte i of a block's 32 holds the code of its number i in
+            the low half and of number 32 + i in the high one. Of 8 bits, they are the bits of int8.
         zeros (ndarray): uint8 [N, groups]; of 8 bits, the bits of int8.
         scales (ndarray): [N, groups] of float32, float16 or bfloat16.
         bits (int): 4 or 8.

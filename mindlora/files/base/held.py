@@ -74,7 +74,9 @@ def held_tensors(base: BaseCheckpoint, renamed: Renamed) -> HeldTensors:
         if codes.dtype != np.uint8:
             continue
         held = {field: by_name[name] for field, by_name in by_field.items()}
-        tensors.update({tensor_name(name, field): held[field]._replace(name=tensor_name(name, field)) for field in held})
+        tensors.update(
+            {tensor_name(name, field): held[field]._replace(name=tensor_name(name, field)) for field in held}
+        )
         bits = 8 * codes.shape[1] // columns[name]
         forms[name] = IntegerForm(bits, held["scales"].shape[1], held["scales"].dtype)
     if any(name.rpartition(".mlp.experts.")[1] for name in forms):

@@ -77,7 +77,7 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
 
 
 def add_joined(names_: Iterable[str], tensors: Dict[str, OutputTensor], kv_heads: Optional[int]) -> None:
-    """Makes those of ``names_`` that join tensors which a checkpoint holds apart, under MindFormers' names, in place."""
+    """Makes those of ``names_``, MindFormers' own, that join tensors which a checkpoint holds apart, in place."""
     for name in set(names_) - set(tensors):
         parts = parts_of(name)
         if parts and all(part in tensors for part in parts):

@@ -15,8 +15,8 @@ from mindlora.ops.integer_linear import IntegerLinear
 class IntegerDense(QuantizedDense):
     r"""A frozen linear cell, made by from_dense: y = activation(x W^T + bias) with W = (codes - zeros) * scales.
 
-    mindlora.core.numerics.integers defines the bytes. W takes 4 or 8 bits per number, and those of its scales and zeros.
-    It is never held in float (see IntegerLinear). x gets a gradient, W does not. For a CPU.
+    mindlora.core.numerics.integers defines the bytes. W takes 4 or 8 bits per number, and those of its scales and
+    zeros. It is never held in float (see IntegerLinear). x gets a gradient, W does not. For a CPU.
 
     Weights:
         weight [out_channels, in_channels * bits / 8] uint8, the codes; weight_zeros [out_channels, groups] uint8;
@@ -51,7 +51,9 @@ class IntegerDense(QuantizedDense):
         self.quantization = f"int{form.bits}"
         parameters = {}
         for field, (shape, dtype) in form.layout(*cell.weight.shape).items():
-            value = initializer(Constant(0 if dtype == np.uint8 else np.nan), list(shape), getattr(ms, dtype_name(dtype)))
+            value = initializer(
+                Constant(0 if dtype == np.uint8 else np.nan), list(shape), getattr(ms, dtype_name(dtype))
+            )
             name = tensor_name(f"{prefix}.weight", field)
             parameters[TENSOR_NAMES[field]] = Parameter(value, name=name, requires_grad=False)
         self._take(cell, matmul, parameters)

@@ -163,7 +163,8 @@ class QLoRADense(LoRADense):
     Only from_cell creates such a cell.
 
     Weights:
-        As in the cell that it adopts, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b [out_channels, r].
+        As in the cell that it adopts, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b
+        [out_channels, r].
 
     Inputs and outputs are those of LoRADense.
 

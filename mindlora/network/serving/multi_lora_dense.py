@@ -65,10 +65,10 @@ class MultiLoRADense(HeldWeight, nn.Cell):
     adapters that are trained already: there is no gradient for them. Only from_cell creates such a cell.
 
     Weights:
-        Those of the cell that it adopts, whose weight may be in few bits (QuantizedDense); lora_pool [slots, max_rank, in_channels
-        + out_channels] of the compute dtype or of 16 bits, lora_ranks [slots] int32 and lora_scales [slots] float32,
-        which multi_lora_slot_write fills (layout: MultiLoraDelta); and lora_gains [slots + 1, out_channels] float32,
-        the last row of zeros, that of the base.
+        Those of the cell that it adopts, whose weight may be in few bits (QuantizedDense); lora_pool [slots, max_rank,
+        in_channels + out_channels] of the compute dtype or of 16 bits, lora_ranks [slots] int32 and lora_scales
+        [slots] float32, which multi_lora_slot_write fills (layout: MultiLoraDelta); and lora_gains [slots + 1,
+        out_channels] float32, the last row of zeros, that of the base.
 
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].

@@ -232,8 +232,8 @@ def seq_length_of(folder: ModelFolder, asked: Optional[int]) -> int:
 def served_content(folder: ModelFolder, device: str, quantize_base: Optional[str] = None) -> Dict[str, Any]:
     """Returns the content of a YAML by which a model is served, or answers.
 
-    On a CPU the weights of linear cells are held in the dtype in which they are stored, or as ``quantize_base``, that of
-    LoraConfig, says.
+    On a CPU the weights of linear cells are held in the dtype in which they are stored, or as ``quantize_base``, that
+    of LoraConfig, says.
     """
     nodes = model_nodes(folder, device, seq_length_of(folder, None))
     if device == CPU:

@@ -48,8 +48,8 @@ def check_quantization(quantize_base: Any, checkpoint: Any, processes: int) -> N
         return
     if quantize_base == AS_STORED:
         raise ConfigError(
-            f"pet_config.quantize_base is {quantize_base}, which MindFormers' PyNative Trainer cannot carry out: it loads "
-            "the base in float. Set quantize_base: nf4, or train in graph mode."
+            f"pet_config.quantize_base is {quantize_base}, and MindFormers' PyNative Trainer loads the base in float. "
+            "Set quantize_base: nf4, or train in graph mode."
         )
     if processes > 1:
         raise ConfigError(

@@ -49,8 +49,8 @@ int Run(int count, void** data, const Shapes& s, const char** dtypes)
     const Integers weight = IntegersAt(kOp, s, data, dtypes, kCodes, kBits);
     WithElement(kOp, dtypes[kX], [&](auto element) {
         using T = decltype(element);
-        MINDLORA_DISPATCH(IntegerLinear<kBits>, static_cast<const T*>(data[kX]), weight, s.At(kX, 0),
-            s.At(kX, 1), s.At(kCodes, 0), omp_get_max_threads(), static_cast<T*>(data[count - 1]));
+        MINDLORA_DISPATCH(IntegerLinear<kBits>, static_cast<const T*>(data[kX]), weight, s.At(kX, 0), s.At(kX, 1),
+            s.At(kCodes, 0), omp_get_max_threads(), static_cast<T*>(data[count - 1]));
     });
     return 0;
 }
@@ -63,8 +63,8 @@ int RunGrad(int count, void** data, const Shapes& s, const char** dtypes)
     const Integers weight = IntegersAt(kOp, s, data, dtypes, kCodes, kBits);
     WithElement(kOp, dtypes[kX], [&](auto element) {
         using T = decltype(element);
-        MINDLORA_DISPATCH(IntegerLinearGrad<kBits>, static_cast<const T*>(data[kX]), weight, s.At(kX, 0),
-            s.At(kX, 1), s.At(kCodes, 1) * 8 / kBits, omp_get_max_threads(), static_cast<T*>(data[count - 1]));
+        MINDLORA_DISPATCH(IntegerLinearGrad<kBits>, static_cast<const T*>(data[kX]), weight, s.At(kX, 0), s.At(kX, 1),
+            s.At(kCodes, 1) * 8 / kBits, omp_get_max_threads(), static_cast<T*>(data[count - 1]));
     });
     return 0;
 }

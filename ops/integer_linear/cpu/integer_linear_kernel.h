@@ -12,35 +12,29 @@ MINDLORA_INLINE float OneScale(const float16* from)
 #endif
 }
 
-// By what the codes of a block are decoded: of its first 32 numbers, and of its last.
+// By what the codes of a block are decoded: those of its first 32 numbers, and of its last, unless it is one for all.
+template <bool kWhole>
 struct IntegerPart {
-    float scale[2], zero[2];
+    float scale[kWhole ? 1 : 2], zero[kWhole ? 1 : 2];
 };
 
 // The parts of `count` blocks of a row from `block` on. A zero is a code too: signed where codes have 8 bits.
-template <bool kSigned, class S>
+template <bool kSigned, bool kWhole, class S>
 MINDLORA_INLINE void ReadParts(
-    const Integers& w, const S* scales, int64_t row, int64_t block, int64_t count, IntegerPart* to)
+    const Integers& w, const S* scales, int64_t row, int64_t block, int64_t count, IntegerPart<kWhole>* to)
 {
-    int64_t group = 2 * block / w.halves, left = w.halves - 2 * block % w.halves;
-    const int64_t first = row * w.groups;
-    for (int64_t half = 0; half < 2 * count; ++half) {
-        const uint8_t zero = w.zeros[first + group];
-        to[half / 2].scale[half % 2] = OneScale(scales + first + group);
-        to[half / 2].zero[half % 2] = kSigned ? static_cast<float>(static_cast<int8_t>(zero)) : zero;
-        if (--left == 0) ++group, left = w.halves;
-    }
-}
-
-template <bool kSigned>
-MINDLORA_INLINE void ReadParts(const Integers& w, int64_t row, int64_t block, int64_t count, IntegerPart* to)
-{
-    switch (w.scale_type) {
-        case kHalfScale:
-            return ReadParts<kSigned>(w, static_cast<const float16*>(w.scales), row, block, count, to);
-        case kBfloatScale:
-            return ReadParts<kSigned>(w, static_cast<const bfloat16*>(w.scales), row, block, count, to);
-        default: ReadParts<kSigned>(w, static_cast<const float*>(w.scales), row, block, count, to);
+    // A unit is what has one scale: a block or a half of one.
+    constexpr int kUnits = kWhole ? 1 : 2;
+    const int64_t size = w.halves * kUnits / 2, first = row * w.groups;
+    int64_t group = block * kUnits / size, left = size - block * kUnits % size;
+    for (int64_t unit = 0; unit < kUnits * count; ++group, left = size) {
+        const uint8_t code = w.zeros[first + group];
+        const float scale = OneScale(scales + first + group);
+        const float zero = kSigned ? static_cast<float>(static_cast<int8_t>(code)) : code;
+        for (const int64_t end = std::min(unit + left, kUnits * count); unit < end; ++unit) {
+            to[unit / kUnits].scale[unit % kUnits] = scale;
+            to[unit / kUnits].zero[unit % kUnits] = zero;
+        }
     }
 }
 
@@ -50,76 +44,75 @@ MINDLORA_INLINE Vec Scaled(Lanes code, float zero, float scale)
     return (__builtin_convertvector(code, Vec) - zero) * scale;
 }
 
-// Codes of 4 bits: byte i of a block has number i in its low half and number 32 + i in its high one.
-struct Int4Format {
+// Codes of 4 bits: byte i of a block has number i in its low half and number 32 + i in its high one. Codes of 8 bits
+// are signed, in order. With kWhole no group ends within a block.
+template <int kBits, bool kWhole>
+struct IntegerFormat {
     using Weight = Integers;
-    using Part = IntegerPart;
-    static constexpr int64_t kBytes = kPadded / 2;
+    using Part = IntegerPart<kWhole>;
+    static constexpr int64_t kBytes = kPadded * kBits / 8;
+    static constexpr int kLast = kWhole ? 0 : 1;
 
-    MINDLORA_MEMBER static void Read(const Integers& w, int64_t row, int64_t block, int64_t count, IntegerPart* to)
+    MINDLORA_MEMBER static void Read(const Integers& w, int64_t row, int64_t block, int64_t count, Part* to)
     {
-        ReadParts<false>(w, row, block, count, to);
+        constexpr bool kSigned = kBits == 8;
+        switch (w.scale_type) {
+            case kHalfScale: return ReadParts<kSigned>(w, static_cast<const float16*>(w.scales), row, block, count, to);
+            case kBfloatScale:
+                return ReadParts<kSigned>(w, static_cast<const bfloat16*>(w.scales), row, block, count, to);
+            default: ReadParts<kSigned>(w, static_cast<const float*>(w.scales), row, block, count, to);
+        }
     }
 
     MINDLORA_MEMBER static void Ask(const Integers&, int64_t, int64_t) {}
 
     template <class F>
-    MINDLORA_MEMBER static void Each(const uint8_t* codes, const IntegerPart& part, F f)
+    MINDLORA_MEMBER static void Each(const uint8_t* codes, const Part& part, F f)
     {
+        if constexpr (kBits == 8) {
+            for (int i = 0; i < kBytes; i += kWidth) {
+                const int half = kWhole ? 0 : i / 32;
+                f(i, Scaled(LoadSigned(codes + i), part.zero[half], part.scale[half]));
+            }
+            return;
+        }
 #if MINDLORA_WIDTH == 16
-        // A table of the 16 numbers, and an instruction for each vector.
+        // A table of the 16 numbers of a group, and an instruction for each vector.
         const Lanes all = EachLane([](int i) { return i; });
-        const Vec low = Scaled(all, part.zero[0], part.scale[0]), high = Scaled(all, part.zero[1], part.scale[1]);
-        for (int i = 0; i < kBytes; i += kWidth) {
+        const Vec low = Scaled(all, part.zero[0], part.scale[0]);
+        const Vec high = kWhole ? low : Scaled(all, part.zero[kLast], part.scale[kLast]);
+        for (int i = 0; i < kPadded / 2; i += kWidth) {
             const __m512i code = reinterpret_cast<__m512i>(LoadCodes(codes + i));
             f(i, _mm512_permutexvar_ps(code, low));
-            f(kBytes + i, _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), high));
+            f(kPadded / 2 + i, _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), high));
         }
 #else
-        for (int i = 0; i < kBytes; i += kWidth) {
+        for (int i = 0; i < kPadded / 2; i += kWidth) {
             const Lanes code = LoadCodes(codes + i);
             f(i, Scaled(code & 15, part.zero[0], part.scale[0]));
-            f(kBytes + i, Scaled(code >> 4, part.zero[1], part.scale[1]));
+            f(kPadded / 2 + i, Scaled(code >> 4, part.zero[kLast], part.scale[kLast]));
         }
 #endif
     }
 };
 
-// Signed codes of 8 bits, in order.
-struct Int8Format {
-    using Weight = Integers;
-    using Part = IntegerPart;
-    static constexpr int64_t kBytes = kPadded;
-
-    MINDLORA_MEMBER static void Read(const Integers& w, int64_t row, int64_t block, int64_t count, IntegerPart* to)
-    {
-        ReadParts<true>(w, row, block, count, to);
-    }
-
-    MINDLORA_MEMBER static void Ask(const Integers&, int64_t, int64_t) {}
-
-    template <class F>
-    MINDLORA_MEMBER static void Each(const uint8_t* codes, const IntegerPart& part, F f)
-    {
-        for (int i = 0; i < kBytes; i += kWidth) {
-            f(i, Scaled(LoadSigned(codes + i), part.zero[i / 32], part.scale[i / 32]));
-        }
-    }
-};
-
-template <int kBits>
-using IntegerFormat = std::conditional_t<kBits == 4, Int4Format, Int8Format>;
-
 template <int kBits, class T>
-static void IntegerLinear(
-    const T* x, const Integers& w, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
+static void IntegerLinear(const T* x, const Integers& w, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
 {
-    BlockLinear<IntegerFormat<kBits>, T>(x, w, nullptr, tokens, in, out, threads, y);
+    if (w.halves % 2 == 0) {
+        BlockLinear<IntegerFormat<kBits, true>, T>(x, w, nullptr, tokens, in, out, threads, y);
+    } else {
+        BlockLinear<IntegerFormat<kBits, false>, T>(x, w, nullptr, tokens, in, out, threads, y);
+    }
 }
 
 template <int kBits, class T>
 static void IntegerLinearGrad(
     const T* dy, const Integers& w, int64_t tokens, int64_t in, int64_t out, int threads, T* dx)
 {
-    BlockLinearGrad<IntegerFormat<kBits>>(dy, w, tokens, in, out, threads, dx);
+    if (w.halves % 2 == 0) {
+        BlockLinearGrad<IntegerFormat<kBits, true>>(dy, w, tokens, in, out, threads, dx);
+    } else {
+        BlockLinearGrad<IntegerFormat<kBits, false>>(dy, w, tokens, in, out, threads, dx);
+    }
 }

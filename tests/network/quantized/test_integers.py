@@ -1,4 +1,4 @@
-"""IntegerDense and QLoRADense on it against numpy on the decoded weight: equation, gradients, back in float, a merge."""
+"""IntegerDense and QLoRADense on it against numpy on the decoded weight: equation, gradients, float again, a merge."""
 
 import functools
 

@@ -1,7 +1,7 @@
 """Weights held in their own bits: what a checkpoint stores of a weight in integers, as the tensors that hold it.
 
-mindlora.core.numerics.integers says what these are. A weight that becomes a part of a joined one, or is renamed, has the
-same done to each of its tensors, which have a row for each of its rows.
+mindlora.core.numerics.integers says what these are. Each has a row for each row of the weight, so what joins or renames
+weights does the same to it.
 """
 
 from typing import Dict, Iterable, Mapping
@@ -46,7 +46,9 @@ def check_held(path: str, weights: Mapping[str, PackedWeight], names: Iterable[s
             reasons.setdefault(reason, []).append(name)
     if reasons:
         found = "; ".join(f"{examples(alike)}: {reason}" for reason, alike in reasons.items())
-        raise CheckpointError(f"{path}: quantize_base is as_stored, and not all weights can be held so. {found}. {ADVICE}")
+        raise CheckpointError(
+            f"{path}: quantize_base is as_stored, and not all weights can be held so. {found}. {ADVICE}"
+        )
 
 
 def form_of(integers: Integers) -> IntegerForm:
