@@ -1,9 +1,11 @@
 """Shared by all tests: a quiet MindSpore, and each test's output away from the checkout."""
 
 import contextlib
+import functools
 import gc
 import logging
 import os
+import shutil
 import sys
 import tempfile
 
@@ -42,7 +44,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from tests.support import what_runs  # noqa: E402
+from tests.support import forked, what_runs  # noqa: E402
 
 # Folders whose files share what takes long to make: PEFT's answers, a server, kernels compiled for the model.
 # With several processes (pytest -n 2) all of such a folder runs in one of them.
@@ -86,7 +88,10 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_configure(config):
-    """Lets pytest-xdist keep the order of pytest_collection_modifyitems."""
+    """Makes the folder of graphs for all runs, and lets pytest-xdist keep the order of the tests below."""
+    if forked.GRAPHS not in os.environ:
+        os.environ[forked.GRAPHS] = tempfile.mkdtemp(prefix="mindlora-test-graphs-")
+        config.add_cleanup(functools.partial(shutil.rmtree, os.environ[forked.GRAPHS], ignore_errors=True))
     config.addinivalue_line("markers", "quick: what a change runs while it is made; tests/conftest.py says which files")
     config.addinivalue_line("markers", "shows: a feature at work; tests/support/what_runs.py has the names")
     config.addinivalue_line("markers", "long: what CI leaves out; tests/conftest.py says which tests")
@@ -209,14 +214,6 @@ def mode(request):
 def module_in_graph_mode(mindformers):
     """Runs the tests of a module, and what its fixtures make, in graph mode."""
     with in_mode(0):
-        yield
-
-
-@pytest.fixture(scope="module")
-def kept_graphs(tmp_path_factory):
-    """Keeps the graphs that a module's runs compile: to resume a run takes a third of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MINDLORA_GRAPH_CACHE", str(tmp_path_factory.mktemp("graphs")))
         yield
 
 

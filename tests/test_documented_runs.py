@@ -20,7 +20,6 @@ from tests.conftest import ROOT
 from tests.support import documented_worlds, forked
 from tests.test_documented_commands import LEFT_OPEN, PAGES, commands_of
 
-pytestmark = pytest.mark.usefixtures("kept_graphs")
 # Commands that work on files alone, and run in this process.
 OF_FILES = (*("adapter", "base", "configs", "data", "plan", "report", "runs", "suggest"),)
 # Commands that do not run here: how they begin -> why not.

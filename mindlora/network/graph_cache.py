@@ -44,6 +44,8 @@ _BOOKKEEPING = {
     # The name of the cell in messages, and the children and parameters again.
     *("_scope", "_params_list", "_primitives"),
 }
+# A class lists in it the attributes that change while it trains and that no graph reads: no key depends on them.
+UNREAD = "UNREAD_BY_GRAPHS"
 _SETTINGS = ("mode", "device_target", "jit_level", "jit_config", "jit_syntax_level", "deterministic", "max_call_depth")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice, np.generic, np.dtype)
 # Packages whose version, or whose files in the key, say what their functions are.
@@ -104,11 +106,15 @@ class GraphCache:
         atexit.register(shutil.rmtree, self._own, ignore_errors=True)
         self._place = self._own / "rank_0" / "graph_cache"
         self._place.mkdir(parents=True)
-        # MindSpore reads no graph where this one is missing: a hash of the files that the graphs are said to depend on.
-        self._hash = folder / f"mindspore-{ms.__version__}.hash"
-        self._reads = _copy(self._hash, self._place / _HASH)
         self._depends_on = self._own / "nothing.py"
-        self._depends_on.write_text("# Graphs depend on no file: their keys say what they depend on.\n")
+        content = b"# Graphs depend on no file: their keys say what they depend on.\n"
+        self._depends_on.write_bytes(content)
+        # MindSpore reads graphs where it finds the hash of the files that they depend on. After one that is missing it
+        # reads no more. So it is shown a file in any case, but in an empty folder, where its errors would help nobody.
+        self._reads = any(folder.glob("*.mindir"))
+        if self._reads:
+            of_files = hashlib.sha256(content).hexdigest()
+            (self._place / _HASH).write_text(hashlib.sha256(of_files.encode()).hexdigest())
         self._number = 0
         self._asked: Optional[Tuple[nn.Cell, Tuple[Any, ...]]] = None
         # Where the graph that is being compiled is kept, and when the file that MindSpore is shown was written.
@@ -143,24 +149,29 @@ class GraphCache:
             return
         kept = self._folder / f"{key}.mindir"
         if self._reads:
-            # A copy: MindSpore writes over a file that it cannot read. After one that is not there, it reads no more.
-            self._reads = _copy(kept, self._file())
-        elif kept.exists() and self._hash.exists():
+            self._show(kept)
+        elif kept.exists():
             return
-        if self._reads:
-            self._shown_at = self._file().stat().st_mtime_ns
         self._kept = kept
         os.environ[_SWITCH], os.environ[_PLACE] = "1", str(self._own)
         _cell_graph_executor._graph_executor.set_compile_cache_dep_files([str(self._depends_on)])
+
+    def _show(self, kept: pathlib.Path) -> None:
+        """Writes the file that MindSpore reads: a copy, as it writes over one that it cannot read."""
+        try:
+            shutil.copyfile(kept, self._file())
+        except FileNotFoundError:
+            self._file().touch()
+            logger.info("%s lacks this graph: MindSpore says that it cannot be loaded, and compiles it.", self._folder)
+        self._shown_at = self._file().stat().st_mtime_ns
 
     def _after_compiling(self, kept: pathlib.Path) -> None:
         """Keeps the graph that was compiled, unless it is the one that MindSpore was shown."""
         file = self._file()
         if file.exists() and file.stat().st_mtime_ns != self._shown_at:
             try:
-                for source, target in ((file, kept), (self._place / _HASH, self._hash)):
-                    with replace_file(str(target)) as unfinished:
-                        shutil.copyfile(source, unfinished)
+                with replace_file(str(kept)) as unfinished:
+                    shutil.copyfile(file, unfinished)
             except OSError as error:
                 logger.warning("A compiled graph is not kept: %s. Make room in %s.", error, self._folder)
         elif self._shown_at:
@@ -168,15 +179,6 @@ class GraphCache:
 
     def _file(self) -> pathlib.Path:
         return self._place / f"compile_cache_{self._number}.mindir"
-
-
-def _copy(source: pathlib.Path, target: pathlib.Path) -> bool:
-    """Copies a file; returns whether it was there."""
-    try:
-        shutil.copyfile(source, target)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 class NoKeyError(Exception):
@@ -286,7 +288,11 @@ class _Walk:
             raise NoKeyError(f"{where} is a {_name(kind)}, whose content cannot be seen")
         self._token("object", _name(kind))
         self.add(kind, where)
-        attributes = vars(value)
+        unread = getattr(kind, UNREAD, ())
+        if any(base.__name__ == "PretrainedConfig" for base in kind.__mro__):
+            # MindFormers notes in a model's configuration which data the run trains on.
+            unread = ("dataset_config",)
+        attributes = {name: item for name, item in vars(value).items() if name not in unread}
         if isinstance(value, nn.Cell):
             # What is lazy is None until somebody asks for it, and empty then.
             attributes = {

@@ -14,7 +14,6 @@ from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.mcore_networks import TINY
 from tests.support.what_runs import shows
 
-pytestmark = pytest.mark.usefixtures("kept_graphs")
 LENGTH, COLUMNS = 1024, ["input_ids", "labels", "loss_mask", "position_ids"]
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 MODEL = {

@@ -118,15 +118,12 @@ class McoreRuns(Runs):
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
-    """Runs of the model that a test asks for, with a cache of graphs."""
+    """Runs of the model that a test asks for."""
     folder = tmp_path_factory.mktemp("preferences")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MINDLORA_GRAPH_CACHE", str(folder / "graphs"))
-        if request.param == "llama":
-            yield Runs(folder, request.getfixturevalue("base"))
-        else:
-            request.getfixturevalue("mindformers")
-            yield McoreRuns(folder)
+    if request.param == "llama":
+        return Runs(folder, request.getfixturevalue("base"))
+    request.getfixturevalue("mindformers")
+    return McoreRuns(folder)
 
 
 def of_models(*names):

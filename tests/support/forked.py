@@ -27,6 +27,8 @@ IMPORTED = {
     "graph": ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", *OTHERS),
     "pynative": ("mindformers", "mindformers.pynative.trainer", *OTHERS),
 }
+# The variable that names the folder in which the runs of all tests keep their graphs for each other.
+GRAPHS = "MINDLORA_TEST_GRAPHS"
 TIMEOUT = 300  # seconds, after which a process is ended by SIGALRM, unless it is given others
 # Variables that the loader has read before Python runs: each value of them has a process of its own to be forked from.
 OF_THE_LOADER = ("LD_LIBRARY_PATH", "LD_PRELOAD")
@@ -40,8 +42,10 @@ _servers = {}
 def run(arguments, folder, environment, trainer="graph", timeout=TIMEOUT, typed=""):
     """Does what ``subprocess.run([sys.executable, *arguments], ...)`` does, and returns the completed process.
 
-    ``trainer`` is a key of IMPORTED, ``typed`` what stands in stdin.
+    ``trainer`` is a key of IMPORTED, ``typed`` what stands in stdin. The process takes graphs that another run
+    of this suite has compiled, unless the environment names a folder of its own.
     """
+    environment = {"MINDLORA_GRAPH_CACHE": os.environ[GRAPHS], **environment}
     words = [str(word) for word in arguments]
     with contextlib.ExitStack() as stack:
         stdin, stdout, stderr = (stack.enter_context(tempfile.NamedTemporaryFile("w+")) for _ in range(3))

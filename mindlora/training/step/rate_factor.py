@@ -32,6 +32,8 @@ class RateFactor:
     The schedules of the optimizer, MindSpore's or MindFormers', are replaced by factored ones.
     """
 
+    UNREAD_BY_GRAPHS = ("factors",)
+
     def __init__(self, optimizer: nn.Optimizer):
         self.factors: Dict[str, float] = {}
         self._parameter = Parameter(Tensor(1, mstype.float32), name=_NAME, requires_grad=False)

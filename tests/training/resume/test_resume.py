@@ -12,8 +12,6 @@ from tests.support import tiny_runs
 from tests.support.scripted_runs import folders
 from tests.support.what_runs import shows
 
-pytestmark = pytest.mark.usefixtures("kept_graphs")
-
 
 class Run:
     """A configuration of the tiny LoRA run, and its folders."""
