@@ -30,12 +30,12 @@ def make(make_llama):
     return build
 
 
-def adapted(network, path, holds):
+def adapted(network, path, holds, targets="all-linear"):
     """Returns a network with the base in ``path`` and random adapters."""
     form = {"quantize_base": "as_stored"} if holds else {}
     if holds:
         hold_base(network, path)
-    config = LoraConfig(lora_rank=4, target_modules="all-linear", **form)
+    config = LoraConfig(lora_rank=4, target_modules=targets, **form)
     apply_lora(network, config)
     freeze_base(network, config)
     load_base(network, path)
@@ -66,6 +66,17 @@ def test_the_loss_and_all_gradients_are_those_of_the_decoded_base(make, graph_mo
         np.testing.assert_allclose(
             gradients[name], gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max(), err_msg=name
         )
+
+
+def test_cells_without_an_adapter_hold_their_integers_too(make, graph_mode, tmp_path):
+    from mindlora.training.model.held_weights import hold_weights
+
+    held, decoded, _ = save_bases(tmp_path, "llama", "gptq")
+    network, plain = adapted(make(), held, True, ["wq"]), adapted(make(), decoded, False, ["wq"])
+    # Scales in float16 are not weights that a cell would have to be taught to read.
+    hold_weights(network, "float32")
+    assert sum(isinstance(cell, IntegerDense) for _, cell in network.cells_and_names()) == 12
+    assert loss_and_gradients(network)[0] == pytest.approx(loss_and_gradients(plain)[0], rel=1e-6)
 
 
 def test_a_fingerprint_names_the_form_and_parameters_are_counted_as_numbers(make, tmp_path):
