@@ -48,8 +48,8 @@ def check_trained_base(
     forms = forms_that_differ(stored, current)
     if forms and forms[0].startswith("int"):
         return [
-            f"The adapter was trained on its base as it is stored, in {forms[0]}, and this one is in float: only paths and "
-            "shapes were compared. Check that both are one model."
+            f"The adapter was trained on its base as it is stored, in {forms[0]}, and this one is in float: only paths "
+            "and shapes were compared. Check that both are one model."
         ]
     if forms:
         return [_nf4_note(adapter, shapes, read)]
