@@ -142,7 +142,9 @@ def _tensors_for(network: nn.Cell, parameters: Dict[str, Parameter], base: BaseC
     tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
     # In mcore's names the cells are joined already.
     if base.architecture.legacy:
-        add_joined(parameters, tensors, config.n_kv_heads or config.num_heads)
+        # An mcore network, which lacks both, is refused for the names of its parameters.
+        kv_heads = getattr(config, "n_kv_heads", None) or getattr(config, "num_heads", None)
+        add_joined(parameters, tensors, kv_heads)
     return tensors
 
 
