@@ -92,7 +92,7 @@ def _parse(argv):
 
 
 def _renamed(argv):
-    """Returns the arguments with a verb's earlier name replaced, of which stderr is told."""
+    """Returns the arguments with a verb's earlier name replaced; stderr says so."""
     name = argv[0] if argv else None
     if name not in _EARLIER:
         return argv
@@ -105,7 +105,12 @@ def _renamed(argv):
 
 
 def _parser():
-    parser = argparse.ArgumentParser(prog="mindlora", description="LoRA for MindSpore, native to MindFormers.")
+    parser = argparse.ArgumentParser(
+        prog="mindlora",
+        description="LoRA for MindSpore, native to MindFormers.",
+        epilog="mindlora-run trains: mindlora data makes the rows, mindlora configs --from FOLDER the YAML, and "
+        "mindlora-run --config YAML the adapter.",
+    )
     parser.add_argument("--version", action="version", version=f"mindlora {__version__}")
     add_verbs(parser, [verb for module in _MODULES for verb in module.VERBS])
     return parser

@@ -382,7 +382,10 @@ def _scatter_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", required=True, metavar="PATH", help="the strategy files of the run to start")
     parser.add_argument("--output", required=True, metavar="OUT", help="the folder to write: rank_0, rank_1, ...")
     parser.add_argument(
-        "--format", default="safetensors", choices=("safetensors", "ckpt"), help="of the files (default: safetensors)"
+        "--format",
+        default="safetensors",
+        choices=("safetensors", "ckpt"),
+        help="form of the files (default: safetensors)",
     )
     add_allow_pickle(parser)
     _add_run_options(parser, "joined or split")

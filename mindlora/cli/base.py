@@ -199,10 +199,10 @@ def _merge(arguments: argparse.Namespace) -> Any:
 
     is_gguf = arguments.output.endswith(gguf_file.ENDING)
     if arguments.to == "gguf" and not is_gguf:
-        raise ConfigError(f"--to gguf writes a file, and --output is {arguments.output}: give one that ends in .gguf.")
+        raise ConfigError(f"--to gguf writes a file, but --output is {arguments.output}: give one that ends in .gguf.")
     if arguments.outtype and not is_gguf:
         raise ConfigError(
-            f"--outtype is of a GGUF file, and --output is {arguments.output}: give a file that ends in .gguf."
+            f"--outtype is of a GGUF file, but --output is {arguments.output}: give a file that ends in .gguf."
         )
     with _Bar("base merge") as bar:
         return merge_checkpoint(

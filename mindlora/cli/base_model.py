@@ -33,14 +33,14 @@ class BaseModel:
 
 
 def add_base_model(parser: argparse.ArgumentParser, option: str, purpose: str, earlier: Sequence[str] = SIZES) -> None:
-    """Adds ``option``, which names a base model; ``purpose`` says what for. The ``earlier`` flags are taken unseen."""
+    """Adds ``option``, which names a base model, with ``purpose`` as its help; ``earlier`` flags are taken unlisted."""
     parser.add_argument(option, metavar="FOLDER|YAML", help=purpose)
     for flag in earlier:
         parser.add_argument(flag, type=str if flag == ARCHITECTURE else int, help=argparse.SUPPRESS)
 
 
 def base_model(arguments: argparse.Namespace, option: str = "--base") -> BaseModel:
-    """Returns what ``option`` of add_base_model says, or the flags before it, of which stderr is told.
+    """Returns what ``option`` of add_base_model says, or the earlier flags, with a warning on stderr.
 
     Raises ConfigError if the folder or the YAML does not say how many heads the model has.
     """

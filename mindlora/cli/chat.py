@@ -218,7 +218,7 @@ class _Commands:
     def _system(self, text: str) -> str:
         if text and not self._dialogue.can_remember:
             raise RequestError(
-                "A system message needs a chat template, and this chat has none. Start it with --chat-template FILE."
+                "A system message needs a chat template, but this chat has none. Start it with --chat-template FILE."
             )
         self._dialogue.system = text or None
         return "the system message is set" if text else "there is no system message"

@@ -71,7 +71,9 @@ def _classify_options(parser: argparse.ArgumentParser) -> None:
         help="names of the labels in the order of their numbers: A,B or the X-labels.json of mindlora data labels "
         "(default: labels.json in the adapter's folder, or LABEL_0, LABEL_1, ...)",
     )
-    parser.add_argument("--output", metavar="FILE", help="write what is said to a .jsonl, one text and adapter a line")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write the results to a .jsonl, a line for each text and adapter"
+    )
     sizes = {"slots": "the adapters named, at most 8", "max-running": "32", "max-waiting": "1024"}
     add_engine_options(parser, sizes)
     add_command(parser, classify)

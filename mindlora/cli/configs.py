@@ -28,7 +28,10 @@ class Configurations:
     summaries: Dict[str, str]
 
     def __str__(self) -> str:
-        return f"{fields(self.summaries.items())}\n\nTo copy one: mindlora configs NAME --output my.yaml"
+        return (
+            f"{fields(self.summaries.items())}\n\nTo copy one: mindlora configs NAME --output my.yaml\n"
+            "To write one for a model's folder: mindlora configs --from FOLDER --output my.yaml"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

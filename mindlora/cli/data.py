@@ -74,7 +74,7 @@ def _add_chat_template(parser):
 
 
 def _add_inputs(parser, fields):
-    """Adds what all kinds but text are told about their inputs; _example_settings reads all but --input."""
+    """Adds the options for inputs that all kinds but text have; _example_settings reads all but --input."""
     parser.add_argument(
         "--input",
         required=True,

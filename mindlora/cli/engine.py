@@ -33,7 +33,7 @@ _SIZES: Tuple[Tuple[str, str], ...] = (
     ("slots", "adapters on the device at once"),
     (
         "max-rank",
-        "the largest rank of an adapter (default: 64; of generate, chat and eval that of --adapter if larger)",
+        "the largest rank of an adapter (default: 64; in generate, chat and eval the rank of --adapter if larger)",
     ),
     ("adapter-memory", "bytes of host memory for adapters that are not on the device (default: 2 GiB)"),
     ("block-size", "tokens in a block of the key-value cache (default: 16)"),
@@ -41,7 +41,10 @@ _SIZES: Tuple[Tuple[str, str], ...] = (
     ("max-running", "requests that a step serves together"),
     ("max-tokens-per-step", "tokens that a step computes (default: 512)"),
     ("max-waiting", "requests that wait"),
-    ("prompt-lookup", "tokens that are guessed at a time from the text so far: faster where it copies (default: 0)"),
+    (
+        "prompt-lookup",
+        "tokens that are guessed at a time from the text so far, for answers that repeat it (default: 0)",
+    ),
 )
 # Options that are fields of Sampling: name, type, help.
 _SAMPLING = (
@@ -83,20 +86,20 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
     sizes.add_argument(
         "--adapter-dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="what slots hold adapters in; one that it would round is refused (default: what the network computes in)",
+        help="dtype of adapters in slots; an adapter that it would round is refused (default: the network's dtype)",
     )
     sizes.add_argument(
         "--product-dtype",
         choices=("float32", "bfloat16"),
-        help="what linear layers multiply in, on a CPU; bfloat16 rounds what they take, as vLLM does (default: "
+        help="dtype in which linear layers multiply on a CPU; bfloat16 rounds their inputs, as vLLM does (default: "
         "bfloat16 where the base is in bfloat16 or NF4 and that is faster on the processor, else float32)",
     )
     sizes.add_argument(
         "--fixed-batches",
         type=fixed_batches,
         metavar="N,...",
-        help="numbers of requests, such as 1,2,4,8, that are decoded faster together; each of them makes the start "
-        "seconds longer (default: none)",
+        help="numbers of requests, such as 1,2,4,8, for which decoding gets a faster graph of its own; each adds "
+        "seconds to the start (default: none)",
     )
 
 
@@ -336,7 +339,7 @@ def start(engine: "Engine", **expected: bool) -> None:
 
 @contextlib.contextmanager
 def log_elsewhere(verbose: bool) -> Iterator[None]:
-    """Has MindFormers' log written where nobody looks, unless it is asked for (``verbose``)."""
+    """Sends MindFormers' log to a temporary folder, unless it is asked for (``verbose``)."""
     if verbose:
         yield
         return

@@ -54,7 +54,7 @@ def _eval_options(parser: argparse.ArgumentParser) -> None:
     measured = parser.add_argument_group("what is measured; each may be given repeatedly")
     for option, text in (
         ("texts", "perplexity and bits per byte of the texts in a .txt, or of the column text of rows (.jsonl, ...)"),
-        ("rows", "the same of the rows of a MindRecord that mindlora data wrote, as --holdout does"),
+        ("rows", "the same for the rows of a MindRecord that mindlora data wrote, such as those of --holdout"),
         ("choices", "accuracy on rows with question, choices and answer"),
         ("answers", "how many answers are right, on rows with question and answer (or instruction and output)"),
     ):
@@ -63,7 +63,7 @@ def _eval_options(parser: argparse.ArgumentParser) -> None:
         "--forgetting",
         type=int,
         metavar="N",
-        help=f"how far the adapters have moved from what the base says itself, on N samples of {_SAMPLE_TOKENS} tokens",
+        help=f"how far the adapters have moved from the base's own answers, on N samples of {_SAMPLE_TOKENS} tokens",
     )
     parser.add_argument("--separator", default="", metavar="TEXT", help="what separates the texts in a .txt")
     parser.add_argument(
@@ -73,7 +73,7 @@ def _eval_options(parser: argparse.ArgumentParser) -> None:
         "--rule",
         choices=_RULES,
         default="exact",
-        help="what of an answer must be equal: (default: %(default)s) exact, all of it, or number, the one after ####",
+        help="what must be equal for an answer to be right: all of it, or the number after #### (default: %(default)s)",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="take the first N texts, rows or questions of each file")
     parser.add_argument("--picture", metavar="FILE", help="draw what was found to a .png; needs matplotlib")
@@ -138,7 +138,7 @@ def _check(arguments: argparse.Namespace, adapters: Adapters) -> None:
 
 
 def _read(arguments: argparse.Namespace) -> _Inputs:
-    """Reads what can be read without the model, so that a mistake in it is told at once."""
+    """Reads what can be read without the model, so that a mistake in it is reported at once."""
     from mindlora.serving.evaluation.questions import read_questions, read_tasks
     from mindlora.serving.evaluation.texts import read_documents
 
@@ -158,7 +158,7 @@ def _passages(arguments: argparse.Namespace, engine: "Engine", inputs: _Inputs) 
     length = engine.seq_length
     overlap = arguments.overlap or length // 2
     if overlap > length:
-        raise ConfigError(f"--overlap is {overlap}, and a window has {length} tokens: give less.")
+        raise ConfigError(f"--overlap is {overlap}, but a window has {length} tokens: give less.")
     made = [(path, passages_of_texts(texts, engine.tokenizer, length, overlap)) for path, texts in inputs.texts]
     made += [(path, passages_of_rows(path, engine.tokenizer, length)[: arguments.limit]) for path in arguments.rows]
     return made

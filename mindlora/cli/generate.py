@@ -133,7 +133,7 @@ def _request(
     room = engine.seq_length - len(tokens)
     if room < (arguments.max_tokens or 1):
         raise RequestError(
-            f"{which} has {len(tokens)} tokens, and the model takes {engine.seq_length}, the answer included: make it "
+            f"{which} has {len(tokens)} tokens, but the model takes {engine.seq_length}, the answer included: make it "
             "shorter, or lower --max-tokens."
         )
     max_tokens = min(MAX_TOKENS, room) if arguments.max_tokens is None else arguments.max_tokens

@@ -43,7 +43,7 @@ class HarnessModel(TemplateLM):
         arguments = _arguments({name: value for name, value in options.items() if name not in _IGNORED})
         adapters = read_adapters(arguments)
         if len(adapters.chosen) > 1:
-            raise ConfigError(f"adapter names {len(adapters.chosen)}, and lm-eval asks one model: name one adapter.")
+            raise ConfigError(f"adapter names {len(adapters.chosen)}, but lm-eval asks one model: name one adapter.")
         self.adapter: Optional[str] = next(iter(adapters.chosen), None)
         # Not for longer: lm-eval prints its tables to standard output.
         with log_elsewhere(arguments.verbose):
@@ -156,7 +156,7 @@ class HarnessModel(TemplateLM):
         room = self.max_length - limit
         if room < 1:
             raise RequestError(
-                f"max_gen_toks is {limit}, and the model takes {self.max_length} tokens, the context included: lower "
+                f"max_gen_toks is {limit}, but the model takes {self.max_length} tokens, the context included: lower "
                 "it (--gen_kwargs max_gen_toks=N), or raise seq_length."
             )
         sampling = Sampling(

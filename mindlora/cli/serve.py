@@ -76,11 +76,11 @@ def _add_access(group: Any) -> None:
         metavar="ORIGIN",
         help="origin whose web pages may use the server, such as https://chat.example.org; may be given repeatedly",
     )
-    group.add_argument("--no-page", action="store_true", help="have no page for browsers at /")
+    group.add_argument("--no-page", action="store_true", help="leave out the page for browsers at /")
     group.add_argument(
         "--allow-runtime-loading",
         action="store_true",
-        help="have /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters in the folder of --adapters",
+        help="serve /v1/load_lora_adapter and /v1/unload_lora_adapter too, for adapters in the folder of --adapters",
     )
 
 
@@ -92,7 +92,9 @@ def _add_prompts(group: Any) -> None:
         help="instead of a chat template, the prompt of instruction data, for chats of one message: alpaca, plain or a "
         "text with {instruction}",
     )
-    group.add_argument("--request-log", metavar="FILE", help="where each request gets a line (default: standard error)")
+    group.add_argument(
+        "--request-log", metavar="FILE", help="file that gets a line for each request (default: standard error)"
+    )
     group.add_argument("--log-prompts", action="store_true", help="write the prompts into these lines")
 
 

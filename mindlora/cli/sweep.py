@@ -56,11 +56,11 @@ class SweepReport:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " Every combination becomes an adapter of pet_config.adapters; all train beside each other over one base. "
+        " Every combination becomes an adapter of pet_config.adapters; all train side by side over one base. "
         "--a.b.c VALUE and the flags of mindlora-run override keys of the YAML."
     )
     parser.add_argument("yaml", metavar="YAML", help="complete MindFormers YAML of a training run with pet_config")
-    parser.add_argument("--lr", metavar="X,X", help="learning rates, in place of that of the schedule")
+    parser.add_argument("--lr", metavar="X,X", help="learning rates, in place of the schedule's")
     parser.add_argument("--rank", metavar="N,N", help="ranks, in place of lora_rank")
     parser.add_argument("--alpha", metavar="X,X", help="alphas, in place of lora_alpha")
     parser.add_argument("--seed", metavar="N,N", help="seeds of the initial values")

@@ -94,7 +94,7 @@ class BaseMismatchError(AdapterError):
     Args:
         message (str): What differs.
         stored (dict): Fingerprint of the base in the adapter. Default: None, not compared.
-        found (dict): Fingerprint of the base at hand. Default: None.
+        found (dict): Fingerprint of the base that is there. Default: None.
     """
 
     def __init__(self, message: str, stored: Optional[dict] = None, found: Optional[dict] = None):
@@ -119,7 +119,7 @@ class RewardError(LoraError):
 
 
 class TeacherError(LoraError):
-    """A teacher behind a server did not answer, refused, was too slow, or reads other tokens than its student."""
+    """A teacher behind a server did not answer, refused, was too slow, or has another tokenizer than its student."""
 
 
 class RunStopped(LoraError):

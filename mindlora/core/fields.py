@@ -171,7 +171,7 @@ def settle_dependents(config: Any, flag: str, defaults: Mapping) -> None:
         value = getattr(config, field)
         if not getattr(config, flag) and value is not None:
             raise ConfigError(
-                f"{field} is {value!r}, and {flag} is not set, so it has no effect. Set {flag}: True, or remove it."
+                f"{field} is {value!r}, but {flag} is not set, so it has no effect. Set {flag}: True, or remove it."
             )
         if getattr(config, flag) and value is None:
             setattr(config, field, default)

@@ -23,7 +23,7 @@ def require_mindformers(oldest: str = OLDEST) -> None:
         raise InstallationError("MindFormers is not installed. Install a pair that docs/installation.md names.")
     if release(version) < release(oldest):
         raise InstallationError(
-            f"MindFormers is {version}, and this needs {oldest} or newer. docs/installation.md lists the versions of "
+            f"MindFormers is {version}, but this needs {oldest} or newer. docs/installation.md lists the versions of "
             "MindSpore and MindFormers that were tested together: install such a pair."
         )
     if cannot_be_imported(version):
@@ -48,6 +48,6 @@ def cannot_be_imported(version: str) -> bool:
 
 
 def release(version: str) -> Tuple[int, int]:
-    """Returns the first two numbers of a version, by which MindFormers' interfaces change."""
+    """Returns the first two numbers of a version: MindFormers' interfaces change only with these."""
     numbers = re.findall(r"\d+", f"{version}.0")
     return int(numbers[0]), int(numbers[1])

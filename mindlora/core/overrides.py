@@ -165,7 +165,7 @@ def keys_and_texts(words: Sequence[str]) -> Iterator[Tuple[str, str]]:
 
 
 def split_overrides(words: Sequence[str]) -> Tuple[List[str], List[str]]:
-    """Returns what overrides the YAML among words that no option took, and the other words."""
+    """Splits the words that no option took: returns those that override the YAML, and the others."""
     overrides: List[str] = []
     others: List[str] = []
     for word in words:
@@ -269,7 +269,9 @@ def _check_leaf(node: Mapping[str, Any], parent: str, leaf: str, source: str) ->
     keys = {*node, *CLOSED_NODES.get(parent, ())}
     if parent in CLOSED_NODES and leaf not in keys:
         where = parent or "the YAML"
-        raise ConfigError(f"{source}: '{leaf}' is not a key of {where}.{suggestion(leaf, sorted(keys))}")
+        # Whoever writes a key without a dot may have meant a flag, such as --epochs.
+        names = sorted(keys if parent else {*keys, *FLAGS})
+        raise ConfigError(f"{source}: '{leaf}' is not a key of {where}.{suggestion(leaf, names)}")
 
 
 def _as_node(value: Any, kind: Type[Dict[str, Any]]) -> Any:

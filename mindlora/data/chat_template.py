@@ -42,7 +42,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, source: Optional[str] = None):
         if not getattr(tokenizer, "is_fast", False):
             raise TokenizerError(
-                "Chat data needs a tokenizer.json of Hugging Face, and this tokenizer is of another kind: save it with "
+                "Chat data needs a tokenizer.json of Hugging Face, but this tokenizer is of another kind: save it with "
                 "transformers' LlamaTokenizerFast.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
             )
         if source is None and not tokenizer.chat_template:
@@ -101,7 +101,7 @@ class ChatTemplate:
     def spans(self, conversation: Conversation, first: int = 0) -> Tuple[str, List[Span]]:
         """Returns the text of a conversation and where the assistant speaks in it, the end of each turn included.
 
-        Only messages from the number ``first`` on are looked at. Raises UnusableRow if the template refuses the
+        Only messages from the number ``first`` on are examined. Raises UnusableRow if the template refuses the
         conversation, does not tell where the assistant speaks, or writes thoughts of the assistant in two blocks.
         """
         try:

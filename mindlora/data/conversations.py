@@ -47,7 +47,7 @@ def read_conversation(record: Any) -> Conversation:
         raise UnusableRow('"messages" is not a list with entries')
     messages = with_system(record.get("system"), [read_message(entry) for entry in entries])
     if all(message["role"] != "assistant" for message in messages):
-        raise UnusableRow("no assistant's turn")
+        raise UnusableRow("no turn of the assistant")
     conversation = Conversation(messages, read_tools(record.get("tools")))
     check_unicode(conversation)
     return conversation
@@ -70,7 +70,7 @@ def check_unicode(value: Any) -> None:
 
 
 def has_nulls(conversation: Conversation) -> bool:
-    """Returns whether a call of a tool, or a tool that may be called, has a null anywhere in it."""
+    """Returns whether a tool, or a call of one, holds a null at any depth."""
     calls = [call["function"] for message in conversation.messages for call in message.get("tool_calls") or ()]
     return _holds_null([calls, conversation.tools or []])
 
@@ -124,7 +124,7 @@ def read_message(entry: Any) -> Dict[str, Any]:
     if not message.get("tool_calls"):
         message["content"] = message["content"] or ""
         if message["role"] == "assistant" and not message["content"].strip():
-            raise UnusableRow("an empty assistant's turn")
+            raise UnusableRow("an empty turn of the assistant")
     return message
 
 

@@ -92,7 +92,8 @@ def _writing() -> Iterator[None]:
         yield
     except (MindRecordException, RuntimeError) as error:
         raise DataError(
-            f"MindRecord cannot be written. Check the room on the disk and your permissions. The writer says: {error}"
+            "The MindRecord cannot be written. Check the free space on the disk and your permissions. The writer says: "
+            f"{error}"
         ) from error
 
 

@@ -16,8 +16,8 @@ from mindlora.data.conversion import Encoded
 class Boundary(NamedTuple):
     """The token at which an example of a packed row begins.
 
-    With ``is_padding`` it is padding put before each example but the first of a row. Otherwise every example, also the
-    first, begins with it anyway.
+    With ``is_padding`` it is padding put before each example but the first of a row. Otherwise every example,
+    including the first, begins with it anyway.
     """
 
     token: int
@@ -44,7 +44,7 @@ def find_boundary(examples: Sequence[Encoded], bos: Optional[int], pad: int) -> 
     padded = sum((row.tokens[:-1] == pad).any() for row in examples)
     if padded:
         raise DataError(
-            f"The examples cannot be packed: padding (id {pad}) would separate them, and {padded} of {len(examples)} "
+            f"The examples cannot be packed: padding (id {pad}) would separate them, but {padded} of {len(examples)} "
             "have it inside. Give the tokenizer a padding token of its own (pad_token in its tokenizer_config.json), "
             "or convert without --pack."
         )
@@ -100,8 +100,8 @@ def join(examples: Sequence[Encoded], boundary: Boundary) -> Encoded:
 def example_ends(row: Encoded, boundary: Boundary, seq_length: int) -> np.ndarray:
     """Returns where the examples of a packed row end among the seq_length tokens that the model sees: int32 [examples].
 
-    The ends grow, and the last one is seq_length: the padding after the last example counts as part of it, as does the
-    padding between two examples as part of the first. This is what MindFormers calls actual_seq_len.
+    The ends increase. Padding counts as part of the example before it, so the last end is seq_length. MindFormers calls
+    these ends actual_seq_len.
     """
     starts = np.flatnonzero(row.tokens == boundary.token)
     ends = starts + 1 if boundary.is_padding else starts[1:]

@@ -53,7 +53,7 @@ class LengthStatistics:
 
     @property
     def packed_padding(self) -> Optional[float]:
-        """The same when the examples are packed, padding between them included."""
+        """Share of the positions that are padding when the examples are packed, padding between them included."""
         return None if self.packed_rows is None else 1 - self.lengths.sum() / (self.packed_rows * self.row_length)
 
     def __str__(self):
@@ -143,7 +143,7 @@ def _draw_shares(axes, statistics):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a conversion of examples is told, whatever their kind.
+    """The settings of a conversion of examples, whatever their kind.
 
     Attributes:
         seq_length (int): seq_length of the model; an example has at most one token more.
@@ -415,7 +415,7 @@ def _hold_out(encoded: List[Encoded], share: float, seed: int) -> Tuple[List[Enc
     if not share:
         return encoded, []
     if len(encoded) < 2:
-        raise DataError("holdout needs at least two usable rows, and there is one.")
+        raise DataError("holdout needs at least two usable rows, but there is one.")
     count = min(max(round(len(encoded) * share), 1), len(encoded) - 1)
     drawn = _drawn(len(encoded), count, seed)
     kept = [example for number, example in enumerate(encoded) if number not in drawn]

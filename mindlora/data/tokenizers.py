@@ -237,7 +237,7 @@ def check_tokenizer_output(path: str, overwrite: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """What a conversion is told of its tokenizer: ``tokenizer``, ``train_size`` and the others are as in Settings."""
+    """What a conversion knows of its tokenizer: ``tokenizer``, ``train_size`` and the others are as in Settings."""
 
     tokenizer: Any
     train_size: Optional[int] = None
@@ -252,7 +252,7 @@ class Vocabulary:
         if self.train_size is None:
             if self.train_texts:
                 raise DataError(
-                    "train_texts names texts for a new tokenizer, and its size is missing: set train_vocab_size "
+                    "train_texts names texts for a new tokenizer, but its size is missing: set train_vocab_size "
                     "(--train-tokenizer VOCAB_SIZE)."
                 )
             return
@@ -263,7 +263,7 @@ class Vocabulary:
         for path in self.train_texts:
             if bare_name(path).endswith(_ENDINGS_OF_ROWS):
                 raise DataError(
-                    f"train_texts: {path} holds rows, and a tokenizer learns from plain text here: convert it "
+                    f"train_texts: {path} holds rows, but a tokenizer learns from plain text here: convert it "
                     "with --input, or write its texts to a .txt file."
                 )
             if not os.path.isfile(path):

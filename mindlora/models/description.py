@@ -10,10 +10,10 @@ from mindlora.models.architectures.architecture import LEGACY, MCORE, Architectu
 # The dtype in which 4-bit values are stored, two of them in one.
 QUANTIZED_DTYPE = "uint8"
 NOT_QUANTIZED_SHARDED = (
-    "The cell is sharded, and NF4 weights are not supported there. Leave quantize_base out, or set parallel_mode: 0."
+    "The cell is sharded, but NF4 weights are not supported there. Leave quantize_base out, or set parallel_mode: 0."
 )
 SHARDED_EMBEDDING = (
-    "The embedding is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules."
+    "The embedding is sharded, but LoRA on sharded embeddings is not supported. Add it to exclude_modules."
 )
 
 

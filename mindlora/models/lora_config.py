@@ -93,9 +93,10 @@ class LoraConfig:
         quantize_exclude (str or list of str): Cells to leave unquantized besides output heads, given as
             target_modules is. Default: None.
         lora_init (str): Initializer of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation
-            1 / r), ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"``, ``"loftq"`` or ``"loftq_iter_N"``
-            (core/numerics/initializers.py). pissa and olora change the base, so initialize_adapters applies them
-            once the base's weights are loaded; loftq needs quantize_base and takes one iteration, or N. PEFT calls this
+            1 / r), ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"``, ``"mica"``, ``"loftq"`` or
+            ``"loftq_iter_N"`` (core/numerics/initializers.py). pissa, olora and mica are computed from the base's
+            weights, so initialize_adapters applies them once these are loaded; pissa and olora change the base, and
+            mica trains A alone. loftq needs quantize_base and takes one iteration, or N. PEFT calls this
             init_lora_weights. Default: None, which leaves it to lora_a_init and lora_b_init.
         lora_a_init (str, Initializer or Tensor): Initial A. Default: None, ``"kaiming_uniform"``: He uniform with
             negative_slope sqrt(5). It may be the name of any MindSpore initializer.
@@ -214,6 +215,8 @@ class LoraConfig:
         self._check_quantization()
         if self.alora_invocation_tokens is not None:
             self._check_invocation()
+        if initializers.freezes_b(self.lora_init):
+            self._check_frozen_b()
         if _is_zero(self.lora_a_init) and (self.lora_b_init is None or _is_zero(self.lora_b_init)):
             raise ConfigError(
                 "lora_a_init and lora_b_init are both zeros: then no gradient ever reaches A or B. "
@@ -234,12 +237,12 @@ class LoraConfig:
         if self.quantize_base is None:
             if self.quantize_exclude is not None:
                 raise ConfigError(
-                    f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is not set, so "
+                    f"quantize_exclude is {self.quantize_exclude!r}, but quantize_base is not set, so "
                     "nothing is quantized. Set quantize_base: nf4, or remove it."
                 )
             if initializers.is_loftq(self.lora_init):
                 raise ConfigError(
-                    f"lora_init is {self.lora_init!r}, which makes up for the error of quantizing the base, and "
+                    f"lora_init is {self.lora_init!r}, which makes up for the error of quantizing the base, but "
                     "the base is not quantized. Set quantize_base: nf4, or use 'pissa'."
                 )
             return
@@ -279,6 +282,19 @@ class LoraConfig:
                 raise ConfigError(
                     f"alora_invocation_tokens is set and {field} is {getattr(self, field)!r}: {reason}. Leave one of "
                     "them out."
+                )
+
+    def _check_frozen_b(self):
+        reasons = {
+            "freeze_lora_a": "nothing of the adapter would train",
+            self.variant.field: "only plain LoRA trains with a B that stays as it is",
+            "alora_invocation_tokens": "an adapter with a B that stays as it is acts on all tokens",
+        }
+        for field, reason in reasons.items():
+            if field and getattr(self, field):
+                raise ConfigError(
+                    f"lora_init is {self.lora_init!r}, which trains A alone, and {field} is {getattr(self, field)!r}: "
+                    f"{reason}. Leave one of them out."
                 )
 
     @property

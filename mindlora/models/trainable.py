@@ -196,7 +196,7 @@ def _check_single_experts(config: LoraConfig, cells: List[AdaptableCell]) -> Non
             for stack in stacks:
                 if _names_single_experts(expression, stack):
                     raise ConfigError(
-                        f"{field} {expression!r} names single experts, and all experts of a layer have one rank and "
+                        f"{field} {expression!r} names single experts, but all experts of a layer have one rank and "
                         f"one lora_alpha. Name their weights, such as '{names.to_hugging_face(stack.prefix)}'."
                     )
 

@@ -108,16 +108,16 @@ def _check(config: LoraConfig, rho: float, tau: float) -> None:
     if config.variant.name != "LoRA" or config.quantize_base:
         other = config.variant.name if config.variant.name != "LoRA" else f"quantize_base {config.quantize_base}"
         raise ConfigError(
-            f"EVA computes A for plain LoRA on a float base, and pet_config has {other}. Leave that out to compute the "
+            f"EVA computes A for plain LoRA on a float base, but pet_config has {other}. Leave that out to compute the "
             "adapter."
         )
     if config.alora_invocation_tokens:
         raise ConfigError(
-            "EVA looks at the inputs of all tokens, and alora_invocation_tokens is set. Leave that out to compute the "
+            "EVA looks at the inputs of all tokens, but alora_invocation_tokens is set. Leave that out to compute the "
             "adapter."
         )
     if config.lora_init:
-        raise ConfigError(f"lora_init is {config.lora_init!r}, and EVA is an initialization itself. Remove lora_init.")
+        raise ConfigError(f"lora_init is {config.lora_init!r}, but EVA is an initialization itself. Remove lora_init.")
 
 
 def _check_linear(selected: Mapping[str, AdaptableCell]) -> None:

@@ -1,8 +1,8 @@
-"""Initializations that change the base of a network: carrying them out, and saving and loading such adapters.
+"""Initializations that are computed from a network's base: carrying them out, saving and loading such adapters.
 
 With W' = W - scale B0 A0 in place of W, W' x + scale B A x = W x + scale [B, -B0] [A; A0] x: what is trained on W' is a
 plain LoRA of twice the rank on W. save_lora writes that LoRA, and load_lora takes it apart again for a network that was
-built with the same lora_init.
+built with the same lora_init. MiCA leaves the base as it is, and what it trains is a plain LoRA already.
 """
 
 import logging
@@ -29,11 +29,12 @@ logger = logging.getLogger("mindlora")
 
 
 def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
-    """Carries out lora_init "pissa", "pissa_niter_N" and "olora": computes A and B from W, and sets W to W - scale B A.
+    """Carries out lora_init "pissa", "pissa_niter_N", "olora" and "mica": computes A and B from W.
 
-    Call it after the base's weights are loaded and before training. Cells that are initialized already, or loaded from
-    an adapter, stay as they are, so a second call does nothing. A network with another lora_init needs no call. Under
-    MindFormers, LoraCheckpoint and LoraInitialization call it.
+    All but mica, whose A is zero, also set W to W - scale B A. Call it after the base's weights are loaded and before
+    training. Cells that are initialized already, or loaded from an adapter, stay as they are, so a second call does
+    nothing. A network with another lora_init needs no call. Under MindFormers, LoraCheckpoint and LoraInitialization
+    call it.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
@@ -43,10 +44,11 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
 
     Raises:
         LoraError: The network holds no LoRADense cell; a weight has no values yet, is shared with another cell, is not
-            a float or holds NaN; or B is not zero, which means that there is a trained adapter already.
+            a float or holds NaN; or there is a trained adapter already, whose B is not zero (or, with mica, not made of
+            orthonormal columns).
         ConfigError: lora_rank is larger than a side of a weight.
 
-    Source: Meng et al., PiSSA, 2024; Buyukakyuz, OLoRA, 2024.
+    Source: Meng et al., PiSSA, 2024; Buyukakyuz, OLoRA, 2024; Rüdiger and Raschka, MiCA, 2026.
     """
     cells = dict(lora_cells(network))
     if not cells:
@@ -54,6 +56,8 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
             "The network holds no LoRADense cell, so there is nothing to initialize. Call apply_lora first."
         )
     waiting = {path: cell for path, cell in cells.items() if cell.awaits_initialization}
+    frozen = {path: cell for path, cell in cells.items() if initializers.freezes_b(cell.lora_init) and not cell.merged}
+    _check_frozen({path: to_array(cell.parts()["B"]) for path, cell in frozen.items() if path not in waiting})
     if not waiting:
         return ()
     _check_weights(network, waiting)
@@ -74,8 +78,9 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
             )
         for part, array in zip("AB", initializers.of_base(cell.lora_init, weight, cell.lora_rank, cell.scale)):
             cell.load_part(part, array)
-        # A and B as rounded to the dtypes of their parameters, so that W' + scale B A is W.
-        _subtract(cell, InitialPair(*(to_array(cell.parts()[part]).copy() for part in "AB"), fingerprint))
+        if initializers.changes_base(cell.lora_init):
+            # A and B as rounded to the dtypes of their parameters, so that W' + scale B A is W.
+            _subtract(cell, InitialPair(*(to_array(cell.parts()[part]).copy() for part in "AB"), fingerprint))
         if cell.training:
             cell.prepare()
     logger.info("Adapters initialized from the base by lora_init: %d, at %s.", len(waiting), listed(waiting))
@@ -104,7 +109,7 @@ def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
 def base_weights(adapter: Adapter, cells: Dict[str, nn.Cell], source: str) -> Callable[[str], np.ndarray]:
     """Returns a function that returns the base's weight [out, in] of a cell, float32, from its path.
 
-    The adapter is one that PEFT saved as PiSSA, OLoRA or KaSA trained it; for any other, nobody calls the function. It
+    The adapter is one that PEFT saved as PiSSA, OLoRA or KaSA trained it; it is not called for any other. It
     raises LoraError if the weight is not the one that the initial pairs were computed from.
     """
 
@@ -158,7 +163,7 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
             if not initializers.changes_base(cell.lora_init):
                 raise RankMismatchError(
                     f"{source} was trained with lora_init {adapter.initialization!r} and lora_rank {cell.lora_rank}, "
-                    f"and is saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or "
+                    f"but is saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or "
                     f"lora_rank to {rank} and lora_alpha to {adapter.alphas[path]:g}."
                 )
             pairs[path] = _split_initial_pair(adapter, path)
@@ -181,13 +186,33 @@ def subtract_initial_pairs(network: nn.Cell, adapter: Adapter, pairs: Dict[str, 
     for path, cell in lora_cells(network):
         if path in pairs:
             _subtract(cell, pairs[path]._replace(fingerprint=fingerprint))
-        elif path in paths and cell.awaits_initialization:
+        elif path in paths and cell.will_change_base:
             cell.lora_init = None
             plain.append(path)
     if plain:
         logger.warning(
             "lora_init is not carried out at %s, where a plain adapter was loaded. Leave it out for such an adapter.",
             listed(plain),
+        )
+
+
+def check_frozen(adapter: Adapter, cells: Dict[str, LoRACell], source: str) -> None:
+    """Raises LoraError if cells whose B does not train would get one that no initialization has made.
+
+    ``adapter`` is matched to the network, and ``cells`` is path -> cell.
+    """
+    frozen = [path for path in adapter.paths if initializers.freezes_b(cells[path].lora_init)]
+    _check_frozen({path: adapter.tensors[path, "B"] for path in frozen}, f"{source}: ")
+
+
+def _check_frozen(matrices, prefix=""):
+    """Raises LoraError if a B, by path, is neither zero nor one of MiCA's."""
+    matrices = {path: to_float32(b) for path, b in matrices.items()}
+    others = [path for path, b in matrices.items() if b.any() and not initializers.has_orthonormal_columns(b)]
+    if others:
+        raise LoraError(
+            f"{prefix}B at {listed(others)} is trained, and not made of singular vectors as lora_init 'mica' makes and "
+            "keeps it. Remove lora_init to train that adapter, or load a base without LoRA."
         )
 
 
@@ -211,7 +236,7 @@ def _content(initial_pair) -> Tuple[bytes, bytes]:
 
 
 def _check_weights(network, cells):
-    """Raises LoraError if the weight of one of ``cells`` cannot be changed."""
+    """Raises LoraError if the weight of one of ``cells`` cannot be read, or where lora_init changes it, not changed."""
     for path, cell in cells.items():
         if tuple(cell.weight.shape) != (cell.out_channels, cell.in_channels):
             raise LoraError(
@@ -222,7 +247,10 @@ def _check_weights(network, cells):
     for name in dict.fromkeys(cell.lora_init for cell in cells.values()):
         cells_of_initializer = {path: cell for path, cell in cells.items() if cell.lora_init == name}
         step = f"initialization by lora_init {name!r}"
-        check_weights(network, cells_of_initializer, LoraError, step, "Add it to exclude_modules.")
+        if initializers.changes_base(name):
+            check_weights(network, cells_of_initializer, LoraError, step, "Add it to exclude_modules.")
+        else:
+            check_values(cells_of_initializer, LoraError, step)
 
 
 def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[LoraError], step: str, advice: str) -> None:
@@ -230,15 +258,7 @@ def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[Lora
 
     ``cells`` is path -> cell whose weight changes; ``advice`` says what to do about a weight that another cell shares.
     """
-    empty = [path or "the cell" for path, cell in cells.items() if cell.weight.has_init]
-    if empty:
-        raise error(f"The weights of {listed(empty)} have no values yet: load the base checkpoint before {step}.")
-    for path, cell in cells.items():
-        if str(cell.weight.dtype).lower() not in ROUNDING:
-            raise error(
-                f"The weight of {path or 'the cell'} is {cell.weight.dtype}: {step} needs float32, float16 or "
-                "bfloat16. Load the base in one of these, or leave the cell out of target_modules."
-            )
+    check_values(cells, error, step)
     owners = {id(cell.weight): (path, cell) for path, cell in cells.items()}
     for other_path, other in network.cells_and_names() if cells else ():
         for name, parameter in other.parameters_and_names(expand=False):
@@ -248,3 +268,16 @@ def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[Lora
                 raise error(
                     f"{path} shares its weight with {other_path} ({name}), which {step} would change too. {advice}"
                 )
+
+
+def check_values(cells: Dict[str, LoRACell], error: Type[LoraError], step: str) -> None:
+    """Raises ``error`` if a step finds a weight of ``cells``, by path, without values or in an unsupported dtype."""
+    empty = [path or "the cell" for path, cell in cells.items() if cell.weight.has_init]
+    if empty:
+        raise error(f"The weights of {listed(empty)} have no values yet: load the base checkpoint before {step}.")
+    for path, cell in cells.items():
+        if str(cell.weight.dtype).lower() not in ROUNDING:
+            raise error(
+                f"The weight of {path or 'the cell'} is {cell.weight.dtype}: {step} needs float32, float16 or "
+                "bfloat16. Load the base in one of these, or leave the cell out of target_modules."
+            )

@@ -40,7 +40,7 @@ FIELD = "alora_invocation_tokens"
 def _tokens_left(tokens):
     if tokens > CAPACITY:
         raise ConfigError(
-            f"A batch has {tokens:,} tokens, and a network with {FIELD} takes at most {CAPACITY:,} at once. Lower "
+            f"A batch has {tokens:,} tokens, but a network with {FIELD} takes at most {CAPACITY:,} at once. Lower "
             "runner_config.batch_size, and raise gradient_accumulation_steps instead."
         )
     return CAPACITY - tokens

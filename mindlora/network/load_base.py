@@ -165,7 +165,7 @@ def _check(parameter: Parameter, tensor: OutputTensor, path: str) -> None:
     same_shape = tuple(tensor.shape) == tuple(parameter.shape) or _has_smaller_groups(parameter, tensor)
     if not same_shape or packed != (tensor.dtype == np.uint8):
         raise CheckpointError(
-            f"{path}: {tensor.name} is {list(tensor.shape)} of {tensor.dtype}, and the network needs "
+            f"{path}: {tensor.name} is {list(tensor.shape)} of {tensor.dtype}, but the network needs "
             f"{list(parameter.shape)} of {parameter.dtype}. Name the checkpoint of the model that the YAML describes"
             f"{'' if packed == (tensor.dtype == np.uint8) else ', and quantize_base as the checkpoint is'}."
         )

@@ -72,7 +72,7 @@ def save_lora(
     adapter_files.check_adapter_output(str(path), format)
     parts.check_part(part)
     if part and FORMS[format].world:
-        raise LoraError(f"part is {part!r}, and format {format!r} has no parts: it is for 'diffusers' and 'kohya'.")
+        raise LoraError(f"part is {part!r}, but format {format!r} has no parts: it is for 'diffusers' and 'kohya'.")
     cells = dict(lora_cells(network))
     if not cells:
         raise LoraError("The network holds no LoRADense cell, so there is no adapter to save. Call apply_lora first.")
@@ -123,7 +123,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
     rslora = {cell.use_rslora for cell in cells.values()}
     if len(rslora) > 1:
         raise LoraError(
-            "Some cells of the network scale with use_rslora and some without, and an adapter has one setting. "
+            "Some cells of the network scale with use_rslora and some without, but an adapter has one setting. "
             "Apply LoRA with one setting of use_rslora."
         )
     score = score_of(network)
@@ -251,6 +251,7 @@ def _load_into_lora_cells(tree, adapter, source, strict, on_base_mismatch):
     rearranged = matching.match(adapter, NetworkCells(network, cells), source, strict, weight_of)
     initial_pairs = initialize.split_initial_pairs(adapter, network, source)
     check_rank_and_scale(adapter, cells, source)
+    initialize.check_frozen(adapter, cells, source)
     check_invocation(adapter, cells, source)
     saved_modules = _saved_module_parameters(adapter, source, network, cells, strict)
     adapter.check_finite(source)
@@ -366,7 +367,7 @@ def _with_token_rows(parameters, path, indices, rows, source):
     if parameter is None or tuple(parameter.shape[1:]) != rows.shape[1:] or indices.max() >= parameter.shape[0]:
         shape = "no such table" if parameter is None else f"one of {list(parameter.shape)}"
         raise ShapeMismatchError(
-            f"{source} holds {list(rows.shape)} for rows {listed(map(str, indices))} of {path}, and the network has "
+            f"{source} holds {list(rows.shape)} for rows {listed(map(str, indices))} of {path}, but the network has "
             f"{shape}. Load it into the model it was trained on."
         )
     if parameter.has_init:

@@ -75,12 +75,12 @@ def problem(op_type: str) -> Optional[str]:
     """Returns why the kernel of an operator (a name in SIGNATURES) cannot be called on this machine, or None."""
     soc = MSContext.get_instance().get_ascend_soc_version()
     if soc not in SOCS:
-        return f"the NPU is {soc or 'unknown'}, and the kernels are built for {' and '.join(SOCS)}"
+        return f"the NPU is {soc or 'unknown'}, but the kernels are built for {' and '.join(SOCS)}"
     opp = os.environ.get("ASCEND_OPP_PATH")
     if not opp:
         return "ASCEND_OPP_PATH is not set: source CANN's set_env.sh before Python starts"
     if shutil.which("g++") is None:
-        return "g++ is not on PATH, and MindSpore needs it to compile its calls to custom operators"
+        return "g++ is not on PATH, but MindSpore needs it to compile its calls to custom operators"
     packages = _packages(opp)
     installed = [package for package in packages if op_type in _operators(package, soc)]
     if not installed and op_type in _operators(PACKAGE, soc):
@@ -183,7 +183,7 @@ def age_problem() -> Optional[str]:
     """Returns that MindSpore is too old for the module, or None."""
     if tuple(map(int, ms.__version__.split(".")[:2])) >= _OLDEST:
         return None
-    return f"MindSpore is {ms.__version__}, and AclnnOpRunner is used from {'.'.join(map(str, _OLDEST))} on"
+    return f"MindSpore is {ms.__version__}, but AclnnOpRunner is used from {'.'.join(map(str, _OLDEST))} on"
 
 
 @functools.lru_cache(maxsize=None)

@@ -108,7 +108,7 @@ def adopt(path: str) -> Measured:
         raise ConfigError(f"{path} compared no operator on an NPU, so it has no choices: run it on a machine with one.")
     if machine.get("mindlora") != __version__:
         raise ConfigError(
-            f"{path} measured mindlora {machine.get('mindlora')}, and this is {__version__}: run "
+            f"{path} measured mindlora {machine.get('mindlora')}, but this is {__version__}: run "
             "scripts/verify_npu.sh of this version there."
         )
     kept = _checked({"machine": machine.get("name"), "mindlora": __version__, **choices}, path)

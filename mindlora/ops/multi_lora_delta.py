@@ -45,7 +45,7 @@ class MultiLoraDelta(OperatorCell):
           three: it is widened as it is read. On the cpu path max_rank is 1 to 256.
         - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
         - **scales** (Tensor) - Shape [slots], float32.
-        - **indices** (Tensor) - Shape [at least tokens], int32: those after the tokens are not looked at, so that a
+        - **indices** (Tensor) - Shape [at least tokens], int32: those after the tokens are ignored, so that a
           server can keep a Parameter of one size. An index beyond the last slot is an error on the cpu path; on the
           ascend and composed ones, which cannot raise, its row is NaN.
 
@@ -84,7 +84,7 @@ class MultiLoraDelta(OperatorCell):
     def without_library(
         self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor
     ) -> Tensor:
-        """The same on the other paths. On the composed one y0 may have a wider dtype than x, and so has the result."""
+        """Computes the result on the other paths. On the composed one, y0 and the result may be wider than x."""
         shape = x.shape[:-1] + (y0.shape[-1],)
         x = ops.reshape(self.wide(x), (-1, x.shape[-1]))
         # The kernel takes more indices than tokens: each linear cell of a step would cut them for itself.

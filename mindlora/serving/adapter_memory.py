@@ -143,7 +143,7 @@ class _Entry:
         packed (Any): What ``prepare`` made of them; None if it is not in memory.
         fresh (bool): In memory and not yet asked for by take().
         seen (Stamp or None): What a request saw on the disk meanwhile; None if no request has come.
-        published (bool): It came from memory (publish): no file is looked at, and it makes room for no other.
+        published (bool): It came from memory (publish): no file is read for it, and it is never evicted.
     """
 
     stamp: Optional[Stamp] = None
@@ -256,7 +256,7 @@ class AdapterMemory:
             return entry.version or None if entry else None
 
     def take(self, name: str) -> Optional[Loaded]:
-        """Returns the adapter for a slot that waits for it; if it is not in memory, has it read next and returns None.
+        """Returns the adapter for a slot that waits for it; if it is not in memory, has it read and returns None.
 
         Raises LoraError if its files cannot be used.
         """
@@ -421,7 +421,7 @@ class AdapterMemory:
     def _check_size(self, packed: Any, path: str) -> None:
         if packed.nbytes > self._max_bytes:
             raise AdapterError(
-                f"{path} needs {packed.nbytes} bytes of host memory, and adapter_memory is {self._max_bytes}: serve "
+                f"{path} needs {packed.nbytes} bytes of host memory, but adapter_memory is {self._max_bytes}: serve "
                 f"with --adapter-memory {packed.nbytes} or more."
             )
 

@@ -21,7 +21,7 @@ class AdapterRegistry:
     """Names and paths of adapters: the subfolders of a folder, and any that are named one by one.
 
     A name is only ever looked up, never made into a path. The folder is listed again when its mtime has changed, at
-    most once a second, by ``refresh``; nothing in a subfolder is looked at. Subfolders whose names begin with a dot
+    most once a second, by ``refresh``; nothing in a subfolder is read. Subfolders whose names begin with a dot
     (half-written adapters) or cannot be printed are left out. A name given one by one goes before a subfolder. Any
     thread may call any method.
 
@@ -155,7 +155,7 @@ class AdapterRegistry:
         """Returns the real path of what may be registered."""
         if self.folder is None:
             raise RequestError(
-                "Adapters can be loaded at run time from the folder of --adapters, and there is none. Start the server "
+                "Adapters can be loaded at run time from the folder of --adapters, but there is none. Start the server "
                 "with --adapters DIR."
             )
         root = os.path.realpath(self.folder)

@@ -33,7 +33,7 @@ class AdapterStats:
 
 
 class _Slot:
-    """A slot of the pools. ``name`` is None while it is empty or holds what nobody may get any more."""
+    """A slot of the pools. ``name`` is None while it is empty, or holds an adapter that no request may get any more."""
 
     def __init__(self, number: int):
         self.number = number

@@ -40,7 +40,7 @@ class Piece:
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """Returns what several pieces of an answer, one after the other, add to it together."""
+    """Returns several consecutive pieces of an answer as one piece."""
     if len(pieces) == 1:
         return pieces[0]
     tokens: List[int] = []

@@ -81,7 +81,7 @@ def check_groups(shapes: Mapping[str, Tuple[int, ...]], checkpoint: str) -> None
     smaller = with_smaller_groups(shapes)
     if smaller:
         raise ConfigError(
-            f"{checkpoint} joins weights in NF4, and an NPU does not decode their parts: {examples(smaller)}. Serve it "
+            f"{checkpoint} joins weights in NF4, but an NPU does not decode their parts: {examples(smaller)}. Serve it "
             "on a CPU, or serve the base in float."
         )
 
@@ -90,7 +90,7 @@ def _is_quantized(path, quantized, checkpoint) -> bool:
     packed = [f"{path}.{name}" for name in WEIGHTS if f"{path}.{name}" in quantized]
     if len(packed) == 1:
         raise ConfigError(
-            f"{checkpoint} holds {listed(packed)} in NF4, and the other weight of these experts in float: they are "
+            f"{checkpoint} holds {listed(packed)} in NF4, but the other weight of these experts in float: they are "
             "served in one form. Quantize the base again with --exclude for both weights, or for none."
         )
     return bool(packed)

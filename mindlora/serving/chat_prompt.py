@@ -17,7 +17,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class ChatPrompt(Protocol):
-    """Makes prompts of messages. ``ends`` are tokens that end the assistant's turn, beside those of end_tokens()."""
+    """Makes prompts from messages. ``ends`` are tokens that end the assistant's turn, besides those of end_tokens()."""
 
     ends: FrozenSet[int]
 
@@ -250,7 +250,7 @@ class PromptForm:
         """
         if system and not self.takes_conversations:
             raise RequestError(
-                "A system message needs a chat template, and prompts are made without one: leave it out, or give one "
+                "A system message needs a chat template, but prompts are made without one: leave it out, or give one "
                 "(--chat-template FILE)."
             )
         first = [{"role": "system", "content": system}] if system else []
@@ -258,7 +258,7 @@ class PromptForm:
 
 
 class RawPrompt:
-    """The text itself, with the special tokens that the tokenizer puts around one."""
+    """The text itself, with the special tokens that the tokenizer puts around a text."""
 
     ends: FrozenSet[int] = frozenset()
 
@@ -282,7 +282,7 @@ def check_prompt_options(
     """Raises what choose_prompt_form raises whatever the tokenizer is."""
     if variables and template not in (None, "chat"):
         raise RequestError(
-            f"--chat-template-kwargs is for a chat template, and --template {template} is none: give one of them."
+            f"--chat-template-kwargs is for a chat template, but --template {template} is none: give one of them."
         )
     if chat_template is not None and template not in (None, "chat"):
         raise RequestError(f"--chat-template {chat_template} and --template {template}: give one of them.")

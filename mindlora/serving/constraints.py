@@ -207,7 +207,7 @@ class ConstraintCompiler:
         vocabulary = self._prepare(constraint.field)
         size = sum(len(_text(each)) for each in (constraint, *constraint.parts.values()))
         if size > LONGEST:
-            raise _unusable(constraint, f"it has {size} characters, and {LONGEST} are the limit")
+            raise _unusable(constraint, f"it has {size} characters, but {LONGEST} are the limit")
         grammars = [_grammar(constraint)]
         loosened = []
         for name, part in constraint.parts.items():
@@ -257,7 +257,7 @@ def _grammar(constraint: Constraint) -> Dict[str, Any]:
     text = _text(constraint)
     is_long = constraint.kind == "grammar" and "::=" in text and len(text) > LONGEST_GBNF
     if is_long:
-        reason = f"it has {len(text)} characters, and {LONGEST_GBNF} are the limit in GBNF; Lark may have more"
+        reason = f"it has {len(text)} characters, but {LONGEST_GBNF} are the limit in GBNF; Lark may have more"
         raise _unusable(constraint, reason)
     try:
         if constraint.kind == "json":

@@ -77,7 +77,7 @@ class CpuAttention(nn.Cell):
     """In place of MindFormers' InferAttention, whose cache it uses: decode steps, and chunks of prompts beside them.
 
     It knows from lengths and blocks what is causal and where keys and values go, so neither the mask nor the slots that
-    MindFormers gives are looked at.
+    MindFormers gives are used.
     """
 
     def __init__(self, attention: nn.Cell):
@@ -86,7 +86,7 @@ class CpuAttention(nn.Cell):
         self.attention = PagedAttention()
 
     def initialize_cache(self) -> None:
-        """Gives the cache its values: in PyNative the first call of a cell does that, and the manager is not called."""
+        """Initializes the cache. In PyNative a cell's first call would do it, but nothing calls the cache manager."""
         for parameter in self.paged_attention_mgr.get_parameters():
             parameter.init_data()
 

@@ -67,7 +67,7 @@ class Dialogue:
         room = self._engine.seq_length - len(prompt)
         if room < 1:
             raise RequestError(
-                f"This message is {len(prompt)} tokens in its prompt, and the model takes {self._engine.seq_length}, "
+                f"This message is {len(prompt)} tokens in its prompt, but the model takes {self._engine.seq_length}, "
                 "its answer included: make it shorter."
             )
         seed = self.sampling.seed
@@ -98,7 +98,7 @@ class Dialogue:
         return question
 
     def reset(self) -> None:
-        """Forgets all that was said, and begins the seeds anew."""
+        """Forgets all that was said, and restarts the seeds."""
         self.history.clear()
         self._answers = 0
 

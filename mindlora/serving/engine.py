@@ -189,7 +189,7 @@ class Engine:
         """Asks an adapter, or the base if it is None, for an answer to the tokens of a prompt.
 
         With ``sampling.prompt_logprobs``, request.prompt_logprobs of what is returned is complete when the answer
-        begins; with max_tokens 0 too, there is no answer and the prompt is all that is computed. With
+        begins; with max_tokens 0 as well, there is no answer, and only the prompt is computed. With
         ``sampling.reading`` and max_tokens 0, the one piece of the answer has vectors.
 
         Raises:
@@ -201,13 +201,13 @@ class Engine:
         wrong = [token for token in prompt if not 0 <= token < self.runner.vocab_size]
         if wrong:
             raise RequestError(
-                f"The prompt has token {wrong[0]}, and the model knows 0 to {self.runner.vocab_size - 1}: tokenize "
+                f"The prompt has token {wrong[0]}, but the model knows 0 to {self.runner.vocab_size - 1}: tokenize "
                 "with this model's tokenizer."
             )
         unknown = [token for token, _ in sampling.logit_bias if not 0 <= token < self.runner.vocab_size]
         if unknown:
             raise RequestError(
-                f"logit_bias names token {unknown[0]}, and the model knows 0 to {self.runner.vocab_size - 1}: leave it "
+                f"logit_bias names token {unknown[0]}, but the model knows 0 to {self.runner.vocab_size - 1}: leave it "
                 "out."
             )
         request = Request(list(prompt), sampling, adapter)

@@ -49,7 +49,7 @@ class JoinedRows(NamedTuple):
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any]) -> "JoinedRows":
-        """Returns those of the mcore model that the model_config of a YAML describes."""
+        """Returns the row orders of the mcore model that the model_config of a YAML describes."""
         return cls(
             by_head=not model_config.get("use_contiguous_weight_layout_attention"),
             alternates=model_config.get("use_interleaved_weight_layout_mlp") is not False,

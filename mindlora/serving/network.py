@@ -138,7 +138,7 @@ def _rounds(product_dtype: Optional[str], cells: Mapping[str, nn.Cell], has_expe
         raise ConfigError(obstacle)
     if not multiplies_bfloat16():
         logger.warning(
-            "product_dtype is bfloat16, and this processor has no instructions that multiply bfloat16 (AVX512_BF16): "
+            "product_dtype is bfloat16, but this processor has no instructions that multiply bfloat16 (AVX512_BF16): "
             "products are rounded, and take as long as without it, with weights in NF4 up to twice as long. Leave it "
             "out."
         )

@@ -123,9 +123,9 @@ class _ServedCells(matching.Cells):
 
 
 def rank_needed(source: str, joins_cells: bool) -> int:
-    """Returns the largest rank that an adapter has in a network, of which q, k and v are one cell, or are apart.
+    """Returns the largest rank that an adapter has in a network, in which q, k and v are one cell or three.
 
-    Pairs of cells that are joined there have the ranks of their parts together. Errors are those of reading a file.
+    Pairs of cells that are joined there have the sum of their parts' ranks. Errors are those of reading a file.
     """
     adapter = files.read(source, extras=Extras(invocation_tokens=True))
     # Served experts are stacked.
@@ -146,7 +146,7 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
         MissingTensorsError, ShapeMismatchError, NotFiniteError, ScaleMismatchError: A tensor cannot be used.
-        UnexpectedTensorsError: A tensor has no place, as a saved module other than embedding, output head and score.
+        UnexpectedTensorsError: A tensor has no place, such as a saved module that is not embedding, head or score.
         RankMismatchError: A rank is above max_rank.
         AdapterError: The layout is exact, and its dtype would round a number.
         BaseMismatchError: It was trained on another base.
@@ -232,7 +232,7 @@ def _check_ranks(adapter: Adapter, source: str, rearranged: bool, max_rank: int)
     if wrong:
         joined = " (the pairs of joined cells have the ranks of their parts together)" if rearranged else ""
         raise RankMismatchError(
-            f"{source} has rank {max(ranks.values())} at {listed(wrong)}{joined}, and a slot holds up to "
+            f"{source} has rank {max(ranks.values())} at {listed(wrong)}{joined}, but a slot holds up to "
             f"{max_rank}: serve with --max-rank {max(ranks.values())}, of 256 at most, or merge it into its base."
         )
 

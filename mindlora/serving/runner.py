@@ -53,7 +53,7 @@ class StepInputs:
         return len(self.last) == len(self.query_lengths) == len(self.tokens)
 
     def filled_up(self, batch: int) -> "StepInputs":
-        """Returns the same for ``batch`` requests, of a step that decodes: its last token is computed several times.
+        """Returns the arrays of a decode step for ``batch`` requests: the last token is computed several times.
 
         Each time the same key and value are written to the same place of the cache.
         """

@@ -24,7 +24,7 @@ LEAST = -9999.0
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Returns the places, int64 ascending, of the ``count`` largest values and of all that equal the smallest of these.
+    """Returns the indices, int64 ascending, of the ``count`` largest values and of all equal to the smallest of these.
 
     ``values`` are float [n] without NaN, ``count`` is at least 1.
     """
@@ -371,8 +371,8 @@ def check_sampling(sampling: Sampling) -> None:
             raise RequestError(f"{name} is {getattr(sampling, name)}: it must be {meaning}.")
     if sampling.min_tokens > sampling.max_tokens:
         raise RequestError(
-            f"min_tokens is {sampling.min_tokens}, and the answer has {sampling.max_tokens} tokens at most: lower "
+            f"min_tokens is {sampling.min_tokens}, but the answer has {sampling.max_tokens} tokens at most: lower "
             "min_tokens, or raise max_tokens."
         )
     if sampling.grammar is not None and sampling.ignore_eos:
-        raise RequestError("ignore_eos is set, and the end of a constrained answer is its end token: leave one out.")
+        raise RequestError("ignore_eos is set, but the end of a constrained answer is its end token: leave one out.")

@@ -176,13 +176,13 @@ class Scheduler:
             raise RequestError(f"The prompt has {prompt} tokens: give it at least {least}.")
         if len(request.tokens) + new > self.seq_length:
             raise RequestError(
-                f"The prompt's {prompt} tokens and max_tokens, {new}, are {prompt + new} together, and a sequence has "
+                f"The prompt's {prompt} tokens and max_tokens, {new}, are {prompt + new} together, but a sequence has "
                 f"at most {self.seq_length}: shorten the prompt or lower max_tokens."
             )
         blocks = self._blocks_for(len(request.tokens) + max(new, 1) - 1)  # the last new token is never computed
         if blocks > self.pool.num_blocks:
             raise RequestError(
-                f"The request needs {blocks} blocks of the cache for {prompt} prompt tokens and {new} new ones, and "
+                f"The request needs {blocks} blocks of the cache for {prompt} prompt tokens and {new} new ones, but "
                 f"there are {self.pool.num_blocks}: shorten the prompt, lower max_tokens or serve with "
                 "more (--num-blocks)."
             )

@@ -64,7 +64,7 @@ def take_score(adapter: Adapter, hidden: Optional[int], source: str) -> Optional
     bias = adapter.saved_modules.pop(_BIAS, None)
     if weight.ndim != 2 or hidden not in (None, weight.shape[1]):
         raise ShapeMismatchError(
-            f"{source}: {_WEIGHT}, the head of a classifier, is {list(weight.shape)}, and the model's width is "
+            f"{source}: {_WEIGHT}, the head of a classifier, is {list(weight.shape)}, but the model's width is "
             f"{hidden}. Load it into the model it was trained on."
         )
     # Files other than PEFT's do not say the task. transformers' head of tokens has a bias, that of texts has none.
@@ -98,7 +98,7 @@ def checked_names(names: List[str], count: int, source: str) -> Tuple[str, ...]:
     """Returns the names of ``count`` labels; raises AdapterFormatError if there are not as many different ones."""
     if len(names) != count or len(set(names)) != count:
         raise AdapterFormatError(
-            f"{source} names {len(set(names))} labels, and the head has {count} scores: name each of them once."
+            f"{source} names {len(set(names))} labels, but the head has {count} scores: name each of them once."
         )
     return tuple(names)
 

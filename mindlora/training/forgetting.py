@@ -104,7 +104,7 @@ class Forgetting(PeriodicCallback):
         return {"samples": self.samples, "base_loss": self.base_loss}
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
-        """Takes over what ``training_state`` returned."""
+        """Restores what ``training_state`` returned."""
         self.samples = state["samples"]
         self.base_loss = state["base_loss"]
 
@@ -113,7 +113,7 @@ class Forgetting(PeriodicCallback):
         config = network.config
         if not isinstance(config.bos_token_id, int):
             raise ConfigError(
-                f"Forgetting needs a token with which a text begins, and bos_token_id of the model is "
+                f"Forgetting needs a token with which a text begins, but bos_token_id of the model is "
                 f"{config.bos_token_id!r}. Set it."
             )
         pad, eos = pad_token_id(config), config.eos_token_id
@@ -237,7 +237,7 @@ class ForgettingBudget(Callback):
         params["eval_results"] = {k: v for k, v in reported_metrics(params).items() if k != "held_out_loss"}
         self.returns += 1
         told = (
-            f"{_NAME}: the model is {moved:.4g} nats per token away from its base, and the budget is "
+            f"{_NAME}: the model is {moved:.4g} nats per token away from its base, but the budget is "
             f"{self.budget:.4g}. Adapter and optimizer are those of step {self.step_within} again"
         )
         if self.returns > self.max_returns:
@@ -255,7 +255,7 @@ class ForgettingBudget(Callback):
         return {"returns": self.returns, "factor": self.factor}
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
-        """Takes over what ``training_state`` returned."""
+        """Restores what ``training_state`` returned."""
         self.returns = state["returns"]
         self.factor = state["factor"]
 

@@ -8,7 +8,7 @@ logger = logging.getLogger("mindlora")
 
 
 class _ToMindFormers(logging.Handler):
-    """Passes records on to MindFormers, which picks its handlers anew for each message, so they cannot be shared."""
+    """Passes records on to MindFormers, which picks its handlers for each message, so they cannot be shared."""
 
     def emit(self, record: logging.LogRecord) -> None:
         getattr(mindformers_logger, record.levelname.lower())(self.format(record))

@@ -156,7 +156,7 @@ def replace_in_pynative() -> None:
     version = importlib.metadata.version("mindformers")
     if release(version) not in KNOWN_PYNATIVE_RELEASES:
         raise InstallationError(
-            f"MindFormers {version} is installed, and mindlora knows the PyNative Trainer of 2.0 and 2.1 alone. "
+            f"MindFormers {version} is installed, but mindlora knows the PyNative Trainer of 2.0 and 2.1 alone. "
             "Install one of these."
         )
     owners = [_owner_of(replaced) for replaced in IN_PYNATIVE]

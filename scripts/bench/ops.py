@@ -102,7 +102,7 @@ def training(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
 
 
 def several_adapters(quick: bool, rounds: int) -> Dict[str, Any]:
-    """Returns the table of training several adapters beside each other, each on as many rows as the others."""
+    """Returns the table of training several adapters side by side, each on as many rows as the others."""
     adapters, width, tokens = (2, 256, 64) if quick else (8, 1024, 1024)
     indices = np.repeat(np.arange(adapters, dtype=np.int32), tokens // adapters)
     sides = {

@@ -270,14 +270,14 @@ REFUSED = {
         "configs/qwen3/qlora_qwen3_8b.yaml",
         ranks=8,
         keys=SEMI_AUTOMATIC,
-        refused="is sharded, and NF4 weights are not supported there",
+        refused="is sharded, but NF4 weights are not supported there",
     ),
     "loftq, semi-automatic": Row(
         QLORA,
         ranks=8,
         keys=SEMI_AUTOMATIC,
         prepare=loftq,
-        refused="is sharded, and NF4 weights are not supported there",
+        refused="is sharded, but NF4 weights are not supported there",
     ),
     "alora, semi-automatic": Row(
         ranks=8,

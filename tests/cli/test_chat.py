@@ -65,8 +65,8 @@ def test_what_is_wrong_is_said_and_the_chat_goes_on(chat):
         "error: temperature is -1.0: it must be a number of at least 0.",
         "error: /temperature takes a number, and got 'warm'.",
         "error: /reset takes nothing behind it, and got 'now'.",
-        "error: A system message needs a chat template, and this chat has none. Start it with --chat-template FILE.",
-        "error: This message is 300 tokens in its prompt, and the model takes 256, its answer included: make it "
+        "error: A system message needs a chat template, but this chat has none. Start it with --chat-template FILE.",
+        "error: This message is 300 tokens in its prompt, but the model takes 256, its answer included: make it "
         "shorter.",
     ]
 

@@ -27,7 +27,9 @@ def test_it_lists_every_configuration_with_what_it_does(capsys):
     folder = pathlib.Path(ROOT) / "configs"
     assert listed.keys() == {path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob("*/*.yaml")}
     assert "Llama" in listed["tiny/lora_llama_tiny_cpu"]
-    assert cli.main(["configs"]) == 0 and "mindlora configs NAME --output my.yaml" in capsys.readouterr().out
+    assert cli.main(["configs"]) == 0
+    printed = capsys.readouterr().out
+    assert "mindlora configs NAME --output my.yaml" in printed and "mindlora configs --from FOLDER" in printed
 
 
 def test_it_copies_one_and_replaces_nothing_unasked(tmp_path, capsys):
@@ -112,7 +114,7 @@ def test_the_yaml_of_preferences_is_without_faults(tmp_path, judged, loss, capsy
         (["--from", "tiny", "--teacher", "{url", "--output", "x"], "--teacher is '{url', which is not YAML"),
         (["--from", "tiny", "--teacher", "http://h", "--output", "x"], "rl.teacher is 'http://h', without a model"),
         (["--device", "cpu"], "--device is about a model's own YAML"),
-        (["--from", "tiny", "--data", "rows.jsonl", "--output", "x"], "--data rows.jsonl is no MindRecord"),
+        (["--from", "tiny", "--data", "rows.jsonl", "--output", "x"], "--data rows.jsonl is neither a MindRecord"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words, said, model, capsys):

@@ -89,7 +89,7 @@ def test_the_text_says_what_is_better_and_by_how_much(run):
         "KL(base || adapter), nats per token, on 6 samples of the base",
     ]
     words = " ".join(verdict.split())
-    assert words.startswith("first against the base: ") and words.endswith("away from what the base says itself.")
+    assert words.startswith("first against the base: ") and words.endswith("away from the base's own answers.")
 
 
 def test_the_base_alone_is_compared_with_nothing(run):
@@ -117,7 +117,7 @@ def test_a_picture_is_drawn_and_the_run_gets_a_section(run, tmp_path):
         ((), "Nothing is to be measured: give --texts"),
         (("--forgetting", "3"), "--forgetting compares adapters with their base"),
         (("--texts", "a.txt", "--limit", "0"), "--limit is 0: it must be at least 1"),
-        (("--texts", "a.txt", "--overlap", "65"), "--overlap is 65, and a window has 64 tokens"),
+        (("--texts", "a.txt", "--overlap", "65"), "--overlap is 65, but a window has 64 tokens"),
         (("--texts", "a.txt", "--adapter", "base"), "base is what the report calls the base"),
         (("--texts", "a.txt", "--picture", "a.jpg"), "--picture a.jpg does not end in .png"),
         (("--texts", "a.txt", "--run", "nowhere"), "nowhere has no metrics.jsonl"),

@@ -143,16 +143,16 @@ def test_a_prompt_without_an_answer_says_why_and_ends_in_1(run):
         ),
         (
             ["--prompt", "x", "--template", "plain", "--chat-template-kwargs", '{"enable_thinking": false}'],
-            "--chat-template-kwargs is for a chat template, and --template plain is none: give one of them.",
+            "--chat-template-kwargs is for a chat template, but --template plain is none: give one of them.",
         ),
         (
             ["--prompt", "x", "--template", "none", "--system", "s"],
-            "A system message needs a chat template, and prompts are made without one: leave it out, or give one "
+            "A system message needs a chat template, but prompts are made without one: leave it out, or give one "
             "(--chat-template FILE).",
         ),
         (
             ["--prompt", "x", "--prompt", "long " * 200, "--template", "none"],
-            "Prompt 2 of 2 has 1001 tokens, and the model takes 256, the answer included: make it shorter, or lower "
+            "Prompt 2 of 2 has 1001 tokens, but the model takes 256, the answer included: make it shorter, or lower "
             "--max-tokens.",
         ),
     ],

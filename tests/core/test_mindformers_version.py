@@ -45,8 +45,8 @@ def test_a_mindformers_that_can_be_imported(monkeypatch, version, packages, olde
     "version, oldest, message",
     [
         (None, "1.8", "MindFormers is not installed"),
-        ("1.7.0", "1.8", "MindFormers is 1.7.0, and this needs 1.8 or newer"),
-        ("1.9.0", "2.0", "MindFormers is 1.9.0, and this needs 2.0 or newer"),
+        ("1.7.0", "1.8", "MindFormers is 1.7.0, but this needs 1.8 or newer"),
+        ("1.9.0", "2.0", "MindFormers is 1.9.0, but this needs 2.0 or newer"),
         ("2.0.0", "1.8", "MindFormers 2.0.0 cannot be imported, because it needs hyper_parallel"),
     ],
 )

@@ -68,6 +68,7 @@ def test_dotted_keys_win_over_flags():
         (["--use_parallel", "yes"], "--use_parallel is 'yes', but it must be True or False."),
         (["--runner_config.epoch", "3"], "--runner_config.epoch: 'epoch' is not a key of runner_config. Did you mean"),
         (["--sed", "3"], "--sed: 'sed' is not a key of the YAML. Did you mean 'seed'"),
+        (["--epoch", "3"], "--epoch: 'epoch' is not a key of the YAML. Did you mean 'epochs'"),
         (
             ["--a.b.c", "3"],
             "--a.b.c: 'a' is not a key of the YAML, which has: callbacks, model, run_mode, train_dataset.",

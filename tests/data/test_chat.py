@@ -101,13 +101,13 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, chatml):
     assert (report.rows, report.skipped) == (
         1,
         {
-            "no assistant's turn": ["line 4"],
+            "no turn of the assistant": ["line 4"],
             "the chat template renders earlier turns differently once the conversation goes on": ["line 2"],
             "more than 101 tokens": ["line 3"],
         },
     )
     before = names(tmp_path)
-    with pytest.raises(DataError, match=r"strict allows none\. no assistant's turn: 1 \(line 4\)"):
+    with pytest.raises(DataError, match=r"strict allows none\. no turn of the assistant: 1 \(line 4\)"):
         convert_chat(source, str(tmp_path / "y.mindrecord"), tokenizer, 100, strict=True)
     assert names(tmp_path) == before
 

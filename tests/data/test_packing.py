@@ -95,7 +95,7 @@ def test_padding_that_examples_have_inside_cannot_separate_them():
     # A tokenizer without a pad token pads with eos, which also ends each turn of a chat.
     single, several = encoded(7, 8, EOS), encoded(7, EOS, 8, EOS)
     assert find_boundary([single], None, EOS) == Boundary(EOS, is_padding=True)
-    with pytest.raises(DataError, match=rf"padding \(id {EOS}\) would separate them, and 1 of 2 have it inside"):
+    with pytest.raises(DataError, match=rf"padding \(id {EOS}\) would separate them, but 1 of 2 have it inside"):
         find_boundary([single, several], None, EOS)
     # With a boundary of their own they need no padding.
     assert find_boundary([encoded(BOS, 7, EOS, 8, EOS)], BOS, EOS) == OF_ITS_OWN

@@ -214,7 +214,7 @@ def test_without_a_base_a_new_tokenizer_comes_with_a_caution():
     "settings, message",
     [
         ({"base": "nowhere"}, "base: nowhere does not exist"),
-        ({"train_texts": ["a.txt"]}, "train_texts names texts for a new tokenizer, and its size is missing"),
+        ({"train_texts": ["a.txt"]}, "train_texts names texts for a new tokenizer, but its size is missing"),
         ({"train_size": 300, "train_texts": ["a.txt"]}, "train_texts: there is no file a.txt"),
         ({"train_size": 300, "train_texts": ["a.jsonl.gz"]}, "train_texts: a.jsonl.gz holds rows"),
     ],

@@ -34,7 +34,7 @@ def test_its_fields_have_no_effect_without_it(field):
     with pytest.raises(ConfigError) as error:
         LoraConfig(**{field: 1})
     assert str(error.value) == (
-        f"{field} is 1, and use_adalora is not set, so it has no effect. Set use_adalora: True, or remove it."
+        f"{field} is 1, but use_adalora is not set, so it has no effect. Set use_adalora: True, or remove it."
     )
 
 

@@ -31,6 +31,23 @@ from mindlora.core.errors import ConfigError
                 ("lora_init", "pissa", "it changes the base, or makes up for a change, for all tokens"),
             )
         ),
+        *(
+            (
+                {"lora_init": "mica", field: value},
+                f"lora_init is 'mica', which trains A alone, and {field} is {value!r}: {reason}. Leave one of them "
+                "out.",
+            )
+            for field, value, reason in (
+                ("freeze_lora_a", True, "nothing of the adapter would train"),
+                ("use_dora", True, "only plain LoRA trains with a B that stays as it is"),
+                ("alora_invocation_tokens", [7], "an adapter with a B that stays as it is acts on all tokens"),
+            )
+        ),
+        (
+            {"quantize_base": "nf4", "lora_init": "mica"},
+            "quantize_base is 'nf4' and lora_init is 'mica': it needs the weight in float. Leave one of "
+            "them out; for a quantized base there is lora_init: loftq.",
+        ),
         ({"lora_rank": 0}, "lora_rank is 0: it must be a whole number of at least 1."),
         ({"lora_rank": -3}, "lora_rank is -3: it must be a whole number of at least 1."),
         ({"lora_rank": True}, "lora_rank is True: it must be a whole number of at least 1."),
@@ -96,27 +113,27 @@ from mindlora.core.errors import ConfigError
         (
             {"lora_init": "pisa"},
             "lora_init is 'pisa', which is not known. Did you mean 'pissa'? Known: gaussian, kaiming, "
-            "loftq, loftq_iter_N, olora, orthogonal, pissa, pissa_niter_N.",
+            "loftq, loftq_iter_N, mica, olora, orthogonal, pissa, pissa_niter_N.",
         ),
         (
             {"lora_init": True},
             "lora_init is True, which is not known. Known: gaussian, kaiming, loftq, loftq_iter_N, "
-            "olora, orthogonal, pissa, pissa_niter_N.",
+            "mica, olora, orthogonal, pissa, pissa_niter_N.",
         ),
         (
             {"lora_init": "loftq"},
-            "lora_init is 'loftq', which makes up for the error of quantizing the base, and the base is "
+            "lora_init is 'loftq', which makes up for the error of quantizing the base, but the base is "
             "not quantized. Set quantize_base: nf4, or use 'pissa'.",
         ),
         (
             {"lora_init": "loftq_iter_3"},
             "lora_init is 'loftq_iter_3', which makes up for the error of quantizing the base, "
-            "and the base is not quantized. Set quantize_base: nf4, or use 'pissa'.",
+            "but the base is not quantized. Set quantize_base: nf4, or use 'pissa'.",
         ),
         (
             {"lora_init": True, "quantize_base": "nf4"},
             "lora_init is True, which is not known. Known: gaussian, kaiming, "
-            "loftq, loftq_iter_N, olora, orthogonal, pissa, pissa_niter_N.",
+            "loftq, loftq_iter_N, mica, olora, orthogonal, pissa, pissa_niter_N.",
         ),
         (
             {"lora_init": "gaussian", "lora_a_init": "normal"},
@@ -175,9 +192,9 @@ def test_a_field_for_single_cells_that_is_wrong_is_refused(fields, message):
     [
         (
             {"d_initial": 0.1},
-            "d_initial is 0.1, and use_vera is not set, so it has no effect. Set use_vera: True, or remove it.",
+            "d_initial is 0.1, but use_vera is not set, so it has no effect. Set use_vera: True, or remove it.",
         ),
-        ({"projection_prng_key": 0}, "projection_prng_key is 0, and use_vera is not set, so it has no effect."),
+        ({"projection_prng_key": 0}, "projection_prng_key is 0, but use_vera is not set, so it has no effect."),
         ({"use_vera": 1}, "use_vera is 1: it must be True or False."),
         (
             {"use_vera": True, "use_dora": True},
@@ -222,7 +239,7 @@ def test_vera_refuses_by_name(fields, message):
     [
         ({"quantize_base": "nf5"}, "quantize_base is 'nf5', which is not known. Known: nf4."),
         ({"quantize_base": True}, "quantize_base is True, which is not known. Known: nf4."),
-        ({"quantize_exclude": ["wq"]}, "quantize_exclude is ['wq'], and quantize_base is not set, so nothing is "),
+        ({"quantize_exclude": ["wq"]}, "quantize_exclude is ['wq'], but quantize_base is not set, so nothing is "),
         (
             {"quantize_base": "nf4", "quantize_exclude": []},
             "quantize_exclude is []: it must be a non-empty list of names",
@@ -238,7 +255,7 @@ def test_vera_refuses_by_name(fields, message):
         ),
         (
             {"lora_init": "loftq"},
-            "lora_init is 'loftq', which makes up for the error of quantizing the base, and the base is "
+            "lora_init is 'loftq', which makes up for the error of quantizing the base, but the base is "
             "not quantized. Set quantize_base: nf4, or use 'pissa'.",
         ),
     ],

@@ -107,7 +107,7 @@ def test_too_few_tokens_are_an_error_that_names_the_cells():
 @pytest.mark.parametrize(
     "keys, arguments, error, message",
     [
-        ({"use_dora": True}, {}, ConfigError, "plain LoRA on a float base, and pet_config has DoRA"),
+        ({"use_dora": True}, {}, ConfigError, "plain LoRA on a float base, but pet_config has DoRA"),
         ({"quantize_base": "nf4"}, {}, ConfigError, "pet_config has quantize_base nf4"),
         ({"lora_init": "pissa"}, {}, ConfigError, "lora_init is 'pissa'"),
         ({"target_modules": ["few", "conv"]}, {}, UnsupportedCellError, "target_modules selects conv"),

@@ -6,7 +6,7 @@ import pytest
 from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 
-from mindlora import LoRADense, apply_lora, initialize_adapters, save_lora
+from mindlora import LoRADense, apply_lora, initialize_adapters, merge_lora, save_lora, unmerge_lora
 from mindlora.core.errors import LoraError, UnsupportedCellError
 from mindlora.core.numerics import initializers
 from mindlora.network import tree
@@ -113,6 +113,63 @@ def test_dora_initializes_magnitudes_from_the_norms_of_the_base():
         cell.prepare()
 
 
+# MiCA
+
+
+def minor(seed=3):
+    """Returns the base with adapters that MiCA has initialized, after training them, and their B before."""
+    network = adapted("mica")
+    initialize_adapters(network)
+    before = {path: cell.mindpet_delta_lora_b.asnumpy().copy() for path, cell in tree.lora_cells(network)}
+    train(network, seed)
+    return network, before
+
+
+def test_mica_keeps_base_and_forward_and_trains_a_alone():
+    plain, network = base(), adapted("mica")
+    weights = {path: cell.weight.asnumpy().copy() for path, cell in tree.lora_cells(network)}
+    assert initialize_adapters(network) == tuple(weights)
+    np.testing.assert_array_equal(outputs(network), outputs(plain))
+    for path, cell in tree.lora_cells(network):
+        a, b = (parameter.asnumpy() for parameter in cell.lora_parameters())
+        np.testing.assert_array_equal(cell.weight.asnumpy(), weights[path])
+        np.testing.assert_array_equal(b, initializers.mica(weights[path], 3)[1])
+        assert not a.any() and cell.initial_pair is None
+    assert {parameter.name.rpartition("_")[2] for parameter in network.trainable_params()} == {"a"}
+
+
+def test_mica_stays_in_its_directions_when_it_is_called_again_and_while_it_is_merged():
+    network, before = minor()
+    state = networks.snapshot(network)
+    assert initialize_adapters(network) == () and networks.snapshot(network) == state
+    expected = outputs(network)
+    assert np.abs(expected - outputs(base())).max() > 0.01
+    merge_lora(network)
+    assert initialize_adapters(network) == ()
+    np.testing.assert_allclose(outputs(network), expected, atol=2e-5)
+    unmerge_lora(network)
+    for path, cell in tree.lora_cells(network):
+        np.testing.assert_array_equal(cell.mindpet_delta_lora_b.asnumpy(), before[path])
+
+
+def test_mica_reads_a_weight_that_another_cell_shares():
+    network = base()
+    network.model.layers[0].attention.wo.weight = network.model.layers[0].attention.wq.weight
+    apply_lora(network, config("mica", target_modules=["wq"]))
+    assert len(initialize_adapters(network)) == 2
+
+
+def test_mica_does_not_keep_a_b_that_was_trained():
+    network = adapted("mica")
+    cell = network.model.layers[1].attention.wk
+    cell.mindpet_delta_lora_b.set_data(Tensor(np.ones((4, 3), np.float32)))
+    initialize_refused(
+        network,
+        "B at model.layers.1.attention.wk is trained, and not made of singular vectors as lora_init 'mica' makes and "
+        "keeps it.",
+    )
+
+
 # What is refused
 
 
@@ -185,11 +242,12 @@ def test_a_sharded_cell(semi_auto_parallel):
     assert LoRADense.from_dense(cell, config("gaussian")).lora_init == "gaussian"
 
 
-def test_saving_before_initialization(tmp_path):
+@pytest.mark.parametrize("init", ["pissa", "mica"])
+def test_saving_before_initialization(tmp_path, init):
     with pytest.raises(
         LoraError,
-        match=r"^lora_init 'pissa' has not been carried out at model\.layers\.\{0\.\.1\}\."
+        match=rf"^lora_init '{init}' has not been carried out at model\.layers\.\{{0\.\.1\}}\."
         r"attention\.wq, .* Call initialize_adapters once the base is loaded",
     ):
-        save_lora(adapted(), str(tmp_path / "adapter"))
+        save_lora(adapted(init), str(tmp_path / "adapter"))
     assert not (tmp_path / "adapter").exists()

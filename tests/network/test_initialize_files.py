@@ -121,6 +121,29 @@ def test_a_plain_adapter_does_not_match_a_changed_base(trained, tmp_path):
     unchanged(trained, tmp_path / "adapter", BaseMismatchError, "than initialize_adapters has subtracted from the base")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_mica_is_saved_as_a_plain_lora_and_goes_on_where_it_was_saved(form, tmp_path):
+    trained = adapted("mica")
+    initialize_adapters(trained)
+    train(trained)
+    save_lora(trained, str(tmp_path / FORMS[form]), form)
+    again = adapted("mica")
+    load_lora(again, str(tmp_path / FORMS[form]), on_base_mismatch="error")
+    assert initialize_adapters(again) == () and networks.snapshot(again) == networks.snapshot(trained)
+    plain = base()
+    load_lora(plain, str(tmp_path / FORMS[form]), on_base_mismatch="error")
+    np.testing.assert_allclose(outputs(plain), outputs(trained), atol=2e-5)
+    adapter = adapter_files.read(str(tmp_path / FORMS[form]))
+    assert adapter.initialization is None and {adapter.rank(path) for path in adapter.paths} == {3}
+
+
+def test_mica_does_not_freeze_the_b_of_a_plain_adapter(tmp_path):
+    plain = adapted(None)
+    networks.randomize(plain.trainable_params())
+    save_lora(plain, str(tmp_path / "adapter"))
+    unchanged(adapted("mica"), tmp_path / "adapter", LoraError, "is trained, and not made of singular vectors")
+
+
 def test_a_plain_adapter_replaces_an_initialization(tmp_path, caplog):
     plain, network = adapted(None), adapted()
     networks.randomize(plain.trainable_params())
@@ -141,7 +164,7 @@ def test_a_network_of_that_rank_without_lora_init(trained, tmp_path):
         adapted(None),
         tmp_path / "adapter",
         RankMismatchError,
-        f"was trained with lora_init '{init}' and lora_rank 3, and is saved as a plain LoRA of rank 6. Set "
+        f"was trained with lora_init '{init}' and lora_rank 3, but is saved as a plain LoRA of rank 6. Set "
         f"lora_init to '{init}', or lora_rank to 6 and lora_alpha to 8.",
     )
 

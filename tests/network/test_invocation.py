@@ -181,7 +181,7 @@ def test_networks_and_cells_without_tokens_are_refused_and_stay(make, targets, m
 
 def test_a_batch_of_too_many_tokens_is_refused(mode, monkeypatch):
     monkeypatch.setattr(invocation, "CAPACITY", 8)
-    with pytest.raises(ConfigError, match="A batch has 9 tokens, and a network with alora_invocation_tokens takes at"):
+    with pytest.raises(ConfigError, match="A batch has 9 tokens, but a network with alora_invocation_tokens takes at"):
         network()(Tensor(random_ids(1, 9)))
 
 

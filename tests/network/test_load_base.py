@@ -215,7 +215,7 @@ def damaged(weights, change):
         return weights, r"lacks 2 parameters of the network: model.layers.1.attention.wq.weight, model.norm_out.weight"
     if change == "shape":
         weights[wq] = weights[wq][:-1]
-        return weights, r"model.layers.1.attention.wq.weight is \[31, 32\] of float32, and the network needs \[32, 32\]"
+        return weights, r"model.layers.1.attention.wq.weight is \[31, 32\] of float32, but the network needs \[32, 32\]"
     return {name: array for name, array in weights.items() if "layers.1" not in name}, "lacks 9 parameters"
 
 

@@ -121,7 +121,7 @@ def test_a_network_of_its_own_says_which_part_it_is(tmp_path):
     randomize(adapters(network).values(), 2)
     with pytest.raises(AdapterError, match=r"neither a UNet's nor a text encoder's .*: body\.in_proj\."):
         save_lora(network, path, "kohya")
-    with pytest.raises(LoraError, match=r"part is 'unet', and format 'peft' has no parts"):
+    with pytest.raises(LoraError, match=r"part is 'unet', but format 'peft' has no parts"):
         save_lora(network, str(tmp_path / "peft"), "peft", part="unet")
     save_lora(network, path, "kohya", part="unet")
     # The name lora_unet_body_in_proj finds its path among the network's own.

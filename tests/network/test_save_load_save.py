@@ -155,7 +155,7 @@ def test_cells_that_scale_in_two_ways_do_not_go_into_one_file(tmp_path):
     with pytest.raises(LoraError) as error:
         save_lora(source, str(tmp_path / "adapter"))
     assert str(error.value) == (
-        "Some cells of the network scale with use_rslora and some without, and an adapter has one setting. "
+        "Some cells of the network scale with use_rslora and some without, but an adapter has one setting. "
         "Apply LoRA with one setting of use_rslora."
     )
     assert not os.listdir(tmp_path)

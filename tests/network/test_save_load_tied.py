@@ -85,7 +85,7 @@ def head_of(tmp_path, weight):
 def test_an_adapted_head_of_another_weight_than_the_table_is_refused(tmp_path):
     """As PiSSA changes it; or the adapter is of a model whose head is not tied."""
     path = head_of(tmp_path, table(1))
-    message = part(f"{path} holds lm_head.weight, the weight that the adapter of the output head is for, and the")
+    message = part(f"{path} holds lm_head.weight, the weight that the adapter of the output head is for, but the")
     refused_unchanged(tied(), AdapterError, message, load_lora, tied(), path)
     network = tied()
     load_lora(network, head_of(tmp_path / "same", network.lm_head.weight.asnumpy() * np.float32(1.003)))

@@ -225,7 +225,7 @@ def test_conversion_and_back(tmp_path):
         ),
         (
             ShapeMismatchError,
-            "/adapter_model.safetensors: lambda_b of model.layers.0.attention.wq has 7 elements, and the "
+            "/adapter_model.safetensors: lambda_b of model.layers.0.attention.wq has 7 elements, but the "
             "shared B is [6, 2]: it has too few rows. Save the adapter again, with its own projection.",
             lambda tensors: tensors.update({VECTOR.format(0, "b"): np.ones(7, np.float32)}),
             {},

@@ -162,7 +162,7 @@ def test_a_damaged_list_of_operators(monkeypatch, npu):
 def test_an_npu_that_has_no_kernels(monkeypatch, npu, soc, name):
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", make_package(npu / "package", soc=soc or "x"))
     monkeypatch.setattr(Context, "soc", soc)
-    assert_out(monkeypatch, f"the NPU is {name}, and the kernels are built for ascend910b and ascend910_93")
+    assert_out(monkeypatch, f"the NPU is {name}, but the kernels are built for ascend910b and ascend910_93")
 
 
 def test_what_mindspore_needs_besides(monkeypatch, npu):

@@ -73,7 +73,7 @@ def test_without_a_module_ops_custom_serves_both_modes(module):
 def test_an_old_mindspore_has_ops_custom_even_where_a_module_is(module, monkeypatch):
     module()
     monkeypatch.setattr(ms, "__version__", "2.8.1")
-    assert_custom("MindSpore is 2.8.1, and AclnnOpRunner is used from 2.9 on")
+    assert_custom("MindSpore is 2.8.1, but AclnnOpRunner is used from 2.9 on")
 
 
 def test_a_module_that_cannot_be_loaded_is_left_and_the_report_says_why(module):
@@ -141,7 +141,7 @@ def test_what_is_missing_for_a_build_is_said_in_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         build_pynative.main()
     assert stop.value.code == (
-        "error: MindSpore is 2.7.2, and AclnnOpRunner is used from 2.9 on. In PyNative ops.Custom calls the kernels, "
+        "error: MindSpore is 2.7.2, but AclnnOpRunner is used from 2.9 on. In PyNative ops.Custom calls the kernels, "
         "as in graph mode."
     )
     monkeypatch.setattr(ms, "__version__", "2.9.0")

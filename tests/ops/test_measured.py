@@ -56,7 +56,7 @@ def test_a_later_report_replaces_an_earlier_one(tmp_path):
     [
         ({"machine": None}, "is not a report of scripts/verify_npu.sh: name the report.json that it wrote."),
         ({"choices": None}, "compared no operator on an NPU, so it has no choices"),
-        ({"machine": {"name": "910B3", "mindlora": "0.0.1"}}, f"measured mindlora 0.0.1, and this is {__version__}"),
+        ({"machine": {"name": "910B3", "mindlora": "0.0.1"}}, f"measured mindlora 0.0.1, but this is {__version__}"),
         ({"choices": {"composed": [], "one_pass_tokens": 1}}, "has measured choices that cannot be read"),
         ({"choices": {"composed": {"x": 1}}}, "has measured choices that cannot be read"),
         ({"choices": {"composed": {}, "one_pass_tokens": -1}}, "has measured choices that cannot be read"),

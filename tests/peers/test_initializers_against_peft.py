@@ -95,6 +95,19 @@ def test_the_same_pairs_and_bases(initializer, kind, make_network, peft_layers):
         np.testing.assert_allclose(our_b * signs, b, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_same_minor_directions(kind, make_network, peft_layers):
+    """MiCA: A is zero, and each column of B may have the opposite sign."""
+    ours, theirs = layers(initialized(make_network, "mica", kind)), peft_layers("mica", kind)
+    assert set(ours) == set(theirs) and len(ours) == 6
+    for name, (a, b, weight, scale) in theirs.items():
+        our_a, our_b, our_weight, our_scale = ours[name]
+        assert our_scale == pytest.approx(scale, rel=1e-6)
+        np.testing.assert_array_equal(our_a, a)
+        np.testing.assert_array_equal(our_weight, weight)
+        np.testing.assert_allclose(our_b * np.sign((our_b * b).sum(axis=0)), b, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("iterations", [0, 2, 16])
 def test_the_randomized_decomposition_takes_as_much_of_the_base(iterations, make_network, peft_layers):
     """Both use random directions, ours a few more; the exact decomposition takes as much as is possible."""
@@ -123,7 +136,7 @@ def test_the_same_statistics(initializer, make_network, peft_layers):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("initializer", [*INITIALIZERS, "gaussian", "orthogonal"])
+@pytest.mark.parametrize("initializer", [*INITIALIZERS, "gaussian", "orthogonal", "mica"])
 def test_peft_loads_what_was_trained_here_on_the_unchanged_base(
     initializer, kind, make_network, logits_of, peft_logits, tmp_path
 ):

@@ -60,7 +60,9 @@ def trained(folder, pet_config, **model):
 
 @only_with_pynative_trainer
 @pytest.mark.parametrize(
-    "pet_config", [{"use_rslora": True}, {"alora_invocation_tokens": INVOCATION}, ADALORA], ids=str
+    "pet_config",
+    [{"use_rslora": True}, {"alora_invocation_tokens": INVOCATION}, {"lora_init": "mica"}, ADALORA],
+    ids=str,
 )
 def test_peft_gives_the_same_logits(peer, tmp_path, pet_config):
     pynative_runs.write_data(tmp_path / "rows.mindrecord", rows=16)

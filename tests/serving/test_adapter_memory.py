@@ -166,7 +166,7 @@ def test_what_a_slot_holds_need_not_be_in_memory(made):
 
 def test_an_adapter_larger_than_the_memory_is_refused(made):
     memory, _ = made(read=lambda path: Packed(1, 101))
-    message = "needs 101 bytes of host memory, and adapter_memory is 100: serve with --adapter-memory 101 or more."
+    message = "needs 101 bytes of host memory, but adapter_memory is 100: serve with --adapter-memory 101 or more."
     refused(AdapterError, part(message), memory.load, "a")
     assert memory.stats().nbytes == 0
 

@@ -211,7 +211,7 @@ def test_what_is_no_folder_of_adapters_is_refused(folder, tmp_path):
     words = f"The adapter 'a' is said to be at {tmp_path / 'gone'}, where there is nothing. Check the path."
     refused(ConfigError, words, AdapterRegistry, None, {"a": str(tmp_path / "gone")})
     words = (
-        "Adapters can be loaded at run time from the folder of --adapters, and there is none. Start the "
+        "Adapters can be loaded at run time from the folder of --adapters, but there is none. Start the "
         "server with --adapters DIR."
     )
     refused(RequestError, words, AdapterRegistry().register, "a", str(folder))

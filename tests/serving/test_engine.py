@@ -158,9 +158,9 @@ def test_what_cannot_be_answered_is_refused_at_once(served):
     submit, sampling = served.engine.submit, Sampling(max_tokens=4)
     for tokens, words in (
         ([], "The prompt has 0 tokens"),
-        ([3, vocabulary()], f"has token {vocabulary()}, and the model knows 0 to {vocabulary() - 1}"),
+        ([3, vocabulary()], f"has token {vocabulary()}, but the model knows 0 to {vocabulary() - 1}"),
         ([-1], "has token -1"),
-        (prompt(SEQ_LENGTH - 3), "are 65 together, and a sequence has at most 64"),
+        (prompt(SEQ_LENGTH - 3), "are 65 together, but a sequence has at most 64"),
     ):
         with pytest.raises(RequestError, match=words):
             submit(tokens, sampling)

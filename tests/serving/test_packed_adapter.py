@@ -339,12 +339,12 @@ def test_a_rank_that_a_slot_cannot_hold_is_refused(tmp_path):
     source = written(tmp_path, adapter_of(("wq", "wk", "wv"), ranks=(4,)))
     assert prepare(source, layout(max_rank=4)).rank_max == 4
     message = f"{source} has rank 4 at model.layers.{{0..1}}.attention.wk, model.layers.{{0..1}}.attention.wq, "
-    message += "model.layers.{0..1}.attention.wv, and a slot holds up to 3: serve with --max-rank 4, "
+    message += "model.layers.{0..1}.attention.wv, but a slot holds up to 3: serve with --max-rank 4, "
     refused(RankMismatchError, part(message), prepare, source, layout(max_rank=3))
     message = (
         f"{source} has rank 12 at model.layers.{{0..1}}.attention.w_qkv (the pairs of joined cells have the ranks "
     )
-    message += "of their parts together), and a slot holds up to 11: serve with --max-rank 12, of 256 at most"
+    message += "of their parts together), but a slot holds up to 11: serve with --max-rank 12, of 256 at most"
     refused(RankMismatchError, part(message), prepare, source, layout(joined=True, max_rank=11))
 
 

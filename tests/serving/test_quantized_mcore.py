@@ -106,7 +106,7 @@ def test_what_was_left_out_stays_in_float(tmp_path):
 
 def test_experts_of_which_one_weight_alone_is_quantized_are_refused(tmp_path):
     packed, _ = bases(tmp_path, "qwen3-moe", exclude=["mlp.experts.down_proj"])
-    with pytest.raises(ConfigError, match="gate_up_proj in NF4, and the other weight of these experts in float"):
+    with pytest.raises(ConfigError, match="gate_up_proj in NF4, but the other weight of these experts in float"):
         quantize_as(build_network(node("qwen3-moe"), SETTINGS), packed)
 
 
@@ -122,7 +122,7 @@ def test_a_base_of_another_model_is_refused(tmp_path):
     packed, _ = bases(tmp_path, "qwen3")
     network = build_network(node("qwen3", intermediate_size=96), SETTINGS)
     quantize_as(network, packed)
-    with pytest.raises(CheckpointError, match="gate_proj.weight is .80, 96. of uint8, and the network needs .96, 96."):
+    with pytest.raises(CheckpointError, match="gate_proj.weight is .80, 96. of uint8, but the network needs .96, 96."):
         load_base(network, packed)
 
 

@@ -370,9 +370,9 @@ def test_an_error_ends_a_request_with_its_reason():
     [
         (0, 1, "The prompt has 0 tokens: give it at least one."),
         (1, 0, "max_tokens is 0: ask for at least one token."),
-        (20, 13, "The prompt's 20 tokens and max_tokens, 13, are 33 together, and a sequence has at most 32: shorten "
+        (20, 13, "The prompt's 20 tokens and max_tokens, 13, are 33 together, but a sequence has at most 32: shorten "
                  "the prompt or lower max_tokens."),
-        (20, 6, "The request needs 7 blocks of the cache for 20 prompt tokens and 6 new ones, and there are 6: shorten "
+        (20, 6, "The request needs 7 blocks of the cache for 20 prompt tokens and 6 new ones, but there are 6: shorten "
                 "the prompt, lower max_tokens or serve with more (--num-blocks)."),
     ],
 )  # fmt: skip

@@ -59,8 +59,8 @@ def test_labels_are_called_as_the_file_beside_the_adapter_says(tmp_path):
         ("[", "is not JSON"),
         ('{"a": 1}', "must hold a JSON list of texts"),
         ('["a", 2, "c"]', "must hold a JSON list of texts"),
-        ('["a", "b"]', "names 2 labels, and the head has 3 scores"),
-        ('["a", "b", "a"]', "names 2 labels, and the head has 3 scores"),
+        ('["a", "b"]', "names 2 labels, but the head has 3 scores"),
+        ('["a", "b", "a"]', "names 2 labels, but the head has 3 scores"),
     ],
 )
 def test_names_of_other_labels_are_refused(tmp_path, content, found):
@@ -69,5 +69,5 @@ def test_names_of_other_labels_are_refused(tmp_path, content, found):
 
 
 def test_a_head_of_another_width_is_refused(tmp_path):
-    found = "score.weight, the head of a classifier, is [3, 4], and the model's width is 5"
+    found = "score.weight, the head of a classifier, is [3, 4], but the model's width is 5"
     refused(ShapeMismatchError, part(found), take_score, adapter(), 5, str(tmp_path))

@@ -3,7 +3,7 @@
 import os
 
 import mindspore  # noqa: F401  must come before protobuf
-from tensorboardX.proto import event_pb2
+from tensorboardX.proto import event_pb2, plugin_hparams_pb2
 
 
 def events_of(folder):
@@ -22,13 +22,24 @@ def events_of(folder):
 
 def scalars_of(folder):
     """Returns {(tag, step): value}, without what a run that goes on earlier hides, as TensorBoard shows it."""
-    return {place: value.simple_value for place, value in _values(folder).items() if not value.HasField("tensor")}
+    return {place: value.simple_value for place, value in _values(folder).items() if value.HasField("simple_value")}
 
 
 def texts_of(folder):
     """Returns {(tag, step): text} in the same way."""
     tensors = {place: value.tensor for place, value in _values(folder).items() if value.HasField("tensor")}
     return {place: tensor.string_val[0].decode("utf-8") for place, tensor in tensors.items()}
+
+
+def hyperparameters_of(folder):
+    """Returns {name: value} of a run's hyperparameters, and the tags by which TensorBoard compares runs."""
+    found = {}
+    for (tag, _), value in _values(folder).items():
+        if tag.startswith("_hparams_/"):
+            found[tag] = plugin_hparams_pb2.HParamsPluginData.FromString(value.metadata.plugin_data.content)
+    started = found["_hparams_/session_start_info"].session_start_info.hparams
+    tags = {metric.name.tag for metric in found["_hparams_/experiment"].experiment.metric_infos}
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in started.items()}, tags
 
 
 def _values(folder):

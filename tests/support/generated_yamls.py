@@ -36,7 +36,7 @@ NAMES["chatglm"] = {
 }
 _VARIANTS = [{}, {}, {}, {"use_dora": True}, {"use_vera": True}, {"use_adalora": True, "init_r": 4}, {"use_miss": True}]
 _VARIANTS += [{"freeze_lora_a": True}, {"use_rslora": True}]
-_INITIALIZERS = ["gaussian", "orthogonal", "pissa", "olora", "loftq"]
+_INITIALIZERS = ["gaussian", "orthogonal", "pissa", "olora", "mica", "loftq"]
 
 
 def pet_config(model, rng):

@@ -148,20 +148,42 @@ def in_int8(path, shape, rng, zeros=True, groups=1):
     return tensors, times_scales(codes, stored, scales, np.arange(shape[1]) // (shape[1] // groups))
 
 
-def modelslim(path, shape, rng):
-    """Returns the tensors of a weight in msModelSlim's W8A8, and the weight."""
-    codes, _, scales = integers(shape, rng, 8, 1)
-    offsets = rng.integers(-3, 4, (shape[0], 1)).astype("f4")
+def modelslim(path, shape, rng, groups=1):
+    """Returns the tensors of a weight in msModelSlim's W8A8 or W8A16, and the weight."""
+    codes, _, scales = integers(shape, rng, 8, groups)
+    scales = scales.T.astype("f4")
+    offsets = rng.integers(-3, 4, (shape[0], groups)).astype("f4")
     tensors = {
         f"{path}.weight": (codes - 128).astype("i1"),
-        f"{path}.weight_scale": scales.T.astype("f4"),
+        f"{path}.weight_scale": scales.copy(),
         f"{path}.weight_offset": offsets,
         f"{path}.quant_bias": np.zeros(shape[0], "<i4"),
         f"{path}.deq_scale": np.zeros(shape[0], "<i8"),
         f"{path}.input_scale": np.ones(1, "f4"),
         f"{path}.input_offset": np.zeros(1, "i1"),
     }
-    return tensors, (codes - 128 - offsets).astype("f4") * scales.T.astype("f4")
+    columns = shape[1] // groups
+    return tensors, (codes - 128 - offsets.repeat(columns, 1)).astype("f4") * scales.repeat(columns, 1)
+
+
+def modelslim_through_inputs(path, shape, rng, as_bits=True):
+    """Returns the tensors of a weight in msModelSlim's W8A8 without scales of its own, and the weight."""
+    tensors, _ = modelslim(path, shape, rng)
+    del tensors[f"{path}.weight_offset"]
+    of_inputs = rng.random(1, np.float32)
+    products = (tensors.pop(f"{path}.weight_scale") * of_inputs)[:, 0]
+    tensors[f"{path}.input_scale"] = of_inputs
+    tensors[f"{path}.deq_scale"] = products.view("<i4").astype("<i8") if as_bits else products
+    return tensors, tensors[f"{path}.weight"].astype("f4") * (products / of_inputs)[:, None]
+
+
+def modelslim_fp8(path, shape, rng):
+    """Returns the tensors of a weight in msModelSlim's WFP8AFP8_DYNAMIC, and the weight."""
+    made, weight = fp8(path, shape, rng, kind="rows")
+    scales = next(array for name, array in made.items() if "scale" in name)
+    zeros = np.zeros((shape[0], 1), "f4")
+    tensors = {f"{path}.weight": made[f"{path}.weight"], f"{path}.weight_scale": scales.reshape(-1, 1)}
+    return {**tensors, f"{path}.weight_offset": zeros}, weight
 
 
 def _compressed_settings(format_, **of_weights):
@@ -208,7 +230,13 @@ FORMS = {
     "w8-groups": (in_int8, {"groups": 2}, _compressed_settings("int-quantized", num_bits=8)),
     "float-rows": (fp8, {"kind": "rows"}, _compressed_settings("float-quantized", num_bits=8)),
     "modelslim": (modelslim, {}, None),
+    "modelslim-groups": (modelslim, {"groups": 2}, None),
+    "modelslim-static": (modelslim_through_inputs, {}, None),
+    "modelslim-static-bfloat16": (modelslim_through_inputs, {"as_bits": False}, None),
+    "modelslim-fp8": (modelslim_fp8, {}, None),
 }
+# Form -> what msModelSlim calls it.
+MODELSLIMS_KINDS = {"modelslim-groups": "W8A16", "modelslim-fp8": "WFP8AFP8_DYNAMIC"}
 
 
 def quantized_llama(form, seed=0):
@@ -231,8 +259,9 @@ def save_quantized(folder, form, tensors, shards=1, settings=None, **config):
     described = {} if settings is None else {"quantization_config": settings}
     content = {**HUGGING_FACE, "vocab_size": VOCAB, "torch_dtype": "bfloat16", **described, **config}
     path = save_base(folder, tensors, shards, **content)
-    if form == "modelslim":
-        kinds = {name: "W8A8" if tensors[name].dtype == np.int8 else "FLOAT" for name in tensors}
+    if form.startswith("modelslim"):
+        kind = MODELSLIMS_KINDS.get(form, "W8A8")
+        kinds = {name: kind if tensors[name].dtype.itemsize == 1 else "FLOAT" for name in tensors}
         with open(f"{path}/quant_model_description.json", "w", encoding="utf-8") as file:
-            json.dump({**kinds, "model_quant_type": "W8A8"}, file)
+            json.dump({**kinds, "model_quant_type": kind}, file)
     return path

@@ -1,7 +1,7 @@
 """Scripted runs that Trackers shows to the real trackers, and what these hold afterwards, in a process of its own.
 
 python -m tests.support.tracked_runs FOLDER: trains until step 3, goes on after step 2, and calls the callbacks of two
-adapters beside each other; writes what each tracker holds to FOLDER/found.json.
+adapters side by side; writes what each tracker holds to FOLDER/found.json.
 """
 
 import glob

@@ -18,6 +18,7 @@ FEATURES = {
     "vera": "VeRA",
     "adalora": "AdaLoRA",
     "pissa": "PiSSA, OLoRA",
+    "mica": "MiCA",
     "eva": "EVA",
     "loftq": "LoftQ",
     "lora_fa": "LoRA-FA",

@@ -115,7 +115,7 @@ def test_a_run_ends_with_the_last_state_within_its_budget():
     step, events, error = play([measured, ForgettingBudget(0.2), note], [1.0] * 9)
     assert error is None and note.marks == [1, 2, 3, 4, 5, 4]
     assert events.events == [(6, "budget")]
-    assert "0.25 nats per token away from its base, and the budget is 0.2." in events.messages[0]
+    assert "0.25 nats per token away from its base, but the budget is 0.2." in events.messages[0]
     assert events.messages[0].endswith("those of step 4 again, and the run ends.")
 
 

@@ -126,7 +126,7 @@ def check_yaml(path: str) -> List[Finding]:
 
 
 def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
-    """Yields a note whether output head and loss of a YAML's run take some tokens at a time, if it trains."""
+    """Yields a note on whether output head and loss take some tokens at a time, if the YAML's run trains."""
     try:
         run = read_run(config)
         if run.yaml.trains:
@@ -139,7 +139,7 @@ def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
 
 
 def note_on_pynative_loss(config: Dict[str, Any]) -> Iterator[Finding]:
-    """Yields the same for a YAML of the PyNative Trainer in which mindlora's adapters train."""
+    """Yields note_on_loss's note for a YAML of the PyNative Trainer in which mindlora's adapters train."""
     try:
         yield note(IN_PYNATIVE, str(head_of_pynative(config)))
     except LoraError:

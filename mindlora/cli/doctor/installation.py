@@ -62,7 +62,7 @@ def _describe(adopted, used) -> Item:
 
 
 def adopt_choices(path: str) -> None:
-    """Keeps the measured choices of a report of scripts/verify_npu.sh, a path, for this installation.
+    """Stores for this installation what scripts/verify_npu.sh measured; ``path`` is its report.
 
     Raises InstallationError without MindSpore, and ConfigError if it is not such a report.
     """

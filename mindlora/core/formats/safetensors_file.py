@@ -161,7 +161,7 @@ def write(
             file.write(memoryview(piece.reshape(-1).view(np.uint8)))
             written += piece.nbytes
     if written != end:
-        raise AssertionError(f"{path}: {written} bytes were written, and the header declares {end}.")
+        raise AssertionError(f"{path}: {written} bytes were written, but the header declares {end}.")
 
 
 def write_arrays(path: str, tensors: Dict[str, np.ndarray], metadata: Optional[Dict[str, str]] = None) -> None:

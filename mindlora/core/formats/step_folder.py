@@ -69,7 +69,7 @@ def is_whole(name: str) -> bool:
 
 
 def refuse_part(path: str) -> None:
-    """Raises AdapterFormatError for the file of one rank where metadata.json beside it tells how all of them join."""
+    """Raises AdapterFormatError for the file of one rank if the metadata.json beside it says how all of them join."""
     folder, name = os.path.split(path)
     if not is_whole(name) and os.path.isfile(os.path.join(folder, METADATA)):
         raise AdapterFormatError(
@@ -96,7 +96,7 @@ def last_step(folder: str) -> str:
     name = name_of(int(text)) if text.isdecimal() else ""
     if name not in steps:
         raise AdapterFormatError(
-            f"{tracker} says that the last step is {shown(text)}, and there are {listed(steps)}. Give the folder of "
+            f"{tracker} says that the last step is {shown(text)}, but there are {listed(steps)}. Give the folder of "
             "one step."
         )
     return os.path.join(folder, name)
@@ -171,7 +171,7 @@ class StepFolder:
         for name in sorted(names):
             path = os.path.join(self.path, name)
             if not os.path.isfile(path):
-                raise AdapterFormatError(f"{path} is missing, and {METADATA} names it. Copy the folder again.")
+                raise AdapterFormatError(f"{path} is missing, but {METADATA} names it. Copy the folder again.")
             self._files[name] = stack.enter_context(TensorFile(path))
 
     def _whole_tensors(self) -> Dict[str, List[_Part]]:

@@ -27,7 +27,7 @@ def read(path: str) -> Dict[str, np.ndarray]:
     function, change any object and allocate any amount of memory. The machine here knows the few instructions that a
     dict of tensors needs, can call three functions of its own, and stops at anything else.
 
-    Raises AdapterError if it is damaged, no zip archive of torch.save's, or not a dict of tensors by name.
+    Raises AdapterError if it is damaged, not a zip archive that torch.save wrote, or not a dict of named tensors.
     """
     opened = False
     try:
@@ -51,11 +51,12 @@ def read(path: str) -> Dict[str, np.ndarray]:
         if not opened:
             raise
         raise AdapterFormatError(
-            f"{path} holds no dict of tensors: {type(error).__name__}: {error}. Save the adapter as safetensors."
+            f"{path} does not hold a dict of tensors: {type(error).__name__}: {error}. Save the adapter as safetensors."
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, np.ndarray) for value in content.values()):
         raise AdapterFormatError(
-            f"{path} holds no dict of tensors by name, but a {type(content).__name__}. Give the file of the adapter."
+            f"{path} does not hold a dict of tensors by name, but a {type(content).__name__}. Give the file of the "
+            "adapter."
         )
     return content
 

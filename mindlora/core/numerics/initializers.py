@@ -1,6 +1,7 @@
-"""Initializers of A and B in NumPy, beyond the plain ones: orthogonal, PiSSA, OLoRA, LoftQ, EVA's and VeRA's.
+"""Initializers of A and B in NumPy, beyond the plain ones: orthogonal, PiSSA, OLoRA, MiCA, LoftQ, EVA's and VeRA's.
 
-PiSSA, OLoRA and LoftQ take the initial pair from the base weight and subtract its product: W' = W - scale B0 A0.
+PiSSA, OLoRA and LoftQ take the initial pair from the base weight and subtract its product: W' = W - scale B0 A0. MiCA
+takes B from the base weight, which stays as it is: A is zero.
 """
 
 import math
@@ -12,7 +13,8 @@ import numpy as np
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
 
-NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
+NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "mica", "loftq", "loftq_iter_N")
+_MICA = "mica"
 # What PEFT's KaSA does to a base; nothing here is trained so.
 KASA = "kasa"
 _PISSA = re.compile(r"pissa(?:_niter_(\d+))?")
@@ -20,6 +22,8 @@ _LOFTQ = re.compile(r"loftq(?:_iter_([1-9]\d*))?")
 Quantized = TypeVar("Quantized")
 # Random directions of randomized_svd beyond the rank; a few make the error small.
 _OVERSAMPLING = 8
+# How far from 0 and 1 the products of orthonormal columns are after rounding to bfloat16, at most.
+_ROUNDING_OF_PRODUCTS = 0.02
 # The randomized decomposition takes the place of the exact one where that would be several times slower.
 _ITERATIONS = 4
 _FEW = 4
@@ -67,9 +71,19 @@ def changes_base(name: Optional[str]) -> bool:
     return name is not None and (name == "olora" or bool(_PISSA.fullmatch(name)))
 
 
+def freezes_b(name: Optional[str]) -> bool:
+    """Returns whether an initializer makes B for good, so that A alone trains: MiCA."""
+    return name == _MICA
+
+
+def computed_from_base(name: Optional[str]) -> bool:
+    """Returns whether an initializer takes A or B from the base weight, once that is loaded."""
+    return changes_base(name) or name == _MICA
+
+
 def needs_whole_matrices(name: Optional[str]) -> bool:
     """Returns whether an initializer needs the whole weight, so that it cannot work on one shard of it."""
-    return name == "orthogonal" or changes_base(name)
+    return name == "orthogonal" or computed_from_base(name)
 
 
 def orthogonal(
@@ -90,14 +104,16 @@ def orthogonal(
 
 
 def of_base(name: str, weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns (A, B), as ``pissa`` does, of what changes the base: pissa, pissa_niter_N, olora or kasa."""
+    """Returns (A, B), as ``pissa`` does, of what is computed from the base: pissa, pissa_niter_N, olora, mica, kasa."""
     if name == KASA:
         return kasa(weight, rank, scale)
     if name == "olora":
         return olora(weight, rank, scale)
+    if name == _MICA:
+        return mica(weight, rank)
     match = _PISSA.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name!r} is not an initializer that changes the base.")
+        raise ValueError(f"{name!r} is not computed from the base.")
     return pissa(weight, rank, scale, None if match[1] is None else int(match[1]))
 
 
@@ -155,6 +171,33 @@ def olora(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.n
     check_rank(rank, weight, "olora")
     q, r = np.linalg.qr(weight)
     return r[:rank], q[:, :rank]
+
+
+def mica(weight: np.ndarray, rank: int) -> Tuple[np.ndarray, np.ndarray]:
+    """Zeros and the left singular vectors U_r of the r smallest singular values of W = U S V^T: A = 0, B = U_r.
+
+    B stays as it is in training, so the adapter adds nothing at first, and later only what lies in these directions.
+
+    Args:
+        weight (array): W [out, in], float32.
+        rank (int): r, at most the smaller side of W.
+
+    Returns:
+        (A float32 [r, in], B float32 [out, r]), the smallest singular value last, as in PEFT.
+
+    Raises:
+        ConfigError: The rank is larger than a side of W.
+
+    Source: Rüdiger and Raschka, MiCA Learns More Knowledge Than LoRA and Full Fine-Tuning, 2026.
+    """
+    check_rank(rank, weight, _MICA)
+    u = np.linalg.svd(weight, full_matrices=False)[0]
+    return np.zeros((rank, weight.shape[1]), np.float32), u[:, -rank:]
+
+
+def has_orthonormal_columns(matrix: np.ndarray) -> bool:
+    """Returns whether B^T B of a float32 [out, r] is the identity, up to the rounding of B to 16 bits."""
+    return bool((np.abs(matrix.T @ matrix - np.eye(matrix.shape[1])) < _ROUNDING_OF_PRODUCTS).all())
 
 
 def residual(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
@@ -292,7 +335,7 @@ class PrincipalComponents:
         self._rows = 0
 
     def update(self, rows: np.ndarray) -> None:
-        """Takes a batch of float32 [k, features] in, with k and features at least ``count``."""
+        """Takes in a batch, float32 [k, features], where k and features are at least ``count``."""
         batch = rows.astype(np.float64)
         mean, variance, number = batch.mean(axis=0), batch.var(axis=0), len(batch)
         batch -= mean

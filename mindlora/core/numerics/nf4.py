@@ -54,7 +54,7 @@ class Nf4Array:
         codes (ndarray): uint8 [N, blocks * 32]. Byte i of a block's 32 holds the code of its weight i in the low half
             and of weight 32 + i in the high one. A code is an index of TABLE.
         absmax (ndarray): uint8 [N, blocks], the code of the largest absolute value of each block.
-        scales (ndarray): float32 [groups]. Groups are runs of 256 blocks, row after row; of fewer, see by_row.
+        scales (ndarray): float32 [groups]. Groups are runs of 256 blocks, row after row, or of fewer: see by_row.
         offsets (ndarray): float32 [groups]. The absmax of a block is offset + scale * code.
         shape (tuple): (N, K).
     """

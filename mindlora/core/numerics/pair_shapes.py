@@ -49,7 +49,7 @@ class PairLayout:
         return a[self.rank_axes[0]]
 
     def channels(self, a: Shape, b: Shape) -> Tuple[int, int]:
-        """Returns (outputs, inputs) of the weight, or of each of its experts; a kernel counts as inputs."""
+        """Returns (outputs, inputs) of the weight, or of each expert; a convolution's kernel counts as inputs."""
         return b[0], math.prod(a[1:])
 
     def with_rank(self, half: str, array: np.ndarray, rank: int) -> np.ndarray:
@@ -200,7 +200,7 @@ def layout_of(a: Shape, embeds: bool = False) -> PairLayout:
 def shape_problem(a: Shape, b: Shape, declared: Optional[int] = None) -> Optional[Problem]:
     """Returns what is wrong with the shapes of A and B, as the error class and in words, or None.
 
-    The rank is the declared one, or without one that of A.
+    The rank is the declared one, or A's if none is declared.
     """
     layout = layout_of(a)
     if not layout.dims == len(a) == len(b):
@@ -218,7 +218,7 @@ def has_product(a: np.ndarray, b: np.ndarray) -> bool:
 def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
     """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is what B A adds to W.
 
-    A is [r, in], of a convolution [r, in, kh, kw], of experts [experts, r, in], and B accordingly; with ``embeds``, W
+    A is [r, in], for a convolution [r, in, kh, kw], for experts [experts, r, in], and B accordingly; with ``embeds``, W
     is a table [in, out]. Raises ShapeMismatchError for a convolution with groups.
     """
     if not has_product(a, b):
@@ -247,7 +247,7 @@ def flatten_experts(half: str, stack: np.ndarray) -> np.ndarray:
 
 
 def unflatten_experts(half: str, flat: np.ndarray, rank: int) -> Optional[np.ndarray]:
-    """Returns the stack that flatten_experts made ``flat`` of, or None for a shape that is not of this rank."""
+    """Returns the stack from which flatten_experts made ``flat``, or None for a shape that is not of this rank."""
     size = flat.shape[0 if half == "A" else -1]
     if flat.ndim != 2 or not size or size % rank:
         return None

@@ -187,7 +187,7 @@ class Adapter:
         return stored
 
     def complete_pairs(self, source: str) -> None:
-        """Gives each cell the A and B that a file does not hold as its own: the reverse of stored_tensors.
+        """Gives each cell the A and B that a file does not hold for it alone: the reverse of stored_tensors.
 
         Raises MissingTensorsError if VeRA's vectors lack A or B, ShapeMismatchError if B lacks rows of a cell.
         """
@@ -212,7 +212,7 @@ class Adapter:
             rows = len(self.tensors[path, by_row])
             if rows > len(tensors["B"]):
                 raise ShapeMismatchError(
-                    f"{source}: {by_row} of {path} has {rows} elements, and the shared B is "
+                    f"{source}: {by_row} of {path} has {rows} elements, but the shared B is "
                     f"{list(tensors['B'].shape)}: it has too few rows. Save the adapter again, with its own projection."
                 )
             self.tensors[path, "A"] = tensors["A"]

@@ -73,7 +73,7 @@ def stack_pairs(adapter: Adapter) -> None:
 
 
 def unstack_pairs(adapter: Adapter) -> None:
-    """Replaces stacked pairs in ``adapter`` by pairs of single experts: the reverse of stack_pairs.
+    """Replaces stacked pairs in ``adapter`` with pairs of single experts: the reverse of stack_pairs.
 
     If gate_proj and up_proj use one half of the rank each, in every expert, each gets its half; otherwise both have the
     whole A.
@@ -99,7 +99,7 @@ def _stack(adapter: Adapter, path: str, paths: List[str], members: int) -> None:
     ranks = sorted({adapter.rank(single) for single in paths})
     if len(ranks) > 1:
         raise RankMismatchError(
-            f"The pairs of single experts that make up {path} have the ranks {', '.join(map(str, ranks))}, and one "
+            f"The pairs of single experts that make up {path} have the ranks {', '.join(map(str, ranks))}, but one "
             "stacked pair has one rank. Keep the pairs of single experts, or bring them to one rank (mindlora adapter "
             "resize)."
         )

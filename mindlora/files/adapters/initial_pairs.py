@@ -91,7 +91,7 @@ def _weight_of(base: Base, adapter: Adapter, path: str, joined: Optional[str]) -
     if is_single(path):
         raise LoraError(
             f"{path} was trained with PEFT's {adapter.initializer!r}, whose initial pair follows from the "
-            "weight of this expert alone, and the base has no such weight: those of the experts are stacked. Merge the "
+            "weight of this expert alone, but the base has no such weight: those of the experts are stacked. Merge the "
             "adapter into Hugging Face's checkpoint, which has them apart."
         )
     parts = names.joined_parts(path)

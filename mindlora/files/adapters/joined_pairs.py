@@ -93,7 +93,7 @@ def split_pairs(
     group = layout.sizes(len(b), HeadSizes(heads, kv_heads, head_dim, first))
     if group is None and layout.needs_first:
         raise AdapterError(
-            f"{path} joins {', '.join(members)} in {len(b)} rows, and how many are the first one's is not known or not "
+            f"{path} joins {', '.join(members)} in {len(b)} rows, but how many are the first one's is not known or not "
             f"possible ({first}). Name the model's folder or YAML (--base), which has its q_lora_rank."
         )
     if group is None:

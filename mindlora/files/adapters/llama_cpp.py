@@ -114,7 +114,7 @@ def _tensor(path: str) -> Optional[str]:
 def _model(model_type: Optional[str]) -> LlamaCppModel:
     if model_type is None:
         raise AdapterError(
-            "A GGUF file says which model it is for, and nothing tells it here: the adapter's base is not a folder "
+            "A GGUF file says which model it is for, but nothing tells it here: the adapter's base is not a folder "
             "with its config.json. Name the base's folder or YAML (--base); there are GGUF files of "
             f"{', '.join(llama_cpp.MODELS)}."
         )
@@ -139,7 +139,7 @@ def _pair(adapter: Adapter, cell: str, alpha: float, model: LlamaCppModel, base:
         count = base.heads if path.endswith("q_proj") else base.kv_heads
         if not count or len(b) % (2 * count):
             raise AdapterError(
-                f"llama.cpp orders the rows of {path} by heads. It has {len(b)} rows, and the number of heads is "
+                f"llama.cpp orders the rows of {path} by heads. It has {len(b)} rows, but the number of heads is "
                 f"{count or 'not known'}. Name the base's folder or YAML (--base)."
             )
         b = llama_cpp.neighbors_from_halves(b, count)

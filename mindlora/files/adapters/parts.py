@@ -91,7 +91,7 @@ def read_paths(file: Optional[str]) -> Tuple[str, ...]:
             paths = tuple(line.strip() for line in lines if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise LoraError(
-            f"{file} cannot be read as a list of paths: {error}. Give a text file in UTF-8 with a path in each line."
+            f"{file} cannot be read as a list of paths: {error}. Give a text file in UTF-8 with one path per line."
         ) from error
     if not paths:
         raise LoraError(f"{file} is empty: it must hold the paths of the network's cells, one in a line.")
@@ -156,7 +156,7 @@ def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:
             cells_of_parts.append((path, part, canonical(part, rest)))
     if unknown:
         raise AdapterError(
-            f"Format {form!r} is for Stable Diffusion, and these cells are neither a UNet's nor a text encoder's under "
+            f"Format {form!r} is for Stable Diffusion, but these cells are neither a UNet's nor a text encoder's under "
             f"diffusers' names: {listed(unknown)}. Say which part they are with part (--part), or write another format."
         )
     return cells_of_parts

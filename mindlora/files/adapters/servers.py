@@ -29,8 +29,8 @@ _REQUIRED = ("r", "lora_alpha", "target_modules")
 _SERVED_KEY = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$|\.(embed_tokens|lm_head)\.base_layer\.weight$")
 # The first versions of vLLM that take adapters of experts, stacked experts in PEFT's layout, and one scale a cell.
 _EXPERTS, _STACKED, _PATTERNS = (0, 12), (0, 23), (0, 32)
-# The first one that takes the whole head of a classifier, in every kind of classification, and the names of that head.
-_HEADS_SINCE, _HEADS = (0, 33), ("classifier", "score")
+# The first one that is known to take the whole head of a classifier, of texts and not of tokens, and the head's names.
+_HEADS_SINCE, _HEADS = (0, 32), ("classifier", "score")
 # What of these mindlora's records name keeps the experts of a layer apart in vLLM (is_3d_moe_weight is False).
 _APART = ("qwen3_moe", "deepseek_v3")
 _MERGE = "Merge it into the base (mindlora base merge), and serve that."
@@ -45,7 +45,7 @@ def vllm_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str
 
 
 def vllm_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what vLLM must be told, or have."""
+    """Yields with what options vLLM must be started for the adapter, and what else it needs."""
     yield from _notes_in_vllm(adapter)
     heads = _saved_heads(adapter)
     if heads and version >= _HEADS_SINCE:
@@ -61,7 +61,7 @@ def vllm_notes(adapter: Adapter, version: Version) -> Iterator[str]:
 
 
 def ascend_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields the same of vllm-ascend."""
+    """Yields with what options vllm-ascend must be started, and what else it needs."""
     yield from vllm_notes(adapter, version)
     yield (
         "With --tensor-parallel-size above 1, vllm-ascend 0.23.0 aborts or hangs on an NPU (vllm-ascend#16586, open in "
@@ -70,7 +70,7 @@ def ascend_notes(adapter: Adapter, version: Version) -> Iterator[str]:
 
 
 def mindspore_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields the same of vllm-mindspore, which is built on vLLM 0.11."""
+    """Yields what vllm-mindspore, which is built on vLLM 0.11, would refuse or compute wrongly, and what to do."""
     yield from _problems_in_vllm(path, adapter, (0, 11))
     model_type = known_base(adapter).config.get("model_type")
     if model_type not in (None, "qwen2"):
@@ -83,7 +83,7 @@ def mindspore_problems(path: str, adapter: Adapter, version: Version) -> Iterato
 
 
 def mindspore_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields the same of vllm-mindspore."""
+    """Yields with what options vllm-mindspore must be started, and what else it needs."""
     yield from _notes_in_vllm(adapter)
     yield "vllm-mindspore 0.5.1 serves LoRA on Qwen2 alone, and needs --enforce-eager."
 
@@ -103,6 +103,8 @@ def _problems_in_vllm(path: str, adapter: Adapter, version: Version) -> Iterator
     saved = config.get("modules_to_save") or (not config and adapter.saved_modules)
     if saved and not (version >= _HEADS_SINCE and _saved_heads(adapter) == adapter.trained_modules):
         yield f"It has modules_to_save ({listed(adapter.saved_modules)}), which are refused. {_MERGE}"
+    elif saved and config.get("task_type") == "TOKEN_CLS":
+        yield f"It has the whole head of a classifier of tokens, which is refused: only one of texts is taken. {_MERGE}"
     if config.get("bias", "none") != "none":
         yield (
             f"Its configuration says bias {config['bias']!r}, which is refused, though the file holds none. Write it "
@@ -153,7 +155,7 @@ def _cell_problems(path: str, adapter: Adapter, version: Version) -> Iterator[st
     if stacked and (apart or version < _STACKED):
         option = ", unless it runs with --enable-mixed-moe-lora-format and is given is_3d_lora_weight: true with it"
         yield (
-            f"It has one pair for all experts of a layer ({listed(stacked)}), and this server takes pairs of each "
+            f"It has one pair for all experts of a layer ({listed(stacked)}), but this server takes pairs of each "
             f"expert by itself{option if version >= _STACKED else ''}. Write those: mindlora adapter convert {path} "
             "served --to peft --experts single"
         )
@@ -173,7 +175,7 @@ def _scale_problems(adapter: Adapter, config: dict, version: Version) -> Iterato
     ranks = adapter.ranks
     if ranks[-1] > _MAX_RANKS[-1]:
         yield (
-            f"Its rank is {ranks[-1]}, and at most {_MAX_RANKS[-1]} is served. Make it smaller: mindlora adapter "
+            f"Its rank is {ranks[-1]}, but at most {_MAX_RANKS[-1]} is served. Make it smaller: mindlora adapter "
             f"resize ADAPTER served --rank {_MAX_RANKS[-1]}"
         )
     # Before, vLLM computed one scale, from the r and lora_alpha of the configuration, and read neither pattern.
@@ -202,7 +204,7 @@ def _notes_in_vllm(adapter: Adapter) -> List[str]:
     needed = next((allowed for allowed in _MAX_RANKS if allowed >= rank), None)
     if needed is not None and needed > 16:
         notes.append(
-            f"Its rank is {rank}, and the default limit is 16: start the server with --max-lora-rank {needed}."
+            f"Its rank is {rank}, but the default limit is 16: start the server with --max-lora-rank {needed}."
         )
     ends = sorted({names.to_hugging_face(path).rpartition(".")[2] for path in adapter.paths})
     notes.append(f"The model must serve modules of these names: {', '.join(ends)}.")
@@ -228,14 +230,14 @@ def mindie_problems(path: str, adapter: Adapter, version: Version) -> Iterator[s
     if not adapter.variant.is_plain:
         yield f"It is a {adapter.variant.name} adapter ({adapter.variant.field}); MindIE has plain LoRA alone. {_MERGE}"
     if adapter.trained_modules:
-        yield f"It has modules_to_save ({listed(adapter.trained_modules)}), and MindIE takes A and B alone. {_MERGE}"
+        yield f"It has modules_to_save ({listed(adapter.trained_modules)}), but MindIE takes A and B alone. {_MERGE}"
     odd = [cell for cell in adapter.paths if adapter.layout(cell) is not LINEAR]
     if odd:
-        yield f"It adapts cells that are not linear, and MindIE takes linear ones alone: {listed(odd)}. {_MERGE}"
+        yield f"It adapts cells that are not linear, but MindIE takes linear ones alone: {listed(odd)}. {_MERGE}"
 
 
 def mindie_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what MindIE must be told, or have."""
+    """Yields how MindIE must be set up for the adapter, and what else it needs."""
     yield "At most ten adapters are recommended beside one base, whose names have at most 256 characters."
     if version < _HOT_LOAD:
         yield "It loads no adapter while it serves: name all of them in LoraModules of config.json before the start."
@@ -259,7 +261,7 @@ def llama_cpp_problems(path: str, adapter: Adapter, version: Version) -> Iterato
 
 
 def llama_cpp_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what llama.cpp must be told, or have."""
+    """Yields how llama.cpp must be started for the adapter, and what else it needs."""
     yield "Start it with the file as --lora, beside a GGUF file of the base, which another program converts."
     if adapter.embeddings:
         yield "It adapts the embedding: on a base with tied embeddings llama.cpp ends with a failed assertion."
@@ -274,7 +276,7 @@ def ollama_problems(path: str, adapter: Adapter, version: Version) -> Iterator[s
 
 
 def ollama_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what Ollama must be told."""
+    """Yields how Ollama must be set up for the adapter."""
     yield "Its Modelfile then begins with FROM ./merged.gguf."
 
 
@@ -386,7 +388,7 @@ def _parse(server: str) -> Tuple[Server, Version]:
     name, _, version = server.partition("==")
     if name not in SERVERS:
         raise ConfigError(
-            f"No rules are known of a server {name!r}.{suggestion(name, list(SERVERS))} Name one of "
+            f"No rules are known for a server {name!r}.{suggestion(name, list(SERVERS))} Name one of "
             f"{', '.join(SERVERS)}."
         )
     rules = SERVERS[name]

@@ -39,7 +39,7 @@ def settle(
         # Matching sees to the shapes.
         if head_weight.shape == of_base.shape and not is_copy(head_weight, of_base):
             raise error(
-                f"{source} holds {head}, the weight that the adapter of the output head is for, and {base} has another "
+                f"{source} holds {head}, the weight that the adapter of the output head is for, but {base} has another "
                 f"one, the embedding's table: its embeddings are tied. {WAY_OUT}"
             )
         return
@@ -47,13 +47,13 @@ def settle(
         tables = [adapter.saved_modules[name] for name in (embedding, head)]
         if tables[0].shape != tables[1].shape or (to_float32(tables[0]) != to_float32(tables[1])).any():
             raise error(
-                f"{source} holds different weights for {embedding} and {head}, and {base} has one table for both: its "
+                f"{source} holds different weights for {embedding} and {head}, but {base} has one table for both: its "
                 f"embeddings are tied. {WAY_OUT}"
             )
         del adapter.saved_modules[head]
     elif _is_untied(adapter, embedding):
         raise error(
-            f"{source} holds {embedding} alone (modules_to_save), beside which the output head stays as it was, and "
+            f"{source} holds {embedding} alone (modules_to_save), beside which the output head stays as it was, but "
             f"{base} has one table for both: its embeddings are tied. {WAY_OUT}"
         )
 
@@ -61,7 +61,7 @@ def settle(
 def complete_pairs(adapter: Adapter) -> None:
     """Gives embedding and head one change, where PEFT keeps them equal (ensure_weight_tying) and the file has one.
 
-    The one's A and B are the other's B and A, transposed. A pair of another variant than plain LoRA stays alone.
+    The A and B of one are the B and A of the other, transposed. A pair of any other variant is left as it is.
     """
     embedding, head = _adapted(adapter)
     if not adapter.peft_fields.get("ensure_weight_tying") or not adapter.variant.is_plain:
@@ -125,7 +125,7 @@ def is_copy(weight: np.ndarray, table: np.ndarray) -> bool:
 
 
 def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:
-    """Raises ShapeMismatchError if a saved embedding or head is of a larger or smaller vocabulary than the base's."""
+    """Raises ShapeMismatchError if a saved embedding or head has a larger or smaller vocabulary than the base."""
     if is_of_vocabulary(name) and saved[1:] == base[1:]:
         raise ShapeMismatchError(
             f"{source}: {name} has {saved[0]} rows and the base {base[0]}: tokens were added to or taken from the "

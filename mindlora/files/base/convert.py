@@ -157,7 +157,7 @@ def convert_base(
     with BaseCheckpoint(source, decode_to=named_dtype(dtype) if dtype else None) as base:
         if dtype and not base.decoded:
             raise CheckpointError(
-                f"dtype is {dtype}, and {source} holds no quantized weights: each tensor keeps its dtype. Leave dtype "
+                f"dtype is {dtype}, but {source} holds no quantized weights: each tensor keeps its dtype. Leave dtype "
                 "(--dtype) out."
             )
         has_config = bool(base.config)
@@ -256,8 +256,8 @@ def _world_of(base: BaseCheckpoint, to: str) -> str:
 def _check_trainer(base: BaseCheckpoint, output: str) -> None:
     if base.architecture.legacy or not base.architecture.trains:
         raise CheckpointError(
-            f"MindFormers' PyNative trainer has no {base.architecture.title}, which {base.path} is. Use --to "
-            "mindformers and train with its graph mode."
+            f"MindFormers' PyNative trainer does not have {base.architecture.title}, the model of {base.path}. Use "
+            "--to mindformers and train with its graph mode."
         )
     if is_file_name(output):
         raise CheckpointError(f"The output {output} is a file, and MindFormers' trainer loads a folder. Give a folder.")

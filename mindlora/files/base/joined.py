@@ -130,7 +130,7 @@ def _cell(joined: str) -> JoinedCell:
 def _check_heads(joined, heads):
     if not heads or heads < 1:
         raise CheckpointError(
-            f"The rows of {joined} are ordered by key-value head, and the number of heads is not known. {_HEADS_ADVICE}"
+            f"The rows of {joined} are ordered by key-value head, but the number of heads is not known. {_HEADS_ADVICE}"
         )
 
 

@@ -194,7 +194,7 @@ def vocabulary(folder: str, config: Mapping[str, Any]) -> Dict[str, Value]:
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(path):
         raise CheckpointError(
-            f"{folder} has no tokenizer.json, and a GGUF file holds the tokenizer. Save it again with transformers: "
+            f"{folder} has no tokenizer.json, but a GGUF file holds the tokenizer. Save it again with transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
     content = _read(path)
@@ -242,7 +242,7 @@ def _tokens(model: Mapping, added: List[Mapping], size: int, path: str) -> Dict[
     names.update({token["id"]: token["content"] for token in added})
     if max(names) >= size:
         raise CheckpointError(
-            f"{path} has the token {max(names)}, and the model's vocab_size is {size}: use the tokenizer of this model."
+            f"{path} has the token {max(names)}, but the model's vocab_size is {size}: use the tokenizer of this model."
         )
     kinds = {token["content"]: _CONTROL if token.get("special") else _USER_DEFINED for token in added}
     kinds[model.get("unk_token")] = _UNKNOWN

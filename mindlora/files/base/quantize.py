@@ -275,7 +275,7 @@ def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) ->
         quantized = quantized_paths(file.tensors)
         if not quantized:
             raise CheckpointError(
-                f"{path} is not quantized, and quantize_base is nf4. Quantize it once: "
+                f"{path} is not quantized, but quantize_base is nf4. Quantize it once: "
                 f"mindlora base quantize {path} base-nf4.safetensors"
             )
         selected = select_quantized(_paths(file.tensors), exclude)

@@ -174,7 +174,7 @@ def tokenizer_files(adapter: str, base_folder: str, companions: List[str], rows:
     if tokens == of_base:
         return own
     added = sorted(tokens.keys() - of_base.keys(), key=lambda token: tokens[token])
-    beside = f"{folder} has a tokenizer of {len(tokens)} tokens, and the base's has {len(of_base)}"
+    beside = f"{folder} has a tokenizer of {len(tokens)} tokens, but the base's has {len(of_base)}"
     if any(tokens.get(token) != number for token, number in of_base.items()):
         return own._replace(notes=(f"{beside}, other ones: the base's was kept.",))
     if max(tokens.values()) >= rows:

@@ -82,7 +82,7 @@ def _nf4_note(adapter: Adapter, shapes: Mapping[str, Shape], read: Callable[[str
     size = squares["product"] or 1.0
     parts = {name: np.sqrt(square / size) for name, square in squares.items()}
     return (
-        f"The adapter was trained on its base in NF4, and this one is in float: on a random probe the products with "
+        f"The adapter was trained on its base in NF4, but this one is in float: on a random probe the products with "
         f"{len(sampled)} of its {len(paths)} weights differ by {parts['rounding']:.1%}, where what the adapter adds is "
         f"{parts['adapter']:.1%}. Measure the merged model (mindlora eval), or serve the adapter on the base in NF4."
     )

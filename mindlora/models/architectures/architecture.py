@@ -217,7 +217,7 @@ class Architecture:
         return self._renamed(path, "cells", source, target)
 
     def rename_parameter(self, name: str, source: str, target: str) -> Optional[str]:
-        """The same for the name of a parameter, or an end of it."""
+        """Returns the name in ``target`` of the parameter (or an end of its name) in ``source``, or None."""
         renamed = self._renamed(name, "parameters", source, target)
         if renamed is not None:
             return renamed

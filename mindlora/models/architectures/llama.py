@@ -120,7 +120,7 @@ def _rotary_keys(config: HuggingFaceConfig, rope: Rope, positions: int) -> Dict[
         settings = config.scaling(rope, dict.fromkeys(keys))
         if settings["original_max_position_embeddings"] >= positions:
             config.refuse(
-                config.rope_key, f"MindFormers scales to more positions than before, and there are {positions}"
+                config.rope_key, f"MindFormers scales to more positions than before, but there are {positions}"
             )
         return {
             "theta": rope.theta,

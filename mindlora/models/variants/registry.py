@@ -22,7 +22,7 @@ PARAMETERS = {part.name: part.parameter for part in _PARTS}
 PYNATIVE_PARAMETERS = {part.name: part.pynative for part in _PARTS}
 # A PyNative model keeps its initial pairs too, as MindFormers' checkpoints have its base after the change.
 PYNATIVE_INITIAL = {"A": "initial_lora_a", "B": "initial_lora_b"}
-# What several adapters are called beside each other in a PyNative model, each part of all of them in one parameter.
+# What several adapters are called side by side in a PyNative model, each part of all of them in one parameter.
 PYNATIVE_STACKED = {"A": "stacked_lora_a", "B": "stacked_lora_b"}
 # How the parameters end that MindSpore's and MindFormers' checkpoints hold, and no file of an adapter.
 IN_CHECKPOINTS_ALONE = tuple(

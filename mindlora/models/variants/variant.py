@@ -183,7 +183,7 @@ class Variant:
             yield Unsupported("alora_invocation_tokens", "alora_invocation_tokens", _NOT_ACTIVATED[base])
         lora_init = config.lora_init
         if base == QUANTIZED:
-            unsupported = initializers.changes_base(lora_init)
+            unsupported = initializers.computed_from_base(lora_init)
         elif base in (EMBEDDINGS, CONVOLUTIONS, CUT):
             unsupported = initializers.needs_whole_matrices(lora_init)
         elif base == EXPERTS:
@@ -233,7 +233,7 @@ class Variant:
         return {**pair, **{part.name: part.shape(rank, shape[0]) for part in self.parts}}
 
     def shared_shapes(self, shapes: List[Shape], rank: int) -> Dict[str, Shape]:
-        """Returns part -> shape of what cells with these weights share: nothing, but for VeRA the projection."""
+        """Returns part -> shape of what cells with these weights share: VeRA's projection, else nothing."""
         if not self.shared_parts or not shapes:
             return {}
         rows, columns = zip(*shapes)
@@ -241,8 +241,9 @@ class Variant:
         return {part.name: pair[half] for half, part in self.shared_parts.items()}
 
     def trained_parts(self, config: Settings) -> Tuple[str, ...]:
-        """Returns the parts of each cell that train: all that it has of its own, but with freeze_lora_a not A."""
-        return tuple(part for part in self.own_parts if part != "A" or not config.freeze_lora_a)
+        """Returns the parts of each cell that train: all of its own, but not A with freeze_lora_a, nor B with MiCA."""
+        frozen = {"A": config.freeze_lora_a, "B": initializers.freezes_b(config.lora_init)}
+        return tuple(part for part in self.own_parts if not frozen.get(part))
 
     def has_any(self, names: AbstractSet[str]) -> bool:
         """Returns whether any of these parts is one that only this variant has."""

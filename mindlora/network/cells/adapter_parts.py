@@ -97,9 +97,18 @@ class AdapterParts(nn.Cell):
     # In training
 
     @property
+    def will_change_base(self) -> bool:
+        """Whether initialize_adapters has yet to subtract the product of A and B from the base's weight."""
+        return initializers.changes_base(self.lora_init) and self.initial_pair is None
+
+    @property
     def awaits_initialization(self) -> bool:
         """Whether initialize_adapters has yet to make A and B from the base's weight."""
-        return initializers.changes_base(self.lora_init) and self.initial_pair is None
+        if not initializers.freezes_b(self.lora_init) or self.merged:
+            return self.will_change_base
+        # MiCA's B is zero until then.
+        b = self.parts()["B"]
+        return bool(b.has_init) or not to_array(b).any()
 
     def prepare(self) -> None:
         """Called before the adapter is trained, saved or merged."""

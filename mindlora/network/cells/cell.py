@@ -239,7 +239,7 @@ def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -
         # MindSpore would count the rank of stacked experts, [experts, r, in], among the inputs.
         init = HeUniform(negative_slope=math.sqrt(5)) if len(shape) != 3 else Uniform(1 / math.sqrt(shape[2]))
     elif isinstance(init, Tensor) and list(init.shape) != shape:
-        raise ConfigError(f"{field} is a Tensor of shape {list(init.shape)}: it must be {shape}.")
+        raise ConfigError(f"{field} is a Tensor of shape {list(init.shape)}: its shape must be {shape}.")
     try:
         return initializer(init, shape, dtype)
     except (ValueError, TypeError, KeyError) as error:

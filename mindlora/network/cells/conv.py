@@ -39,7 +39,7 @@ class ConvBase(nn.Cell):
             )
         if getattr(cell.conv2d, "in_strategy", None) is not None:
             raise UnsupportedCellError(
-                f"{kind} is sharded, and LoRA on sharded convolutions is not supported. Add it to exclude_modules."
+                f"{kind} is sharded, but LoRA on sharded convolutions is not supported. Add it to exclude_modules."
             )
 
     def conv(self, x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:

@@ -195,7 +195,7 @@ class _Trained(CellWithBprop):
 
 
 class _Adapted(CellWithBprop):
-    """The same of a head with an adapter, of which B trains; A does by the gradient of low_rank."""
+    """The losses with a head that has an adapter. Its B trains here; A trains by the gradient of low_rank."""
 
     def __init__(self, piece, head):
         super().__init__(auto_prefix=False)

@@ -89,7 +89,7 @@ class LinearBase(nn.Cell):
             )
         if isinstance(cell, mint.nn.Linear) and is_sharded(cell):
             raise UnsupportedCellError(
-                f"{kind} of mindspore.mint is sharded, and LoRA's strategies are derived from those of nn.Dense "
+                f"{kind} of mindspore.mint is sharded, but LoRA's strategies are derived from those of nn.Dense "
                 "and MindFormers' Linear alone. Add it to exclude_modules."
             )
         if getattr(cls.operators(cell)[0], "in_layout", None) is not None:

@@ -118,7 +118,7 @@ class ParallelBase(LinearBase):
         check_mindformers_linear(cell, parallel_linear_types())
         if not cell.transpose_b:
             raise UnsupportedCellError(
-                f"{type(cell).__name__} keeps its weight as [in_channels, out_channels] (transpose_b False), and the "
+                f"{type(cell).__name__} keeps its weight as [in_channels, out_channels] (transpose_b False), but the "
                 "adapter needs [out_channels, in_channels]. Add it to exclude_modules."
             )
 

@@ -19,10 +19,10 @@ from mindlora.network.cells.parallel_linear import construct_parallel
 class StackedLoRADense(HeldWeight, nn.Cell):
     r"""y_k = activation(x_k W^T + bias + ((dropout(x_k) A_k^T) scale_k) B_k^T), where x_k are the rows of adapter k.
 
-    A batch has as many rows for each adapter, those of the first one first. The A of all adapters are one parameter,
-    and so are the B: those of smaller rank end in rows of A and columns of B that are zero. Their gradients are zero
-    too, so they stay zero under any optimizer that moves nothing without a gradient. An adapter that is not on this
-    cell has zeros alone.
+    A batch has the same number of rows for each adapter, those of the first adapter first. The A of all adapters are
+    one parameter, and so are the B: those of smaller rank end in rows of A and columns of B that are zero. Their
+    gradients are zero too, so they stay zero under any optimizer that moves nothing without a gradient. An
+    adapter that is not on this cell has zeros alone.
 
     The products with A and B are batched over the adapters, in plain MindSpore operators on every device. Only
     from_cells creates such a cell.
@@ -133,10 +133,10 @@ class StackedLoRAParallelLinear(StackedLoRADense):
 
     Inputs:
         - **x** (Tensor) - Shape [sequence, batch, in_channels]; the second axis holds equal numbers of rows for the K
-          adapters, those of the first one first.
+          adapters, those of the first adapter first.
 
     Outputs:
-        (y, bias), as of LoRAParallelLinear.
+        (y, bias), as in LoRAParallelLinear.
     """
 
     construct = construct_parallel

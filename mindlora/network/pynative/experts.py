@@ -64,7 +64,7 @@ class PyNativeExpertWeight(ExpertWeight):
         return getattr(self.holder, self.leaf)
 
     def put_into(self, experts: "PyNativeExperts") -> None:
-        """Makes the experts that take the place of the holder the new one."""
+        """Makes ``experts``, which have taken the place of the holder, the new holder."""
         self._holder = (experts,)
 
     def reset_parameter(self) -> None:

@@ -130,7 +130,7 @@ class _OnPyNativeLinear(LoRADense):
         cls.base_kind.check(cell)
         if config and config.variant is not cls.variant:
             raise UnsupportedCellError(
-                f"{config.variant.field} is True, and a cell in 4 bits of MindFormers' PyNative models takes plain "
+                f"{config.variant.field} is True, but a cell in 4 bits of MindFormers' PyNative models takes plain "
                 "LoRA alone. Remove it, or quantize_base."
             )
 
@@ -377,7 +377,7 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
 
     Inputs:
         - **input_** (Tensor) - Shape [sequence, batch, in_channels]; the second axis holds equal numbers of rows for
-          the K adapters, those of the first one first.
+          the K adapters, those of the first adapter first.
 
     Outputs:
         Tensor of shape [sequence, batch, out_channels] and of the dtype of input_.

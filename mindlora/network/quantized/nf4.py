@@ -118,7 +118,7 @@ def nf4_array(cell: nn.Cell) -> Nf4Array:
 
 
 def first_rows(cell: nn.Cell, rows: int) -> np.ndarray:
-    """Returns the first ``rows`` rows of a quantized cell's W, or all if it has no more; float32."""
+    """Returns the first ``rows`` rows of a quantized cell's W in float32, or all rows if it has fewer."""
     if hasattr(cell, "weight_zeros"):
         integers = integer_array(cell)
         parts = (getattr(integers, field)[:rows] for field in INTEGER_NAMES)

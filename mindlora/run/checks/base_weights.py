@@ -57,7 +57,7 @@ def check_slicing(run: YamlRun) -> Iterator[Finding]:
     if os.path.isfile(path) and not os.path.basename(os.path.dirname(path)).startswith("rank_"):
         yield error(
             "load_checkpoint",
-            f"load_checkpoint: {path} is a file, and where cells are divided among devices MindFormers reads "
+            f"load_checkpoint: {path} is a file, but where cells are divided among devices MindFormers reads "
             "safetensors from a folder.",
             "Set parallel.parallel_mode: 0: a quantized base is a file, and each device loads it whole."
             if run.quantizes_base
@@ -78,8 +78,8 @@ _KEY = "load_checkpoint"
 def check_base_weights(run: YamlRun) -> Iterator[Finding]:
     """Yields how the weights of load_checkpoint differ from the model's: names and shapes.
 
-    In a folder, only whose names it has is looked at. For a quantized base, a model whose cells are not known, or a run
-    in parallel, whose checkpoint may be divided, only the names of a bare model are looked for.
+    In a folder, only the kind of its names is checked. For a quantized base, a model whose cells are not known, or a
+    run in parallel, whose checkpoint may be divided, only the names of a bare model are looked for.
     """
     path = run.base[1]
     # Where a model only answers, mindlora loads it.
@@ -130,7 +130,7 @@ def _check_not_quantized(path: str, key: str) -> Iterator[Finding]:
     if decoded:
         yield error(
             key,
-            f"{key}: {path} holds quantized weights ({'; '.join(decoded.forms)}), and in this run MindFormers loads "
+            f"{key}: {path} holds quantized weights ({'; '.join(decoded.forms)}), but in this run MindFormers loads "
             "the base, which cannot decode them.",
             f"Convert it once: mindlora base convert {path} base --to hf",
         )
@@ -157,7 +157,7 @@ def _compare(path: str, stored: Mapping[str, Tuple[int, ...]], expected: Mapping
         name = different[0]
         yield error(
             _KEY,
-            f"load_checkpoint: {path} has {name} of shape {tuple(stored[name])}, and the model of the YAML has it of "
+            f"load_checkpoint: {path} has {name} of shape {tuple(stored[name])}, but the model of the YAML has it of "
             f"{expected[name]} (shapes of {len(different)} weights differ).",
             "Correct the sizes in model_config.",
         )

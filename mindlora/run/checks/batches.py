@@ -67,7 +67,7 @@ def check_batches(run: YamlRun) -> Iterator[Finding]:
 
 
 def rows_left_out(run: YamlRun) -> Iterator[str]:
-    """Yields a sentence for each data of a training run of which an epoch leaves out rows, as they fill no step.
+    """Yields a sentence for each dataset of a training run whose last rows an epoch leaves out, as they fill no step.
 
     The YAML must have no mistakes. Data whose rows cannot be counted without MindSpore is passed over.
     """
@@ -77,7 +77,7 @@ def rows_left_out(run: YamlRun) -> Iterator[str]:
 
 
 def pynative_rows_left_out(config: Mapping[str, Any], micro_batches: int) -> Iterator[str]:
-    """Yields the same for the YAML of a run of the PyNative Trainer, as the Trainer has completed it.
+    """Yields such a sentence for the YAML of a run of the PyNative Trainer, as the Trainer has completed it.
 
     The Trainer reads ``micro_batches`` at once, and leaves out the rows that do not fill them.
     """
@@ -167,7 +167,7 @@ def _too_few(run: YamlRun, dataset: str, where: str, data: Optional[Data], batch
     factors = [name.rpartition(".")[2] for name, number in batch.factors.items() if number > 1]
     return error(
         where,
-        f"{where} has {available} rows, and a step needs {batch.rows} ({batch}).",
+        f"{where} has {available} rows, but a step needs {batch.rows} ({batch}).",
         f"Lower {' or '.join(factors) or 'batch_size'}, or give more data.",
     )
 

@@ -172,8 +172,8 @@ def check_serving(run: YamlRun) -> Iterator[Finding]:
 def notes_on_serving(run: YamlRun) -> Iterator[Finding]:
     """Yields a note for each reason why what a YAML for Ascend trains cannot be served there.
 
-    Legacy models that are not of MindFormers' LlamaConfig, and mcore models, are not looked at: docs/serving.md has
-    those that are served.
+    It passes over mcore models, and legacy models without MindFormers' LlamaConfig: docs/serving.md lists the models
+    that are served.
     """
     if run.on_cpu or run.model_config.get("type") != "LlamaConfig":
         return
@@ -194,7 +194,7 @@ def _check_paged_attention(model_config: Mapping[str, Any]) -> Iterator[Finding]
     if size % HEAD_MULTIPLE:
         yield error(
             f"{_MODEL_CONFIG}.num_heads",
-            f"hidden_size {hidden} and num_heads {heads} make heads of {size} numbers, and on Ascend MindFormers' "
+            f"hidden_size {hidden} and num_heads {heads} make heads of {size} numbers, but on Ascend MindFormers' "
             f"attention takes multiples of {HEAD_MULTIPLE}.",
             "Serve it on a CPU (--device_target CPU).",
         )

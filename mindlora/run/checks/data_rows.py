@@ -83,8 +83,8 @@ _PADDED = 4
 def check_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     """Yields a finding for each way in which the rows of the run's data do not suit its model.
 
-    Data that is not there is passed over (check_files names it), and so is data that is no MindRecord. ``first_rows``
-    reads the first rows of a MindRecord.
+    It passes over data that is not there (check_files names it) or is not a MindRecord. ``first_rows`` reads the first
+    rows of a MindRecord.
     """
     model = model_of(run)
     if model.get("seq_length") not in COUNT:
@@ -207,7 +207,7 @@ def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mappi
     if isinstance(declared, int) and padding not in (None, declared):
         yield error(
             key,
-            f"{where}: the rows are padded with token {padding}, and model_config.pad_token_id is {declared}.",
+            f"{where}: the rows are padded with token {padding}, but model_config.pad_token_id is {declared}.",
             f"Set it to {padding}.",
         )
 
@@ -255,7 +255,7 @@ def _check_columns(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     if missing:
         yield error(
             "train_dataset.input_columns",
-            f"train_dataset.input_columns names {' and '.join(map(str, missing))}, and {files[0]} has: "
+            f"train_dataset.input_columns names {' and '.join(map(str, missing))}, but {files[0]} has: "
             f"{', '.join(sorted(row))}.",
             "Name columns that it has.",
         )
@@ -281,9 +281,9 @@ _ADVICE = "Convert the data again with mindlora data, which says how many tokens
 
 
 def check_labels(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
-    """Yields an error for each data of the run in which nothing counts: no label, and no example of preferences.
+    """Yields an error for each dataset of the run in which nothing counts: no label, and no example of preferences.
 
-    Data that is not there is passed over. As far as the first label that counts, all rows are read.
+    Data that is not there is passed over. All rows up to the first label that counts are read.
     """
     model = model_of(run)
     if model.get("seq_length") not in COUNT:

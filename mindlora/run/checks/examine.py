@@ -82,7 +82,7 @@ def _at(key: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 def check_contents(run: YamlRun, first_rows: Optional[FirstRows] = None) -> List[Finding]:
     """Returns what is wrong in the base and in the data, as far as they are there, of a YAML whose settings are right.
 
-    ``first_rows`` reads the first rows of a MindRecord; without it, the data is not looked at.
+    ``first_rows`` reads the first rows of a MindRecord; without it, the data is not checked.
     """
     findings: List[Finding] = []
     checks: List[Iterator[Finding]] = [check_quantized_base(run), check_base_weights(run), check_batches(run)]

@@ -61,7 +61,7 @@ def _check_base(run: YamlRun, complete: bool) -> Iterator[Finding]:
         if complete and run.at("auto_trans_ckpt"):
             yield error(
                 "auto_trans_ckpt",
-                "auto_trans_ckpt is True, and there is no checkpoint to transform: load_checkpoint is empty.",
+                "auto_trans_ckpt is True, but there is no checkpoint to transform: load_checkpoint is empty.",
                 "Pass --load_checkpoint, or --auto_trans_ckpt False.",
             )
         if run.pet_config and not run.at("pretrained_model_dir"):
@@ -87,7 +87,7 @@ def _check_form(run: YamlRun, path: str) -> Iterator[Finding]:
         holds = "a folder without one" if os.path.isdir(path) else "not one"
         yield error(
             "load_checkpoint",
-            f"load_checkpoint must be a .ckpt or .safetensors file, or a folder of them, and {path} is {holds} "
+            f"load_checkpoint must be a .ckpt or .safetensors file, or a folder of them, but {path} is {holds} "
             "(--load_checkpoint).",
         )
         return
@@ -97,7 +97,7 @@ def _check_form(run: YamlRun, path: str) -> Iterator[Finding]:
     if read not in formats and not run.quantizes_base:
         yield error(
             "load_checkpoint",
-            f"load_checkpoint: {path} is {' and '.join(formats)}, and load_ckpt_format is {read!r}.",
+            f"load_checkpoint: {path} is {' and '.join(formats)}, but load_ckpt_format is {read!r}.",
             f"Set load_ckpt_format: {' or '.join(formats)} (--load_ckpt_format).",
         )
 

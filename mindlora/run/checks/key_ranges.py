@@ -58,8 +58,8 @@ def check_run_mode(run: YamlRun) -> Iterator[Finding]:
 
 
 def check_names(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each key that MindFormers refuses in a node all keys of which it knows, and for each node
-    that lacks the type of what is built. MindFormers has not read the YAML; its nodes must be of the right kind.
+    """Yields an error for each key that MindFormers refuses in a node whose keys it fixes, and for each node that lacks
+    the type of what is built. MindFormers has not read the YAML; its nodes must be of the right kind.
     """
     unread = set() if run.trains else set(_TRAINING_NODES)
     unread |= {"moe_config"} if run.is_mcore else set()

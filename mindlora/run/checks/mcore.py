@@ -153,7 +153,7 @@ def _check_balance(run: YamlRun, architecture: Architecture) -> Iterator[Finding
     if run.callbacks_of("TopkBiasBalanceCallback") and not saved:
         yield error(
             "callbacks",
-            "callbacks has TopkBiasBalanceCallback, which changes expert_bias of the base in every step, and no "
+            "callbacks has TopkBiasBalanceCallback, which changes expert_bias of the base in every step, but no "
             "adapter holds it: the result would be for a base that is gone.",
             "Leave the callback out, or add router to pet_config.modules_to_save.",
         )

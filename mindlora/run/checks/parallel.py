@@ -91,7 +91,7 @@ def check_sharded(run: YamlRun) -> Iterator[Finding]:
         yield error(
             f"{PET}.adapter_path",
             f"adapter_path: {pet_config['adapter_path']} holds slices of an adapter for the ranks of a sharded run, "
-            "and use_parallel is False.",
+            "but use_parallel is False.",
             "Name the adapter itself.",
         )
     if run.cut_by is None or not run.trains:
@@ -147,7 +147,7 @@ def check_dataset_strategy(run: YamlRun) -> Iterator[Finding]:
     elif columns and len(strategy) != len(columns):
         yield error(
             "parallel.dataset_strategy",
-            f"parallel.dataset_strategy divides {len(strategy)} input columns, and train_dataset.input_columns has "
+            f"parallel.dataset_strategy divides {len(strategy)} input columns, but train_dataset.input_columns has "
             f"{len(columns)}: {', '.join(map(str, columns))}.",
             remedy,
         )
@@ -162,6 +162,6 @@ def _needing_wholes(pet_config: Mapping[str, Any]) -> List[Tuple[str, str]]:
     if pet_config.get("alora_invocation_tokens"):
         needing.append(("alora_invocation_tokens", "each device has tokens of its own"))
     lora_init = pet_config.get("lora_init")
-    if initializers.changes_base(lora_init) and not pet_config.get("adapter_path"):
+    if initializers.computed_from_base(lora_init) and not pet_config.get("adapter_path"):
         needing.append((f"lora_init {lora_init}", "A and B are computed from all of it"))
     return needing

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, List, Mapping, Optional, Tuple, cast
 
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import INDEX, POSITIVE, check_number, check_product_dtype, numbers
+from mindlora.core.numerics.initializers import freezes_b
 from mindlora.core.text import suggestion
 from mindlora.core.yaml_file import PET
 from mindlora.files.adapters.fingerprint import ON_BASE_MISMATCH
@@ -74,6 +75,11 @@ class PetLoraConfig(LoraConfig):
         if self.loraplus_lr_ratio is None:
             return
         check_number(self.loraplus_lr_ratio, "loraplus_lr_ratio", numbers(1))
+        if freezes_b(self.lora_init):
+            raise ConfigError(
+                f"loraplus_lr_ratio is {self.loraplus_lr_ratio!r} and lora_init is {self.lora_init!r}: LoRA+ speeds up "
+                "B, which mica does not train. Remove one of them."
+            )
         if not self.variant.own_pair:
             raise ConfigError(
                 f"loraplus_lr_ratio is {self.loraplus_lr_ratio!r} and {self.variant.field} is True: LoRA+ speeds up "

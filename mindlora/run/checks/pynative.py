@@ -190,7 +190,7 @@ def check_pynative(
     Args:
         config (mapping): The content of the YAML.
         version (tuple of int): Of the MindFormers that will run it, (2, 0) for instance. Default: None, not known.
-        first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is looked at.
+        first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is read.
     """
     misshapen = list(_check_shape(config))
     if misshapen:
@@ -227,7 +227,7 @@ def check_pynative(
 
 
 def check_weights(processes: int, parts: int) -> Iterator[Finding]:
-    """Yields a warning where the parts of a step count alike, whatever their tokens are.
+    """Yields a warning where the parts of a step count equally, however many tokens they have.
 
     Args:
         processes (int): How many train.
@@ -274,7 +274,7 @@ def _check_rows(config: Mapping[str, Any]) -> Iterator[Finding]:
     if rows < batch:
         yield error(
             "train_dataset",
-            f"train_dataset has {rows} rows, and a micro-batch needs {batch} (training.local_batch_size).",
+            f"train_dataset has {rows} rows, but a micro-batch needs {batch} (training.local_batch_size).",
             "Lower local_batch_size, or give more data.",
         )
 

@@ -15,7 +15,7 @@ from mindlora.models.variants.variant import Variant
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.pet_config import PetLoraConfig
 
-# What of a YAML is carried out under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
+# What of a YAML is supported under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
 
 # Callbacks that need what graph mode alone has.
 GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "RlReport")
@@ -30,7 +30,7 @@ _GRAPH_MODE_NODES = {
     "parallel_config": "use parallelism",
     "resume_training": "use checkpoint.load_path and checkpoint.no_load_optim: False",
 }
-_HERE = "which mindlora does not carry out under MindFormers' PyNative Trainer."
+_HERE = "which mindlora does not support under MindFormers' PyNative Trainer."
 _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 
 

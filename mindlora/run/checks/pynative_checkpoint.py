@@ -83,7 +83,7 @@ def check_checkpoint(
 
 def _check_form(key: str, path: str) -> Iterator[Finding]:
     if not os.path.isdir(path):
-        yield error(key, f"{path} is a file, and the trainer loads a folder.", "Name the folder that it is in.")
+        yield error(key, f"{path} is a file, but the trainer loads a folder.", "Name the folder that it is in.")
         return
     folder = step_folder.last_step(path)
     if any(name.endswith(("model.safetensors", "model.safetensors.index.json")) for name in os.listdir(folder)):
@@ -135,7 +135,7 @@ def _check_adapter(
     ranks = {shape[0 if len(shape) == 2 else -1] for name, shape in parts.items() if name.endswith(_A_ENDINGS)}
     others = sorted(ranks - {rank})
     if others and not (config.get("pet_config") or {}).get("rank_pattern"):
-        found = f"{folder} holds an adapter of rank {', '.join(map(str, others))}, and lora_rank is {rank}."
+        found = f"{folder} holds an adapter of rank {', '.join(map(str, others))}, but lora_rank is {rank}."
         yield error("lora_config.lora_rank", found, f"Set lora_rank: {others[0]}.")
     yield from _check_same_scale(config, folder)
     if selected is not None:
@@ -155,7 +155,7 @@ def _check_several(
         return
     there = next(iter(stacked.values()))[0]
     if not asked:
-        found = f"{folder} holds {there} adapters that trained in one run, and pet_config has no adapters."
+        found = f"{folder} holds {there} adapters that trained in one run, but pet_config has no adapters."
         yield error(key, found, "Set those of that run, or begin with the folder of one of them in adapter_path.")
         return
     if len(asked) != there:
@@ -181,7 +181,7 @@ def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -
     there = next((variant for variant in VARIANTS if not names.isdisjoint(_pynative_names(variant))), LORA)
     if there is not here:
         variant, advice = (here, "Remove it") if there is LORA else (there, f"Set {there.field}: True")
-        found = f"{folder} holds an adapter of {there.name}, and this run trains {here.name}: it would be left out."
+        found = f"{folder} holds an adapter of {there.name}, but this run trains {here.name}: it would be left out."
         yield error(f"pet_config.{variant.field}", found, f"{advice}, or load a base without an adapter.")
 
 
@@ -225,7 +225,7 @@ def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Findin
         if value != here[key]:
             yield warning(
                 f"{'lora' if key == 'lora_alpha' else 'pet'}_config.{key}",
-                f"The adapter in {folder} was trained with {key} {shown(value)}, and {key} is {shown(here[key])}: all "
+                f"The adapter in {folder} was trained with {key} {shown(value)}, but {key} is {shown(here[key])}: all "
                 "its updates change with it.",
                 f"Set {key}: {value}.",
             )
@@ -268,7 +268,7 @@ def _check_base(network: Description, stored: Shapes, quantizes: bool) -> Iterat
         yield error(_LOAD, found, "Name the base of this model, or correct the sizes in model.")
     packed = [name for name in network.parameters if f"{name}_absmax" in stored]
     if packed and not quantizes:
-        found = f"The checkpoint has {examples(packed)} in 4 bits, and the model has them in float."
+        found = f"The checkpoint has {examples(packed)} in 4 bits, but the model has them in float."
         yield error(_LOAD, found, "Set pet_config.quantize_base: nf4, or load a base in float.")
         return
     for name, size in network.parameters.items():
@@ -276,7 +276,7 @@ def _check_base(network: Description, stored: Shapes, quantizes: bool) -> Iterat
             continue
         # The weights of experts have an axis more in the trainer's files.
         if name in stored and math.prod(stored[name]) != math.prod(size.shape):
-            shapes = f"{list(stored[name])}, and the model has it of {list(size.shape)}"
+            shapes = f"{list(stored[name])}, but the model has it of {list(size.shape)}"
             found = f"The checkpoint has {name} of shape {shapes}."
             yield error(_LOAD, found, "Correct the sizes in model.")
             return

@@ -51,7 +51,7 @@ def _check_accumulation(run: YamlRun) -> Iterator[Finding]:
     if run.train_step != WRAPPER:
         yield error(
             key,
-            f"{key} is {steps}, and runner_wrapper.type is {run.train_step}, which accumulates nothing alone and "
+            f"{key} is {steps}, but runner_wrapper.type is {run.train_step}, which accumulates nothing alone and "
             "in data parallel.",
             f"Set runner_wrapper.type: {WRAPPER}.",
         )
@@ -60,7 +60,7 @@ def _check_accumulation(run: YamlRun) -> Iterator[Finding]:
     if not run.at("train_dataset.drop_remainder"):
         yield error(
             key,
-            f"{key} is {steps}, and train_dataset.drop_remainder is not True: the last batch of the data could not be "
+            f"{key} is {steps}, but train_dataset.drop_remainder is not True: the last batch of the data could not be "
             "split into micro-batches.",
             "Set it to True.",
         )
@@ -79,13 +79,13 @@ def _check_exchange(run: YamlRun) -> Iterator[Finding]:
     if run.train_step != WRAPPER:
         yield error(
             EXCHANGE,
-            f"gradient_exchange is an argument of {WRAPPER}, and runner_wrapper.type is {run.train_step!r}.",
+            f"gradient_exchange is an argument of {WRAPPER}, but runner_wrapper.type is {run.train_step!r}.",
             f"Set it to {WRAPPER}, or remove gradient_exchange.",
         )
     elif split and kind != "dense":
         yield error(
             EXCHANGE,
-            f"gradient_exchange is {kind}, and {split}: gradients are compressed only between ranks that each hold the "
+            f"gradient_exchange is {kind}, but {split}: gradients are compressed only between ranks that each hold the "
             "whole adapter (parallel_mode 0).",
             "Use dense, or data parallelism alone.",
         )
@@ -117,7 +117,7 @@ def _check_saving(run: YamlRun) -> Iterator[Finding]:
         if not run.pet_config:
             yield error(
                 where,
-                f"{where} saves adapters, and model_config has no pet_config.",
+                f"{where} saves adapters, but model_config has no pet_config.",
                 "Add pet_config, or save with CheckpointMonitor.",
             )
 
@@ -150,7 +150,7 @@ def _check_held_out(run: YamlRun, where: str, callback: Mapping[str, Any]) -> It
     if not measuring:
         yield error(
             where,
-            f"{where}: best_metric is {callback['best_metric']}, and callbacks has no HeldOutLoss, which measures it.",
+            f"{where}: best_metric is {callback['best_metric']}, but callbacks has no HeldOutLoss, which measures it.",
             "Add it.",
         )
         return
@@ -203,13 +203,13 @@ def _check_swapping(run: YamlRun) -> Iterator[Finding]:
         if named:
             yield warning(key, f"swap is off, so {' and '.join(named)} have no effect.", "Set swap: True.")
     elif not named:
-        yield warning(key, "swap is on, and neither layer_swap nor op_swap says what to swap.")
+        yield warning(key, "swap is on, but neither layer_swap nor op_swap says what to swap.")
     elif run.on_cpu:
         yield warning(key, "swap moves activations from an NPU to the host: it has no effect on a CPU.")
     elif run.at(f"{_RECOMPUTE}.recompute") is True:
         yield warning(
             key,
-            "swap has no effect on layers that are recomputed, and recompute is True for all of them.",
+            "swap has no effect on layers that are recomputed, but recompute is True for all of them.",
             "Give recompute a list of the other layers.",
         )
 

@@ -160,7 +160,7 @@ def _check_weights(folder: str, architecture: Architecture, model_config: Dict[s
         if head not in base.tensors and not tied:
             advice = base.advice_without_head
             raise ConfigError(
-                f"{folder}: the weights lack {head}, and {CONFIG} does not say tie_word_embeddings: true. {advice}"
+                f"{folder}: the weights lack {head}, but {CONFIG} does not say tie_word_embeddings: true. {advice}"
             )
     expected = {name: tuple(size.shape) for name, size in architecture.parameter_sizes(model_config).items()}
     missing = [name for name in expected if name not in stored]
@@ -177,7 +177,7 @@ def _check_weights(folder: str, architecture: Architecture, model_config: Dict[s
     if differing:
         name = differing[0]
         raise ConfigError(
-            f"{folder}: {name} has the shape {list(stored[name])}, and as {CONFIG} says it has {list(expected[name])}. "
+            f"{folder}: {name} has the shape {list(stored[name])}, but {CONFIG} makes it {list(expected[name])}. "
             "Copy the model again."
         )
     return dtype_name(dtypes.pop()) if len(dtypes) == 1 and dtypes <= set(FLOATS) else "float32", decoded

@@ -76,8 +76,8 @@ def read_rows(path: str, first_rows: FirstRows) -> Rows:
     files = [file for file in mindrecord_files(path) if file.endswith(_ENDING) and os.path.isfile(file)]
     if not files:
         raise ConfigError(
-            f"--data {path} is no MindRecord, and no folder of them. Convert your rows first: mindlora data alpaca "
-            "--input rows.jsonl --output rows.mindrecord --tokenizer FOLDER --seq-length N"
+            f"--data {path} is neither a MindRecord nor a folder of them. Convert your rows first: mindlora data "
+            "alpaca --input rows.jsonl --output rows.mindrecord --tokenizer FOLDER --seq-length N"
         )
     counts = [row_count(file) for file in files]
     row = next(first_rows(files[0], 1), {})
@@ -171,7 +171,7 @@ def check_request(folder: ModelFolder, request: Request) -> None:
         check_number(request.seq_length, "--seq-length", COUNT)
     if request.rows and request.seq_length not in (None, row_length(folder, request.rows)):
         raise ConfigError(
-            f"--seq-length is {request.seq_length}, and the rows of {request.rows.path} have {request.rows.tokens} "
+            f"--seq-length is {request.seq_length}, but the rows of {request.rows.path} have {request.rows.tokens} "
             f"tokens, which are of seq_length {row_length(folder, request.rows)}. Leave it out."
         )
     if bool(request.prompts) != bool(request.rewards or request.teacher):
@@ -216,7 +216,7 @@ def notes_on(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
     notes = []
     if folder.unstated_end is not None:
         notes.append(
-            f"the chat template ends the assistant's turns with {folder.unstated_end}, and the folder does not say "
+            f"the chat template ends the assistant's turns with {folder.unstated_end}, but the folder does not say "
             "that the model stops there: eos_token_id of the YAML has it too"
         )
     if request.rows and request.rows.loss:
@@ -253,7 +253,12 @@ def commands_of(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
         run += " --train_dataset_dir rows.mindrecord"
     commands.append(run)
     if folder.architecture.legacy or folder.architecture.served:
-        commands.append(f"mindlora generate --model {model} --adapter output/lora_checkpoint/best --prompt 'Hello'")
+        answer = f"mindlora generate --model {model} --adapter output/lora_checkpoint/best --prompt 'Hello'"
+        if request.rows is None and not request.prompts:
+            answer += " --template alpaca"
+        elif request.rows and not request.rows.loss:
+            answer += "  # for rows of mindlora data alpaca: --template alpaca"
+        commands.append(answer)
     return tuple(commands)
 
 

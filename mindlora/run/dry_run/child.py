@@ -42,7 +42,7 @@ def _start(soc_library: str) -> None:
 
 
 def _leave_weights_as_memory_is() -> None:
-    """Initializers write nothing: a dry run computes nothing, and memory that nobody touched costs the host none."""
+    """Initializers write nothing: a dry run computes nothing, and memory that is never touched costs nothing."""
     from mindspore.common import initializer
 
     for kind in _kinds(initializer.Initializer):

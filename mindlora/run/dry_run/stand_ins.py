@@ -231,8 +231,8 @@ def compile_library(target: pathlib.Path, sources: Sequence[pathlib.Path], *flag
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise InstallationError(
-            "MindSpore's Ascend backend needs stand-ins for CANN here, and no C++ compiler was found to build them "
-            "(g++, or what CXX names): install one."
+            "MindSpore's Ascend backend needs stand-ins for CANN here, but no C++ compiler (g++, or what CXX names) "
+            "was found to build them. Install one."
         )
 
     def run(*arguments: Union[str, pathlib.Path]) -> None:

@@ -279,7 +279,7 @@ class Activations:
 
     @property
     def decoded(self) -> int:
-        """Bytes of a weight in 4 bits while it is decoded: in float32, twice; a CPU's operator makes neither."""
+        """Bytes that decoding a 4-bit weight takes: two copies in float32, neither of which a CPU's operator makes."""
         if self.run.yaml.on_cpu:
             return 0
         return max((2 * 4 * weight.count for weight in self.run.weights if weight.dtype == "uint8"), default=0)

@@ -134,7 +134,7 @@ def loss_tensors(is_legacy: bool, fuses: bool, in_pieces: bool = False) -> LossT
 #
 # The rules are those of MindSpore's dynamic memory pool: a tensor gets the smallest hole that it fits into, and where
 # it fits into none, a block of 2 GiB (mindspore.runtime.set_memory: increase_size), or 4, 8 and so on if it is larger.
-# Holes beside each other in a block become one, and blocks are not given back. A block of 1 GiB is for parameters
+# Holes side by side in a block become one, and blocks are not given back. A block of 1 GiB is for parameters
 # alone; those that do not fit into it lie among the other tensors.
 
 _BLOCK = 2 * GIB

@@ -16,7 +16,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import yaml
 
 from mindlora.core.errors import ConfigError
-from mindlora.core.numerics.initializers import changes_base
+from mindlora.core.numerics.initializers import computed_from_base, freezes_b
 from mindlora.core.yaml_file import PET, value_at
 from mindlora.run.checks.data_rows import row_lengths
 from mindlora.run.checks.pynative import is_pynative
@@ -152,9 +152,12 @@ def trial_yaml(config: Dict[str, Any], folder: str) -> Tuple[Dict[str, Any], Dic
         tried["pretrained_model_dir"] = _without_weights(tried["pretrained_model_dir"], folder)
     tried["runner_config"] = {**tried["runner_config"], "epochs": STEPS, "sink_size": 1}
     pet = value_at(tried, PET) or {}
-    if changes_base(pet.get("lora_init")):
+    init = pet.get("lora_init")
+    if computed_from_base(init):
         # It begins with the base's values, and leaves the shapes as they are.
         del pet["lora_init"]
+    if freezes_b(init):
+        pet["freeze_include"] = [*(pet.get("freeze_include") or ()), "*_lora_b"]
     callbacks = [callback for callback in tried.get("callbacks") or [] if callback.get("type") not in _OF_A_REAL_RUN]
     tried["callbacks"] = callbacks
     for callback in callbacks:

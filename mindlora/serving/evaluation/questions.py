@@ -172,7 +172,7 @@ def measure_answers(
         room = engine.seq_length - len(tokens)
         if room < 1:
             raise RequestError(
-                f"{task.location}: the question has {len(tokens)} tokens, and the model takes {engine.seq_length}, the "
+                f"{task.location}: the question has {len(tokens)} tokens, but the model takes {engine.seq_length}, the "
                 "answer included. Shorten it, or raise --seq-length."
             )
         ends = dataclasses.replace(

@@ -87,7 +87,7 @@ def _sentence(adapter: str, measures: Tuple[Measure, ...]) -> str:
         ]
     parts += [_not_told_apart(found) for found in judged if found.verdicts[adapter] == NOT_TOLD_APART]
     moved = [
-        f"{number(found.values[adapter].value)} nats per token away from what the base says itself"
+        f"{number(found.values[adapter].value)} nats per token away from the base's own answers"
         for found in measures
         if found.name == texts.FORGETTING
     ]

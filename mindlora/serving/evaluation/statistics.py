@@ -61,7 +61,7 @@ def measure(
 ) -> Measure:
     r"""Returns a measure, v = transform(sum_i amount_i / sum_i weight_i), of each model, with bootstrap intervals.
 
-    The examples i are drawn anew with replacement, RESAMPLES times and for all models alike (paired): the interval of a
+    The examples i are resampled with replacement, RESAMPLES times and for all models alike (paired): the interval of a
     value, or of a difference to the base's, is from its 2.5th to its 97.5th percentile. An adapter is better or worse
     if the interval of its difference leaves out 0.
 

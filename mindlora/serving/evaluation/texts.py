@@ -87,7 +87,7 @@ def _finished(stream: Stream) -> Tuple[Request, str]:
 
 @dataclasses.dataclass(frozen=True)
 class ScoredText:
-    """A passage, and what its scored tokens count.
+    """A passage, which of its scored tokens count, and their bytes.
 
     Attributes:
         counts (array): bool, for each scored token whether it counts.

@@ -82,10 +82,10 @@ class KeyCheck:
 
 
 class HostCheck:
-    """The part of the app of a server without keys that answers this machine alone.
+    """The part of the app that lets a server without keys answer this machine alone.
 
-    A web page of another site can have its own name resolve to 127.0.0.1 (DNS rebinding), and its requests then come
-    from a browser on this machine. They name that site as their host.
+    A web page of another site can make its own name resolve to 127.0.0.1 (DNS rebinding). Its requests then come from
+    a browser on this machine, but name that site as their host.
     """
 
     def __init__(self, app: Any):
@@ -143,9 +143,9 @@ class FramingCheck:
 
 
 class BodyLimit:
-    """The part of the app that reads a request's body whole before anything else does.
+    """The part of the app that reads the whole body of a request before anything else does.
 
-    More than max_bytes is answered with 413, a body that takes longer than ``seconds`` with 408.
+    A body of more than max_bytes is answered with 413, one that takes longer than ``seconds`` with 408.
     """
 
     def __init__(self, app: Any, max_bytes: int, seconds: float):

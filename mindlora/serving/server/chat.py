@@ -50,7 +50,7 @@ class ChatForm(Form):
         return constraint if constraint is None or self.thoughts is None else self.thoughts.before(constraint)
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.ChatChoice]:
-        """Returns what shows a piece: first the role, then each time what there is to add."""
+        """Returns the choices that show a piece: first the role, then what each piece adds."""
         choices = []
         if choice not in self._readers:
             calls = self._make_reader() if self._make_reader else None
@@ -224,6 +224,6 @@ def _constraint(body: schemas.ChatRequest, functions: Dict[int, Function], promp
 
 def _check_numbers(body: schemas.ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
-        raise ApiError("top_logprobs is only for logprobs: true. Set it too.", param="top_logprobs")
+        raise ApiError("top_logprobs is only for logprobs: true. Set logprobs too.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise ApiError("max_tokens and max_completion_tokens differ: give one of them.", param="max_tokens")

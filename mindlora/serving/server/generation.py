@@ -363,7 +363,7 @@ class Form:
         return {} if self.prompt_ids is None else {"token_ids": list(tokens)}
 
     def joined_ids(self, choices: Sequence[Any]) -> Dict[str, Any]:
-        """Returns the same of a whole answer from the choices that show its pieces."""
+        """Returns the token ids of a whole answer from the choices that show its pieces."""
         return self.ids(token for choice in choices for token in choice.token_ids or ())
 
 
@@ -401,10 +401,10 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
     record.stream = bool(body.stream)
     body.check_extra()
     if body.stream_options is not None and not body.stream:
-        raise ApiError("stream_options is only for stream: true. Set it too.", param="stream_options")
+        raise ApiError("stream_options is only for stream: true. Set stream too.", param="stream_options")
     if record.choices > context.settings.max_choices:
         raise ApiError(
-            f"{record.choices} answers are asked for (prompts times n), and this server gives "
+            f"{record.choices} answers are asked for (prompts times n), but this server gives "
             f"{context.settings.max_choices} at most. Ask for fewer.",
             param="n",
         )

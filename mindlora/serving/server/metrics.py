@@ -88,7 +88,7 @@ class Busiest:
 
 
 class Metrics:
-    """Counts what happens, for ``labels`` adapters by name, and asks the engine for the rest when it is looked at."""
+    """Counts what happens, for ``labels`` adapters by name, and asks the engine for the rest when it is read."""
 
     def __init__(self, engine: Any, labels: int):
         self._engine = engine

@@ -40,7 +40,7 @@ logger = logging.getLogger("mindlora")
 
 
 class ModelList:
-    """The models that requests can name; the list is written anew only when it has changed.
+    """The models that requests can name; the list is made again only when it has changed.
 
     ``created`` is the time to show for all of them, in seconds of the epoch.
 

@@ -116,7 +116,7 @@ class Prompts:
         if not tokens:
             raise ApiError(f"A text of {field} has no tokens: leave it out.", param=field)
         if len(tokens) > most:
-            message = f"A text of {field} has {len(tokens)} tokens, and this server takes {most} at most: shorten it."
+            message = f"A text of {field} has {len(tokens)} tokens, but this server takes {most} at most: shorten it."
             raise ApiError(message, code="context_length_exceeded", param=field)
 
     def room(self, tokens: Sequence[int], asked: Optional[int], default: Optional[int]) -> int:
@@ -132,7 +132,7 @@ class Prompts:
         if not count:
             raise ApiError(f"The prompt has {count} tokens: send at least one.", param="prompt")
         if most is not None and count > most:
-            raise _too_long(f"The prompt has {count} tokens, and this server takes {most} at most: shorten it.")
+            raise _too_long(f"The prompt has {count} tokens, but this server takes {most} at most: shorten it.")
         if asked is not None and answer is not None and asked > answer:
             raise ApiError(f"max_tokens is {asked}; it must be at most {answer} on this server.", param="max_tokens")
         left = self._seq_length - count

@@ -68,7 +68,7 @@ class RequestLog:
         self._file: TextIO = open(path, "a", encoding="utf-8", buffering=1) if path else sys.stderr  # noqa: SIM115
 
     def write(self, record: RequestRecord) -> None:
-        """Appends a record; a disk that is full stops no answers."""
+        """Appends a record; a full disk does not stop any answers."""
         try:
             self._file.write(record.line() + "\n")
         except OSError as error:

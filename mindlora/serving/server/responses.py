@@ -139,7 +139,7 @@ class ResponsesRequest(Asked):
         super().check_extra(where)
 
     def as_chat(self) -> schemas.ChatRequest:
-        """The same as a request for a chat completion.
+        """Returns this request as one for a chat completion.
 
         Raises ApiError, 400, if an item lacks what its type needs, or pydantic's ValidationError.
         """

@@ -81,7 +81,7 @@ class ServerSettings:
             raise ConfigError("--api-key-file and --no-auth were both given: leave one of them out.")
         if not (self.api_key_file or self.no_auth or is_local(self.host)):
             raise ConfigError(
-                f"--host {self.host} lets other machines in, and no key is asked for: give --api-key-file FILE, or "
+                f"--host {self.host} lets other machines in, but no key is asked for: give --api-key-file FILE, or "
                 "--no-auth if anyone who reaches the address may use the server."
             )
 

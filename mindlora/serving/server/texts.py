@@ -181,7 +181,7 @@ class Pooling(NamedTuple):
             return
         if self.any_dimension or self.dimensions:
             accepted = first_ten([str(number) for number in self.dimensions]) if self.dimensions else f"1 to {width}"
-            raise RequestError(f"dimensions is {asked}, and this model gives {accepted}: ask for one of these.")
+            raise RequestError(f"dimensions is {asked}, but this model gives {accepted}: ask for one of these.")
         raise RequestError(
             f"dimensions is {asked}, and the model's config.json does not say that its embeddings can be cut "
             "(is_matryoshka, matryoshka_dimensions): leave it out."
@@ -316,7 +316,7 @@ async def _read(
     body.check_extra()
     if len(texts) > context.settings.max_choices:
         raise ApiError(
-            f"{len(texts)} texts are given, and this server takes {context.settings.max_choices} at most. Send fewer.",
+            f"{len(texts)} texts are given, but this server takes at most {context.settings.max_choices}. Send fewer.",
             param=body.text_field,
         )
 
@@ -360,7 +360,7 @@ def _scores(context: Context, body: ScoreRequest) -> _Texts:
     if head is not None:
         if not head.is_reward or head.of_tokens:
             raise ApiError(
-                f"{body.model} is a classifier with {len(head.weight)} labels, and /v1/score needs a model with one "
+                f"{body.model} is a classifier with {len(head.weight)} labels, but /v1/score needs a model with one "
                 "score: ask /v1/classify.",
                 param="model",
             )

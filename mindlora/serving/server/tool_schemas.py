@@ -75,7 +75,7 @@ def chosen_functions(functions: Sequence[Function], choice: ToolChoice) -> Dict[
         twice = next(name for name in names if names.count(name) > 1)
         raise ApiError(f"Two of the tools have the name {twice!r}: give each its own name.", param="tools")
     if choice == "required" and not functions:
-        raise ApiError("tool_choice is required, and there are no tools: give some.", param="tool_choice")
+        raise ApiError("tool_choice is required, but there are no tools: give some.", param="tool_choice")
     chosen = _named_in(choice)
     if chosen is None:
         return dict(enumerate(functions))

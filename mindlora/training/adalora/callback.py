@@ -40,7 +40,7 @@ class RankBudget(Callback):
         self.schedule = budget.schedule(total_steps(params))
         if params.get("dataset_sink_mode") and params.batch_num > 1:
             raise ConfigError(
-                "RankBudget plans each step, and data sinking does several at once. Set runner_config.sink_mode: False."
+                "RankBudget plans each step, but data sinking does several at once. Set runner_config.sink_mode: False."
             )
         logger.info(
             "AdaLoRA: %d triplets in %d cells; after step %d, %d are left.",

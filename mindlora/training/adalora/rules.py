@@ -16,7 +16,7 @@ def check_rank_budget(run: YamlRun) -> Iterator[Finding]:
     if not run.steps_by_mindlora:
         yield error(
             key,
-            f"pet_config.{ADALORA.field} is True, and ranks are allocated by mindlora's train step, alone or in data "
+            f"pet_config.{ADALORA.field} is True, but ranks are allocated by mindlora's train step, alone or in data "
             "parallel.",
             f"Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0, or remove {ADALORA.field}.",
         )
@@ -25,6 +25,6 @@ def check_rank_budget(run: YamlRun) -> Iterator[Finding]:
         yield error(
             key,
             f"pet_config.{ADALORA.field} is True and runner_config.sink_size is {sink_size}: ranks are planned for "
-            "each step, and data sinking does several at once.",
+            "each step, but data sinking does several at once.",
             "Set runner_config.sink_mode: False.",
         )

@@ -81,7 +81,7 @@ def _check_shapes(tensors: Dict[str, np.ndarray], parameters: Dict[str, Paramete
     for name, array in tensors.items():
         if array.shape != tuple(parameters[name].shape):
             raise ShapeMismatchError(
-                f"{path}: {name} is a slice {list(array.shape)}, and this rank's parameter is "
+                f"{path}: {name} is a slice {list(array.shape)}, but this rank's parameter is "
                 f"{list(parameters[name].shape)}: the adapter was cut by another strategy, or, if load_checkpoint is "
                 "empty, the network is not cut yet. Scatter it again with the strategy of this run, or name the whole "
                 "adapter in adapter_path."

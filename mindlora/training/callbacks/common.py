@@ -22,7 +22,7 @@ from mindlora.training.step.train_step import StepRecord
 
 
 def copy_state(step: nn.Cell) -> Dict[str, np.ndarray]:
-    """Returns copies of what a train step, mindlora's, changes: name -> array."""
+    """Returns copies of what mindlora's train step changes: name -> array."""
     collect_state(step)
     return {parameter.name: parameter.asnumpy().copy() for parameter in _state(step)}
 
@@ -110,7 +110,7 @@ def controlled_step(params: InternalCallbackParam, name: str) -> nn.Cell:
 
 
 class Rule:
-    """What a callback decides by. A resumed run takes over the attributes that ``remembered`` names."""
+    """What a callback decides by. A resumed run restores the attributes that ``remembered`` names."""
 
     remembered: Tuple[str, ...] = ()
 
@@ -123,7 +123,7 @@ class Rule:
         return state
 
     def restore(self, state: Dict[str, Any]) -> None:
-        """Takes over what ``state`` returned."""
+        """Restores what ``state`` returned."""
         for name in self.remembered:
             value = state[name]
             before = getattr(self, name)
@@ -142,7 +142,7 @@ class RuleCallback(Callback):
         return self.rule.state()
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
-        """Takes over what ``training_state`` returned."""
+        """Restores what ``training_state`` returned."""
         self.rule.restore(state)
 
 

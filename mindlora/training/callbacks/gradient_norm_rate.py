@@ -65,7 +65,7 @@ class GradientNormFactor(Rule):
 
     A spike during the recovery lowers h, so a rate that causes spikes again and again is not returned to. The spike
     joins the window like any other norm: what lasts for more than half a window is the new normal. A norm that is not
-    finite is not looked at; such a step is skipped anyway.
+    finite is ignored; such a step is skipped anyway.
 
     Args:
         window (int): Norms that the median is taken of; at least 4. Default: 32.

@@ -1,4 +1,4 @@
-"""LoraInitialization: carries out a lora_init that changes the base."""
+"""LoraInitialization: carries out a lora_init that is computed from the base."""
 
 from mindspore import Callback
 from mindspore.train import RunContext
@@ -11,7 +11,7 @@ from mindlora.training.model.network import base_of
 
 @register
 class LoraInitialization(Callback):
-    """Carries out a lora_init that changes the base, such as pissa or olora, once the base has been loaded.
+    """Carries out a lora_init that is computed from the base (pissa, olora, mica), once the base has been loaded.
 
     LoraCheckpoint does the same, so only a run without it needs this callback. mindlora-run adds it automatically.
     """

@@ -74,7 +74,7 @@ class ReduceOnPlateau(RateCallback):
         return {"rule": self.rule.state(), "losses": self.losses, "factor": self.factor}
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
-        """Takes over what ``training_state`` returned."""
+        """Restores what ``training_state`` returned."""
         self.rule.restore(state["rule"])
         self.losses = state["losses"]
         self.factor = state["factor"]

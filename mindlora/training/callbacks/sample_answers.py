@@ -27,7 +27,7 @@ class SampleAnswers(Callback):
         prompts (list of str): The instructions to answer.
         tokenizer (str): The tokenizer of the training data: a folder or file, as for ``mindlora data``.
         template (str): The prompt template of the training data, as for ``mindlora data alpaca``. Default: "alpaca".
-        max_tokens (int): Tokens in an answer at most. Default: 64.
+        max_tokens (int): The most tokens in an answer. Default: 64.
 
     Raises:
         ConfigError: There is no prompt, one is too long for the model, or max_tokens is out of range.
@@ -68,7 +68,7 @@ class SampleAnswers(Callback):
         for prompt, row in zip(self.prompts, rows):
             if len(row) >= length:
                 raise ConfigError(
-                    f"SampleAnswers: the prompt {prompt!r} has {len(row)} tokens with its template, and seq_length is "
+                    f"SampleAnswers: the prompt {prompt!r} has {len(row)} tokens with its template, but seq_length is "
                     f"{length}, which leaves no room for an answer. Shorten it."
                 )
         if self.continuations is None:
@@ -104,17 +104,17 @@ class _LastLogits(CompiledOnce):
 
 
 class Continuations:
-    """Continues prompts by a network in training: whoever asks again keeps it, since its graph is compiled once.
+    """Continues prompts with a network in training. Keep the object to ask again: its graph is compiled once.
 
     The whole window runs for each token, as such a network has no KV cache: this is for a few short texts.
 
     Args:
-        network (Cell): MindFormers' causal language model, which called with tokens [rows, seq_length] in evaluation
-            mode returns (logits [rows, seq_length, vocabulary], ...). It is left in its mode.
+        network (Cell): MindFormers' causal language model, which, called with tokens [rows, seq_length] in evaluation
+            mode, returns (logits [rows, seq_length, vocabulary], ...). It is left in its mode.
         seq_length (int): The window. Each prompt has fewer tokens.
         pad (int): What fills the window up.
         eos (int): The token that ends a text; -1 for none.
-        max_tokens (int): Tokens after a prompt at most.
+        max_tokens (int): The most tokens after a prompt.
     """
 
     def __init__(self, network: nn.Cell, seq_length: int, pad: int, eos: int, max_tokens: int):

@@ -147,21 +147,21 @@ def _question(engine: Engine, text: Text, adapter: str, head: ScoreHead) -> Ques
     record = text.record
     if record.is_text and head.of_tokens:
         if record.labels:
-            raise DataError(f'{text.location} has one label, and {adapter} labels words: give "tokens" and "tags".')
+            raise DataError(f'{text.location} has one label, but {adapter} labels words: give "tokens" and "tags".')
         record = Record(record.words[0].split(), [], False)
     elif not record.is_text and not head.of_tokens:
-        raise DataError(f'{text.location} has words, and {adapter} labels whole texts: give a "text".')
+        raise DataError(f'{text.location} has words, but {adapter} labels whole texts: give a "text".')
     try:
         tokens, places = encode_record(record, engine.tokenizer)
     except UnusableRow as error:
         raise DataError(f"{text.location}: {error}. Correct it, or leave it out.") from error
     if len(tokens) > engine.seq_length:
         raise RequestError(
-            f"{text.location} has {len(tokens)} tokens, and the model takes {engine.seq_length}: make it shorter, or "
+            f"{text.location} has {len(tokens)} tokens, but the model takes {engine.seq_length}: make it shorter, or "
             "raise --seq-length."
         )
     if record.labels and head.is_reward:
-        raise DataError(f"{text.location} has a label, and {adapter} gives one score and no labels: leave it out.")
+        raise DataError(f"{text.location} has a label, but {adapter} gives one score and no labels: leave it out.")
     actual = [_number(label, text, adapter, head) for label in record.labels]
     return Question(adapter, record, tokens, places, actual)
 
@@ -172,7 +172,7 @@ def _number(label: Label, text: Text, adapter: str, head: ScoreHead) -> int:
     if label in head.names:
         return head.names.index(str(label))
     raise DataError(
-        f"{text.location} has the label {label!r}, and those of {adapter} are {first_ten(head.names)}: give their "
+        f"{text.location} has the label {label!r}, but those of {adapter} are {first_ten(head.names)}: give their "
         "names with --labels."
     )
 

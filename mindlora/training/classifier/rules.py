@@ -112,14 +112,14 @@ def _check(asked: _Asked) -> Iterator[Finding]:
     if asked.adapters is not None:
         yield error(
             f"{asked.pet_key}.adapters",
-            "pet_config.adapters trains several adapters in one run, and a classifier has one head.",
+            "pet_config.adapters trains several adapters in one run, but a classifier has one head.",
             "Train one adapter in a run.",
         )
     for name in asked.callbacks:
         if name in _OF_TOKENS:
             yield error(
                 f"callbacks.{name}",
-                f"{name} is about texts that the model writes, and the model is a classifier.",
+                f"{name} is about texts that the model writes, but the model is a classifier.",
                 "Remove it.",
             )
 
@@ -132,13 +132,13 @@ def _check_preference(asked: _Asked) -> Iterator[Finding]:
     if loss == _REWARD and (asked.model_class, asked.labels) != (rewarded, 1):
         yield error(
             key,
-            f"{key}: the loss {_REWARD} needs one score of a text, and the model is {asked.model_class} with "
+            f"{key}: the loss {_REWARD} needs one score of a text, but the model is {asked.model_class} with "
             f"num_labels {asked.labels}.",
             f"Set {asked.class_key}: {rewarded} and {asked.labels_key.removeprefix('model.')}: 1.",
         )
     elif loss not in (None, _REWARD) and task_of(asked.model_class) is not None:
         yield error(
             key,
-            f"{key}: the loss {loss} compares answers that a model writes, and the model is a classifier.",
+            f"{key}: the loss {loss} compares answers that a model writes, but the model is a classifier.",
             f"Set loss: {_REWARD}, which trains a reward model, or remove one of them.",
         )

@@ -354,7 +354,7 @@ def save_unsent(directory: str, step: int, train_network: nn.Cell, keep_last: in
 
 
 def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
-    """Restores what this rank had not sent; it starts at 0, with a warning, if there is no such file of this run's."""
+    """Restores what this rank had not sent; without such a file of this run, it starts at 0, with a warning."""
     exchange = _compressing(train_network)
     if exchange is None:
         return
@@ -367,7 +367,7 @@ def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
             if saved == expected:
                 exchange.unsent().set_data(Tensor(file.get_tensor(_TENSOR)))
                 return
-        problem = f"{path} was written by {_text(saved)}, and this run has {_text(expected)}"
+        problem = f"{path} was written by {_text(saved)}, but this run has {_text(expected)}"
     logger.warning(
         "Gradients that were not sent start at zero on rank %d: %s. Resume with the files and the settings of the run "
         "to go on exactly.",

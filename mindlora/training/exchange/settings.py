@@ -57,7 +57,7 @@ def exchange_settings(setting: Union[str, Mapping[str, Any]]) -> ExchangeSetting
             raise ConfigError(f"gradient_exchange has no key {key!r}: use {', '.join(keys)}.")
         if key == "bits" and setting.get("type") != "quantized":
             raise ConfigError(
-                f"gradient_exchange: bits belongs to type quantized, and the type is {setting.get('type')!r}. Leave "
+                f"gradient_exchange: bits belongs to type quantized, but the type is {setting.get('type')!r}. Leave "
                 "bits out."
             )
     return ExchangeSettings(**setting)

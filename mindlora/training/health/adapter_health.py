@@ -14,6 +14,7 @@ from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.dtypes import to_float32
+from mindlora.core.numerics.initializers import freezes_b
 from mindlora.core.numerics.pair_shapes import EMBEDDING, has_product, layout_of
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.quantized.nf4 import first_rows, matrix_shape
@@ -180,8 +181,8 @@ def cell_values(
     return CellValues(
         rank=rank,
         parts=parts,
-        # Merging sets the B of an embedding to zero, but training starts with an A of zeros.
-        zero_part="A" if cell.layout is EMBEDDING else cell.variant.zero_part,
+        # Merging sets B to zero, but the training of an embedding, and of MiCA, starts with an A of zeros.
+        zero_part="A" if cell.layout is EMBEDDING or freezes_b(cell.lora_init) else cell.variant.zero_part,
         factors=factors,
         scale=cell.scale,
         weight_norm=norm_of_weight,

@@ -236,7 +236,7 @@ class HealthRules:
         return {"gradients": self.gradients, "rates": self.rates, "holding": sorted(map(list, self.holding))}
 
     def restore(self, state: Dict[str, Any]) -> None:
-        """Takes over what ``state`` returned."""
+        """Restores what ``state`` returned."""
         self.gradients = dict(state["gradients"])
         self.rates = list(state["rates"])
         self.holding = {(rule, path) for rule, path in state["holding"]}

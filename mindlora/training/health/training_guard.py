@@ -132,7 +132,7 @@ class TrainingGuard(Callback):
         return {"guard": self.guard.state(), "rollbacks": self.rollbacks, "factor": self.factor}
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
-        """Takes over what ``training_state`` returned."""
+        """Restores what ``training_state`` returned."""
         self.guard.restore(state["guard"])
         self.rollbacks = state["rollbacks"]
         self.factor = state["factor"]
@@ -182,7 +182,7 @@ class RunGuard(Rule):
 
         ceiling = max(climb b, b exp(4 noise), b + 1),  noise = 1.4826 / sqrt(2) median(|log x_i - log x_(i-1)|)
 
-    For the first 16 losses, s is the median of all so far, and noise at least 0.25; then b starts anew with s, as one
+    For the first 16 losses, s is the median of all so far, and noise at least 0.25; then b starts again with s, as one
     of the first may have been small by chance.
 
     Args:
@@ -249,7 +249,7 @@ class RunGuard(Rule):
         return is_judged and self._smoothed() <= math.sqrt(self.best * self._ceiling())
 
     def forget(self) -> None:
-        """Starts anew, after a return to an earlier state or a change of the data."""
+        """Starts over, after a return to an earlier state or a change of the data."""
         self.losses.clear()
         self.norms.clear()
         self.best = math.inf

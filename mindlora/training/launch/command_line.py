@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--options", nargs="+", metavar="KEY=VALUE", help="overrides in the form key=value")
     rest = parser.add_argument_group(
         "set a key of the YAML",
-        "Flags of run_mindformer.py for one key each: the one of the same name, or in parentheses.",
+        "Each of these flags of run_mindformer.py sets one key: the one of the same name, or the one in parentheses.",
     )
     _add_flags(rest, [name for name in FLAGS if name not in _FIRST])
     return parser

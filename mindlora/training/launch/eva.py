@@ -105,7 +105,7 @@ def _column(row: Mapping[str, Any], name: str, length: int) -> np.ndarray:
     values = row.get(name, row["input_ids"])
     if len(values) < length:
         raise ConfigError(
-            f"A row of train_dataset has {len(values)} tokens, and seq_length is {length}. Set --seq_length "
+            f"A row of train_dataset has {len(values)} tokens, but seq_length is {length}. Set --seq_length "
             f"{len(values)} at most."
         )
     return values[:length]

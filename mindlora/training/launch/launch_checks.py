@@ -47,7 +47,7 @@ def _check_device(config):
 
     if (config.context or {}).get("device_target") == "Ascend" and not mindspore.hal.is_available("Ascend"):
         raise ConfigError(
-            "context.device_target is Ascend, and MindSpore finds no Ascend device here: mindlora doctor says what is "
+            "context.device_target is Ascend, but MindSpore finds no Ascend device here: mindlora doctor says what is "
             "missing. To try mindlora on a CPU, take configs/tiny/lora_llama_tiny_cpu.yaml."
         )
 
@@ -72,7 +72,7 @@ def _check_output(config):
 
 def _check_predict(config):
     if not config.input_data:
-        raise ConfigError("run_mode is predict, and there is nothing to go on with: give texts with --predict_data.")
+        raise ConfigError("run_mode is predict, but there is nothing to go on with: give texts with --predict_data.")
     tokenizer = (config.processor or {}).get("tokenizer") or {}
     files = {key: tokenizer[key] for key in ("tokenizer_file", "vocab_file") if key in tokenizer}
     if files and not any(files.values()):

@@ -155,7 +155,7 @@ def take_base_over(config: MindFormerConfig) -> contextlib.AbstractContextManage
     return contextlib.nullcontext() if run.is_mcore else no_init_parameters()
 
 
-# Callbacks that carry out a lora_init that changes the base.
+# Callbacks that carry out a lora_init that is computed from the base.
 _INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization")
 
 
@@ -258,9 +258,9 @@ def _fill_preset_learning_rate(config):
 
 
 def _add_initialization(config):
-    """Adds LoraInitialization if lora_init changes the base, which MindFormers loads after it builds the network."""
+    """Adds LoraInitialization if lora_init needs the base, which MindFormers loads after it builds the network."""
     pet_config = config.model.model_config.pet_config or {}
-    if not initializers.changes_base(pet_config.get("lora_init")) or pet_config.get("adapter_path"):
+    if not initializers.computed_from_base(pet_config.get("lora_init")) or pet_config.get("adapter_path"):
         return
     callbacks = config.callbacks or []
     if not any(callback.get("type") in _INITIALIZING_CALLBACKS for callback in callbacks):
@@ -283,7 +283,7 @@ def _move_lora_plus(config):
 
 
 def check_classes(run: YamlRun) -> Iterator[Finding]:
-    """Yields a finding for each class that the YAML names and that does not exist, or lacks an argument it is given.
+    """Yields a finding for each class in the YAML that does not exist, or does not take an argument it is given.
 
     Keys of the model that nothing reads are warnings: YAMLs of MindFormers' own have ``num_block`` and
     ``max_position_embeddings``.

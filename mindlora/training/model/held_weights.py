@@ -31,7 +31,7 @@ _NORMS = (LlamaRMSNorm, FusedRMSNorm)
 
 
 class HeldLinear(Linear):
-    """MindFormers' Linear with a frozen weight of 16 bits."""
+    """MindFormers' Linear with a frozen weight in 16 bits."""
 
     def construct(self, x: Tensor, group_list: Any = None) -> Tensor:
         y = self.held.linear(self.held.tokens(x), (self.weight,), self.bias if self.has_bias else None)
@@ -100,7 +100,7 @@ def hold_weights(network: nn.Cell, product_dtype: str) -> None:
         )
     if rounds and not multiplies_bfloat16():
         logger.warning(
-            "pet_config.product_dtype is bfloat16, and this processor has no instructions that multiply bfloat16 "
+            "pet_config.product_dtype is bfloat16, but this processor has no instructions that multiply bfloat16 "
             "(AVX512_BF16, AMX): products are rounded, and take as long as without it. Leave it out."
         )
     if dtypes:

@@ -26,7 +26,7 @@ from mindlora.training.model.network import with_loss
 class HandingHead:
     """Output heads that, in training, hand on to the loss what it multiplies by their weights, in the place of logits.
 
-    That is x [..., channels]; with plain LoRA on the head, it is x and (dropout(x) A^T) * scale beside each other,
+    That is x [..., channels]; with plain LoRA on the head, it is x and (dropout(x) A^T) * scale side by side,
     [..., channels + r], both in the dtype in which the head computes.
     """
 
@@ -36,7 +36,7 @@ class HandingHead:
 
 
 class HandingLoRA(HandingHead):
-    """The same of a head with plain LoRA."""
+    """HandingHead for a head with plain LoRA."""
 
     def hand_on(self, x: Tensor) -> Tensor:
         """Returns what the loss multiplies."""

@@ -128,7 +128,7 @@ class CpuRotary(nn.Cell):
         if angles.shape[1] != 1 or angles.shape[3] != size:
             return self.plain(x, freqs)
         angles = angles.reshape((tokens, size)) * scale
-        # Rows of a batch are beside each other, as heads are.
+        # Rows of a batch are side by side, as heads are.
         turned = self.fused(x.reshape((tokens, batch * heads * size)), ops.cos(angles), ops.sin(angles))
         return turned.reshape(x.shape)
 

@@ -12,7 +12,7 @@ from mindlora.core.errors import ConfigError
 def _check_width(width, seq_length):
     if width not in (seq_length, seq_length + 1):
         raise ConfigError(
-            f"The rows of the data have {width} tokens, and the model's seq_length is {seq_length}: give an mcore "
+            f"The rows of the data have {width} tokens, but the model's seq_length is {seq_length}: give an mcore "
             f"model rows of {seq_length}, or of {seq_length + 1} as mindlora data --seq-length {seq_length} "
             "writes them."
         )
@@ -91,10 +91,10 @@ def gpt_model_of(network: nn.Cell) -> Optional[nn.Cell]:
 def replace_loss(model: nn.Cell, loss: nn.Cell, counts_tokens: bool = False) -> None:
     """Makes ``loss`` the loss of a GPTModel on the labels, in place.
 
-    What it gives is the first of what the model returns; with ``counts_tokens`` it gives sums of losses and numbers of
-    tokens, which are the first two.
+    The model then returns this loss first; with ``counts_tokens``, its first two outputs are sums of losses and numbers
+    of tokens.
 
-    Raises ConfigError if the model predicts several tokens, which it would learn by a loss of its own beside this one.
+    Raises ConfigError if the model predicts several tokens: it would learn them by a second loss of its own.
     """
     if model.mtp_process:
         raise ConfigError(

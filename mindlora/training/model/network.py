@@ -45,7 +45,7 @@ def collect_state(train_network: nn.Cell) -> None:
 
 
 def distribute_state(train_network: nn.Cell) -> None:
-    """Takes back what the parameters of such a train step hold."""
+    """Reads one adapter's state back from the parameters of its train step: the reverse of collect_state."""
     step = train_step_of(train_network)
     if hasattr(step, "distribute_state"):
         step.distribute_state()

@@ -217,7 +217,7 @@ class MindloraMcoreModel(MindloraModel):
 
 
 class _WithAdapters(MindloraModel):
-    """MindloraModel with several adapters, which mindlora-run trains beside each other.
+    """MindloraModel with several adapters, which mindlora-run trains side by side.
 
     Attributes:
         stack (AdapterStack): The adapters, by number in the order of pet_config.adapters.
@@ -231,8 +231,8 @@ class _WithAdapters(MindloraModel):
         """
         if not run_configuration():
             raise ConfigError(
-                "adapters is a key that only mindlora-run carries out: the train step, the optimizer and the callbacks "
-                "are others then. Start the run with mindlora-run."
+                "adapters is a key that only mindlora-run supports, with a train step, optimizer and callbacks for it. "
+                "Start the run with mindlora-run."
             )
         adapters = trained_adapters(self.config.pet_config)
         self.unchecked = None

@@ -243,7 +243,7 @@ class PreferenceExamples(ChatExamples):
                 learned = np.concatenate([np.zeros(len(prompt), bool), other.learned[begin:]])
                 return example._replace(second=Encoded(tokens[:room], learned[:room]))
         raise DataError(
-            f"All {len(encoded)} answers with a label have the same prompt, and the distance from the reference is "
+            f"All {len(encoded)} answers with a label have the same prompt, but the distance from the reference is "
             "estimated by answers to other prompts. Give rows with several prompts."
         )
 

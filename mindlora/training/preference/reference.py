@@ -32,7 +32,7 @@ def reference_network(network: nn.Cell) -> nn.Cell:
 
     Raises ConfigError if the adapters are still to be made from the base (lora_init: pissa and its kin).
     """
-    waiting = [path for path, cell in lora_cells(network) if cell.awaits_initialization]
+    waiting = [path for path, cell in lora_cells(network) if cell.will_change_base]
     if waiting:
         raise ConfigError(
             f"preference compares with the network as training finds it, and the adapter of {waiting[0]} takes its "
@@ -92,7 +92,7 @@ def reference_fingerprint(network: nn.Cell) -> np.ndarray:
     of_adapters = set()
     for path, cell in lora_cells(network):
         of_adapters.update(id(parameter) for parameter in cell.lora_parameters())
-        if cell.awaits_initialization:
+        if cell.will_change_base:
             content.update(f"{path} {cell.lora_init} {cell.lora_rank} {cell.scale};".encode())
         elif not adds_nothing(cell):
             # What the same tensors do depends on these.

@@ -51,7 +51,7 @@ def _check_model(run: YamlRun, settings: PreferenceSettings) -> Iterator[Finding
     if run.model_config.get("input_sliced_sig"):
         yield error(
             "model.model_config.input_sliced_sig",
-            "model_config.input_sliced_sig is True, and rows of preferences have one token more than seq_length.",
+            "model_config.input_sliced_sig is True, but rows of preferences have one token more than seq_length.",
             "Set it to False.",
         )
     init = run.pet_config.get("lora_init")
@@ -71,7 +71,7 @@ def _check_mcore(run: YamlRun, settings: PreferenceSettings) -> Iterator[Finding
     if predicted:
         yield error(
             KEY,
-            f"the model has {predicted} layers that predict further tokens, and they learn labels alone.",
+            f"the model has {predicted} layers that predict further tokens, but they learn labels alone.",
             "Set model.model_config.num_nextn_predict_layers: 0.",
         )
     for key in ("hidden_dropout", "attention_dropout"):
@@ -91,7 +91,7 @@ def check_pynative_preference(config: Mapping[str, Any], first_rows: Optional[Fi
 
     Args:
         config (mapping): The content of the YAML.
-        first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is looked at.
+        first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is read.
     """
     node, settings = config.get("preference"), None
     columns: Sequence[str] = ()
@@ -117,7 +117,7 @@ def check_pynative_preference(config: Mapping[str, Any], first_rows: Optional[Fi
         elif row is not None and settings is not None and length in COUNT and row["input_ids"].shape[-1] != length + 1:
             yield error(
                 "model.seq_length",
-                f"model.seq_length is {length}, and the rows of {path} have {row['input_ids'].shape[-1]} tokens.",
+                f"model.seq_length is {length}, but the rows of {path} have {row['input_ids'].shape[-1]} tokens.",
                 f"Set it to {row['input_ids'].shape[-1] - 1}, one less than the rows have.",
             )
 
@@ -169,7 +169,7 @@ def _problem(row, settings: Optional[PreferenceSettings], columns: Sequence[str]
     """Returns what is wrong with a row that must have these columns, and what to do, or None."""
     if settings is None:
         if ANSWERS in row:
-            return "holds preferences, and the run learns labels.", f"Set {key}: {{loss: dpo}}, or kto for judgments."
+            return "holds preferences, but the run learns labels.", f"Set {key}: {{loss: dpo}}, or kto for judgments."
         return None
     missing = [column for column in columns if column not in row]
     if not missing:

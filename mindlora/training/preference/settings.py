@@ -177,6 +177,6 @@ def preference_settings(node: Mapping[str, Any]) -> PreferenceSettings:
         if key in _OWN and key not in settings.kind.keys:
             others = [name for name, kind in LOSSES.items() if key in kind.keys]
             raise ConfigError(
-                f"preference: {key} belongs to {', '.join(others)}, and the loss is {settings.loss}. Remove it."
+                f"preference: {key} belongs to {', '.join(others)}, but the loss is {settings.loss}. Remove it."
             )
     return settings

@@ -58,7 +58,7 @@ def check_quantization(quantize_base: Any, checkpoint: Any, processes: int) -> N
         )
     if not checkpoint.load_path and not getattr(checkpoint, "base_load_path", None):
         raise ConfigError(
-            f"pet_config.quantize_base is {quantize_base!r}, and no base is loaded that could be quantized. Set "
+            f"pet_config.quantize_base is {quantize_base!r}, but no base is loaded that could be quantized. Set "
             "checkpoint.load_path."
         )
 
@@ -132,7 +132,7 @@ def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
     )
     if packed:
         raise CheckpointError(
-            f"The checkpoint has 4-bit weights, and the model has {listed(packed)} in float. Set pet_config."
+            f"The checkpoint has 4-bit weights, but the model has {listed(packed)} in float. Set pet_config."
             "quantize_base: nf4, or load a base in float."
         )
     extra = _adapters_of_other_cells(loaded, adapters)

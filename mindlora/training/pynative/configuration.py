@@ -137,9 +137,9 @@ def _dtype_of_parameters(model: nn.Cell) -> str:
 def _check_several_processes(config: PetLoraConfig) -> None:
     for name in (*_IN_ONE_PROCESS, *(variant.field for variant in VARIANTS if variant.allocates_ranks)):
         value = getattr(config, name)
-        refused = initializers.changes_base(config.lora_init) if name == "lora_init" else value
+        refused = initializers.computed_from_base(config.lora_init) if name == "lora_init" else value
         if refused:
             raise ConfigError(
-                f"pet_config.{name} is {value!r}, which mindlora carries out in one process {_HERE}, and this run has "
-                f"{get_world_size()}. {_IN_GRAPH_MODE}"
+                f"pet_config.{name} is {value!r}, which mindlora supports in one process alone {_HERE}, but this run "
+                f"has {get_world_size()}. {_IN_GRAPH_MODE}"
             )

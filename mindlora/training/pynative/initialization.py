@@ -43,7 +43,7 @@ def reference_of(model: nn.Cell) -> Optional[np.ndarray]:
 
 
 class Initialization(TrainerCallback):
-    """Loads pet_config.adapter_path, or carries out a lora_init that changes the base, where a run begins.
+    """Loads pet_config.adapter_path, or carries out a lora_init that needs the base, where a run begins.
 
     A run that goes on has what its checkpoint holds: A and B, the base after the change, and the initial pairs.
     """

@@ -222,8 +222,8 @@ def _preference(settings: Any, processes: int) -> Optional[PreferenceSettings]:
 def _check_one_process(processes: int, found: str) -> None:
     if processes > 1:
         raise ConfigError(
-            f"{found}, which mindlora carries out in one process under MindFormers' PyNative Trainer, and this run has "
-            f"{processes}. Start one process."
+            f"{found}, which mindlora supports in one process alone under MindFormers' PyNative Trainer, but this run "
+            f"has {processes}. Start one process."
         )
 
 

@@ -209,7 +209,7 @@ class TrainStep(nn.Cell):
         return float(np.ravel((rate[0] if isinstance(rate, (list, tuple)) else rate).asnumpy())[0])
 
     def set_rate_factor(self, source: str, value: float) -> None:
-        """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""
+        """Sets the factor of the learning rate that ``source`` asks for; all sources' factors are multiplied."""
         if self.rate is None:
             self.rate = RateFactor(self.optimizer)
         self.rate.set(source, value)
@@ -247,7 +247,7 @@ def shifted(inputs: Mapping[str, Any], seq_length: int) -> Dict[str, Any]:
         return {"input_ids": tokens[:, :-1], "labels": labels[:, 1:]}
     if length != seq_length:
         raise DataError(
-            f"The rows of the data have {length} tokens and the columns {', '.join(sorted(inputs))}, and the model's "
+            f"The rows of the data have {length} tokens and the columns {', '.join(sorted(inputs))}, but the model's "
             f"seq_length is {seq_length}. Write rows of {seq_length} tokens with shifted labels, or rows of "
             f"{seq_length + 1} tokens with input_ids and labels alone, as mindlora data does."
         )

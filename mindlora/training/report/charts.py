@@ -222,7 +222,7 @@ def charts(histories: Sequence[History], names: Sequence[str]) -> List[Chart]:
 
 
 def is_of_policy(history: History) -> bool:
-    """Returns whether a run learned from rewards: the loss of a policy says nothing of how well it does."""
+    """Returns whether a run learned from rewards: the loss of a policy says nothing about how well it does."""
     return len(history.series("reward")[0]) > 0
 
 

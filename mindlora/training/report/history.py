@@ -5,7 +5,7 @@ Every record has "step" and one of the keys in KINDS, which says what it holds:
 - "run": the configuration, versions, machine and data; the first record of a run, and of each resumption.
 - "loss": one step, with the fields of STEP_FIELDS as far as they are known.
 - "held_out_loss": the loss on held-out data, with the other HELD_OUT_FIELDS as far as they are known.
-- "forgetting": the divergence from the base, in nats per token, on what the base says itself.
+- "forgetting": the divergence from the base, in nats per token, on the base's own answers.
 - "event": what a guard or a schedule did, with "message".
 - "health": a measurement of the adapter.
 - "answers": a list of {"prompt", "answer"}, with the "reward" of an answer that was rated.

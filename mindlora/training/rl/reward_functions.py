@@ -59,7 +59,7 @@ class PythonFunction(Reward):
         """Runs the file, whose folder is on sys.path meanwhile and afterwards, as that of a program is."""
         path = os.path.abspath(os.path.join(folder, self.path))
         if not os.path.isfile(path):
-            raise ConfigError(f"rl.reward_funcs names {self.path}, and there is no file {path}. Correct the path.")
+            raise ConfigError(f"rl.reward_funcs names {self.path}, but there is no file {path}. Correct the path.")
         module = sys.modules.get(_module_name(path))
         if module is None:
             spec = importlib.util.spec_from_file_location(_module_name(path), path)
@@ -316,7 +316,7 @@ class RewardModel(Reward):
         rows = [row["probs"] for row in sorted(answer["data"], key=lambda row: row["index"])]
         if any(len(scores) != 1 for scores in rows):
             raise RewardError(
-                f"{model} of {self.url} gives {len(rows[0])} scores to a text, and a reward model gives one. Name a "
+                f"{model} of {self.url} gives {len(rows[0])} scores to a text, but a reward model gives one. Name a "
                 "reward model."
             )
         return [scores[0] for scores in rows]

@@ -59,7 +59,7 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
 def _check_adapter(run: YamlRun) -> Iterator[Finding]:
     pet_config = run.pet_config
     if not pet_config:
-        yield error(PET, "rl trains an adapter, and there is no pet_config.", "Add one (pet_type: lora).")
+        yield error(PET, "rl trains an adapter, but there is no pet_config.", "Add one (pet_type: lora).")
         return
     dropout = pet_config.get("lora_dropout") or 0
     if dropout:
@@ -107,7 +107,7 @@ def _check_sizes(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
     if run.accumulation > 1:
         yield error(
             "runner_config.gradient_accumulation_steps",
-            "runner_config.gradient_accumulation_steps is above 1, and a step of rl takes its answers in batches of "
+            "runner_config.gradient_accumulation_steps is above 1, but a step of rl takes its answers in batches of "
             "runner_config.batch_size rows as it is.",
             "Set it to 1.",
         )
@@ -120,7 +120,7 @@ def _check_sizes(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
 def _check_saving(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
     for where, callback in run.callbacks:
         if callback.get("type") in _OF_ROWS:
-            yield error(where, f"{where} needs rows with labels, and a run with rl has prompts alone.", "Remove it.")
+            yield error(where, f"{where} needs rows with labels, but a run with rl has prompts alone.", "Remove it.")
     for where, callback in run.callbacks_of("LoraCheckpoint"):
         if callback.get("save_steps", 100) % settings.num_iterations:
             yield error(
@@ -133,7 +133,7 @@ def _check_saving(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
         if measured and callback.get("save_steps", 100) % settings.held_out_steps:
             yield error(
                 f"{where}.save_steps",
-                f"{where}: save_steps is {callback.get('save_steps', 100)}, and held_out_reward is measured every "
+                f"{where}: save_steps is {callback.get('save_steps', 100)}, but held_out_reward is measured every "
                 f"{settings.held_out_steps} steps (rl.held_out_steps).",
                 "Make save_steps a multiple of that.",
             )

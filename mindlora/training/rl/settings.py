@@ -174,7 +174,7 @@ class RlSettings:
 
     @property
     def rows(self) -> int:
-        """Answers of a step: those to all of its prompts, the answers to a prompt behind each other."""
+        """Answers of a step: those to all of its prompts, with the answers to one prompt side by side."""
         return self.prompts_per_step * self.num_generations
 
     @property
@@ -241,5 +241,5 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     settings = RlSettings(**node)
     for key in node:
         if _OWN.get(key, settings.algorithm) != settings.algorithm:
-            raise ConfigError(f"rl.{key} belongs to {_OWN[key]}, and rl.algorithm is {settings.algorithm}. Remove it.")
+            raise ConfigError(f"rl.{key} belongs to {_OWN[key]}, but rl.algorithm is {settings.algorithm}. Remove it.")
     return settings

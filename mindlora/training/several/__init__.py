@@ -1,1 +1,1 @@
-"""Several adapters that train beside each other over one base, each as a run of its own."""
+"""Several adapters that train side by side over one base, each as a run of its own."""

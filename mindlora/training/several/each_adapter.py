@@ -49,12 +49,12 @@ class BestRows(Callback):
         return self.held_out.state_of(self.number)
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
-        """Takes over what ``training_state`` returned."""
+        """Restores what ``training_state`` returned."""
         self.held_out.restore(self.number, state)
 
 
 class AdapterRun:
-    """One adapter's part of a run: its callbacks, and what they are told.
+    """One adapter's part of a run: its callbacks, and what they are given.
 
     Attributes:
         name (str): What the adapter's folder is called.
@@ -90,7 +90,7 @@ class AdapterRun:
         self.context = RunContext(self.params)
 
     def follow(self, shared: InternalCallbackParam) -> None:
-        """Takes over what is the same for all adapters: step, epoch and so on."""
+        """Copies what is the same for all adapters: step, epoch and so on."""
         self.params.update({key: value for key, value in shared.items() if key not in self.own_keys})
 
     def call(self, event: str) -> None:
@@ -186,7 +186,7 @@ class EachAdapter(Callback):
         stack.set_initial_values()
 
     def parameters_of(self, number: int, params: InternalCallbackParam) -> Dict[str, Any]:
-        """Returns what the callbacks of an adapter are told besides what is the same for all."""
+        """Returns what the callbacks of an adapter are given besides what is the same for all."""
         dataset = datasets_of(params.train_dataset, len(self.nodes))[number]
         return {
             "train_dataset": dataset,
@@ -242,7 +242,7 @@ class EachAdapter(Callback):
             run_context.request_stop()
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Ends the runs of the adapters that learn until now, and compares all of them."""
+        """Ends the runs of the adapters that are still learning, and compares all of them."""
         for run in self._learning(run_context.original_args()):
             run.end()
         comparisons = list(self._comparisons())
@@ -274,7 +274,7 @@ class EachAdapter(Callback):
                 yield comparison
 
     def _write_page(self, comparisons):
-        """Writes the page on which all adapters are beside each other."""
+        """Writes the page on which all adapters are side by side."""
         folders = [callback.directory for run in self.runs for callback in run.callbacks if type(callback) is RunReport]
         if importlib.util.find_spec("jinja2") is None or not folders:
             return

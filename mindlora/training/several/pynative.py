@@ -193,7 +193,7 @@ class StackedStep(TrainStep):
         return self.stack.networks[0]
 
     def rows(self, inputs: Mapping[str, Any]) -> Dict[str, Any]:
-        """Returns a micro-batch as the loss takes it: the rows of all adapters, those of the first one first."""
+        """Returns a micro-batch as the loss takes it: the rows of all adapters, those of the first adapter first."""
         for name, column in inputs.items():
             if column.ndim not in (2, 3):
                 raise DataError(

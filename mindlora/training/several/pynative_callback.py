@@ -49,7 +49,7 @@ class EachAdapter(each_adapter.EachAdapter):
         """Leaves the adapters their values: MindFormers has made or loaded them."""
 
     def parameters_of(self, number: int, params: InternalCallbackParam) -> Dict[str, Any]:
-        """Returns what the callbacks of an adapter are told besides what is the same for all."""
+        """Returns what the callbacks of an adapter are given besides what is the same for all."""
         return {"run_facts": run_facts(self.nodes[number]["configuration"])}
 
     def begin(self, run: each_adapter.AdapterRun, node: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ class EachAdapter(each_adapter.EachAdapter):
         }
 
     def restore_training_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what ``training_state`` returned; raises ConfigError if it is of other adapters."""
+        """Restores what ``training_state`` returned; raises ConfigError if it is of other adapters."""
         saved = [{"name": name, "settings": each["settings"]} for name, each in state.items()]
         check_same_adapters("The checkpoint", saved, self.nodes)
         self.states = dict(state)

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import NOT_NEGATIVE, check_number
 from mindlora.core.formats.mindrecord_files import mindrecord_files
-from mindlora.core.numerics.initializers import changes_base
+from mindlora.core.numerics.initializers import changes_base, freezes_b
 from mindlora.core.text import listed, shown, suggestion
 from mindlora.core.yaml_file import PET, value_at
 from mindlora.models.variants.registry import LORA
@@ -41,7 +41,7 @@ _SHARED = {
     "compute_dtype": "the products of all adapters are computed at once",
     "lora_dropout": "the inputs of all adapters are dropped out at once",
 }
-# Fields of pet_config that a run with several adapters does not carry out.
+# Fields of pet_config that a run with several adapters does not support.
 _NOT_WITH_OTHERS = (
     *("freeze_lora_a", "modules_to_save", "freeze_include", "freeze_exclude"),
     *("adapter_path", "loraplus_lr_ratio", "neftune_alpha", "alora_invocation_tokens"),
@@ -222,37 +222,39 @@ def check_adapters(run: YamlRun) -> Iterator[Finding]:
         if callback.get("keep_last") == 1:
             yield error(
                 f"{where}.keep_last",
-                f"{where}.keep_last is 1, and pet_config has adapters, which are saved one after another: "
+                f"{where}.keep_last is 1, but pet_config has adapters, which are saved one after another: "
                 "killed between two of them, the run would have no step that all have saved.",
                 "Set it to 2 or more.",
             )
         if callback.get("type") not in (*OF_RUN, *OF_ADAPTER):
             yield error(
                 where,
-                f"{where} is for a run with one adapter, and pet_config has adapters.",
+                f"{where} is for a run with one adapter, but pet_config has adapters.",
                 f"Remove it; there are {', '.join(_WITH_OTHERS)}.",
             )
 
 
 def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter], node: str) -> Iterator[Finding]:
-    """Yields an error for each setting of pet_config, which is at ``node``, that adapters beside each other lack."""
+    """Yields an error for each setting of pet_config, at ``node``, that adapters in one run do not support."""
     key = f"{node}.adapters"
     if pet_config.variant is not LORA:
-        yield error(key, f"{pet_config.variant.field} is True, and only plain LoRA trains beside others.", "Remove it.")
+        yield error(key, f"{pet_config.variant.field} is True, but only plain LoRA trains beside others.", "Remove it.")
     for field in _NOT_WITH_OTHERS:
         if getattr(pet_config, field):
             yield error(
                 f"{node}.{field}",
-                f"{field} is {getattr(pet_config, field)!r}, which a run with several adapters does not carry out.",
+                f"{field} is {getattr(pet_config, field)!r}, which a run with several adapters does not support.",
                 "Remove it, or train one adapter at a time.",
             )
     for adapter in adapters:
-        if changes_base(adapter.config.lora_init):
+        init = adapter.config.lora_init
+        reasons = {
+            "changes the base that the other adapters train on": changes_base(init),
+            "trains A alone, and adapters beside each other train all that they have": freezes_b(init),
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
             yield error(
-                key,
-                f"lora_init of {adapter.name} is {adapter.config.lora_init}, which changes the base that the other "
-                "adapters train on.",
-                "Use kaiming, gaussian or orthogonal.",
+                key, f"lora_init of {adapter.name} is {init}, which {reason}.", "Use kaiming, gaussian or orthogonal."
             )
 
 
@@ -298,9 +300,9 @@ def _check_run(run: YamlRun) -> Iterator[Finding]:
     )
     for key, value, needed, reason in requirements:
         if value != needed:
-            yield error(key, f"{key} is {value!r}, and pet_config has adapters: {reason}.", f"Set it to {needed}.")
+            yield error(key, f"{key} is {value!r}, but pet_config has adapters: {reason}.", f"Set it to {needed}.")
     if not run.in_graph_mode:
-        yield error("context.mode", "context.mode is PyNative, and adapters train beside each other in graph mode.")
+        yield error("context.mode", "context.mode is PyNative, and adapters train side by side in graph mode.")
     trains = run.model_name in _MCORE if run.is_mcore else "Llama" in str(run.model_name)
     if not trains:
         yield error(
@@ -312,12 +314,12 @@ def _check_run(run: YamlRun) -> Iterator[Finding]:
     elif run.is_mcore and run.model.get("moe_aux_loss_coeff"):
         yield error(
             f"{MODEL}.moe_aux_loss_coeff",
-            f"moe_aux_loss_coeff is {run.model['moe_aux_loss_coeff']}, and pet_config has adapters: the loss that "
+            f"moe_aux_loss_coeff is {run.model['moe_aux_loss_coeff']}, but pet_config has adapters: the loss that "
             "balances routed experts is of all rows of a batch, of whichever adapter.",
             "Set it to 0, or train one adapter at a time.",
         )
     if run.at("grouped_lr_schedule"):
-        yield error("grouped_lr_schedule", "grouped_lr_schedule is set, and each adapter has one learning rate.")
+        yield error("grouped_lr_schedule", "grouped_lr_schedule is set, but each adapter has one learning rate.")
 
 
 def _check_keys(run: YamlRun) -> Iterator[Finding]:
@@ -326,7 +328,7 @@ def _check_keys(run: YamlRun) -> Iterator[Finding]:
             if key not in known and value not in (None, False):
                 yield error(
                     f"{node}.{key}",
-                    f"{node}.{key} is {value!r}, which a run with several adapters does not carry out.",
+                    f"{node}.{key} is {value!r}, which a run with several adapters does not support.",
                     f"Remove it; there are {', '.join(known)}.",
                 )
     scale = run.at("runner_wrapper.scale_sense")
@@ -348,7 +350,7 @@ OF_ONE_ADAPTER = (
     *("Forgetting", "ForgettingBudget"),
 )
 _PYNATIVE_OPTIMIZER_KEYS = ("type", "betas", "eps", "weight_decay", "weight_decay_include", "weight_decay_exclude")
-# Keys that a run with several adapters does not carry out -> why.
+# Keys that a run with several adapters does not support -> why.
 _NOT_WITH_ADAPTERS = {
     "training.use_skip_step_on_nan": "each adapter skips such steps by itself",
     "model.calculate_per_token_loss": "each adapter has its own mean loss",
@@ -409,7 +411,7 @@ def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _check_pynative_run(config)
     alone = [name for name in types if name in OF_ONE_ADAPTER]
     if alone:
-        found = f"callbacks has {listed(alone)}, for a run with one adapter, and pet_config has adapters."
+        found = f"callbacks has {listed(alone)}, for a run with one adapter, but pet_config has adapters."
         yield error("callbacks", found, f"Remove it; there are {', '.join(_WITH_OTHERS)}.")
 
 
@@ -457,19 +459,19 @@ def _check_pynative_run(config: Mapping[str, Any]) -> Iterator[Finding]:
     optimizer = config.get("optimizer") or {}
     kind = optimizer.get("type", OPTIMIZER)
     if kind != OPTIMIZER:
-        found = f"optimizer.type is {kind!r}, and pet_config has adapters: it is the optimizer that keeps them apart."
+        found = f"optimizer.type is {kind!r}, but pet_config has adapters: it is the optimizer that keeps them apart."
         yield error("optimizer.type", found, f"Set it to {OPTIMIZER}.")
     for key, value in optimizer.items():
         if key not in _PYNATIVE_OPTIMIZER_KEYS and value not in (None, False):
             yield error(
                 f"optimizer.{key}",
-                f"optimizer.{key} is {shown(value)}, which a run with several adapters does not carry out.",
-                f"Remove it; there are {', '.join(_PYNATIVE_OPTIMIZER_KEYS)}.",
+                f"optimizer.{key} is {shown(value)}, which a run with several adapters does not support.",
+                f"Remove it; the keys that it supports are {', '.join(_PYNATIVE_OPTIMIZER_KEYS)}.",
             )
     for key, reason in _NOT_WITH_ADAPTERS.items():
         value = value_at(config, key)
         if value:
-            yield error(key, f"{key} is {shown(value)}, and pet_config has adapters: {reason}.", "Remove it.")
+            yield error(key, f"{key} is {shown(value)}, but pet_config has adapters: {reason}.", "Remove it.")
     if (model.get("chunk_loss_num") or 0) > 1:
-        found = f"model.chunk_loss_num is {model['chunk_loss_num']}, and the loss of each adapter is computed at once."
+        found = f"model.chunk_loss_num is {model['chunk_loss_num']}, but the loss of each adapter is computed at once."
         yield error("model.chunk_loss_num", found, "Remove it.")

@@ -1,4 +1,4 @@
-"""AdapterStack: adapters that train beside each other on one network, and for each of them a network of its own."""
+"""AdapterStack: adapters that train side by side on one network, and for each of them a network of its own."""
 
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 

@@ -61,7 +61,7 @@ class HeldOutOfAdapters:
         self.step = 0
 
     def begin(self, step: int) -> None:
-        """Begins a step: what is asked for next is measured anew."""
+        """Begins a step: what is asked for next is measured again."""
         self.rows = {}
         self.step = step
 
@@ -83,7 +83,7 @@ class HeldOutOfAdapters:
         return {path: [losses.tolist(), counts.tolist(), step] for path, (losses, counts, step) in best.items()}
 
     def restore(self, adapter: int, state: Dict[str, Any]) -> None:
-        """Takes over what ``state_of`` returned."""
+        """Restores what ``state_of`` returned."""
         for path, (losses, counts, step) in state.items():
             self.best.setdefault(path, {})[adapter] = np.array(losses), np.array(counts), step
 
@@ -140,7 +140,7 @@ class StepOfAdapter(nn.Cell):
         self._all = (step, held_out)
 
     def collect_state(self) -> None:
-        """Takes over from the stack what the adapter's parameters are now."""
+        """Copies the adapter's current parameters from the stack."""
         pull(self.slices)
 
     def distribute_state(self) -> None:

@@ -29,7 +29,7 @@ class SegmentMask(nn.Cell):
     Every ``boundary`` token begins an example, so the number of an example within its row is the count of boundary
     tokens up to a position, ``segment[i] = sum_{k <= i} (tokens[k] == boundary)``, and position i sees position j only
     if the causal mask lets it and ``segment[i] == segment[j]``: a block-diagonal mask (Krell et al., 2021). Positions
-    need not be counted anew in each example where only their difference matters, as with rotary embeddings.
+    need not be counted again in each example where only their difference matters, as with rotary embeddings.
 
     ``causal_mask`` is MindFormers' LowerTriangularMaskWithDynamic, CausalMaskGenerate of an mcore model with flash
     attention, or any cell that makes a mask [batch, 1, N, N] from tokens, int32 [batch, N]. In uint8, 1 masks and 0
@@ -69,7 +69,7 @@ def boundary_of(data: Data) -> Optional[int]:
         other = _boundary_of_file(path)
         if other != boundary:
             raise ConfigError(
-                f"{first} {_packed(boundary)}, and {path} {_packed(other)}: files that are used together must be "
+                f"{first} {_packed(boundary)}, but {path} {_packed(other)}: files that are used together must be "
                 "packed alike. Convert them again, all with --pack or none."
             )
     return boundary
@@ -84,7 +84,7 @@ def install_segment_mask(network: nn.Cell, boundary: int) -> None:
     masks = _maker_of_masks(network)
     if masks is None:
         raise ConfigError(
-            f"The data is packed, and the model is a {_name(network)}: only MindFormers' LlamaForCausalLM and "
+            f"The data is packed, but the model is a {_name(network)}: only MindFormers' LlamaForCausalLM and "
             "its mcore models can keep the examples of a row apart. Convert the data without --pack."
         )
     settings = [key for key in _WITHOUT_A_MASK if getattr(network.config, key, False)]
@@ -109,7 +109,7 @@ def check_held_out(train_network: nn.Cell, dataset_dir: str) -> None:
     boundary = boundary_of(dataset_dir)
     if boundary is not None and boundary != installed_boundary(base_of(train_network)):
         raise ConfigError(
-            f"{dataset_dir} {_packed(boundary)}, and the training data is not packed so. Convert both in one go, with "
+            f"{dataset_dir} {_packed(boundary)}, but the training data is not packed so. Convert both in one go, with "
             "--holdout, or this file without --pack."
         )
 
@@ -130,18 +130,18 @@ def set_boundary(config: MindFormerConfig) -> None:
         return
     if not wrapper or wrapper.type != WRAPPER:
         raise ConfigError(
-            f"train_dataset {_packed(boundary)}, and runner_wrapper.type is {wrapper.type if wrapper else None}, which "
+            f"train_dataset {_packed(boundary)}, but runner_wrapper.type is {wrapper.type if wrapper else None}, which "
             f"does not keep the examples of a row apart. Set runner_wrapper.type: {WRAPPER}."
         )
     if wrapper.get("packed_boundary") not in (None, boundary):
         raise ConfigError(
-            f"runner_wrapper.packed_boundary is {wrapper.packed_boundary}, and train_dataset {_packed(boundary)}. "
+            f"runner_wrapper.packed_boundary is {wrapper.packed_boundary}, but train_dataset {_packed(boundary)}. "
             "Remove the key: mindlora-run sets it."
         )
     pad = pad_token_id(config.model.model_config)
     if boundary != pad and boundary != _first_row(mindrecord_files(data)[0])["input_ids"][0]:
         raise ConfigError(
-            f"model.model_config.pad_token_id is {pad}, and the padding in train_dataset is {boundary}. Set it to that."
+            f"model.model_config.pad_token_id is {pad}, but the padding in train_dataset is {boundary}. Set it to that."
         )
     wrapper.packed_boundary = boundary
     logger.info("The training data is packed: token %d begins an example of a row.", boundary)
@@ -159,7 +159,7 @@ def check_eval_data(config: MindFormerConfig) -> None:
     trained = (config.runner_wrapper or {}).get("packed_boundary") if config.run_mode != "eval" else None
     if boundary not in (None, trained):
         raise ConfigError(
-            f"eval_dataset {_packed(boundary)}, and MindFormers' evaluation would let the examples of a row see each "
+            f"eval_dataset {_packed(boundary)}, but MindFormers' evaluation would let the examples of a row see each "
             "other. Convert it without --pack."
         )
 
@@ -195,13 +195,13 @@ def _check_ends(config):
         )
     if ENDS not in (config.train_dataset.input_columns or []):
         raise ConfigError(
-            "use_eod_attn_mask_compression is True, and train_dataset.input_columns lacks actual_seq_len, without "
+            "use_eod_attn_mask_compression is True, but train_dataset.input_columns lacks actual_seq_len, without "
             "which the examples of a packed row see each other. Add it; mindlora data writes it with --actual-seq-len."
         )
     rows = config.runner_config.batch_size
     if rows != 1:
         raise ConfigError(
-            f"use_eod_attn_mask_compression is True, and runner_config.batch_size is {rows}: ends in actual_seq_len "
+            f"use_eod_attn_mask_compression is True, but runner_config.batch_size is {rows}: ends in actual_seq_len "
             "count within one row. Set it to 1, and raise gradient_accumulation_steps instead."
         )
 

@@ -9,7 +9,7 @@ from mindlora.training.trackers.tracker import TrackedRun, Tracker, as_text, fla
 
 # What a server takes at once, and how long a parameter may be.
 _METRICS, _PARAMETERS, _LENGTH = 1000, 100, 500
-# Adapters that train beside each other begin beside each other.
+# Adapters that train side by side begin side by side.
 _ONE_BEGINS = threading.Lock()
 
 

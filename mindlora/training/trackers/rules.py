@@ -19,7 +19,7 @@ def check_trackers(run: YamlRun) -> Iterator[Finding]:
 
 
 def check_pynative_trackers(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields the same of a YAML of the PyNative Trainer."""
+    """Yields an error for what is wrong with each Trackers in a YAML of the PyNative Trainer."""
     for node in config.get("callbacks") or []:
         if isinstance(node, Mapping) and node.get("type") == "Trackers":
             yield from _check("callbacks.Trackers", node)

@@ -1,6 +1,6 @@
 """SwanLab. Its environment variables hold, SWANLAB_MODE=offline and SWANLAB_LOG_DIR for instance.
 
-It tracks one run in a process: adapters that train beside each other share it, each with its name before its numbers.
+It tracks one run in a process: adapters that train side by side share it, each with its name before its numbers.
 """
 
 import contextlib

@@ -1,11 +1,15 @@
-"""TensorBoard: event files in the folder tensorboard/ beside metrics.jsonl."""
+"""TensorBoard: event files in the folder tensorboard/ beside metrics.jsonl.
+
+It has no place for report.html. It gets a text with the last figures and where the page is instead, and the
+configuration as hyperparameters, by which its tab HPARAMS compares runs.
+"""
 
 import os
-from typing import Any, Mapping, Sequence
+from typing import Any, Dict, Mapping, Sequence, Tuple
 
 import yaml
 
-from mindlora.training.trackers.tracker import TrackedRun, Tracker, as_text
+from mindlora.training.trackers.tracker import TrackedRun, Tracker, as_text, flattened
 
 FOLDER = "tensorboard"
 
@@ -22,17 +26,23 @@ class TensorBoard(Tracker):
         # Else a run that goes on within the same second writes over the file.
         self.writer = SummaryWriter(folder, purge_step=first, filename_suffix=f".{run.step}")
         self.step = run.step
+        self.settings: Dict[str, Any] = {}
+        # Name -> its last step and value.
+        self.last: Dict[str, Tuple[int, float]] = {}
         self.facts = {"name": run.name_or(None), "project": run.project, "tags": list(run.tags)}
         return FOLDER
 
     def configuration(self, facts: Mapping[str, Any]) -> None:
         text = yaml.safe_dump({"run": self.facts, **facts}, sort_keys=False, allow_unicode=True)
         self.writer.add_text("configuration", f"```yaml\n{text}```", self.step)
+        self.settings = flattened(facts["configuration"])
         self.writer.flush()
 
     def numbers(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step, walltime=seconds)
+            if not name.startswith("health/"):
+                self.last[name] = step, value
         self.writer.flush()
 
     def event(self, step: int, kind: str, message: str) -> None:
@@ -42,7 +52,20 @@ class TensorBoard(Tracker):
         self.writer.add_text("answers", "\n\n".join(as_text(answers)), step)
 
     def report(self, path: str) -> None:
-        """Leaves the page where it is: TensorBoard shows none."""
+        from tensorboardX.summary import hparams
+
+        rows = [f"| {name} | {value:.6g} | {step} |" for name, (step, value) in self.last.items()]
+        table = "\n".join(["| | last | at step |", "| --- | --- | --- |", *rows])
+        text = f"The page of the run, with its curves and answers: `{os.path.abspath(path)}`\n\n{table}"
+        self.writer.add_text("report", text, max((step for step, _ in self.last.values()), default=self.step))
+        # It takes numbers, flags and texts, and leaves None out.
+        plain = (bool, int, float, type(None))
+        settings = {key: value if isinstance(value, plain) else str(value) for key, value in self.settings.items()}
+        experiment, started, _ = hparams(settings, dict.fromkeys(self.last, 0))
+        # The last one would say that the run has succeeded.
+        for summary in (experiment, started):
+            self.writer.file_writer.add_summary(summary)
+        self.writer.flush()
 
     def end(self, failed: bool) -> None:
         self.writer.close()

@@ -1,4 +1,4 @@
-"""What every tracker is told of a run."""
+"""What every tracker gets from a run."""
 
 import dataclasses
 import importlib.util
@@ -15,7 +15,7 @@ class TrackedRun:
         project (str or None): What the YAML calls the project; None where it says nothing.
         name (str or None): What the YAML calls the run.
         default_name (str): What a run without a name is called.
-        adapter (str or None): The adapter that the run is of, where several train beside each other.
+        adapter (str or None): The adapter that the run is of, where several train side by side.
         tags (tuple of str): Its tags.
         id (str or None): What the tracker called the run that this one goes on with; None for a new one.
     """

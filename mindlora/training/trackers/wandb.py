@@ -24,7 +24,7 @@ class WandB(Tracker):
             tags=list(run.tags) or None,
             id=identifier,
             resume="allow" if run.id else None,
-            # Adapters that train beside each other have runs beside each other.
+            # Adapters that train side by side have runs side by side.
             reinit="create_new",
         )
         # By wandb's own count, a resumed run could not take a step again that was sent before it was killed.

@@ -88,7 +88,7 @@ def test_a_tensor_may_come_in_pieces(tmp_path):
     np.testing.assert_array_equal(found["b"], array)
     np.testing.assert_array_equal(found["a"], [7, 8])
     for contents in ([array], [array, np.zeros(3, np.int32)]):
-        with pytest.raises(AssertionError, match="bytes were written, and the header declares"):
+        with pytest.raises(AssertionError, match="bytes were written, but the header declares"):
             write(str(tmp_path / "b.safetensors"), entries, contents)
 
 

@@ -275,7 +275,7 @@ def bomb(depth=26):
         (b"t", "IndexError"),
         (b"X\xff\xff\xff\x7fab", "ValueError: expected 2147483647 bytes"),
         (b"\xff", "at position"),
-        (tz.tensor(FLOATS, "0") + b"R", "holds no dict of tensors: "),
+        (tz.tensor(FLOATS, "0") + b"R", "does not hold a dict of tensors: "),
     ],
 )
 def test_programs_that_fail(tmp_path, value, message):
@@ -316,7 +316,7 @@ def test_a_small_file_cannot_become_large(tmp_path):
 )
 def test_other_contents_are_refused(tmp_path, value, kind):
     tz.write(tmp_path / "a.bin", value, {"0": FLOATS.tobytes()})
-    refused(tmp_path / "a.bin", f"holds no dict of tensors by name, but a {kind}.")
+    refused(tmp_path / "a.bin", f"does not hold a dict of tensors by name, but a {kind}.")
 
 
 # The archive ----------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_other_contents_are_refused(tmp_path, value, kind):
 @pytest.mark.parametrize("name", ["data.pkl", "data/0", "byteorder"])
 def test_compressed_entries_are_refused(tmp_path, name):
     tz.write(tmp_path / "a.bin", tz.items([("x", tz.tensor(FLOATS, "0"))]), {"0": FLOATS.tobytes()}, compressed=[name])
-    refused(tmp_path / "a.bin", f"holds no dict of tensors: ValueError: archive/{name} is compressed.")
+    refused(tmp_path / "a.bin", f"does not hold a dict of tensors: ValueError: archive/{name} is compressed.")
 
 
 def test_big_endian_is_refused(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics import initializers, nf4
+from mindlora.core.numerics.dtypes import from_float32, named_dtype, to_float32
 from mindlora.core.numerics.initializers import PrincipalComponents, vera_projection
 
 SCALE = 1.5
@@ -41,6 +42,7 @@ def decaying(shape, seed=0):
         ("pissa_niter_4", True, True, True),
         ("pissa_niter_16", True, True, True),
         ("olora", True, True, True),
+        ("mica", True, False, True),
         ("loftq", True, False, False),
         ("pissa_niter_N", False, False, False),
         ("pissa_niter_", False, False, False),
@@ -128,6 +130,23 @@ def test_olora_is_orthonormal_and_takes_the_first_rows_of_r(weight):
         initializers.olora(weight[:16], 17, SCALE)
 
 
+def test_mica_takes_the_directions_of_the_smallest_singular_values(weight):
+    a, b = initializers.mica(weight, 5)
+    assert a.shape == (5, weight.shape[1]) and not a.any()
+    assert b.shape == (weight.shape[0], 5) and initializers.has_orthonormal_columns(b)
+    smallest = np.linalg.svd(weight.astype(np.float64), compute_uv=False)[-5:]
+    np.testing.assert_allclose(np.linalg.norm(weight.T @ b, axis=0), smallest, rtol=1e-4)
+    with pytest.raises(ConfigError, match="^lora_init is 'mica' and lora_rank is 17"):
+        initializers.mica(weight[:16], 17)
+
+
+@pytest.mark.parametrize("dtype, orthonormal", [("float16", True), ("bfloat16", True), (None, False)])
+def test_columns_are_orthonormal_up_to_rounding(weight, dtype, orthonormal):
+    b = initializers.mica(weight, 5)[1]
+    rounded = b * np.float32(1.02) if dtype is None else to_float32(from_float32(b, named_dtype(dtype)))
+    assert initializers.has_orthonormal_columns(rounded) == orthonormal
+
+
 @pytest.mark.parametrize(
     "name, made",
     [
@@ -135,6 +154,7 @@ def test_olora_is_orthonormal_and_takes_the_first_rows_of_r(weight):
         ("pissa_niter_0", lambda w: initializers.pissa(w, 4, SCALE, 0)),
         ("pissa_niter_7", lambda w: initializers.pissa(w, 4, SCALE, 7)),
         ("olora", lambda w: initializers.olora(w, 4, SCALE)),
+        ("mica", lambda w: initializers.mica(w, 4)),
     ],
 )
 def test_an_initializer_by_its_name(weight, name, made):

@@ -106,8 +106,8 @@ def test_the_command_needs_no_form_where_the_name_tells_it(tmp_path, capsys):
         ("x.safetensors", {"architecture": "llama"}, "writes a file that ends in .gguf"),
         ("x.gguf", {}, r"nothing tells it here.* \(--base\); there are GGUF files of llama, mistral, qwen2, qwen3"),
         ("x.gguf", {"architecture": "qwen3_moe"}, "The base is a qwen3_moe, for which mindlora writes no GGUF"),
-        ("x.gguf", {"architecture": "llama", "heads": Heads()}, "rows, and the number of heads is not known"),
-        ("x.gguf", {"architecture": "llama", "heads": Heads(5, 2)}, "It has 24 rows, and the number of heads is 5"),
+        ("x.gguf", {"architecture": "llama", "heads": Heads()}, "rows, but the number of heads is not known"),
+        ("x.gguf", {"architecture": "llama", "heads": Heads(5, 2)}, "It has 24 rows, but the number of heads is 5"),
         ("x.gguf", {"concatenate": True}, "no joined modules: leave concatenate .* out for format 'gguf'"),
     ],
 )

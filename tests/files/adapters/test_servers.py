@@ -69,7 +69,7 @@ def test_several_ranks_with_one_scale_are_served():
 def test_a_rank_above_all_limits_is_resized():
     report = check_for_server(written(make((520, 520))), "vllm")
     assert report.problems == (
-        "Its rank is 520, and at most 512 is served. Make it smaller: mindlora adapter resize ADAPTER served --rank "
+        "Its rank is 520, but at most 512 is served. Make it smaller: mindlora adapter resize ADAPTER served --rank "
         "512",
     )
 
@@ -130,14 +130,22 @@ def test_what_loads_in_peft_and_not_in_vllm(rename, fields, message):
 
 
 @pytest.mark.parametrize(
-    "name, version, accepted", [("score", "0.33", True), ("score", "0.32", False), ("norm", "0.33", False)]
+    "name, version, accepted", [("score", "0.32", True), ("score", "0.31", False), ("norm", "0.33", False)]
 )
-def test_the_whole_head_of_a_classifier_is_served_since_vllm_0_33(name, version, accepted):
+def test_the_whole_head_of_a_classifier_is_served_since_vllm_0_32(name, version, accepted):
     written(make(saved_modules={f"{name}.weight": np.ones((3, 8), np.float32)}))
     report = check_for_server("adapter", f"vllm=={version}")
     assert report.accepted == accepted
     assert any("--runner pooling" in note for note in report.notes) == accepted
     assert accepted or f"It has modules_to_save ({name}.weight), which are refused" in report.problems[0]
+
+
+def test_the_whole_head_of_a_classifier_of_tokens_is_not_served():
+    for task, accepted in (("SEQ_CLS", True), ("TOKEN_CLS", False)):
+        written(make(saved_modules={"score.weight": np.ones((3, 8), np.float32)}, peft_fields={"task_type": task}))
+        report = check_for_server("adapter", "vllm==0.33")
+        assert report.accepted == accepted
+    assert "the whole head of a classifier of tokens, which is refused" in report.problems[0]
 
 
 def dora():
@@ -161,7 +169,7 @@ def test_the_command_ends_with_1_where_it_would_not_be_served(capsys):
     assert json.loads(capsys.readouterr().out)["accepted"] is False
     assert cli.main(["adapter", "inspect", "adapter", "--for", "vlm"]) == 1
     assert "Did you mean 'vllm'?" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="No rules are known of a server 'tgi'"):
+    with pytest.raises(ConfigError, match="No rules are known for a server 'tgi'"):
         check_for_server("adapter", "tgi")
     with pytest.raises(ConfigError, match="The version of 'vllm==new' is not a number. Write it as in vllm==0.33.0"):
         check_for_server("adapter", "vllm==new")

@@ -121,7 +121,7 @@ def test_weights_sizes_and_tokens_are_in_the_file(base, adapter, tmp_path, outty
     "file, values, message",
     [
         ("config.json", {"model_type": "qwen3_moe"}, "holds a qwen3_moe, for which mindlora writes no GGUF file"),
-        ("config.json", {"vocab_size": 4}, "has the token 4, and the model's vocab_size is 4"),
+        ("config.json", {"vocab_size": 4}, "has the token 4, but the model's vocab_size is 4"),
         (
             "config.json",
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},

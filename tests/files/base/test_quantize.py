@@ -186,7 +186,7 @@ def test_a_base_in_float_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         check_quantized_base(source, None)
     assert str(caught.value) == (
-        f"{source} is not quantized, and quantize_base is nf4. Quantize it once: "
+        f"{source} is not quantized, but quantize_base is nf4. Quantize it once: "
         f"mindlora base quantize {source} base-nf4.safetensors"
     )
 

@@ -41,7 +41,7 @@ def merged(tmp_path, rows, tokens, output="out", template=None):
 @pytest.mark.parametrize("template", ["the adapter's", None])
 def test_a_tokenizer_that_grew_with_the_vocabulary_is_the_merged_model_s(tmp_path, template):
     report = merged(tmp_path, VOCAB + 3, VOCAB + 2, template=template)
-    assert "has a tokenizer of 66 tokens, and the base's has 64: the adapter's was taken." in report.notes[-1]
+    assert "has a tokenizer of 66 tokens, but the base's has 64: the adapter's was taken." in report.notes[-1]
     out = tmp_path / "out"
     assert (out / "tokenizer.json").read_text() == (tmp_path / "adapter" / "tokenizer.json").read_text()
     assert json.loads((out / "tokenizer_config.json").read_text())["pad_token"] == "<64>"

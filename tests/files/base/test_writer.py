@@ -97,7 +97,7 @@ def test_several_ranks_are_read_as_metadata_says(tmp_path, deepseek):
         for name, array in tensors.items():
             assert again.read_rows(name, 0, len(array)).tobytes() == array.tobytes(), name
     os.unlink(os.path.join(sharded, rank_file(1, EXPERTS)))
-    with pytest.raises(AdapterFormatError, match="is missing, and metadata.json names it"):
+    with pytest.raises(AdapterFormatError, match="is missing, but metadata.json names it"):
         convert_base(sharded, str(tmp_path / "other"), None, "hf")
 
 
@@ -137,7 +137,7 @@ def test_base_and_adapter_of_one_folder(tmp_path, deepseek):
 def test_what_the_trainer_does_not_have_is_refused(tmp_path, deepseek):
     llama = {"model.embed_tokens.weight": np.zeros((4, 4), np.float32), "model.norm.weight": np.zeros(4, np.float32)}
     source = hugging_face(tmp_path / "llama", llama)
-    with pytest.raises(CheckpointError, match="PyNative trainer has no Llama"):
+    with pytest.raises(CheckpointError, match="PyNative trainer does not have Llama"):
         convert_base(source, str(tmp_path / "out"), None, "pynative")
     with pytest.raises(CheckpointError, match="is a file, and MindFormers' trainer loads a folder"):
         convert_base(str(tmp_path / "hf"), str(tmp_path / "out.safetensors"), None, "pynative")

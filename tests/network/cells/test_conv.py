@@ -258,7 +258,7 @@ def sharded():
         (
             sharded,
             {},
-            "0: Conv2d is sharded, and LoRA on sharded convolutions is not supported. Add it to exclude_modules.",
+            "0: Conv2d is sharded, but LoRA on sharded convolutions is not supported. Add it to exclude_modules.",
         ),
     ],
 )

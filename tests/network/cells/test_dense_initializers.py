@@ -84,11 +84,11 @@ def test_a_tensor_gives_the_initial_values(param_init_type):
     [
         (
             {"lora_a_init": Tensor(np.ones((IN, RANK), np.float32))},
-            f"lora_a_init is a Tensor of shape [{IN}, {RANK}]: it must be [{RANK}, {IN}].",
+            f"lora_a_init is a Tensor of shape [{IN}, {RANK}]: its shape must be [{RANK}, {IN}].",
         ),
         (
             {"lora_b_init": Tensor(np.ones((OUT, RANK + 1), np.float32))},
-            f"lora_b_init is a Tensor of shape [{OUT}, {RANK + 1}]: it must be [{OUT}, {RANK}].",
+            f"lora_b_init is a Tensor of shape [{OUT}, {RANK + 1}]: its shape must be [{OUT}, {RANK}].",
         ),
         ({"lora_a_init": "kaming"}, "lora_a_init is 'kaming', which is not a MindSpore initializer: "),
         ({"lora_b_init": "nonsense"}, "lora_b_init is 'nonsense', which is not a MindSpore initializer: "),

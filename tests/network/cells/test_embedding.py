@@ -244,7 +244,7 @@ def sharded():
         (
             sharded,
             {},
-            "0: The embedding is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules.",
+            "0: The embedding is sharded, but LoRA on sharded embeddings is not supported. Add it to exclude_modules.",
         ),
     ],
 )

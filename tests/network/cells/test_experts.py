@@ -125,7 +125,7 @@ def test_patterns_for_single_experts_are_refused_by_name(field, value, expressio
     config = LoraConfig(target_parameters=["mlp.experts"], **{field: {expression: value}})
     with pytest.raises(ConfigError) as error:
         apply_lora(moe_networks.experts_alone(), config)
-    assert str(error.value).startswith(f"{field} {expression!r} names single experts, and all experts of a layer have")
+    assert str(error.value).startswith(f"{field} {expression!r} names single experts, but all experts of a layer have")
 
 
 def test_patterns_for_the_weights_are_taken():

@@ -252,7 +252,7 @@ def test_cells_that_cannot_carry_an_adapter_are_refused():
         "output layer gets the embedding's table (tie_word_embeddings: True)."
     )
     assert refused(parallel_cell(transpose_b=False)) == (
-        "ColumnParallelLinear keeps its weight as [in_channels, out_channels] (transpose_b False), and the adapter "
+        "ColumnParallelLinear keeps its weight as [in_channels, out_channels] (transpose_b False), but the adapter "
         "needs [out_channels, in_channels]. Add it to exclude_modules."
     )
     from mindformers.parallel_core.training_graph.tensor_parallel.lora_layers import ColumnParallelLinearWithLoRA
@@ -282,5 +282,5 @@ def test_what_needs_whole_weights_is_refused_on_sharded_cells(keys, on_eight_dev
 
 
 def test_a_sharded_cell_is_not_quantized(on_eight_devices):
-    with pytest.raises(UnsupportedCellError, match="is sharded, and NF4 weights are not supported there"):
+    with pytest.raises(UnsupportedCellError, match="is sharded, but NF4 weights are not supported there"):
         NF4ParallelLinear.from_dense(parallel_cell(config=on_eight_devices))

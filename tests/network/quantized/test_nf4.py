@@ -277,7 +277,7 @@ def test_cells_that_cannot_be_quantized(mindformers):
         (Own(IN, OUT), UnsupportedCellError, "Own has a forward of its own"),
         (linear(IN, OUT, expert_num=2), UnsupportedCellError, "Linear holds 2 experts"),
         (linear(IN, OUT, transpose_b=False), UnsupportedCellError, "keeps its weight as [in_channels, out"),
-        (sharded, UnsupportedCellError, "The cell is sharded, and NF4 weights are not supported there."),
+        (sharded, UnsupportedCellError, "The cell is sharded, but NF4 weights are not supported there."),
         (LoRADense.from_dense(dense(), CONFIG), UnsupportedCellError, "adapters do not stack"),
         (nan, QuantizationError, "The weight of the cell holds infinity, NaN"),
     ):

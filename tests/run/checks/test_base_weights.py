@@ -42,7 +42,7 @@ def test_layers_and_shapes_that_differ_are_named(base, name):
     (fewer,) = mistakes(path, f"{MODEL}num_layers", "1")
     assert "has model.layers.1.attention" in fewer and "Correct num_layers" in fewer
     (other,) = mistakes(path, f"{MODEL}intermediate_size", "40")
-    assert "feed_forward.w1.weight of shape (48, 32), and the model of the YAML has it of (40, 32)" in other
+    assert "feed_forward.w1.weight of shape (48, 32), but the model of the YAML has it of (40, 32)" in other
     assert "(shapes of 6 weights differ)" in other
 
 

@@ -89,7 +89,7 @@ CASES = {
 def test_a_run_without_a_step_is_an_error_with_the_numbers(data, name):
     changes, too_few, enough, needed = CASES[name]
     (finding,) = errors(found(data(too_few), changes))
-    assert f"train_dataset has {too_few} rows, and a step needs " in finding.found and needed in finding.found
+    assert f"train_dataset has {too_few} rows, but a step needs " in finding.found and needed in finding.found
     assert finding.advice.endswith("or give more data.") and "batch_size" in finding.advice
     assert found(data(enough), changes) == []
 
@@ -100,7 +100,7 @@ def test_data_parallel_runs_share_the_rows_by_devices(data, monkeypatch, variabl
     monkeypatch.setenv(variable, "3")
     (finding,) = found(data(9), changes)
     assert finding.severity == "error"
-    assert "9 rows, and a step needs 12 (runner_config.batch_size 4 x the number of devices 3)" in finding.found
+    assert "9 rows, but a step needs 12 (runner_config.batch_size 4 x the number of devices 3)" in finding.found
     assert found(data(10), changes) == []
 
 
@@ -159,7 +159,7 @@ def test_data_of_each_adapter_is_counted_and_that_of_the_run_where_one_reads_it(
     own = [{"name": "a", "data": data(3)}, {"name": "b", "data": data(5)}]
     pet = {"model": {"model_config": {"pet_config": {"adapters": own}}}}
     (finding,) = found(data(2), pet)
-    assert finding.found.startswith("model.model_config.pet_config.adapters[0].data has 3 rows, and a step needs 4")
+    assert finding.found.startswith("model.model_config.pet_config.adapters[0].data has 3 rows, but a step needs 4")
     del own[0]["data"]
     (finding,) = found(data(2), pet)
     assert finding.found.startswith("train_dataset has 2 rows")
@@ -168,7 +168,7 @@ def test_data_of_each_adapter_is_counted_and_that_of_the_run_where_one_reads_it(
 def test_data_to_evaluate_on_is_counted_too(data):
     evaluated = {"eval_dataset": {"data_loader": {"type": "MindDataset", "dataset_dir": data(3)}}}
     (finding,) = found(data(4), {**evaluated, "do_eval": True})
-    assert finding.found.startswith("eval_dataset has 3 rows, and a step needs 4")
+    assert finding.found.startswith("eval_dataset has 3 rows, but a step needs 4")
     assert found(data(4), evaluated) == []
     held_out = [{"type": "HeldOutLoss", "dataset_dir": data(0)}]
     (finding,) = found(data(4), {"callbacks": held_out})
@@ -185,7 +185,7 @@ def test_plan_refuses_such_a_run(data):
     config["model"]["model_config"].update(
         seq_length=16, hidden_size=32, num_layers=1, num_heads=4, vocab_size=64, intermediate_size=64
     )
-    with pytest.raises(ConfigError, match="train_dataset has 3 rows, and a step needs 4"):
+    with pytest.raises(ConfigError, match="train_dataset has 3 rows, but a step needs 4"):
         plan_of(config, "x", None, (1,))
 
 
@@ -196,7 +196,7 @@ def test_the_pynative_trainer_needs_the_rows_of_a_micro_batch(data):
         return errors(check_pynative(config))
 
     (finding,) = findings(3)
-    assert "train_dataset has 3 rows, and a micro-batch needs 4 (training.local_batch_size)." in finding.found
+    assert "train_dataset has 3 rows, but a micro-batch needs 4 (training.local_batch_size)." in finding.found
     assert findings(4) == []
 
 

@@ -32,7 +32,7 @@ def test_float32_is_refused_on_ascend(name):
 
 def test_heads_of_other_sizes_are_refused_on_ascend():
     assert found("Ascend", hidden_size=64, num_heads=8) == [
-        "hidden_size 64 and num_heads 8 make heads of 8 numbers, and on Ascend MindFormers' attention takes multiples "
+        "hidden_size 64 and num_heads 8 make heads of 8 numbers, but on Ascend MindFormers' attention takes multiples "
         "of 16. Serve it on a CPU (--device_target CPU)."
     ]
 

@@ -61,7 +61,7 @@ MISTAKES = {
         ],
         "callbacks has another HeldOutLoss before the one of '",
     ),
-    "metric": (["--callbacks.LoraCheckpoint.best_metric", "held_out_loss"], "and callbacks has no HeldOutLoss"),
+    "metric": (["--callbacks.LoraCheckpoint.best_metric", "held_out_loss"], "but callbacks has no HeldOutLoss"),
     "intervals": (
         [
             "--callbacks",
@@ -91,10 +91,10 @@ MISTAKES = {
     "no learning rate": (["--lr_schedule", '{"type": "CosineWithWarmUpLR"}'], "has no learning_rate, which Cosine"),
     "no type": (["--train_dataset_task", '{"dataset_config": 1}'], "train_dataset_task has no type"),
     "loader": (["--train_dataset.data_loader.type", "MindData"], "Did you mean 'MindDataset'"),
-    "columns": (["--train_dataset.input_columns", '["tokens", "labels"]'], "names tokens, and "),
-    "too few rows": (["--batch_size", "5"], "train_dataset has 4 rows, and a step needs 5"),
+    "columns": (["--train_dataset.input_columns", '["tokens", "labels"]'], "names tokens, but "),
+    "too few rows": (["--batch_size", "5"], "train_dataset has 4 rows, but a step needs 5"),
     "accumulation": (["--gradient_accumulation_steps", "2"], "a step needs 8 (runner_config.batch_size 4 x runner_"),
-    "LoraCheckpoint without LoRA": ([f"{MODEL}pet_config", "null"], "LoraCheckpoint saves adapters, and model_"),
+    "LoraCheckpoint without LoRA": ([f"{MODEL}pet_config", "null"], "LoraCheckpoint saves adapters, but model_"),
     "padding": (
         ["--train_dataset_dir", "{data}/padded.mindrecord", f"{MODEL}pad_token_id", "3"],
         "and model_config.pad_token_id is 3. Set it to ",

@@ -338,14 +338,14 @@ def test_weights_that_the_base_lacks_or_has_in_another_shape(base):
     assert "lacks decoder.layers.1.mlp.shared_experts.linear_fc1.weight: these" in found_in(config)[-1][2]
     base[0]["decoder.final_layernorm.weight"] = np.zeros(9, np.float32)
     path = write_step(base[1].parent / "other", base[0])
-    assert "of shape [9], and the model has it of [8]" in found_in(config_of({"load_path": path}))[-1][2]
+    assert "of shape [9], but the model has it of [8]" in found_in(config_of({"load_path": path}))[-1][2]
 
 
 @pytest.mark.parametrize(
     "lora, severity, key, words",
     [
-        ({"lora_alpha": 400}, "warning", "lora_alpha", "was trained with lora_alpha 4, and lora_alpha is 400"),
-        ({"lora_rank": 3}, "error", "lora_rank", "holds an adapter of rank 2, and lora_rank is 3"),
+        ({"lora_alpha": 400}, "warning", "lora_alpha", "was trained with lora_alpha 4, but lora_alpha is 400"),
+        ({"lora_rank": 3}, "error", "lora_rank", "holds an adapter of rank 2, but lora_rank is 3"),
         (
             {"target_modules": r"linear_proj$|linear_kvb$|mlp\.experts$"},
             "warning",
@@ -368,9 +368,9 @@ def test_another_adapter_than_the_one_resumed_from(base, lora, severity, key, wo
 @pytest.mark.parametrize(
     "fields, parts, key, words",
     [
-        ({}, ("lora_a", "lora_b", "magnitude_lora_b"), "use_dora", "an adapter of DoRA, and this run trains LoRA"),
-        ({}, ("miss_block_lora_b",), "use_miss", "an adapter of MiSS, and this run trains LoRA"),
-        ({"use_vera": True}, ("lora_a", "lora_b"), "use_vera", "an adapter of LoRA, and this run trains VeRA"),
+        ({}, ("lora_a", "lora_b", "magnitude_lora_b"), "use_dora", "an adapter of DoRA, but this run trains LoRA"),
+        ({}, ("miss_block_lora_b",), "use_miss", "an adapter of MiSS, but this run trains LoRA"),
+        ({"use_vera": True}, ("lora_a", "lora_b"), "use_vera", "an adapter of LoRA, but this run trains VeRA"),
     ],
 )
 def test_another_variant_than_the_one_resumed_from(base, fields, parts, key, words):
@@ -384,8 +384,8 @@ def test_another_variant_than_the_one_resumed_from(base, fields, parts, key, wor
 @pytest.mark.parametrize(
     "changes, key, words",
     [
-        ({"lora_config": {**LORA, "lora_alpha": 400}}, "lora_alpha", "lora_alpha 4, and lora_alpha is 400"),
-        ({"pet_config": {}}, "use_rslora", "use_rslora True, and use_rslora is False"),
+        ({"lora_config": {**LORA, "lora_alpha": 400}}, "lora_alpha", "lora_alpha 4, but lora_alpha is 400"),
+        ({"pet_config": {}}, "use_rslora", "use_rslora True, but use_rslora is False"),
     ],
 )
 def test_another_scale_than_that_of_the_run_that_mindlora_trained(base, changes, key, words):

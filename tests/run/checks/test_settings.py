@@ -179,36 +179,42 @@ def test_a_yaml_without_faults(write):
         ({"load_checkpoint": 3}, "error", "load_checkpoint", "load_checkpoint is 3, but it must be a path."),
         ({f"{PET}.loraplus_lr_ratio": 0.5}, "error", f"{PET}.loraplus_lr_ratio", "loraplus_lr_ratio is 0.5: it must"),
         (
+            {f"{PET}.loraplus_lr_ratio": 4, f"{PET}.lora_init": "mica"},
+            "error",
+            f"{PET}.loraplus_lr_ratio",
+            "loraplus_lr_ratio is 4 and lora_init is 'mica': LoRA+ speeds up B, which mica does not train.",
+        ),
+        (
             {f"{PET}.loraplus_lr_ratio": 4, f"{PET}.use_vera": True, f"{PET}.lora_alpha": None},
             "error",
             f"{PET}.loraplus_lr_ratio",
             "loraplus_lr_ratio is 4 and use_vera is True: LoRA+ speeds up B, which VeRA does not train.",
         ),
         ({EXCHANGE: "topk"}, "error", EXCHANGE, "gradient_exchange is of type 'topk', but it must be one of dense, "),
-        ({EXCHANGE: {"bits": 4}}, "error", EXCHANGE, "gradient_exchange: bits belongs to type quantized, and the type"),
+        ({EXCHANGE: {"bits": 4}}, "error", EXCHANGE, "gradient_exchange: bits belongs to type quantized, but the type"),
         (
             {EXCHANGE: "float16", "runner_wrapper.type": "MFTrainOneStepCell"},
             "error",
             EXCHANGE,
-            "gradient_exchange is an argument of LoraTrainOneStepCell, and runner_wrapper.type is 'MFTrainOneStepCell'",
+            "gradient_exchange is an argument of LoraTrainOneStepCell, but runner_wrapper.type is 'MFTrainOneStepCell'",
         ),
         (
             {**QUANTIZED, "parallel_config.pipeline_stage": 2},
             "error",
             EXCHANGE,
-            "gradient_exchange is quantized, and parallel_config.pipeline_stage is 2: gradients are compressed only",
+            "gradient_exchange is quantized, but parallel_config.pipeline_stage is 2: gradients are compressed only",
         ),
         (
             {**QUANTIZED, "parallel.enable_parallel_optimizer": True},
             "error",
             EXCHANGE,
-            "gradient_exchange is quantized, and parallel.enable_parallel_optimizer is True: gradients",
+            "gradient_exchange is quantized, but parallel.enable_parallel_optimizer is True: gradients",
         ),
         (
             {**QUANTIZED, "parallel.parallel_mode": 1},
             "error",
             EXCHANGE,
-            "gradient_exchange is quantized, and parallel.parallel_mode is 1: gradients",
+            "gradient_exchange is quantized, but parallel.parallel_mode is 1: gradients",
         ),
         (
             {"use_parallel": True, "parallel.parallel_mode": 1, f"{PET}.use_dora": True},
@@ -258,7 +264,7 @@ def test_a_yaml_without_faults(write):
             *(
                 "error",
                 "parallel.dataset_strategy",
-                "parallel.dataset_strategy divides 2 input columns, and train_datas",
+                "parallel.dataset_strategy divides 2 input columns, but train_datas",
             ),
         ),
         (

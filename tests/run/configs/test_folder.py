@@ -119,7 +119,7 @@ def test_a_setting_that_mindformers_has_not_is_refused_by_name(config, said, mak
 def test_weights_that_are_not_the_models_are_refused(make):
     assert re.search(r"weights have tensors that the model lacks: .*attention.w[kqv].bias", refusal(make(biases=True)))
     assert re.search(r"wq.bias", refusal(make_again(make, attention_bias=True)))
-    assert re.search(r"lack lm_head.weight, and config.json does not say", refusal(make_again(make, tied=True)))
+    assert re.search(r"lack lm_head.weight, but config.json does not say", refusal(make_again(make, tied=True)))
     assert re.search(r"w1.weight has the shape", refusal(make_again(make, intermediate_size=40)))
     assert re.search(r"weights lack .*layers.2", refusal(make_again(make, num_hidden_layers=3)))
 

@@ -39,6 +39,10 @@ def test_the_text_is_the_content(folder):
     assert yaml.safe_load(made.text) == made.content
     assert "# of all settings the one to try first" in made.text
     assert made.commands[0] == "mindlora-run --config run.yaml"
+    # Answers need the prompt of the rows, which a MindRecord does not name.
+    assert made.commands[1].endswith("# for rows of mindlora data alpaca: --template alpaca")
+    assert draft(folder).commands[-1].endswith("--prompt 'Hello' --template alpaca")
+    assert "--template" not in draft(folder, rows=replace(ROWS, loss="dpo")).commands[-1]
 
 
 def test_rows_give_length_batch_and_steps(folder):
@@ -98,7 +102,7 @@ def test_pairs_that_are_not_packed_halve_the_batch(folder):
 def test_the_end_of_a_turn_that_the_folder_does_not_state_is_named(folder):
     end = TurnEnd("<|im_end|>", 4)
     (note,) = draft(replace(folder, unstated_end=end)).notes
-    assert "ends the assistant's turns with '<|im_end|>' (4), and the folder does not say" in note
+    assert "ends the assistant's turns with '<|im_end|>' (4), but the folder does not say" in note
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_eight_npus_share_the_batch(folder):
         ({"prompts": "prompts.jsonl"}, "Give --prompts, and --rewards or --teacher"),
         ({"teacher": "base"}, "Give --prompts, and --rewards or --teacher"),
         ({"devices": 2}, "divides nothing among CPU processes"),
-        ({"seq_length": 32, "rows": ROWS}, "--seq-length is 32, and the rows of rows.mindrecord have 65"),
+        ({"seq_length": 32, "rows": ROWS}, "--seq-length is 32, but the rows of rows.mindrecord have 65"),
         ({"device": "npu", "devices": 8, "rows": replace(ROWS, count=7)}, "has 7 rows, too few for 8 devices"),
     ],
 )

@@ -85,6 +85,13 @@ def test_an_initialization_that_reads_the_base_is_left_out(tmp_path):
     assert "lora_init" not in value_at(trial_yaml(run_yaml(pet), str(tmp_path))[0], PET)
 
 
+def test_without_micas_initialization_its_b_still_stays_as_it_is(tmp_path):
+    changes = {"lora_init": "mica", "freeze_include": ["*norm*"]}
+    pet = {"model": {"model_config": {"pet_config": {**LORA, **changes}}}}
+    tried = value_at(trial_yaml(run_yaml(pet), str(tmp_path))[0], PET)
+    assert "lora_init" not in tried and tried["freeze_include"] == ["*norm*", "*_lora_b"]
+
+
 def test_the_weights_of_a_models_folder_are_left_out(tmp_path):
     folder = tmp_path / "Qwen3"
     folder.mkdir()

@@ -90,7 +90,7 @@ def test_dimensions_are_cut_before_the_norm(app, engine):
     expected = unit(states(engine, "two dogs").mean(0)[:4])
     np.testing.assert_allclose(vectors(embed(app, "two dogs", dimensions=4)), [expected], atol=1e-6)
     error = error_of(embed(app, "two dogs", dimensions=5))
-    assert "dimensions is 5, and this model gives 4" in error["message"]
+    assert "dimensions is 5, but this model gives 4" in error["message"]
 
 
 def test_the_openai_package_gets_numbers_from_base64(app, engine):
@@ -143,10 +143,10 @@ def test_any_other_model_scores_by_the_cosine_of_embeddings(app):
         ("embeddings", {"input": "x", "model": "dense"}, "model", "names the modules Transformer, Pooling, Normal"),
         ("embeddings", {"input": []}, "input", "input is not what it should be"),
         ("embeddings", {"input": "x", "normalize": False}, "normalize", "normalize is not supported"),
-        ("embeddings", {"input": ["x"] * 9}, "input", "9 texts are given, and this server takes 8 at most"),
-        ("embeddings", {"input": [list(range(60))]}, "input", "has 60 tokens, and this server takes 50 at most"),
+        ("embeddings", {"input": ["x"] * 9}, "input", "9 texts are given, but this server takes at most 8"),
+        ("embeddings", {"input": [list(range(60))]}, "input", "has 60 tokens, but this server takes 50 at most"),
         ("embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format", "should be 'float' or 'base64'"),
-        ("embeddings", {"input": [1, 10**6]}, None, "has token 1000000, and the model knows"),
+        ("embeddings", {"input": [1, 10**6]}, None, "has token 1000000, but the model knows"),
         ("classify", {"input": "x"}, "model", "The base has no score head"),
         ("classify", {"input": "x", "model": "writer"}, "model", "writer has no score head, so it gives no labels"),
         ("classify", {"input": "x", "model": "tagger"}, "model", "tagger labels words, and /v1/classify whole texts"),

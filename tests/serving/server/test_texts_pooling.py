@@ -78,8 +78,8 @@ def test_dimensions_that_a_model_allows(asked, pooling):
     "pooling, found",
     [
         ({}, "does not say that its embeddings can be cut"),
-        ({"dimensions": (4, 2)}, "dimensions is 9, and this model gives 4, 2"),
-        ({"any_dimension": True}, "dimensions is 9, and this model gives 1 to 8"),
+        ({"dimensions": (4, 2)}, "dimensions is 9, but this model gives 4, 2"),
+        ({"any_dimension": True}, "dimensions is 9, but this model gives 1 to 8"),
     ],
 )
 def test_other_dimensions_are_refused(pooling, found):

@@ -35,6 +35,9 @@ def main():
     for number, (name, folder) in enumerate(request["adapters"].items(), 1):
         lora = LoRARequest(name, number, folder) if folder else None
         try:
+            if lora:
+                # Refused while a request runs, an adapter leaves it in the scheduler, and what follows waits forever.
+                llm.llm_engine.add_lora(lora)
             answers = llm.generate(prompts, sampling, lora_request=lora, use_tqdm=False)
             found[name] = {"tokens": [list(answer.outputs[0].token_ids) for answer in answers]}
         except Exception as error:  # whatever vLLM says of the adapter

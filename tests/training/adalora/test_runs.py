@@ -135,7 +135,7 @@ def test_mindlora_run_adds_what_it_needs(tmp_path):
         (
             {},
             {"runner_wrapper": {"type": "MFTrainOneStepCell"}, "context": {"device_target": "Ascend"}},
-            "pet_config.use_adalora is True, and ranks are allocated by mindlora's train step, alone or in data",
+            "pet_config.use_adalora is True, but ranks are allocated by mindlora's train step, alone or in data",
         ),
         (
             {},

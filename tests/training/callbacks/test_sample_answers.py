@@ -90,5 +90,5 @@ def test_wrong_arguments_are_refused(tokenizer, changes, message):
 
 def test_a_prompt_that_fills_the_window_is_refused(tokenizer):
     path, loaded = tokenizer
-    with pytest.raises(ConfigError, match="the prompt .* has .* tokens with its template, and seq_length is 24"):
+    with pytest.raises(ConfigError, match="the prompt .* has .* tokens with its template, but seq_length is 24"):
         train([SampleAnswers(["night " * 20], path)], LOSSES, step=ScriptedStep(Shifted(len(loaded))))

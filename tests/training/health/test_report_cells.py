@@ -85,6 +85,10 @@ def test_embedding():
     assert found.zero_part == "A"
 
 
+def test_of_mica_a_is_zero_at_first():
+    assert health(adapted(nn.Dense(11, 7), lora_init="mica")).zero_part == "A"
+
+
 def test_convolution():
     cell = adapted(nn.Conv2d(4, 5, 3))
     assert_change(health(cell), of_linear(cell), as_float64(cell.weight).reshape(5, -1))

@@ -35,7 +35,7 @@ def test_data_that_cannot_be_read_as_whole_rows(refused, tmp_path):
     assert "names no MindRecord that is there" in refused("--train_dataset_dir", tmp_path / "nowhere")
     write_rows(tmp_path / "short.mindrecord", length=SEQUENCE - 2)
     short = refused("--train_dataset_dir", tmp_path / "short.mindrecord")
-    assert f"has {SEQUENCE - 2} tokens, and seq_length is {SEQUENCE}. Set --seq_length {SEQUENCE - 2}" in short
+    assert f"has {SEQUENCE - 2} tokens, but seq_length is {SEQUENCE}. Set --seq_length {SEQUENCE - 2}" in short
     write_packed(tmp_path / "packed.mindrecord")
     assert "are packed, and EVA reads whole rows" in refused("--train_dataset_dir", tmp_path / "packed.mindrecord")
 

@@ -87,7 +87,7 @@ def test_the_base_may_be_named_in_the_node_checkpoint(tmp_path):
     with pytest.raises(ConfigError, match="dataset_dir is empty"):
         refuse_missing_files(config)
     config.checkpoint = None
-    with pytest.raises(ConfigError, match="is safetensors, and load_ckpt_format is 'ckpt'"):
+    with pytest.raises(ConfigError, match="is safetensors, but load_ckpt_format is 'ckpt'"):
         refuse_missing_files(config)
     config.use_legacy_format = False
     with pytest.raises(ConfigError, match="dataset_dir is empty"):

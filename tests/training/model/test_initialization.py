@@ -13,6 +13,7 @@ from mindlora.core.numerics import initializers
 from mindlora.files.adapters import files as adapter_files
 from mindlora.network import tree
 from tests.support import networks, tiny_runs
+from tests.support.what_runs import shows
 
 ROWS, STEPS = 12, 24  # Eight epochs of three steps.
 PATHS = ["lm_head", "model.layers.0.attention.wq", "model.layers.0.feed_forward.w2"]
@@ -44,6 +45,20 @@ def pissa(run):
     return types.SimpleNamespace(
         process=process, uninterrupted=uninterrupted, resumed_process=resumed_process, resumed=resumed
     )
+
+
+@pytest.fixture(scope="module")
+def mica(run):
+    """A run initialized by MiCA, and one that was resumed in the middle of it."""
+    checkpoint = {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 99}
+    everything = {"type": "CheckpointMonitor", "prefix": "all", "save_checkpoint_steps": 100}
+    process, whole = run("mica", {"lora_init": "mica"}, [checkpoint, everything])
+    assert process.returncode == 0, process.stderr[-2000:]
+    middle = str(whole / "lora_checkpoint" / "step_16")
+    resumed_process, resumed = run("mica_resumed", {"lora_init": "mica"}, [{**checkpoint, "resume": middle}])
+    assert resumed_process.returncode == 0, resumed_process.stderr[-2000:]
+    path = str(next((whole / "checkpoint").rglob("all*.ckpt")))
+    return types.SimpleNamespace(process=process, whole=whole, resumed=resumed, tensors=ms.load_checkpoint(path))
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +126,29 @@ def test_a_frozen_a_has_no_optimizer_state(frozen_a):
     assert_falling(tiny_runs.losses(frozen_a.output))
 
 
+@shows("mica", "llama")
+def test_mica_trains_a_alone_in_the_minor_directions_of_the_base(mica):
+    assert mica.process.stdout.count("Adapters initialized from the base by lora_init: 3") == 1
+    steps = [adapter_files.read(str(mica.whole / "lora_checkpoint" / name)) for name in ("step_8", "step_24")]
+    for path in PATHS:
+        weight = mica.tensors[f"{path}.weight"].asnumpy()
+        for adapter in steps:
+            np.testing.assert_array_equal(adapter.tensors[path, "B"], initializers.mica(weight, 8)[1])
+        assert (steps[0].tensors[path, "A"] != steps[1].tensors[path, "A"]).any()
+    moments = {name for name in mica.tensors if name.startswith(("adam_m.", "adam_v."))}
+    assert len(moments) == 6 and all(name.endswith("lora_a") for name in moments)
+    assert f"trainable params: {sum(adapter.tensors[path, 'A'].size for path in PATHS):,} " in mica.process.stdout
+    assert_falling(tiny_runs.losses(mica.whole))
+
+
+@shows("mica", "llama")
+def test_a_resumed_run_of_mica_is_the_one_that_was_never_stopped(mica):
+    name = f"lora_checkpoint/step_{STEPS}"
+    tiny_runs.assert_same_state(mica.whole / name, mica.resumed / name)
+    losses = tiny_runs.losses(mica.whole)
+    assert tiny_runs.losses(mica.resumed) == {step: losses[step] for step in range(17, STEPS + 1)}
+
+
 def test_a_checkpoint_of_a_trained_adapter_is_not_started_over(run, frozen_a):
     process, _ = run("again", {"lora_init": "pissa"}, [{"type": "LoraCheckpoint"}], load_checkpoint=frozen_a.path)
     assert process.returncode == 1
@@ -160,7 +198,7 @@ def test_each_start_of_a_pet_config_is_used(make_llama, keys, a_deviation, b_dev
     assert keys != {"lora_a_init": "ones"} or (a == 1).all()
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora", "mica"])
 def test_each_start_of_a_pet_config_that_needs_the_base_is_used(make_llama, init):
     network = pet_model(make_llama, lora_init=init)
     before = {path: cell.weight.asnumpy().copy() for path, cell in tree.lora_cells(network)}
@@ -229,6 +267,8 @@ def prepared(tmp_path, pet, callbacks, **changes):
         ({"lora_init": "pissa"}, [{"type": "LoraCheckpoint"}], False),
         ({"lora_init": "pissa_niter_4"}, [], True),
         ({"lora_init": "pissa"}, [{"type": "LoraInitialization"}], False),
+        ({"lora_init": "mica"}, [], True),
+        ({"lora_init": "mica"}, [{"type": "LoraCheckpoint"}], False),
         ({"lora_init": "gaussian"}, [], False),
         ({}, [], False),
         ({"lora_init": "pissa", "adapter_path": "somewhere"}, [], False),
@@ -249,6 +289,8 @@ def test_split_weights_are_refused(tmp_path):
     parallel = {"parallel_mode": 1, "enable_parallel_optimizer": True}
     with pytest.raises(ConfigError, match="^pet_config has lora_init pissa and parallel.enable_parallel_optimizer is"):
         prepared(tmp_path, {"lora_init": "pissa"}, [], parallel=parallel, use_parallel=True)
+    with pytest.raises(ConfigError, match="^pet_config has lora_init mica and parallel.enable_parallel_optimizer is"):
+        prepared(tmp_path, {"lora_init": "mica"}, [], parallel=parallel, use_parallel=True)
     prepared(tmp_path, {"lora_init": "gaussian"}, [], parallel=parallel, use_parallel=True)
 
 

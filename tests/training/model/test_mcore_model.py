@@ -25,7 +25,7 @@ def test_a_row_of_the_models_length_stays_as_it_is():
 
 
 def test_a_row_of_any_other_length_is_an_error_that_names_both():
-    with pytest.raises(ConfigError, match=r"rows of the data have 6 tokens, and the model's seq_length is 7"):
+    with pytest.raises(ConfigError, match=r"rows of the data have 6 tokens, but the model's seq_length is 7"):
         McoreRows(N + 2)(Tensor(IDS), Tensor(LABELS))
 
 

@@ -89,7 +89,7 @@ def test_an_initialization_that_changes_the_base_goes_with_a_loss_without_refere
 @pytest.mark.parametrize(
     "preference, columns, message",
     [
-        (None, PAIRS, "holds preferences, and the run learns labels"),
+        (None, PAIRS, "holds preferences, but the run learns labels"),
         ({"loss": "dpo"}, JUDGED, "holds answers with labels, and the loss dpo learns from pairs"),
         ({"loss": "kto"}, PAIRS, "holds pairs, and the loss kto learns from answers with labels"),
         ({"loss": "dpo"}, PAIRS[:2], "lacks the columns answers, pairs"),

@@ -32,9 +32,9 @@ def test_what_is_written_holds():
         ({"beta": "0.1"}, "preference: beta is '0.1'"),
         ({"label_smoothing": 0.5}, "preference: label_smoothing is 0.5"),
         ({"length_normalization": 1}, "preference: length_normalization is 1"),
-        ({"margin": 1.0}, "margin belongs to simpo, and the loss is dpo"),
-        ({"loss": "dpo", "desirable_weight": 2.0}, "desirable_weight belongs to kto, and the loss is dpo"),
-        ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing belongs to dpo, simpo, cpo, and the loss is ipo"),
+        ({"margin": 1.0}, "margin belongs to simpo, but the loss is dpo"),
+        ({"loss": "dpo", "desirable_weight": 2.0}, "desirable_weight belongs to kto, but the loss is dpo"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing belongs to dpo, simpo, cpo, but the loss is ipo"),
         ({"loss": "orpo", "length_normalization": False}, "orpo compares odds"),
     ],
 )

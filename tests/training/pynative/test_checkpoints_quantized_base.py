@@ -106,4 +106,4 @@ def test_the_folder_for_peft_has_what_was_trained_and_says_nf4(runs):
 
 def test_a_checkpoint_in_4_bits_is_refused_where_the_model_is_in_float(runs):
     _, message = runs
-    assert "in 4 bits, and the model has them in float. Set pet_config.quantize_base" in message
+    assert "in 4 bits, but the model has them in float. Set pet_config.quantize_base" in message

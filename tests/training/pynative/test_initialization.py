@@ -22,7 +22,7 @@ from tests.support.pynative_runs import LORA, only_with_pynative_trainer
 from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
-STEPS = 4
+STEPS, HALFWAY = 4, "iteration_00000002"
 SCALE = LORA["lora_alpha"] / LORA["lora_rank"]
 QKV = "decoder.layers.1.self_attention.linear_qkv"
 NORM = "decoder.final_layernorm.weight"
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 def messages(folder):
     """Name of a run -> what refused it, or None."""
     base = {"load_path": str(folder / "base"), "no_load_optim": True}
-    halfway = {"load_path": str(folder / "pissa_saved" / "iteration_00000002")}
+    halfway = {"load_path": str(folder / "pissa_saved" / HALFWAY)}
     plain = {"load_path": str(folder / "plain_saved" / "iteration_00000001")}
     adapter = str(folder / "pissa_peft" / "step_2")
     not_joined = str(folder / "not_joined_peft" / "step_1")
@@ -60,6 +60,9 @@ def messages(folder):
         "pissa": (STEPS, LORA, PISSA, base),
         "resumed": (STEPS, LORA, PISSA, halfway),
         "olora": (1, LORA, {"lora_init": "olora"}, base),
+        "mica": (STEPS, LORA, {"lora_init": "mica"}, base),
+        "mica_resumed": (STEPS, LORA, {"lora_init": "mica"}, {"load_path": str(folder / "mica_saved" / HALFWAY)}),
+        "mica_of_another": (1, LORA, {"lora_init": "mica"}, {**plain, "no_load_optim": True}),
         "dora": (2, LORA, dora, base),
         "further": (2, TWICE, {"adapter_path": adapter, "modules_to_save": ["lm_head", "norm"]}, base),
         "goes_on": (2, TWICE, {"adapter_path": str(folder)}, {"load_path": str(folder / "further_saved")}),
@@ -113,6 +116,33 @@ def test_pairs_are_those_of_the_base_which_loses_their_product(folder, messages,
     # The sum is the base that it was.
     first, plain = (pynative_runs.losses(folder / run)[0] for run in (name, "plain"))
     assert first == pytest.approx(plain, rel=1e-5)
+
+
+@shows("mica", "qwen3", trainer="pynative")
+def test_mica_trains_a_alone_in_the_minor_directions_of_the_base(folder, messages):
+    assert messages["mica"] is None
+    base, trained = load_file(folder / "base" / pynative_runs.BASE_FILE), pynative_runs.trained(folder / "mica")
+    saved = step_of(folder, "mica", STEPS)
+    assert len(trained) == 8 and all(name.endswith(".lora_a") for name in trained)
+    for name in trained:
+        weight, cell = base[f"{name.removesuffix('.lora_a')}.weight"], name.removesuffix(".lora_a")
+        np.testing.assert_array_equal(saved[f"{cell}.lora_b"], initializers.mica(weight, LORA["lora_rank"])[1], cell)
+        np.testing.assert_array_equal(saved[f"{cell}.weight"], weight, cell)
+        assert saved[name].any()
+    losses, plain = pynative_runs.losses(folder / "mica"), pynative_runs.losses(folder / "plain")
+    assert losses[0] == plain[0] and losses[-1] < losses[0]
+
+
+@shows("mica", "qwen3", trainer="pynative")
+def test_a_resumed_run_of_mica_is_the_rest_of_the_whole_one(folder, messages):
+    assert messages["mica_resumed"] is None
+    whole, resumed = (pynative_runs.losses(folder / name) for name in ("mica", "mica_resumed"))
+    assert len(whole) == STEPS and resumed == whole[2:]
+    whole, resumed = (step_of(folder, name, STEPS) for name in ("mica", "mica_resumed"))
+    assert whole.keys() == resumed.keys()
+    assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+    adapters = [adapter_files.read(str(folder / f"{name}_peft" / "step_4")) for name in ("mica", "mica_resumed")]
+    assert all(np.array_equal(array, adapters[1].tensors[key]) for key, array in adapters[0].tensors.items())
 
 
 def test_a_resumed_run_is_the_rest_of_the_whole_one(folder, messages):
@@ -214,6 +244,7 @@ def test_a_magnitude_in_16_bits_is_the_norms_of_the_base(folder, messages):
         ("not_said", "pissa or olora, has changed its base. Set lora_init to that of the run."),
         ("said_later", "holds an adapter of another one. Remove lora_init to go on"),
         ("two_adapters", "holds an adapter too. Remove adapter_path"),
+        ("mica_of_another", "is trained, and not made of singular vectors as lora_init 'mica'"),
     ],
 )
 def test_it_is_refused_by_name(messages, name, message):

@@ -285,8 +285,8 @@ def test_micro_batches_and_packed_rows_are_the_whole_batch(folder, messages, nam
         ("pissa", "lora_init is pissa, so the model that training finds is not the base"),
         ("wrong_kind", "the loss dpo compares answers. Write column_names"),
         ("labels", "lacks the columns answers, pairs"),
-        ("not_said", "holds preferences, and the run learns labels. Set preference: {loss: dpo}"),
-        ("longer", "model.seq_length is 12, and the rows of"),
+        ("not_said", "holds preferences, but the run learns labels. Set preference: {loss: dpo}"),
+        ("longer", "model.seq_length is 12, but the rows of"),
     ],
 )
 def test_it_is_refused_by_name(messages, name, message):

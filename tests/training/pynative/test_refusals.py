@@ -31,7 +31,7 @@ CASES = {
     "nf4": ({"pet_config": {"quantize_base": "nf4"}}, "no base is loaded that could be quantized"),
     "loftq": (
         {"pet_config": {"lora_init": "loftq", "quantize_base": "nf4"}},
-        "pet_config.lora_init is 'loftq', which mindlora does not carry out",
+        "pet_config.lora_init is 'loftq', which mindlora does not support",
     ),
     "two_initializations": (
         {"pet_config": {"lora_init": "pissa", "adapter_path": "/"}},
@@ -66,7 +66,7 @@ CASES = {
     ),
     "callbacks": (
         {"callbacks": [{"type": "AdapterSlices"}, {"type": "ExchangeCheck"}]},
-        "callbacks has AdapterSlices, ExchangeCheck, which mindlora does not carry out",
+        "callbacks has AdapterSlices, ExchangeCheck, which mindlora does not support",
     ),
     "unused": (
         {"callbacks": [{"type": "LeaveOut", "cell": "model.decoder.layers.1.self_attention.linear_proj"}]},
@@ -156,6 +156,6 @@ def test_what_needs_one_process_is_refused_in_two(folder, messages):
     given.write_text(json.dumps(configs))
     run_ranks(2, folder, pynative_series.__file__, given, found, trainer="pynative")
     of_classifier, *messages = json.loads(found.read_text())
-    assert "model.architectures is Qwen3ForSequenceClassification, which mindlora carries out in one" in of_classifier
+    assert "model.architectures is Qwen3ForSequenceClassification, which mindlora supports in one" in of_classifier
     for field, message in zip(ONE_PROCESS, messages):
         assert f"pet_config.{field} is" in message and "in one process" in message and "Remove it" in message

@@ -245,7 +245,7 @@ def test_an_adapter_whose_rows_have_no_label_that_counts_learns_nothing_in_that_
         ("others", "was saved by a run with other adapters"),
         ("more", "holds 2 adapters, and pet_config.adapters names 3"),
         ("one_saved", "holds one adapter, and pet_config.adapters names 3"),
-        ("several_saved", "holds 3 adapters that trained in one run, and pet_config has no adapters"),
+        ("several_saved", "holds 3 adapters that trained in one run, but pet_config has no adapters"),
     ],
 )
 def test_a_checkpoint_of_other_adapters_is_refused(messages, name, message):

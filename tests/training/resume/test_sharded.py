@@ -172,7 +172,7 @@ def test_slices_that_are_not_this_ranks_are_refused_and_nothing_is_loaded(mindfo
         refused(kind, part(message), begin, model, scattered, rank, monkeypatch, layouts)
         assert np.array_equal(model.wq.mindpet_delta_lora_a.asnumpy(), before)
 
-    case(ShapeMismatchError, "is a slice [3, 4], and this rank's parameter is [6, 4]", Model())
+    case(ShapeMismatchError, "is a slice [3, 4], but this rank's parameter is [6, 4]", Model())
     case(ScaleMismatchError, "was trained with lora_alpha 12", set_slices(Model(alpha=6.0)))
     case(UnexpectedTensorsError, f"holds {B}, which this rank does not have", set_slices(Model()), {A: ROWS[A]})
     case(MissingTensorsError, "lacks wk.mindpet_delta_lora_", set_slices(Model(targets="wq|wk")), {})

@@ -123,7 +123,7 @@ def test_a_server_of_several_models(serve):
         with pytest.raises(ConfigError, match="serves 2 adapters: helpful, kind. Name the reward model: {type: http:"):
             rate(url, ["a"])
         assert len(rate({"type": url, "model": "helpful"}, ["a"])) == 1
-        with pytest.raises(RewardError, match="kind of http.* gives 2 scores to a text, and a reward model gives one"):
+        with pytest.raises(RewardError, match="kind of http.* gives 2 scores to a text, but a reward model gives one"):
             rate({"type": url, "model": "kind"}, ["a"])
         with pytest.raises(RewardError, match="/v1/classify answered 404: .*other.*Check the server"):
             rate({"type": url, "model": "other"}, ["a"])
@@ -154,7 +154,7 @@ def test_python_functions_of_files_with_one_name(tmp_path):
     assert rate(f"{tmp_path}/2/r.py:f", ["a"], "elsewhere", x=["y"]) == [2]
     with pytest.raises(ConfigError, match="r.py has no function ff. Did you mean 'f'"):
         rate("1/r.py:ff", ["a"], tmp_path)
-    with pytest.raises(ConfigError, match="names 3/r.py, and there is no file .*3/r.py. Correct the path"):
+    with pytest.raises(ConfigError, match="names 3/r.py, but there is no file .*3/r.py. Correct the path"):
         rate("3/r.py:f", ["a"], tmp_path)
 
 

@@ -192,9 +192,9 @@ def test_boundary_of_files_and_folders(files, tmp_path):
     assert boundary_of([files["bos"], files["bos"]]) == BOS
     assert boundary_of(str(tmp_path)) is None
     folder = os.path.dirname(files["bos"])
-    with pytest.raises(ConfigError, match=r"bos\.mindrecord is packed .*, and .*padding\.mindrecord is packed"):
+    with pytest.raises(ConfigError, match=r"bos\.mindrecord is packed .*, but .*padding\.mindrecord is packed"):
         boundary_of(folder)
-    with pytest.raises(ConfigError, match=r"single\.mindrecord is not packed, and .*bos\.mindrecord is packed"):
+    with pytest.raises(ConfigError, match=r"single\.mindrecord is not packed, but .*bos\.mindrecord is packed"):
         boundary_of([files["single"], files["bos"]])
     (tmp_path / "x.mindrecord").write_text("text")
     with pytest.raises(ConfigError, match=r"x\.mindrecord cannot be read as a MindRecord"):
@@ -206,19 +206,19 @@ def test_preflight_takes_the_boundary_from_the_data(files):
     assert found == {"bos": BOS, "padding": PAD, "single": None}
     wrapper = {"type": "LoraTrainOneStepCell", "packed_boundary": PAD}
     assert prepared(files["padding"], runner_wrapper=wrapper).runner_wrapper.packed_boundary == PAD
-    with pytest.raises(ConfigError, match="packed_boundary is 3, and train_dataset is packed .token 1 begins"):
+    with pytest.raises(ConfigError, match="packed_boundary is 3, but train_dataset is packed .token 1 begins"):
         prepared(files["bos"], runner_wrapper=wrapper)
     context = {"mode": 0, "device_target": "Ascend"}
     with pytest.raises(ConfigError, match="runner_wrapper.type is MFTrainOneStepCell, which does not keep"):
         prepared(files["bos"], runner_wrapper={"type": "MFTrainOneStepCell"}, context=context)
     # Padding that the model does not know would be seen.
-    with pytest.raises(ConfigError, match="pad_token_id is 0, and the padding in train_dataset is 3"):
+    with pytest.raises(ConfigError, match="pad_token_id is 0, but the padding in train_dataset is 3"):
         prepared(files["padding"], {"pad_token_id": 0})
     assert prepared(files["bos"], {"pad_token_id": 0}).runner_wrapper.packed_boundary == BOS
 
 
 def test_preflight_refuses_to_evaluate_packed_data_without_a_mask(files):
-    message = "eval_dataset is packed .token 3 begins an example., and MindFormers' evaluation would"
+    message = "eval_dataset is packed .token 3 begins an example., but MindFormers' evaluation would"
     for keys in ({"data": files["padding"], "run_mode": "eval"}, {"data": files["bos"], "do_eval": True}):
         with pytest.raises(ConfigError, match=message):
             prepared(eval_data=files["padding"], **keys)
@@ -293,10 +293,10 @@ def test_held_out_data_must_be_packed_as_the_training_data(files, make_llama):
 
     network = make_llama(num_layers=1)
     check_held_out(network, files["single"])
-    with pytest.raises(ConfigError, match=r"bos\.mindrecord is packed .*, and the training data is not packed so"):
+    with pytest.raises(ConfigError, match=r"bos\.mindrecord is packed .*, but the training data is not packed so"):
         check_held_out(network, files["bos"])
     install_segment_mask(network, BOS)
     check_held_out(network, files["bos"])
     check_held_out(network, files["single"])
-    with pytest.raises(ConfigError, match=r"padding\.mindrecord is packed .*, and the training data is not packed so"):
+    with pytest.raises(ConfigError, match=r"padding\.mindrecord is packed .*, but the training data is not packed so"):
         check_held_out(network, files["padding"])

@@ -242,7 +242,7 @@ class CallbackParams(dict):
     "changes, message",
     [
         ({"epoch_num": 0.4}, "pet_config has tinit 1 and tfinal 3, which leave none of the run's"),
-        ({"dataset_sink_mode": True}, "RankBudget plans each step, and data sinking does several at once."),
+        ({"dataset_sink_mode": True}, "RankBudget plans each step, but data sinking does several at once."),
     ],
     ids=["too short", "data sinking"],
 )

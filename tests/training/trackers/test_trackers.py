@@ -20,7 +20,7 @@ from mindlora.training.run_configuration import remember_configuration
 from mindlora.training.trackers import trackers
 from mindlora.training.trackers.tracker import Tracker
 from mindlora.training.trackers.trackers import TRACKERS, Sender
-from tests.support.event_files import scalars_of, texts_of
+from tests.support.event_files import hyperparameters_of, scalars_of, texts_of
 from tests.support.histories import health
 from tests.support.scripted_runs import Report, StopAt, train
 
@@ -113,6 +113,12 @@ def test_tensorboard_has_every_number_of_the_history_at_its_step(tmp_path):
     assert texts["events/guard/text_summary", 4] == "The loss is high."
     described = texts["configuration/text_summary", 0]
     assert "name: first" in described and "- tiny" in described and "type: AdamW" in described
+    last = history.steps[-1]
+    page = texts["report/text_summary", last["step"]]
+    assert str(tmp_path / "report.html") in page and f"| loss | {last['loss']:.6g} | {last['step']} |" in page
+    assert "| held_out_loss | 0.75 | 2 |" in page and "health/" not in page
+    hyperparameters, metrics = hyperparameters_of(tmp_path / "tensorboard")
+    assert hyperparameters == {"optimizer.type": "AdamW"} and {"loss", "held_out_loss"} <= metrics
 
 
 def test_a_resumed_run_goes_on_as_the_same_run(tmp_path):

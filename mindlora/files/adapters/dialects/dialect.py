@@ -182,7 +182,7 @@ class Dialect(abc.ABC):
             adapter.check_pairs(file.source)
             if adapter.token_rows:
                 raise AdapterFormatError(
-                    f"{file.source} holds rows of {listed(adapter.token_rows)}, and which rows they are is in the "
+                    f"{file.source} holds rows of {listed(adapter.token_rows)}, but which rows they are is in the "
                     "adapter_config.json beside it: give the folder of both."
                 )
             return

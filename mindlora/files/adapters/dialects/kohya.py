@@ -161,7 +161,7 @@ def _network_paths(part: str, paths: Tuple[str, ...]) -> Dict[str, Tuple[str, ..
 
 @functools.lru_cache(maxsize=None)
 def _stable_diffusion_paths(part: str) -> Dict[str, Tuple[str, ...]]:
-    """Returns the same for the cells that mindlora knows."""
+    """Returns kohya's name -> the paths with this name, of the cells of a part that mindlora knows."""
     return _by_name(diffusion.known_paths(part).items())
 
 
@@ -182,7 +182,7 @@ def _put_in(mid: np.ndarray, adapter: Adapter, path: str, source: str) -> None:
         shapes = {name: list(array.shape) for name, array in {**halves, "lora_mid": mid}.items()}
         raise ShapeMismatchError(
             f"{source}: lora_mid of {path} must be [r, r, kh, kw] between lora_down [r, in, 1, 1] and lora_up "
-            f"[out, r, 1, 1], and the shapes are {shapes}."
+            f"[out, r, 1, 1], but the shapes are {shapes}."
         )
     adapter.tensors[path, "A"], adapter.tensors[path, "B"] = pair
 

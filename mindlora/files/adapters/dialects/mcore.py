@@ -84,7 +84,7 @@ def refuse_cells(paths: Iterable[str]) -> NoReturn:
 
 
 def one_rank(adapter: Adapter) -> Adapter:
-    """Returns ``adapter`` with its largest rank in all pairs, by zeros, and one scale, for which B is rescaled."""
+    """Returns ``adapter`` with all pairs zero-padded to its largest rank, and one scale, to which B is rescaled."""
     tensors = dict(adapter.tensors)
     largest = max(adapter.paths, key=adapter.rank)
     rank = adapter.rank(largest)

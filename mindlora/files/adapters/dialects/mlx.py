@@ -98,12 +98,12 @@ def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
     wrong = [path for path in adapter.paths if adapter.rank(path) != rank]
     if wrong:
         raise RankMismatchError(
-            f"{source}: the configuration says rank {rank}, and the tensors have {adapter.rank(wrong[0])}, at "
+            f"{source}: the configuration says rank {rank}, but the tensors have {adapter.rank(wrong[0])}, at "
             f"{listed(wrong)}. Use the configuration that was saved with the tensors."
         )
     if content.get("fine_tune_type") == "dora" and adapter.variant is not DORA:
         raise MissingTensorsError(
-            f"{source}: fine_tune_type is 'dora', and the file holds no magnitudes (.m). Copy or save the adapter "
+            f"{source}: fine_tune_type is 'dora', but the file holds no magnitudes (.m). Copy or save the adapter "
             "again."
         )
     adapter.alphas = dict.fromkeys(adapter.paths, scale * rank)

@@ -232,8 +232,8 @@ def adapter_config(adapter: Adapter) -> Dict:
     """Returns the content of adapter_config.json: the subset of fields that PEFT has kept stable.
 
     The most frequent rank and lora_alpha become r and lora_alpha; others go into rank_pattern and alpha_pattern under
-    the modules' full paths. Without a selection, or with one that is not that of the tensors (any more), as for
-    experts that have been stacked since, target_modules holds the full path of each adapted module.
+    the modules' full paths. Without a selection, or with one that does not match the tensors (any more), such as
+    after experts were stacked, target_modules holds the full path of each adapted module.
     """
     modules = {path: names.to_hugging_face(path).removeprefix(adapter.bare_prefix) for path in adapter.paths}
     patterns = {path: _pattern(module, modules.values()) for path, module in modules.items()}
@@ -331,7 +331,7 @@ def _take_token_rows(adapter: Adapter, config: PeftConfig, path: str) -> None:
             _, rows = adapter.token_rows[cell]
             if len(rows.shape) != 2 or len(rows) != len(indices):
                 raise ShapeMismatchError(
-                    f"{path}: trainable_token_indices names {len(indices)} rows of {module}, and the file holds "
+                    f"{path}: trainable_token_indices names {len(indices)} rows of {module}, but the file holds "
                     f"{list(rows.shape)} for it. Save the adapter with PEFT again."
                 )
             token_rows[cell] = np.asarray(indices, np.int64), rows
@@ -339,7 +339,7 @@ def _take_token_rows(adapter: Adapter, config: PeftConfig, path: str) -> None:
         is_tied = any(other != module and same == indices for other, same in config.token_rows.items())
         if not cells and not is_tied:
             raise MissingTensorsError(
-                f"{path}: trainable_token_indices names rows of {module}, and the file holds none of it. Save the "
+                f"{path}: trainable_token_indices names rows of {module}, but the file holds none of it. Save the "
                 "adapter with PEFT again."
             )
     undeclared = sorted(set(adapter.token_rows) - set(token_rows))
@@ -467,7 +467,7 @@ def module_paths(paths: List[str]) -> Dict[str, str]:
         if unknown and len(parameters) > 1:
             raise AdapterError(
                 f"PEFT's form holds the pairs of {listed(f'{module}.{name}' for name in parameters)} in the order in "
-                f"which the module declares them, and that is not known of {listed(unknown)}. Write format "
+                f"which the module declares them, but that is not known for {listed(unknown)}. Write format "
                 "'mindformers'."
             )
         ordered = [name for name in STACKED if name in parameters] or list(parameters)

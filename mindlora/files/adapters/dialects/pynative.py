@@ -136,7 +136,7 @@ def _append_initial_pairs(adapter: Adapter, file: File) -> None:
             initial.append(file.fetch(key))
             if initial[-1].shape != adapter.tensors[path, half].shape:
                 raise ShapeMismatchError(
-                    f"{file.source}: {key} is {list(initial[-1].shape)}, and the trained one is "
+                    f"{file.source}: {key} is {list(initial[-1].shape)}, but the trained one is "
                     f"{list(adapter.tensors[path, half].shape)}. Copy the folder again."
                 )
         initial_pairs.append(adapter, path, *initial)
@@ -240,7 +240,7 @@ def _take_settings_of_run(adapter: Adapter, record: str, file: File) -> None:
         expected = config.for_cell(cell)
         if expected.lora_rank != adapter.rank(path):
             raise RankMismatchError(
-                f"{record}: the rank of {cell} is {expected.lora_rank}, and its tensors have {adapter.rank(path)}. "
+                f"{record}: the rank of {cell} is {expected.lora_rank}, but its tensors have {adapter.rank(path)}. "
                 "Give the file that was saved with these tensors."
             )
         adapter.alphas[path] = float(expected.lora_alpha)
@@ -278,7 +278,7 @@ def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:
     for path in adapter.paths:
         if rank is not None and rank != adapter.rank(path):
             raise RankMismatchError(
-                f"{manifest}: lora_config.lora_rank is {shown(rank)}, and {path} has rank {adapter.rank(path)}. Give "
+                f"{manifest}: lora_config.lora_rank is {shown(rank)}, but {path} has rank {adapter.rank(path)}. Give "
                 "the manifest that was saved with these tensors."
             )
     # MindFormers writes a lora_alpha for MiSS too, which has no scale.

@@ -161,7 +161,7 @@ class GatherReport:
     Attributes:
         checkpoint (str): The folder with the files of all ranks.
         step (str): Epoch and step in it.
-        ranks (int): How many ranks of the run there were, in ``stages`` pipeline stages.
+        ranks (int): How many ranks the run had, in ``stages`` pipeline stages.
         lora_ranks (tuple of int): The distinct ranks of the pairs.
         alphas (tuple of float): The distinct lora_alpha.
     """
@@ -296,8 +296,8 @@ def _metadata(contents: Dict[int, Content], tensors: Dict[str, np.ndarray]) -> D
     texts = {content.text: content.path for content in contents.values()}
     if len(texts) > 1:
         raise AdapterFormatError(
-            f"{' and '.join(list(texts.values())[:2])} have different metadata of mindlora: they are of two adapters. "
-            "Put the files of one run together."
+            f"{' and '.join(list(texts.values())[:2])} have different metadata of mindlora: they belong to two "
+            "adapters. Put the files of one run together."
         )
     (text,) = texts
     metadata = adapter_metadata.parse(text, texts[text])

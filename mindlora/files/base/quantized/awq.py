@@ -12,7 +12,7 @@ import numpy as np
 
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import FLOATS
-from mindlora.files.base.quantized.gptq import INT32, QWEIGHT, group_size, groups_of
+from mindlora.files.base.quantized.gptq import INT32, QWEIGHT, group_size, groups_of, settings_of
 from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors, unpacked
 
 # Where in a word each of its eight channels is.
@@ -33,9 +33,8 @@ def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWe
                 f"{stored.path} is in AWQ with {key} {value!r}, and {readable} can be read. Take the original "
                 "model, or one in the version gemm."
             )
-    size = group_size(stored, settings)
-    names = [name for name in stored.tensors if name.endswith(QWEIGHT)]
-    return [_weight(stored, name[: -len(QWEIGHT)], size) for name in names]
+    paths = [name[: -len(QWEIGHT)] for name in stored.tensors if name.endswith(QWEIGHT)]
+    return [_weight(stored, path, group_size(stored, settings_of(stored, settings, path))) for path in paths]
 
 
 def _weight(stored: StoredTensors, path: str, size: Optional[int]) -> PackedWeight:

@@ -75,10 +75,12 @@ def _schemes(stored: StoredTensors, settings: Mapping[str, Any]) -> _Schemes:
     unknown = [one for one in formats if one not in (None, "mixed-precision", "dense", *_FORMATS)]
     sparse = _objects(stored, settings, "sparsity_config").get("format") not in (None, "dense")
     rotated = bool(_objects(stored, settings, "transform_config").get("config_groups"))
-    if unknown or sparse or rotated:
-        what = f"format {unknown[0]!r}" if unknown else "transform_config" if rotated else "sparsity_config"
+    in_blocks = any(one.get("strategy") == "block" and one.get("type") == "int" for one in of_weights)
+    reasons = {"integers in blocks": in_blocks, "sparsity_config": sparse, "transform_config": rotated}
+    wrong = [f"format {one!r}" for one in unknown] + [reason for reason, holds in reasons.items() if holds]
+    if wrong:
         raise CheckpointError(
-            f"{stored.path} is of compressed-tensors with {what}, which cannot be read: {', '.join(_FORMATS)} can, "
+            f"{stored.path} is of compressed-tensors with {wrong[0]}, which cannot be read: {', '.join(_FORMATS)} can, "
             "without sparsity and transforms. Take the original model, or one in these formats."
         )
     return _Schemes(

@@ -7,12 +7,14 @@ has the group of each.
 Sources: Frantar et al., GPTQ, 2023; the layouts are AutoGPTQ's and GPTQModel's.
 """
 
-from typing import Any, List, Mapping, Optional
+import re
+from typing import Any, List, Mapping, Optional, Sequence
 
 import numpy as np
 
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import FLOATS, to_float32
+from mindlora.core.text import shown
 from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors, as_signed, unpacked, words_for
 
 QWEIGHT = ".qweight"
@@ -23,24 +25,49 @@ _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 
 def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWeight]:
-    """Returns the weights in GPTQ; ``settings`` has bits, group_size and checkpoint_format.
+    """Returns the weights in GPTQ; ``settings`` has bits, group_size, checkpoint_format and dynamic.
 
     Raises CheckpointError, naming the setting or the tensor, if they cannot be decoded.
     """
-    bits: Any = settings.get("bits")
     version = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    for key, value, choices in (("bits", bits, _BITS), ("checkpoint_format", version, tuple(_ZERO_OFFSETS))):
-        if value not in choices:
-            raise CheckpointError(
-                f"{stored.path} is in GPTQ with {key} {value!r}, and {', '.join(map(str, choices))} can be read. Take "
-                "the original model, or save it again with GPTQModel."
-            )
-    size = group_size(stored, settings)
-    names = [name for name in stored.tensors if name.endswith(QWEIGHT)]
-    if settings.get("desc_act"):
-        for name in names:
-            stored.part(name, f"{name[: -len(QWEIGHT)]}.g_idx")
-    return [_weight(stored, name[: -len(QWEIGHT)], int(bits), size, _ZERO_OFFSETS[version]) for name in names]
+    _check_choice(stored, "checkpoint_format", version, tuple(_ZERO_OFFSETS))
+    made = []
+    for name in stored.tensors:
+        if name.endswith(QWEIGHT):
+            path = name[: -len(QWEIGHT)]
+            own = settings_of(stored, settings, path)
+            bits: Any = own.get("bits")
+            _check_choice(stored, "bits", bits, _BITS)
+            if own.get("desc_act"):
+                stored.part(name, f"{path}.g_idx")
+            made.append(_weight(stored, path, int(bits), group_size(stored, own), _ZERO_OFFSETS[version]))
+    return made
+
+
+def _check_choice(stored: StoredTensors, key: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise CheckpointError(
+            f"{stored.path} is in GPTQ with {key} {value!r}, and {', '.join(map(str, choices))} can be read. Take the "
+            "original model, or save it again with GPTQModel."
+        )
+
+
+def settings_of(stored: StoredTensors, settings: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Returns the settings of one weight: GPTQModel's dynamic has others for what its first matching pattern matches.
+
+    A pattern is a regular expression on the beginning of a path, after "+:" or nothing; what follows "-:" is in float.
+    """
+    dynamic = settings.get("dynamic") or {}
+    try:
+        for pattern, others in dynamic.items():
+            if re.match(pattern[2:] if pattern[:2] in ("+:", "-:") else pattern, path):
+                return {**settings, **others}
+    except (AttributeError, TypeError, re.error) as error:
+        raise CheckpointError(
+            f"{stored.path}: dynamic of its quantization is {shown(dynamic)}, which is not an object of regular "
+            f"expressions and settings ({error}). Copy config.json again."
+        ) from error
+    return settings
 
 
 def group_size(stored: StoredTensors, settings: Mapping[str, Any]) -> Optional[int]:

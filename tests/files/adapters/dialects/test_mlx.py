@@ -68,7 +68,7 @@ def test_dora_and_embeddings(tmp_path):
         tmp_path / "a", {**CONFIG, "fine_tune_type": "dora"}, **{f"{NAME}.m": np.arange(1, 7, dtype=np.float32)}
     )
     assert list(adapter_files.read(dora).row_norms(Q)) == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(MissingTensorsError, match="fine_tune_type is 'dora', and the file holds no magnitudes"):
+    with pytest.raises(MissingTensorsError, match="fine_tune_type is 'dora', but the file holds no magnitudes"):
         adapter_files.read(folder(tmp_path / "b", {**CONFIG, "fine_tune_type": "dora"}))
     a, b = matrices(ends=(9, 6))
     embedding = {"model.embed_tokens.lora_a": a, "model.embed_tokens.lora_b": b}
@@ -81,7 +81,7 @@ def test_dora_and_embeddings(tmp_path):
     [
         ({"fine_tune_type": "full"}, AdapterFormatError, "fine_tune_type is 'full', so there is no LoRA in it"),
         ({"lora_parameters": {"rank": 2}}, AdapterFormatError, r"lora_parameters\.scale of mlx-lm's .* is None"),
-        ({"lora_parameters": {"rank": 4, "scale": 1.0}}, RankMismatchError, "rank 4, and the tensors have 2"),
+        ({"lora_parameters": {"rank": 4, "scale": 1.0}}, RankMismatchError, "rank 4, but the tensors have 2"),
         ({"lora_parameters": {"rank": 2, "scale": 1.0, "dropout": 1}}, AdapterFormatError, "dropout of mlx-lm's"),
     ],
 )

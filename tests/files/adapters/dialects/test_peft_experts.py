@@ -139,7 +139,7 @@ def test_several_parameters_of_unknown_order_are_not_written(tmp_path):
     for half in "AB":
         found.tensors[f"{HOLDER}.extra", half] = found.tensors[f"{HOLDER}.weight2", half]
     found.alphas[f"{HOLDER}.extra"] = 3.0
-    with pytest.raises(AdapterError, match="in the order in which the module declares them, and that is not known of"):
+    with pytest.raises(AdapterError, match="in the order in which the module declares them, but that is not known for"):
         adapter_files.write(found, str(tmp_path / "adapter"))
 
 

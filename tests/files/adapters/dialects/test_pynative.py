@@ -148,7 +148,7 @@ def test_experts_of_another_shape_are_refused(tmp_path, half, shape):
 
 def test_the_manifest_must_be_that_of_the_tensors(tmp_path):
     step = write_step(tmp_path / "step", pairs(QKV.format(0)), **{**LORA, "lora_rank": 4})
-    with pytest.raises(RankMismatchError, match="lora_config.lora_rank is 4, and model.layers.0.* has rank 2"):
+    with pytest.raises(RankMismatchError, match="lora_config.lora_rank is 4, but model.layers.0.* has rank 2"):
         adapter_files.read(step)
     for alpha in (None, "6", 0, True, float("nan")):
         (tmp_path / "step" / MANIFEST).write_text(json.dumps({"lora_config": {"lora_alpha": alpha}}))
@@ -191,7 +191,7 @@ def test_an_adapter_that_changed_its_base_has_the_scale_of_its_run(tmp_path, ini
     [
         (None, {}, AdapterFormatError, "mindlora_run.json lacks the lora_config of the run"),
         ({**LORA, "lora_alpha": "6"}, {}, AdapterFormatError, "mindlora_run.json: lora_alpha is '6'"),
-        ({**LORA, "lora_rank": 4}, {}, RankMismatchError, r"linear_qkv is 4, and its tensors have 2"),
+        ({**LORA, "lora_rank": 4}, {}, RankMismatchError, r"linear_qkv is 4, but its tensors have 2"),
         (LORA, {"use_dora": True}, AdapterFormatError, "is of a run of DoRA, and .* holds LoRA"),
     ],
 )
@@ -268,7 +268,7 @@ FIRST = str((B, (0,)))
         (lambda entries, files: entries[B].pop("chunk"), "is not as MindFormers writes it \\(KeyError"),
         (lambda entries, files: files.pop(FIRST), "is not as MindFormers writes it \\(KeyError"),
         (lambda entries, files: files[FIRST][0].update(file_name="../x"), "is not the name of a file"),
-        (lambda entries, files: files[FIRST][0].update(file_name=rank_file(9, 4)), "is missing, and metadata.json"),
+        (lambda entries, files: files[FIRST][0].update(file_name=rank_file(9, 4)), "is missing, but metadata.json"),
         (lambda entries, files: files[FIRST][0].update(file_name=rank_file(0, 4, "x-model")), "is missing"),
         (
             lambda entries, files: entries.update(b=entries[B]) or files.update({str(("b", (0,))): files[FIRST]}),
@@ -332,7 +332,7 @@ def test_an_adapter_that_changed_its_base_is_one_for_the_base_before(tmp_path, i
         (
             lambda tensors: tensors.update({LAYER.format(0) + INITIAL_A: values(RANK + 1, 12)}),
             ShapeMismatchError,
-            r"is \[3, 12\], and the trained one is \[2, 12\]",
+            r"is \[3, 12\], but the trained one is \[2, 12\]",
         ),
     ],
 )

@@ -76,6 +76,24 @@ def test_codes_of_three_bits_go_on_in_the_next_word(tmp_path):
         assert base.read_rows("model.layers.0.self_attn.q_proj.weight", 5, 29).tobytes() == weight[5:29].tobytes()
 
 
+@pytest.mark.parametrize("pattern", [r".*\.down_proj", r"+:.*\.down_proj", "model.layers.0.mlp.down_proj"])
+def test_dynamic_has_other_settings_for_some_weights(pattern, tmp_path):
+    """As GPTQModel writes it, which quantizes lm_head to 8 bits unless told otherwise."""
+    rng = np.random.default_rng(4)
+    tensors, decoded = quantized_llama("gptq")
+    paths = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2) if "layers.0" not in pattern or not layer]
+    for path in paths:
+        made, decoded[f"{path}.weight"] = gptq(path, decoded[f"{path}.weight"].shape, rng, 8)
+        tensors.update(made)
+    rules = {r"-:.*\.k_norm": {}, pattern: {"bits": 8}, r"+:.*\.(mlp|self_attn)\..*": {"bits": 4}}
+    settings = {**FORMS["gptq"][2], "bits": 2, "dynamic": rules}
+    with BaseCheckpoint(
+        save_quantized(tmp_path / "base", "gptq", tensors, settings=settings), decode_to=FLOAT32
+    ) as base:
+        for name, array in decoded.items():
+            assert base.read_rows(name, 0, len(array)).tobytes() == array.tobytes(), name
+
+
 def test_weights_are_rounded_once_to_the_dtype_of_config_json(tmp_path):
     tensors, decoded = quantized_llama("gptq")
     read = load(save_quantized(tmp_path / "base", "gptq", tensors))
