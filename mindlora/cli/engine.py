@@ -18,6 +18,7 @@ from mindlora.cli.verb import quiet_transformers
 from mindlora.core.errors import ConfigError, RequestError
 from mindlora.core.operator_library import load_before_mindspore
 from mindlora.core.text import shown
+from mindlora.core.yaml_file import PET
 from mindlora.training.launch.imports import import_mindformers
 
 if TYPE_CHECKING:
@@ -263,6 +264,8 @@ def build(
     overrides = [*arguments.overrides]
     if arguments.load_checkpoint:
         overrides += ["--load_checkpoint", arguments.load_checkpoint]
+    if arguments.quantize_base:
+        overrides += [f"--{PET}.quantize_base", arguments.quantize_base]
     fields = ["adapter-dtype", "product-dtype", "fixed-batches", *(name for name, _ in _SIZES)]
     sizes = {**(defaults or {}), **given_fields(arguments, fields)}
     with yaml_of(arguments) as config:

@@ -9,6 +9,7 @@ from typing import Iterator
 from mindlora.core.errors import ConfigError
 from mindlora.core.overrides import keys_and_texts
 from mindlora.core.yaml_file import read_merged
+from mindlora.models.lora_config import QUANTIZATIONS
 from mindlora.run.yaml_run import YamlRun
 
 
@@ -30,6 +31,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer", metavar="T", help="tokenizer: a folder or file (default: the YAML's, or that in FOLDER)"
+    )
+    parser.add_argument(
+        "--quantize-base",
+        choices=QUANTIZATIONS,
+        help="what holds the weights of linear layers: as_stored, on a CPU the integers of a quantized folder (GPTQ, "
+        "AWQ, ...) themselves; nf4, a file that base quantize wrote (default: the YAML's, or the model's dtype, to "
+        "which quantized weights are decoded)",
     )
     parser.set_defaults(overrides=[])
 
@@ -70,7 +78,7 @@ def yaml_of(arguments: argparse.Namespace) -> Iterator[str]:
     from mindlora.run.configs.folder import read_folder, served_content
     from mindlora.run.configs.text import yaml_text
 
-    content = served_content(read_folder(arguments.model), _device(arguments))
+    content = served_content(read_folder(arguments.model), _device(arguments), arguments.quantize_base)
     with tempfile.TemporaryDirectory(prefix="mindlora-model-") as folder:
         path = os.path.join(folder, "model.yaml")
         with open(path, "w", encoding="utf-8") as file:

@@ -59,7 +59,9 @@ def preset_fields(preset: str) -> dict:
     return {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}
 
 
-QUANTIZATIONS = ("nf4",)
+# The base in 4-bit NormalFloat, or in the integers that its checkpoint has, by an operator for them.
+NF4, AS_STORED = "nf4", "as_stored"
+QUANTIZATIONS = (NF4, AS_STORED)
 _DROPOUT = Range("a number in [0, 1)", lambda value: 0 <= value < 1)
 _ZERO_INITS = ("zero", "zeros")
 # PEFT's names of fields, for whoever knows those.
@@ -86,7 +88,8 @@ class LoraConfig:
             ``["mlp.experts"]`` for both, besides what target_modules selects. Default: None.
         exclude_modules (str or list of str): Cells that get no adapter, given as target_modules is. Default: None.
         quantize_base (str): ``"nf4"`` quantizes linear cells and routed experts of the base, adapted or not, to 4-bit
-            NormalFloat (Dettmers et al., QLoRA, 2023; see quantize_base). Default: None, the base stays as it is.
+            NormalFloat (Dettmers et al., QLoRA, 2023; see quantize_base). ``"as_stored"`` says that linear cells hold
+            the integers of a quantized checkpoint, as hold_base made them. Default: None, the base stays as it is.
         quantize_exclude (str or list of str): Cells to leave unquantized besides output heads, given as
             target_modules is. Default: None.
         lora_init (str): Initializer of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation
@@ -243,10 +246,21 @@ class LoraConfig:
                     "the base is not quantized. Set quantize_base: nf4, or use 'pissa'."
                 )
             return
+        if self.quantize_base == AS_STORED and self.quantize_exclude is not None:
+            raise ConfigError(
+                f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is as_stored: the checkpoint says "
+                "which weights are quantized. Remove it."
+            )
+        if self.quantize_base == AS_STORED and initializers.is_loftq(self.lora_init):
+            raise ConfigError(
+                f"lora_init is {self.lora_init!r}, which makes up for the error of quantizing the base to NF4, and "
+                "quantize_base is as_stored. Remove lora_init, or quantize the base to NF4 (mindlora base quantize)."
+            )
+        nf4 = self.quantize_base == NF4
         for field, _, reason in self.variant.unsupported(self, QUANTIZED):
             raise ConfigError(
                 f"quantize_base is {self.quantize_base!r} and {field} is {getattr(self, field)!r}: {reason}. "
-                "Leave one of them out; for a quantized base there is lora_init: loftq."
+                f"Leave one of them out{'; for a quantized base there is lora_init: loftq' if nf4 else ''}."
             )
 
     def _check_invocation(self):

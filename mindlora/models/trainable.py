@@ -14,7 +14,7 @@ from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR, Shape
 from mindlora.core.text import examples, listed
 from mindlora.models import names, target_modules
 from mindlora.models.description import AdaptableCell, Description
-from mindlora.models.lora_config import LoraConfig
+from mindlora.models.lora_config import NF4, LoraConfig
 from mindlora.models.variants.variant import HEADS
 
 # What a text-to-image pipeline in one cell is made of, and which parts of it an adapter never changes.
@@ -164,7 +164,7 @@ def freeze(
     if packed:
         raise TargetError(
             f"modules_to_save or freeze_exclude trains {listed(packed)}, which is quantized, and "
-            "4-bit weights do not train. Add it to quantize_exclude."
+            "weights in few bits do not train. Leave it out, or, of nf4, add it to quantize_exclude."
         )
     return settled
 
@@ -260,7 +260,7 @@ def _check_supported(adapted: Mapping[str, AdaptableCell], config: LoraConfig) -
 
 
 def _quantized_cells(network: Description, config: LoraConfig, saved: List[str]) -> Dict[str, AdaptableCell]:
-    if not config.quantize_base:
+    if config.quantize_base != NF4:
         return {}
     cells = network.of_kind(LINEAR, EXPERTS)
     selected = target_modules.select_quantized(list(cells), config.quantize_exclude)

@@ -2,10 +2,14 @@
 
 import dataclasses
 import math
-from typing import Iterator, List, Optional, Tuple
+from types import MappingProxyType
+from typing import Callable, Iterator, List, Mapping, Optional, Tuple
 
-from mindlora.core.numerics import nf4
-from mindlora.core.numerics.dtypes import named_dtype
+import numpy as np
+
+from mindlora.core.numerics import integers, nf4
+from mindlora.core.numerics.dtypes import dtype_name, named_dtype
+from mindlora.core.numerics.integers import IntegerForm
 from mindlora.models import names
 from mindlora.models.description import QUANTIZED_DTYPE, Description
 from mindlora.models.lora_config import LoraConfig
@@ -13,6 +17,7 @@ from mindlora.models.trainable import Selection, freeze
 from mindlora.models.variants.registry import PARAMETERS, SHARED_PARTS
 
 Shape = Tuple[int, ...]
+Layout = Mapping[str, Tuple[Shape, np.dtype]]
 _PARAMETERS = {**PARAMETERS, **{name: part.parameter for name, part in SHARED_PARTS.items()}}
 
 
@@ -24,8 +29,8 @@ class Weight:
         path (str): Path of its cell; empty for VeRA's shared projection.
         part (str): "weight", "bias", "A", "B", ...
         dtype (str): "float32", "float16", "bfloat16" or "uint8".
-        count (int): How many elements it counts as: the codes of a 4-bit weight count as that weight, their scales as
-            nothing.
+        count (int): How many elements it counts as: the codes of a weight in few bits count as that weight, their
+            scales as nothing.
         trained (bool): Whether it gets a gradient.
         adapter (bool): Whether it belongs to the adapter.
     """
@@ -60,8 +65,16 @@ class Weight:
         return self.elements * named_dtype(self.dtype).itemsize
 
 
-def weights_of(network: Description, config: Optional[LoraConfig], selection: Optional[Selection]) -> List[Weight]:
-    """Returns all parameters of a network in training, the adapter's included; without ``config``, all of it trains."""
+def weights_of(
+    network: Description,
+    config: Optional[LoraConfig],
+    selection: Optional[Selection],
+    held: Mapping[str, IntegerForm] = MappingProxyType({}),
+) -> List[Weight]:
+    """Returns all parameters of a network in training, the adapter's included; without ``config``, all of it trains.
+
+    ``held`` says of weights, by name, how they are held in integers.
+    """
     base = []
     for name, (shape, dtype) in network.parameters.items():
         path, _, part = name.rpartition(".")
@@ -73,17 +86,23 @@ def weights_of(network: Description, config: Optional[LoraConfig], selection: Op
     quantized = {network.cells[path].weight for path in selection.quantized}
     weights: List[Weight] = []
     for weight in base:
-        weights += _in_4_bits(weight) if weight.name in quantized else [weight]
+        if weight.name in held:
+            weights += _packed(weight, held[weight.name].layout(*weight.shape), integers.tensor_name)
+        elif weight.name in quantized:
+            weights += _packed(weight, nf4.layout(*weight.shape), nf4.tensor_name)
+        else:
+            weights.append(weight)
     weights += _adapter(selection, config)
     packed = [weight.name for weight in weights if weight.dtype == QUANTIZED_DTYPE]
     settled = freeze({weight.name: weight.trained for weight in weights}, packed, config)
     return [dataclasses.replace(weight, trained=settled[weight.name]) for weight in weights]
 
 
-def _in_4_bits(weight: Weight) -> Iterator[Weight]:
-    for field, (shape, dtype) in nf4.layout(*weight.shape).items():
+def _packed(weight: Weight, layout: Layout, tensor_name: Callable[[str, str], str]) -> Iterator[Weight]:
+    """Yields the tensors that hold a weight in few bits."""
+    for field, (shape, dtype) in layout.items():
         count = weight.count if field == "codes" else 0
-        yield Weight(weight.path, nf4.tensor_name(weight.part, field), shape, str(dtype), count)
+        yield Weight(weight.path, tensor_name(weight.part, field), shape, dtype_name(dtype), count)
 
 
 def _adapter(selection: Selection, config: LoraConfig) -> Iterator[Weight]:

@@ -11,12 +11,13 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import LoraError, UnsupportedCellError
 from mindlora.core.text import listed
-from mindlora.models.lora_config import LoraConfig
+from mindlora.models.lora_config import AS_STORED, NF4, LoraConfig
 from mindlora.models.trainable import freeze, select
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.routed_experts import holders_with
 from mindlora.network.invocation import invocation_marker
 from mindlora.network.quantize import quantize_with_adapters
+from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import parameter_count
 from mindlora.network.registry import describe, kind_of
 from mindlora.network.tree import (
@@ -50,8 +51,8 @@ class LoraReport:
 def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     """Replaces the linear cells that ``config`` selects by LoRADense, in place; freezes nothing (see freeze_base).
 
-    With quantize_base, all linear cells except output heads, and the stacked weights of routed experts, become 4-bit
-    first, whether they are selected or not.
+    With quantize_base nf4, all linear cells except output heads, and the stacked weights of routed experts, become
+    4-bit first, whether they are selected or not. With as_stored, hold_base has been called before.
 
     Args:
         network (nn.Cell): Any network of nn.Dense, mint.nn.Linear or MindFormers' Linear cells.
@@ -61,7 +62,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
         LoraReport.
 
     Raises:
-        LoraError: The network holds LoRADense cells already.
+        LoraError: The network holds LoRADense cells already, or with as_stored no weight in integers.
         TargetError: target_modules selects nothing, names something that is not there, or selects cells of a
             text-to-image pipeline that stay as they are (see mindlora.models.trainable).
         UnsupportedCellError: Selected cells cannot carry LoRA; all of them are listed and nothing is replaced.
@@ -74,12 +75,17 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
             f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
             "what was trained: build a new network."
         )
+    if config.quantize_base == AS_STORED and not any(isinstance(cell, IntegerDense) for cell in tree.modules.values()):
+        raise LoraError(
+            "quantize_base is as_stored, and no cell of the network holds integers. Call hold_base with the checkpoint "
+            "before apply_lora."
+        )
     tree.give_heads_their_tables()
     selection = select(describe(tree, config), config)
     paths = {path: cell.prefix for path, cell in selection.cells.items()}
     saved = [parameter for parameter in tree.parameters() if parameter.name in selection.saved]
     initial_parts: Dict[str, Dict[str, np.ndarray]] = {}
-    if config.quantize_base:
+    if config.quantize_base == NF4:
         initial_parts = quantize_with_adapters(tree, config, selection.quantized, paths)
         tree = Tree(network)
     adapted = put_lora(tree, {prefix: tree.cells[path] for path, prefix in paths.items()}, config.for_cell)

@@ -1,7 +1,7 @@
 """The fingerprint of the base weights under the adapters of a network."""
 
 from types import MappingProxyType
-from typing import Callable, Container, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Callable, Container, Dict, Iterable, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 from mindspore import nn
@@ -26,7 +26,7 @@ def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optiona
     It has "shapes", a hash of the paths and shapes of all adapted weights but those at the paths ``left_out``, and
     "values", a hash of up to 1024 elements of each of up to 8 weights (of the codes, if weights are quantized); of
     weights in float their "dtype" and hashes of the same elements rounded to "float16" and "bfloat16"; of quantized
-    ones "quantization", "nf4" or "loftq". It is None while MindSpore has not allocated the weights yet.
+    ones "quantization", "nf4", "int4", "int8" or "loftq". It is None while MindSpore has not allocated the weights yet.
     """
     cells = dict(lora_cells(network))
     for cell in cells.values():
@@ -66,11 +66,18 @@ def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Opti
     return fingerprint
 
 
+class Packed(NamedTuple):
+    """A quantized weight: its form ("nf4", "int4" or "int8") and the shape of W, [experts * in, out] of experts."""
+
+    form: str
+    shape: Tuple[int, int]
+
+
 def joined_fingerprints_of(
     weights: Mapping[str, np.ndarray],
     kv_heads: int,
     layouts: Mapping[str, RowLayout],
-    packed: Mapping[str, Tuple[int, int]] = MappingProxyType({}),
+    packed: Mapping[str, Packed] = MappingProxyType({}),
 ) -> Callable[[Iterable[str]], Optional[dict]]:
     """As fingerprints_of, of the cells that MindFormers' mcore models have in the place of Hugging Face's.
 
@@ -81,11 +88,11 @@ def joined_fingerprints_of(
             [experts, out, in] of stacked experts. Of quantized weights, the codes.
         kv_heads (int): Key-value heads.
         layouts (mapping): Name of a joined cell in mcore -> the order of its rows, where it is not the record's.
-        packed (mapping): Adapter path -> shape of W, of the quantized weights; [experts * in, out] of experts.
+        packed (mapping): Adapter path -> Packed, of the quantized weights.
     """
     trained = {path: mcore_path(path) for path in weights}
-    forms = {trained[path]: "nf4" for path in packed}
-    widths = {trained[path]: shape[1] for path, shape in packed.items()}
+    forms = {trained[path]: weight.form for path, weight in packed.items()}
+    widths = {trained[path]: weight.shape[1] for path, weight in packed.items()}
     shapes: Dict[str, Tuple[int, ...]] = {}
     samples: Dict[str, np.ndarray] = {}
     for path in dict.fromkeys(trained.values()):

@@ -1,17 +1,20 @@
 """load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses one that lacks any."""
 
+import functools
 import os
-from typing import Any, Dict, List, Set
+from typing import Dict, List, Set, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.core.numerics.dtypes import BFLOAT16, from_float32, to_float32
+from mindlora.core.numerics.integers import IntegerForm, tensor_name
 from mindlora.core.numerics.nf4 import TENSOR_NAMES
 from mindlora.core.text import listed
 from mindlora.files.base.convert import in_hugging_face_names, in_mindformers_names
-from mindlora.files.base.joined import join, parts_of
+from mindlora.files.base.held import held_tensors
+from mindlora.files.base.joined import add_joined
 from mindlora.files.base.reader import WORLDS, BaseCheckpoint
 from mindlora.files.base.writer import OutputTensor
 from mindlora.models import names
@@ -24,6 +27,7 @@ from mindlora.network.tree import lora_cells, saved_module_parameters
 _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
 # What a network for serving has besides the base's weights.
 CACHES = (".key_cache", ".value_cache")
+_ZEROS = tensor_name("", "zeros")
 _OF_GROUPS = tuple(TENSOR_NAMES[field] for field in ("scales", "offsets"))
 
 
@@ -60,7 +64,7 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> List[str]:
     parameters = _parameters_of_base(network)
     # A weight in a quantized form is rounded once, to the parameter's dtype.
     with BaseCheckpoint(path, mapped, decode_to=np.dtype(np.float32)) as base:
-        tensors = _tensors_for(network, parameters, base)
+        tensors, base = _read(network, parameters, base)
         new = _new_heads(network) - set(tensors)
         computed = set(filter(names.is_computed, parameters))
         missing = sorted(set(parameters) - set(tensors) - new - computed)
@@ -76,6 +80,32 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> List[str]:
         for name, parameter in filled.items():
             _fill(parameter, tensors[name])
         return base.decoded.notes(_dtypes_of_linear(filled, base.architecture)) if base.decoded else []
+
+
+def held_forms(network: nn.Cell, path: str) -> Dict[str, IntegerForm]:
+    """Returns name of a parameter -> how it is held in its own bits, of the quantized weights of a checkpoint.
+
+    Args:
+        network (nn.Cell): A model of MindFormers in float, or one under Hugging Face's names, as for load_base.
+        path (str): The checkpoint.
+
+    Raises CheckpointError if it holds no such weights, or one cannot be held so.
+    """
+    parameters = _parameters_of_base(network)
+    with BaseCheckpoint(path, decode_to=np.dtype(np.float32)) as base:
+        forms = held_tensors(base, functools.partial(_tensors_for, network, parameters)).forms
+    # Parts of a joined weight are in no network that has the joined one.
+    return {name: form for name, form in forms.items() if name in parameters}
+
+
+def _read(
+    network: nn.Cell, parameters: Dict[str, Parameter], base: BaseCheckpoint
+) -> Tuple[Dict[str, OutputTensor], BaseCheckpoint]:
+    """Returns the tensors for a network, in their own bits where it holds weights so, and what they are read of."""
+    if not any(name.endswith(_ZEROS) for name in parameters):
+        return _tensors_for(network, parameters, base), base
+    held = held_tensors(base, functools.partial(_tensors_for, network, parameters))
+    return held.tensors, held.base
 
 
 def _dtypes_of_linear(filled: Dict[str, Parameter], architecture: Architecture) -> str:
@@ -112,16 +142,10 @@ def _tensors_for(network: nn.Cell, parameters: Dict[str, Parameter], base: BaseC
     tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
     # In mcore's names the cells are joined already.
     if base.architecture.legacy:
-        _add_joined(parameters, tensors, config)
+        # An mcore network, which lacks both, is refused for the names of its parameters.
+        kv_heads = getattr(config, "n_kv_heads", None) or getattr(config, "num_heads", None)
+        add_joined(parameters, tensors, kv_heads)
     return tensors
-
-
-def _add_joined(parameters: Dict[str, Parameter], tensors: Dict[str, OutputTensor], config: Any) -> None:
-    """Makes w_qkv and w_gate_hidden of the tensors that a checkpoint holds apart."""
-    for name in set(parameters) - set(tensors):
-        parts = parts_of(name)
-        if parts and all(part in tensors for part in parts):
-            tensors[name] = join(name, [tensors[part] for part in parts], config.n_kv_heads or config.num_heads)
 
 
 def _check_biases(network: nn.Cell, others: Set[str], path: str) -> None:

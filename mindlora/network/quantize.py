@@ -18,15 +18,16 @@ from mindlora.network.cells.experts import ExpertWeight
 from mindlora.network.cells.linear_base import parallel_linear_types, plain_linear_types, pynative_linear_types
 from mindlora.network.cells.routed_experts import holders_with
 from mindlora.network.pynative.nf4 import NF4PyNativeExpertWeight
-from mindlora.network.quantized.nf4 import NF4Dense, as_float32, has_values
+from mindlora.network.quantized.nf4 import as_float32, has_values
 from mindlora.network.quantized.nf4_experts import NF4ExpertWeight
+from mindlora.network.quantized.quantized_dense import QuantizedDense
 from mindlora.network.registry import nf4_type_of
 from mindlora.network.tree import Tree, adapter_path, refusal, refusals, replace_in
 
 logger = logging.getLogger("mindlora")
 
-_NF4_TYPES = (NF4Dense, NF4ExpertWeight, NF4PyNativeExpertWeight)
-_OTHER_TYPES = (LoRACell, NF4Dense, ExpertWeight)
+_QUANTIZED_TYPES = (QuantizedDense, NF4ExpertWeight, NF4PyNativeExpertWeight)
+_OTHER_TYPES = (LoRACell, QuantizedDense, ExpertWeight)
 
 
 def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]:
@@ -59,7 +60,7 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
         if path and isinstance(cell, types):
             linear[path] = cell
     selected = select_quantized(list(linear), exclude)
-    cells = {path: linear[path] for path in selected if not isinstance(linear[path], _NF4_TYPES)}
+    cells = {path: linear[path] for path in selected if not isinstance(linear[path], _QUANTIZED_TYPES)}
     refused = refusals({path: refusal(nf4_type_of(cell).check, cell) for path, cell in cells.items()})
     if refused:
         raise UnsupportedCellError(

@@ -7,7 +7,7 @@ from mindspore import nn
 from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR
 from mindlora.models.architectures.architecture import ParameterSize
 from mindlora.models.description import AdaptableCell, Description
-from mindlora.models.lora_config import LoraConfig
+from mindlora.models.lora_config import NF4, LoraConfig
 from mindlora.network.cells.cell import LoRACell, groups_of
 from mindlora.network.cells.conv import LoRAConv2d, LoRAMintConv2d
 from mindlora.network.cells.dense import LoRADense
@@ -44,7 +44,7 @@ LINEAR_VARIANTS = (DoRADense, VeRADense, AdaLoRADense, MiSSDense)
 KINDS = (
     *map(on_parallel_linear, LINEAR_VARIANTS),
     LoRAParallelLinear,  # linear cells of MindFormers' mcore models
-    QLoRAParallelLinear,  # NF4ParallelLinear
+    QLoRAParallelLinear,  # NF4ParallelLinear, IntegerParallelLinear
     DoRAPyNativeLinear,
     MiSSPyNativeLinear,
     VeRAPyNativeLinear,
@@ -53,7 +53,7 @@ KINDS = (
     LoRAPyNativeLinear,  # linear cells of MindFormers' PyNative models
     *LINEAR_VARIANTS,
     LoRADense,  # nn.Dense and MindFormers' Linear
-    QLoRADense,  # NF4Dense
+    QLoRADense,  # QuantizedDense
     LoRAParallelEmbedding,  # VocabParallelEmbedding of MindFormers' mcore models
     LoRAEmbedding,  # nn.Embedding and MindFormers' LlamaEmbedding
     LoRAConv2d,  # nn.Conv2d
@@ -120,7 +120,7 @@ def _described(cell: nn.Cell, prefix: str, config: LoraConfig) -> AdaptableCell:
     own_config = config.for_cell(prefix)
     kind = kind_of(cell, own_config)
     quantization_refusal = ""
-    if config.quantize_base and kind.layout in (LINEAR, EXPERTS):
+    if config.quantize_base == NF4 and kind.layout in (LINEAR, EXPERTS):
         quantization_refusal = refusal(nf4_type_of(cell).check, cell)
     return AdaptableCell(
         kind.layout,

@@ -39,6 +39,7 @@ OP_TYPES = {
     "rounded_linear": "RoundedLinear",
     "paged_attention": "PagedAttention",
     "frozen_linear": "FrozenLinear",
+    "integer_linear": "Int4Linear",
 }
 # Those on the cpu path alone, and MindSpore's own operators that do the same on an NPU.
 CPU_ONLY = {
@@ -49,6 +50,7 @@ CPU_ONLY = {
     "rounded_linear": "MatMul",
     "paged_attention": "PagedAttention with ReshapeAndCache",
     "frozen_linear": "MatMul",
+    "integer_linear": "MatMul",
 }
 # The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
 ASCEND_OP_TYPES = {
@@ -68,7 +70,7 @@ MAX_RANK = 256
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 15
+_LIBRARY_VERSION = 16
 # Its number in ops/cpu_common/isa.h.
 _AVX512_BF16 = 3
 # The tokens of a short prompt, or of a training step with few rows: lora_linear takes decode.

@@ -13,6 +13,7 @@ from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture
 from mindlora.models.architectures.classifiers import task_of
+from mindlora.models.lora_config import AS_STORED
 from mindlora.run.checks.finding import Finding
 from mindlora.run.checks.pet_config import PetLoraConfig, read_pet_config
 from mindlora.run.keys import KEYS, MODEL
@@ -255,8 +256,13 @@ class YamlRun:
 
     @functools.cached_property
     def quantizes_base(self) -> bool:
-        """Whether pet_config asks for a base in 4 bits."""
+        """Whether pet_config asks for a base in few bits."""
         return bool(self.pet_config.get("quantize_base")) or self.pet_config.get("pet_type") == "qlora"
+
+    @property
+    def holds_as_stored(self) -> bool:
+        """Whether pet_config asks for the bits in which the base is stored."""
+        return self.pet_config.get("quantize_base") == AS_STORED
 
     # The train step and the callbacks.
 

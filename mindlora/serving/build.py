@@ -16,12 +16,14 @@ from mindlora.files.adapters.matching import CellShape
 from mindlora.files.base.convert import in_hugging_face_names
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.files.base.renaming import quantized_weights, with_smaller_groups
-from mindlora.models.lora_config import Patterns
+from mindlora.models.lora_config import AS_STORED, Patterns
 from mindlora.network.adapter_matching import cell_shapes
-from mindlora.network.base_fingerprint import fingerprints_of, joined_fingerprints_of
+from mindlora.network.base_fingerprint import Packed, fingerprints_of, joined_fingerprints_of
+from mindlora.network.hold import hold_base
 from mindlora.network.load_base import load_base
-from mindlora.network.quantize import quantize_base
+from mindlora.network.quantize import quantize_base as quantize
 from mindlora.network.quantized.nf4 import NF4Dense, matrix_shape
+from mindlora.network.quantized.quantized_dense import QuantizedDense
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import replace_children, weight_of
 from mindlora.serving.adapter_memory import AdapterMemory
@@ -103,27 +105,29 @@ def make_engine(
     tokenizer: Any,
     registry: AdapterRegistry,
     settings: EngineSettings,
-    quantize: bool = False,
+    quantize_base: Optional[str] = None,
     quantize_exclude: Patterns = None,
     model_name: str = "base",
 ) -> Engine:
     """Builds a network with its weights, and an engine around it, which start() begins.
 
     ``model`` is that node of a YAML; ``checkpoint`` is as for load_base, ``tokenizer`` as load_tokenizer returns it.
-    ``quantize`` and ``quantize_exclude`` are as when the checkpoint was quantized. Callers name the base by
-    ``model_name``.
+    ``quantize_base`` and ``quantize_exclude`` are those of LoraConfig, as when the checkpoint was quantized. Callers
+    name the base by ``model_name``.
 
     Raises ConfigError or CheckpointError if the model cannot be built or its weights cannot be loaded.
     """
     network = build_network(model, settings)
-    if quantize and isinstance(network, McoreNetwork):
+    if quantize_base == AS_STORED:
+        hold_base(network, checkpoint)
+    elif quantize_base and isinstance(network, McoreNetwork):
         quantize_as(network, checkpoint)
-    elif quantize:
-        quantize_base(network, quantize_exclude)
+    elif quantize_base:
+        quantize(network, quantize_exclude)
     # Elsewhere weights are copied to the device.
     notes = load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
     folder = checkpoint if os.path.isdir(checkpoint) else None
-    return engine_of(network, tokenizer, registry, settings, quantize, model_name, folder, notes)
+    return engine_of(network, tokenizer, registry, settings, bool(quantize_base), model_name, folder, notes)
 
 
 class ServedCells(NamedTuple):
@@ -204,12 +208,16 @@ def _fingerprints(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> List[Callab
     if not isinstance(network, McoreNetwork):
         return [fingerprints_of(dict(cells))]
     weights = {path: to_array(weight_of(cell)) for path, cell in cells.items()}
-    packed = {path: matrix_shape(cell) for path, cell in cells.items() if isinstance(cell, NF4Dense)}
+    packed = {
+        path: Packed(cell.quantization, matrix_shape(cell))
+        for path, cell in cells.items()
+        if isinstance(cell, QuantizedDense)
+    }
     for path, experts in stacked_experts(network).items():
         for name, (count, rows, columns) in experts.shapes.items():
             weights[f"{path}.{name}"] = to_array(getattr(experts, name))
             if isinstance(experts, Nf4StackedExperts):
-                packed[f"{path}.{name}"] = (count * columns, rows)
+                packed[f"{path}.{name}"] = Packed("nf4", (count * columns, rows))
     kv_heads = network.config.n_kv_heads
     return [joined_fingerprints_of(weights, kv_heads, layouts, packed) for layouts in ROW_ORDERS]
 

@@ -13,7 +13,9 @@ from mindspore.nn.utils import no_init_parameters
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.linear_base import LinearBase
 from mindlora.network.graph_cache import CompiledOnce
+from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import NF4Dense
+from mindlora.network.quantized.quantized_dense import QuantizedDense
 from mindlora.network.serving.multi_lora_dense import JoinsLinears, MultiLoRADense, MultiLoRAExperts
 from mindlora.network.tree import adapter_path, replace_children, weight_of
 from mindlora.ops.backend import choose, multiplies_bfloat16, rounds_faster
@@ -154,11 +156,16 @@ def _obstacle_to_rounding(cells: Mapping[str, nn.Cell], has_experts: bool) -> st
             f"product_dtype is bfloat16, which is for a CPU with mindlora's library: {path.reason}. Leave it out; on "
             "an NPU set model.model_config.compute_dtype."
         )
-    bases = {LinearBase.operators(cell)[2] for cell in cells.values() if not isinstance(cell, NF4Dense)}
+    bases = {LinearBase.operators(cell)[2] for cell in cells.values() if not isinstance(cell, QuantizedDense)}
     if bases - {mstype.float32}:
         return (
             f"product_dtype is bfloat16 and the network computes in {(bases - {mstype.float32}).pop()}: set "
             "model.model_config.compute_dtype: float32, or leave product_dtype out."
+        )
+    if any(isinstance(cell, IntegerDense) for cell in cells.values()):
+        return (
+            "product_dtype is bfloat16 and the base is held as it is stored, in integers, which multiply float32. "
+            "Leave it out."
         )
     held = {weight_of(cell).dtype for cell in cells.values() if not isinstance(cell, NF4Dense)}
     if mstype.bfloat16 not in held and not any(isinstance(cell, NF4Dense) for cell in cells.values()):

@@ -59,4 +59,4 @@ extern "C" int mindlora_set_isa(int isa)
 
 extern "C" int mindlora_best_isa() { return mindlora::BestIsa(); }
 
-extern "C" int mindlora_library_version() { return 15; }
+extern "C" int mindlora_library_version() { return 16; }

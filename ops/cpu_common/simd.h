@@ -45,6 +45,34 @@ MINDLORA_INLINE Vec Load(const float16* from)
 #endif
 }
 
+// kWidth bytes, one in each lane.
+MINDLORA_INLINE Lanes LoadCodes(const uint8_t* from)
+{
+#if MINDLORA_WIDTH == 16
+    return reinterpret_cast<Lanes>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif MINDLORA_WIDTH == 8
+    return reinterpret_cast<Lanes>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    Lanes codes;
+    for (int i = 0; i < kWidth; ++i) codes[i] = from[i];
+    return codes;
+#endif
+}
+
+// The same of signed bytes.
+MINDLORA_INLINE Lanes LoadSigned(const uint8_t* from)
+{
+#if MINDLORA_WIDTH == 16
+    return reinterpret_cast<Lanes>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif MINDLORA_WIDTH == 8
+    return reinterpret_cast<Lanes>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    Lanes codes;
+    for (int i = 0; i < kWidth; ++i) codes[i] = static_cast<int8_t>(from[i]);
+    return codes;
+#endif
+}
+
 MINDLORA_INLINE void Store(Vec v, float* to) { std::memcpy(to, &v, sizeof v); }
 
 MINDLORA_INLINE void Store(Vec v, bfloat16* to)

@@ -1,4 +1,7 @@
-"""A frozen layer in 4-bit NormalFloat against the same layer in float32, on a CPU: time and resident memory.
+"""A frozen layer in few bits against the same layer in float32, on a CPU: time and resident memory.
+
+In few bits are 4-bit NormalFloat, integers of 4 bits in groups of 128 columns, and integers of 8 bits by rows; bfloat16
+stands beside them.
 
 Each number of threads and each side of the memory gets a process of its own on as many cores, since OMP_NUM_THREADS
 takes effect only before the libraries load. In it the sides take turns as in the benchmark ops, with its tables: a
@@ -14,7 +17,7 @@ import os
 import platform
 import subprocess
 import sys
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -22,7 +25,10 @@ from mindspore import Parameter, Tensor, nn
 
 from bench.common import AGAIN, BASE, add_number, child_command, compare, load_average, text, wait
 from bench.ops import Base, Layers, Step, frozen, normal, on_path
+from mindlora.core.numerics.integers import pack
 from mindlora.ops import Nf4Linear, backend, quantize
+from mindlora.ops.frozen_linear import FrozenLinear
+from mindlora.ops.integer_linear import IntegerLinear
 
 # The instruction sets of mindlora_set_isa.
 ISAS = {"AVX2": 1, "AVX-512": 2} if platform.machine() == "x86_64" else {"of the compiler": 0}
@@ -43,14 +49,13 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
             print(f"{threads} thread{'s' * (threads > 1)}\n")
             figures["threads"][threads] = in_a_process("tables", args, threads)
     if args.only in (None, "memory"):
-        memory = {side: in_a_process(side, args, 1)[0] for side in ("float32", "NF4")}
+        memory = {side: in_a_process(side, args, 1)[0] for side in MEMORY}
         dense = memory["float32"]["bytes"]
-        packed = memory["NF4"]["bytes"]
-        figures["memory"] = {**memory, "ratio": packed / dense}
-        print(
-            f"resident memory of the base: float32 {dense / 2**20:.1f} MiB, NF4 {packed / 2**20:.1f} MiB, "
-            f"ratio {packed / dense:.4f} (goal: 0.14)"
-        )
+        figures["memory"] = {**memory, "ratio": memory["NF4"]["bytes"] / dense}
+        for side, measured in memory.items():
+            size = measured["bytes"]
+            goal = " (goal: 0.14)" if side == "NF4" else ""
+            print(f"resident memory of the base, {side}: {size / 2**20:.1f} MiB, ratio {size / dense:.4f}{goal}")
     return figures
 
 
@@ -100,10 +105,10 @@ def decode(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     for width, layers in ((256, 4),) if quick else ((2048, 24), (4096, 6)):
         for tokens in (1, 4, 8):
             sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers)}
-            packed = Layers(Nf4, width, layers)
-            for name, isa in ISAS.items():
+            packed = {name: Layers(kind, width, layers) for name, kind in PACKED.items()}
+            for isa_name, isa in ISAS.items():
                 if library().mindlora_set_isa(isa) == isa:
-                    sides[f"nf4_linear ({name})"] = with_isa(packed, isa)
+                    sides.update({f"{name} ({isa_name})": with_isa(network, isa) for name, network in packed.items()})
             goal = "goal of one token: AVX-512 0.333, AVX2 0.769" if width == 4096 and tokens == 1 else "no goal"
             yield compare(
                 f"forward, {layers} layers {width} x {width}, {tokens} token{'s' * (tokens > 1)}; base: float32",
@@ -123,6 +128,7 @@ def training(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
             BASE: Layers(Base, width, layers),
             AGAIN: Layers(Base, width, layers),
             "nf4_linear (cpu)": Layers(Nf4, width, layers),
+            **{f"{name} (cpu)": Layers(kind, width, layers) for name, kind in PACKED.items() if kind is not Nf4},
         }
         if width <= 2048:
             sides["nf4_linear (composed)"] = Layers(functools.partial(Nf4, path="composed"), width, layers)
@@ -146,7 +152,7 @@ def memory_of(side: str, quick: bool) -> Dict[str, Any]:
     # Any first network costs memory. This one is small: memory that it frees would be reused for the weights.
     wait(Layers(Base, 64, 1)(normal(1, 64)))
     before = resident()
-    network = Layers({"float32": RandomDense, "NF4": RandomNf4}[side], width, layers)
+    network = Layers(MEMORY[side], width, layers)
     wait(network(x))
     return {"side": side, "bytes": resident() - before, "layers": layers, "width": width}
 
@@ -198,6 +204,63 @@ class RandomDense(Base):
     def __init__(self, width, index):
         super().__init__(width, index)
         frozen.cache_clear()
+
+
+class Integers(nn.Cell):
+    """y = x W^T, frozen, for a W near that of Base, in integers."""
+
+    def __init__(self, width, index, bits, random=False):
+        super().__init__()
+        groups = width // 128 if bits == 4 else 1
+        if random:
+            rng = np.random.default_rng(index)
+            codes = rng.integers(0, 256, (width, width * bits // 8), np.uint8)
+            scales = np.full((width, groups), 0.01, np.float16)
+        else:
+            codes, scales = integers(width, index, bits, groups)
+        zeros = np.full((width, groups), 8 if bits == 4 else 0, np.uint8)
+        for name, array in (("codes", codes), ("zeros", zeros), ("scales", scales)):
+            setattr(self, name, Parameter(Tensor(array), name=name, requires_grad=False))
+        self.linear = IntegerLinear(bits)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.codes, self.zeros, self.scales)
+
+
+class Bfloat16(nn.Cell):
+    """y = x W^T, frozen, for W of Base in bfloat16, by frozen_linear."""
+
+    def __init__(self, width, index):
+        super().__init__()
+        self.weight = Parameter(frozen(width, index).astype(ms.bfloat16), name="weight", requires_grad=False)
+        self.linear = FrozenLinear()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.weight)
+
+
+PACKED = {
+    "nf4_linear": Nf4,
+    "integer_linear, 4 bits": functools.partial(Integers, bits=4),
+    "integer_linear, 8 bits": functools.partial(Integers, bits=8),
+    "frozen_linear, bfloat16": Bfloat16,
+}
+MEMORY = {
+    "float32": RandomDense,
+    "NF4": RandomNf4,
+    "integers of 4 bits": functools.partial(Integers, bits=4, random=True),
+    "integers of 8 bits": functools.partial(Integers, bits=8, random=True),
+}
+
+
+@functools.lru_cache(maxsize=None)
+def integers(width: int, index: int, bits: int, groups: int) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes of codes and the scales of frozen(width, index) rounded to integers."""
+    weight = frozen(width, index).asnumpy().reshape(width, groups, -1)
+    scales = (np.abs(weight).max(axis=2) / (2 ** (bits - 1) - 1)).astype(np.float16)
+    codes = np.rint(weight / scales[:, :, None].astype(np.float32)).clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    codes = codes.reshape(width, width).astype(np.int8)
+    return pack((codes + 8).astype(np.uint8) if bits == 4 else codes, bits), scales
 
 
 @functools.lru_cache(maxsize=None)

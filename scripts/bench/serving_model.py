@@ -140,7 +140,9 @@ class Files:
         settings = EngineSettings(**{"seq_length": max(size.contexts) + 128, "max_running": 8, "slots": 1, **sizes})
         words, node = tokenizer(size.vocabulary), mindformers_node(size)
         node["model_config"].update(param_init_type=dtype, embedding_init_type="float32")
-        return make_engine(node, checkpoint, words, registry or AdapterRegistry(), settings, quantize=nf4)
+        return make_engine(
+            node, checkpoint, words, registry or AdapterRegistry(), settings, quantize_base="nf4" if nf4 else None
+        )
 
 
 def random_adapter(size: Size, rank: int, name: str) -> Adapter:

@@ -197,7 +197,7 @@ def test_on_ascend_the_operators_for_a_cpu_are_mindspores_own(monkeypatch):
     monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
     training = ("FlashAttentionScore", "RmsNorm")
     serving = ("GroupedMatmul", "ApplyRotaryPosEmb", "MatMul", "PagedAttention with ReshapeAndCache")
-    owners = (*training, *serving, "MatMul")
+    owners = (*training, *serving, "MatMul", "MatMul")
     assert cpu_only() == [("none", f"on an NPU MindSpore's own {owner} runs") for owner in owners]
     with pytest.raises(BackendError, match="paged_attention cannot run here: on an NPU MindSpore's own PagedAttention"):
         PagedAttention()

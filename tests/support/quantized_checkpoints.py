@@ -91,11 +91,10 @@ def times_scales(codes, zeros, scales, group_of):
     return ((codes - zeros[group_of].T).astype("f4") * scales[group_of].T.astype("f4")).astype("f4")
 
 
-def gptq(path, shape, rng, bits=4, in_turn=True, offset=1):
+def gptq(path, shape, rng, bits=4, in_turn=True, offset=1, group=GROUP):
     """Returns the tensors of a weight in GPTQ, of which version 1 stores zeros less ``offset``, and the weight."""
-    groups = shape[1] // GROUP
-    codes, zeros, scales = integers(shape, rng, bits, groups)
-    group_of = np.arange(shape[1]) // GROUP
+    codes, zeros, scales = integers(shape, rng, bits, shape[1] // group)
+    group_of = np.arange(shape[1]) // group
     group_of = group_of if in_turn else rng.permutation(group_of)
     tensors = {
         f"{path}.qweight": packed(codes, bits).T,
@@ -106,16 +105,16 @@ def gptq(path, shape, rng, bits=4, in_turn=True, offset=1):
     return tensors, times_scales(codes, zeros, scales, group_of)
 
 
-def awq(path, shape, rng):
+def awq(path, shape, rng, group=GROUP):
     """Returns the tensors of a weight in AWQ, and the weight."""
-    codes, zeros, scales = integers(shape, rng, 4, shape[1] // GROUP)
+    codes, zeros, scales = integers(shape, rng, 4, shape[1] // group)
     in_words = np.arange(shape[0]).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1)
     tensors = {
         f"{path}.qweight": packed(codes.T[:, in_words], 4),
         f"{path}.qzeros": packed(zeros[:, in_words], 4),
         f"{path}.scales": scales,
     }
-    return tensors, times_scales(codes, zeros, scales, np.arange(shape[1]) // GROUP)
+    return tensors, times_scales(codes, zeros, scales, np.arange(shape[1]) // group)
 
 
 def compressed(path, shape, rng, bits=4, zeros=True, in_turn=True, groups=None):
@@ -256,7 +255,7 @@ def quantized_llama(form, seed=0):
 
 def save_quantized(folder, form, tensors, shards=1, settings=None, **config):
     """Writes a folder as Hugging Face has it, of bfloat16 but for the linear cells; returns its path."""
-    settings = FORMS[form][2] if settings is None else settings
+    settings = FORMS[form][2] if settings is None and form in FORMS else settings
     described = {} if settings is None else {"quantization_config": settings}
     content = {**HUGGING_FACE, "vocab_size": VOCAB, "torch_dtype": "bfloat16", **described, **config}
     path = save_base(folder, tensors, shards, **content)

@@ -29,6 +29,7 @@ FEATURES = {
     "embedding": "adapters on the embedding and a tied head",
     "saved_modules": "modules_to_save",
     "nf4": "a base in 4 bits (QLoRA)",
+    "as_stored": "a base in the integers of its file",
     "several": "several adapters in one run",
     "packed": "packed rows",
     "hugging_face_data": "MindFormers' HFDataLoader",

@@ -10,7 +10,7 @@ gate_up_proj [experts, 2 inner, hidden] and down_proj [experts, hidden, inner] o
 
 import functools
 import re
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -74,6 +74,14 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
         return join_rows(read, end - begin)
 
     return OutputTensor(joined, tensors[0].dtype, (sum(counts),) + tensors[0].shape[1:], rows, unit)
+
+
+def add_joined(names_: Iterable[str], tensors: Dict[str, OutputTensor], kv_heads: Optional[int]) -> None:
+    """Makes those of ``names_``, MindFormers' own, that join tensors which a checkpoint holds apart, in place."""
+    for name in set(names_) - set(tensors):
+        parts = parts_of(name)
+        if parts and all(part in tensors for part in parts):
+            tensors[name] = join(name, [tensors[part] for part in parts], kv_heads)
 
 
 def split(tensor: OutputTensor, joined: str, targets: List[str], model: HeadSizes) -> List[OutputTensor]:

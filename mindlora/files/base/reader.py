@@ -4,6 +4,7 @@ Safetensors are read row by row as requested. A .ckpt is read into memory as a w
 """
 
 import contextlib
+import copy
 import functools
 import os
 from typing import Dict, Iterable, List, Optional, Union
@@ -20,6 +21,7 @@ from mindlora.core.numerics.nf4 import split_name
 from mindlora.core.text import examples
 from mindlora.files.base import mcore_view
 from mindlora.files.base.quantized.decode import DecodedWeights, decoded_config, decoded_weights
+from mindlora.files.base.quantized.held import check_held
 from mindlora.files.base.quantized.stored import StoredTensors
 from mindlora.models import names
 from mindlora.models.architectures import registry
@@ -185,6 +187,26 @@ class BaseCheckpoint:
         if self.decoded and stored in self.decoded.weights:
             return self.decoded.read_rows(stored, begin, end)
         return self.files[self._file_of[name]].read_rows(stored, begin, end)
+
+    def holding(self, field: str) -> "BaseCheckpoint":
+        """Returns the same open checkpoint with quantized weights read as a tensor that holds them in their own bits.
+
+        ``field`` is "codes", "zeros" or "scales". The output head and the embedding are decoded.
+
+        Raises CheckpointError if no weight is quantized, or one cannot be held so, with all reasons.
+        """
+        view = copy.copy(self)
+        view.__dict__.pop("tensors", None)
+        if self.decoded is None:
+            raise CheckpointError(
+                f"{self.path} holds no weights in a quantized form, and quantize_base is as_stored. Leave it out, or "
+                "name the quantized model."
+            )
+        ends = {self.architecture.head_weight(self.world), self.architecture.embedding_table(self.world)}
+        held = [stored for name, stored in self._stored.items() if stored in self.decoded.weights and name not in ends]
+        check_held(self.path, self.decoded.weights, held)
+        view.decoded = self.decoded._replace(held=frozenset(held), field=field)
+        return view
 
     def companions(self) -> List[str]:
         """Returns the paths of the configuration and the tokenizer in the same folder."""

@@ -30,7 +30,7 @@ def check_trained_base(
 
     ``adapter`` has the pairs that it was trained with, neither joined nor split; ``shapes``, ``read`` and ``kv_heads``
     are those of fingerprints_of_checkpoint. An adapter that was trained on the base in NF4 gets a note that says how
-    much the products with its weights differ.
+    much the products with its weights differ; in integers, whose decoded values these are, one that says so.
 
     Raises BaseMismatchError if the bases differ, with on_base_mismatch "error".
     """
@@ -45,7 +45,13 @@ def check_trained_base(
         # As everywhere, what is said of pairs that are joined or split here cannot be compared.
         return []
     current = next((each for each in comparable if not base_difference(stored, each)), comparable[0])
-    if forms_that_differ(stored, current):
+    forms = forms_that_differ(stored, current)
+    if forms and forms[0].startswith("int"):
+        return [
+            f"The adapter was trained on its base as it is stored, in {forms[0]}, and this one is in float: only paths "
+            "and shapes were compared. Check that both are one model."
+        ]
+    if forms:
         return [_nf4_note(adapter, shapes, read)]
     try:
         check_base(adapter, source, lambda: current, "error")

@@ -6,11 +6,11 @@ from mindspore import Tensor, nn, ops
 
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import LoRACell, refuse_unsupported
-from mindlora.network.cells.linear_base import LinearBase, adopt_linear, adopt_weight, channels_of
+from mindlora.network.cells.linear_base import HeldWeight, LinearBase, adopt_linear, adopt_weight, channels_of
 from mindlora.network.cells.low_rank import TrainedRead, activated_low_rank, composed_low_rank
 
 
-class LoRADense(LoRACell):
+class LoRADense(HeldWeight, LoRACell):
     r"""A linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
     scale is lora_alpha / lora_rank (with use_rslora: lora_alpha / sqrt(lora_rank), Kalajdzievski, 2023). It is applied
@@ -154,7 +154,7 @@ class LoRADense(LoRACell):
     def _operands(self):
         """What x is multiplied by: W as the base takes it, or the tensors of a quantized W."""
         if self.packed:
-            return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+            return self.packed_weight()
         return (self.base.operand(self.weight),)
 
     def extend_repr(self) -> str:

@@ -14,7 +14,6 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import UnsupportedCellError
-from mindlora.core.numerics.nf4 import TENSOR_NAMES
 from mindlora.core.yaml_file import SHARDING_MODES
 from mindlora.models.description import expert_refusal
 from mindlora.models.variants.variant import CUT, SHARDED
@@ -133,6 +132,9 @@ class LinearBase(nn.Cell):
         # Not *weight: what a graph unpacks has no scope, and would not be computed again in a recomputed layer.
         if len(weight) == 1:
             return self.matmul(x, weight[0])
+        if len(weight) == 3:
+            codes, zeros, scales = weight
+            return self.matmul(x, codes, zeros, scales)
         codes, absmax, scales, offsets = weight
         return self.matmul(x, codes, absmax, scales, offsets)
 
@@ -173,10 +175,28 @@ def adopt_linear(target: nn.Cell, cell: nn.Cell, base: LinearBase) -> None:
     target.activation = cell.activation if target.activation_flag else None
 
 
+class HeldWeight:
+    """What the cells share that hold a W in few bits, their own or that of adopt_weight.
+
+    Attributes:
+        in_integers (bool): Whether it is one in integers, not in NF4.
+    """
+
+    in_integers: bool
+
+    def packed_weight(self) -> Tuple[Parameter, ...]:
+        """The tensors of W, as LinearBase.product takes them."""
+        if self.in_integers:
+            return self.weight, self.weight_zeros, self.weight_scales
+        return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+
+
 def adopt_weight(target: nn.Cell, cell: nn.Cell) -> None:
     """Gives ``target`` the weight of a cell, W or the tensors of a quantized one, and the bias if it has any."""
-    target.packed = getattr(cell, "quantization", None) is not None
-    for name in TENSOR_NAMES.values() if target.packed else ("weight",):
+    names = getattr(cell, "tensor_names", ("weight",))
+    target.packed = len(names) > 1
+    target.in_integers = getattr(cell, "in_integers", False)
+    for name in names:
         setattr(target, name, getattr(cell, name))
     target.bias = getattr(cell, "bias", None)
 

@@ -24,7 +24,9 @@ from mindlora.network.cells.linear_base import (
     parallel_linear_types,
 )
 from mindlora.network.cells.low_rank import LowRankPicks, Scale
-from mindlora.network.quantized.nf4 import Nf4Base, NF4Dense, QLoRADense
+from mindlora.network.quantized.integers import IntegerDense
+from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense
+from mindlora.network.quantized.quantized_dense import QuantizedBase
 from mindlora.ops.backend import Choice
 
 
@@ -221,14 +223,15 @@ class LoRAParallelLinear(LoRADense):
 
 
 NF4ParallelLinear = on_parallel_linear(NF4Dense)
+IntegerParallelLinear = on_parallel_linear(IntegerDense)
 
 
-class _Nf4ParallelBase(Nf4Base):
-    """The base of NF4ParallelLinear."""
+class _QuantizedParallelBase(QuantizedBase):
+    """The base of these two."""
 
     @staticmethod
     def types() -> Tuple[type, ...]:
-        return (NF4ParallelLinear,)
+        return NF4ParallelLinear, IntegerParallelLinear
 
 
-QLoRAParallelLinear = on_parallel_linear(QLoRADense, _Nf4ParallelBase)
+QLoRAParallelLinear = on_parallel_linear(QLoRADense, _QuantizedParallelBase)

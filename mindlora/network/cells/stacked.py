@@ -11,12 +11,12 @@ from mindlora.network.cells.broadcasting import BroadcastMul, SwapHeads
 from mindlora.network.cells.cell import carry_settings
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.experts import ExpertWeight, GroupedProduct, LoRAExpertWeight, Operands
-from mindlora.network.cells.linear_base import adopt_linear, adopt_weight
+from mindlora.network.cells.linear_base import HeldWeight, adopt_linear, adopt_weight
 from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.cells.parallel_linear import construct_parallel
 
 
-class StackedLoRADense(nn.Cell):
+class StackedLoRADense(HeldWeight, nn.Cell):
     r"""y_k = activation(x_k W^T + bias + ((dropout(x_k) A_k^T) scale_k) B_k^T), where x_k are the rows of adapter k.
 
     A batch has the same number of rows for each adapter, those of the first adapter first. The A of all adapters are
@@ -118,7 +118,7 @@ class StackedLoRADense(nn.Cell):
     def _operands(self):
         """What x is multiplied by: W as the base takes it, or the tensors of a quantized W."""
         if self.packed:
-            return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+            return self.packed_weight()
         return (self.base.operand(self.weight),)
 
     def extend_repr(self) -> str:

@@ -23,8 +23,9 @@ from mindlora.network.pynative.linear import (
     on_linear,
     set_value,
 )
-from mindlora.network.quantized.nf4 import Nf4Base, NF4Dense, QLoRADense, packed_parameters
+from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense, packed_parameters
 from mindlora.network.quantized.nf4_experts import DecodedWeight
+from mindlora.network.quantized.quantized_dense import QuantizedBase
 from mindlora.ops.operator_cell import CellWithBprop
 
 
@@ -65,7 +66,7 @@ class NF4PyNativeLinear(NF4Dense):
         reset_packed(self)
 
 
-class Nf4PyNativeBase(Nf4Base):
+class Nf4PyNativeBase(QuantizedBase):
     """The base of NF4PyNativeLinear."""
 
     @staticmethod

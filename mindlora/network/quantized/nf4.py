@@ -1,7 +1,7 @@
 """NF4Dense: a frozen linear cell whose weight is 4-bit NormalFloat."""
 
 import math
-from typing import Any, Dict, Optional, Tuple, Type
+from typing import Dict, Optional, Set, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -9,18 +9,17 @@ from mindspore import Parameter, Tensor, mint, nn
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
-from mindlora.core.errors import UnsupportedCellError
+from mindlora.core.numerics.integers import TENSOR_NAMES as INTEGER_NAMES
+from mindlora.core.numerics.integers import IntegerArray
+from mindlora.core.numerics.integers import dequantize as dequantize_integers
 from mindlora.core.numerics.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize, layout, quantize, tensor_name
-from mindlora.models.description import NOT_QUANTIZED_SHARDED
-from mindlora.models.variants.variant import QUANTIZED
-from mindlora.network.cells.cell import carry_settings
 from mindlora.network.cells.dense import LoRADense
-from mindlora.network.cells.linear_base import LinearBase, adopt_linear, is_sharded
-from mindlora.network.cells.low_rank import LowRankPicks
+from mindlora.network.quantized.integers import integer_array
+from mindlora.network.quantized.quantized_dense import QuantizedBase, QuantizedDense
 from mindlora.ops.nf4_linear import Nf4Linear
 
 
-class NF4Dense(nn.Cell):
+class NF4Dense(QuantizedDense):
     r"""A frozen linear cell, made by from_dense: y = activation(x W^T + bias) with W = absmax' * TABLE[codes].
 
     mindlora.core.numerics.nf4 defines the codes. W takes 4.13 bits per number. It is never held in float between two
@@ -32,21 +31,13 @@ class NF4Dense(nn.Cell):
         blocks = ceil(in_channels / 64), groups = ceil(out_channels * blocks / 256).
 
     Attributes:
-        dtype (mindspore.dtype): The dtype of the products, as in the plain cell.
-        weight_dtype (mindspore.dtype): The dtype in which W was stored.
         quantization (str): "nf4".
-
-    Inputs:
-        - **x** (Tensor) - Shape [..., in_channels].
-
-    Outputs:
-        Tensor of shape [..., out_channels] and of the dtype of x.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
 
     quantization = "nf4"
-    base_kind: Type[LinearBase] = LinearBase
+    tensor_names = tuple(TENSOR_NAMES.values())
 
     @classmethod
     def from_dense(cls, cell: nn.Cell, prefix: str = "", array: Optional[Nf4Array] = None) -> "NF4Dense":
@@ -71,53 +62,11 @@ class NF4Dense(nn.Cell):
         self._adopt(cell, f"{prefix}." if prefix else "", array)
         return self
 
-    @classmethod
-    def check(cls, cell: nn.Cell) -> None:
-        """Raises UnsupportedCellError, with the reason, for a cell that cannot be quantized."""
-        cls.base_kind.check(cell)
-        if is_sharded(cell):
-            raise UnsupportedCellError(NOT_QUANTIZED_SHARDED)
-
     def _adopt(self, cell, prefix, array):
-        adopt_linear(self, cell, self.base_kind(cell, matmul=Nf4Linear()))
-        self.weight_dtype = cell.weight.dtype
-        for name, parameter in packed_parameters(cell.weight, f"{prefix}weight", prefix[:-1], array).items():
-            setattr(self, name, parameter)
-        self.bias = cell.bias
-        carry_settings(cell, self)
-        # The tuple hides it from MindSpore. It must lose its weight, which would otherwise stay in memory.
-        self._emptied = (cell,)
-        del cell.weight
+        self._take(cell, Nf4Linear(), packed_parameters(cell.weight, f"{prefix}weight", prefix[:-1], array))
 
-    def construct(self, x: Tensor) -> Tensor:
-        weight = self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
-        y = self.base.linear(self.base.tokens(x), weight, self.bias)
-        if self.activation_flag:
-            y = self.activation(y)
-        return self.base.like(y, x)
-
-    @property
-    def emptied_cell(self) -> nn.Cell:
-        """The cell that this one replaced, without its weight."""
-        return self._emptied[0]
-
-    def plain_cell(self) -> nn.Cell:
-        """Returns the cell that this one replaced, with the dequantized weight."""
-        cell = self.emptied_cell
-        weight = Tensor(dequantize(nf4_array(self)), self.weight_dtype)
-        cell.weight = Parameter(weight, name=self.weight.name, requires_grad=False)
-        carry_settings(self, cell)
-        return cell
-
-    def drop_float(self) -> None:
-        """Undoes plain_cell: frees the weight in float."""
-        del self.emptied_cell.weight
-
-    def extend_repr(self) -> str:
-        return (
-            f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
-            f"compute_dtype={self.dtype}"
-        )
+    def decoded(self) -> np.ndarray:
+        return dequantize(nf4_array(self))
 
 
 def packed_parameters(
@@ -170,6 +119,10 @@ def nf4_array(cell: nn.Cell) -> Nf4Array:
 
 def first_rows(cell: nn.Cell, rows: int) -> np.ndarray:
     """Returns the first ``rows`` rows of a quantized cell's W in float32, or all rows if it has fewer."""
+    if hasattr(cell, "weight_zeros"):
+        integers = integer_array(cell)
+        parts = (getattr(integers, field)[:rows] for field in INTEGER_NAMES)
+        return dequantize_integers(IntegerArray(*parts, bits=integers.bits))
     array = nf4_array(cell)
     rows = min(rows, array.shape[0])
     groups = -(-rows * array.absmax.shape[1] // GROUP)
@@ -193,52 +146,29 @@ def parameter_count(network: nn.Cell) -> int:
         sizes.update({id(p): p.size for _, p in cell.parameters_and_names(expand=False)})
         if getattr(cell, "quantization", None):
             quantized.append(cell)
-    packed = {id(getattr(cell, name)) for cell in quantized for name in TENSOR_NAMES.values()}
+    packed: Set[int] = set()
+    for cell in quantized:
+        names = INTEGER_NAMES if hasattr(cell, "weight_zeros") else TENSOR_NAMES
+        packed.update(id(getattr(cell, name)) for name in names.values())
     weights = sum(math.prod(matrix_shape(cell)) for cell in quantized)
     return weights + sum(size for key, size in sizes.items() if key not in packed)
-
-
-# QLoRADense: LoRADense on a weight in 4-bit NormalFloat.
-
-
-class Nf4Base(LinearBase):
-    """The base of NF4Dense."""
-
-    @staticmethod
-    def types() -> Tuple[type, ...]:
-        return (NF4Dense,)
-
-    @classmethod
-    def check(cls, cell: nn.Cell) -> None:
-        """Takes every such cell."""
-
-    @classmethod
-    def traits(cls, cell: nn.Cell) -> Tuple[str, ...]:
-        return (QUANTIZED,)
-
-    @staticmethod
-    def operators(cell: nn.Cell) -> Tuple[Any, Any, mstype.Type]:
-        return cell.base.matmul, cell.base.bias_add, cell.dtype
-
-    def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
-        # The operator for a decode step needs W in float.
-        return super().pick_low_rank(rank, dropout_rate)._replace(decode=None)
 
 
 class QLoRADense(LoRADense):
     r"""A quantized linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
-    W = absmax' * TABLE[codes] is the weight of the NF4Dense that it adopts: 4.13 bits per number, frozen, without a
-    gradient. A and B are in float, as in LoRADense.
+    W is the weight of the NF4Dense or IntegerDense that it adopts: in few bits, frozen, without a gradient. A and B are
+    in float, as in LoRADense.
 
     Only from_cell creates such a cell.
 
     Weights:
-        As in NF4Dense, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b [out_channels, r].
+        As in the cell that it adopts, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b
+        [out_channels, r].
 
     Inputs and outputs are those of LoRADense.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
 
-    base_kind = Nf4Base
+    base_kind = QuantizedBase

@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindlora.core.errors import UnsupportedCellError
-from mindlora.core.numerics.nf4 import Nf4Array, dequantize
+from mindlora.core.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize
 from mindlora.models.description import NOT_QUANTIZED_SHARDED
 from mindlora.network.cells.cell import carry_settings
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight, Operands, check_holder
@@ -61,6 +61,7 @@ class NF4ExpertWeight(ExpertWeight):
     """
 
     quantization = "nf4"
+    tensor_names = tuple(TENSOR_NAMES.values())
 
     @classmethod
     def from_dense(cls, cell: ExpertWeight, prefix: str = "", array: Optional[Nf4Array] = None) -> "NF4ExpertWeight":

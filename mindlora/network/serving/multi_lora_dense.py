@@ -10,8 +10,9 @@ from mindspore.common.initializer import initializer
 
 from mindlora.core.numerics.dtypes import to_float32
 from mindlora.network.cells.cell import carry_settings
-from mindlora.network.cells.linear_base import LinearBase, adopt_linear, adopt_weight, plain_linear_types
-from mindlora.network.quantized.nf4 import Nf4Base, NF4Dense
+from mindlora.network.cells.linear_base import HeldWeight, LinearBase, adopt_linear, adopt_weight, plain_linear_types
+from mindlora.network.quantized.nf4 import NF4Dense
+from mindlora.network.quantized.quantized_dense import QuantizedBase, QuantizedDense
 from mindlora.network.tensors import to_array, to_tensor
 from mindlora.ops.multi_lora_delta import MultiLoraDelta
 from mindlora.ops.multi_lora_linear import MultiLoraLinear, MultiLoraLinearWithBias
@@ -56,7 +57,7 @@ def _zeros(name, shape, dtype):
     return Parameter(initializer("zeros", list(shape), dtype), name=name, requires_grad=False)
 
 
-class MultiLoRADense(nn.Cell):
+class MultiLoRADense(HeldWeight, nn.Cell):
     r"""y[t] = activation(x[t] W^T + bias + ((x[t] A_i^T) * scale_i) B_i^T) with i = slots_of_tokens[t].
 
     A token whose i is -1 uses the base alone, as do those whose slot is empty. With ``gained``, what is added to the
@@ -64,10 +65,10 @@ class MultiLoRADense(nn.Cell):
     adapters that are trained already: there is no gradient for them. Only from_cell creates such a cell.
 
     Weights:
-        Those of the cell that it adopts, whose weight may be 4-bit (NF4Dense); lora_pool [slots, max_rank, in_channels
-        + out_channels] of the compute dtype or of 16 bits, lora_ranks [slots] int32 and lora_scales [slots] float32,
-        which multi_lora_slot_write fills (layout: MultiLoraDelta); and lora_gains [slots + 1, out_channels] float32,
-        the last row of zeros, that of the base.
+        Those of the cell that it adopts, whose weight may be in few bits (QuantizedDense); lora_pool [slots, max_rank,
+        in_channels + out_channels] of the compute dtype or of 16 bits, lora_ranks [slots] int32 and lora_scales
+        [slots] float32, which multi_lora_slot_write fills (layout: MultiLoraDelta); and lora_gains [slots + 1,
+        out_channels] float32, the last row of zeros, that of the base.
 
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].
@@ -79,7 +80,7 @@ class MultiLoRADense(nn.Cell):
     LoRA Adapters, 2023; Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
 
     Attributes:
-        quantization (str or None): "nf4" if the base's weight is 4-bit.
+        quantization (str or None): in what form the base's weight is, if in few bits.
         rounds (bool): Whether the base's products are in bfloat16.
         few (bool): A flag, read when a graph is compiled: whether the graph is for steps of few tokens.
         gained (bool): Such a flag: whether the graph is for steps in which adapters have gains.
@@ -99,7 +100,7 @@ class MultiLoRADense(nn.Cell):
         """Puts a pool of adapters on an existing linear cell, and shares its parameters and operators with it.
 
         Args:
-            cell (nn.Dense, mindformers.modules.layers.Linear or NF4Dense): The cell to replace.
+            cell (nn.Dense, mindformers.modules.layers.Linear or QuantizedDense): The cell to replace.
             prefix (str): The prefix of its parameters, without the last dot.
             slots (int): How many adapters the pool holds at once.
             max_rank (int): The largest rank of an adapter.
@@ -113,9 +114,9 @@ class MultiLoRADense(nn.Cell):
         Raises:
             UnsupportedCellError: The cell is of another kind, sharded, or holds experts.
         """
-        base_kind = Nf4Base if isinstance(cell, NF4Dense) else LinearBase
+        base_kind = QuantizedBase if isinstance(cell, QuantizedDense) else LinearBase
         if base_kind is LinearBase:
-            NF4Dense.check(cell)
+            QuantizedDense.check(cell)
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
         adopt_linear(self, cell, base_kind(cell))
@@ -132,7 +133,9 @@ class MultiLoRADense(nn.Cell):
         self.linear = MultiLoraLinearWithBias() if self.has_bias else MultiLoraLinear()
         # A weight of 16 bits stays as it is: the operator widens it as it reads.
         self.widens = self.linear.path == "cpu" and self.dtype == mstype.float32
-        self.rounds = rounds and (self.packed or self.weight.dtype == mstype.bfloat16)
+        # Integers are multiplied in float32 alone.
+        rounded_form = isinstance(cell, NF4Dense) or self.weight.dtype == mstype.bfloat16
+        self.rounds = rounds and rounded_form
         if self.rounds:
             self.rounded = RoundedLinear(self.packed, self.has_bias)
         if self.has_bias and self.widens:
@@ -147,7 +150,7 @@ class MultiLoRADense(nn.Cell):
     @classmethod
     def base_types(cls) -> Tuple[type, ...]:
         """Returns the classes of the cells that this one replaces."""
-        return (*plain_linear_types(), NF4Dense)
+        return (*plain_linear_types(), QuantizedDense)
 
     def construct(self, x: Tensor) -> Tensor:
         return self.with_slots(x, self.slots_of_tokens, self.few)
@@ -189,14 +192,11 @@ class MultiLoRADense(nn.Cell):
 
     def rounded_weight(self) -> Tuple[Tensor, ...]:
         """The weight as RoundedLinear takes it."""
-        return self._packed_weight() if self.packed else (self.weight,)
-
-    def _packed_weight(self):
-        return self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets
+        return self.packed_weight() if self.packed else (self.weight,)
 
     def _two_passes(self, x, slots):
         """For many tokens: the base's own product, then the adapters'."""
-        weight = self._packed_weight() if self.packed else (self.cast(self.weight, self.dtype),)
+        weight = self.packed_weight() if self.packed else (self.cast(self.weight, self.dtype),)
         y = self.base.linear(self.base.tokens(x), weight, self.bias)
         return self.delta(y, x, self.lora_pool, self.lora_ranks, self.lora_scales, slots)
 

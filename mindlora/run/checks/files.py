@@ -4,14 +4,17 @@ import dataclasses
 import os
 from typing import Any, Iterator, List
 
-from mindlora.core.errors import CheckpointError, ConfigError
+from mindlora.core.errors import CheckpointError, ConfigError, LoraError
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.formats.safetensors_file import TensorFile
 from mindlora.core.git_lfs import refuse_pointer
 from mindlora.core.text import examples
 from mindlora.core.yaml_file import PET
 from mindlora.files.base import quantize
+from mindlora.files.base.quantized.held import ADVICE
+from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.files.base.renaming import with_smaller_groups
+from mindlora.run.checks.base_weights import loads_by_tensor
 from mindlora.run.checks.finding import Finding, error, note
 from mindlora.run.yaml_run import YamlRun
 
@@ -105,6 +108,9 @@ def check_quantized_base(run: YamlRun) -> Iterator[Finding]:
     if not path or not os.path.exists(path):
         return
     is_safetensors = path.endswith(".safetensors") and os.path.isfile(path)
+    if run.holds_as_stored:
+        yield from _check_stored(run, path)
+        return
     if run.quantizes_base and not is_safetensors:
         yield error(
             "load_checkpoint",
@@ -135,6 +141,23 @@ def check_quantized_base(run: YamlRun) -> Iterator[Finding]:
                 f"load_checkpoint: {path} is quantized, but pet_config has no quantize_base.",
                 "Set quantize_base: nf4, or name a base that is not quantized.",
             )
+
+
+def _check_stored(run: YamlRun, path: str) -> Iterator[Finding]:
+    """Yields why the base cannot be held in the bits in which it is stored."""
+    key = f"{PET}.quantize_base"
+    if not run.on_cpu:
+        device = "quantize_base is as_stored, and operators of a CPU alone multiply by integers."
+        yield error(key, device, ADVICE)
+    elif run.trains and not loads_by_tensor(run):
+        loads = "quantize_base is as_stored, and in this run MindFormers loads the base, in float."
+        yield error(key, loads, f"Train plain LoRA on whole cells, from load_checkpoint alone. {ADVICE}")
+    else:
+        try:
+            with BaseCheckpoint(path) as base:
+                base.holding("codes")
+        except LoraError as refusal:
+            yield error("load_checkpoint", str(refusal))
 
 
 def _check_data(run: YamlRun, kind: str, complete: bool) -> Iterator[Finding]:

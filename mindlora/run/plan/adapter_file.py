@@ -104,7 +104,8 @@ def _header(run: Run) -> Dict[str, str]:
         fingerprint.update(dtype=dtypes.pop(), float16=_HASH, bfloat16=_HASH)
     adapter = Adapter({}, fingerprint=fingerprint)
     if run.lora and run.lora.quantize_base and "uint8" in dtypes:
-        fingerprint["quantization"] = "loftq" if initializers.is_loftq(run.lora.lora_init) else run.lora.quantize_base
+        form = f"int{next(iter(run.held.values())).bits}" if run.held else run.lora.quantize_base
+        fingerprint["quantization"] = "loftq" if initializers.is_loftq(run.lora.lora_init) else form
     if run.lora and initializers.changes_base(run.lora.lora_init):
         adapter.initialization = run.lora.lora_init
     return metadata.peft_header(adapter)

@@ -3,9 +3,10 @@
 import collections
 import dataclasses
 import textwrap
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mindlora.core.errors import ConfigError
+from mindlora.core.numerics.integers import IntegerForm
 from mindlora.core.overrides import apply_overrides
 from mindlora.core.text import listed, wrapped
 from mindlora.core.yaml_file import read_merged, read_yaml
@@ -222,7 +223,7 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         _adapter(run),
         len(run.adapters) or int(run.lora is not None),
         _files_size(run),
-        _dtype(weights),
+        _dtype(weights, run.held),
         division.devices,
         _division(division),
         _batch(run) if run.yaml.trains else "",
@@ -255,11 +256,12 @@ def _files_size(run: Run) -> Optional[int]:
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
-def _dtype(weights: List[Weight]) -> str:
+def _dtype(weights: List[Weight], forms: Mapping[str, IntegerForm]) -> str:
+    held = {name: f"integers of {form.bits} bits" for name, form in forms.items()}
     counts: "collections.Counter[str]" = collections.Counter()
     for weight in weights:
         if not weight.adapter:
-            counts["NF4" if weight.dtype == "uint8" else weight.dtype] += weight.count
+            counts[held.get(weight.name, "NF4" if weight.dtype == "uint8" else weight.dtype)] += weight.count
     return " and ".join(dtype for dtype, count in counts.most_common(2) if count > 0.01 * sum(counts.values()))
 
 

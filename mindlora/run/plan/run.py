@@ -9,9 +9,11 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import dtype_name
 from mindlora.core.formats.mindrecord_files import column_shapes, mindrecord_files, row_count
+from mindlora.core.numerics.integers import IntegerForm
 from mindlora.core.numerics.pair_shapes import EXPERTS, LINEAR
 from mindlora.core.text import listed, suggestion
 from mindlora.core.yaml_file import merged, value_at
+from mindlora.files.base.held import held_forms
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import Architecture, Attention, ParameterSize
@@ -27,7 +29,7 @@ from mindlora.models.label_losses import (
     adapter_obstacle,
     tokens_at_once,
 )
-from mindlora.models.lora_config import LoraConfig
+from mindlora.models.lora_config import AS_STORED, LoraConfig
 from mindlora.models.trainable import Selection, select
 from mindlora.models.variants.variant import CUT, SHARDED
 from mindlora.models.weights import Weight, weights_of
@@ -117,8 +119,25 @@ class Run:
         """All parameters of the network, the adapter's included; raises what ``select`` does."""
         if self.adapters:
             return [*(weight for weight in self.alone[0].weights if not weight.adapter), *self._stacked_weights()]
-        weights = weights_of(self.network, self.lora, self.selection)
+        weights = weights_of(self.network, self.lora, self.selection, self.held)
         return weights if self.yaml.trains else [dataclasses.replace(weight, trained=False) for weight in weights]
+
+    @functools.cached_property
+    def held(self) -> Dict[str, IntegerForm]:
+        """Name -> how it is held, of the weights that stay in the integers of load_checkpoint.
+
+        Raises ConfigError if there is no such base, and CheckpointError if a weight cannot be held so.
+        """
+        if self.lora is None or self.lora.quantize_base != AS_STORED:
+            return {}
+        path = self.yaml.base[1]
+        if not path or not os.path.exists(path):
+            raise ConfigError(
+                f"quantize_base is as_stored, and load_checkpoint is {path!r}: how weights are stored is read there. "
+                "Name the quantized folder (--load_checkpoint)."
+            )
+        kv_heads = self.model.get("n_kv_heads") or self.model.get("num_heads")
+        return held_forms(path, self.parameters, kv_heads)
 
     @property
     def adapted(self) -> Tuple[str, ...]:

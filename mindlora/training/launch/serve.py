@@ -106,7 +106,7 @@ def build_engine(
         # A folder that is still empty counts too.
         AdapterRegistry() if registry is None else registry,
         settings,
-        quantize=bool(pet_config.get("quantize_base")),
+        quantize_base=pet_config.get("quantize_base"),
         quantize_exclude=pet_config.get("quantize_exclude"),
         model_name=model_name or run.base_name,
     )

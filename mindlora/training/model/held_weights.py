@@ -131,7 +131,8 @@ def _hold(cell, path, rounds):
         raise ConfigError(
             f"{trained.name} trains in {trained.dtype}: on a CPU only frozen weights can be in 16 bits. {_ADVICE}"
         )
-    if not narrow or isinstance(cell, _NORMS):
+    # A product by integers takes their scales as they are.
+    if not narrow or isinstance(cell, _NORMS) or getattr(cell, "in_integers", False):
         return None
     dtype = narrow[0].dtype
     if isinstance(cell, LoRADense) and not isinstance(cell, DoRADense):

@@ -12,11 +12,13 @@ from mindspore.common import dtype as mstype
 from mindlora.core.errors import BaseMismatchError, ConfigError
 from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.models.architectures.classifiers import with_score
+from mindlora.models.lora_config import AS_STORED
 from mindlora.network.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.network.base_fingerprint import weight_shape
 from mindlora.network.cells.cell import InitialDraws
 from mindlora.network.cells.embedding import add_embedding_noise
 from mindlora.network.cells.score import score_of
+from mindlora.network.hold import hold_base
 from mindlora.network.repeated_layers import compile_layers_once
 from mindlora.network.save_load import check_base, load_lora
 from mindlora.network.tree import lora_cells, saved_module_parameters
@@ -254,9 +256,22 @@ class MindloraMcoreStackModel(_WithAdapters, MindloraMcoreModel):
 def lora_model(config: PetLoraConfig, base_model: PreTrainedModel) -> MindloraModel:
     """Returns mindlora's wrapper around a model that MindFormers has built."""
     is_mcore = isinstance(base_model, TrainModelMixin)
+    if config.quantize_base == AS_STORED:
+        _hold(base_model)
     if config.adapters:
         return (MindloraMcoreStackModel if is_mcore else MindloraStackModel)(config, base_model)
     return (MindloraMcoreModel if is_mcore else MindloraModel)(config, base_model)
+
+
+def _hold(base_model: nn.Cell) -> None:
+    """Makes a model hold the weights of load_checkpoint in their own bits; raises ConfigError if there is none."""
+    checkpoint = run_configuration().get("load_checkpoint")
+    if not checkpoint:
+        raise ConfigError(
+            "pet_config.quantize_base is as_stored, and no base is known whose bits could be held. Start the run with "
+            "mindlora-run, and name the quantized folder: --load_checkpoint FOLDER."
+        )
+    hold_base(base_model, checkpoint)
 
 
 def register() -> None:

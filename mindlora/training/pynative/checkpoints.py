@@ -17,6 +17,7 @@ from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.text import listed
 from mindlora.models import names
 from mindlora.models.architectures.classifiers import is_of_head
+from mindlora.models.lora_config import AS_STORED
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.quantized.nf4 import packed_parameters
@@ -45,6 +46,11 @@ def check_quantization(quantize_base: Any, checkpoint: Any, processes: int) -> N
     """
     if quantize_base is None:
         return
+    if quantize_base == AS_STORED:
+        raise ConfigError(
+            f"pet_config.quantize_base is {quantize_base}, and MindFormers' PyNative Trainer loads the base in float. "
+            "Set quantize_base: nf4, or train in graph mode."
+        )
     if processes > 1:
         raise ConfigError(
             f"pet_config.quantize_base is {quantize_base!r} and this run has {processes} processes: under MindFormers' "

@@ -7,6 +7,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.initializers import changes_base
 from mindlora.core.yaml_file import PET
 from mindlora.models.label_losses import IN_GRAPH_MODE as LOSS_IN_PIECES
+from mindlora.models.lora_config import AS_STORED
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import WRAPPER, YamlRun
@@ -69,6 +70,12 @@ def _check_adapter(run: YamlRun) -> Iterator[Finding]:
             f"pet_config.lora_dropout is {dropout}, with which the trainer's log-probabilities are not those of the "
             "sampler.",
             "Set it to 0.0.",
+        )
+    if run.lora is not None and run.lora.quantize_base == AS_STORED:
+        yield error(
+            f"{PET}.quantize_base",
+            "The base is to be held as it is stored, but rl samples from one in float or in NF4.",
+            "Remove it, or set it to nf4.",
         )
     if run.lora is not None and not run.lora.variant.is_plain:
         yield error(

@@ -7,7 +7,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from mindlora.core.errors import ConfigError, UnsupportedCellError
 from mindlora.core.text import listed
-from mindlora.models.lora_config import LoraConfig
+from mindlora.models.lora_config import NF4, LoraConfig
 from mindlora.network.apply import apply_lora, freeze_base
 from mindlora.network.cells.cell import InitialDraws
 from mindlora.network.cells.dense import LoRADense
@@ -137,7 +137,7 @@ def stack_adapters(
             "it in a run of its own."
         )
     seeds = seeds or [None] * len(configs)
-    if first.quantize_base:
+    if first.quantize_base == NF4:
         quantize_base(network, first.quantize_exclude)
     networks = []
     state = np.random.get_state()

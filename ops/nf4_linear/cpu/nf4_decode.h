@@ -71,20 +71,6 @@ struct Table {
 #endif
 };
 
-// kWidth bytes, one in each lane.
-MINDLORA_INLINE Lanes LoadCodes(const uint8_t* from)
-{
-#if MINDLORA_WIDTH == 16
-    return reinterpret_cast<Lanes>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif MINDLORA_WIDTH == 8
-    return reinterpret_cast<Lanes>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-    Lanes codes;
-    for (int i = 0; i < kWidth; ++i) codes[i] = from[i];
-    return codes;
-#endif
-}
-
 // With kRounds each number is rounded to bfloat16, in the table.
 template <bool kRounds = false>
 MINDLORA_INLINE void DecodeBlock(const uint8_t* codes, float absmax, float* to)

@@ -1,214 +1,44 @@
 // The kernels of nf4_linear. Included by for_each_isa.h, once in the namespace of each instruction set.
-#include "cpu_common/few_tokens.h"
-#include "cpu_common/panels.h"
+#include "cpu_common/block_linear.h"
 #include "nf4_linear/cpu/nf4_decode.h"
 
-// Few tokens: every weight is decoded in registers and used there.
+// NF4, as block_linear.h takes it.
+struct Nf4Format {
+    using Weight = Nf4;
+    using Part = float;
+    static constexpr int64_t kBytes = kBlock / 2;
 
-constexpr int64_t kFewTokens = 8;
-
-// Rows of the weight, as FewTokens takes them.
-struct Nf4Rows {
-    using Token = float;
-    static constexpr bool kDecoded = false;
-
-    const Nf4& weight;
-    int64_t count;
-
-    template <class T>
-    MINDLORA_MEMBER static void Pack(const T* x, int64_t length, float* to)
+    MINDLORA_MEMBER static void Read(const Nf4& w, int64_t row, int64_t block, int64_t count, float* to)
     {
-        PlainRows<float>::Pack(x, length, to);
+        ReadAbsmax(w, row * w.blocks + block, count, to);
     }
 
-    MINDLORA_MEMBER int64_t Row(int64_t row) const { return std::min(row, count - 1) * weight.blocks; }
-    MINDLORA_MEMBER const void* At(int64_t row) const { return weight.codes + Row(row) * kBytes; }
-
-    // acc[m][j] += the products of M tokens and row first + j, for `depth` numbers from `from` on. Past the last row it
-    // is computed again, and dropped by the caller.
-    template <int M, int J, class Ask>
-    MINDLORA_MEMBER void Add(
-        const float* x, int64_t first, int64_t from, int64_t depth, Vec (&acc)[M][J], Ask ask) const
+    MINDLORA_MEMBER static void Ask(const Nf4& w, int64_t row, int64_t block)
     {
-        constexpr int64_t kBlocks = kDeep<float> / kBlock;
-        const int64_t end = (from + depth + kBlock - 1) / kBlock;
-        for (int64_t start = from / kBlock; start < end; start += kBlocks, x += kDeep<float>) {
-            const int64_t blocks = std::min(kBlocks, end - start);
-            const uint8_t* codes[J];
-            float absmax[J][kBlocks];
-            for (int j = 0; j < J; ++j) {
-                codes[j] = weight.codes + (Row(first + j) + start) * kBytes;
-                ReadAbsmax(weight, Row(first + j) + start, blocks, absmax[j]);
-                __builtin_prefetch(weight.absmax + Row(first + J + j) + start);
-            }
-            for (int64_t b = 0; b < blocks; ++b) {
-                ask(J * kBytes);
-                for (int j = 0; j < J; ++j) AddBlock<M, J>(x + b * kBlock, codes[j] + b * kBytes, absmax[j][b], j, acc);
-            }
-        }
+        __builtin_prefetch(w.absmax + row * w.blocks + block);
     }
 
-    template <int M, int J>
-    MINDLORA_MEMBER static void AddBlock(const float* x, const uint8_t* codes, float absmax, int j, Vec (&acc)[M][J])
+    template <class F>
+    MINDLORA_MEMBER static void Each(const uint8_t* codes, float absmax, F f)
     {
         const Table table(absmax);
         for (int i = 0; i < kBytes; i += kWidth) {
             const Lanes code = LoadCodes(codes + i);
-            const Vec low = table.At(code), high = table.At(code >> 4);
-            for (int m = 0; m < M; ++m) {
-                acc[m][j] += Load(x + m * kDeep<float> + i) * low;
-                acc[m][j] += Load(x + m * kDeep<float> + kBytes + i) * high;
-            }
+            f(i, table.At(code));
+            f(kBytes + i, table.At(code >> 4));
         }
     }
 };
 
 template <class T>
-static void LinearOfFew(
-    const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
-{
-    static thread_local std::vector<float> packed_buffer;
-    float* packed = Scratch(&packed_buffer, PackedSize<float>(tokens, in));
-    const Nf4Rows rows{w, out};
-    // A small layer is finished before a second thread wakes up.
-    threads = out * in < 1 << 17 ? 1 : threads;
-    PackTokens<Nf4Rows>(x, tokens, in, threads, packed);
-    const int64_t range = threads == 1 ? out : std::max<int64_t>(kSums, out / (8 * threads) / kSums * kSums);
-    Tasks ranges((out + range - 1) / range, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        static thread_local std::vector<float> sum_buffer, block_buffer;
-        for (int64_t task; (task = ranges.Take(omp_get_thread_num())) >= 0;) {
-            const int64_t start = task * range, end = std::min(out, start + range), columns = end - start;
-            float* sum = Scratch(&sum_buffer, tokens * columns);
-            float* sums = Scratch(&block_buffer, SumsSize(tokens));
-            FewTokens(rows, packed, tokens, in, start, end, [](int64_t, int64_t) {}, sums, sum);
-            if (bias != nullptr) AddBias(bias + start, tokens, columns, sum);
-            WriteColumns(sum, tokens, columns, out, y + start);
-        }
-    }
-}
-
-// Many tokens: tiles of the weight are decoded into the cache and multiplied there, with tokens in the lanes.
-
-// Weights of a tile along the summed and along the other dimension, and tokens that are multiplied with it: the tile,
-// its sums and a part of a panel fill an L2 cache of 1 MB.
-constexpr int64_t kDepth = 256, kSpan = 256, kTokens = 512;
-// Rows of the weight in one micro kernel: with two vectors of tokens the sums fill half of the registers.
-constexpr int kTile = kWidth == 16 ? 8 : 4;
-
-// sums[i][lane] += w[i][p] * panel[p][lane] for kTile rows i, with w[i][p] at i * kRow + p * kColumn.
-template <int kVectors, int kRow, int kColumn>
-static __attribute__((noinline)) void MultiplyTile(const float* w, const float* panel, int64_t depth, float* sums)
-{
-    constexpr int kLanes = kVectors * kWidth;
-    Vec acc[kTile][kVectors];
-    for (int i = 0; i < kTile; ++i) {
-        for (int v = 0; v < kVectors; ++v) acc[i][v] = Load(sums + i * kLanes + v * kWidth);
-    }
-    const float* rows[kTile];
-    for (int i = 0; i < kTile; ++i) rows[i] = w + i * kRow;
-    AddProducts<kColumn>(rows, panel, depth, acc);
-    for (int i = 0; i < kTile; ++i) {
-        for (int v = 0; v < kVectors; ++v) Store(acc[i][v], sums + i * kLanes + v * kWidth);
-    }
-}
-
-// Rows [row, row + rows) and blocks [block, block + blocks) of the weight in float32, rows `stride` apart.
-MINDLORA_INLINE void DecodeTile(
-    const Nf4& w, int64_t row, int64_t rows, int64_t block, int64_t blocks, int64_t stride, float* to)
-{
-    for (int64_t i = 0; i < rows; ++i) {
-        const int64_t first = (row + i) * w.blocks + block;
-        float absmax[kSpan / kBlock];
-        ReadAbsmax(w, first, blocks, absmax);
-        for (int64_t b = 0; b < blocks; ++b) {
-            DecodeBlock(w.codes + (first + b) * kBytes, absmax[b], to + i * stride + b * kBlock);
-        }
-    }
-}
-
-// y = x W^T (+ bias), or the first `out` columns of x W where kBackward: then x is dy.
-template <bool kBackward, int kVectors, class T>
-static void MultiplyMany(
-    const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
-{
-    constexpr int kLanes = kVectors * kWidth;
-    // A power of two would put the column of a tile, which the backward reads, into few sets of the L1 cache.
-    constexpr int64_t kStride = kBackward ? kSpan + 16 : kDepth;
-    constexpr int kRow = kBackward ? 1 : kStride, kColumn = kBackward ? kStride : 1;
-    static thread_local std::vector<float> buffer;
-    const int64_t panels = (tokens + kLanes - 1) / kLanes;
-    const int64_t padded = kBackward ? in : w.blocks * kBlock;
-    float* packed = Scratch(&buffer, panels * padded * kLanes);
-#pragma omp parallel num_threads(threads)
-    {
-        static thread_local std::vector<float> tile_buffer, sums_buffer;
-        float* tile = Scratch(&tile_buffer, std::max(kSpan * kDepth, kDepth * kStride));
-        float* sums = Scratch(&sums_buffer, panels * kSpan * kLanes);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < panels; ++i) {
-            Pack<kLanes>(x + i * kLanes * in, std::min<int64_t>(kLanes, tokens - i * kLanes), in, padded,
-                packed + i * padded * kLanes);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t start = 0; start < out; start += kSpan) {
-            const int64_t span = std::min(kSpan, out - start), whole = (span + kTile - 1) / kTile * kTile;
-            std::fill(sums, sums + panels * whole * kLanes, 0.0f);
-            for (int64_t p = 0; p < padded; p += kDepth) {
-                const int64_t depth = std::min(kDepth, padded - p);
-                if (kBackward) {
-                    DecodeTile(w, p, depth, start / kBlock, (span + kBlock - 1) / kBlock, kStride, tile);
-                } else {
-                    DecodeTile(w, start, span, p / kBlock, depth / kBlock, kStride, tile);
-                }
-                for (int64_t i = 0; i < panels; ++i) {
-                    for (int64_t j = 0; j < whole; j += kTile) {
-                        MultiplyTile<kVectors, kRow, kColumn>(tile + j * kRow, packed + (i * padded + p) * kLanes,
-                            depth, sums + (i * whole + j) * kLanes);
-                    }
-                }
-            }
-            for (int64_t i = 0; i < panels; ++i) {
-                Unpack<kLanes>(sums + i * whole * kLanes, std::min<int64_t>(kLanes, tokens - i * kLanes), span,
-                    bias == nullptr ? nullptr : bias + start, out, y + i * kLanes * out + start);
-            }
-        }
-    }
-}
-
-template <bool kBackward, class T>
-static void Multiply(
-    const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
-{
-    // A small layer is finished before a second thread wakes up.
-    threads = tokens * in * out < 1 << 18 ? 1 : threads;
-    // The weight is decoded once for each chunk: for 512 tokens the cost is negligible, and their sums still fit in the
-    // cache.
-    for (int64_t t = 0; t < tokens; t += kTokens) {
-        const int64_t count = std::min(kTokens, tokens - t);
-        if (count <= kWidth) {
-            MultiplyMany<kBackward, 1>(x + t * in, w, bias, count, in, out, threads, y + t * out);
-        } else {
-            MultiplyMany<kBackward, 2>(x + t * in, w, bias, count, in, out, threads, y + t * out);
-        }
-    }
-}
-
-template <class T>
 static void Nf4Linear(
     const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
 {
-    if (tokens == 0) return;
-    if (tokens <= kFewTokens) {
-        LinearOfFew(x, w, bias, tokens, in, out, threads, y);
-    } else {
-        Multiply<false>(x, w, bias, tokens, in, out, threads, y);
-    }
+    BlockLinear<Nf4Format>(x, w, bias, tokens, in, out, threads, y);
 }
 
 template <class T>
 static void Nf4LinearGrad(const T* dy, const Nf4& w, int64_t tokens, int64_t in, int64_t out, int threads, T* dx)
 {
-    Multiply<true, T>(dy, w, nullptr, tokens, in, out, threads, dx);
+    BlockLinearGrad<Nf4Format>(dy, w, tokens, in, out, threads, dx);
 }

@@ -45,6 +45,17 @@ def test_the_base_that_it_was_trained_on_in_any_dtype(tmp_path, dtype):
     assert_merged(load(tmp_path / "out"), source, found)
 
 
+def test_an_adapter_of_a_base_as_it_is_stored_says_that_values_were_not_compared(tmp_path):
+    found, source = pairs(), llama()
+    fingerprint = fingerprint_of(weights_of(source, found), quantization="int4")
+    adapter = adapter_with(tmp_path, found, fingerprint)
+    report = merge_checkpoint(save_base(tmp_path / "base", source), adapter, str(tmp_path / "out"))
+    assert report.notes[0].startswith(
+        "The adapter was trained on its base as it is stored, in int4, and this one is in fl"
+    )
+    assert_merged(load(tmp_path / "out"), source, found)
+
+
 def test_another_base_of_the_same_shapes_is_refused_unless_a_flag_says_otherwise(tmp_path, capsys):
     found, source = pairs(), llama()
     adapter = adapter_with(tmp_path, found, fingerprint_of(weights_of(llama(DTYPES["float32"]), found)))

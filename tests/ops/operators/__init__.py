@@ -2,6 +2,7 @@
 
 from tests.ops.operators import (
     frozen_linear,
+    integer_linear,
     lora_delta,
     lora_dropout,
     lora_linear,
@@ -18,7 +19,7 @@ from tests.ops.operators import (
 )
 
 OPERATORS = (
-    *frozen_linear.FORMS,
+    *(*frozen_linear.FORMS, *integer_linear.FORMS),
     *(*lora_delta.FORMS, *lora_dropout.FORMS, *lora_linear.FORMS, *masked_attention.FORMS, *multi_lora_delta.FORMS),
     *(*multi_lora_linear.FORMS, *multi_lora_slot_write.FORMS, *nf4_linear.FORMS, *paged_attention.FORMS),
     *(*rms_norm.FORMS, *rotary_embedding.FORMS, *rounded_linear.FORMS, *routed_experts.FORMS),

@@ -7,6 +7,7 @@ from mindlora.core.formats.safetensors_file import write_arrays
 from mindlora.run.checks.base_weights import check_base_weights
 from mindlora.run.checks.files import check_quantized_base
 from mindlora.run.yaml_run import YamlRun
+from tests.support.held_bases import save_bases
 from tests.support.quantized_checkpoints import quantized_llama, save_quantized
 
 MODEL = {"type": "LlamaConfig", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "n_kv_heads": 2, "vocab_size": 64}
@@ -43,6 +44,27 @@ def test_where_mindformers_loads_the_base_it_is_to_be_converted(folder, keys):
     (found,) = check_base_weights(run(folder, **keys))
     assert found.severity == "error" and "holds quantized weights (FP8 in blocks of 16 x 24)" in str(found)
     assert f"Convert it once: mindlora base convert {folder} base --to hf" in str(found)
+
+
+AS_STORED = {"pet_type": "lora", "target_modules": "all-linear", "quantize_base": "as_stored"}
+
+
+def test_a_base_as_it_is_stored_is_for_a_cpu_and_for_a_base_that_mindlora_loads(tmp_path):
+    held, decoded, _ = save_bases(tmp_path, "llama", "gptq")
+    assert not list(check_quantized_base(run(held, pet_config=AS_STORED)))
+    for keys, message in (
+        ({"device": "Ascend"}, "operators of a CPU alone multiply by integers"),
+        ({"resume_training": True}, "in this run MindFormers loads the base, in float"),
+    ):
+        (found,) = check_quantized_base(run(held, pet_config=AS_STORED, **keys))
+        assert message in str(found) and "set quantize_base: nf4" in str(found)
+    (found,) = check_quantized_base(run(decoded, pet_config=AS_STORED))
+    assert "holds no weights in a quantized form" in str(found)
+
+
+def test_a_form_that_cannot_be_held_is_refused_before_the_run(folder):
+    (found,) = check_quantized_base(run(folder, pet_config=AS_STORED))
+    assert "it is in FP8 in blocks of 16 x 24, and 4 and 8 bits of integers are held" in str(found)
 
 
 def test_nf4_of_another_library_is_for_a_cpu(tmp_path):

@@ -3,7 +3,9 @@
 import pytest
 
 from mindlora.core.errors import ConfigError, TargetError, UnsupportedCellError
+from mindlora.network.hold import hold_base
 from mindlora.network.quantized.nf4 import parameter_count
+from tests.support import held_bases
 from tests.support.planned_runs import LORA, TINY, adapted, run_of
 
 BFLOAT16 = {"param_init_type": "bfloat16", "compute_dtype": "bfloat16"}
@@ -115,3 +117,26 @@ def test_an_adapter_that_changed_its_base_when_it_was_made_is_loaded_at_twice_th
     for path, rank in ((None, 8), ("adapter", 16)):
         (a,) = (weight for weight in run_of({}, {**pissa, "adapter_path": path}).weights if weight.part == "A")
         assert a.shape == (rank, 32)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_base_as_it_is_stored_is_counted_in_the_bits_of_its_file(joined, make_llama, tmp_path):
+    path, _, _ = held_bases.save_bases(tmp_path, "llama", "gptq")
+    model = {**held_bases.node("llama")["model_config"], "qkv_concat": joined}
+    pet = {**LORA, "quantize_base": "as_stored"}
+    run = run_of(model, pet, load_checkpoint=path)
+    network = make_llama(**{**model, "type": None})
+    hold_base(network, path)
+    adapted(network, pet)
+    planned = {weight.name: (weight.shape, weight.dtype, weight.trained) for weight in run.weights}
+    built = {
+        parameter.name: (tuple(parameter.shape), str(parameter.dtype).lower(), parameter.requires_grad)
+        for parameter in network.get_parameters()
+    }
+    assert planned == built
+    assert sum(weight.count for weight in run.weights) == parameter_count(network)
+
+
+def test_without_its_file_a_base_as_it_is_stored_is_not_planned():
+    with pytest.raises(ConfigError, match="how weights are stored is read there"):
+        list(run_of({}, {**LORA, "quantize_base": "as_stored"}).weights)

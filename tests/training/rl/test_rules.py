@@ -62,6 +62,7 @@ def test_a_yaml_without_faults():
             "has rl and preference",
         ),
         (config(pet={"lora_dropout": 0.1}), f"{PET}.lora_dropout", "is 0.1, .* Set it to 0.0"),
+        (config(pet={"quantize_base": "as_stored"}), f"{PET}.quantize_base", "in float or in NF4. Remove it, or set"),
         (config(pet={"use_dora": True}), PET, "of DoRA, and rl samples with plain LoRA"),
         (config(pet={"use_miss": True}), PET, "of MiSS, and rl samples with plain LoRA"),
         (config(pet={"neftune_alpha": 5.0}), f"{PET}.neftune_alpha", "adds no noise. Remove neftune_alpha"),

@@ -5,14 +5,15 @@ A word has the codes of eight out_channels, in the order 0, 2, 4, 6, 1, 3, 5, 7.
 Sources: Lin et al., AWQ, 2023; the layout is AutoAWQ's, version gemm.
 """
 
+import functools
 from typing import Any, List, Mapping, Optional
 
 import numpy as np
 
 from mindlora.core.errors import CheckpointError
-from mindlora.core.numerics.dtypes import FLOATS, to_float32
+from mindlora.core.numerics.dtypes import FLOATS
 from mindlora.files.base.quantized.gptq import INT32, QWEIGHT, group_size, groups_of, settings_of
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, from_groups, unpacked
+from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors, unpacked
 
 # Where in a word each of its eight channels is.
 _PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -54,9 +55,12 @@ def _weight(stored: StoredTensors, path: str, size: Optional[int]) -> PackedWeig
         in_turn = in_words.reshape(-1, last - first, _IN_WORD)[:, :, _PLACES].reshape(len(in_words), -1)
         return in_turn[:, begin - first * _IN_WORD : end - first * _IN_WORD].T
 
-    def decoded(begin: int, end: int) -> np.ndarray:
-        codes = np.ascontiguousarray(channels(qweight, begin, end))
-        zeros = channels(qzeros, begin, end).astype(np.float32)
-        return from_groups(codes, zeros, to_float32(stored.read_columns(scales, begin, end)).T)
-
-    return PackedWeight(f"{path}.weight", (rows, columns), (qweight, qzeros, scales), "AWQ in 4 bits", decoded)
+    integers = Integers(
+        _BITS,
+        groups,
+        stored.tensors[scales].dtype,
+        lambda begin, end: np.ascontiguousarray(channels(qweight, begin, end)),
+        functools.partial(channels, qzeros),
+        lambda begin, end: stored.read_columns(scales, begin, end).T,
+    )
+    return integers.as_weight(f"{path}.weight", (rows, columns), (qweight, qzeros, scales), "AWQ in 4 bits")

@@ -15,7 +15,7 @@ import numpy as np
 from mindlora.core.errors import CheckpointError
 from mindlora.core.json_files import parse_object
 from mindlora.core.numerics.nf4 import BLOCK, TABLE
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
+from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors
 
 # How the name of the tensor that describes a weight in 4 bits goes on after the weight's.
 STATE = ".quant_state.bitsandbytes__"
@@ -82,7 +82,16 @@ def _eight_bits(stored: StoredTensors, name: str) -> PackedWeight:
         decoded *= _OF_127
         return decoded
 
-    return PackedWeight(name, shape, tuple(parts), "bitsandbytes' 8 bits by rows", rows)
+    # Decoded they are rounded twice, as bitsandbytes does; held, the scale is rounded before.
+    integers = Integers(
+        8,
+        1,
+        _FLOAT,
+        functools.partial(stored.read_rows, name),
+        lambda *_: np.zeros((1, 1), np.int8),
+        lambda begin, end: stored.read_rows(scb, begin, end)[:, None] * _OF_127,
+    )
+    return PackedWeight(name, shape, tuple(parts), "bitsandbytes' 8 bits by rows", rows, integers=integers)
 
 
 def _four_bits(stored: StoredTensors, name: str, kind: str) -> PackedWeight:

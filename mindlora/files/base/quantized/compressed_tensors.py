@@ -7,15 +7,16 @@ quantized too stay in float.
 Source: compressed-tensors' PackedQuantizationCompressor and NaiveQuantizationCompressor.
 """
 
+import functools
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 
 from mindlora.core.errors import CheckpointError
-from mindlora.core.numerics.dtypes import FLOAT8_E4M3, FLOATS, to_float32
+from mindlora.core.numerics.dtypes import FLOAT8_E4M3, FLOATS
 from mindlora.files.base.quantized.fp8 import VALUES, is_block, scaled
 from mindlora.files.base.quantized.gptq import INT32, group_order
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, from_groups, unpacked, words_for
+from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors, as_signed, unpacked, words_for
 
 _PACKED = ".weight_packed"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -129,19 +130,24 @@ def _packed(stored: StoredTensors, path: str, schemes: _Schemes) -> PackedWeight
     if g_idx in stored.tensors:
         parts.append(g_idx)
         order = group_order(stored, g_idx, columns, groups, why)
-    middle = np.float32(1 << (bits - 1))
+    middle = np.uint8(1 << (bits - 1))
 
-    def decoded(begin: int, end: int) -> np.ndarray:
+    def read_codes(begin: int, end: int) -> np.ndarray:
         codes = unpacked(stored.read_rows(packed, begin, end), bits, columns)
+        return as_signed(codes) if bits == 8 else codes
+
+    def read_zeros(begin: int, end: int) -> np.ndarray:
         zeros = np.full((1, 1), middle)
         if zero in stored.tensors:
             first = begin // 32 * 32
             read = stored.read_rows(zero, first * bits // 32, words_for(end, bits))
-            zeros = unpacked(read.T, bits, end - first)[:, begin - first :].T.astype(np.float32)
-        return from_groups(codes, zeros, _scales(stored, scale, begin, end), order)
+            zeros = unpacked(read.T, bits, end - first)[:, begin - first :].T
+        return as_signed(zeros) if bits == 8 else zeros
 
     form = f"compressed-tensors' {bits} bits" + (" in groups" if groups > 1 else "")
-    return PackedWeight(f"{path}.weight", (rows, columns), tuple(parts), form, decoded)
+    read_scales = functools.partial(_scales, stored, scale)
+    integers = Integers(bits, groups, stored.tensors[scale].dtype, read_codes, read_zeros, read_scales, order)
+    return integers.as_weight(f"{path}.weight", (rows, columns), tuple(parts), form)
 
 
 def _in_int8(stored: StoredTensors, path: str, schemes: _Schemes) -> PackedWeight:
@@ -155,13 +161,14 @@ def _in_int8(stored: StoredTensors, path: str, schemes: _Schemes) -> PackedWeigh
         parts.append(zero)
         stored.check(zero, [stored.tensors[scale].shape], [_INT8], name)
 
-    def decoded(begin: int, end: int) -> np.ndarray:
-        codes = stored.read_rows(name, begin, end)
-        zeros = _scales(stored, zero, begin, end) if zero in stored.tensors else np.zeros((1, 1), np.float32)
-        return from_groups(codes, zeros, _scales(stored, scale, begin, end))
+    def read_zeros(begin: int, end: int) -> np.ndarray:
+        return _scales(stored, zero, begin, end) if zero in stored.tensors else np.zeros((1, 1), np.int8)
 
     form = "compressed-tensors' 8-bit integers" + (" in groups" if groups > 1 else "")
-    return PackedWeight(name, (rows, columns), tuple(parts), form, decoded)
+    read_codes = functools.partial(stored.read_rows, name)
+    read_scales = functools.partial(_scales, stored, scale)
+    integers = Integers(8, groups, stored.tensors[scale].dtype, read_codes, read_zeros, read_scales)
+    return integers.as_weight(name, (rows, columns), tuple(parts), form)
 
 
 def _groups(stored: StoredTensors, scale: str, name: str, shape: Tuple[int, int], schemes: Optional[_Schemes]) -> int:
@@ -181,8 +188,8 @@ def _groups(stored: StoredTensors, scale: str, name: str, shape: Tuple[int, int]
 
 
 def _scales(stored: StoredTensors, name: str, begin: int, end: int) -> np.ndarray:
-    """Returns the scales or zeros of rows [begin, end): float32 [end - begin, groups], or [1, 1] for one of all."""
+    """Returns the scales or zeros of rows [begin, end): [end - begin, groups], or [1, 1] for one of all."""
     shape = stored.tensors[name].shape
     if not shape or shape[0] == 1:
-        return to_float32(stored.read(name)).reshape(1, -1)
-    return to_float32(stored.read_rows(name, begin, end)).reshape(end - begin, -1)
+        return stored.read(name).reshape(1, -1)
+    return stored.read_rows(name, begin, end).reshape(end - begin, -1)

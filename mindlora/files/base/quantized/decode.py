@@ -1,7 +1,7 @@
 """Which weights of a checkpoint are quantized, in what form, and the checkpoint with those weights decoded."""
 
 import os
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from mindlora.core.json_files import parse_object
 from mindlora.core.numerics.dtypes import BFLOAT16, FLOAT8_E4M3, dtype_name, from_float32
 from mindlora.core.text import examples
 from mindlora.files.base.quantized.bitsandbytes import STATE
+from mindlora.files.base.quantized.held import form_of, rows_of
 from mindlora.files.base.quantized.modelslim import DESCRIPTION
 from mindlora.files.base.quantized.registry import FORMS, Form
 from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
@@ -36,11 +37,15 @@ class DecodedWeights(NamedTuple):
         weights (dict): Name -> PackedWeight, under the names that they have where they are not quantized.
         left_out (list of str): Tensors by which activations are quantized.
         dtype (dtype): What the weights are decoded to.
+        held (frozenset of str): Those that are read as one of the tensors that hold them in their own bits.
+        field (str): Which one: "codes", "zeros" or "scales".
     """
 
     weights: Dict[str, PackedWeight]
     left_out: List[str]
     dtype: np.dtype
+    held: FrozenSet[str] = frozenset()
+    field: str = ""
 
     @property
     def forms(self) -> List[str]:
@@ -48,12 +53,17 @@ class DecodedWeights(NamedTuple):
         return list(dict.fromkeys(weight.form for weight in self.weights.values()))
 
     def info(self, name: str) -> TensorInfo:
-        """Returns the dtype and shape of a decoded weight."""
-        shape = self.weights[name].shape
-        return TensorInfo(self.dtype, shape, 0, int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize)
+        """Returns the dtype and shape of a decoded weight, or of what holds it."""
+        shape, dtype = self.weights[name].shape, self.dtype
+        integers = self.weights[name].integers
+        if name in self.held and integers is not None:
+            shape, dtype = form_of(integers).layout(*shape)[self.field]
+        return TensorInfo(dtype, shape, 0, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
 
     def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Returns rows [begin, end) of a weight, decoded in float32 and rounded once."""
+        """Returns rows [begin, end) of a weight, decoded in float32 and rounded once, or of what holds it."""
+        if name in self.held:
+            return rows_of(self.weights[name], self.field, begin, end)
         return from_float32(self.weights[name].rows(begin, end), self.dtype)
 
     def renamed(self, file_of: Mapping[str, str]) -> Dict[str, str]:
@@ -65,7 +75,14 @@ class DecodedWeights(NamedTuple):
     def notes(self, held: str = "") -> List[str]:
         """Returns what was decoded, into which dtype (``held``, or that of the rows), and what was left out."""
         to = held or dtype_name(self.dtype)
-        notes = [f"{len(self.weights)} weights are decoded from {'; '.join(self.forms)} to {to}."]
+        notes = []
+        if self.held:
+            forms = dict.fromkeys(self.weights[name].form for name in self.weights if name in self.held)
+            notes.append(f"{len(self.held)} weights are held in their own bits: {'; '.join(forms)}.")
+        decoded = [weight for name, weight in self.weights.items() if name not in self.held]
+        if decoded:
+            forms = dict.fromkeys(weight.form for weight in decoded)
+            notes.append(f"{len(decoded)} weights are decoded from {'; '.join(forms)} to {to}.")
         if self.left_out:
             notes.append(
                 f"Left out, as of quantized activations, which stay in float: {len(self.left_out)} tensors: "

@@ -15,7 +15,7 @@ import numpy as np
 from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import FLOATS, to_float32
 from mindlora.core.text import shown
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, from_groups, unpacked, words_for
+from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors, as_signed, unpacked, words_for
 
 QWEIGHT = ".qweight"
 INT32 = np.dtype("<i4")
@@ -112,17 +112,24 @@ def _weight(stored: StoredTensors, path: str, bits: int, size: Optional[int], of
         # Some programs give each cell a bias, of zeros where the model has none.
         parts.append(bias)
 
-    def decoded(begin: int, end: int) -> np.ndarray:
+    def read_codes(begin: int, end: int) -> np.ndarray:
         codes = unpacked(stored.read_columns(qweight, begin, end).T, bits, columns)
+        return as_signed(codes) if bits == 8 else codes
+
+    def read_zeros(begin: int, end: int) -> np.ndarray:
         # Zeros are packed along the rows: 32 of them begin with a word.
         first = begin // 32 * 32
         read = stored.read_columns(qzeros, first * bits // 32, words_for(end, bits))
         zeros = unpacked(read, bits, end - first)[:, begin - first :]
-        zeros = (zeros + np.uint8(offset) & np.uint8((1 << bits) - 1)).T.astype(np.float32)
-        return from_groups(codes, zeros, to_float32(stored.read_columns(scales, begin, end)).T, order)
+        zeros = (zeros + np.uint8(offset) & np.uint8((1 << bits) - 1)).T
+        return as_signed(zeros) if bits == 8 else zeros
+
+    def read_scales(begin: int, end: int) -> np.ndarray:
+        return stored.read_columns(scales, begin, end).T
 
     form = f"GPTQ in {bits} bits" + (" with desc_act" if order is not None else "")
-    return PackedWeight(f"{path}.weight", (rows, columns), tuple(parts), form, decoded)
+    integers = Integers(bits, groups, stored.tensors[scales].dtype, read_codes, read_zeros, read_scales, order)
+    return integers.as_weight(f"{path}.weight", (rows, columns), tuple(parts), form)
 
 
 def group_order(stored: StoredTensors, name: str, columns: int, groups: int, why: str) -> Optional[np.ndarray]:

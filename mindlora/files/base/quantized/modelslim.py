@@ -7,6 +7,7 @@ activations (input_scale, deq_scale, quant_bias, ...) is left out.
 Sources: msModelSlim 26.1, which writes them (ascendv1.py, complex_quantifier.py); vllm-ascend, which reads them.
 """
 
+import functools
 from typing import Any, Callable, List, Mapping, Tuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.dtypes import FLOAT8_E4M3, FLOATS, to_float32
 from mindlora.core.text import examples
 from mindlora.files.base.quantized.fp8 import VALUES
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, from_groups
+from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors, from_groups
 
 DESCRIPTION = "quant_model_description"
 _FLOAT = "FLOAT"
@@ -64,14 +65,18 @@ def _weight(stored: StoredTensors, name: str, kind: str) -> PackedWeight:
     else:
         parts, scales, zeros = _stated(stored, name)
 
-    def decoded(begin: int, end: int) -> np.ndarray:
-        codes = stored.read_rows(name, begin, end)
-        if codes.dtype == FLOAT8_E4M3:
-            codes = VALUES[codes.view(np.uint8)]
-        return from_groups(codes, zeros(begin, end), scales(begin, end))
-
     in_groups = scale in stored.tensors and stored.tensors[scale].shape[1:] > (1,)
     form = f"msModelSlim's {kind}" + (" in groups" if in_groups else "")
+    if _KINDS[kind] != FLOAT8_E4M3:
+        groups = stored.tensors[scale].shape[1] if in_groups else 1
+        codes = functools.partial(stored.read_rows, name)
+        integers = Integers(8, groups, _FLOAT32, codes, zeros, scales)
+        return integers.as_weight(name, (rows, columns), (name, *parts), form)
+
+    def decoded(begin: int, end: int) -> np.ndarray:
+        codes = VALUES[stored.read_rows(name, begin, end).view(np.uint8)]
+        return from_groups(codes, zeros(begin, end), scales(begin, end))
+
     return PackedWeight(name, (rows, columns), (name, *parts), form, decoded)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindlora.core.errors import CheckpointError
 from mindlora.core.formats.safetensors_file import TensorFile, TensorInfo
-from mindlora.core.numerics.dtypes import dtype_name
+from mindlora.core.numerics.dtypes import dtype_name, to_float32
 
 Shape = Tuple[int, ...]
 
@@ -24,6 +24,7 @@ class PackedWeight(NamedTuple):
         form (str): In what form, for reports.
         rows (callable): (begin, end) -> float32, those rows decoded. Several threads call it at once.
         nf4 (bool): Whether its blocks are ones that mindlora's own NF4 can have: see nf4.repacked.
+        integers (Integers or None): Its integers, of a weight that is made of such.
     """
 
     name: str
@@ -32,6 +33,38 @@ class PackedWeight(NamedTuple):
     form: str
     rows: Callable[[int, int], np.ndarray]
     nf4: bool = False
+    integers: Optional["Integers"] = None
+
+
+class Integers(NamedTuple):
+    """The integers of a weight: W = (code - zero) * scale, of the group of each column.
+
+    Attributes:
+        bits (int): Of a code.
+        groups (int): Of the columns, each with a scale and a zero of its own.
+        dtype (dtype): That of the scales, as they are stored.
+        codes (callable): (begin, end) -> integers [rows, columns] of those rows; of 8 bits they are signed.
+        zeros (callable): (begin, end) -> numbers [rows, groups], or [1, 1] for one of all.
+        scales (callable): (begin, end) -> [rows, groups], or [1, 1] for one of all.
+        order (ndarray or None): The group of each column; None if they are in turn.
+    """
+
+    bits: int
+    groups: int
+    dtype: np.dtype
+    codes: Callable[[int, int], np.ndarray]
+    zeros: Callable[[int, int], np.ndarray]
+    scales: Callable[[int, int], np.ndarray]
+    order: Optional[np.ndarray] = None
+
+    def decoded(self, begin: int, end: int) -> np.ndarray:
+        """Returns those rows in float32."""
+        zeros = self.zeros(begin, end).astype(np.float32)
+        return from_groups(self.codes(begin, end), zeros, to_float32(self.scales(begin, end)), self.order)
+
+    def as_weight(self, name: str, shape: Shape, parts: Tuple[str, ...], form: str) -> PackedWeight:
+        """Returns the PackedWeight that is made of them."""
+        return PackedWeight(name, shape, parts, form, self.decoded, integers=self)
 
 
 class StoredTensors:
@@ -130,6 +163,11 @@ def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
         eight |= in_bytes[:, index::bits].astype(np.uint64) << np.uint64(8 * index)
     codes = eight[:, :, None] >> (np.arange(8, dtype=np.uint64) * np.uint64(bits)) & np.uint64((1 << bits) - 1)
     return codes.astype(np.uint8).reshape(len(words), -1)[:, :count]
+
+
+def as_signed(codes: np.ndarray) -> np.ndarray:
+    """Returns codes of 8 bits less 128 as int8, which is to turn over their highest bit."""
+    return (codes ^ np.uint8(128)).view(np.int8)
 
 
 def from_groups(

@@ -1,0 +1,57 @@
+"""A folder in GPTQ, held in its own bits: the run on it is that on the decoded one, and it answers with the adapter."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.held_bases import save_bases
+from tests.support.runs import python, succeeded
+from tests.support.what_runs import shows
+
+HOLDS = ("--model.model_config.pet_config.quantize_base", "as_stored")
+COMMANDS = ("-m", "mindlora.cli")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def runs(request, library, tmp_path_factory):
+    """The folder with the YAML of a run, and what the run printed, by how it holds the base; and the base."""
+    folder = tmp_path_factory.mktemp(request.param)
+    held, _, _ = save_bases(folder, request.param, "gptq")
+    chat_tokenizer(CHATML).save_pretrained(held)
+    rows = [{"instruction": f"How many cats, {number}?", "output": "There are 2 cats."} for number in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    made = ("--input", "rows.jsonl", "--output", "rows.mindrecord", "--tokenizer", held, "--seq-length", "400")
+    succeeded(python([*COMMANDS, "data", "alpaca", *made], folder))
+    drafted = ("--from", held, "--device", "cpu", "--data", "rows.mindrecord", "--output", "run.yaml")
+    succeeded(python([*COMMANDS, "configs", *drafted], folder))
+    printed = {}
+    for name, options in (("held", HOLDS), ("decoded", ())):
+        words = ("--config", "run.yaml", "--output_dir", name, *options)
+        printed[name] = succeeded(python(["-m", "mindlora.training.launch.launcher", *words], folder))
+    return folder, printed, held
+
+
+@shows("as_stored", "llama", "qwen3")
+def test_the_adapter_is_the_one_of_the_decoded_base(runs):
+    folder, printed, _ = runs
+    paths = {name: folder / name / "lora_checkpoint" / "best" / "adapter_model.safetensors" for name in printed}
+    held, decoded = (load_file(paths[name]) for name in ("held", "decoded"))
+    assert held.keys() == decoded.keys() and any(array.any() for array in held.values())
+    for name, array in decoded.items():
+        np.testing.assert_allclose(held[name], array, rtol=0, atol=1e-5 * np.abs(array).max(), err_msg=name)
+    assert "14 weights are held in their own bits: GPTQ in 4 bits." in printed["held"]
+    assert "14 weights are decoded from GPTQ in 4 bits to float32." in printed["decoded"]
+
+
+def test_the_held_base_answers_with_it_as_the_decoded_one(runs):
+    folder, _, held = runs
+    asked = ("--model", held, "--adapter", "held/lora_checkpoint/best", "--prompt", "Cats?", "--max-tokens", "8")
+    texts = {}
+    for options in ((), ("--quantize-base", "as_stored")):
+        answered = python([*COMMANDS, "generate", *asked, "--template", "none", "--json", *options], folder)
+        texts[options] = [answer["text"] for answer in json.loads(succeeded(answered))["answers"]]
+        assert ("held in their own bits" in answered.stderr) == bool(options)
+    assert len({tuple(text) for text in texts.values()}) == 1
