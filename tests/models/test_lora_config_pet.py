@@ -176,7 +176,7 @@ def test_qlora_is_lora_on_a_base_in_nf4(more):
 
 
 def test_qlora_on_another_base_is_refused():
-    with pytest.raises(ConfigError, match="^quantize_base is 'int8', which is not known. Known: nf4.$"):
+    with pytest.raises(ConfigError, match="^quantize_base is 'int8', which is not known. Known: as_stored, nf4.$"):
         LoraConfig.from_pet_config({**PET, "pet_type": "qlora", "quantize_base": "int8"})
 
 

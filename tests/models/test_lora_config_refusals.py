@@ -237,8 +237,8 @@ def test_vera_refuses_by_name(fields, message):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"quantize_base": "nf5"}, "quantize_base is 'nf5', which is not known. Known: nf4."),
-        ({"quantize_base": True}, "quantize_base is True, which is not known. Known: nf4."),
+        ({"quantize_base": "nf5"}, "quantize_base is 'nf5', which is not known. Known: as_stored, nf4."),
+        ({"quantize_base": True}, "quantize_base is True, which is not known. Known: as_stored, nf4."),
         ({"quantize_exclude": ["wq"]}, "quantize_exclude is ['wq'], but quantize_base is not set, so nothing is "),
         (
             {"quantize_base": "nf4", "quantize_exclude": []},

@@ -91,7 +91,8 @@ def row_divergences(network: nn.Cell, settings: RlSettings) -> RowDivergences:
             "on the output head; or remove gkd."
         )
     teacher = teacher_network(network, settings.teacher_adapter)
-    b = getattr(_head_of(teacher), "mindpet_delta_lora_b", None)
+    head_of_teacher = _head_of(teacher)
+    b = head_of_teacher.mindpet_delta_lora_b if isinstance(head_of_teacher, LoRACell) else None
     temperature = settings.temperature
     both = row_head_inputs(network, temperature), row_head_inputs(teacher, temperature)
     return RowDivergences(*both, head, b, settings.gkd.beta)

@@ -75,7 +75,7 @@ def _schemes(stored: StoredTensors, settings: Mapping[str, Any]) -> _Schemes:
     unknown = [one for one in formats if one not in (None, "mixed-precision", "dense", *_FORMATS)]
     sparse = _objects(stored, settings, "sparsity_config").get("format") not in (None, "dense")
     rotated = bool(_objects(stored, settings, "transform_config").get("config_groups"))
-    in_blocks = any(one.get("strategy") == "block" and one.get("type") == "int" for one in of_weights)
+    in_blocks = any(one.get("block_structure") is not None and one.get("type") == "int" for one in of_weights)
     reasons = {"integers in blocks": in_blocks, "sparsity_config": sparse, "transform_config": rotated}
     wrong = [f"format {one!r}" for one in unknown] + [reason for reason, holds in reasons.items() if holds]
     if wrong:

@@ -173,7 +173,7 @@ SETTINGS = [
     ),
     (
         "packed",
-        {**FORMS["packed"][2], "config_groups": {"a": {"weights": {"type": "int", "strategy": "block"}}}},
+        {**FORMS["packed"][2], "config_groups": {"a": {"weights": {"type": "int", "block_structure": [16, 16]}}}},
         r"with integers in blocks, which cannot be read",
     ),
     ("packed", {**FORMS["packed"][2], "config_groups": [1]}, r"config_groups of config.json is \[1\], not an object"),
