@@ -69,7 +69,7 @@ def test_each_weight_is_in_the_bits_of_the_file_and_decodes_to_what_the_reader_d
 
 
 @pytest.mark.parametrize(
-    "kind, form", [("llama", "gptq"), ("qwen3", "gptq"), ("llama", "w8a8-zeros"), ("qwen3", "awq")]
+    "kind, form", [("llama", "gptq"), ("qwen3", "gptq"), ("llama", "w8a8-zeros"), ("qwen3", "awq"), ("qwen2", "gptq")]
 )
 def test_logits_are_those_of_the_decoded_base(kind, form, tmp_path):
     path, decoded, _ = save_bases(tmp_path, kind, form)

@@ -36,6 +36,8 @@ CONFIG = {
 }
 MODELS = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    # With biases of q, k and v.
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
 }
 
@@ -92,6 +94,11 @@ def tensors_of(kind, form, seed=0, other=None):
         norms(f"{start}input_layernorm", f"{start}post_attention_layernorm")
         if kind == "qwen3":
             norms(f"{start}self_attn.q_norm", f"{start}self_attn.k_norm", size=HEAD_DIM)
+        if kind == "qwen2":
+            biases = {cell: SHAPES[f"self_attn.{cell}"][0] for cell in ("q_proj", "k_proj", "v_proj")}
+            stored.update(
+                {f"{start}self_attn.{cell}.bias": rng.normal(0, 0.5, n).astype("f4") for cell, n in biases.items()}
+            )
     decoded = dict(stored)
     for layer in range(LAYERS):
         for cell, shape in SHAPES.items():
@@ -133,6 +140,7 @@ def node(kind, **keys):
         "vocab_size": VOCAB,
         "intermediate_size": FFN,
         "pad_token_id": 0,
+        "qkv_has_bias": kind == "qwen2",
         **ON_CPU,
         **keys,
     }
