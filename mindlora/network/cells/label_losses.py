@@ -343,8 +343,11 @@ def _losses(hidden, weight, labels, piece, head, vocabulary):
 def _adapted_losses(hidden, low_rank, weight, b, labels, piece, head, vocabulary):
     losses = ()
     for begin, end in bounds_of_pieces(hidden.shape, weight.shape, piece):
-        rows = hidden[begin:end] if begin == 0 else ops.depend(hidden[begin:end], losses[-1])
-        logits = adapted_logits(head(rows, weight), low_rank[begin:end], b)
+        rows, low_rows = hidden[begin:end], low_rank[begin:end]
+        if begin > 0:
+            # Both, or the products of all pieces with B would be made at the start.
+            rows, low_rows = ops.depend(rows, losses[-1]), ops.depend(low_rows, losses[-1])
+        logits = adapted_logits(head(rows, weight), low_rows, b)
         losses += (vocabulary.picked(vocabulary.log_probabilities(logits), labels[begin:end]),)
     return ops.concat(losses, 0)
 
