@@ -111,7 +111,7 @@ def test_no_page_message_or_script_uses_an_earlier_name():
     """But the change log, which says what was renamed, and the table of the names themselves."""
     # A string or a comment may go on in the next line.
     command = re.compile(
-        rf"mindlora(?:\.cli\W+|[\s\"'#]+(?:f?[\"'])?)({'|'.join(EARLIER)})\b|[^\"](convert|quantize)-base\b"
+        rf"mindlora(?:\.cli\W+|[\s\"'#]+(?:f?[\"'])?)({'|'.join(EARLIER)})\b|[^\"-](convert|quantize)-base\b"
     )
     found = []
     for pattern in (

@@ -97,7 +97,7 @@ MISTAKES = {
     "LoraCheckpoint without LoRA": ([f"{MODEL}pet_config", "null"], "LoraCheckpoint saves adapters, but model_"),
     "padding": (
         ["--train_dataset_dir", "{data}/padded.mindrecord", f"{MODEL}pad_token_id", "3"],
-        "and model_config.pad_token_id is 3. Set it to ",
+        "but model_config.pad_token_id is 3. Set it to ",
     ),
 }
 

@@ -61,5 +61,5 @@ def test_no_compiler_or_one_that_refuses_is_an_error_with_advice(monkeypatch, tm
     with pytest.raises(InstallationError, match="(?s)Install g.. 9 or newer.*nothing.* was not declared"):
         stand_ins.compile_library(tmp_path / "lib.so", [source])
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(InstallationError, match="no C.. compiler was found"):
+    with pytest.raises(InstallationError, match="no C.. compiler .* was found"):
         stand_ins.compile_library(tmp_path / "lib.so", [source])

@@ -81,7 +81,7 @@ def test_mindformers_own_step_skips_it_by_its_loss_and_lowers_no_loss_scale(netw
     network = adapted(network)
     scale = nn.DynamicLossScaleUpdateCell(loss_scale_value=1024, scale_factor=2, scale_window=1000)
     optimizer = nn.AdamWeightDecay(network.trainable_params(), Falling())
-    step = LoraTrainOneStepCell(network, optimizer, scale_sense=scale, use_clip_grad=True)
+    step = LoraTrainOneStepCell(network, optimizer, scale_sense=scale, use_clip_grad=True, loss_in_pieces=False)
     assert step.is_mindformers_step
     # A CPU compiles nothing for the semi-automatic modes; alone, the same step computes the same.
     ms.reset_auto_parallel_context()
