@@ -12,7 +12,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.numerics import initializers
 from mindlora.files.adapters import files as adapter_files
 from mindlora.network import tree
-from tests.support import networks, tiny_runs
+from tests.support import mcore_networks, networks, tiny_runs
 from tests.support.what_runs import shows
 
 ROWS, STEPS = 12, 24  # Eight epochs of three steps.
@@ -139,6 +139,26 @@ def test_mica_trains_a_alone_in_the_minor_directions_of_the_base(mica):
     assert len(moments) == 6 and all(name.endswith("lora_a") for name in moments)
     assert f"trainable params: {sum(adapter.tensors[path, 'A'].size for path in PATHS):,} " in mica.process.stdout
     assert_falling(tiny_runs.losses(mica.whole))
+
+
+@shows("mica", "qwen3")
+def test_mica_on_a_qwen3_trains_a_alone(tmp_path):
+    tiny_runs.write_data(tmp_path / "rows.mindrecord", ROWS)
+    checkpoint = {"type": "LoraCheckpoint", "save_steps": 3, "keep_last": 99}
+    pet = {"lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear", "lora_init": "mica"}
+    process = tiny_runs.launch(
+        mcore_networks.tiny_config(tmp_path / "rows.mindrecord", 2, [checkpoint], pet), tmp_path / "run"
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    first, last = (
+        adapter_files.read(str(tmp_path / "run" / "lora_checkpoint" / step)) for step in ("step_3", "step_6")
+    )
+    for path in first.paths:
+        np.testing.assert_array_equal(first.tensors[path, "B"], last.tensors[path, "B"])
+        assert (first.tensors[path, "A"] != last.tensors[path, "A"]).any(), path
+    # Cells of their own; the others are joined with others in the model, whose weight the directions are of.
+    of_own = [path for path in first.paths if path.endswith((".wo", ".w2"))]
+    assert of_own and all(initializers.has_orthonormal_columns(first.tensors[path, "B"]) for path in of_own)
 
 
 @shows("mica", "llama")
