@@ -77,7 +77,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
         )
     if config.quantize_base == AS_STORED and not any(isinstance(cell, IntegerDense) for cell in tree.modules.values()):
         raise LoraError(
-            "quantize_base is as_stored, and no cell of the network holds integers. Call hold_base with the checkpoint "
+            "quantize_base is as_stored, but no cell of the network holds integers. Call hold_base with the checkpoint "
             "before apply_lora."
         )
     tree.give_heads_their_tables()

@@ -39,7 +39,7 @@ def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
     """
     if ms.get_context("device_target") != "CPU":
         raise ConfigError(
-            f"quantize_base is as_stored and the device is {ms.get_context('device_target')}, for which no operator "
+            f"quantize_base is as_stored, but the device is {ms.get_context('device_target')}, for which no operator "
             f"multiplies by integers. {ADVICE}"
         )
     tree = Tree(network)
@@ -60,7 +60,7 @@ def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
     if refused or missing:
         found = "; ".join([*refused, *([f"{listed(missing)}: there is no linear cell of the name"] if missing else [])])
         raise UnsupportedCellError(
-            f"quantize_base is as_stored, and cells cannot hold their weights so. {found}. {ADVICE}"
+            f"quantize_base is as_stored, but cells cannot hold their weights so. {found}. {ADVICE}"
         )
     made = {
         id(cell): kinds[prefix].from_dense(cell, prefix, forms[f"{prefix}.weight"]) for prefix, cell in cells.items()

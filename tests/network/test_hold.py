@@ -91,8 +91,8 @@ def test_a_fingerprint_names_the_form_and_parameters_are_counted_as_numbers(make
     "form, message",
     [
         ("gptq-order", "its groups are not in the order of its columns (desc_act)"),
-        ("gptq-2", "it is in GPTQ in 2 bits, and 4 and 8 bits of integers are held"),
-        ("gptq-16", "its groups have 16 columns, and those of a multiple of 32 are held"),
+        ("gptq-2", "it is in GPTQ in 2 bits, but only integers of 4 or 8 bits can be held"),
+        ("gptq-16", "its groups have 16 columns, but only a multiple of 32 can be held"),
         ("decoded", "holds no weights in a quantized form"),
     ],
 )
@@ -108,14 +108,14 @@ def test_what_cannot_be_held_is_refused_by_name_and_says_what_to_choose(make, fo
 def test_a_row_that_is_not_whole_blocks_is_refused(make, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.support.held_bases.SHAPES", {"mlp.up_proj": (128, 96)})
     held, *_ = save_bases(tmp_path, "llama", "gptq")
-    with pytest.raises(CheckpointError, match="a row has 96 numbers, and rows of a multiple of 64 are held"):
+    with pytest.raises(CheckpointError, match="a row has 96 numbers, but only a multiple of 64 can be held"):
         hold_base(make(), held)
 
 
 @pytest.mark.parametrize("other", ["w8a8", None, "packed"])
 def test_parts_of_a_joined_cell_in_different_forms_are_refused(make, other, tmp_path):
     held, *_ = save_bases(tmp_path, "llama", "packed-groups", other={"self_attn.k_proj": other})
-    with pytest.raises(CheckpointError, match="the weights of a joined cell are held in one form"):
+    with pytest.raises(CheckpointError, match="the weights of a joined cell must be in one form"):
         hold_base(make(qkv_concat=True), held)
     network = make()
     hold_base(network, held)
@@ -134,7 +134,7 @@ def test_zeros_that_are_no_whole_numbers_are_refused(make, tmp_path, monkeypatch
     held, *_ = save_bases(tmp_path, "llama", "modelslim")
     network = make()
     hold_base(network, held)
-    with pytest.raises(CheckpointError, match=r"q_proj.weight has zeros from -2.5 to 3.5, and whole ones from -128"):
+    with pytest.raises(CheckpointError, match=r"q_proj.weight has zeros from -2.5 to 3.5, but only whole ones from -128"):
         load_base(network, held)
 
 
@@ -144,7 +144,7 @@ def test_on_an_npu_nothing_is_held(make, tmp_path, monkeypatch):
     network = make()
     monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
     with pytest.raises(
-        ConfigError, match="as_stored and the device is Ascend, for which no operator multiplies by int"
+        ConfigError, match="as_stored, but the device is Ascend, for which no operator multiplies by int"
     ):
         hold_base(network, held)
 

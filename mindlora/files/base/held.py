@@ -66,7 +66,7 @@ def held_tensors(base: BaseCheckpoint, renamed: Renamed) -> HeldTensors:
     except CheckpointError as error:
         # In float they could be joined.
         raise CheckpointError(
-            f"{error} quantize_base is as_stored, and the weights of a joined cell are held in one form. {ADVICE}"
+            f"{error} quantize_base is as_stored, but the weights of a joined cell must be in one form. {ADVICE}"
         ) from error
     tensors = dict(by_field["codes"])
     forms = {}
@@ -81,7 +81,7 @@ def held_tensors(base: BaseCheckpoint, renamed: Renamed) -> HeldTensors:
         forms[name] = IntegerForm(bits, held["scales"].shape[1], held["scales"].dtype)
     if any(name.rpartition(".mlp.experts.")[1] for name in forms):
         raise CheckpointError(
-            f"{base.path} holds routed experts in a quantized form, and quantize_base: as_stored holds linear cells. "
-            f"{ADVICE}"
+            f"{base.path} holds routed experts in a quantized form, but quantize_base: as_stored holds linear cells "
+            f"alone. {ADVICE}"
         )
     return HeldTensors(tensors, forms, views["codes"])

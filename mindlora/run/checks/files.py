@@ -147,10 +147,10 @@ def _check_stored(run: YamlRun, path: str) -> Iterator[Finding]:
     """Yields why the base cannot be held in the bits in which it is stored."""
     key = f"{PET}.quantize_base"
     if not run.on_cpu:
-        device = "quantize_base is as_stored, and operators of a CPU alone multiply by integers."
+        device = "quantize_base is as_stored, but operators of a CPU alone multiply by integers."
         yield error(key, device, ADVICE)
     elif run.trains and not loads_by_tensor(run):
-        loads = "quantize_base is as_stored, and in this run MindFormers loads the base, in float."
+        loads = "quantize_base is as_stored, but in this run MindFormers loads the base, in float."
         yield error(key, loads, f"Train plain LoRA on whole cells, from load_checkpoint alone. {ADVICE}")
     else:
         try:

@@ -268,7 +268,7 @@ def _hold(base_model: nn.Cell) -> None:
     checkpoint = run_configuration().get("load_checkpoint")
     if not checkpoint:
         raise ConfigError(
-            "pet_config.quantize_base is as_stored, and no base is known whose bits could be held. Start the run with "
+            "pet_config.quantize_base is as_stored, but no base is known whose bits could be held. Start the run with "
             "mindlora-run, and name the quantized folder: --load_checkpoint FOLDER."
         )
     hold_base(base_model, checkpoint)

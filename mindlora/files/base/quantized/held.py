@@ -25,13 +25,13 @@ def why_not_held(weight: PackedWeight) -> str:
     """Returns why the operator integer_linear cannot hold a weight in its own bits, or ""."""
     integers, columns = weight.integers, weight.shape[1]
     if integers is None or integers.bits not in BITS:
-        return f"it is in {weight.form}, and 4 and 8 bits of integers are held"
+        return f"it is in {weight.form}, but only integers of 4 or 8 bits can be held"
     if integers.order is not None:
         return "its groups are not in the order of its columns (desc_act)"
     if columns % BLOCK:
-        return f"a row has {columns} numbers, and rows of a multiple of {BLOCK} are held"
+        return f"a row has {columns} numbers, but only a multiple of {BLOCK} can be held"
     if columns // integers.groups % HALF:
-        return f"its groups have {columns // integers.groups} columns, and those of a multiple of {HALF} are held"
+        return f"its groups have {columns // integers.groups} columns, but only a multiple of {HALF} can be held"
     if integers.dtype not in _SCALES:
         return f"its scales are {integers.dtype}"
     return ""
@@ -47,7 +47,7 @@ def check_held(path: str, weights: Mapping[str, PackedWeight], names: Iterable[s
     if reasons:
         found = "; ".join(f"{examples(alike)}: {reason}" for reason, alike in reasons.items())
         raise CheckpointError(
-            f"{path}: quantize_base is as_stored, and not all weights can be held so. {found}. {ADVICE}"
+            f"{path}: quantize_base is as_stored, but not all weights can be held so. {found}. {ADVICE}"
         )
 
 
@@ -71,7 +71,7 @@ def rows_of(weight: PackedWeight, field: str, begin: int, end: int) -> np.ndarra
     rounded = whole.astype(np.int8 if integers.bits == 8 else np.uint8)
     if not np.array_equal(rounded, whole):
         raise CheckpointError(
-            f"{weight.name} has zeros from {whole.min()} to {whole.max()}, and whole ones from {limits[0]} to "
-            f"{limits[1]} are held. {ADVICE}"
+            f"{weight.name} has zeros from {whole.min()} to {whole.max()}, but only whole ones from {limits[0]} to "
+            f"{limits[1]} can be held. {ADVICE}"
         )
     return np.ascontiguousarray(np.broadcast_to(rounded.view(np.uint8), (count, integers.groups)))
