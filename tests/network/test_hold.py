@@ -134,7 +134,7 @@ def test_zeros_that_are_no_whole_numbers_are_refused(make, tmp_path, monkeypatch
     held, *_ = save_bases(tmp_path, "llama", "modelslim")
     network = make()
     hold_base(network, held)
-    with pytest.raises(CheckpointError, match=r"q_proj.weight has zeros from -2.5 to 3.5, but only whole ones from -128"):
+    with pytest.raises(CheckpointError, match=r"q_proj.weight has zeros from -2.5 to 3.5, but only whole ones"):
         load_base(network, held)
 
 
