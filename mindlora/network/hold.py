@@ -58,9 +58,10 @@ def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
     refused = refusals({prefix: refusal(kinds[prefix].check, cell) for prefix, cell in cells.items()})
     missing = [name for name in forms if name.rpartition(".")[0] not in cells]
     if refused or missing:
-        found = "; ".join([*refused, *([f"{listed(missing)}: there is no linear cell of the name"] if missing else [])])
+        if missing:
+            refused.append(f"{listed(missing)}: there is no linear cell of that name")
         raise UnsupportedCellError(
-            f"quantize_base is as_stored, but cells cannot hold their weights so. {found}. {ADVICE}"
+            f"quantize_base is as_stored, but cells cannot hold their weights so. {'; '.join(refused)}. {ADVICE}"
         )
     made = {
         id(cell): kinds[prefix].from_dense(cell, prefix, forms[f"{prefix}.weight"]) for prefix, cell in cells.items()

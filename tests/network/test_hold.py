@@ -8,14 +8,19 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.core.errors import CheckpointError, ConfigError, LoraError
+from mindlora.files.base.convert import in_mindformers_names
+from mindlora.files.base.held import held_tensors
+from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.network.base_fingerprint import base_fingerprint
 from mindlora.network.hold import hold_base
 from mindlora.network.load_base import load_base
 from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import parameter_count
 from mindlora.network.tree import lora_cells
+from tests.support import held_bases
 from tests.support.held_bases import node, save_bases
 from tests.support.networks import randomize
+from tests.support.quantized_checkpoints import save_quantized
 
 
 @pytest.fixture
@@ -123,8 +128,6 @@ def test_parts_of_a_joined_cell_in_different_forms_are_refused(make, other, tmp_
 
 
 def test_zeros_that_are_no_whole_numbers_are_refused(make, tmp_path, monkeypatch):
-    from tests.support import held_bases
-
     def with_half(path, shape, rng):
         tensors, weight = held_bases.modelslim(path, shape, rng)
         tensors[f"{path}.weight_offset"] += np.float32(0.5)
@@ -166,3 +169,23 @@ def test_adapters_are_put_on_a_base_that_is_held(make):
 def test_what_does_not_go_with_a_held_base(fields, message):
     with pytest.raises(ConfigError, match=message):
         LoraConfig(target_modules="all-linear", quantize_base="as_stored", **fields)
+
+
+def test_routed_experts_in_integers_are_refused(tmp_path):
+    stored, _ = held_bases.tensors_of("qwen3", "gptq", other=dict.fromkeys(held_bases.SHAPES))
+    make, options, settings, _ = held_bases.FORMS["gptq"]
+    rng = np.random.default_rng(0)
+    for layer in range(held_bases.LAYERS):
+        mlp = f"model.layers.{layer}.mlp"
+        stored[f"{mlp}.gate.weight"] = rng.normal(0, 0.2, (2, held_bases.HIDDEN)).astype("f4")
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            del stored[f"{mlp}.{name}.weight"]
+            for expert in range(2):
+                made, _ = make(f"{mlp}.experts.{expert}.{name}", held_bases.SHAPES[f"mlp.{name}"], rng, **options)
+                stored.update(made)
+    config = {**held_bases.CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    config.update(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=held_bases.FFN)
+    path = save_quantized(str(tmp_path / "experts"), "gptq", stored, settings=settings, **config)
+    refused = pytest.raises(CheckpointError, match="holds routed experts in a quantized form, but quantize_base: as_st")
+    with BaseCheckpoint(path, decode_to=np.dtype(np.float32)) as base, refused:
+        held_tensors(base, lambda of: {tensor.name: tensor for tensor in in_mindformers_names(of)[0]})

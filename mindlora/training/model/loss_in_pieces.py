@@ -112,10 +112,10 @@ def plain_logits(network: nn.Cell) -> Iterator[None]:
     Raises ConfigError if it has got one whose logits are not made in pieces.
     """
     model = with_loss(network)
-    name = "output_layer" if is_gpt_model(model) else "lm_head"
-    getattr(model, name).__class__ = type(getattr(model, name)).__bases__[-1]
+    handing = output_head(model)
+    handing.__class__ = type(handing).__bases__[-1]
     yield
-    head = getattr(model, name)
+    head = output_head(model)
     obstacle = obstacle_of_adapter(head)
     if obstacle:
         raise ConfigError(f"The output head {obstacle}, whose logits are made all at once. Use an adapter without it.")
@@ -196,7 +196,7 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     if model is None:
         return False
     is_gpt = is_gpt_model(model)
-    head = model.output_layer if is_gpt else getattr(model, "lm_head", None)
+    head = output_head(model)
     described = _described(model, head, setting, steps_by_mindlora)
     logger.info("%s", described)
     if described.why_whole:
@@ -231,6 +231,11 @@ def _described(model, head, setting, steps_by_mindlora):
     predicts_several = is_gpt and model.mtp_process
     run = "" if steps_by_mindlora or is_semi_automatic() else OTHER_STEP
     return Head(setting, run, type(model).__name__, is_known, cell, predicts_several)
+
+
+def output_head(model: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the output head of a MindFormers model; None if it has none that is known."""
+    return model.output_layer if is_gpt_model(model) else getattr(model, "lm_head", None)
 
 
 def plain_head(head: nn.Cell) -> nn.Cell:

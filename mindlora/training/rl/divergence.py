@@ -18,8 +18,7 @@ from mindlora.network.save_load import load_lora
 from mindlora.network.tree import copy_cells, lora_cells, replace_children
 from mindlora.training.model.held_weights import hold_weights, release_weights
 from mindlora.training.model.log_probabilities import RowLogProbabilities, row_head_inputs
-from mindlora.training.model.loss_in_pieces import LossesOfHead, losses_of_head, plain_logits
-from mindlora.training.model.mcore_model import is_gpt_model
+from mindlora.training.model.loss_in_pieces import LossesOfHead, losses_of_head, output_head, plain_logits
 from mindlora.training.model.network import innermost, with_loss
 from mindlora.training.model.pet import MindloraModel
 from mindlora.training.rl.settings import RlSettings
@@ -91,16 +90,11 @@ def row_divergences(network: nn.Cell, settings: RlSettings) -> RowDivergences:
             "on the output head; or remove gkd."
         )
     teacher = teacher_network(network, settings.teacher_adapter)
-    head_of_teacher = _head_of(teacher)
+    head_of_teacher = output_head(with_loss(teacher))
     b = head_of_teacher.mindpet_delta_lora_b if isinstance(head_of_teacher, LoRACell) else None
     temperature = settings.temperature
     both = row_head_inputs(network, temperature), row_head_inputs(teacher, temperature)
     return RowDivergences(*both, head, b, settings.gkd.beta)
-
-
-def _head_of(network: nn.Cell) -> nn.Cell:
-    model = with_loss(network)
-    return model.output_layer if is_gpt_model(model) else model.lm_head
 
 
 def teacher_network(network: nn.Cell, path: Optional[str]) -> nn.Cell:
