@@ -7,7 +7,6 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.initializers import changes_base
 from mindlora.core.yaml_file import PET
 from mindlora.models.label_losses import IN_GRAPH_MODE as LOSS_IN_PIECES
-from mindlora.models.lora_config import AS_STORED
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.mcore import check_served
 from mindlora.run.yaml_run import WRAPPER, YamlRun
@@ -71,7 +70,7 @@ def _check_adapter(run: YamlRun) -> Iterator[Finding]:
             "sampler.",
             "Set it to 0.0.",
         )
-    if run.lora is not None and run.lora.quantize_base == AS_STORED:
+    if run.holds_as_stored:
         yield error(
             f"{PET}.quantize_base",
             "The base is to be held as it is stored, but rl samples from one in float or in NF4.",
