@@ -6,6 +6,7 @@ seconds, is ended with them. Arguments: how many ranks, the scheduler's port, wh
 """
 
 import ctypes
+import faulthandler
 import os
 import runpy
 import signal
@@ -43,6 +44,7 @@ def fork(role, rank, count, port):
     log = os.open(os.path.join("log", f"{name}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
+    faulthandler.enable(file=log)
     return 0
 
 
