@@ -1,4 +1,4 @@
-"""frozen_linear: a frozen linear layer whose weight stays in 16 bits, for training on a CPU."""
+"""frozen_linear: frozen layers whose weights stay in 16 bits, for training on a CPU."""
 
 from typing import Callable, Tuple
 
@@ -63,6 +63,54 @@ def _gradient(kernel: CpuKernel) -> Callable[..., Tuple[Tensor, Tensor]]:
 
     def bprop(x, weight, out, dout):
         return kernel(dout, weight), ops.zeros_like(weight)
+
+    return bprop
+
+
+class FrozenExperts(OperatorCell):
+    r"""y_e = x_e W_e and dx_e = dy_e W_e^T for the rows x_e of each expert e, whose W_e is frozen and stays in 16 bits.
+
+    As FrozenLinear in all else. A row after the last expert's gives zeros.
+
+    Args:
+        rounds (bool): As in FrozenLinear. Default: False.
+
+    Inputs:
+        - **x** (Tensor) - Shape [tokens, in], float32, sorted by expert.
+        - **weight** (Tensor) - Shape [experts * in, out], bfloat16 or float16: the W_e, one below the other.
+        - **groups** (Tensor) - Shape [experts], int64: the row of x after each expert's last.
+
+    Outputs:
+        Tensor [tokens, out], float32.
+
+    Raises:
+        BackendError: As in FrozenLinear.
+        RuntimeError: A shape is wrong, or the groups do not follow each other (raised by the kernel, which names it).
+
+    Source: Shazeer et al., Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer, 2017.
+    """
+
+    op = "frozen_linear"
+    inputs = 3
+
+    def __init__(self, rounds: bool = False):
+        super().__init__()
+        self.rounds = rounds
+        name = "FrozenExpertsRounded" if rounds else "FrozenExperts"
+        grad_kernel = CpuKernel(f"{name}Grad", self.inputs)
+        self.kernel = CpuKernel(name, self.inputs, bprop=_gradient_of_rows(grad_kernel))
+
+    def construct(self, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
+        check_fixed_dtypes(self.op, self.path, ("x", "groups"), (x.dtype, groups.dtype), (mstype.float32, mstype.int64))
+        _check_weight(self.op, self.path, weight.dtype, self.rounds)
+        return self.kernel(x, weight, groups)
+
+
+def _gradient_of_rows(kernel: CpuKernel) -> Callable[..., Tuple[Tensor, Tensor, Tensor]]:
+    """Returns the bprop of a product by experts, as _gradient."""
+
+    def bprop(x, weight, groups, out, dout):
+        return kernel(dout, weight, groups), ops.zeros_like(weight), ops.zeros_like(groups)
 
     return bprop
 

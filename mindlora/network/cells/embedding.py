@@ -24,6 +24,7 @@ from mindlora.network.cells.cell import (
 from mindlora.network.cells.linear_base import parallel_layers
 from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.tree import replace_children, weight_of
+from mindlora.ops.frozen_linear import FrozenRows
 
 
 class LoRAEmbedding(LoRACell):
@@ -41,7 +42,7 @@ class LoRAEmbedding(LoRACell):
         - **ids** (Tensor) - int32 or int64, of any shape.
 
     Outputs:
-        Tensor of shape [*ids.shape, dim] and of the dtype of W.
+        Tensor of shape [*ids.shape, dim] and of the dtype of W, or float32 after hold_base.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
@@ -82,6 +83,10 @@ class LoRAEmbedding(LoRACell):
         self.transpose = ops.Transpose()
         self.lora_b_matmul = ops.MatMul(transpose_b=True)
 
+    def hold_base(self) -> None:
+        """Makes the cell widen the rows that it looks up of a frozen table of 16 bits, and compute in float32."""
+        self.gather, self.dtype, self.trained = RowsOfTable(), mstype.float32, TrainedRead(mstype.float32)
+
     def _add_adapter(self, config, shared):
         dtype = getattr(mstype, config.param_init_type)
         shapes = self.part_shapes(self.base_cell, self.lora_rank)
@@ -108,6 +113,17 @@ class LoRAEmbedding(LoRACell):
             f"vocabulary={self.in_channels}, dim={self.out_channels}, lora_rank={self.lora_rank}, "
             f"lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}"
         )
+
+
+class RowsOfTable(nn.Cell):
+    """FrozenRows, called as MindSpore's Gather."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = FrozenRows()
+
+    def construct(self, table: Tensor, ids: Tensor, axis: int) -> Tensor:
+        return self.rows(ids, table)
 
 
 def embedding_types() -> Tuple[type, ...]:

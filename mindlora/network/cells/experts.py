@@ -10,7 +10,7 @@ import sys
 from typing import List, Optional, Tuple
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.auto_generate import GroupedMatmul
 
@@ -19,6 +19,7 @@ from mindlora.core.numerics.pair_shapes import EXPERTS
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import LoRACell, refuse_own_forward, refuse_unsupported
 from mindlora.network.cells.linear_base import adopt_weight
+from mindlora.ops.frozen_linear import FrozenExperts
 
 FFN_MODULE = "mindformers.parallel_core.training_graph.transformer.moe.ffn"
 Operands = Tuple[Tensor, Tensor, Tensor]
@@ -65,8 +66,12 @@ class ExpertWeight(nn.Cell):
 
     def operands(self, after: Tensor) -> Operands:
         """Returns what construct multiplies by once ``after`` is computed; W stands in for the missing A and B."""
-        weight = self.cast(self.weight, self.dtype)
+        weight = self.product.operand(self.weight, self.dtype)
         return weight, weight, weight
+
+    def hold_base(self, rounds: bool) -> None:
+        """Makes the cell multiply by a frozen W of 16 bits as it is: see GroupedProduct.hold."""
+        self.product.hold(rounds)
 
     def decoder(self, dtype: mstype.Type) -> Optional[nn.Cell]:
         """Returns what decodes the weight into a dtype; None for a weight in float."""
@@ -77,16 +82,31 @@ class ExpertWeight(nn.Cell):
 
 
 class GroupedProduct(nn.Cell):
-    """x_e W_e for the tokens x_e of each expert, by the operator that MindFormers uses."""
+    """x_e W_e for the tokens x_e of each expert, by the operator that MindFormers uses.
+
+    Attributes:
+        held (FrozenExperts or None): What multiplies by a W of 16 bits as it is; see ``hold``.
+    """
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
         self.shape = (-1, in_channels, out_channels)
         self.reshape = ops.Reshape()
         self.grouped_matmul = grouped_matmul()
+        self.held = None
         self.cast = ops.Cast()
 
+    def hold(self, rounds: bool) -> None:
+        """Makes the product take a frozen W of 16 bits as it is; as LinearBase.hold."""
+        self.held = FrozenExperts(rounds)
+
+    def operand(self, weight: Parameter, dtype: mstype.Type) -> Tensor:
+        """W as the product takes it: in a dtype, or as it is held."""
+        return weight if self.held is not None else self.cast(weight, dtype)
+
     def construct(self, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
+        if self.held is not None:
+            return self.held(x, weight, groups)
         x = self.cast(x, weight.dtype)
         weight = self.reshape(weight, self.shape)
         return self.grouped_matmul([x], [weight], None, None, None, None, None, groups)[0]
@@ -144,8 +164,11 @@ class LoRAExpertWeight(LoRACell):
         if self.packed:
             weight = self.decode(after, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
         else:
-            weight = self.cast(self.weight, self.dtype)
+            weight = self.product.operand(self.weight, self.dtype)
         return weight, a, b
+
+    # The product is the plain cell's too.
+    hold_base = ExpertWeight.hold_base
 
     def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
         low_rank = self.a_product(x, self.transpose(a, (0, 2, 1)), groups) * self.cast(self.scale, self.dtype)

@@ -90,6 +90,10 @@ class StackedLoRADense(HeldWeight, nn.Cell):
         """Returns A and B of all adapters."""
         return self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
 
+    def hold_base(self, rounds: bool) -> None:
+        """Makes the cell multiply by a frozen W of 16 bits as it is: see LinearBase.hold."""
+        self.base.hold(rounds)
+
     def construct(self, x: Tensor) -> Tensor:
         tokens = self.base.tokens(x)
         y = self.base.linear(tokens, self._operands(), self.bias) + self._delta(tokens, x.shape)
@@ -213,7 +217,9 @@ class StackedLoRAExpertWeight(nn.Cell):
         b = self.transpose(self.cast(self.mindpet_delta_lora_b, self.dtype), (1, 0, 3, 2))
         a = self.reshape(a, (self.experts, self.in_channels, together))
         b = self.reshape(b, (self.experts, together, self.out_channels))
-        return self.cast(self.weight, self.dtype), a, b
+        return self.product.operand(self.weight, self.dtype), a, b
+
+    hold_base = ExpertWeight.hold_base
 
     def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor, owners: Tensor) -> Tensor:
         own = ops.matmul(owners, self.cast(self.scales, owners.dtype))

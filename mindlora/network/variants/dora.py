@@ -10,6 +10,7 @@ from mindspore.common.initializer import Constant
 from mindlora.core.errors import LoraError
 from mindlora.models.variants.dora import DORA
 from mindlora.network.cells.dense import LoRADense
+from mindlora.ops.frozen_linear import FrozenLinear
 
 # How many rows of W, evenly spread, are compared to tell whether W has changed since the magnitude was initialized.
 _SAMPLED_ROWS = 4
@@ -60,6 +61,7 @@ class DoRADense(LoRADense):
     def _add_adapter(self, config, shared):
         super()._add_adapter(config, shared)
         self._add_parts(self._drawn(config, {"magnitude": Constant(float("nan"))}))
+        self.exact = None
         self.add = ops.Add()
         self.mul = ops.Mul()
         self.div = ops.RealDiv()
@@ -75,7 +77,7 @@ class DoRADense(LoRADense):
         """g (x W^T + ((x A^T) * scale) B^T) + bias; with dropout in training, the equation that the class gives."""
         a, b = self.trained.of(self.mindpet_delta_lora_a), self.trained.of(self.mindpet_delta_lora_b)
         weight = self._operands()
-        gain = self.cast(self._gain(weight[0], a, b), self.dtype)
+        gain = self.cast(self._gain(weight, a, b), self.dtype)
         if self.dropout_rate > 0 and self.training:
             dropped = self.low_rank.drop(x)
             plain = self.base.product(dropped, weight)
@@ -87,13 +89,13 @@ class DoRADense(LoRADense):
     def _gain(self, weight, a, b):
         """m / ||W + scale B A||, float32 [out], with the norm as a constant in the backward."""
         magnitude = self.cast(self.mindpet_delta_lora_magnitude, mstype.float32)
-        gain = self.div(magnitude, self._norm(self.stop_gradient(weight), self.stop_gradient(a), self.stop_gradient(b)))
+        gain = self.div(magnitude, self._norm(weight, self.stop_gradient(a), self.stop_gradient(b)))
         # In training, a magnitude that was never initialized must not go unnoticed.
         return gain if self.training else self.select(self.is_nan(magnitude), self.ones, gain)
 
     def _norm(self, weight, a, b):
         scale = self.scale
-        on_a = self.cast(self.times_transposed(weight, a), mstype.float32)
+        on_a = self.cast(self._times(weight, a), mstype.float32)
         a = self.cast(a, mstype.float32)
         b = self.cast(b, mstype.float32)
         # Not from `weight`, whose squares could overflow float16.
@@ -101,6 +103,17 @@ class DoRADense(LoRADense):
         on_b = self.times_transposed(b, self.times_transposed(a, a))
         crossed = self.row_sum(self.mul(on_a * (2 * scale) + on_b * (scale * scale), b), 1)
         return self.sqrt(self.row_sum(self.mul(weight, weight), 1) + crossed)
+
+    def _times(self, weight, a):
+        """W A^T [out, r]."""
+        if self.exact is not None:
+            return self.transpose(self.exact(a, weight[0]), (1, 0))
+        return self.times_transposed(self.stop_gradient(weight[0]), a)
+
+    def hold_base(self, rounds: bool) -> None:
+        super().hold_base(rounds)
+        # A norm that is rounded would be worse than the change that training makes to it.
+        self.exact, self.transpose = FrozenLinear(), ops.Transpose()
 
     def prepare(self) -> None:
         """Initializes the magnitude, or does so again if W has changed since and the magnitude was not trained.

@@ -228,21 +228,12 @@ def why_not_held(run: YamlRun) -> str:
         return "context.mode is not 0"
     architecture = run.architecture
     is_llama = architecture is not None and "LlamaConfig" in architecture.model_types
-    if not is_llama and not (run.is_mcore and architecture is not None and not architecture.experts):
-        return "of the models of MindFormers, Llama and Qwen3 hold one"
+    if not is_llama and not (run.is_mcore and architecture is not None):
+        return "of the legacy models of MindFormers, Llama alone holds one"
     if run.legacy_experts > 1:
-        return "routed experts multiply in float32"
-    if run.preference is not None:
-        return "the reference of runner_wrapper.preference computes in float32"
-    if lora.adapters:
-        return "several adapters (pet_config.adapters) compute in float32"
-    for field in ("modules_to_save", "freeze_exclude"):
-        if getattr(lora, field):
-            return f"pet_config.{field} trains weights of the base"
+        return "the routed experts of a legacy model multiply in float32"
     if lora.compute_dtype not in (None, "float32"):
         return f"pet_config.compute_dtype is {lora.compute_dtype}"
-    if lora.variant.row_norms:
-        return f"{lora.variant.name} needs the norms of its rows in float32"
     return ""
 
 

@@ -1,6 +1,6 @@
 """A base that stays in 16 bits while it trains on a CPU, where everything else is computed in float32."""
 
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import mindspore as ms
 from mindformers.models.llama.llama_layer import LlamaEmbedding, LlamaRMSNorm
@@ -10,24 +10,33 @@ from mindformers.parallel_core.training_graph.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from mindformers.parallel_core.training_graph.transformer.moe.ffn import FFNGroupedGEMM
+from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
 from mindformers.parallel_core.training_graph.transformer.norm import FusedRMSNorm
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.dense import LoRADense
+from mindlora.network.cells.embedding import AroundEmbedding, LoRAEmbedding, RowsOfTable
+from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.linear_base import LinearBase
 from mindlora.network.cells.parallel_linear import ParallelBase
-from mindlora.network.variants.dora import DoRADense
+from mindlora.network.cells.routed_experts import RoutedExperts
+from mindlora.network.cells.stacked import StackedLoRADense, StackedLoRAExpertWeight
+from mindlora.network.pynative.experts import LEAVES
+from mindlora.network.tree import replace_children
 from mindlora.ops.backend import multiplies_bfloat16
 from mindlora.ops.frozen_linear import FrozenRows
 from mindlora.training.log import logger
 
 _ADVICE = "Set params_dtype of an mcore model, else param_init_type and embedding_init_type, to float32."
 _NARROW = (mstype.bfloat16, mstype.float16)
-# Their weights are vectors, which the cells widen themselves.
-_NORMS = (LlamaRMSNorm, FusedRMSNorm)
+# They widen their weights themselves: vectors, and a router's few rows.
+_WIDENING = (LlamaRMSNorm, FusedRMSNorm, TopKRouter)
+# They multiply by one frozen weight, beside adapters or without.
+_MULTIPLYING = (LoRADense, StackedLoRADense, ExpertWeight, LoRAExpertWeight, StackedLoRAExpertWeight)
 
 
 class HeldLinear(Linear):
@@ -62,35 +71,27 @@ _HELD = {
 }
 
 
-class _TableFirst(nn.Cell):
-    """FrozenRows as MindFormers' LlamaEmbedding calls its gather."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = FrozenRows()
-
-    def construct(self, table: Tensor, ids: Tensor, axis: int) -> Tensor:
-        return self.rows(ids, table)
-
-
 def hold_weights(network: nn.Cell, product_dtype: str) -> None:
     """Makes a network with adapters multiply by frozen weights of 16 bits as they are, in place, on a CPU.
 
-    Linear cells take them by FrozenLinear, embeddings by FrozenRows; norms widen theirs, which are vectors. What goes
-    into a cell and comes out of it is float32, and so are A and B. A network in float32 stays as it is.
+    Linear cells take them by FrozenLinear, routed experts by FrozenExperts, embeddings by FrozenRows; norms and routers
+    widen theirs, which are small, and what trains of the base is widened for good. What goes into a cell and comes out
+    of it is float32, and so are A and B. A network in float32 stays as it is. The cells that adapters have replaced
+    hold them too, so that a reference without the adapters does.
 
     Args:
         network (nn.Cell): A model of MindFormers with adapters, of which is decided what trains.
         product_dtype (str): float32 or bfloat16, what linear cells round what they multiply to: see FrozenLinear.
 
     Raises:
-        ConfigError: A parameter of 16 bits trains, is sharded, or belongs to a cell that does not take it so; or
-            product_dtype does not go with the weights.
+        ConfigError: A frozen parameter of 16 bits belongs to a cell that does not take it so; or product_dtype does
+            not go with the weights.
         BackendError: The library of mindlora's CPU operators is not there.
     """
     if ms.get_context("device_target") != "CPU":
         return
     rounds = product_dtype == "bfloat16"
+    _separate_experts(network)
     held = [_hold(cell, path, rounds) for path, cell in list(network.cells_and_names())]
     dtypes = {dtype for dtype in held if dtype is not None}
     if rounds and dtypes != {mstype.bfloat16}:
@@ -119,35 +120,45 @@ def release_weights(network: nn.Cell) -> None:
         cell.__class__ = own.get(type(cell), type(cell))
 
 
+def _separate_experts(network):
+    """Puts RoutedExperts in the place of MindFormers' experts with weights of 16 bits and no adapter."""
+    holders = [cell for _, cell in network.cells_and_names() if isinstance(cell, FFNGroupedGEMM)]
+    narrow = [cell for cell in holders if cell.weight1.dtype in _NARROW]
+    separate = {
+        id(cell): RoutedExperts(cell, {leaf: ExpertWeight(cell, leaf) for leaf in LEAVES}) for cell in narrow
+    }
+    replace_children(network, separate)
+
+
 def _hold(cell, path, rounds):
     """Lets a cell take its own frozen parameters of 16 bits as they are; returns the dtype of its weight, or None."""
-    own = [parameter for _, parameter in cell.parameters_and_names(expand=False)]
-    if isinstance(cell, LoRACell):
-        adapter = {id(parameter) for parameter in cell.lora_parameters()}
-        own = [parameter for parameter in own if id(parameter) not in adapter]
+    if isinstance(cell, AroundEmbedding) and cell.dtype in _NARROW:
+        cell.dtype = mstype.float32
+    own = _parameters_of_base(cell)
+    for parameter in own:
+        if parameter.requires_grad and parameter.dtype in _NARROW:
+            parameter.set_dtype(mstype.float32)
     narrow = [parameter for parameter in own if parameter.dtype in _NARROW]
-    trained = next((parameter for parameter in narrow if parameter.requires_grad), None)
-    if trained is not None:
-        raise ConfigError(
-            f"{trained.name} trains in {trained.dtype}: on a CPU only frozen weights can be in 16 bits. {_ADVICE}"
-        )
     # A product by integers takes their scales as they are.
-    if not narrow or isinstance(cell, _NORMS) or getattr(cell, "in_integers", False):
+    if not narrow or isinstance(cell, _WIDENING) or getattr(cell, "in_integers", False):
         return None
     dtype = narrow[0].dtype
-    if isinstance(cell, LoRADense) and not isinstance(cell, DoRADense):
+    if isinstance(cell, _MULTIPLYING):
         if cell.weight.dtype not in _NARROW:
             return None
         cell.hold_base(rounds)
+        if isinstance(cell, LoRADense):
+            _hold_linear(cell.base_cell, cell.base)
     elif type(cell) in _HELD:
-        # Parameters and settings stay when the class of a cell changes.
-        cell.__class__, base = _HELD[type(cell)]
-        cell.held = base(cell)
+        _, base = _HELD[type(cell)]
+        _hold_linear(cell, base(cell))
         cell.held.hold(rounds)
-    elif isinstance(cell, VocabParallelEmbedding) and isinstance(cell.embedding_morph, FrozenRows):
+    elif isinstance(cell, LoRAEmbedding):
+        cell.hold_base()
+        _hold_table(cell.base_cell)
         return None
-    elif type(cell) is LlamaEmbedding:
-        cell.gather = _TableFirst()
+    elif isinstance(cell, (LlamaEmbedding, VocabParallelEmbedding)):
+        _hold_table(cell)
         return None
     else:
         raise ConfigError(
@@ -155,6 +166,31 @@ def _hold(cell, path, rounds):
             f"{_ADVICE}"
         )
     return dtype
+
+
+def _parameters_of_base(cell) -> List[Parameter]:
+    """Returns a cell's own parameters but for those of an adapter."""
+    own = [parameter for _, parameter in cell.parameters_and_names(expand=False)]
+    if not isinstance(cell, LoRACell):
+        return own
+    adapter = {id(parameter) for parameter in (*cell.lora_parameters(), *cell.shared_parts().values())}
+    return [parameter for parameter in own if id(parameter) not in adapter]
+
+
+def _hold_linear(cell, base):
+    """Makes a linear cell of MindFormers without an adapter compute by a base."""
+    if type(cell) in _HELD:
+        # Parameters and settings stay when the class of a cell changes.
+        cell.__class__, _ = _HELD[type(cell)]
+    cell.held = base
+
+
+def _hold_table(cell):
+    """Makes an embedding of MindFormers widen the rows that it looks up."""
+    if isinstance(cell, VocabParallelEmbedding):
+        cell.embedding_morph = FrozenRows()
+    else:
+        cell.gather = RowsOfTable()
 
 
 def _listed(dtypes):

@@ -24,7 +24,6 @@ from mindspore.common import dtype as mstype
 from mindlora.network.cells.broadcasting import SwapHeads
 from mindlora.network.cells.experts import grouped_matmul
 from mindlora.network.cells.routed_experts import RoutedExperts
-from mindlora.ops.frozen_linear import FrozenRows
 from mindlora.ops.masked_attention import MaskedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
@@ -248,10 +247,7 @@ def use_mcore_cpu_cells(network: nn.Cell) -> None:
 def _replace(cell):
     # A cell's parameters and settings stay, and whether it is recomputed, when its class changes.
     if isinstance(cell, VocabParallelEmbedding):
-        # The embedding of further tokens has no table of its own.
-        table = getattr(cell, "weight", None)
-        is_held = table is not None and table.dtype in (mstype.bfloat16, mstype.float16)
-        cell.embedding_morph = FrozenRows() if is_held else Lookup()
+        cell.embedding_morph = Lookup()
     elif type(cell) is FusedRMSNorm:
         cell.fused, cell.fused_eps = RmsNorm(), Tensor([cell.eps], mstype.float32)
         cell.__class__ = CpuFusedRMSNorm

@@ -13,6 +13,8 @@ namespace {
 constexpr char kOp[] = "frozen_linear";
 // In the gradient kX is dy, and the output is dx.
 enum { kX, kWeight, kOut, kCount };
+// Of the experts, the row of x after each one's last.
+enum { kGroups = 2, kExpertsOut, kExpertsCount };
 // Of the rows, the last input is there for its type, float32.
 enum { kLike = 2, kRowsOut, kRowsCount };
 
@@ -52,6 +54,61 @@ int Run(int count, void** data, int* ndims, int64_t** shapes, const char** dtype
             static_cast<const W*>(data[kWeight]), s.At(kX, 0), s.At(kWeight, 0), s.At(kWeight, 1),
             omp_get_max_threads(), static_cast<float*>(data[kOut]));
     });
+    return 0;
+}
+
+// Experts' weights [experts * in, out], one below the other: y_e = x_e W_e, or dx_e = dy_e W_e^T where kBackward.
+template <bool kBackward>
+std::vector<int64_t> InferExpertsShape(int* ndims, int64_t** shapes)
+{
+    const Shapes s(kOp, ndims, shapes);
+    s.CheckRank(kX, kBackward ? "dy" : "x", 2);
+    s.CheckRank(kWeight, "W", 2);
+    s.CheckRank(kGroups, "groups", 1);
+    const int64_t experts = s.At(kGroups, 0), in = experts > 0 ? s.At(kWeight, 0) / experts : 0;
+    s.CheckSame("the rows of W", s.At(kWeight, 0), experts * in);
+    s.CheckSame(kBackward ? "out" : "in", s.At(kX, 1), kBackward ? s.At(kWeight, 1) : in);
+    return {s.At(kX, 0), kBackward ? in : s.At(kWeight, 1)};
+}
+
+// Refuses groups that do not follow each other within `rows` rows.
+void CheckGroups(const int64_t* groups, int64_t experts, int64_t rows)
+{
+    for (int64_t e = 0, begin = 0; e < experts; begin = groups[e++]) {
+        if (groups[e] < begin || groups[e] > rows) {
+            Refuse(kOp, "groups has " + std::to_string(groups[e]) + " after " + std::to_string(begin) +
+                            ": each must be at least the one before, and at most " + std::to_string(rows) +
+                            ", the rows of x.");
+        }
+    }
+}
+
+template <bool kBackward, bool kRounds>
+int RunExperts(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes)
+{
+    if (count != kExpertsCount) Refuse(kOp, "called with " + std::to_string(count) + " tensors.");
+    const std::vector<int64_t> out = InferExpertsShape<kBackward>(ndims, shapes);
+    const Shapes s(kOp, ndims, shapes);
+    CheckDtype(kOp, kBackward ? "dy" : "x", dtypes[kX], "float32");
+    CheckDtype(kOp, "groups", dtypes[kGroups], "int64");
+    if (kRounds) CheckDtype(kOp, "W", dtypes[kWeight], "bfloat16");
+    const int64_t experts = s.At(kGroups, 0), rows = s.At(kX, 0), depth = s.At(kX, 1), columns = s.At(kWeight, 1);
+    const int64_t in = s.At(kWeight, 0) / experts;
+    const auto* groups = static_cast<const int64_t*>(data[kGroups]);
+    const auto* x = static_cast<const float*>(data[kX]);
+    auto* y = static_cast<float*>(data[kExpertsOut]);
+    CheckGroups(groups, experts, rows);
+    WithWeight(dtypes, [&](auto element) {
+        using W = decltype(element);
+        const auto* weight = static_cast<const W*>(data[kWeight]);
+        for (int64_t e = 0, begin = 0; e < experts; begin = groups[e++]) {
+            // W_e is [in, out]: what is the gradient of a linear layer is the forward of an expert.
+            MINDLORA_DISPATCH_DOTS(FrozenProduct<W>, !kBackward, kRounds, x + begin * depth, weight + e * in * columns,
+                groups[e] - begin, in, columns, omp_get_max_threads(), y + begin * out[1]);
+        }
+    });
+    const int64_t end = groups[experts - 1];
+    std::fill(y + end * out[1], y + rows * out[1], 0.0f);
     return 0;
 }
 
@@ -96,21 +153,30 @@ int RunRows(int count, void** data, int* ndims, int64_t** shapes, const char** d
 }  // namespace
 }  // namespace mindlora
 
-#define MINDLORA_EXPORT_FROZEN(name, backward, rounds)                                                                \
+#define MINDLORA_EXPORT_KERNEL(name, shape, run)                                                                      \
     MINDLORA_EXPORT std::vector<int64_t> name##InferShape(int* ndims, int64_t** shapes, AotExtra*)                    \
     {                                                                                                                 \
-        return ::mindlora::InferShape<backward>(ndims, shapes);                                                       \
+        return shape(ndims, shapes);                                                                                  \
     }                                                                                                                 \
     MINDLORA_EXPORT int name##InferType(std::vector<int> types, AotExtra*) { return types[::mindlora::kX]; }          \
     MINDLORA_EXPORT int name(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*) \
     {                                                                                                                 \
-        return ::mindlora::Run<backward, rounds>(count, data, ndims, shapes, dtypes);                                 \
+        return run(count, data, ndims, shapes, dtypes);                                                               \
     }
+#define MINDLORA_EXPORT_FROZEN(name, backward, rounds) \
+    MINDLORA_EXPORT_KERNEL(name, mindlora::InferShape<backward>, (mindlora::Run<backward, rounds>))
+#define MINDLORA_EXPORT_FROZEN_EXPERTS(name, backward, rounds) \
+    MINDLORA_EXPORT_KERNEL(name, mindlora::InferExpertsShape<backward>, (mindlora::RunExperts<backward, rounds>))
 
 MINDLORA_EXPORT_FROZEN(FrozenLinear, false, false)
 MINDLORA_EXPORT_FROZEN(FrozenLinearGrad, true, false)
 MINDLORA_EXPORT_FROZEN(FrozenLinearRounded, false, true)
 MINDLORA_EXPORT_FROZEN(FrozenLinearRoundedGrad, true, true)
+
+MINDLORA_EXPORT_FROZEN_EXPERTS(FrozenExperts, false, false)
+MINDLORA_EXPORT_FROZEN_EXPERTS(FrozenExpertsGrad, true, false)
+MINDLORA_EXPORT_FROZEN_EXPERTS(FrozenExpertsRounded, false, true)
+MINDLORA_EXPORT_FROZEN_EXPERTS(FrozenExpertsRoundedGrad, true, true)
 
 MINDLORA_EXPORT std::vector<int64_t> FrozenRowsInferShape(int* ndims, int64_t** shapes, AotExtra*)
 {
