@@ -9,6 +9,9 @@ from mindspore.ops.primitive import constexpr
 from mindlora.core.errors import BackendError
 from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_fixed_dtypes
 
+# What such a weight is held in.
+HELD_DTYPES = (mstype.bfloat16, mstype.float16)
+
 
 class FrozenLinear(OperatorCell):
     r"""y = x W^T and dx = dy W, with a W of 16 bits of which a small part at a time is widened. W gets no gradient.
@@ -150,6 +153,6 @@ class FrozenRows(OperatorCell):
 
 @constexpr
 def _check_weight(op, path, dtype, rounds):
-    dtypes = (mstype.bfloat16,) if rounds else (mstype.bfloat16, mstype.float16)
+    dtypes = (mstype.bfloat16,) if rounds else HELD_DTYPES
     if dtype not in dtypes:
         raise BackendError(f"{op} ({path}): W is {dtype}: it must be {' or '.join(map(str, dtypes))}.")

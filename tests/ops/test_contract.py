@@ -25,7 +25,7 @@ KERNELS = [operator for operator in OPERATORS if operator.function]
 WITH_GRADIENTS = [operator for operator in OPERATORS if operator.gradients]
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 # Another dtype for an input of each.
-WRONG = {"float32": "float16", "int32": "int64", "uint8": "int32", "bfloat16": "float32"}
+WRONG = {"float32": "float16", "int32": "int64", "int64": "int32", "uint8": "int32", "bfloat16": "float32"}
 
 
 def worded(part):

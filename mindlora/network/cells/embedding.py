@@ -76,7 +76,8 @@ class LoRAEmbedding(LoRACell):
         self.in_channels, self.out_channels = self.weight.shape
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else self.weight.dtype
         self.flattens = getattr(cell, "rmsnorm_compute_2d", False)
-        self.gather = ops.Gather()
+        # Of W and of A^T.
+        self.rows, self.gather = ops.Gather(), ops.Gather()
         self.cast = ops.Cast()
         self.trained = TrainedRead(self.dtype)
         self.reshape = ops.Reshape()
@@ -85,7 +86,7 @@ class LoRAEmbedding(LoRACell):
 
     def hold_base(self) -> None:
         """Makes the cell widen the rows that it looks up of a frozen table of 16 bits, and compute in float32."""
-        self.gather, self.dtype, self.trained = RowsOfTable(), mstype.float32, TrainedRead(mstype.float32)
+        self.rows, self.dtype, self.trained = RowsOfTable(), mstype.float32, TrainedRead(mstype.float32)
 
     def _add_adapter(self, config, shared):
         dtype = getattr(mstype, config.param_init_type)
@@ -102,7 +103,7 @@ class LoRAEmbedding(LoRACell):
     def construct(self, ids: Tensor) -> Tensor:
         if self.flattens:
             ids = ids.reshape(-1)
-        y = self.gather(self.weight, ids, 0)
+        y = self.rows(self.weight, ids, 0)
         a = self.transpose(self.cast(self.mindpet_delta_lora_a, self.dtype), (1, 0))
         low_rank = self.gather(a, self.reshape(ids, (-1,)), 0) * self.cast(self.scale, self.dtype)
         update = self.lora_b_matmul(low_rank, self.trained.of(self.mindpet_delta_lora_b))

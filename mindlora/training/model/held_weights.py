@@ -28,11 +28,10 @@ from mindlora.network.cells.stacked import StackedLoRADense, StackedLoRAExpertWe
 from mindlora.network.pynative.experts import LEAVES
 from mindlora.network.tree import replace_children
 from mindlora.ops.backend import multiplies_bfloat16
-from mindlora.ops.frozen_linear import FrozenRows
+from mindlora.ops.frozen_linear import HELD_DTYPES, FrozenRows
 from mindlora.training.log import logger
 
 _ADVICE = "Set params_dtype of an mcore model, else param_init_type and embedding_init_type, to float32."
-_NARROW = (mstype.bfloat16, mstype.float16)
 # They widen their weights themselves: vectors, and a router's few rows.
 _WIDENING = (LlamaRMSNorm, FusedRMSNorm, TopKRouter)
 # They multiply by one frozen weight, beside adapters or without.
@@ -123,7 +122,7 @@ def release_weights(network: nn.Cell) -> None:
 def _separate_experts(network):
     """Puts RoutedExperts in the place of MindFormers' experts with weights of 16 bits and no adapter."""
     holders = [cell for _, cell in network.cells_and_names() if isinstance(cell, FFNGroupedGEMM)]
-    narrow = [cell for cell in holders if cell.weight1.dtype in _NARROW]
+    narrow = [cell for cell in holders if cell.weight1.dtype in HELD_DTYPES]
     separate = {
         id(cell): RoutedExperts(cell, {leaf: ExpertWeight(cell, leaf) for leaf in LEAVES}) for cell in narrow
     }
@@ -132,19 +131,19 @@ def _separate_experts(network):
 
 def _hold(cell, path, rounds):
     """Lets a cell take its own frozen parameters of 16 bits as they are; returns the dtype of its weight, or None."""
-    if isinstance(cell, AroundEmbedding) and cell.dtype in _NARROW:
+    if isinstance(cell, AroundEmbedding) and cell.dtype in HELD_DTYPES:
         cell.dtype = mstype.float32
     own = _parameters_of_base(cell)
     for parameter in own:
-        if parameter.requires_grad and parameter.dtype in _NARROW:
+        if parameter.requires_grad and parameter.dtype in HELD_DTYPES:
             parameter.set_dtype(mstype.float32)
-    narrow = [parameter for parameter in own if parameter.dtype in _NARROW]
+    narrow = [parameter for parameter in own if parameter.dtype in HELD_DTYPES]
     # A product by integers takes their scales as they are.
     if not narrow or isinstance(cell, _WIDENING) or getattr(cell, "in_integers", False):
         return None
     dtype = narrow[0].dtype
     if isinstance(cell, _MULTIPLYING):
-        if cell.weight.dtype not in _NARROW:
+        if cell.weight.dtype not in HELD_DTYPES:
             return None
         cell.hold_base(rounds)
         if isinstance(cell, LoRADense):

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from mindlora.ops.frozen_linear import FrozenLinear
+from mindlora.ops.frozen_linear import FrozenExperts, FrozenLinear
 from tests.ops.contract import Operator, normals
 from tests.support.op_paths import ISAS
 
@@ -104,7 +104,61 @@ ROWS = form(
         ("ids", (1, 0), -1, "ids has -1, and W has 7 rows."),
     ),
 )
+EXPERTS = 3
+
+
+def experts(dtype, tokens, k, n, held="bfloat16", gradient=False):
+    """One of the experts has no row, and the last rows are no expert's."""
+    groups = np.array([tokens // 2, tokens // 2, tokens - tokens // 5], np.int64)
+    rows = normals(dtype, dy=(tokens, n)) if gradient else normals(dtype, x=(tokens, k))
+    return {**rows, **normals(held, W=(EXPERTS * k, n)), "groups": (groups, "int64")}
+
+
+def by_experts(name, held="bfloat16", rounds=False, **fields):
+    return form(
+        name,
+        inputs=functools.partial(experts, held=held),
+        expected=lambda reference, x, w, groups: reference.frozen_experts(
+            reference.rounded(x) if rounds else x, w, groups
+        ),
+        function="FrozenExpertsRounded" if rounds else "FrozenExperts",
+        terms=lambda tokens, k, n: k,
+        cell=lambda: FrozenExperts(rounds),
+        cell_sizes=((5, 37, 53), (1, 1, 1), (70, 64, 17)),
+        refused_size=(5, 9, 7),
+        unchecked=("W",),
+        refused_shapes=(
+            ({"x": (5, 8)}, "in is 8 in one input and 9 in another."),
+            ({"W": (28, 7)}, "the rows of W is 28 in one input and 27 in another."),
+            ({"groups": (3, 1)}, "groups has 2 dimensions: it must have 1."),
+        ),
+        refused_values=(
+            ("groups", 1, 1, "groups has 1 after 2: each must be at least the one before, and at most 5, the rows of x."),
+            ("groups", 2, 6, "groups has 6 after 2: each must be at least the one before, and at most 5, the rows of x."),
+        ),
+        **fields,
+    )
+
+
+GRADIENTS_OF_EXPERTS = {
+    "gradients": lambda reference, dy, x, w, groups: {"x": reference.frozen_experts_grad(dy, x, w, groups)[0]},
+    **{key: value for key, value in GRADIENT_SIZES.items() if key != "gradients"},
+}
 FORMS = (
+    by_experts("frozen_experts", **GRADIENTS_OF_EXPERTS),
+    by_experts("frozen_experts_in_float16", "float16", **GRADIENTS_OF_EXPERTS),
+    by_experts("frozen_experts_rounded", rounds=True),
+    form(
+        "frozen_experts_rounded_grad",
+        "FrozenExpertsRoundedGrad",
+        inputs=functools.partial(experts, gradient=True),
+        expected=lambda reference, dy, w, groups: reference.frozen_experts_grad(
+            reference.rounded(dy), None, w, groups
+        )[0],
+        terms=lambda tokens, k, n: n,
+        refused_size=(5, 9, 7),
+        refused_shapes=(({"dy": (5, 8)}, "out is 8 in one input and 7 in another."),),
+    ),
     *(EXACT, IN_FLOAT16, ROUNDED, ROWS),
     backward("frozen_linear_grad", "FrozenLinearGrad", expected=of_dy("frozen_linear_grad")),
     backward("frozen_linear_grad_in_float16", "FrozenLinearGrad", "float16", expected=of_dy("frozen_linear_grad")),

@@ -41,19 +41,29 @@ def test_a_frozen_base_stays_in_16_bits_and_a_note_says_so(model, dtype, key):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"pet": {"use_dora": True}},
+        {"pet": {"modules_to_save": ["norm"]}},
+        {"pet": {"freeze_exclude": ["*norm*"]}},
+        {"pet": {"adapters": [{"name": "a"}]}},
+        {"runner_wrapper": {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}},
+        {"model": {**QWEN3, "architectures": "Qwen3MoeForCausalLM"}},
+    ],
+    ids=str,
+)
+def test_what_computes_beside_a_base_in_16_bits_keeps_it(change):
+    kept = run(**{"model": LLAMA, **change})
+    assert held_dtype(kept) and not list(check_cpu(kept))
+
+
+@pytest.mark.parametrize(
     "change, reason",
     [
-        ({"pet": {"use_dora": True}}, "DoRA needs the norms of its rows in float32"),
-        ({"pet": {"modules_to_save": ["norm"]}}, "pet_config.modules_to_save trains weights of the base"),
         ({"pet": {"compute_dtype": "bfloat16"}}, "pet_config.compute_dtype is bfloat16"),
-        ({"pet": {"adapters": [{"name": "a"}]}}, "several adapters (pet_config.adapters) compute in float32"),
         ({"run_mode": "predict"}, "run_mode predict computes in float32"),
         ({"context": {"device_target": "CPU", "mode": 1}}, "context.mode is not 0"),
-        (
-            {"runner_wrapper": {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}},
-            "the reference of runner_wrapper.preference computes in float32",
-        ),
-        ({"arch": "ChatGLM2ForConditionalGeneration"}, "of the models of MindFormers, Llama and Qwen3 hold one"),
+        ({"arch": "ChatGLM2ForConditionalGeneration"}, "of the legacy models of MindFormers, Llama alone holds one"),
     ],
 )
 def test_what_needs_float32_is_refused_with_the_reason(change, reason):
