@@ -34,6 +34,7 @@ from mindlora.models.trainable import Selection, select
 from mindlora.models.variants.variant import CUT, SHARDED
 from mindlora.models.weights import Weight, weights_of
 from mindlora.run.checks.batches import check_batches
+from mindlora.run.checks.cpu import held_dtype
 from mindlora.run.checks.examine import check_settings
 from mindlora.run.checks.finding import refuse
 from mindlora.run.checks.key_ranges import check_names, check_shape
@@ -120,7 +121,15 @@ class Run:
         if self.adapters:
             return [*(weight for weight in self.alone[0].weights if not weight.adapter), *self._stacked_weights()]
         weights = weights_of(self.network, self.lora, self.selection, self.held)
-        return weights if self.yaml.trains else [dataclasses.replace(weight, trained=False) for weight in weights]
+        if not self.yaml.trains:
+            return [dataclasses.replace(weight, trained=False) for weight in weights]
+        if held_dtype(self.yaml) is None:
+            return weights
+        # What trains of a base in 16 bits is widened.
+        return [
+            dataclasses.replace(weight, dtype="float32") if weight.trained and not weight.adapter else weight
+            for weight in weights
+        ]
 
     @functools.cached_property
     def held(self) -> Dict[str, IntegerForm]:
