@@ -247,7 +247,9 @@ def use_mcore_cpu_cells(network: nn.Cell) -> None:
 def _replace(cell):
     # A cell's parameters and settings stay, and whether it is recomputed, when its class changes.
     if isinstance(cell, VocabParallelEmbedding):
-        cell.embedding_morph = Lookup()
+        # A cell there already may be what holds a table in 16 bits.
+        if not isinstance(cell.embedding_morph, nn.Cell):
+            cell.embedding_morph = Lookup()
     elif type(cell) is FusedRMSNorm:
         cell.fused, cell.fused_eps = RmsNorm(), Tensor([cell.eps], mstype.float32)
         cell.__class__ = CpuFusedRMSNorm
