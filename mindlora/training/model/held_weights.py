@@ -121,11 +121,10 @@ def release_weights(network: nn.Cell) -> None:
 
 def _separate_experts(network):
     """Puts RoutedExperts in the place of MindFormers' experts with weights of 16 bits and no adapter."""
-    holders = [cell for _, cell in network.cells_and_names() if isinstance(cell, FFNGroupedGEMM)]
-    narrow = [cell for cell in holders if cell.weight1.dtype in HELD_DTYPES]
-    separate = {
-        id(cell): RoutedExperts(cell, {leaf: ExpertWeight(cell, leaf) for leaf in LEAVES}) for cell in narrow
-    }
+    separate = {}
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, FFNGroupedGEMM) and cell.weight1.dtype in HELD_DTYPES:
+            separate[id(cell)] = RoutedExperts(cell, {leaf: ExpertWeight(cell, leaf) for leaf in LEAVES})
     replace_children(network, separate)
 
 

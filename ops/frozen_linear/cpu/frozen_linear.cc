@@ -76,9 +76,9 @@ void CheckGroups(const int64_t* groups, int64_t experts, int64_t rows)
 {
     for (int64_t e = 0, begin = 0; e < experts; begin = groups[e++]) {
         if (groups[e] < begin || groups[e] > rows) {
-            Refuse(kOp, "groups has " + std::to_string(groups[e]) + " after " + std::to_string(begin) +
-                            ": each must be at least the one before, and at most " + std::to_string(rows) +
-                            ", the rows of x.");
+            Refuse(kOp,
+                "groups has " + std::to_string(groups[e]) + " after " + std::to_string(begin) +
+                    ": each must be at least the one before, and at most " + std::to_string(rows) + ", the rows of x.");
         }
     }
 }

@@ -105,6 +105,7 @@ ROWS = form(
     ),
 )
 EXPERTS = 3
+IN_TURN = "each must be at least the one before, and at most 5, the rows of x."
 
 
 def experts(dtype, tokens, k, n, held="bfloat16", gradient=False):
@@ -133,11 +134,15 @@ def by_experts(name, held="bfloat16", rounds=False, **fields):
             ({"groups": (3, 1)}, "groups has 2 dimensions: it must have 1."),
         ),
         refused_values=(
-            ("groups", 1, 1, "groups has 1 after 2: each must be at least the one before, and at most 5, the rows of x."),
-            ("groups", 2, 6, "groups has 6 after 2: each must be at least the one before, and at most 5, the rows of x."),
+            ("groups", 1, 1, f"groups has 1 after 2: {IN_TURN}"),
+            ("groups", 2, 6, f"groups has 6 after 2: {IN_TURN}"),
         ),
         **fields,
     )
+
+
+def rounded_gradient_of_experts(reference, dy, w, groups):
+    return reference.frozen_experts_grad(reference.rounded(dy), None, w, groups)[0]
 
 
 GRADIENTS_OF_EXPERTS = {
@@ -152,9 +157,7 @@ FORMS = (
         "frozen_experts_rounded_grad",
         "FrozenExpertsRoundedGrad",
         inputs=functools.partial(experts, gradient=True),
-        expected=lambda reference, dy, w, groups: reference.frozen_experts_grad(
-            reference.rounded(dy), None, w, groups
-        )[0],
+        expected=rounded_gradient_of_experts,
         terms=lambda tokens, k, n: n,
         refused_size=(5, 9, 7),
         refused_shapes=(({"dy": (5, 8)}, "out is 8 in one input and 7 in another."),),
