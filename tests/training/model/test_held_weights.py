@@ -19,6 +19,7 @@ from mindlora.training.several.stack import stack_adapters
 from tests.support import tiny_runs
 from tests.support.mcore_networks import (
     Loss,
+    for_a_cpu,
     in_training,
     tiny_deepseek_v3,
     tiny_qwen3,
@@ -56,6 +57,8 @@ def qwen3_losses(held, **keys):
     network = rounded(tiny_qwen3(params_dtype=held, **keys))
     assert {str(each.dtype) for each in floats(network)} == {"BFloat16" if held == "bfloat16" else "Float32"}
     adapted = with_adapters(network, **PET)
+    # As the train step does once more.
+    for_a_cpu(adapted)
     bases = [cell.base for _, cell in lora_cells(adapted)]
     bases += [cell.held for _, cell in adapted.cells_and_names() if hasattr(cell, "held")]
     assert [base.holds for base in bases] == ([True] * 5 if held == "bfloat16" else [False] * 2)
