@@ -1,5 +1,6 @@
 """A base that stays in 16 bits while it trains on a CPU: the losses are those of the same weights in float32."""
 
+import functools
 import json
 
 import mindspore as ms
@@ -115,53 +116,56 @@ def test_a_llama_in_bfloat16_trains_is_evaluated_and_saves_its_adapter_in_float3
 
 
 EXPERTS = ["mlp.experts.down_proj"]
+# What trains beside or on a base in 16 bits: the model, and keys of pet_config.
+FEATURES = {
+    "dora-and-saved-modules": (
+        tiny_qwen3,
+        {
+            "use_dora": True,
+            "target_modules": ["linear_qkv", "linear_fc2", "output_layer"],
+            "modules_to_save": ["norm", "embed_tokens"],
+        },
+    ),
+    # The experts' first weight has no adapter, and the router trains.
+    "experts-and-embedding": (
+        tiny_qwen3_moe,
+        {
+            "target_modules": ["linear_qkv", "word_embeddings"],
+            "target_parameters": EXPERTS,
+            "neftune_alpha": 5.0,
+            "freeze_exclude": ["*router.weight"],
+        },
+    ),
+    "deepseek": (tiny_deepseek_v3, {"target_modules": "all-linear"}),
+}
 
 
-def losses(make, held, product_dtype="float32", **pet):
+@functools.lru_cache(maxsize=None)
+def losses(feature, held, product_dtype="float32"):
     """The losses of a tiny model whose weights are numbers of bfloat16 and which holds them so, or in float32."""
+    make, pet = FEATURES[feature]
     network = rounded(make(params_dtype=held))
     ms.set_seed(7)
     adapted = with_adapters(network, **{**PET, "product_dtype": product_dtype, **pet})
     found = train(adapted, 4)
     assert {parameter.dtype for parameter in adapted.trainable_params()} == {mstype.float32}
-    return found, adapted
+    products = [cell for _, cell in adapted.cells_and_names() if isinstance(cell, FrozenExperts)]
+    assert len(products) == (2 if held == "bfloat16" and make is not tiny_qwen3 else 0)
+    assert all(product.rounds == (product_dtype == "bfloat16") for product in products)
+    return found
 
 
-@pytest.mark.parametrize(
-    "make, pet",
-    [
-        (
-            tiny_qwen3,
-            {
-                "use_dora": True,
-                "target_modules": ["linear_qkv", "linear_fc2", "output_layer"],
-                "modules_to_save": ["norm", "embed_tokens"],
-            },
-        ),
-        # The experts' first weight has no adapter.
-        (
-            tiny_qwen3_moe,
-            {"target_modules": ["linear_qkv", "word_embeddings"], "target_parameters": EXPERTS, "neftune_alpha": 5.0},
-        ),
-        (tiny_qwen3_moe, {"target_modules": ["linear_qkv"], "freeze_exclude": ["*router*"]}),
-        (tiny_deepseek_v3, {"target_modules": "all-linear"}),
-    ],
-    ids=["dora-and-saved-modules", "experts-and-embedding", "frozen-experts", "deepseek"],
-)
-def test_features_compute_what_they_do_on_the_base_in_float32(make, pet):
-    expected, _ = losses(make, "float32", **pet)
-    found, _ = losses(make, "bfloat16", **pet)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_compute_what_they_do_on_the_base_in_float32(feature):
+    expected, found = (losses(feature, held) for held in ("float32", "bfloat16"))
     np.testing.assert_allclose(found, expected, rtol=2e-6)
     assert found[-1] != found[0]
 
 
 @shows("experts", "qwen3_moe")
 def test_experts_multiply_in_bfloat16_within_its_rounding():
-    pet = {"target_modules": ["linear_qkv"], "target_parameters": EXPERTS}
-    expected, _ = losses(tiny_qwen3_moe, "float32", **pet)
-    found, adapted = losses(tiny_qwen3_moe, "bfloat16", "bfloat16", **pet)
-    products = [cell for _, cell in adapted.cells_and_names() if isinstance(cell, FrozenExperts)]
-    assert len(products) == 2 and all(product.rounds for product in products)
+    feature = "experts-and-embedding"
+    expected, found = losses(feature, "float32"), losses(feature, "bfloat16", "bfloat16")
     np.testing.assert_allclose(found, expected, rtol=5e-3)
     assert np.abs(found - expected).max() > 1e-6
 
