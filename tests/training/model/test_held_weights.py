@@ -187,36 +187,17 @@ def test_several_adapters_train_beside_each_other_on_it():
     np.testing.assert_allclose(trained("bfloat16"), trained("float32"), rtol=1e-6)
 
 
-def peak_above_now(call):
-    """By how many bytes the resident memory of this process grows at most while ``call`` runs."""
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")  # The peak begins anew.
-    before = resident("VmRSS")
-    call()
-    return resident("VmHWM") - before
-
-
-def resident(field):
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
-
-
-def test_a_reference_holds_the_base_as_the_network_does_and_makes_no_copy_of_it():
-    sizes = {"hidden_size": 256, "intermediate_size": 8192, "num_hidden_layers": 3}
-    network = with_adapters(rounded(tiny_qwen3(params_dtype="bfloat16", **sizes)), **PET)
+def test_a_reference_multiplies_by_the_same_weights_of_16_bits():
+    network = with_adapters(rounded(tiny_qwen3(params_dtype="bfloat16")), **PET)
     reference = reference_network(network)
     assert not [path for path, cell in reference.cells_and_names() if isinstance(cell, LoRACell)]
     held = [cell for _, cell in reference.cells_and_names() if hasattr(cell, "held")]
-    assert len(held) == 4 * 3 + 1 and all(cell.held.holds for cell in held)
+    assert len(held) == 5 and all(cell.held.holds for cell in held)
     mine = {id(parameter) for parameter in network.get_parameters()}
     assert all(id(parameter) in mine for parameter in reference.get_parameters())
     ids = Tensor(tokens())
     of_reference, of_network = Loss(reference).set_train(False), Loss(network).set_train(False)
-    # The first calls compile.
-    expected, found = of_network(ids, ids).asnumpy(), of_reference(ids, ids).asnumpy()
-    np.testing.assert_array_equal(found, expected)
-    in_float32 = 4 * sum(parameter.size for parameter in network.get_parameters())
-    assert peak_above_now(lambda: of_reference(ids, ids).asnumpy()) < in_float32 / 4
+    np.testing.assert_array_equal(of_reference(ids, ids).asnumpy(), of_network(ids, ids).asnumpy())
 
 
 @pytest.mark.parametrize(
