@@ -166,7 +166,9 @@ def test_features_compute_what_they_do_on_the_base_in_float32(feature):
 def test_experts_multiply_in_bfloat16_within_its_rounding():
     feature = "experts-and-embedding"
     expected, found = losses(feature, "float32"), losses(feature, "bfloat16", "bfloat16")
-    np.testing.assert_allclose(found, expected, rtol=5e-3)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-3)
+    # What is rounded may send a token to another expert.
+    np.testing.assert_allclose(found, expected, rtol=3e-2)
     assert np.abs(found - expected).max() > 1e-6
 
 
