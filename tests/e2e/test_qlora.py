@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 from mindlora import load_lora
 from mindlora.files.adapters import files as adapter_files
-from tests.e2e.conftest import TRAINING
+from tests.e2e.conftest import PYNATIVE, TRAINING
 from tests.support.runs import evaluated, launch, launch_refused, loss_of, python, step_losses, succeeded, write_rows
 from tests.support.what_runs import shows
 
@@ -134,7 +134,7 @@ def test_loftq_is_computed_offline_and_trained_from_a_yaml(base, data, tmp_path)
             tmp_path,
         )
     )
-    flags = (*SHORT, "--model.model_config.pet_config.adapter_path", str(folder))
+    flags = (*SHORT, *PYNATIVE, "--model.model_config.pet_config.adapter_path", str(folder))
     stdout = succeeded(
         launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", output, *flags, *TRAINING)
     )

@@ -9,14 +9,14 @@ from mindlora import load_lora
 from mindlora.files.adapters import files as adapter_files
 from mindlora.models.variants.dora import DORA
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
-from tests.e2e.conftest import TRAINING
+from tests.e2e.conftest import PYNATIVE, TRAINING
 from tests.support.runs import LORA_YAML, evaluated, launch, loss_of, read_yaml, step_losses, succeeded, write_yaml
 from tests.support.what_runs import shows
 
 Q, DOWN = ".attention.wq", ".feed_forward.w2"
 
 
-def train(folder, data, base, callbacks=(), num_layers=1, **pet_config):
+def train(folder, data, base, flags=PYNATIVE, callbacks=(), num_layers=1, **pet_config):
     """Fine-tunes the base with these keys of pet_config; asserts that the loss falls.
 
     Returns what was printed, and the folder of the adapter after the last step.
@@ -33,6 +33,7 @@ def train(folder, data, base, callbacks=(), num_layers=1, **pet_config):
             "--load_checkpoint",
             base,
             *TRAINING,
+            *flags,
             "--model.model_config.num_layers",
             num_layers,
             config=write_yaml(folder, config),
@@ -56,7 +57,7 @@ def test_ranks_alphas_embeddings_and_saved_modules_together(data, base, fresh_ne
         "alpha_pattern": {"wq": 3},
         "modules_to_save": ["lm_head", "norm_out"],
     }
-    _, folder = train(tmp_path / "train", data, base, **keys)
+    _, folder = train(tmp_path / "train", data, base, flags=(), **keys)
     adapter, weights = adapter_files.read(str(folder)), ms.load_checkpoint(str(base))
     paths = {f"model.layers.0{leaf}" for leaf in (Q, DOWN)} | {"model.tok_embeddings"}
     assert adapter.use_rslora and set(adapter.paths) == paths and adapter.embeddings == {"model.tok_embeddings"}
