@@ -50,7 +50,7 @@ from tests.support import forked, what_runs  # noqa: E402
 # With several processes (pytest -n 2) all of such a folder runs in one of them.
 TOGETHER = ("tests/clients", "tests/peers", "tests/trackers", "tests/ops/ascendc", "tests/ops/ascendc_model")
 # What takes longest, so that none of it is left at the end.
-FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/training")
+FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/training", "tests/scripts", "tests/test_document")
 # What `-m quick` runs, for each change: these folders and the files beside this one.
 QUICK = ("data/", "files/", "models/", "run/checks/", "run/configs/")
 # What takes ten seconds and more of a core there.
