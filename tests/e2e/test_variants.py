@@ -91,7 +91,8 @@ def with_a_second_layer(base, folder):
 @shows("lora_plus", "llama")
 def test_lora_plus_with_a_gaussian_initialization_in_one_layer_alone(data, base, tmp_path):
     keys = {"lora_init": "gaussian", "loraplus_lr_ratio": 4, "layers_to_transform": 1}
-    stdout, folder = train(tmp_path / "train", data, with_a_second_layer(base, tmp_path), num_layers=2, **keys)
+    base = with_a_second_layer(base, tmp_path)
+    stdout, folder = train(tmp_path / "train", data, base, flags=(), num_layers=2, **keys)
     adapter = adapter_files.read(str(folder))
     assert {path.split(".")[2] for path in adapter.paths} == {"1"} and len(adapter.paths) == 7
     assert "LoRA+: B learns at 4 times the rate of lr_schedule." in stdout
