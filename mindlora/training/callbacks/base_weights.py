@@ -4,6 +4,7 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.network.load_base import load_base
+from mindlora.network.tree import lora_cells
 from mindlora.training.callbacks.common import register
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of
@@ -25,8 +26,11 @@ class BaseWeights(Callback):
         self.path = path
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Loads the base, and draws what is not part of it: the adapter and the optimizer's states."""
+        """Loads the base, draws what is not part of it (adapter, optimizer's states), and sets what follows from both."""
         network = run_context.original_args().train_network
         for note in load_base(base_of(network), self.path):
             logger.info("%s: %s", self.path, note)
         network.init_parameters_data()
+        # The Trainer called set_train before, when DoRA's magnitudes had no base to be the norms of.
+        for _, cell in lora_cells(base_of(network)):
+            cell.prepare()
