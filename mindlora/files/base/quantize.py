@@ -49,8 +49,8 @@ class LoftqInitializer:
 
     ``weights`` is path -> weight of each linear cell, under MindFormers' names, ``quantized`` the paths whose weights
     become 4-bit, of which LoftQ initializes those that target_modules selects (``paths``). Other cells that it selects
-    get a plain initial pair: A is He-uniform, B is zero. A joined cell has one pair, which PEFT's form holds as pairs of
-    its parts; ``heads`` are the sizes by which its rows are told apart.
+    get a plain initial pair: A is He-uniform, B is zero. A joined cell gets one pair, which PEFT's form holds as pairs
+    of its parts; ``heads`` are the sizes by which its rows are told apart.
 
     Raises LoraError if ``config`` is not one of LoftQ's, or selects nothing, too small a weight, or a joined cell whose
     rows cannot be told apart.

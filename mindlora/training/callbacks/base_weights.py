@@ -26,7 +26,7 @@ class BaseWeights(Callback):
         self.path = path
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Loads the base, draws what is not part of it (adapter, optimizer's states), and sets what follows from both."""
+        """Loads the base, and draws what is not part of it: the adapter and the optimizer's states."""
         network = run_context.original_args().train_network
         for note in load_base(base_of(network), self.path):
             logger.info("%s: %s", self.path, note)
