@@ -56,22 +56,22 @@ VARIANTS = {
     "4 bits": ({**LORA, "quantize_base": "nf4"}, ["nf4"]),
     "loftq": ({**LORA, "quantize_base": "nf4"}, ["loftq"]),
 }
-# What runs with each change; the others run before a release.
+_LONG = ["frozen A", "dora", "miss", "vera", "adalora", "pissa", "4 bits"]
+# What runs with each change, and what before a release. Other tests train a Qwen3 with AdaLoRA and in 4 bits.
 ALWAYS = {
-    "qwen3": [name for name in VARIANTS if name not in ("adalora", "4 bits")],
+    "qwen3": ["ranks", "frozen A", "dora", "miss", "vera", "pissa", "olora", "loftq"],
     "qwen3_moe": ["ranks"],
     "deepseek_v3": ["ranks"],
 }
-# Shown with other tests, on each change.
-ELSEWHERE = {("qwen3", "adalora"), ("qwen3", "4 bits")}
+LONG = {"qwen3_moe": _LONG, "deepseek_v3": _LONG}
 
 
 def cases():
-    for model, always in ALWAYS.items():
-        for name, (_, features) in VARIANTS.items():
-            if (model, name) not in ELSEWHERE:
-                marks = [shows(feature, model) for feature in ["lora", *features]]
-                yield pytest.param(model, name, marks=marks if name in always else [*marks, pytest.mark.long])
+    always = [(model, name, []) for model, names in ALWAYS.items() for name in names]
+    long = [(model, name, [pytest.mark.long]) for model, names in LONG.items() for name in names]
+    for model, name, others in [*always, *long]:
+        marks = [shows(feature, model) for feature in ["lora", *VARIANTS[name][1]]]
+        yield pytest.param(model, name, marks=[*marks, *others])
 
 
 @pytest.fixture(scope="module")
