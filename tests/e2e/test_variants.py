@@ -63,7 +63,7 @@ ALWAYS = {
     "qwen3_moe": ["ranks"],
     "deepseek_v3": ["ranks"],
 }
-LONG = {"qwen3_moe": _LONG, "deepseek_v3": _LONG}
+LONG = {"qwen3_moe": [*_LONG, "loftq"], "deepseek_v3": _LONG}
 
 
 def cases():
