@@ -165,6 +165,11 @@ class StepOfAdapter(nn.Cell):
         self.rate_factors[source] = float(value)
         self._all[0].set_rate_factor(self.number, math.prod(self.rate_factors.values()))
 
+    @property
+    def policies(self) -> Any:
+        """The policies of a run that learns from rewards; this adapter's has its number."""
+        return self._all[0].policies
+
     def stop(self) -> None:
         """Lets the adapter be as it is from now on."""
         self._all[0].stop(self.number)
