@@ -41,9 +41,9 @@ def write_inputs(folder):
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def start(folder, name, resume=False, model=(), pet=(), is_llama=False, rate=None, **rl):
+def start(folder, name, resume=False, model=(), pet=(), is_llama=False, rate=None, callbacks=(), **rl):
     """Runs it; returns the process and its output folder."""
-    callbacks = [{"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
+    callbacks = [*callbacks, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
     config = tiny_runs.tiny_config("", 3, callbacks) if is_llama else tiny_config("", 3, callbacks, {})
     pet_config = {"pet_type": "lora", **PET, **dict(pet)}
     config["model"]["model_config"].update({**SIZES, **dict(model), "pet_config": pet_config})

@@ -37,6 +37,8 @@ class Policies:
     Attributes:
         graphs (PolicyGraphs): Those of all of them.
         rollouts (Rollouts): Their sampler, from the first step on.
+        keep (callable): Is told each policy's number, and the rewards of its answers to the prompts that are held out,
+            float64 [prompts].
     """
 
     def __init__(self, policies: Sequence[Policy], sampler: Mapping[str, Any]):
@@ -47,6 +49,7 @@ class Policies:
         self._rewards: List[Tuple[tuple, Rewards]] = []
         self.rollouts: Optional[Rollouts] = None
         self.graphs: Optional[PolicyGraphs] = None
+        self.keep: Callable[[int, np.ndarray], None] = lambda number, rewards: None
 
     def __getitem__(self, number: int) -> Policy:
         return self._policies[number]
@@ -83,8 +86,10 @@ class Policies:
         self.graphs = PolicyGraphs(network, weights, len(self), self._sampler["rows"], of_rows, has_reference)
         return self.graphs
 
-    def step(self, number: int) -> Tuple[np.ndarray, np.ndarray]:
-        """Adds up the gradients of a step, counted from 0; returns each policy's loss and tokens that count, float64 [K].
+    def step(self, number: int, update: Callable[[np.ndarray, np.ndarray], Any]) -> Any:
+        """Takes a step, counted from 0: adds up the gradients, and returns what ``update`` does with them.
+
+        ``update`` is given the loss of each policy, and its tokens that count, float64 [K] each.
 
         Raises, with the adapter's name, DivergenceError if the sampler does not agree with the trainer, RewardError if
         a reward fails, and TeacherError if a served teacher does.
@@ -97,12 +102,15 @@ class Policies:
             self._sample(data, learning)
         sampled = time.perf_counter()
         self._differentiate(learning)
-        seconds = {"seconds_sampling": sampled - began, "seconds_training": time.perf_counter() - sampled}
         losses, tokens = np.zeros(len(self)), np.zeros(len(self))
         for place, policy in learning.items():
-            policy.measures.update(seconds)
             losses[place], tokens[place] = policy.loss, policy.tokens
-        return losses, tokens
+        with self.turn():
+            outputs = update(losses, tokens)
+        seconds = {"seconds_sampling": sampled - began, "seconds_training": time.perf_counter() - sampled}
+        for policy in learning.values():
+            policy.measures.update(seconds)
+        return outputs
 
     def _sample(self, data: int, learning: Mapping[int, Policy]) -> None:
         """Gives each policy that learns its experience of a step of the data."""
@@ -139,7 +147,10 @@ class Policies:
             return self.graphs.differentiate({number: rows}, {number: coefficients}, self.turn)[number]
 
         with _named(policy):
-            return policy.held_out_measures(answers, self.rollouts, differentiate)
+            measures = policy.held_out_measures(answers, self.rollouts, differentiate)
+        if policy.held_out_rewards is not None:
+            self.keep(number, policy.held_out_rewards)
+        return measures
 
     def turn(self) -> contextlib.AbstractContextManager:
         """Returns the context in which a graph runs."""

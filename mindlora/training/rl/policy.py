@@ -64,6 +64,7 @@ class Policy:
         experience (Experience or None): That of the last step.
         measures (dict): What is reported of the last step.
         samples (list of dict): The answers of the last step that the report shows.
+        held_out_rewards (array or None): Of the answers to the prompts that are held out, as they were measured last.
         loss, tokens (float): Of the last step; the tokens are those that counted.
     """
 
@@ -79,6 +80,7 @@ class Policy:
         self.experience: Optional[Experience] = None
         self.measures: Dict[str, float] = {}
         self.samples: List[Dict[str, Any]] = []
+        self.held_out_rewards: Optional[np.ndarray] = None
         self.loss = self.tokens = 0.0
 
     def of_rows(self, network: nn.Cell) -> nn.Cell:
@@ -169,8 +171,8 @@ class Policy:
         """
         measures = {}
         if self.rewards is not None:
-            rewards = weighted_rewards(self._rewards_of(answers), self.settings)
-            measures["held_out_reward"] = float(np.nanmean(rewards))
+            self.held_out_rewards = weighted_rewards(self._rewards_of(answers), self.settings)
+            measures["held_out_reward"] = float(np.nanmean(self.held_out_rewards))
         if self.settings.teacher is not None:
             counts = counted(answers.mask, answers.truncated, self.settings)
             teacher = rollouts.teacher_log_probabilities(answers)

@@ -24,12 +24,13 @@ def prepare_rl(config: MindFormerConfig) -> None:
     if run.rl is None:
         return
     of_adapters = list(settings_of(run).values())
-    # What follows is the same for all adapters, but for the length and the number of answers.
+    # Adapters differ in the length and the number of their answers, and in nothing else that is read here.
     settings = of_adapters[0]
     tokenizer = settings.tokenizer or run.tokenizer
     # Read here too, so that a prompt that cannot be used ends the run before anything is built.
     length = run.model["seq_length"]
-    prompts = [_prompts(each, tokenizer, length) for each in of_adapters][0]
+    for each in of_adapters:
+        prompts = _prompts(each, tokenizer, length)
     longest = max(len(prompt.tokens) for prompt in prompts) - 1
     # More rows than the longest answers fill would be empty.
     filled = (-(-each.rows // max(1, length // (longest + each.max_completion_length))) for each in of_adapters)

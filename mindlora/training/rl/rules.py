@@ -97,6 +97,9 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
         )
     if run.preference is not None:
         yield error(KEY, "runner_wrapper has rl and preference, and a run learns from one of them.", "Remove one.")
+    if len({each.best_metric for each in settings.values()}) > 1:
+        found = "Some adapters have rewards, and others a teacher alone, so that no metric says which is best."
+        yield error(KEY, found, "Name reward_funcs for all of them, or for none.")
     yield from _check_adapter(run)
     yield from by_adapter({name: list(_check_policy(run, each)) for name, each in settings.items()})
     yield from check_served(run)

@@ -2,6 +2,7 @@
 
 from typing import Any, Mapping, Tuple
 
+import numpy as np
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
@@ -54,10 +55,11 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         return GivenGradients(self.graphs.gradients)
 
     def __call__(self, step: Tensor) -> Tuple:
-        (loss,), (tokens,) = self.policies.step(int(step.asnumpy().reshape(-1)[0]))
-        with self.policies.turn():
-            # The loss is one mean already; where no token counts, there is none, and the step is skipped.
-            return super().__call__(Tensor(loss, mstype.float32), Tensor(float(tokens > 0), mstype.float32))
+        return self.policies.step(int(step.asnumpy().reshape(-1)[0]), self._update)
+
+    def _update(self, losses: np.ndarray, tokens: np.ndarray) -> Tuple:
+        # The loss is one mean already; where no token counts, there is none, and the step is skipped.
+        return super().__call__(Tensor(losses[0], mstype.float32), Tensor(float(tokens[0] > 0), mstype.float32))
 
     def last_record(self) -> StepRecord:
         """Returns what the last step measured."""

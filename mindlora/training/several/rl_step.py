@@ -58,9 +58,10 @@ class StackedRlTrainOneStepCell(StackedStep):
         self.scale = Tensor(self.scale_sense, mstype.float32)
 
     def __call__(self, step: Tensor) -> Tuple:
-        losses, tokens = self.policies.step(int(step.asnumpy().reshape(-1)[0]))
-        with self.policies.turn():
-            return super().__call__(Tensor(losses, mstype.float32), Tensor(tokens, mstype.float32))
+        return self.policies.step(int(step.asnumpy().reshape(-1)[0]), self._update)
+
+    def _update(self, losses: np.ndarray, tokens: np.ndarray) -> Tuple:
+        return super().__call__(Tensor(losses, mstype.float32), Tensor(tokens, mstype.float32))
 
     def construct(self, losses: Tensor, tokens: Tensor) -> Tuple:
         # The losses are means already; where no token counts, there is none, and the adapter's step is skipped.
