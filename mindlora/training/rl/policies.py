@@ -176,7 +176,7 @@ class Policies:
             if settings.reward_funcs:
                 with _named(policy):
                     policy.rewards = self._rewards_of(policy, folder)
-                tools = tools or tools_of(policy.rewards, tokenizer)
+                tools = tools or tools_of(policy.rewards, tokenizer, settings)
             policy.prompts, policy.held_out = prompts_of_run(settings, tokenizer, seq_length, folder, tools)
         first = self._policies[0].settings
         if isinstance(first.teacher, ServedTeacher) and not first.teacher.check_tokenizer(

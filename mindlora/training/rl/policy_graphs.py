@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn

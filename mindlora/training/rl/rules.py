@@ -80,7 +80,9 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
     if run.rl is None:
         for adapter in adapters:
             if adapter.rl:
-                found = f"The adapter {adapter.name} has rl, but the run does not learn from rewards: there is no {KEY}."
+                found = (
+                    f"The adapter {adapter.name} has rl, but the run does not learn from rewards: there is no {KEY}."
+                )
                 yield error(ADAPTERS, found, f"Add {KEY}, or remove rl.")
         return
     try:

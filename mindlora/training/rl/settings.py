@@ -49,6 +49,7 @@ SHARED = {
     **dict.fromkeys(("teacher", "teacher_coef"), "they learn from one teacher"),
     **dict.fromkeys(("tools", "max_tool_calling_iterations"), "the prompts show the tools"),
     "tokenizer": "they have one base",
+    "chat_template_kwargs": "the prompts are the same",
     "temperature": "the log-probabilities of all are computed at once",
 }
 # What gkd does not read: its loss is a divergence from the teacher, of log-probabilities that the trainer computes.
@@ -113,6 +114,7 @@ class RlSettings:
         teacher_coef (float): What the difference log(teacher / policy) of a token is multiplied by. Default: 1.
         tokenizer (str): The tokenizer's folder or file. Default: None, beside the base.
         seed (int): Seed of the order of the prompts, and of what is sampled. Default: None, that of the run.
+        chat_template_kwargs (mapping): Further variables of its chat template, such as enable_thinking. Default: None.
         reward_timeout (float): Seconds that a reward function may take for the answers of a step. Default: 60.
 
     Raises:
@@ -152,6 +154,7 @@ class RlSettings:
     gkd: Any = None
     tokenizer: Optional[str] = None
     seed: Optional[int] = None
+    chat_template_kwargs: Any = None
 
     def __post_init__(self):
         if isinstance(self.scale_rewards, bool):
@@ -179,6 +182,11 @@ class RlSettings:
         object.__setattr__(self, "tools", _tools(self.tools))
         if self.seed is not None:
             check_number(self.seed, "rl.seed", INDEX)
+        if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, Mapping):
+            raise ConfigError(
+                f"rl.chat_template_kwargs is {self.chat_template_kwargs!r}, but it must be a node with variables of "
+                "the chat template, such as {enable_thinking: False}."
+            )
         if self.max_tool_calling_iterations is not None:
             check_number(self.max_tool_calling_iterations, "rl.max_tool_calling_iterations", COUNT)
         if self.teacher is not None:

@@ -13,8 +13,8 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.yaml_run import YamlRun
-from mindlora.training.run_configuration import plain
 from mindlora.training.rl.step import RlTrainOneStepCell
+from mindlora.training.run_configuration import plain
 from mindlora.training.several.data import DataOfAdapters, name_data, steps_in_epoch
 from mindlora.training.several.rl_step import StackedRlTrainOneStepCell
 from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, rl_of, trained_adapters, write_to_own_folder

@@ -39,12 +39,7 @@ class StackedRlTrainOneStepCell(StackedStep):
     """
 
     def __init__(
-        self,
-        network: nn.Cell,
-        optimizer: StackedAdamW,
-        adapters: Sequence[Mapping],
-        sampler: Mapping,
-        **kwargs: Any,
+        self, network: nn.Cell, optimizer: StackedAdamW, adapters: Sequence[Mapping], sampler: Mapping, **kwargs: Any
     ):
         super().__init__(network, optimizer, **kwargs)
         seed = sampler["seed"]

@@ -11,6 +11,7 @@ from tests.support import rl_runs, tiny_runs
 from tests.support.rl_runs import start
 from tests.support.what_runs import shows
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Tokenizer, prompts and rewards."""
