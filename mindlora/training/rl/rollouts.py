@@ -228,7 +228,7 @@ class Rollouts:
         while any(going):
             self._take_turn(questions, going, [turns] if turns else [])
             turns += 1
-            going = [[draft for draft in each if self._goes_on(draft, turns)] for each in going]
+            going = [self._going_on(each, turns) for each in going]
         return [self._rows(each) for each in drafts]
 
     def completions(self, prompts: Sequence[Prompt], settings: RlSettings) -> Answers:
@@ -254,6 +254,10 @@ class Rollouts:
             draft.text = ""
             for piece in stream:
                 draft.add(piece)
+
+    def _going_on(self, drafts: Sequence["_Draft"], turns: int) -> List["_Draft"]:
+        """Returns the answers of which there is a next turn."""
+        return [draft for draft in drafts if self._goes_on(draft, turns)]
 
     def _goes_on(self, draft: "_Draft", turns: int) -> bool:
         """Carries out the calls of an answer's last turn, whose results go on with it; returns whether there are any.

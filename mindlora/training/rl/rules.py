@@ -59,7 +59,7 @@ def _settings_of(run: YamlRun, adapter: TrainedAdapter) -> RlSettings:
     try:
         settings = rl_settings(rl_of(run.rl, adapter))
     except ConfigError as refusal:
-        raise ConfigError(f"Adapter {adapter.name}: {refusal}") from refusal
+        raise ConfigError(f"{adapter.name}: {refusal}") from refusal
     if settings.gkd is not None:
         raise ConfigError(
             "rl has gkd and pet_config has adapters, but the divergence from a teacher is that of the model's only "

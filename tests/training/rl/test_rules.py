@@ -122,7 +122,7 @@ def test_a_yaml_without_faults():
             "routed experts",
         ),
         (config(use_legacy=False, model={"model_type": "deepseek_v3"}), "use_legacy", "mindlora serves Qwen3"),
-        (several({}, {"betta": 1}), KEY, "Adapter adapter_2: rl has no key 'betta'. Did you mean 'beta'"),
+        (several({}, {"betta": 1}), KEY, "^adapter_2: rl has no key 'betta'. Did you mean 'beta'"),
         (several({}, {"temperature": 2}), KEY, "rl of the adapter adapter_2 has temperature, .* computed at once"),
         (several({}, {"prompts": "held_out.jsonl"}), KEY, "adapter_2 has prompts, in which adapters cannot differ"),
         (several({}, {}, rl={**TAUGHT, "gkd": {}}), KEY, "rl has gkd and pet_config has adapters, .* remove gkd"),
