@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from typing import Dict, Iterator, List
+from typing import Dict, Iterator, List, Mapping
 
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.numerics.initializers import changes_base
@@ -35,7 +35,8 @@ def settings_of(run: YamlRun) -> Dict[str, RlSettings]:
     Raises ConfigError as rl_settings does, or if adapters differ in what they share.
     """
     adapters = _adapters(run)
-    if not adapters:
+    # What is not a node is refused as such.
+    if not adapters or not isinstance(run.rl, Mapping):
         return {"": rl_settings(run.rl)}
     return {adapter.name: _settings_of(run, adapter) for adapter in adapters}
 

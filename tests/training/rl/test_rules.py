@@ -123,6 +123,7 @@ def test_a_yaml_without_faults():
         ),
         (config(use_legacy=False, model={"model_type": "deepseek_v3"}), "use_legacy", "mindlora serves Qwen3"),
         (several({}, {"betta": 1}), KEY, "^adapter_2: rl has no key 'betta'. Did you mean 'beta'"),
+        (several({}, {}, rl="rewards.py:short"), KEY, "rl is 'rewards.py:short', but it must be a node"),
         (several({}, {"temperature": 2}), KEY, "rl of the adapter adapter_2 has temperature, .* computed at once"),
         (several({}, {"prompts": "held_out.jsonl"}), KEY, "adapter_2 has prompts, in which adapters cannot differ"),
         (several({}, {}, rl={**TAUGHT, "gkd": {}}), KEY, "rl has gkd and pet_config has adapters, .* remove gkd"),
