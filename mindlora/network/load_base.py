@@ -117,8 +117,11 @@ def _dtypes_of_linear(filled: Dict[str, Parameter], architecture: Architecture) 
 
 def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:
     others = {parameter.name for parameter in saved_module_parameters(network) if not parameter.has_init}
-    stacked = [cell for _, cell in network.cells_and_names() if isinstance(cell, StackedLoRADense)]
-    for cell in (*(cell for _, cell in lora_cells(network)), *stacked):
+    cells = [cell for _, cell in lora_cells(network)]
+    for cell in cells:
+        others.update(parameter.name for parameter in cell.shared_parts().values())
+    cells += [cell for _, cell in network.cells_and_names() if isinstance(cell, StackedLoRADense)]
+    for cell in cells:
         others.update(parameter.name for parameter in cell.lora_parameters())
     return {
         parameter.name: parameter

@@ -63,7 +63,11 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
             text = f"{name + ', ' + side:<20}{measured['step']:>9.2f}{measured['sampling']:>12.2f}"
             print(f"{text}{measured['peak'] / GIB:>10.2f}", flush=True)
         ours, theirs, copied = (figures[name][side] for side in SIDES)
-        time, peak, peak_of_two = ours["step"] / theirs["step"], ours["peak"] / theirs["peak"], ours["peak"] / copied["peak"]
+        time, peak, peak_of_two = (
+            ours["step"] / theirs["step"],
+            ours["peak"] / theirs["peak"],
+            ours["peak"] / copied["peak"],
+        )
         print(f"of TRL's: time {time:.2f} (goal {GOALS['time']}), peak {peak:.2f}", flush=True)
         print(f"of TRL's with a second copy: peak {peak_of_two:.2f} (goal {GOALS['peak']})\n", flush=True)
     return {

@@ -143,13 +143,16 @@ def test_bfloat16_is_widened_without_a_change(mindformers, tmp_path):
     np.testing.assert_array_equal(as_array(cell.weight), expected)
 
 
-def test_an_adapter_s_parameters_stay_as_they_are(checkpoint):
+@pytest.mark.parametrize("keys", [{}, {"use_vera": True}], ids=["LoRA", "VeRA"])
+def test_an_adapter_s_parameters_stay_as_they_are(checkpoint, keys):
     made = build_llama(model())
-    apply_lora(made, LoraConfig(lora_rank=4, target_modules=".*wq"))
+    apply_lora(made, LoraConfig(lora_rank=4, target_modules=".*wq", **keys))
     _, cell = next(lora_cells(made))
-    a = as_array(cell.lora_parameters()[0])
+    parameters = (*cell.shared_parts().values(), *cell.lora_parameters())
+    before = [as_array(parameter) for parameter in parameters]
     load_base(made, checkpoint)
-    np.testing.assert_array_equal(as_array(cell.lora_parameters()[0]), a)
+    for parameter, array in zip(parameters, before):
+        np.testing.assert_array_equal(as_array(parameter), array)
     np.testing.assert_array_equal(as_array(cell.weight), base_weights()["model.layers.0.attention.wq.weight"])
 
 

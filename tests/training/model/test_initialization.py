@@ -80,6 +80,7 @@ def assert_falling(losses):
     assert len(losses) == STEPS and np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.02
 
 
+@shows("pissa", "llama")
 def test_a_run_initializes_all_adapters_once(pissa):
     words = "Adapters initialized from the base by lora_init"
     lines = [line for line in pissa.process.stdout.splitlines() if words in line]
