@@ -29,6 +29,7 @@ BENCHMARKS = (
     "scale",
     "sweep",
     "rl",
+    "rl_several",
 )
 
 

@@ -98,8 +98,8 @@ def prepare(folder: str, size: Size) -> None:
         file.write(REWARDS)
 
 
-def measure_mindlora(folder: str, steps: int, length: int) -> Dict[str, float]:
-    """Returns seconds and bytes of mindlora rl with rows of ``length`` tokens."""
+def write_yaml(folder: str, steps: int, length: int) -> str:
+    """Writes the YAML of mindlora rl with rows of ``length`` tokens, and returns its path."""
     path = os.path.join(folder, "run.yaml")
     writing = [
         "configs",
@@ -120,6 +120,12 @@ def measure_mindlora(folder: str, steps: int, length: int) -> Dict[str, float]:
     config["runner_wrapper"]["rl"].update(num_generations=ANSWERS, prompts_per_step=PROMPTS, max_completion_length=NEW)
     with open(path, "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file)
+    return path
+
+
+def measure_mindlora(folder: str, steps: int, length: int) -> Dict[str, float]:
+    """Returns seconds and bytes of mindlora rl with rows of ``length`` tokens."""
+    path = write_yaml(folder, steps, length)
     output = tempfile.mkdtemp(dir=folder)
     done = finished([sys.executable, "-m", "mindlora.cli", "rl", path, "--output_dir", output], folder)
     with open(os.path.join(output, "metrics.jsonl"), encoding="utf-8") as file:
