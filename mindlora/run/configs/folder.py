@@ -238,8 +238,8 @@ def served_content(folder: ModelFolder, device: str, quantize_base: Optional[str
     nodes = model_nodes(folder, device, seq_length_of(folder, None))
     if device == CPU:
         legacy = folder.architecture.legacy
-        held = {"param_init_type": folder.stored, "embedding_init_type": "float32"}
-        nodes["model"]["model_config"].update(held if legacy else {"params_dtype": folder.stored})
+        held = ("param_init_type", "embedding_init_type") if legacy else ("params_dtype",)
+        nodes["model"]["model_config"].update(dict.fromkeys(held, folder.stored))
     if quantize_base is not None:
         pet_config = {"pet_type": "lora", "target_modules": "all-linear", "quantize_base": quantize_base}
         nodes["model"]["model_config"]["pet_config"] = pet_config
