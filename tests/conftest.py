@@ -92,6 +92,8 @@ def pytest_configure(config):
     if forked.GRAPHS not in os.environ:
         os.environ[forked.GRAPHS] = tempfile.mkdtemp(prefix="mindlora-test-graphs-")
         config.add_cleanup(functools.partial(shutil.rmtree, os.environ[forked.GRAPHS], ignore_errors=True))
+    # No command of a test keeps its graphs where a user's are.
+    os.environ.setdefault("MINDLORA_GRAPH_CACHE", "")
     config.addinivalue_line("markers", "quick: what a change runs while it is made; tests/conftest.py says which files")
     config.addinivalue_line("markers", "shows: a feature at work; tests/support/what_runs.py has the names")
     config.addinivalue_line("markers", "long: what CI leaves out; tests/conftest.py says which tests")
