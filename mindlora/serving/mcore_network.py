@@ -91,6 +91,9 @@ class McoreNetwork(nn.Cell):
         self.config = types.SimpleNamespace(
             vocab_size=sizes.vocabulary, num_heads=sizes.heads, n_kv_heads=sizes.kv_heads, eos_token_id=None
         )
+        if sizes.tied:
+            # Where two operators read a parameter, MindSpore copies it, which it does not do on a CPU in bfloat16.
+            dtypes = dtypes._replace(table=dtypes.compute)
         self.model = Decoder(sizes, settings, dtypes, rows)
         self.lm_head = _linear(sizes.hidden, sizes.vocabulary, dtypes)
         if sizes.tied:

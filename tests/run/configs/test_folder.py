@@ -51,6 +51,11 @@ def test_a_cpu_serves_weights_in_the_dtype_in_which_they_are_stored(make):
     assert config["compute_dtype"] == "float32" and model.stored == "bfloat16"
 
 
+def test_a_cpu_serves_a_tied_embedding_in_float32(make):
+    config = served_content(read_folder(make(tied=True, tie_word_embeddings=True)), CPU)["model"]["model_config"]
+    assert (config["param_init_type"], config["embedding_init_type"]) == ("bfloat16", "float32")
+
+
 def test_generation_config_says_which_tokens_end_an_answer(make):
     folder = make(eos_token_id=3)
     with open(os.path.join(folder, "generation_config.json"), "w", encoding="utf-8") as file:
