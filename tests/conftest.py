@@ -68,6 +68,7 @@ LONG = (
     "tests/ops/test_ascend_pynative.py::test_the_source_compiles",
     "tests/training/adalora/test_runs.py::test_two_processes",
     "tests/scripts/test_bench_scale.py",
+    "tests/scripts/test_bench_start.py",
     "tests/test_documented_runs.py::test_commands_with_a_model_are_done",
     "tests/test_documents.py::test_what_dividing_a_model_saves_is_what_plan_says",
     "tests/training/exchange/test_ranks.py::test_all_ranks",

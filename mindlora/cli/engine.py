@@ -82,7 +82,7 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
     parser.add_argument(
         "--no-graph-cache",
         action="store_true",
-        help="compile anew: by default compiled graphs are kept for later starts, on a CPU, in ~/.cache/mindlora/graphs "
+        help="compile anew: by default compiled graphs are kept for later starts on a CPU, in ~/.cache/mindlora/graphs "
         "or the folder that MINDLORA_GRAPH_CACHE names",
     )
     sizes = parser.add_argument_group("sizes")
