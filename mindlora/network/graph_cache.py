@@ -182,7 +182,7 @@ class GraphCache:
             self._file().touch()
             logger.info("%s lacks this graph, which is compiled.", self._folder)
             if self._log_levels is not None:
-                # Of the empty file MindSpore would say that it cannot be loaded.
+                # MindSpore would log errors about the empty file.
                 self._log_levels[_CORE] = _NOTHING
         with contextlib.suppress(OSError):
             # When it was used last, unless it is missing or another user's.
