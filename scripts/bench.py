@@ -27,6 +27,7 @@ BENCHMARKS = (
     "serving",
     "io",
     "scale",
+    "start",
     "sweep",
     "rl",
     "rl_several",

@@ -68,6 +68,7 @@ LONG = (
     "tests/ops/test_ascend_pynative.py::test_the_source_compiles",
     "tests/training/adalora/test_runs.py::test_two_processes",
     "tests/scripts/test_bench_scale.py",
+    "tests/scripts/test_bench_start.py",
     "tests/test_documented_runs.py::test_commands_with_a_model_are_done",
     "tests/test_documents.py::test_what_dividing_a_model_saves_is_what_plan_says",
     "tests/training/exchange/test_ranks.py::test_all_ranks",
@@ -92,6 +93,8 @@ def pytest_configure(config):
     if forked.GRAPHS not in os.environ:
         os.environ[forked.GRAPHS] = tempfile.mkdtemp(prefix="mindlora-test-graphs-")
         config.add_cleanup(functools.partial(shutil.rmtree, os.environ[forked.GRAPHS], ignore_errors=True))
+    # No command of a test keeps its graphs where a user's are.
+    os.environ.setdefault("MINDLORA_GRAPH_CACHE", "")
     config.addinivalue_line("markers", "quick: what a change runs while it is made; tests/conftest.py says which files")
     config.addinivalue_line("markers", "shows: a feature at work; tests/support/what_runs.py has the names")
     config.addinivalue_line("markers", "long: what CI leaves out; tests/conftest.py says which tests")

@@ -47,8 +47,8 @@ def run(arguments, folder, environment, trainer="graph", timeout=TIMEOUT, typed=
     of this suite has compiled, unless the environment names a folder of its own. In PyNative it launches an operator
     after another; with ``queued`` it queues them for threads that launch them, as a user's program does.
     """
-    if GRAPHS in os.environ:
-        environment = {"MINDLORA_GRAPH_CACHE": os.environ[GRAPHS], **environment}
+    if GRAPHS in os.environ and not environment.get("MINDLORA_GRAPH_CACHE"):
+        environment = {**environment, "MINDLORA_GRAPH_CACHE": os.environ[GRAPHS]}
     words = [str(word) for word in arguments]
     with contextlib.ExitStack() as stack:
         stdin, stdout, stderr = (stack.enter_context(tempfile.NamedTemporaryFile("w+")) for _ in range(3))

@@ -21,7 +21,7 @@ from mindlora.network.cells.linear_base import LinearBase
 from mindlora.network.cells.parallel_linear import ParallelBase
 from mindlora.network.variants.dora import DoRADense
 from mindlora.ops.backend import multiplies_bfloat16
-from mindlora.ops.frozen_linear import FrozenRows
+from mindlora.ops.frozen_linear import FrozenGather, FrozenRows
 from mindlora.training.log import logger
 
 _ADVICE = "Set params_dtype of an mcore model, else param_init_type and embedding_init_type, to float32."
@@ -60,17 +60,6 @@ _HELD = {
     ColumnParallelLinear: (HeldColumnParallelLinear, ParallelBase),
     RowParallelLinear: (HeldRowParallelLinear, ParallelBase),
 }
-
-
-class _TableFirst(nn.Cell):
-    """FrozenRows as MindFormers' LlamaEmbedding calls its gather."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = FrozenRows()
-
-    def construct(self, table: Tensor, ids: Tensor, axis: int) -> Tensor:
-        return self.rows(ids, table)
 
 
 def hold_weights(network: nn.Cell, product_dtype: str) -> None:
@@ -147,7 +136,7 @@ def _hold(cell, path, rounds):
     elif isinstance(cell, VocabParallelEmbedding) and isinstance(cell.embedding_morph, FrozenRows):
         return None
     elif type(cell) is LlamaEmbedding:
-        cell.gather = _TableFirst()
+        cell.gather = FrozenGather()
         return None
     else:
         raise ConfigError(
