@@ -135,7 +135,11 @@ TRAINED = {
     "llama, LoRA on a divided head": Row(
         ranks=8,
         rows=8,
-        keys={**parallel(4, 2, vocab_emb_dp=False), f"{PET}.target_modules": ".*wq|.*lm_head", f"{PET}.lora_dropout": 0.0},
+        keys={
+            **parallel(4, 2, vocab_emb_dp=False),
+            f"{PET}.target_modules": ".*wq|.*lm_head",
+            f"{PET}.lora_dropout": 0.0,
+        },
     ),
     "qwen3, LoRA on a divided head, which is tied": Row(
         QWEN3,
@@ -148,7 +152,9 @@ TRAINED = {
             **parallel(4, 2),
         },
     ),
-    "deepseek v3, further tokens and a divided head": Row(QWEN3, ranks=8, rows=8, keys={**DEEPSEEK_V3, **parallel(4, 2)}),
+    "deepseek v3, further tokens and a divided head": Row(
+        QWEN3, ranks=8, rows=8, keys={**DEEPSEEK_V3, **parallel(4, 2)}
+    ),
     "llama, a pipeline of model parallel 4": Row(ranks=8, rank=7, rows=4, keys=ONE_STAGE_PER_HALF, always=True),
     "llama, optimizer parallel": Row(ranks=8, keys={**SEMI_AUTOMATIC, "parallel.enable_parallel_optimizer": True}),
     "llama, sequence parallel": Row(ranks=8, rows=8, keys=parallel(4, 2, use_seq_parallel=True)),

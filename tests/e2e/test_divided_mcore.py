@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mindlora.files.adapters.convert import Heads
 from mindlora.files.adapters.sharding.gather import gather_adapter
+from mindlora.files.adapters.sharding.run_settings import RunSettings, heads_of
 from tests.support import divided_heads, divided_mcore
 from tests.support.divided_mcore import GOES_ON, MODELS, SAVED, STEPS
+from tests.support.mcore_networks import TINY
 from tests.support.ranks import run_ranks
 from tests.support.what_runs import shows
 
@@ -61,7 +64,8 @@ def test_the_adapter_that_rank_0_has_saved_is_that_of_one_process(runs, name, tm
         assert (found[key].shape, found[key].dtype) == (array.shape, array.dtype)
         np.testing.assert_allclose(found[key], array, rtol=0, atol=1e-6 * np.abs(array).max(), err_msg=key)
     assert config_of(ours) == config_of(theirs)
-    gather_adapter(str(divided / name / "slices"), str(tmp_path / "gathered"))
+    settings = RunSettings(heads=heads_of({**TINY, "model_type": "qwen3"}, Heads()))
+    gather_adapter(str(divided / name / "slices"), str(tmp_path / "gathered"), settings=settings)
     gathered = load_file(tmp_path / "gathered" / "adapter_model.safetensors")
     assert gathered.keys() == found.keys()
     assert all(np.array_equal(array, found[key]) for key, array in gathered.items())

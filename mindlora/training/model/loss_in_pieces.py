@@ -44,7 +44,7 @@ from mindlora.training.model.network import with_loss
 class HandingHead:
     """Output heads that, in training, hand on to the loss what it multiplies by their weights, in the place of logits.
 
-    That is x [..., channels]; with plain LoRA on the head, it is x and (dropout(x) A^T) * scale side by side,
+    That is x [..., channels]; with plain LoRA on a whole head, it is x and (dropout(x) A^T) * scale side by side,
     [..., channels + r], both in the dtype in which the head computes.
     """
 
