@@ -4,36 +4,17 @@ Templates that open the block of thoughts themselves take the thoughts from a fi
 stand behind an empty block; a server that does not take them apart even leaves out where they begin.
 """
 
-import dataclasses
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from mindlora.data.conversion import UnusableRow
+from mindlora.models.thoughts import FAMILIES
 
 # Names of the field, those of servers and of templates.
 FIELDS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 _THOUGHT, _ANSWER = "A thought.", "An answer."
-Messages = List[Dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Marks:
-    """What a family of models writes before and behind a thought."""
-
-    begin: str
-    end: str
-
-
-# Qwen3, QwQ, DeepSeek-R1, GLM and others; Magistral.
-FAMILIES = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"))
-
-
-def marks_of(template: str) -> Optional[Marks]:
-    """Returns how a model marks thoughts, by its chat template; None if that knows none."""
-    return next((marks for marks in FAMILIES if marks.end in template), None)
-
-
 # Contents of training data have these.
 BEGIN, END = FAMILIES[0].begin, FAMILIES[0].end
+Messages = List[Dict[str, Any]]
 
 
 def field_of(render: Callable[[Messages], str]) -> Optional[str]:

@@ -93,8 +93,8 @@ class TemplatePrompt:
         for name in self._variables:
             if re.search(rf"\b{re.escape(name)}\b", self.template) is None:
                 raise RequestError(
-                    f"The chat template has no variable {name}, which --chat-template-kwargs sets: leave it out, or "
-                    "give another template (--chat-template FILE)."
+                    f"The chat template has no variable {name}, which chat_template_kwargs sets: leave it out, or use "
+                    "another template."
                 )
 
     @property

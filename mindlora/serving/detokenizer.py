@@ -8,7 +8,7 @@ from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Sequence, Tup
 
 from mindlora.core.errors import RequestError
 from mindlora.data import tokenizers
-from mindlora.data.thoughts import FAMILIES
+from mindlora.models.thoughts import FAMILIES
 from mindlora.serving.request import Sampling
 from mindlora.serving.tools import CALL_MARKS
 

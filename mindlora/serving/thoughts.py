@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any, Mapping, Optional, Sequence, Tuple
 
-from mindlora.data.thoughts import FAMILIES, Marks
+from mindlora.models.thoughts import FAMILIES, Marks
 from mindlora.serving.constraints import Constraint
 
 # The switch by which a model answers at once, as templates call it: Qwen3, GLM, SmolLM; DeepSeek, Granite; OpenAI.

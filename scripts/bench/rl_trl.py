@@ -1,8 +1,11 @@
 """TRL on PyTorch, for rl.py: GRPO with LoRA on all linear layers, sampled by transformers' generate.
 
-python rl_trl.py BASE PROMPTS TIMES RANK STEPS     writes the seconds of each step, and of its sampling, to TIMES
+python rl_trl.py BASE PROMPTS TIMES RANK STEPS COPIES     writes the seconds of each step, and of its sampling, to TIMES
+
+With COPIES 2, a second copy of the base is held besides, which nothing uses.
 """
 
+import copy
 import json
 import sys
 import time
@@ -23,8 +26,9 @@ def words(prompts, completions, **columns):
 
 def main() -> None:
     """Trains, and writes how long it took."""
-    base, prompts, times, rank, steps = sys.argv[1:]
+    base, prompts, times, rank, steps, copies = sys.argv[1:]
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
+    others = [copy.deepcopy(model) for _ in range(int(copies) - 1)]
     # Each answer has as many tokens.
     model.generation_config.eos_token_id = None
     model.generation_config.min_new_tokens = NEW
@@ -81,6 +85,7 @@ def main() -> None:
         callbacks=[Clock()],
     )
     trainer.train()
+    del others
     with open(times, "w", encoding="utf-8") as file:
         json.dump(seconds, file)
 

@@ -74,7 +74,7 @@ def test_variables_reach_the_template_and_others_are_refused():
     assert tokenizer.decode(off.tokens([USER])) == tokenizer.decode(plain.tokens([USER])) + "<think></think>"
     assert plain.tokens([USER], variables={"enable_thinking": False, "unknown": 1}) == off.tokens([USER])
     assert off.tokens([USER], variables={"enable_thinking": True}) == plain.tokens([USER])
-    with pytest.raises(RequestError, match="no variable enable_thinkin, which --chat-template-kwargs sets"):
+    with pytest.raises(RequestError, match="no variable enable_thinkin, which chat_template_kwargs sets"):
         make_chat_prompt(tokenizer, variables={"enable_thinkin": False})
     for given in ({"tokenize": True}, {"add_generation_prompt": False}):
         with pytest.raises(RequestError, match=f"chat_template_kwargs has {next(iter(given))}"):

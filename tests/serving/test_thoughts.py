@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindlora.data.thoughts import FAMILIES, marks_of
+from mindlora.models.thoughts import FAMILIES, marks_of
 from mindlora.serving.thoughts import ThoughtReader, Thoughts, thoughts_after
 from tests.support.chat_templates import CHATML, THINKING, chat_tokenizer
 

@@ -4,7 +4,7 @@ from typing import Any, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Uni
 
 from mindlora.core.errors import TokenizerError
 from mindlora.data import tokenizers
-from mindlora.data.thoughts import marks_of
+from mindlora.models.thoughts import marks_of
 from mindlora.serving.chat_prompt import ChatPrompt, make_chat_prompt
 from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.server.errors import ApiError

@@ -33,7 +33,7 @@ class ProgressBar(Callback):
         super().__init__()
         self.label = label
         self.bar = self.held_out_loss = None
-        self.in_lines = False
+        self.in_lines = self.is_timed = False
         self.events = 0
         # The step of the last line, and when it was written; -inf: none was.
         self.line_step, self.line_time = -1, -float("inf")
@@ -71,17 +71,28 @@ class ProgressBar(Callback):
             shown.append(f"held-out {self.held_out_loss:.3f}")
         shown += self._speed(record.tokens)
         self.bar.set_postfix_str(", ".join(shown), refresh=False)
-        self.bar.update(params.cur_step_num - self.bar.n)
+        self._move_to(params.cur_step_num)
         events = len(params.get("training_events") or [])
         is_due = time.monotonic() - self.line_time >= _SECONDS
         if self.in_lines and (is_due or measured is not None or events > self.events):
             self._print_line()
         self.events = events
 
+    def _move_to(self, step):
+        if self.is_timed:
+            self.bar.update(step - self.bar.n)
+            return
+        # The first step compiles: the bar measures time from its end, as it says nothing of the steps that are left.
+        self.is_timed = True
+        self.bar.initial = self.bar.n = self.bar.last_print_n = step
+        self.bar.start_t = self.bar.last_print_t = time.time()
+        self.bar.refresh()
+
     def _speed(self, tokens):
         """Returns the tokens per second as the bar measures time, once a step has been timed."""
         timed = self.bar.format_dict
-        steps_per_second = timed["rate"] or (timed["n"] - timed["initial"]) / timed["elapsed"]
+        steps = timed["n"] - timed["initial"]
+        steps_per_second = timed["rate"] or (steps and steps / timed["elapsed"])
         return [] if tokens is None or not steps_per_second else [f"{tokens * steps_per_second:,.0f} tokens/s"]
 
     def _print_line(self):

@@ -10,6 +10,7 @@ from mindlora.core.text import suggestion
 from mindlora.training.rl.structured_outputs import ADVICE, COLUMN, KINDS, problem_of
 
 if TYPE_CHECKING:
+    from mindlora.serving.thoughts import Thoughts
     from mindlora.training.rl.tools import Tools
 
 logger = logging.getLogger("mindlora")
@@ -35,13 +36,14 @@ class AnswerConstraints:
         self._compiler = ConstraintCompiler(tokenizer, "rl")
         self._compiled: Dict[str, Any] = {}
 
-    def grammar(self, columns: Mapping[str, Any], where: str) -> Optional[Any]:
+    def grammar(self, columns: Mapping[str, Any], where: str, thoughts: Optional["Thoughts"] = None) -> Optional[Any]:
         """Returns the Grammar of the answers to a prompt; None if they may be anything.
 
         Args:
             columns (mapping): The other fields of the prompt's row; null in that of the constraint asks for none, and
                 a text is JSON.
             where (str): Where the row is, for messages.
+            thoughts (Thoughts): What an answer may think first. Default: None, nothing.
 
         Raises:
             DataError: The row lacks the column, or what it has there is not a node with one of vLLM's keys.
@@ -50,7 +52,7 @@ class AnswerConstraints:
         """
         column = None if self._node is None else self._node.get(COLUMN)
         if column is None:
-            return self._of(self._node or {}, "rl.structured_outputs")
+            return self._of(self._node or {}, "rl.structured_outputs", thoughts)
         if column not in columns:
             raise DataError(
                 f"{where}: there is no field {column!r}, which rl.structured_outputs names."
@@ -65,13 +67,13 @@ class AnswerConstraints:
         problem = "" if node is None else problem_of(node, KINDS)
         if problem:
             raise DataError(f"{field} {problem}. {ADVICE}.")
-        return self._of(node or {}, field)
+        return self._of(node or {}, field, thoughts)
 
-    def _of(self, node: Mapping[str, Any], field: str) -> Optional[Any]:
+    def _of(self, node: Mapping[str, Any], field: str, thoughts: Optional["Thoughts"]) -> Optional[Any]:
         """Returns the compiled constraint of a node with one key, or with none."""
         from mindlora.serving.constraints import asked_outputs
 
-        key = json.dumps(node, sort_keys=True)
+        key = json.dumps([node, thoughts and thoughts.begun], sort_keys=True)
         if key not in self._compiled:
             schema = node.get("json")
             if isinstance(schema, str) and not schema.lstrip().startswith("{"):
@@ -79,6 +81,8 @@ class AnswerConstraints:
             constraint = next(asked_outputs(node, field), None)
             if self._tools is not None:
                 constraint = self._tools.constraint(constraint)
+            if constraint is not None and thoughts is not None:
+                constraint = thoughts.before(constraint)
             grammar = None if constraint is None else self._compiler.compile(constraint)
             for reason in [] if grammar is None else grammar.loosened:
                 logger.warning("An answer need not keep all of %s. Change that argument's schema if it must.", reason)

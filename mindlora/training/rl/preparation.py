@@ -57,4 +57,4 @@ def _prompts(settings: RlSettings, tokenizer: str, length: int) -> List[Prompt]:
     if not settings.tools:
         return prompts_of_run(settings, loaded, length, folder)[0]
     with Rewards(settings, folder) as rewards:
-        return prompts_of_run(settings, loaded, length, folder, tools_of(rewards, loaded))[0]
+        return prompts_of_run(settings, loaded, length, folder, tools_of(rewards, loaded, settings))[0]

@@ -1,7 +1,7 @@
 """The prompts that a policy answers: rows of a file, as TRL's trainers read them."""
 
 import difflib
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import numpy as np
 
@@ -9,7 +9,9 @@ from mindlora.core.errors import DataError, LoraError
 from mindlora.core.text import shown
 from mindlora.data.sources import read_rows
 from mindlora.data.tokenizers import encode, special_ids
-from mindlora.serving.chat_prompt import make_chat_prompt
+from mindlora.models.thoughts import marks_of
+from mindlora.serving.chat_prompt import TemplatePrompt
+from mindlora.serving.thoughts import Thoughts, thoughts_after
 from mindlora.training.rl.answer_constraints import AnswerConstraints
 from mindlora.training.rl.gkd import COMPLETION
 from mindlora.training.rl.settings import RlSettings
@@ -59,7 +61,10 @@ def prompts_of_run(
     if outputs is not None or tools is not None:
         constraints = AnswerConstraints(outputs, tokenizer, folder, tools)
     paths = (settings.prompts, settings.held_out_prompts)
-    prompts, held_out = (read_prompts(path, tokenizer, longest, constraints, tools) if path else [] for path in paths)
+    variables = settings.chat_template_kwargs
+    prompts, held_out = (
+        read_prompts(path, tokenizer, longest, constraints, tools, variables) if path else [] for path in paths
+    )
     if settings.gkd is not None and settings.gkd.reads_completions:
         prompts = [_with_completion(prompt, tokenizer, settings) for prompt in prompts]
     return prompts, held_out
@@ -93,11 +98,12 @@ def read_prompts(
     longest: int,
     constraints: Optional[AnswerConstraints] = None,
     tools: Optional[Tools] = None,
+    variables: Optional[Mapping[str, Any]] = None,
 ) -> List[Prompt]:
     """Returns the prompts of a file: rows with ``prompt``, a text or messages, and whatever rewards need beside it.
 
     A text is taken as it is, behind the tokenizer's token that begins a sequence, if it has one; messages go through
-    the tokenizer's chat template.
+    the tokenizer's chat template. An answer to messages may begin with a thought, where the template knows thoughts.
 
     Args:
         path (str): A .jsonl, .json, .csv or .parquet file.
@@ -105,6 +111,7 @@ def read_prompts(
         longest (int): Tokens of a prompt, at most.
         constraints (AnswerConstraints): Of what answers must be. Default: None, they may be anything.
         tools (Tools): What answers may call, which prompts of messages show. Default: None.
+        variables (mapping): Further variables of the chat template, such as enable_thinking. Default: None.
 
     Raises:
         DataError: The file cannot be read, a row has no prompt, or one that is too long, or rows differ in their
@@ -113,7 +120,7 @@ def read_prompts(
     rows = read_rows(path, None, ())
     if not rows.rows:
         raise DataError(f"{path} has no rows. Write one for each prompt.")
-    begin = special_ids(tokenizer).bos
+    form = _Form(tokenizer, tools, variables)
     prompts: List[Prompt] = []
     for row in rows.rows:
         where = f"{path}, {row.location}"
@@ -126,7 +133,7 @@ def read_prompts(
                 f"{where}: {problem}, and with rl.tools a prompt is a list of messages, and reward functions get those "
                 f"of the answers as {MESSAGES}. Change it."
             )
-        tokens = _tokens(given, tokenizer, begin, where, None if tools is None else tools.shown)
+        tokens, thoughts = form.read(given, where)
         if len(tokens) > longest:
             raise DataError(
                 f"{where}: the prompt has {len(tokens)} tokens, and seq_length less max_completion_length leaves "
@@ -138,20 +145,33 @@ def read_prompts(
             raise DataError(
                 f"{where}: {shown(differing[0])} is a field of some rows alone. Give every row the same fields."
             )
-        grammar = None if constraints is None else constraints.grammar(columns, where)
+        grammar = None if constraints is None else constraints.grammar(columns, where, thoughts)
         prompts.append(Prompt(given, tokens, columns, grammar))
     return prompts
 
 
-def _tokens(
-    given: Union[str, list], tokenizer: Any, begin: Optional[int], where: str, shown_tools: Optional[List[dict]]
-) -> List[int]:
-    if isinstance(given, str):
-        return ([] if begin is None else [begin]) + encode(tokenizer, given)
-    try:
-        return list(make_chat_prompt(tokenizer).tokens(given, shown_tools))
-    except LoraError as error:
-        raise DataError(f"{where}: {error}") from error
+class _Form:
+    """How prompts become tokens: texts as they are, messages through the chat template."""
+
+    def __init__(self, tokenizer: Any, tools: Optional[Tools], variables: Optional[Mapping[str, Any]]):
+        self._tokenizer = tokenizer
+        begin = special_ids(tokenizer).bos
+        self._begin = [] if begin is None else [begin]
+        self._variables = variables
+        self._shown_tools = None if tools is None else tools.shown
+        self._chat: Optional[TemplatePrompt] = None
+
+    def read(self, given: Union[str, list], where: str) -> Tuple[List[int], Optional[Thoughts]]:
+        """Returns the tokens of a prompt, and what its answer may think first: None for nothing."""
+        if isinstance(given, str):
+            return self._begin + encode(self._tokenizer, given), None
+        try:
+            self._chat = self._chat or TemplatePrompt(self._tokenizer, variables=self._variables)
+            tokens = self._chat.tokens(given, self._shown_tools)
+        except LoraError as error:
+            raise DataError(f"{where}: {error}") from error
+        marks = marks_of(self._chat.template)
+        return tokens, None if marks is None else thoughts_after(tokens, self._tokenizer, marks)
 
 
 def _alike(record: Any) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Seque
 from mindlora.core.errors import ConfigError, InstallationError, RewardError
 from mindlora.core.fields import INDEX, check_number, check_patterns
 from mindlora.core.text import shown, suggestion
+from mindlora.models.thoughts import behind_thought
 from mindlora.training.rl.asking import ask, path_of
 
 RewardFunction = Callable[..., Sequence[Optional[float]]]
@@ -112,13 +113,13 @@ class OfColumn(Reward):
 
 
 class ExactAnswer(OfColumn):
-    """1 where a completion is the text of a column, apart from the space around it, else 0."""
+    """1 where a completion, behind its thought, is the text of a column, apart from the space around it, else 0."""
 
     name: ClassVar[str] = "exact_answer"
 
     def agrees(self, completion: str, answer: Any) -> bool:
         """Returns whether both are the same text."""
-        return completion.strip() == str(answer).strip()
+        return behind_thought(completion).strip() == str(answer).strip()
 
 
 class NumericAnswer(OfColumn):
@@ -169,7 +170,7 @@ class Regex(Reward):
 
 @dataclass(frozen=True)
 class JsonSchema(Reward):
-    """1 where a completion is JSON that matches a schema, else 0.
+    """1 where a completion, behind its thought, is JSON that matches a schema, else 0.
 
     Args:
         schema (mapping or str): The schema, or the path of a JSON file with it.
@@ -217,7 +218,7 @@ class JsonSchema(Reward):
 
 def _matches(text: str, validator: Any) -> bool:
     try:
-        return validator.is_valid(json.loads(text, parse_constant=_refuse_constant))
+        return validator.is_valid(json.loads(behind_thought(text), parse_constant=_refuse_constant))
     except (ValueError, RecursionError):
         return False
 

@@ -103,6 +103,7 @@ class RlSettings:
             the teacher's log-probabilities of its own tokens: the fields of GkdSettings. Default: None.
         teacher_coef (float): What the difference log(teacher / policy) of a token is multiplied by. Default: 1.
         tokenizer (str): The tokenizer's folder or file. Default: None, beside the base.
+        chat_template_kwargs (mapping): Further variables of its chat template, such as enable_thinking. Default: None.
         reward_timeout (float): Seconds that a reward function may take for the answers of a step. Default: 60.
 
     Raises:
@@ -141,6 +142,7 @@ class RlSettings:
     teacher_coef: float = 1.0
     gkd: Any = None
     tokenizer: Optional[str] = None
+    chat_template_kwargs: Any = None
 
     def __post_init__(self):
         if isinstance(self.scale_rewards, bool):
@@ -166,6 +168,11 @@ class RlSettings:
         if self.structured_outputs is not None:
             check_structured_outputs(self.structured_outputs)
         object.__setattr__(self, "tools", _tools(self.tools))
+        if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, Mapping):
+            raise ConfigError(
+                f"rl.chat_template_kwargs is {self.chat_template_kwargs!r}, but it must be a node with variables of "
+                "the chat template, such as {enable_thinking: False}."
+            )
         if self.max_tool_calling_iterations is not None:
             check_number(self.max_tool_calling_iterations, "rl.max_tool_calling_iterations", COUNT)
         if self.teacher is not None:

@@ -273,7 +273,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         tools = None
         if self.settings.reward_funcs:
             self.rewards = Rewards(self.settings, folder)
-            tools = tools_of(self.rewards, self.tokenizer)
+            tools = tools_of(self.rewards, self.tokenizer, self.settings)
         self.prompts, self.held_out = prompts_of_run(self.settings, self.tokenizer, seq_length, folder, tools)
         teacher = self.settings.teacher
         if isinstance(teacher, ServedTeacher) and not teacher.check_tokenizer(

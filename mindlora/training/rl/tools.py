@@ -8,6 +8,7 @@ from mindlora.serving.chat_prompt import TemplatePrompt
 from mindlora.serving.constraints import Constraint
 from mindlora.serving.tools import CallArguments, CallBegin, CallReader, format_of, tool_constraint
 from mindlora.training.rl.rewards import Rewards
+from mindlora.training.rl.settings import RlSettings
 
 # Calls a tool by its number with arguments as JSON; returns what it says, and whether it failed.
 Call = Callable[[int, str], Tuple[str, bool]]
@@ -34,15 +35,18 @@ class Tools:
         tokenizer: As load_tokenizer returns it.
         shown (list of dict): The tools as OpenAI has them, {"type": "function", "function": {"name", ...}}.
         call (callable): Calls one of them.
+        variables (mapping): Further variables of the chat template. Default: None.
 
     Raises:
         ConfigError: The chat template shows no tools, or two tools have one name.
         TokenizerError: The tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Any, shown: Sequence[Dict[str, Any]], call: Call):
+    def __init__(
+        self, tokenizer: Any, shown: Sequence[Dict[str, Any]], call: Call, variables: Optional[Mapping[str, Any]] = None
+    ):
         self.shown = list(shown)
-        self.prompt = TemplatePrompt(tokenizer)
+        self.prompt = TemplatePrompt(tokenizer, variables=variables)
         self._tokenizer = tokenizer
         self._call = call
         self._names = [tool["function"]["name"] for tool in shown]
@@ -101,6 +105,8 @@ class Tools:
         return ([] if ended else end_tokens) + encode(self._tokenizer, behind)
 
 
-def tools_of(rewards: Rewards, tokenizer: Any) -> Optional[Tools]:
+def tools_of(rewards: Rewards, tokenizer: Any, settings: RlSettings) -> Optional[Tools]:
     """Returns the tools that a run's process has loaded; None if there are none."""
-    return Tools(tokenizer, rewards.tools, rewards.call) if rewards.tools else None
+    if not rewards.tools:
+        return None
+    return Tools(tokenizer, rewards.tools, rewards.call, settings.chat_template_kwargs)

@@ -7,6 +7,7 @@ import os
 import re
 import struct
 import termios
+import time
 import types
 
 import mindspore as ms
@@ -268,15 +269,30 @@ def test_progress_bar_draws_on_a_terminal(capfd, start, beginning):
 
 def test_in_a_file_the_progress_is_a_line_each_half_a_minute(capfd, monkeypatch):
     clock = itertools.count(step=8.0)
-    monkeypatch.setattr(progress_bar, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(progress_bar, "time", types.SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
     play([ProgressBar("fine-tuning")], [0.5] * 40)
     printed = capfd.readouterr()
     assert printed.out == "" and "\r" not in printed.err and printed.err.endswith("\n")
     lines = printed.err.splitlines()
-    form = r"fine-tuning: (\d+)/40 steps \(\d+%\), [\d:]+ left, loss 0.500"
+    form = r"fine-tuning: (\d+)/40 steps \(\d+%\), (?:[\d:]+|\?) left, loss 0.500"
     steps = [int(re.fullmatch(form, line).group(1)) for line in lines]
     # The clock goes on by 8 seconds when it is looked at: after each step, and once more for a line.
     assert steps == [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 40] and lines[1].startswith("fine-tuning: 5/40 steps (12%)")
+
+
+def test_remaining_time_is_that_of_steps_after_the_first_which_compiles(capfd):
+    class Compiling(Callback):
+        def on_train_step_end(self, run_context):
+            params = run_context.original_args()
+            if params.cur_step_num == 1:
+                time.sleep(0.5)
+            if params.cur_step_num == 2:
+                report_event(params, "learning_rate", "lower")
+
+    play([Compiling(), ProgressBar()], [0.5] * 500)
+    first, second, _ = capfd.readouterr().err.splitlines()
+    assert first == "training: 1/500 steps (0%), ? left, loss 0.500"
+    assert re.fullmatch(r"training: 2/500 steps \(0%\), 00:\d\d left, loss 0.500", second)
 
 
 def test_in_a_file_an_event_and_a_measurement_have_a_line_of_their_own(capfd):

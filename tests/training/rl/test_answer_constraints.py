@@ -8,8 +8,10 @@ import pytest
 from mindlora.core.errors import ConfigError, DataError, RequestError
 from mindlora.serving.constraints import ConstraintError
 from mindlora.training.rl.answer_constraints import AnswerConstraints
+from mindlora.training.rl.prompts import prompts_of_run
+from mindlora.training.rl.settings import rl_settings
 from mindlora.training.rl.tools import Tools
-from tests.support.chat_templates import HERMES_TOOLS, chat_tokenizer
+from tests.support.chat_templates import HERMES_TOOLS, OPENING, THINKING, chat_tokenizer
 from tests.support.refusals import part, refused
 
 pytest.importorskip("llguidance")
@@ -62,6 +64,38 @@ def test_a_column_says_what_the_answer_to_its_prompt_is(tokenizer, tmp_path):
     assert keeps(first, tokenizer, "a") and keeps(text, tokenizer, "b") and not keeps(text, tokenizer, "a")
     assert nothing is None and first is again
     assert constraints.grammar({"outputs": {"json_object": False}}, WHERE) is None
+
+
+# As Qwen3's: a prompt has an empty thought where none is wanted.
+SWITCHED = THINKING.replace(
+    "assistant\\n' }}{% endif %}",
+    "assistant\\n' }}{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}",
+)
+
+
+@pytest.mark.parametrize(
+    "template, prompt, variables, kept, not_kept",
+    [
+        (SWITCHED, "messages", None, ["no", "<think>\nWell: yes?\n</think>\n\nno"], ["<think>\nno", "Well: no"]),
+        (SWITCHED, "messages", {"enable_thinking": False}, ["no"], ["<think>\nWell\n</think>\n\nno"]),
+        (OPENING, "messages", None, ["Well\n</think>\n\nno"], ["no", "Well"]),
+        (SWITCHED, "a text", None, ["no"], ["<think>\nWell\n</think>\n\nno"]),
+    ],
+    ids=["may think", "does not think", "has begun to think", "a text"],
+)
+def test_a_thought_may_come_first_where_the_template_knows_thoughts(
+    tmp_path, template, prompt, variables, kept, not_kept
+):
+    tokenizer = chat_tokenizer(template)
+    row = {"prompt": [{"role": "user", "content": "Is it?"}] if prompt == "messages" else prompt}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    settings = rl_settings({
+        "prompts": str(tmp_path / "prompts.jsonl"), "reward_funcs": "exact_answer", "chat_template_kwargs": variables,
+        "structured_outputs": {"choice": ["yes", "no"]},
+    })  # fmt: skip
+    (found,), _ = prompts_of_run(settings, tokenizer, 1024, str(tmp_path))
+    assert [keeps(found.grammar, tokenizer, text) for text in kept] == [True] * len(kept)
+    assert [keeps(found.grammar, tokenizer, text) for text in not_kept] == [False] * len(not_kept)
 
 
 def test_with_tools_an_answer_is_a_call_or_what_is_said(tokenizer, tmp_path):

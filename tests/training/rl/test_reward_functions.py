@@ -24,6 +24,14 @@ def rate(entry, completions, folder="", **columns):
 def test_exact_answer():
     assert rate("exact_answer", ["yes ", "Yes", " no\n"], answer=["yes", "yes", "no "]) == [1, 0, 1]
     assert rate({"type": "exact_answer", "column": "label"}, ["3", "4"], label=[3, 3]) == [1, 0]
+    thoughts = [
+        "<think>\nno?\n</think>\n\nyes",
+        "no?\n</think>\n\nyes",
+        "[THINK]no[/THINK]yes",
+        "<think>\nyes",
+        "yes</think>no",
+    ]
+    assert rate("exact_answer", thoughts, answer=["yes"] * 5) == [1, 1, 1, 0, 0]
     with pytest.raises(RewardError, match="exact_answer needs the column answer, .*Did you mean 'answers'"):
         rate("exact_answer", ["yes"], answers=["yes"])
 
@@ -69,8 +77,17 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 
 
 def test_json_schema(tmp_path):
-    texts = ['{"age": 3}', ' {"age": 3}\n', '{"age": "3"}', "{}", '{"age": 3', '{"age": 3, "x": NaN}', "[" * 100_000]
-    expected = [1, 1, 0, 0, 0, 0, 0]
+    texts = [
+        '{"age": 3}',
+        ' {"age": 3}\n',
+        '{"age": "3"}',
+        "{}",
+        '{"age": 3',
+        '{"age": 3, "x": NaN}',
+        "[" * 100_000,
+        '<think>{}</think>{"age": 3}',
+    ]
+    expected = [1, 1, 0, 0, 0, 0, 0, 1]
     assert rate({"type": "json_schema", "schema": SCHEMA}, texts) == expected
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     assert rate({"type": "json_schema", "schema": "schema.json"}, texts, tmp_path) == expected

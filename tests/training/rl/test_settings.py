@@ -73,6 +73,7 @@ def test_each_function_has_a_name_of_its_own():
         ({"top_p": 1.5}, "rl.top_p is 1.5"),
         ({"top_k": -1}, "rl.top_k is -1"),
         ({"stop": "end"}, "rl.stop is 'end'"),
+        ({"chat_template_kwargs": "x"}, "rl.chat_template_kwargs is 'x', but it must be a node with variables"),
         ({"structured_outputs": "yes"}, "rl.structured_outputs is 'yes'. Write one of {json: schema.json}"),
         ({"structured_outputs": {"regx": "a"}}, "rl.structured_outputs has no key 'regx'. Did you mean 'regex'?"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "rl.structured_outputs has 2 keys. Write one of"),
