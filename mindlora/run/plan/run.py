@@ -239,11 +239,8 @@ class Run:
             cell = "gives scores of labels"
         elif any(weight.dtype == "uint8" for weight in heads):
             cell = "is in 4 bits"
-        elif any(weight.adapter for weight in heads) and self.lora is None:
-            cell = SEVERAL_ADAPTERS
         elif any(weight.adapter for weight in heads):
-            cell = adapter_obstacle(self.lora.variant, self.trains_head)
-            cell = cell or (DIVIDED_DROPOUT if is_divided and self.lora.lora_dropout > 0 else "")
+            cell = self._obstacle_of_adapter(is_divided)
         return Head(
             self.yaml.setting(IN_GRAPH_MODE),
             "" if self.steps_by_mindlora or self.adapters or is_divided else OTHER_STEP,
@@ -251,6 +248,13 @@ class Run:
             self.yaml.is_mcore or self.yaml.is_classifier or self.yaml.model_class == "LlamaForCausalLM",
             cell,
         )
+
+    def _obstacle_of_adapter(self, is_divided: bool) -> str:
+        """Returns what of an adapter on the head keeps its logits whole."""
+        if self.lora is None:
+            return SEVERAL_ADAPTERS
+        drops = is_divided and self.lora.lora_dropout > 0
+        return adapter_obstacle(self.lora.variant, self.trains_head) or (DIVIDED_DROPOUT if drops else "")
 
     @property
     def predicts_further(self) -> bool:
