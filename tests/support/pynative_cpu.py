@@ -6,12 +6,13 @@ neither an NPU's kernels nor sharding. one_device/hyper_parallel stands in for t
 """
 
 import os
+import pickle
 import sys
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
-from mindspore.communication import init
+from mindspore.communication import GlobalComm, get_rank, init
 
 ONE_DEVICE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "one_device")
 
@@ -117,13 +118,27 @@ class GroupedMatmul:
 
 
 class FlashAttentionScore:
-    """softmax(scale q k^T, masked where the mask is not 0) v, computed in float32; input_layout BNSD alone."""
+    """softmax(scale q k^T, masked where the mask is not 0) v, computed in float32; input_layout BNSD and TND alone.
+
+    With TND, tokens see those before them in the same sequence, and sequences end at actual_seq_qlen.
+    """
 
     def __init__(self, head_num, scale_value=1.0, input_layout="BNSD", **_):
-        assert input_layout == "BNSD", input_layout
+        assert input_layout in ("BNSD", "TND"), input_layout
         self.scale = scale_value
+        self.in_one_row = input_layout == "TND"
 
-    def __call__(self, query, key, value, attn_mask, **_):
+    def __call__(self, query, key, value, attn_mask, actual_seq_qlen=None, **_):
+        if not self.in_one_row:
+            return self.attend(query, key, value, attn_mask)
+        places = np.arange(query.shape[0])
+        sequence = np.searchsorted(actual_seq_qlen.asnumpy(), places, side="right")
+        hidden = (sequence[:, None] != sequence) | (places[:, None] < places)
+        heads_first = (mint.unsqueeze(mint.transpose(tensor, 0, 1), 0) for tensor in (query, key, value))
+        *others, output = self.attend(*heads_first, Tensor(hidden[None, None]))
+        return *others, mint.transpose(output[0], 0, 1)
+
+    def attend(self, query, key, value, attn_mask):
         dtype, times = query.dtype, query.shape[1] // key.shape[1]
         query, key, value = (ops.cast(tensor, ms.float32) for tensor in (query, key, value))
         key, value = (ops.repeat_elements(tensor, times, 1) for tensor in (key, value))
@@ -181,8 +196,22 @@ IN_PLACE = (zero_, fill_, normal_, mul_, scatter_)
 
 
 def init_process_group(*_, **__):
-    """Connects the processes, as mint's function of this name does for HCCL alone."""
-    init()
+    """Connects the processes, as mint's function of this name does for HCCL alone, in the first run of a process."""
+    if not GlobalComm.INITED:
+        init()
+
+
+def destroy_process_group(*_, **__):
+    """Leaves the processes connected: a CPU's cannot connect again for the next run."""
+
+
+def gather_object(obj, object_gather_list=None, dst=0, group=None):
+    """Gives the objects of all ranks to one of them, as mint's function of this name does for HCCL alone."""
+    from mindlora.training.resume.collectives import share
+
+    texts = share(pickle.dumps(obj))
+    if get_rank() == dst:
+        object_gather_list[:] = map(pickle.loads, texts)
 
 
 def on_cpu(to_empty):
@@ -212,5 +241,7 @@ def replace_operators() -> None:
     ops.operations.nn_ops.FlashAttentionScore = FlashAttentionScore
     ops.auto_generate.GroupedMatmul = GroupedMatmul
     mint.distributed.init_process_group = init_process_group
+    mint.distributed.destroy_process_group = destroy_process_group
+    mint.distributed.gather_object = gather_object
     # MindSpore before 2.10 has no such method, and tests that are skipped there import this module.
     nn.Cell.to_empty = on_cpu(nn.Cell.to_empty)

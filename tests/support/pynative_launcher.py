@@ -18,23 +18,34 @@ def register_callbacks():
     import numpy as np
     from mindformers.pynative.callback import TrainerCallback
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+    from mindformers.tools.utils import get_real_rank
     from mindspore import Tensor
 
     from tests.support.mcore_networks import filled
 
     @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
     class FillWeights(TrainerCallback):
-        """Begins with random weights, A and B included, which depend on their names alone."""
+        """Begins with random weights, which depend on their names alone: A and B too, unless the base is asked for."""
+
+        def __init__(self, base=False):
+            self.base = base
 
         def on_train_begin(self, args, state, model=None, **kwargs):
+            adapter = [parameter for parameter in model[0].get_parameters() if self.base and "lora" in parameter.name]
+            before = [parameter.asnumpy().copy() for parameter in adapter]
             filled(model[0], seed=0)
+            for parameter, values in zip(adapter, before):
+                parameter.set_data(Tensor(values))
 
     @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
     class RecordLosses(TrainerCallback):
-        """Writes the loss of each step, and all trainable values at the end, if asked for the frozen ones too."""
+        """Writes the loss of each step, and all trainable values at the end, if asked for the frozen ones too.
+
+        The name of the directory may have {rank} in it.
+        """
 
         def __init__(self, directory, frozen=False):
-            self.directory, self.frozen, self.losses = directory, frozen, []
+            self.directory, self.frozen, self.losses = directory.format(rank=get_real_rank()), frozen, []
 
         def on_step_end(self, args, state, loss=None, **kwargs):
             self.losses.append(float(np.ravel(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)[0]))
@@ -83,21 +94,22 @@ def register_callbacks():
 
     @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
     class SendSignal(TrainerCallback):
-        """Sends SIGTERM to this process while a step is going on."""
+        """Sends SIGTERM to the process of a rank while a step is going on."""
 
-        def __init__(self, step):
-            self.step = step
+        def __init__(self, step, rank=0):
+            self.step, self.rank = step, rank
 
         def on_step_begin(self, args, state, **kwargs):
-            if state.global_step + 1 == self.step:
+            if state.global_step + 1 == self.step and get_real_rank() == self.rank:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
     class SpoilStep(TrainerCallback):
-        """Makes the loss of some steps NaN; writes whether these steps changed what trains."""
+        """Makes the loss of some steps NaN, on one rank if one is named; writes whether they changed what trains."""
 
-        def __init__(self, steps, path):
-            self.steps, self.path, self.changed = steps, path, []
+        def __init__(self, steps, path, rank=None):
+            here = rank in (None, get_real_rank())
+            self.steps, self.path, self.changed = steps if here else [], path.format(rank=get_real_rank()), []
 
         def on_step_begin(self, args, state, model=None, **kwargs):
             if state.global_step + 1 in self.steps:

@@ -1,4 +1,4 @@
-"""pynative_series in one process that mindlora takes for one of two: a CPU has nothing that divides a model.
+"""pynative_series in one process that mindlora takes for one of two that divide a model: a CPU has nothing for that.
 
 MindFormers sees the one process, whose gradients are those of all.
 """
@@ -7,11 +7,11 @@ from tests.support import pynative_cpu, pynative_series
 
 
 def main():
-    """Has mindlora's callbacks and its update count two processes."""
+    """Makes mindlora's callbacks and its update count two processes."""
     pynative_cpu.install()
-    from mindlora.training.pynative import callbacks, pet
+    from mindlora.training.pynative import callbacks, configuration
 
-    callbacks.get_world_size = pet.get_world_size = lambda: 2
+    callbacks.division_of_model = configuration.division_of_model = lambda: 2
     pynative_series.main()
 
 

@@ -6,6 +6,7 @@ by value_and_grad.
 """
 
 import sys
+import types
 
 import mindspore as ms
 import numpy as np
@@ -40,10 +41,11 @@ def made_without_values(config):
     return cell
 
 
-def divided_by_one(cell):
-    """Returns a cell that is sharded, as far as one process can tell: the slice of each parameter is all of it."""
+def divided(cell):
+    """Returns a cell of which two devices have a part, as far as it can tell; this one's of each parameter is all."""
     for parameter in (cell.weight, cell.bias, *cell.lora_parameters()):
-        parameter.placements = ()
+        parameter.placements = (types.SimpleNamespace(is_shard=lambda: True),)
+        parameter.device_mesh = types.SimpleNamespace(size=lambda axis: 2)
         parameter.to_local = lambda whole=parameter: whole
     return cell
 
@@ -102,7 +104,7 @@ def main():
         dense = nn.Dense(IN, OUT)
         cells = {"linear": made_without_values(config), "dense": adapted(dense, config)}
         if config.variant is LORA and not config.quantize_base:
-            cells["sharded"] = divided_by_one(made_without_values(config))
+            cells["sharded"] = divided(made_without_values(config))
         for where, cell in cells.items():
             fill(cell)
             cell.set_train(True)

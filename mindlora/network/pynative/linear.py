@@ -38,12 +38,18 @@ from mindlora.network.variants.vera import VeRADense
 
 
 def is_sharded(parameter: Parameter) -> bool:
-    """Returns whether hyper_parallel has sharded a parameter."""
+    """Returns whether hyper_parallel has sharded a parameter, if only into one part."""
     return hasattr(parameter, "placements")
 
 
-def local(parameter: Parameter) -> Tensor:
-    """Returns the slice of a parameter that is on this device: all of it, unless it is sharded."""
+def is_divided(parameter: Parameter) -> bool:
+    """Returns whether a device holds a part of a parameter, and not the whole of it."""
+    placements = getattr(parameter, "placements", ())
+    return any(kind.is_shard() and parameter.device_mesh.size(axis) > 1 for axis, kind in enumerate(placements))
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Returns the slice of a parameter, or a gradient, that is on this device: all of it, unless it is sharded."""
     return parameter.to_local() if is_sharded(parameter) else parameter
 
 
@@ -199,8 +205,8 @@ class _OnPyNativeLinear(LoRADense):
                 fill(getattr(self, name), 0)
 
     def linear(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        """x W^T + bias, by MindFormers' Linear where the cell is sharded."""
-        if is_sharded(self.weight):
+        """x W^T + bias, by MindFormers' Linear where the cell is divided."""
+        if is_divided(self.weight):
             return self.linear_type.construct(self, input_, weight)
         # MindFormers multiplies by a transposed view of W, which a CPU copies at every step.
         return self.base.like(self.base.linear(self.base.tokens(input_), self._operands(), self.bias), input_)
@@ -257,7 +263,7 @@ class WholePyNativeLinear(_OnPyNativeLinear):
             super().prepare()
 
     def reset_parameter(self) -> None:
-        if is_sharded(self.weight):
+        if is_divided(self.weight):
             refuse_unsupported(self.config, SHARDED)
         super().reset_parameter()
 

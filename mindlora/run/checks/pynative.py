@@ -4,6 +4,7 @@ Its nodes are other ones than in graph mode: lora_config at the top, and a model
 """
 
 import itertools
+import math
 import re
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
@@ -226,19 +227,36 @@ def check_pynative(
     return [*findings, *check_checkpoint(config, network, selected, version)]
 
 
-def check_weights(processes: int, parts: int) -> Iterator[Finding]:
+def processes_of_a_model(parallelism: Mapping[str, Any], processes: int) -> int:
+    """Returns among how many processes MindFormers divides one model; 1 if each has the whole of it.
+
+    Args:
+        parallelism (mapping): The node of the YAML.
+        processes (int): How many train.
+    """
+    dividing = math.prod(parallelism.get(f"{kind}_parallel") or 1 for kind in ("tensor", "pipeline", "context"))
+    replicas = processes // dividing
+    sharding = parallelism.get("data_parallel_shard", -1)
+    # As MindFormers rounds it.
+    copies = 1 if sharding < 0 else max(replicas // max(sharding, 1), 1)
+    return processes // copies
+
+
+def check_weights(divided: int, parts: int) -> Iterator[Finding]:
     """Yields a warning where the parts of a step count equally, however many tokens they have.
 
     Args:
-        processes (int): How many train.
+        divided (int): Among how many processes the model is divided.
         parts (int): Batches in a step: micro-batches times data-parallel ranks.
     """
-    if processes > 1 and parts > 1:
+    if divided > 1 and parts > 1:
         yield warning(
             "training.global_batch_size",
-            f"A step has {parts} parts in {processes} processes, which MindFormers weighs alike: a token counts more "
-            "in a part that has fewer of them in the loss. mindlora weighs parts by their tokens in one process alone.",
-            "Pack the rows, so that all parts have about as many tokens.",
+            f"A step has {parts} parts, which MindFormers weighs alike: a token counts more in a part that has fewer "
+            "of them in the loss. mindlora weighs parts by their tokens where each process has the whole model, and "
+            f"here {divided} processes divide it.",
+            "Set parallelism.data_parallel_shard: 1 if the model fits, or pack the rows, so that all parts have about "
+            "as many tokens.",
         )
 
 

@@ -1,12 +1,13 @@
 """LoraCheckpoint: saves the adapter while training, and what a run needs to resume."""
 
 import os
-from typing import Optional, Union
+from typing import Mapping, Optional, Union
 
 import numpy as np
 from mindformers.tools.utils import get_real_rank
 from mindspore import Callback
 from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.core import atomic
 from mindlora.core.errors import ConfigError
@@ -137,6 +138,16 @@ class LoraCheckpoint(Callback):
             step, value = self.measured
             self._save(params, value if step == params.cur_step_num else self._reported(params).get(self.best_metric))
 
+    # What another Trainer does in another way.
+
+    def is_sharded(self, params: InternalCallbackParam) -> bool:
+        """Returns whether the ranks have parts of the adapter, and not all of it."""
+        return self.sharded.applies_to(params)
+
+    def write(self, folder: str, params: InternalCallbackParam, values: Optional[Mapping[str, np.ndarray]]) -> None:
+        """Writes a step folder; ``values`` are the whole tensors of a sharded adapter."""
+        training_state.save(folder, params, values)
+
     def _save(self, params, value):
         """Writes the step folder, and also best if ``value`` is the best so far; it is None if not measured."""
         step = params.cur_step_num
@@ -144,7 +155,7 @@ class LoraCheckpoint(Callback):
         self.last_saved = step
         exchange_state.save_unsent(self.directory, step, params.train_network, self.keep_last)
         values = None
-        if self.sharded.applies_to(params):
+        if self.is_sharded(params):
             value = self.sharded.metric(value)
             values = self.sharded.gather(params)
             if values is None:
@@ -152,7 +163,7 @@ class LoraCheckpoint(Callback):
         if get_real_rank() != 0:
             return
         folder = os.path.join(self.directory, f"{training_state.STEP_PREFIX}{step}")
-        training_state.save(folder, params, values)
+        self.write(folder, params, values)
         logger.info(
             "Adapter of step %d saved in %s (%s: %s).",
             step,
@@ -168,7 +179,7 @@ class LoraCheckpoint(Callback):
     def _keep_if_best(self, params, value):
         """Writes best, on rank 0, if ``value`` is the best so far."""
         values = None
-        if self.sharded.applies_to(params):
+        if self.is_sharded(params):
             value = self.sharded.metric(value)
             # All ranks must know, as all of them have to gather.
             if not self.sharded.rank_0_says(self._is_best(value)):

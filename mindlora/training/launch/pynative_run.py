@@ -10,7 +10,7 @@ from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.overrides import keys_and_texts, read_value, set_key
 from mindlora.core.yaml_file import read_merged
 from mindlora.run.checks.data_rows import pynative_files
-from mindlora.run.checks.pynative import NODES, is_pynative
+from mindlora.run.checks.pynative import NODES, is_pynative, processes_of_a_model
 
 _READ = ("config", "mode", "register_path", "verbose", "resume")
 
@@ -53,7 +53,7 @@ def train(config: Dict[str, Any]) -> None:
     from mindlora.training.callbacks.registry import ADDED
 
     callbacks = list(config.get("callbacks") or [])
-    if get_world_size() == 1:
+    if processes_of_a_model(config.get("parallelism") or {}, get_world_size()) == 1:
         listed = [callback.get("type") for callback in callbacks]
         callbacks += [{"type": name} for name in ADDED if name not in listed]
         if (config.get("preference") or {}).get("precomputed_reference") and "ReferenceCheck" not in listed:

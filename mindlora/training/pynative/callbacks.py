@@ -6,33 +6,31 @@ micro-batches and skipped updates.
 """
 
 import functools
-import os
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import mindspore as ms
 import numpy as np
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_rank
 from mindspore import Callback, Tensor, nn
-from mindspore.mint.distributed import get_world_size
 from mindspore.train import RunContext
 from mindspore.train.callback._callback import InternalCallbackParam
 
-from mindlora.core import atomic
 from mindlora.core.errors import ConfigError, LoraError
-from mindlora.core.fields import COUNT, check_number
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.text import listed
-from mindlora.network.save_load import save_lora
 from mindlora.network.tree import lora_cells
 from mindlora.run.checks.pynative_adapter import GRAPH_MODE_ALONE
+from mindlora.training.callbacks import lora_checkpoint
 from mindlora.training.callbacks.common import report_event
 from mindlora.training.callbacks.registry import ORDER, AdapterHealth, RankBudget
 from mindlora.training.log import logger
-from mindlora.training.model.network import base_of, collect_state
+from mindlora.training.model.network import collect_state
 from mindlora.training.pynative import checkpoints
+from mindlora.training.pynative.configuration import current_trainer, division_of_model, refuse_division
 from mindlora.training.pynative.initialization import Initialization
-from mindlora.training.pynative.train_step import TrainStep, shifted
-from mindlora.training.resume import training_state
+from mindlora.training.pynative.train_step import TrainStep, gradient_of, shifted
+from mindlora.training.resume import collectives, training_state
 from mindlora.training.resume.training_state import warn_about_draws
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.pynative import StackedStep, several_of
@@ -46,62 +44,63 @@ from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  #
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
-class LoraCheckpoint(Callback):
-    """Saves the adapter without the base while training: every save_steps steps and at the end.
+class LoraCheckpoint(lora_checkpoint.LoraCheckpoint):
+    """Saves the adapter without the base while training: every save_steps steps, at the end, and the best one.
 
-    ``directory`` gets a folder step_N for each, as PEFT writes it. What an earlier run saved there after the step at
-    which this run starts is moved into earlier_run_1, earlier_run_2 and so on. A run is resumed from MindFormers' own
-    checkpoints (checkpoint.load_path), which hold the optimizer too.
+    ``directory`` gets step_N, as PEFT writes it, and best; rank 0 writes them. What an earlier run saved there after
+    the step at which this run starts is moved into earlier_run_1, earlier_run_2 and so on. A run is resumed from
+    MindFormers' own checkpoints (checkpoint.load_path), which hold the optimizer too.
 
     Args:
         save_steps (int): Steps between saves. Default: 100.
         directory (str): Folder to write to. Default: None, lora_checkpoint in the output folder of MindFormers.
         keep_last (int): How many step folders to keep. Default: 3.
+        best_metric (str): The metric that decides which adapter is best: ``loss``, the mean training loss since the
+            last save, or one that a callback reports, such as ``held_out_loss``. Default: "loss".
+        best_mode (str): "min" if a smaller metric is better, "max" if a larger one is. Default: "min".
 
     Raises:
-        ConfigError: An argument is out of range or for graph mode alone.
+        ConfigError: An argument is out of range or for graph mode alone, or the metric is not reported.
     """
 
-    def __init__(self, save_steps: int = 100, directory: Optional[str] = None, keep_last: int = 3, **others: Any):
-        for name, value in (("save_steps", save_steps), ("keep_last", keep_last)):
-            check_number(value, name, COUNT)
+    def __init__(
+        self,
+        save_steps: int = 100,
+        directory: Optional[str] = None,
+        keep_last: int = 3,
+        best_metric: str = "loss",
+        best_mode: str = "min",
+        **others: Any,
+    ):
         if others:
             raise ConfigError(
                 f"LoraCheckpoint: {', '.join(others)} cannot be set under the PyNative Trainer, where it takes "
-                "save_steps, directory and keep_last. To resume, set checkpoint.load_path."
+                "save_steps, directory, keep_last, best_metric and best_mode. To resume, set checkpoint.load_path."
             )
-        super().__init__()
-        self.save_steps, self.keep_last = save_steps, keep_last
-        self.directory = training_state.checkpoint_directory(directory)
-        self.last_saved = None
+        super().__init__(save_steps, directory, keep_last, best_metric, best_mode)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Sets earlier saves aside."""
-        training_state.set_aside(self.directory, run_context.original_args().cur_step_num)
+        self.last_saved = run_context.original_args().cur_step_num
+        if get_real_rank() == 0:
+            training_state.set_aside(self.directory, self.last_saved)
 
-    def on_train_step_end(self, run_context: RunContext) -> None:
-        """Saves if it is due."""
-        params = run_context.original_args()
-        if params.cur_step_num % self.save_steps == 0:
-            self._save(params)
+    def is_sharded(self, params: InternalCallbackParam) -> bool:
+        """Returns False: callbacks run where each process has the whole model."""
+        return False
 
-    def on_train_end(self, run_context: RunContext) -> None:
-        """Saves the last step, if it has not been saved."""
-        params = run_context.original_args()
-        if params.cur_step_num != self.last_saved:
-            self._save(params)
-
-    def _save(self, params):
-        step = params.cur_step_num
-        folder = os.path.join(self.directory, f"{training_state.STEP_PREFIX}{step}")
+    def write(self, folder: str, params: InternalCallbackParam, values: Optional[Mapping[str, np.ndarray]]) -> None:
+        """Writes the adapter alone."""
         collect_state(params.train_network)
-        pet_config = params.run_facts["configuration"].get("pet_config") or {}
-        network = base_of(params.train_network)
-        save_lora(network, folder, base_model=pet_config.get("base_model_name_or_path"))
-        self.last_saved = step
-        logger.info("Adapter of step %d saved in %s.", step, folder)
-        for old in training_state.step_folders(self.directory)[: -self.keep_last]:
-            atomic.remove_folder(old)
+        training_state.save_adapter(folder, params)
+
+    def training_state(self) -> Dict[str, Any]:
+        """Returns what a resumed run needs, as JSON values: MindFormers saves at other steps than this callback."""
+        return {"losses": self.losses}
+
+    def restore_training_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what ``training_state`` returned."""
+        self.losses = list(state["losses"])
 
 
 CALLBACKS = tuple(name for name in ORDER if name not in GRAPH_MODE_ALONE)
@@ -206,7 +205,9 @@ def with_callbacks(handler: Callable) -> Callable:
         several = several_of(model[0])
         if several is not None:
             ours.append(EachAdapter(several.runs, several.directory))
-        if get_world_size() == 1 and (ours or any(lora_cells(model[0]))):
+        whole = division_of_model() == 1
+        collectives.set_rank_count(current_trainer().world_size if whole else 1)
+        if whole and (ours or any(lora_cells(model[0]))):
             norms = any(isinstance(callback, AdapterHealth) for callback in ours)
             step = TrainStep(model[0], optimizer, norms) if several is None else StackedStep(model[0], optimizer)
             if step.rank_budget is not None and not any(isinstance(callback, RankBudget) for callback in ours):
@@ -221,7 +222,7 @@ def with_callbacks(handler: Callable) -> Callable:
 
 
 def train_step_of_trainer(trainer: Any) -> Any:
-    """Returns the TrainStep of a Trainer; None in a run of several processes, or without adapters and callbacks."""
+    """Returns the TrainStep of a Trainer; None if it divides its model, or has neither adapters nor callbacks."""
     last = trainer.callback_handler.callbacks[-1]
     return last.step if isinstance(last, Callbacks) else None
 
@@ -234,11 +235,8 @@ def _check(callbacks):
             f"callbacks has {listed(others)}, a callback of graph mode, which MindFormers' PyNative Trainer cannot "
             "call. Remove it."
         )
-    if names and get_world_size() > 1:
-        raise ConfigError(
-            f"callbacks has {listed(names)}, which mindlora runs in one process under MindFormers' PyNative Trainer, "
-            f"and this run has {get_world_size()}. Remove it."
-        )
+    if names:
+        refuse_division(f"callbacks has {listed(names)}", ", or remove it")
 
 
 def _how_to_go_on(checkpoint):
@@ -255,11 +253,11 @@ def _number(value):
 
 
 class NoGradient(Exception):
-    """Ends the update of a step in several processes whose gradient is 0 on all of them: no token of it counts."""
+    """Ends the update of a step of a divided model whose gradient is 0: no token of it counts."""
 
 
 def with_begun_step(training_step: Callable) -> Callable:
-    """Returns the method that trains a step, which then counts the tokens of its micro-batches first."""
+    """Returns the method that trains a step, which then counts the tokens of its micro-batches, on all ranks, first."""
 
     @functools.wraps(training_step)
     def train(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -267,7 +265,7 @@ def with_begun_step(training_step: Callable) -> Callable:
         if step is None:
             return training_step(trainer, *arguments, **keywords)
         step.begin()
-        if trainer.num_accumulation_steps > 1:
+        if trainer.num_accumulation_steps > 1 or collectives.rank_count() > 1:
             batches = _micro_batches(trainer, *arguments, **keywords)
             step.accumulate([step.rows(batch) for batch in batches])
             # MindFormers 2.1 reads each micro-batch when its turn comes: it gets those that have been read.
@@ -288,7 +286,7 @@ def with_begun_step(training_step: Callable) -> Callable:
 def with_weights(compute_loss: Callable) -> Callable:
     """Returns the method that computes the loss of a micro-batch, which then counts as much as its tokens.
 
-    MindFormers takes the mean of the micro-batches' means.
+    MindFormers takes the mean of the micro-batches' means, and of the ranks' ones.
     """
 
     @functools.wraps(compute_loss)
@@ -313,7 +311,7 @@ def with_skipping(optimizer_update: Callable) -> Callable:
         norm = None if step is None else step.before_update(parameters)
         if norm is None:
             # MindFormers clips them in place, and then lets go of them.
-            gradients = [parameter.grad for parameter in parameters]
+            gradients = [gradient_of(parameter) for parameter in parameters]
             skipped = getattr(trainer.state, "skipped_steps", 0)
             try:
                 norm = optimizer_update(trainer)
@@ -334,7 +332,7 @@ def with_skipping(optimizer_update: Callable) -> Callable:
 
 
 def _count_empty(trainer):
-    """Says that a step had nothing to learn, in several processes, where EmptySteps does not run."""
+    """Says that a step had nothing to learn, where several processes divide the model and EmptySteps does not run."""
     trainer.empty_steps = getattr(trainer, "empty_steps", 0) + 1
     logger.warning(
         "step %d: No token of the step's rows counts in the loss: it has nothing to learn, and was skipped (%d so far)."

@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterator, List, Mapping, MutableMapping, Sequence
 
 import mindspore as ms
 import numpy as np
+from mindformers.tools.utils import get_real_rank
 from mindspore import Parameter, Tensor, nn
 
 from mindlora.core import atomic
@@ -22,6 +23,7 @@ from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.quantized.nf4 import packed_parameters
 from mindlora.network.tree import lora_cells
+from mindlora.training.pynative.configuration import refuse_division
 from mindlora.training.resume.training_state import callback_states, restore_callbacks
 
 require_mindformers("2.0")
@@ -36,13 +38,12 @@ _REFERENCE = "reference_fingerprint"
 # quantize_base under MindFormers' PyNative Trainer: weights become 4-bit between checkpoint and model.
 
 
-def check_quantization(quantize_base: Any, checkpoint: Any, processes: int) -> None:
-    """Raises ConfigError if quantize_base cannot be carried out.
+def check_quantization(quantize_base: Any, checkpoint: Any) -> None:
+    """Raises ConfigError if quantize_base cannot be carried out by the current Trainer.
 
     Args:
         quantize_base (str): That of pet_config, or None.
         checkpoint (CheckpointConfig): The node of the YAML.
-        processes (int): Of the run.
     """
     if quantize_base is None:
         return
@@ -51,11 +52,7 @@ def check_quantization(quantize_base: Any, checkpoint: Any, processes: int) -> N
             f"pet_config.quantize_base is {quantize_base}, and MindFormers' PyNative Trainer loads the base in float. "
             "Set quantize_base: nf4, or train in graph mode."
         )
-    if processes > 1:
-        raise ConfigError(
-            f"pet_config.quantize_base is {quantize_base!r} and this run has {processes} processes: under MindFormers' "
-            "PyNative Trainer, mindlora quantizes a base in one process alone. Remove it, or start one process."
-        )
+    refuse_division(f"pet_config.quantize_base is {quantize_base!r}", ", or remove it")
     if not checkpoint.load_path and not getattr(checkpoint, "base_load_path", None):
         raise ConfigError(
             f"pet_config.quantize_base is {quantize_base!r}, but no base is loaded that could be quantized. Set "
@@ -148,7 +145,7 @@ def _adapters_of_other_cells(loaded: Mapping[str, Any], adapters: set) -> List[s
 
 
 class SavedWithStates(TrainerCallback):
-    """MindFormers' callback that saves checkpoints, and then step_folder.RUN in their folders.
+    """MindFormers' callback that saves checkpoints, and then, on rank 0, step_folder.RUN in their folders.
 
     Args:
         saver (CheckpointCallback): MindFormers'.
@@ -168,12 +165,13 @@ class SavedWithStates(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
         """Saves if it is due."""
         self.saver.on_step_end(args, state, **kwargs)
-        self._complete(args, state.global_step, kwargs["model"])
+        if get_real_rank() == 0:
+            self._complete(args, state.global_step, kwargs["model"])
 
     def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
         """Saves the last step; raises CheckpointError if MindFormers could not, which it only logs."""
         self.saver.on_train_end(args, state, **kwargs)
-        if not self._complete(args, state.global_step, kwargs["model"]):
+        if get_real_rank() == 0 and not self._complete(args, state.global_step, kwargs["model"]):
             raise CheckpointError(
                 f"MindFormers could not save step {state.global_step}, the last one, in {self.saver.save_path}: its "
                 "log says why. Correct that, and train again from the last step that is there."

@@ -1,19 +1,21 @@
 """What a YAML of the PyNative Trainer says of adapters: MindFormers' lora_config, and what pet_config adds to it."""
 
+import importlib
 import re
+import sys
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from mindspore import nn
 from mindspore.common.initializer import Normal
-from mindspore.mint.distributed import get_world_size
 
-from mindlora.core.errors import ConfigError, UnsupportedCellError
+from mindlora.core.errors import ConfigError, LoraError, UnsupportedCellError
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.numerics import initializers
 from mindlora.core.text import listed
 from mindlora.models.variants.registry import VARIANTS
 from mindlora.network.pynative.experts import LEAVES
 from mindlora.run.checks.pet_config import PetLoraConfig
+from mindlora.run.checks.pynative import processes_of_a_model
 from mindlora.run.checks.pynative_adapter import check_agreement, merged, variant_of
 
 require_mindformers("2.0")
@@ -21,14 +23,51 @@ from mindformers.pynative.config.config import LoraConfig as MindFormersLoraConf
 from mindformers.pynative.layers.linear import Linear  # noqa: E402
 from mindformers.pynative.transformers.moe.experts import GroupedMLP  # noqa: E402
 
+TRAINER = "mindformers.pynative.trainer.trainer"
 _INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
-_HERE = "under MindFormers' PyNative Trainer"
-_IN_GRAPH_MODE = "Remove it, or train in graph mode."
 # Keys that need whole weights, all of the model, or all tokens of a row.
-_IN_ONE_PROCESS = (
+_OF_WHOLE_MODELS = (
     *("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude"),
     "alora_invocation_tokens",
 )
+
+
+def current_trainer() -> Any:
+    """Returns the Trainer that is building a model, or its optimizer, or trains a step, now.
+
+    MindFormers passes lora_config alone, and under its own launcher this module is imported only after the Trainer has
+    read its YAML: the Trainer is to be found among the calls that are going on.
+    """
+    kind = importlib.import_module(TRAINER).Trainer
+    frame = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kind):
+            return caller
+        frame = frame.f_back
+    raise LoraError("build_lora_model works while MindFormers' Trainer builds its model: call apply_lora instead.")
+
+
+def division_of_model() -> int:
+    """Returns among how many processes the current Trainer divides its model; 1 if each has the whole of it."""
+    trainer = current_trainer()
+    return processes_of_a_model(trainer.config.parallelism.to_dict(), trainer.world_size)
+
+
+def refuse_division(found: str, advice: str = "") -> None:
+    """Raises ConfigError if the current Trainer divides its model.
+
+    Args:
+        found (str): What needs a whole one.
+        advice (str): What may be done besides. Default: nothing.
+    """
+    divided = division_of_model()
+    if divided > 1:
+        raise ConfigError(
+            f"{found}, which mindlora supports under MindFormers' PyNative Trainer where each process has the whole "
+            f"model, and here {divided} processes divide it. Set parallelism.data_parallel_shard: 1, start one "
+            f"process{advice}."
+        )
 
 
 def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pet_config: Mapping) -> PetLoraConfig:
@@ -50,8 +89,10 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
         _fill_initial_values(given, lora_config)
     config = PetLoraConfig.from_pet_config(given)
     check_agreement(config, lora)
-    if get_world_size() > 1:
-        _check_several_processes(config)
+    for name in (*_OF_WHOLE_MODELS, *(variant.field for variant in VARIANTS if variant.allocates_ranks)):
+        value = getattr(config, name)
+        if initializers.computed_from_base(config.lora_init) if name == "lora_init" else value:
+            refuse_division(f"pet_config.{name} is {value!r}", ", or remove it")
     return config
 
 
@@ -132,14 +173,3 @@ def _dtype_of_parameters(model: nn.Cell) -> str:
     """Returns the dtype of the base's linear cells: sharding puts parameters of one dtype together."""
     linear = next(cell for _, cell in model.cells_and_names() if isinstance(cell, Linear))
     return str(linear.params_dtype).lower()
-
-
-def _check_several_processes(config: PetLoraConfig) -> None:
-    for name in (*_IN_ONE_PROCESS, *(variant.field for variant in VARIANTS if variant.allocates_ranks)):
-        value = getattr(config, name)
-        refused = initializers.computed_from_base(config.lora_init) if name == "lora_init" else value
-        if refused:
-            raise ConfigError(
-                f"pet_config.{name} is {value!r}, which mindlora supports in one process alone {_HERE}, but this run "
-                f"has {get_world_size()}. {_IN_GRAPH_MODE}"
-            )

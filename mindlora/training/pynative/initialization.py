@@ -8,7 +8,7 @@ from mindspore import nn
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.network.initialize import initialize_adapters
 from mindlora.network.save_load import load_lora
-from mindlora.network.tree import lora_cells
+from mindlora.network.tree import lora_cells, mark_saved_module, saved_module_parameters
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.log import logger
 from mindlora.training.preference.reference import reference_fingerprint
@@ -19,12 +19,21 @@ require_mindformers("2.0")
 from mindformers.pynative.callback import TrainerCallback  # noqa: E402
 
 _CONFIGURATION, _PREFERENCE, _REFERENCE = "mindlora_configuration", "mindlora_preference", "mindlora_reference"
+_SAVED_MODULES = "mindlora_saved_modules"
 
 
 def remember(model: nn.Cell, config: PetLoraConfig, preference: Optional[PreferenceSettings] = None) -> None:
     """Keeps with a model the configuration of its adapters, and what it learns from preferences if it does."""
     setattr(model, _CONFIGURATION, config)
     setattr(model, _PREFERENCE, preference)
+    setattr(model, _SAVED_MODULES, {parameter.name for parameter in saved_module_parameters(model)})
+
+
+def mark_saved_modules(model: nn.Cell) -> None:
+    """Marks the parameters of modules_to_save again, in whose place hyper_parallel has put others in the meantime."""
+    for parameter in model.get_parameters():
+        if parameter.name in getattr(model, _SAVED_MODULES, ()):
+            mark_saved_module(parameter)
 
 
 def configuration_of(model: nn.Cell) -> Optional[PetLoraConfig]:

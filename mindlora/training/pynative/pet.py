@@ -8,15 +8,13 @@ import functools
 import importlib
 import importlib.metadata
 import math
-import sys
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.mint.distributed import get_world_size
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from mindlora.core.errors import ConfigError, LoraError
+from mindlora.core.errors import ConfigError
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.core.mindformers_version import release, require_mindformers
 from mindlora.data.mindrecord import first_rows
@@ -35,13 +33,13 @@ from mindlora.training.log import logger
 from mindlora.training.preference.settings import PreferenceSettings, preference_settings
 from mindlora.training.pynative import callbacks, configuration
 from mindlora.training.pynative.checkpoints import check_loaded, check_quantization, quantize_loaded
-from mindlora.training.pynative.initialization import configuration_of, remember
+from mindlora.training.pynative.initialization import configuration_of, mark_saved_modules, remember
 from mindlora.training.pynative.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.pynative.train_step import refuse_missing_gradients
 from mindlora.training.several.pynative import put_adapters, several_of, with_stacked_optimizer
 from mindlora.training.several.pynative_data import with_data_of_adapters
 from mindlora.training.step.lora_plus_groups import fast_parameters
-from mindlora.training.step.packing import SegmentMask, boundary_of
+from mindlora.training.step.packing import SegmentEnds, SegmentMask, boundary_of
 from mindlora.training.step.rate_factor import ScaledSchedule
 
 require_mindformers("2.0")
@@ -50,29 +48,34 @@ from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E40
 
 # Packed data under the PyNative Trainer: what keeps the examples of a row apart.
 
-# Settings under which the model does not make its mask from its tokens.
-_WITHOUT_A_MASK = ("use_attn_mask_compression", "use_eod_attn_mask_compression")
-
 
 def keep_examples_apart(model: nn.Cell, files: Sequence[str]) -> None:
-    """Makes a model keep the examples of a row apart (see SegmentMask), in place, if the training data is packed.
+    """Makes a model keep the examples of a row apart, in place, if the training data is packed.
 
-    Raises ConfigError if a setting keeps it from using a mask made from its tokens, the run has several processes, or
-    some of the files are packed and others are not.
+    It gets a SegmentMask, and with use_eod_attn_mask_compression SegmentEnds. Raises ConfigError if its mask is the
+    same for all rows, several processes divide it, or some of the files are packed and others are not.
     """
     boundary = boundary_of(files) if files else None
     if boundary is None:
         return
     gpt = next(cell for _, cell in model.cells_and_names() if isinstance(cell, GPTModel))
-    obstacles = [f"model.{key} is True" for key in _WITHOUT_A_MASK if getattr(gpt.config, key, False)]
-    if get_world_size() > 1:
-        obstacles.append(f"the run has {get_world_size()} processes")
+    takes_ends = gpt.config.input_layout == "TND"
+    obstacles = []
+    if gpt.config.use_attn_mask_compression and not takes_ends:
+        obstacles.append("model.use_attn_mask_compression is True, with which one mask is for all rows")
+    divided = configuration.division_of_model()
+    if divided > 1:
+        obstacles.append(f"{divided} processes divide the model")
     if obstacles:
         raise ConfigError(
             f"train_dataset is packed, and {obstacles[0]}: mindlora then cannot keep the examples of a row apart under "
             "MindFormers' PyNative Trainer. Change that, or convert the data without --pack."
         )
-    gpt.casual_mask = SegmentMask(gpt.casual_mask, boundary)
+    if takes_ends:
+        gpt.segment_ends = SegmentEnds(boundary)
+        gpt.register_forward_pre_hook(gpt.segment_ends.before, with_kwargs=True)
+    else:
+        gpt.casual_mask = SegmentMask(gpt.casual_mask, boundary)
     pack_invocations(model, boundary)
     logger.info("The training data is packed: token %d begins an example of a row.", boundary)
 
@@ -80,7 +83,6 @@ def keep_examples_apart(model: nn.Cell, files: Sequence[str]) -> None:
 # LoRA+ under the PyNative Trainer: groups of parameters by learning rate, and not by weight decay alone.
 
 UTILS = "mindformers.pynative.trainer.utils"
-TRAINER = "mindformers.pynative.trainer.trainer"
 
 
 def with_lora_plus(build_optimizer: Callable, ratio_of: Callable) -> Callable:
@@ -144,6 +146,10 @@ def add_embedding_noise(model: nn.Cell, alpha: float) -> None:
             cell.register_forward_hook(noisy)
 
 
+# Fields of pet_config for which layers or adapters share parameters, and hyper_parallel gives each layer new ones.
+_SHARING = ("adapters", "use_vera")
+
+
 def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cell:
     """Puts mindlora's adapters on a model that has no values yet, in place, as lora_config and pet_config say.
 
@@ -159,7 +165,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         ConfigMistakes: As mindlora doctor finds them in the YAML.
         LoraError: As in adapter_configuration, check_same_cells and apply_lora.
     """
-    trainer = _trainer_of_this_model()
+    trainer = configuration.current_trainer()
     settings = trainer.config
     version = release(importlib.metadata.version("mindformers"))
     _check_yaml(settings.to_dict(), version)
@@ -168,7 +174,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     for sentence in pynative_rows_left_out(settings.to_dict(), read_at_once):
         logger.info(sentence)
     parts = trainer.num_accumulation_steps * settings.parallelism.data_parallel
-    for finding in check_weights(trainer.world_size, parts):
+    for finding in check_weights(configuration.division_of_model(), parts):
         logger.warning(str(finding))
     # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
     model.config._mf_lora_config = config
@@ -179,12 +185,17 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         given = pet_config.to_dict() if pet_config is not None else {}
         adapters = configuration.adapter_configuration(model, config, given)
         if score_of(model) is not None:
-            _check_one_process(trainer.world_size, f"model.architectures is {type(model).__name__}")
+            configuration.refuse_division(f"model.architectures is {type(model).__name__}")
             adapters.modules_to_save = with_score(adapters.modules_to_save)
-        check_quantization(adapters.quantize_base, settings.checkpoint, trainer.world_size)
+        check_quantization(adapters.quantize_base, settings.checkpoint)
+        for field in _SHARING:
+            if getattr(adapters, field) and trainer.world_size > 1:
+                raise ConfigError(
+                    f"pet_config has {field}, for which parameters are shared, and this run has {trainer.world_size} "
+                    "processes, in which hyper_parallel gives each layer new ones. Start one process."
+                )
         files = _training_files(settings, adapters)
         if adapters.adapters:
-            _check_one_process(trainer.world_size, "pet_config has adapters")
             # Before, so that each adapter's copy of the cells says so too.
             keep_examples_apart(model, files)
             replaced = put_adapters(model, settings, config)
@@ -193,7 +204,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
             draws = InitialDraws(adapters.seed)
             for _, cell in lora_cells(model):
                 cell.draws = draws
-            remember(model, adapters, _preference(settings, trainer.world_size))
+            remember(model, adapters, _preference(settings))
             adapters.variant.check_paths([path for path, _ in lora_cells(model)])
             if adapters.neftune_alpha is not None:
                 add_embedding_noise(model, adapters.neftune_alpha)
@@ -210,21 +221,13 @@ def _training_files(settings: Any, pet_config: PetLoraConfig) -> List[str]:
     return [file for path in filter(None, data) for file in mindrecord_files(path)]
 
 
-def _preference(settings: Any, processes: int) -> Optional[PreferenceSettings]:
-    """Returns what the run learns from preferences; raises ConfigError if it does in several processes."""
+def _preference(settings: Any) -> Optional[PreferenceSettings]:
+    """Returns what the run learns from preferences; raises ConfigError if it does and its model is divided."""
     node = getattr(settings, "preference", None)
     if node is None:
         return None
-    _check_one_process(processes, "The YAML has preference")
+    configuration.refuse_division("The YAML has preference")
     return preference_settings(node.to_dict() if hasattr(node, "to_dict") else node)
-
-
-def _check_one_process(processes: int, found: str) -> None:
-    if processes > 1:
-        raise ConfigError(
-            f"{found}, which mindlora supports in one process alone under MindFormers' PyNative Trainer, but this run "
-            f"has {processes}. Start one process."
-        )
 
 
 def with_adapters_of_mindlora(_: Callable) -> Callable:
@@ -257,6 +260,7 @@ def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
         for run, network in zip(several.runs, several.stack.networks):
             logger.info("LoRA by mindlora, adapter %s:\n%s", run["name"], trainable_summary(network))
     elif any(lora_cells(model)):
+        mark_saved_modules(model)
         freeze_base(model, configuration_of(model))
         _put_loss_in_pieces(model)
         logger.info("LoRA by mindlora:\n%s", trainable_summary(model))
@@ -270,8 +274,8 @@ def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
 
 def _put_loss_in_pieces(model: nn.Cell) -> None:
     """Makes a model of which is decided what trains compute its losses as pet_config.loss_in_pieces says."""
-    settings = _trainer_of_this_model().config.to_dict()
-    put_loss_in_pieces(model, loss_in_pieces(settings), get_world_size())
+    trainer = configuration.current_trainer()
+    put_loss_in_pieces(model, loss_in_pieces(trainer.config.to_dict()), trainer.world_size)
 
 
 def with_freezing_of_mindlora(_: Callable) -> Callable:
@@ -283,15 +287,15 @@ def with_all_gradients(gradient_norm: Callable) -> Callable:
     """Returns MindFormers' function that collects the gradients for the optimizer, which then refuses a missing one.
 
     MindFormers leaves such a parameter out, and its optimizer would give each later parameter the gradient of the next.
-    In several processes, where tokens are not counted, it raises NoGradient if all gradients are 0: the optimizer would
-    change the weights by its moments alone.
+    Where several processes divide the model, tokens are not counted, and it raises NoGradient if all gradients are 0:
+    the optimizer would change the weights by its moments alone.
     """
 
     @functools.wraps(gradient_norm)
     def collect(parameters: Sequence[Parameter], *arguments: Any, **keywords: Any) -> Any:
         refuse_missing_gradients(parameters)
         norm, gradients = gradient_norm(parameters, *arguments, **keywords)
-        if gradients and get_world_size() > 1 and float(norm) == 0:
+        if gradients and configuration.division_of_model() > 1 and float(norm) == 0:
             raise callbacks.NoGradient
         return norm, gradients
 
@@ -325,13 +329,13 @@ def with_data_of_each(build_dataset: Callable) -> Callable:
 
 def _data_of_adapters(dataset_config: Any) -> Optional[Sequence[Optional[str]]]:
     """Returns for each adapter the data of its own, or None; None where no adapters are trained on a dataset."""
-    trainer = _trainer_of_this_model()
+    trainer = configuration.current_trainer()
     several = several_of(trainer.model[0])
     return several.data if several is not None and dataset_config is trainer.config.train_dataset else None
 
 
 def _lora_plus_ratio() -> Optional[float]:
-    return getattr(getattr(_trainer_of_this_model().config, "pet_config", None), "loraplus_lr_ratio", None)
+    return getattr(getattr(configuration.current_trainer().config, "pet_config", None), "loraplus_lr_ratio", None)
 
 
 def _check_yaml(config: Dict[str, Any], version: Tuple[int, int]) -> None:
@@ -343,19 +347,3 @@ def _check_yaml(config: Dict[str, Any], version: Tuple[int, int]) -> None:
         if finding.severity == "warning":
             logger.warning(str(finding))
     refuse(findings)
-
-
-def _trainer_of_this_model() -> Any:
-    """Returns the Trainer that is building a model, or its optimizer, now.
-
-    MindFormers passes lora_config alone, and under its own launcher this module is imported only after the Trainer has
-    read its YAML: the Trainer is to be found among the calls that are going on.
-    """
-    kind = importlib.import_module(TRAINER).Trainer
-    frame = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, kind):
-            return caller
-        frame = frame.f_back
-    raise LoraError("build_lora_model works while MindFormers' Trainer builds its model: call apply_lora instead.")

@@ -12,12 +12,14 @@ from mindspore.graph.api import _no_grad
 from mindlora.core.errors import DataError, LoraError
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.core.text import listed
+from mindlora.network.pynative.linear import local
 from mindlora.network.tree import lora_cells
 from mindlora.training.adalora.rank_budget import RankBudget
 from mindlora.training.preference.loss import SUMS, answer_tokens, preference_measures
 from mindlora.training.preference.pynative import pynative_preference_loss
 from mindlora.training.pynative.evaluation import EvaluatedModel
 from mindlora.training.pynative.initialization import preference_of, reference_of
+from mindlora.training.resume.collectives import mean_over_ranks, rank_count, sum_over_ranks
 from mindlora.training.step.rate_factor import RateFactor
 from mindlora.training.step.train_step import StepRecord
 
@@ -27,9 +29,16 @@ from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E40
 _COLUMNS = ("input_ids", "labels")
 
 
+def gradient_of(parameter: Parameter) -> Optional[Tensor]:
+    """Returns the gradient of a parameter, in several processes the sum of theirs; None if it has none."""
+    # hyper_parallel sums gradients in float32 under this name.
+    summed = getattr(parameter, "main_grad", None)
+    return parameter.grad if summed is None else local(summed)
+
+
 def refuse_missing_gradients(parameters: Sequence[Parameter]) -> None:
     """Raises LoraError if a parameter that trains has no gradient: an optimizer would give it that of another one."""
-    missing = [p.name for p in parameters if p.grad is None and getattr(p, "main_grad", None) is None]
+    missing = [parameter.name for parameter in parameters if gradient_of(parameter) is None]
     if missing:
         raise LoraError(
             f"The loss has no gradient for {listed(missing)}, which train: the model does not use these cells. "
@@ -43,7 +52,7 @@ class TrainStep(nn.Cell):
     The Trainer's methods below tell it what a step computes, and obey it.
 
     Args:
-        model (nn.Cell): The whole model, of one process.
+        model (nn.Cell): The whole model.
         optimizer (nn.Optimizer): Its optimizer.
         records_norms (bool): Whether gradient_norms() is available. Default: False.
     """
@@ -60,6 +69,7 @@ class TrainStep(nn.Cell):
         if any(cell.variant.allocates_ranks for _, cell in lora_cells(model)):
             self.rank_budget = RankBudget(model, optimizer.parameters)
         self.rate = None
+        self.stop_requested = False
         settings = preference_of(model)
         self.preference = None if settings is None else pynative_preference_loss(self.evaluated, settings)
         self.limits: Optional[Tuple[float, float]] = None
@@ -89,8 +99,9 @@ class TrainStep(nn.Cell):
 
     def begin(self) -> None:
         """Begins a step."""
-        # The tokens that all its micro-batches count; None if there is only one.
+        # The tokens that all its micro-batches count, on all ranks; None if there is only one.
         self.expected: Optional[int] = None
+        self.stops = False
         self.losses: List[Tensor] = []
         # SUMS of what the step learns from preferences.
         self.sums = np.zeros(len(SUMS))
@@ -101,9 +112,13 @@ class TrainStep(nn.Cell):
         self.record = StepRecord(math.nan)
 
     def accumulate(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
-        """Prepares a step of several micro-batches: from then on each counts as much as it has tokens."""
+        """Prepares a step of several micro-batches, here or on all ranks: each then counts as much as it has tokens."""
         self.expected = sum(self.counted_tokens(batch) for batch in micro_batches)
-        if ms.get_context("device_target") == "CPU" and not self.copies_gradients:
+        if rank_count() > 1:
+            tokens, stops = sum_over_ranks([self.expected, self.stop_requested])
+            self.expected, self.stops = int(tokens), bool(stops)
+        copies = len(micro_batches) > 1 and ms.get_context("device_target") == "CPU"
+        if copies and not self.copies_gradients:
             # There MindSpore 2.10 adds the next micro-batch's gradient wrongly to one that is a transposed view.
             for parameter in self.network.trainable_params():
                 parameter.register_hook(lambda gradient: gradient.copy())
@@ -144,42 +159,52 @@ class TrainStep(nn.Cell):
         return counted
 
     def weighted(self, loss: Tensor, tokens: int, micro_batches: int) -> Tensor:
-        """Returns the mean loss of a micro-batch, times its part in the tokens of the step and ``micro_batches``."""
+        """Returns the mean loss of a micro-batch, times its part in the tokens of the step, times all micro-batches.
+
+        MindFormers divides by the number of these, which are ``micro_batches`` on each rank.
+        """
         self.tokens += tokens
         if self.expected is not None:
-            loss = loss * (tokens * micro_batches / max(self.expected, 1))
+            loss = loss * (tokens * micro_batches * rank_count() / max(self.expected, 1))
         if self.limits is not None:
             self.losses.append(ops.stop_gradient(loss / micro_batches))
         return loss
 
+    @property
+    def tokens_of_step(self) -> int:
+        """How many tokens the loss of the step counts, on all ranks."""
+        return self.tokens if self.expected is None else self.expected
+
     def before_update(self, parameters: Sequence[Parameter]) -> Optional[float]:
         """Looks at the gradients; returns their norm if the step must be skipped, else None."""
         self.learning_rate = self.current_rate()
-        self.skipped = not self.tokens
+        self.skipped = not self.tokens_of_step
         if self.skipped:
             return 0.0
         if self.rank_budget is not None:
             self._regularize(parameters)
         if self.limits is None and not self.records_norms:
             return None
-        gradients = {p.name: p.grad.astype("float32") for p in parameters if p.grad is not None}
+        known = [parameter for parameter in parameters if gradient_of(parameter) is not None]
+        gradients = {parameter.name: gradient_of(parameter).astype("float32") for parameter in known}
         self.norms = {name: float(ops.sqrt((g * g).sum()).asnumpy()) for name, g in gradients.items()}
         if self.limits is None:
             return None
         norm = math.sqrt(sum(value**2 for value in self.norms.values()))
-        loss = sum(float(np.ravel(value.asnumpy())[0]) for value in self.losses)
+        loss = mean_over_ranks(sum(float(np.ravel(value.asnumpy())[0]) for value in self.losses))
         within = loss <= self.limits[0] and norm <= self.limits[1]
         self.skipped = not (within and math.isfinite(loss) and math.isfinite(norm))
         return norm if self.skipped else None
 
     def _regularize(self, parameters):
         """Adds the gradient of AdaLoRA's orthogonality term; that of one that is missing is an error later."""
-        if any(parameter.grad is None for parameter in parameters):
+        before = [gradient_of(parameter) for parameter in parameters]
+        if any(gradient is None for gradient in before):
             return
         with _no_grad():
-            gradients = self.rank_budget.regularized(tuple(p.grad.astype(ms.float32) for p in parameters))
-        for parameter, gradient in zip(parameters, gradients):
-            parameter.grad = gradient
+            gradients = self.rank_budget.regularized(tuple(gradient.astype(ms.float32) for gradient in before))
+        for gradient, regularized in zip(before, gradients):
+            gradient.assign_value(regularized)
 
     def after_update(self, gradients: Sequence[Tensor]) -> None:
         """Does what follows from the optimizer's update with these gradients: AdaLoRA's importance and masks."""
@@ -189,13 +214,14 @@ class TrainStep(nn.Cell):
 
     def end(self, loss: float, norm: float, skipped: bool) -> None:
         """Records the step, with the loss and the norm that the Trainer reports; the loss is NaN if no token counts."""
-        loss = loss if self.tokens else math.nan
+        loss = loss if self.tokens_of_step else math.nan
         self.skipped = self.skipped or skipped
-        tokens, measures = float(self.tokens), None
+        tokens, measures = float(self.tokens_of_step), None
         if self.preference is not None:
-            tokens = float(answer_tokens(self.sums))
-            measures = preference_measures(self.sums, self.preference.settings)
-        self.record = StepRecord(loss, norm, tokens, self.skipped, False, self.learning_rate, measures)
+            sums = sum_over_ranks(self.sums)
+            tokens = float(answer_tokens(sums))
+            measures = preference_measures(sums, self.preference.settings)
+        self.record = StepRecord(loss, norm, tokens, self.skipped, self.stops, self.learning_rate, measures)
 
     def state_parameters(self) -> List[Parameter]:
         """Returns what it has that a run goes on with, besides the model and the optimizer."""
@@ -218,6 +244,10 @@ class TrainStep(nn.Cell):
     def rate_factors(self) -> Dict[str, float]:
         """The factors of the learning rate: source -> value."""
         return {} if self.rate is None else dict(self.rate.factors)
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop: the record of the next step has ``stop`` set on each of them."""
+        self.stop_requested = True
 
     def set_limits(self, loss: float, gradient_norm: float) -> None:
         """Sets above which loss, or norm of the gradient before clipping, a step is skipped; infinity for no limit."""

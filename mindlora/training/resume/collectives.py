@@ -1,6 +1,6 @@
-"""What all processes of a run tell each other outside the train step: bytes, gathered or summed bit for bit; means."""
+"""What all processes of a run tell each other outside the train step: bytes, gathered or summed bit for bit; sums."""
 
-from typing import Callable, List, Tuple
+from typing import Callable, List, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -8,6 +8,9 @@ from mindspore import Tensor, ops
 from mindspore.communication import get_group_size, get_rank
 
 from mindlora.core.errors import BackendError
+
+# What set_rank_count has set.
+_count = 1
 
 
 def all_gather(content: np.ndarray) -> np.ndarray:
@@ -57,17 +60,26 @@ def rank_and_count() -> Tuple[int, int]:
     return get_rank(), get_group_size()
 
 
+def set_rank_count(count: int) -> None:
+    """Sets how many processes train in data parallel where MindSpore's parallel mode does not say it."""
+    global _count
+    _count = count
+
+
 def rank_count() -> int:
     """Returns how many processes train in data parallel: 1 alone, and 1 in any other parallel mode."""
-    return get_group_size() if ms.get_auto_parallel_context("parallel_mode") == "data_parallel" else 1
+    return get_group_size() if ms.get_auto_parallel_context("parallel_mode") == "data_parallel" else _count
+
+
+def sum_over_ranks(values: Sequence[float]) -> np.ndarray:
+    """Returns the sums of the ranks' values, in float32, the same on every rank; all of them must call this."""
+    return np.array(values) if rank_count() == 1 else ops.AllReduce()(Tensor(np.array(values, np.float32))).asnumpy()
 
 
 def mean_over_ranks(value: float) -> float:
     """Returns the mean of the ranks' values, which is the same number on every rank; all of them must call this."""
     count = rank_count()
-    if count == 1:
-        return value
-    return float(ops.AllReduce()(Tensor(np.array([value / count], np.float32))).asnumpy()[0])
+    return value if count == 1 else float(sum_over_ranks([value / count])[0])
 
 
 def wait_for_all_ranks() -> None:

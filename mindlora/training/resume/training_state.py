@@ -118,7 +118,7 @@ def save(folder: str, params: InternalCallbackParam, values: Optional[Mapping[st
     the adapter is written then, as every rank has a state of its own.
     """
     if values is not None:
-        _save_adapter(params, folder, values)
+        save_adapter(folder, params, values)
         return
     collect_state(params.train_network)
     # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
@@ -129,16 +129,21 @@ def save(folder: str, params: InternalCallbackParam, values: Optional[Mapping[st
         "callbacks": callback_states(params.list_callback),
     }
     with atomic.replace_folder(folder) as new:
-        _save_adapter(params, new)
+        save_adapter(new, params)
         save_file(tensors, os.path.join(new, _STATE_TENSORS))
         write_json(os.path.join(new, _STATE_METADATA), metadata)
 
 
-def _save_adapter(params, folder, values=None):
-    """Writes the adapter, with the name of its base that pet_config gives."""
+def save_adapter(folder: str, params: InternalCallbackParam, values: Optional[Mapping[str, np.ndarray]] = None) -> None:
+    """Writes the adapter, with the name of its base that pet_config gives; ``values`` are as for ``save``."""
     network = base_of(params.train_network)
-    pet_config = getattr(getattr(network, "config", None), "pet_config", None)
-    save_lora(network, folder, base_model=getattr(pet_config, "base_model_name_or_path", None), values=values)
+    if "run_facts" in params:
+        # The PyNative Trainer's model does not have it.
+        base_model = (params.run_facts["configuration"].get("pet_config") or {}).get("base_model_name_or_path")
+    else:
+        pet_config = getattr(getattr(network, "config", None), "pet_config", None)
+        base_model = getattr(pet_config, "base_model_name_or_path", None)
+    save_lora(network, folder, base_model=base_model, values=values)
 
 
 def save_best(
@@ -151,7 +156,7 @@ def save_best(
     """Writes the best adapter so far, atomically, with its step and its metric; ``values`` are as for ``save``."""
     collect_state(params.train_network)
     with atomic.replace_folder(folder) as new:
-        _save_adapter(params, new, values)
+        save_adapter(new, params, values)
         write_json(os.path.join(new, _BEST_METADATA), {"step": params.cur_step_num, metric: value})
 
 

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.graph.api import _no_grad
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from mindlora.core.errors import DataError
+from mindlora.core.errors import ConfigError, DataError
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.callbacks.registry import ORDER
@@ -69,8 +69,9 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
         lora_config (LoraConfig): Its lora_config.
 
     Raises:
-        LoraError: As in trained_adapters and stack_adapters.
+        LoraError: As in trained_adapters and stack_adapters, or the rows of all adapters balance routed experts.
     """
+    _check_balance(model.get_gpt_transformer_config())
     yaml = plain(settings.to_dict())
     of_adapter = [node for node in yaml["callbacks"] if node["type"] in OF_ADAPTER]
     yaml["callbacks"] = sorted(of_adapter, key=lambda node: ORDER.index(node["type"]))
@@ -91,6 +92,21 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
     setattr(model, _SEVERAL, Several(stack, runs, data, directory, schedule, settings.training.max_norm))
     cells = {id(cell) for cell in stack.cells.values()}
     return [path for path, cell in model.cells_and_names() if id(cell) in cells]
+
+
+def _check_balance(config: Any) -> None:
+    """Raises ConfigError if a model's routed experts are balanced, by tokens that MindFormers counts for all rows."""
+    is_biased = getattr(config, "moe_router_enable_expert_bias", False)
+    settings = {
+        "moe_aux_loss_coeff": getattr(config, "moe_aux_loss_coeff", None),
+        "moe_router_bias_update_rate": config.moe_router_bias_update_rate if is_biased else None,
+    }
+    for name, value in settings.items():
+        if value and getattr(config, "num_moe_experts", None):
+            raise ConfigError(
+                f"{name} of the model is {value}, and pet_config has adapters: MindFormers balances routed experts by "
+                f"the rows of a whole batch, of whichever adapter. Set model.{name}: 0, or train one adapter at a time."
+            )
 
 
 def _configuration(model: nn.Cell, lora_config: Any, alone: Mapping[str, Any]) -> PetLoraConfig:

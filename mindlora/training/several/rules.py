@@ -343,7 +343,7 @@ def _check_keys(run: YamlRun) -> Iterator[Finding]:
 # Under MindFormers' PyNative Trainer: the YAML of a run with each adapter alone, and what is refused there.
 
 PYNATIVE_KEY = "pet_config.adapters"
-_PYNATIVE_MODEL = "Qwen3ForCausalLM"
+_PYNATIVE_MODELS = ("Qwen3ForCausalLM", "DeepseekV3ForCausalLM")
 # Callbacks of mindlora that follow a run with one adapter.
 OF_ONE_ADAPTER = (
     *("BaseCheck", "ReferenceCheck", "LoraInitialization", "AdapterHealth", "RankBudget", "SampleAnswers"),
@@ -449,11 +449,11 @@ def _check_pynative_run(config: Mapping[str, Any]) -> Iterator[Finding]:
     model = config.get("model") or {}
     classes = model.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else classes
-    if name != _PYNATIVE_MODEL:
+    if name not in _PYNATIVE_MODELS:
         yield error(
             "model.architectures",
-            f"The model is {name}, and under MindFormers' PyNative Trainer several adapters train on {_PYNATIVE_MODEL} "
-            "alone.",
+            f"The model is {name}, and under MindFormers' PyNative Trainer several adapters train on "
+            f"{' and '.join(_PYNATIVE_MODELS)} alone.",
             "Train one adapter at a time.",
         )
     optimizer = config.get("optimizer") or {}

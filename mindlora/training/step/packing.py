@@ -1,6 +1,6 @@
 """Packed data in a MindFormers run: how it is recognized, and what keeps the examples of a row apart."""
 
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import numpy as np
 from mindformers.models.llama.llama import LlamaModel
@@ -55,6 +55,30 @@ def _apart(mask: Tensor, segment: Tensor) -> Tensor:
     if mask.dtype == mstype.uint8:
         return ops.logical_or(mask.astype(mstype.bool_), different).astype(mask.dtype)
     return ops.minimum(mask, different.astype(mask.dtype) * _MASKED)
+
+
+class SegmentEnds(nn.Cell):
+    """Tells a PyNative model where the examples of packed rows end, which its flash attention takes in place of a mask.
+
+    MindFormers calls them actual_seq_len. Examples begin as in SegmentMask, and each row begins one: the ends count
+    through the tokens of all rows, one row after the other. ``before`` is a hook before MindFormers' GPTModel.
+    """
+
+    def __init__(self, boundary: int):
+        super().__init__(auto_prefix=False)
+        self.boundary = boundary
+
+    def construct(self, tokens: Tensor) -> Tensor:
+        begins = tokens.asnumpy() == self.boundary
+        begins[:, 0] = True
+        return Tensor(np.append(np.flatnonzero(begins)[1:], begins.size).astype(np.int32))
+
+    def before(self, _: nn.Cell, arguments: Tuple, keywords: Dict[str, Any]) -> Tuple[Tuple, Dict[str, Any]]:
+        """Returns the arguments of the model, and the ends among them, unless the data has a column of them."""
+        if keywords.get(ENDS) is not None:
+            return arguments, keywords
+        tokens = arguments[0] if arguments else keywords["input_ids"]
+        return arguments, {**keywords, ENDS: self(tokens)}
 
 
 # Rows packed anew in each step: the position of each token in its sequence says where sequences begin, and no token of
@@ -202,8 +226,9 @@ def _obstacle(network: nn.Cell) -> Tuple[str, str]:
 
 
 def installed_boundary(network: nn.Cell) -> Optional[int]:
-    """Returns the boundary that install_segment_mask was given, or None if it was not called."""
-    return next((cell.boundary for _, cell in network.cells_and_names() if isinstance(cell, SegmentMask)), None)
+    """Returns the token at which a network takes examples to begin, or None if it does not keep them apart."""
+    parts = (cell for _, cell in network.cells_and_names() if isinstance(cell, (SegmentMask, SegmentEnds)))
+    return next((cell.boundary for cell in parts), None)
 
 
 def check_held_out(train_network: nn.Cell, dataset_dir: str) -> None:

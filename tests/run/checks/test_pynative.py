@@ -8,7 +8,15 @@ import yaml
 
 from mindlora.cli.doctor import examination
 from mindlora.files.adapters.dialects.pynative import target_regex
-from mindlora.run.checks.pynative import adaptable_cells, check_pynative, check_weights, is_pynative, network_of, select
+from mindlora.run.checks.pynative import (
+    adaptable_cells,
+    check_pynative,
+    check_weights,
+    is_pynative,
+    network_of,
+    processes_of_a_model,
+    select,
+)
 from tests.support.step_folders import MANIFEST, write_step
 
 MODEL = {
@@ -165,7 +173,15 @@ def test_weight_decay_on_a_and_b(base):
 def test_parts_of_a_step_that_count_alike():
     assert not [*check_weights(1, 8), *check_weights(4, 1)]
     (finding,) = check_weights(2, 8)
-    assert finding.severity == "warning" and "8 parts in 2 processes, which MindFormers weighs alike" in str(finding)
+    assert finding.severity == "warning" and "8 parts, which MindFormers weighs alike" in str(finding)
+
+
+def test_among_how_many_processes_a_model_is_divided():
+    assert processes_of_a_model({}, 1) == 1
+    assert processes_of_a_model({}, 8) == 8
+    assert processes_of_a_model({"data_parallel_shard": 1}, 8) == 1
+    assert processes_of_a_model({"data_parallel_shard": 2}, 8) == 2
+    assert processes_of_a_model({"data_parallel_shard": 1, "tensor_parallel": 2, "context_parallel": 2}, 8) == 4
 
 
 # Cells ----------------------------------------------------------------------------------------------------------------

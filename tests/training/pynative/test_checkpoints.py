@@ -37,7 +37,9 @@ def runs(tmp_path_factory):
         ("whole", {**saved, "load_path": str(folder / "base"), "no_load_optim": True}),
         ("resumed", {"enable_save": False, "load_path": str(folder / "saved" / "iteration_00000002")}),
     ):
-        saving = {"type": "LoraCheckpoint", "save_steps": 2, "directory": str(folder / f"{name}_adapters")}
+        # The best is that of the highest loss; MindFormers saves between its steps.
+        saving = {"type": "LoraCheckpoint", "save_steps": 3, "best_mode": "max"}
+        saving["directory"] = str(folder / f"{name}_adapters")
         run = pynative_runs.launch(
             {**config, "checkpoint": checkpoint, "callbacks": [saving], "pet_config": {"lora_rank": 4}},
             folder / name,
@@ -54,6 +56,15 @@ def test_a_resumed_run_is_the_rest_of_the_whole_one(runs):
     assert resumed == whole[2:] and len(whole) == STEPS
     whole, resumed = (pynative_runs.trained(runs / name) for name in ("whole", "resumed"))
     assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_the_best_adapter_is_that_of_the_metric_whether_the_run_was_resumed_or_not(runs):
+    best = {"step": 3, "loss": pytest.approx(np.mean(pynative_runs.losses(runs / "whole")[:3]))}
+    for name in ("whole", "resumed"):
+        folder = runs / f"{name}_adapters"
+        assert json.loads((folder / "best" / "best.json").read_text("utf-8")) == best
+        adapter, expected = (load_file(folder / at / "adapter_model.safetensors") for at in ("best", "step_3"))
+        assert all(np.array_equal(adapter[key], expected[key]) for key in expected)
 
 
 @only_with_graph_mode

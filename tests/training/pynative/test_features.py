@@ -1,5 +1,7 @@
 """Weighted accumulation, shifted and packed rows, LoRA+ and NEFTune under MindFormers' PyNative Trainer."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,8 @@ from tests.support.what_runs import shows
 pytestmark = only_with_pynative_trainer
 STEPS = 3
 BEGIN, LENGTH = 2, tiny_runs.SEQUENCE
+# MindFormers compresses masks from this length on.
+LONG = {**pynative_runs.QWEN3, "seq_length": 2048, "max_position_embeddings": 2048, "num_hidden_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,40 @@ def test_examples_of_a_packed_row_do_not_see_each_other(runs):
     # MindFormers rounds rotary embeddings: an example's logits depend on where it begins, in packed rows or not.
     np.testing.assert_allclose(packed, alone, rtol=3e-4)
     assert abs(mixed[0] - alone[0]) > 5 * abs(packed[0] - alone[0])
+
+
+def test_flash_attention_gets_the_ends_of_the_examples_in_place_of_a_mask(folder):
+    """From the tokens, or from a column of the data; HeldOutLoss gives them too."""
+    begins = np.array([0, 300, 1000, 1001])
+    tokens = np.random.default_rng(1).integers(4, tiny_runs.VOCABULARY, (4, LONG["seq_length"])).astype(np.int32)
+    tokens[:, begins] = BEGIN
+    ends = {"actual_seq_len": np.append(begins[1:], LONG["seq_length"]).astype(np.int32)}
+    path = folder / "long.mindrecord"
+    write(path, tokens, np.roll(tokens, -1, 1), **ends, **{BOUNDARY: np.array([BEGIN], np.int32)})
+    configs = []
+    for name, compresses in (("mask", False), ("ends", True), ("column", True), ("one_mask", False)):
+        model = {**LONG, "use_eod_attn_mask_compression": compresses, "use_attn_mask_compression": name == "one_mask"}
+        callbacks = [{"type": "FillWeights"}, {"type": "RecordLosses", "directory": str(folder / name)}]
+        callbacks.append({"type": "HeldOutLoss", "dataset_dir": str(path), "batch_size": 2})
+        callbacks.append({"type": "RunReport", "directory": str(folder / name)})
+        config = {**pynative_runs.tiny_config("qwen3", path, 2), "model": model, "callbacks": callbacks}
+        config["training"] = {"steps": 2, "local_batch_size": 2, "global_batch_size": 2, "seed": 1}
+        if name == "column":
+            config["train_dataset"]["dataloader"]["column_names"] += ["actual_seq_len"]
+        configs.append(config)
+    *messages, refusal = pynative_runs.series(configs, folder)
+    assert messages == [None] * 3
+    assert "model.use_attn_mask_compression is True, with which one mask is for all rows" in refusal
+    expected, *others = (run_of(folder / name) for name in ("mask", "ends", "column"))
+    for found in others:
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def run_of(folder):
+    """Returns the losses of a run, and the held-out loss at its end."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    held_out = [record["held_out_loss"] for record in map(json.loads, lines) if "held_out_loss" in record]
+    return [*pynative_runs.losses(folder), *held_out]
 
 
 def test_an_adapter_acts_from_its_tokens_on_in_each_example_of_a_packed_row(runs):

@@ -90,8 +90,8 @@ CASES = {
 }
 
 
-# Fields of pet_config that two processes refuse; a callback would be refused once the model is sharded.
-ONE_PROCESS = {
+# Fields of pet_config that processes refuse which divide a model; a callback would be refused once it is divided.
+WHOLE_MODEL = {
     "modules_to_save": ["norm"],
     "freeze_exclude": ["*norm*"],
     "adapter_path": "/",
@@ -145,17 +145,23 @@ def test_without_a_checkpoint_the_base_has_its_initial_values(folder, messages):
         assert 0.001 < weight.std() < 0.1 and abs(weight.mean()) < 0.01
 
 
-def test_what_needs_one_process_is_refused_in_two(folder, messages):
+def test_what_needs_a_whole_model_is_refused_in_two_processes_that_divide_it(folder, messages):
     given, found = folder / "given.json", folder / "two.json"
     config = pynative_runs.tiny_config("qwen3", folder / "rows.mindrecord", 1)
     config["training"] = {**config["training"], "local_batch_size": 2}
-    nodes = [{field: value} for field, value in ONE_PROCESS.items()]
+    nodes = [{field: value} for field, value in WHOLE_MODEL.items()]
     nodes[-1]["target_r"] = 2
+    shared = [{"adapters": [{"name": "one"}]}, {"use_vera": True}]
+    sharing = [{**config, "pet_config": node, "parallelism": {"data_parallel_shard": 1}} for node in shared]
     classifier = {**config["model"], "architectures": "Qwen3ForSequenceClassification", "num_labels": 2}
-    configs = [{**config, "model": classifier}, *({**config, "pet_config": node} for node in nodes)]
-    given.write_text(json.dumps(configs))
+    divided = [{**config, "model": classifier}, *({**config, "pet_config": node} for node in nodes)]
+    sharing[1]["lora_config"] = {**LORA, "target_modules": r"linear_(proj|fc2)$"}
+    given.write_text(json.dumps([*sharing, *divided]))
     run_ranks(2, folder, pynative_series.__file__, given, found, trainer="pynative")
-    of_classifier, *messages = json.loads(found.read_text())
-    assert "model.architectures is Qwen3ForSequenceClassification, which mindlora supports in one" in of_classifier
-    for field, message in zip(ONE_PROCESS, messages):
-        assert f"pet_config.{field} is" in message and "in one process" in message and "Remove it" in message
+    of_adapters, of_vera, of_classifier, *messages = json.loads(found.read_text())
+    for message, field in ((of_adapters, "adapters"), (of_vera, "use_vera")):
+        assert f"pet_config has {field}" in message and "this run has 2 processes" in message
+    assert "model.architectures is Qwen3ForSequenceClassification, which mindlora supports" in of_classifier
+    for field, message in zip(WHOLE_MODEL, messages):
+        assert f"pet_config.{field} is" in message and "here 2 processes divide it" in message
+        assert "Set parallelism.data_parallel_shard: 1" in message and "remove it" in message

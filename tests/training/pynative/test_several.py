@@ -38,6 +38,11 @@ FORMS = {
     "in_16_bits": ({"param_init_type": "float16"}, "rows"),
     "packed": ({}, "packed"),
 }
+# Multi-head latent attention, and tokens that go to all experts, as attention rounds to float16 and a choice may turn.
+DEEPSEEK_V3 = {
+    **pynative_runs.DEEPSEEK_V3,
+    **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "moe_router_bias_update_rate": 0.0},
+}
 # The runs that MindFormers saves.
 SAVED = ("together", "plain", "stopping", "guarded")
 STOPPING = ({"name": "frozen", "seed": 1, "learning_rate": 0.0}, {"name": "learning", "seed": 2})
@@ -128,6 +133,12 @@ def messages(folder):
         "one_saved": several(folder, "one_saved", three, loaded=after("plain", 2)),
         "several_saved": configuration(folder, "several_saved", {}, loaded=after("together", 2)),
     }
+    latent = {**HALF, "model": DEEPSEEK_V3, "loaded": {}, "more_callbacks": [{"type": "FillWeights", "base": True}]}
+    configs["latent"] = several(folder, "latent", three[:2], **latent)
+    configs["latent_alone"] = configuration(folder, "latent_alone", plain, **latent)
+    configs["balanced"] = several(folder, "balanced", three, model=pynative_runs.DEEPSEEK_V3, loaded={})
+    experts = {**LORA, "target_modules": r"mlp\.experts"}
+    configs["experts"] = several(folder, "experts", [{"name": "one"}], **{**latent, "lora_config": experts})
     for name, (pet_config, data) in FORMS.items():
         changes = {**HALF, "data": data, "held_out": data}
         configs[name] = several(folder, name, three[:2], pet_config=pet_config, **changes)
@@ -205,6 +216,29 @@ def test_the_base_in_4_bits_the_adapters_in_16_and_packed_rows_are_as_alone(fold
     expected = records(folder / f"{name}_alone", "held_out_loss")
     assert len(expected) == STEPS // 2 and expected[0] != expected[1]
     np.testing.assert_allclose(records(folder / name / "plain", "held_out_loss"), expected, rtol=1e-5)
+
+
+@shows("several", "deepseek_v3", trainer="pynative")
+def test_on_latent_attention_and_shared_experts_an_adapter_learns_what_it_learns_alone(folder, messages):
+    assert messages["latent"] is messages["latent_alone"] is None
+    for key in ("loss", "held_out_loss"):
+        expected = records(folder / "latent_alone", key)
+        assert len(expected) == STEPS // 2 and expected[0] != expected[1]
+        np.testing.assert_allclose(records(folder / "latent" / "plain", key), expected, rtol=1e-5)
+    adapter = saved(folder / "latent" / "plain" / "lora_checkpoint", STEPS // 2)
+    expected = saved(folder / "latent_alone", STEPS // 2)
+    assert adapter.keys() == expected.keys() and any("kv_b_proj" in key for key in expected)
+    for key, array in expected.items():
+        difference = np.abs(adapter[key] - array)
+        assert difference.mean() < 1e-5 and difference.max() < 1e-2 * np.abs(array).max(), key
+
+
+def test_routed_experts_that_all_rows_balance_are_refused(messages):
+    assert "moe_router_bias_update_rate of the model is 0.001, and pet_config has adapters" in messages["balanced"]
+
+
+def test_adapters_on_routed_experts_are_refused(messages):
+    assert "cannot carry several adapters" in messages["experts"]
 
 
 def test_an_adapter_that_stops_early_stays_as_it_is_and_the_other_goes_on(folder, messages):

@@ -1,14 +1,27 @@
-"""A stand-in for hyper_parallel, which shards MindFormers' PyNative models, for tests in one process.
+"""A stand-in for hyper_parallel, which shards MindFormers' PyNative models, for tests on whole models.
 
 hyper_parallel is on no package registry, and MindFormers imports it whatever the number of devices. With the folder
-above this one on sys.path those imports work, and a model trains in one process. It proves nothing about sharding: what
-one process does not need raises NotImplementedError where it is used.
+above this one on sys.path those imports work, and a model trains in one process, or in several that all have the whole
+model (replicas.py). It proves nothing about sharding: what that needs raises NotImplementedError where it is used.
 """
 
 import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
+
+from hyper_parallel.replicas import (  # noqa: F401
+    DeviceMesh,
+    DTensor,
+    HSDPModule,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    fully_shard,
+    get_current_layout,
+    init_device_mesh,
+    reduce_gradients,
+)
 
 
 def enable_mindspore_backward_compat() -> None:
@@ -19,6 +32,7 @@ def enable_mindspore_backward_compat() -> None:
 
     def backward(self, gradient=None, retain_graph=False, create_graph=False):
         run_backward((self,), (gradient,), retain_graph, create_graph, ())
+        reduce_gradients()
 
     Tensor.backward = backward
     Tensor.grad = property(lambda self: self._grad, lambda self, value: setattr(self, "_grad", value))
@@ -26,7 +40,7 @@ def enable_mindspore_backward_compat() -> None:
 
 
 class SkipDTensorDispatch(contextlib.nullcontext):
-    """Nothing to skip: no tensor is distributed."""
+    """Nothing to skip: operators take every tensor as it is."""
 
 
 class _Unavailable:
@@ -37,7 +51,7 @@ class _Unavailable:
 
     def __getattr__(self, name: str):
         raise NotImplementedError(
-            f"hyper_parallel's stand-in has one process and no {type(self).__name__}.{name}: "
+            f"hyper_parallel's stand-in divides no model and has no {type(self).__name__}.{name}: "
             "a test of it needs hyper_parallel itself."
         )
 
