@@ -86,6 +86,30 @@ MIXTRAL = {
     },
     **parallel(4, 2, expert_parallel=2, use_seq_parallel=True),
 }
+# A dense layer of a DeepSeek-V3, and one that predicts a further token.
+DEEPSEEK_V3 = {
+    f"model.model_config.{key}": value
+    for key, value in {
+        "model_type": "deepseek_v3",
+        "architectures": "DeepseekV3ForCausalLM",
+        "head_dim": None,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 128,
+        "moe_grouped_gemm": True,
+        "num_nextn_predict_layers": 1,
+        "mtp_loss_scaling_factor": 0.3,
+    }.items()
+} | {f"{PET}.target_modules": ["linear_proj"]}
 KEEPING_TWO = [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 2}]
 SEVERAL = [{"name": "slow", "learning_rate": 1e-4}, {"name": "small", "learning_rate": 1e-3, "lora_rank": 4}]
 
@@ -117,6 +141,29 @@ TRAINED = {
     "llama, a head divided by its vocabulary": Row(ranks=8, rows=8, keys=parallel(4, 2, vocab_emb_dp=False)),
     "llama, a divided head that trains": Row(
         ranks=8, rows=8, keys={**parallel(4, 2, vocab_emb_dp=False), f"{PET}.modules_to_save": ["lm_head"]}
+    ),
+    "llama, LoRA on a divided head": Row(
+        ranks=8,
+        rows=8,
+        keys={
+            **parallel(4, 2, vocab_emb_dp=False),
+            f"{PET}.target_modules": ".*wq|.*lm_head",
+            f"{PET}.lora_dropout": 0.0,
+        },
+    ),
+    "qwen3, LoRA on a divided head, which is tied": Row(
+        QWEN3,
+        ranks=8,
+        rows=8,
+        keys={
+            "model.model_config.tie_word_embeddings": True,
+            f"{PET}.target_modules": ["embed_tokens", "lm_head"],
+            f"{PET}.lora_dropout": 0.0,
+            **parallel(4, 2),
+        },
+    ),
+    "deepseek v3, further tokens and a divided head": Row(
+        QWEN3, ranks=8, rows=8, keys={**DEEPSEEK_V3, **parallel(4, 2)}
     ),
     "llama, a pipeline of model parallel 4": Row(ranks=8, rank=7, rows=4, keys=ONE_STAGE_PER_HALF, always=True),
     "llama, optimizer parallel": Row(ranks=8, keys={**SEMI_AUTOMATIC, "parallel.enable_parallel_optimizer": True}),
@@ -395,6 +442,7 @@ def asked_for(table):
         marks = [] if row.always else [on_request]
         if row.refused is None:
             model = "qwen3_moe" if "30b_a3b" in row.config else "qwen3" if "qwen3" in row.config else "llama"
+            model = row.keys.get("model.model_config.model_type", model)
             marks += [shows(feature, model, place="ascend") for feature in ["lora", *SHOWN.get(name, [])]]
         parameters.append(pytest.param(name, marks=marks))
     return parameters
